@@ -1,0 +1,110 @@
+"""Key names of the store: the one place that knows how a path is spelled (spec, section 2). Pure, no I/O."""
+
+from __future__ import annotations
+
+import re
+
+from cnr_store.errors import BadName
+
+IDENTITY = "cnr.json"
+ROOT_GROUP = "zarr.json"
+HINT = "hint/latest.json"
+COMMITS = "commits/"
+DATA = "data/"
+STATE = "state/"
+MANIFEST = "_segment.json"
+RECEIPT = "_receipt.json"
+
+MAX_NAME_BYTES = 1024
+"""Longest table, tensor or slot name in UTF-8 bytes."""
+
+_SAFE = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-")
+_POSITION = re.compile(r"^commits/(\d{20})\.json$")
+_SEGMENT = re.compile(r"^\d{20}-[0-9a-f]{32}$")
+_RELATIVE_PATH = re.compile(r"^[A-Za-z0-9._%-]+(/[A-Za-z0-9._%-]+)*$")
+
+
+def commit_key(version: int) -> str:
+    """Return the key of a log position: ``commits/<20 digits>.json``."""
+    return f"{COMMITS}{version:020d}.json"
+
+
+def commit_version(key: str) -> int | None:
+    """Return the version whose record ``key`` is, or None if it is no log position."""
+    match = _POSITION.match(key)
+    return int(match.group(1)) if match else None
+
+
+def segment_name(base: int, txn: str) -> str:
+    """Return the folder name of a segment: ``<base20>-<txn>``; ``txn`` is 32 hex digits."""
+    name = f"{base:020d}-{txn}"
+    check_segment_name(name)
+    return name
+
+
+def check_segment_name(name: str) -> None:
+    """Raise `BadName` unless ``name`` is a segment folder name (it may come from a hostile record)."""
+    if not _SEGMENT.match(name):
+        raise BadName(
+            f"{name[:80]!r} is not a segment name; expected <20 digits>-<32 hex digits>", found=name[:80]
+        )
+
+
+def segment_prefix(name: str) -> str:
+    """Return ``data/<segment>/``."""
+    check_segment_name(name)
+    return f"{DATA}{name}/"
+
+
+def segment_key(name: str, path: str) -> str:
+    """Return the key of an object inside a segment; refuses a path that could leave it."""
+    check_relative_path(path)
+    return f"{segment_prefix(name)}{path}"
+
+
+def check_relative_path(path: str) -> None:
+    """Raise `BadName` unless ``path`` is a plain relative path of safe characters without dot segments."""
+    if not _RELATIVE_PATH.match(path) or any(set(part) == {"."} for part in path.split("/")):
+        raise BadName(f"path {path[:120]!r} in a manifest is not a plain relative path", found=path[:120])
+
+
+def state_key(digest: str) -> str:
+    """Return the key of a record's overflow object, named by its sha256."""
+    if not re.fullmatch(r"[0-9a-f]{64}", digest):
+        raise BadName(f"{digest[:80]!r} is not a sha256 digest", found=digest[:80])
+    return f"{STATE}{digest}.json"
+
+
+def writer_folder(rank: int, attempt: str) -> str:
+    """Return the folder of one writer's parts inside a segment: ``r00000-<attempt8>``."""
+    return f"r{rank:05d}-{attempt}"
+
+
+def encode_name(name: str) -> str:
+    """Return ``name`` as one Zarr node name: percent-encoded to ``[A-Za-z0-9._-]`` and ``%``.
+
+    Names that Zarr v3 forbids after that (only dots, a ``__`` prefix, ``zarr.json``) get their first
+    character encoded too, so every non-empty name has a node and the mapping is one to one.
+
+    >>> encode_name("model.ebc/user:0")
+    'model.ebc%2Fuser%3A0'
+    """
+    check_name(name)
+    encoded = "".join(chr(b) if chr(b) in _SAFE else f"%{b:02X}" for b in name.encode())
+    if set(encoded) == {"."} or encoded.startswith("__") or encoded == "zarr.json":
+        encoded = f"%{ord(encoded[0]):02X}{encoded[1:]}"
+    return encoded
+
+
+def check_name(name: str) -> None:
+    """Raise `BadName` unless ``name`` can name a table, tensor, slot or tag."""
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError as error:
+        raise BadName(f"name {name!r} is not valid Unicode", found=name) from error
+    if not 0 < size <= MAX_NAME_BYTES:
+        raise BadName(
+            f"a name has 1 to {MAX_NAME_BYTES} bytes, found {size}", expected=MAX_NAME_BYTES, found=size
+        )
+    if any(ord(char) < 32 or ord(char) == 127 for char in name):
+        raise BadName(f"name {name!r} holds a control character", found=name)

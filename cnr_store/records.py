@@ -1,0 +1,572 @@
+"""The documents of the format: identity, commit record, receipt, segment manifest (spec, sections 3 and 4).
+
+Parsing happens here, at the edge, with strict types; inside the library nobody re-validates. Pure: bytes in,
+records out. Unknown JSON fields of a commit record are kept in `LogEntry.extra`, and `encode_record` writes them back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from cnr_store.errors import CorruptRecord, CorruptStore, NewerFormat, UnknownFeature
+from cnr_store.layout import check_relative_path, check_segment_name
+from cnr_store.types import MAX_CHAIN, Encoding, JsonValue, Profile, TableDtype
+
+FORMAT = "cnr-store"
+MAJOR = 1
+MINOR = 0
+MAX_RECORD_BYTES = 64 * 1024
+OVERFLOW_BYTES = 8 * 1024
+MAX_DOCUMENT_BYTES = 256 * 1024 * 1024
+"""A manifest or receipt beyond this is refused before it is parsed."""
+
+KNOWN_READER_FEATURES: frozenset[str] = frozenset()
+KNOWN_WRITER_FEATURES: frozenset[str] = frozenset()
+RESERVED_FEATURES: frozenset[str] = frozenset({"row_classes", "row_order"})
+
+RecordKind = Literal[
+    "init", "fence", "full", "delta", "compact", "rollback", "tag", "untag", "expire", "fork"
+]
+DATA_KINDS: frozenset[str] = frozenset({"full", "delta", "rollback"})
+"""Kinds that change the training state a reader sees."""
+
+SegmentKind = Literal["baseline", "delta"]
+CodecName = Literal["pcodec", "zstd", "bytes"]
+DocumentType = TypeVar("DocumentType")
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """``cnr.json``: what the store is. Created once, never changed."""
+
+    format: str
+    major: int
+    minor: int
+    store_uuid: str
+    created_ms: int
+    hash: Literal["sha256"]
+    exclusive_create: Literal["verified", "unsafe_single_writer"]
+    profile: Profile
+
+
+class ChainEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One segment of a chain: applies to the state at ``l0`` and gives the state at ``l1``."""
+
+    seg: str
+    sha256: str
+    kind: SegmentKind
+    l0: int
+    l1: int
+    bytes: int
+    rows: int
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True):
+    """A table's scale history: ``generation`` counts scales, ``shift`` the halvings since that scale was chosen."""
+
+    generation: int
+    scale: float | None = None
+    shift: int = 0
+
+
+class WriterInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Who wrote the record; for people, never for decisions."""
+
+    host: str
+    lib: str
+    run_id: str
+
+
+class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One position of the commit log (spec, section 3).
+
+    ``tags``, ``pins``, ``expired``, ``aborted`` and ``tables`` move to a side object named by ``state``
+    (its sha256) when together they exceed `OVERFLOW_BYTES`.
+    """
+
+    v: int
+    kind: RecordKind
+    commit_uuid: str
+    store_uuid: str
+    parent_digest: str
+    epoch: int
+    logical: int
+    step: int
+    ts_ms: int
+    chain: tuple[ChainEntry, ...] = ()
+    tables: dict[str, Generation] = {}
+    tags: dict[str, int] = {}
+    pins: dict[str, int] = {}
+    floor: int = 0
+    expired: tuple[int, ...] = ()
+    aborted: tuple[str, ...] = ()
+    delete_after_ms: int | None = None
+    state: str | None = None
+    target: int | None = None
+    name: str | None = None
+    reader_features: tuple[str, ...] = ()
+    writer_features: tuple[str, ...] = ()
+    writer: WriterInfo
+    user: dict[str, JsonValue] = {}
+
+
+class Overflow(msgspec.Struct, frozen=True, kw_only=True):
+    """``state/<sha256>.json``: the lists of a record that outgrew it."""
+
+    tags: dict[str, int]
+    pins: dict[str, int]
+    expired: tuple[int, ...]
+    aborted: tuple[str, ...]
+    tables: dict[str, Generation]
+
+
+class SlotSchema(msgspec.Struct, frozen=True, kw_only=True):
+    """Optimizer state of a table: ``row`` is (num_rows,), ``element`` is (num_rows, dim).
+
+    With ``mirror`` an ``add`` row holds the difference to the previous code, without it the code itself.
+    """
+
+    kind: Literal["row", "element"]
+    dtype: TableDtype
+    encoding: Encoding
+    mirror: bool
+    fill: float = 0.0
+
+
+class TableSchema(msgspec.Struct, frozen=True, kw_only=True):
+    """Shape and encoding of a table as of a segment's ``l1``. ``num_rows`` is 0 for hashed tables."""
+
+    num_rows: int
+    dim: int
+    dtype: TableDtype
+    keys: Literal["dense", "hashed"] = "dense"
+    encoding: Encoding
+    generation: int = 1
+    shift: int = 0
+    fill: float = 0.0
+    slots: dict[str, SlotSchema] = {}
+
+
+class ArrayEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One Zarr array; ``path`` is relative to the segment, chunks are (chunk_rows, full width)."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunk_rows: int
+    codec: CodecName
+
+
+class RowListEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One row list of a part and its arrays, all chunked alike.
+
+    ``first[k]``, ``last[k]`` are the first and last row id of chunk k (inclusive).
+    """
+
+    count: int
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+    arrays: dict[str, ArrayEntry]
+
+
+class PartEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One writer's rectangle of a table: half-open row and column ranges, its row lists, its digests.
+
+    A part without row lists is a line here and no object. ``base_digest`` is the state digest the part starts from.
+    """
+
+    table: str
+    folder: str
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    base_digest: str | None = None
+    state_digest: str | None = None
+    add: RowListEntry | None = None
+    set: RowListEntry | None = None
+    delete: RowListEntry | None = None
+    escape: RowListEntry | None = None
+
+
+class DenseEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a dense tensor's elements are: ``shape`` elements from ``offset`` of array ``path`` of ``segment``.
+
+    ``segment`` is empty for the manifest's own segment; else it must be in the same record's chain.
+    """
+
+    segment: str
+    path: str
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+
+
+class ObjectEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the inventory: path relative to the segment, size and xxh3-128 of the stored bytes."""
+
+    path: str
+    size: int
+    xxh3_128: str
+
+
+class Receipt(msgspec.Struct, frozen=True, kw_only=True):
+    """``_receipt.json``: what one writer wrote, put last by that writer."""
+
+    txn: str
+    rank: int
+    world: int
+    attempt: str
+    base: int
+    l0: int
+    parts: tuple[PartEntry, ...]
+    dense: dict[str, DenseEntry] = {}
+    dense_arrays: tuple[ArrayEntry, ...] = ()
+    documents: dict[str, str] = {}
+    objects: tuple[ObjectEntry, ...]
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """``_segment.json``: the whole segment; opening a snapshot reads one of these per segment."""
+
+    format: int
+    profile: Profile
+    txn: str
+    base: int
+    kind: SegmentKind
+    l0: int
+    l1: int
+    step: int
+    tables: dict[str, TableSchema]
+    parts: tuple[PartEntry, ...]
+    dense: dict[str, DenseEntry] = {}
+    dense_arrays: tuple[ArrayEntry, ...] = ()
+    scalars: dict[str, JsonValue] = {}
+    documents: dict[str, str] = {}
+    objects: tuple[ObjectEntry, ...]
+
+    @property
+    def changed_rows(self) -> int:
+        """Rows in all row lists of all parts."""
+        lists = (entry for part in self.parts for entry in (part.add, part.set, part.delete, part.escape))
+        return sum(entry.count for entry in lists if entry is not None)
+
+
+class Hint(msgspec.Struct, frozen=True):
+    """``hint/latest.json``: advisory, may be stale."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogEntry:
+    """A decoded record, the sha256 of its bytes, and the unknown fields that rewriters carry on."""
+
+    record: CommitRecord
+    digest: str
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def canonical_json(document: Any) -> bytes:
+    """Return the canonical form: UTF-8, sorted keys, no white space, no NaN or Infinity.
+
+    Raises
+    ------
+    ValueError
+        If a number is not finite (JSON has no form for it).
+    """
+    builtins = msgspec.to_builtins(document)
+    _refuse_non_finite(builtins)
+    return msgspec.json.encode(builtins, order="sorted")
+
+
+def sha256(data: bytes) -> str:
+    """Return the hex sha256 that records and manifests are named by."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def encode_record(record: CommitRecord, extra: dict[str, Any] | None = None) -> bytes:
+    """Return the canonical bytes of a record, unknown fields of its predecessor included."""
+    document = {**(extra or {}), **msgspec.to_builtins(record)}
+    return canonical_json(document)
+
+
+def decode_record(data: bytes, version: int) -> LogEntry:
+    """Parse and check the record read from log position ``version``.
+
+    Checks size, JSON, types, canonical form, position and chain; unknown reader features refuse.
+
+    Raises
+    ------
+    CorruptRecord
+        Torn, mistyped, non-canonical, at the wrong position, or with a chain that does not connect.
+    UnknownFeature
+        A reader feature of a newer library.
+    """
+    where = f"commit record {version}"
+    if len(data) > MAX_RECORD_BYTES:
+        raise CorruptRecord(
+            f"{where} has {len(data)} bytes; at most {MAX_RECORD_BYTES} are allowed",
+            version=version,
+            expected=MAX_RECORD_BYTES,
+            found=len(data),
+        )
+    try:
+        raw = msgspec.json.decode(data, type=dict[str, Any])
+        features = raw.get("reader_features", [])
+        unknown = [name for name in features if name not in KNOWN_READER_FEATURES]
+        if unknown:
+            raise UnknownFeature(
+                f"{where} needs reader features {unknown} that this library does not know; install a newer cnr-store",
+                version=version,
+                found=unknown,
+            )
+        record = msgspec.convert(raw, CommitRecord)
+        is_canonical = msgspec.json.encode(raw, order="sorted") == data
+    except (msgspec.MsgspecError, UnicodeDecodeError, TypeError, RecursionError) as error:
+        raise CorruptRecord(
+            f"{where} cannot be parsed: {error}; it was torn or overwritten, run `cnr verify`",
+            version=version,
+        ) from error
+    if not is_canonical:
+        raise CorruptRecord(f"{where} is not canonical JSON; its bytes were altered", version=version)
+    if record.v != version:
+        raise CorruptRecord(
+            f"{where} says it is version {record.v}; it was copied to the wrong log position",
+            version=version,
+            expected=version,
+            found=record.v,
+        )
+    check_chain(record)
+    extra = {key: value for key, value in raw.items() if key not in CommitRecord.__struct_fields__}
+    return LogEntry(record, sha256(data), extra)
+
+
+def check_chain(record: CommitRecord) -> None:
+    """Refuse a chain that does not connect: baseline first, deltas after, every l0 the l1 before it.
+
+    Raises
+    ------
+    CorruptRecord
+        Naming the position in the chain.
+    """
+    chain = record.chain
+    problem = None
+    if len(chain) > MAX_CHAIN:
+        problem = f"has {len(chain)} segments, at most {MAX_CHAIN} are allowed"
+    elif chain and (chain[0].kind != "baseline" or chain[0].l0 != 0):
+        problem = "does not start with a baseline"
+    elif chain and chain[-1].l1 != record.logical:
+        problem = f"ends at logical {chain[-1].l1}, the record is at {record.logical}"
+    for index in range(1, len(chain)):
+        if chain[index].kind != "delta":
+            problem = f"has a second baseline at position {index}"
+        elif chain[index].l0 != chain[index - 1].l1 or chain[index].l1 <= chain[index].l0:
+            problem = (
+                f"breaks at position {index}: l0 {chain[index].l0}, l1 {chain[index].l1} "
+                f"after l1 {chain[index - 1].l1}"
+            )
+    if problem:
+        raise CorruptRecord(f"the chain of commit record {record.v} {problem}", version=record.v)
+    for entry in chain:
+        check_segment_name(entry.seg)
+
+
+def unknown_writer_features(record: CommitRecord) -> list[str]:
+    """Return the writer features that make the store read-only for this library."""
+    return [name for name in record.writer_features if name not in KNOWN_WRITER_FEATURES]
+
+
+def split_overflow(record: CommitRecord) -> tuple[CommitRecord, bytes | None]:
+    """Move the growing lists to a side object when they exceed `OVERFLOW_BYTES`; pure.
+
+    Returns the record to write and the side object's bytes, which must be put first, or None.
+    """
+    overflow = Overflow(
+        tags=record.tags,
+        pins=record.pins,
+        expired=record.expired,
+        aborted=record.aborted,
+        tables=record.tables,
+    )
+    data = canonical_json(overflow)
+    if len(data) <= OVERFLOW_BYTES:
+        return msgspec.structs.replace(record, state=None), None
+    slim = msgspec.structs.replace(
+        record, tags={}, pins={}, expired=(), aborted=(), tables={}, state=sha256(data)
+    )
+    return slim, data
+
+
+def merge_overflow(record: CommitRecord, data: bytes) -> CommitRecord:
+    """Return the record with the lists of its side object; checks the side object's digest.
+
+    Raises
+    ------
+    CorruptStore
+        If the bytes are not those the record names.
+    """
+    if sha256(data) != record.state:
+        raise CorruptStore(
+            f"side object of commit record {record.v} has another digest than the record names; run `cnr verify`",
+            version=record.v,
+            expected=record.state,
+            found=sha256(data),
+        )
+    overflow = decode_document(data, Overflow, f"side object of commit record {record.v}")
+    return msgspec.structs.replace(
+        record,
+        tags=overflow.tags,
+        pins=overflow.pins,
+        expired=overflow.expired,
+        aborted=overflow.aborted,
+        tables=overflow.tables,
+        state=None,
+    )
+
+
+def decode_identity(data: bytes, where: str) -> Identity:
+    """Parse ``cnr.json``; refuses other formats and newer majors.
+
+    Raises
+    ------
+    CorruptStore, NewerFormat
+    """
+    header = decode_document(data, dict, where)
+    if header.get("format") != FORMAT:
+        raise CorruptStore(f"{where} is not a {FORMAT} identity", path=where, found=header.get("format"))
+    major = header.get("major")
+    if not isinstance(major, int) or major > MAJOR:
+        raise NewerFormat(
+            f"{where} has format {major}.{header.get('minor')}, this library reads up to {MAJOR}; "
+            "install a newer cnr-store",
+            path=where,
+            expected=MAJOR,
+            found=major,
+        )
+    return decode_document(data, Identity, where)
+
+
+def decode_manifest(data: bytes, where: str) -> Manifest:
+    """Parse ``_segment.json`` and check its paths, ranges and sizes before anybody allocates by them.
+
+    Raises
+    ------
+    CorruptStore, NewerFormat
+    """
+    manifest = decode_document(data, Manifest, where)
+    if manifest.format > MAJOR:
+        raise NewerFormat(
+            f"{where} has manifest format {manifest.format}, this library reads {MAJOR}", path=where
+        )
+    problem = next(_manifest_problems(manifest), None)
+    if problem:
+        raise CorruptStore(f"{where}: {problem}", path=where)
+    return manifest
+
+
+def decode_document(data: bytes, kind: type[DocumentType], where: str) -> DocumentType:
+    """Parse a JSON document as ``kind``; unknown fields are ignored.
+
+    Raises
+    ------
+    CorruptStore
+        If it is too large, not JSON, or mistyped; names ``where``.
+    """
+    if len(data) > MAX_DOCUMENT_BYTES:
+        raise CorruptStore(
+            f"{where} has {len(data)} bytes, at most {MAX_DOCUMENT_BYTES} are read", path=where
+        )
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptStore(f"{where} cannot be parsed: {error}; run `cnr verify`", path=where) from error
+
+
+def _manifest_problems(manifest: Manifest) -> Any:
+    """Yield what is wrong with a manifest's own statements (hostile names, ranges, counts)."""
+    known = {entry.path for entry in manifest.objects}
+    if len(known) != len(manifest.objects):
+        yield "an object is listed twice"
+    for entry in manifest.objects:
+        check_relative_path(entry.path)
+        if entry.size < 0:
+            yield f"object {entry.path} has size {entry.size}"
+    for path in manifest.documents.values():
+        if path not in known:
+            yield f"document {path} is not in the inventory"
+    for name, schema in manifest.tables.items():
+        if schema.num_rows < 0 or schema.dim < 1 or schema.num_rows * schema.dim > 1 << 50:
+            yield f"table {name!r} has shape ({schema.num_rows}, {schema.dim})"
+    for part in manifest.parts:
+        if part.table not in manifest.tables:
+            yield f"a part belongs to unknown table {part.table!r}"
+            continue
+        yield from _part_problems(part, manifest.tables[part.table], known)
+    for array in manifest.dense_arrays:
+        yield from _array_problems(array, known)
+
+
+def _part_problems(part: PartEntry, schema: TableSchema, known: set[str]) -> Any:
+    start, stop = part.columns
+    if not 0 <= start < stop <= schema.dim:
+        yield f"part {part.folder} has columns {part.columns} of {schema.dim}"
+    if schema.keys == "dense" and not 0 <= part.rows[0] <= part.rows[1] <= schema.num_rows:
+        yield f"part {part.folder} has rows {part.rows} of {schema.num_rows}"
+    for op in ("add", "set", "delete", "escape"):
+        entry: RowListEntry | None = getattr(part, op)
+        if entry is None:
+            continue
+        where = f"part {part.folder} {op}"
+        if not entry.arrays or "rows" not in entry.arrays:
+            yield f"{where} has no rows array"
+            continue
+        chunk_rows = entry.arrays["rows"].chunk_rows
+        for array in entry.arrays.values():
+            yield from _array_problems(array, known)
+            if array.shape[:1] != (entry.count,) or array.chunk_rows != chunk_rows:
+                yield f"{where}: array {array.path} has shape {array.shape}, the list has {entry.count} rows"
+        chunks = -(-entry.count // chunk_rows) if chunk_rows > 0 else 0
+        if len(entry.first) != chunks or len(entry.last) != chunks:
+            yield f"{where} has {len(entry.first)} chunk ranges for {chunks} chunks"
+            continue
+        for k in range(chunks):
+            rows_here = min(chunk_rows, entry.count - k * chunk_rows)
+            if entry.last[k] - entry.first[k] + 1 < rows_here or (k and entry.first[k] <= entry.last[k - 1]):
+                yield f"{where} chunk {k} covers rows {entry.first[k]} to {entry.last[k]} out of order"
+        outside = chunks and (entry.first[0] < part.rows[0] or entry.last[-1] >= part.rows[1])
+        if schema.keys == "dense" and outside:
+            yield f"{where} holds rows outside {part.rows}"
+
+
+def _array_problems(array: ArrayEntry, known: set[str]) -> Any:
+    check_relative_path(array.path)
+    if not 1 <= len(array.shape) <= 2 or any(n < 0 for n in array.shape) or array.chunk_rows < 1:
+        yield f"array {array.path} has shape {array.shape} in chunks of {array.chunk_rows} rows"
+        return
+    if math.prod(array.shape) > 1 << 50:
+        yield f"array {array.path} claims {math.prod(array.shape)} elements"
+        return
+    count = -(-array.shape[0] // array.chunk_rows)
+    if count > len(known):
+        yield f"array {array.path} claims {count} chunks, the inventory has {len(known)} objects"
+        return
+    suffix = "/0" if len(array.shape) == 2 else ""
+    for k in range(count):
+        if f"{array.path}/c/{k}{suffix}" not in known:
+            yield f"chunk {k} of array {array.path} is not in the inventory"
+
+
+def _refuse_non_finite(value: Any) -> None:
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"{value} cannot stand in a JSON document")
+    elif isinstance(value, dict):
+        for item in value.values():
+            _refuse_non_finite(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _refuse_non_finite(item)

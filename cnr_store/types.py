@@ -1,0 +1,97 @@
+"""Words of the format as types: encodings, table schemas, options. Pure records; this module knows no other.
+
+The encodings are documents (they stand in manifests), so they are ``msgspec`` structs with a tag.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NewType
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+RowId = NewType("RowId", int)
+VersionId = NewType("VersionId", int)
+
+Profile = Literal["compact", "portable"]
+TableDtype = Literal["float32", "float16", "bfloat16"]
+EncodingName = Literal["raw", "affine", "lattice", "float_bits"]
+AffineBits = Literal[2, 3, 4, 8]
+AffineSearch = Literal["grid", "minmax", "greedy"]
+ParamDtype = Literal["float16", "float32"]
+JsonValue = Any
+"""Anything JSON can hold."""
+
+RowIds = npt.NDArray[np.int64]
+Float32s = npt.NDArray[np.float32]
+Codes = npt.NDArray[np.int16] | npt.NDArray[np.int32]
+
+MAX_CODE = 1 << 21
+"""Largest |code| of the lattice: up to here encoding a decoded value gives the same code (spec, section 5)."""
+
+MAX_CHAIN = 64
+"""Longest chain a record may carry; a writer commits a ``full`` when it is reached."""
+
+
+class Raw(msgspec.Struct, frozen=True, tag_field="encoding", tag="raw", forbid_unknown_fields=False):
+    """The floats as they are."""
+
+
+class Affine(msgspec.Struct, frozen=True, tag_field="encoding", tag="affine"):
+    """Check-N-Run's per-row asymmetric n-bit codes with scale and zero_point per row.
+
+    ``num_bins`` and ``ratio`` belong to the greedy search and are None for the others.
+    """
+
+    bits: AffineBits
+    search: AffineSearch = "grid"
+    param_dtype: ParamDtype = "float16"
+    num_bins: int | None = None
+    ratio: float | None = None
+
+
+class Lattice(msgspec.Struct, frozen=True, tag_field="encoding", tag="lattice"):
+    """Integer codes ``rint(x / scale)``, one fp32 scale per table and generation."""
+
+    scale: float
+
+
+class FloatBits(msgspec.Struct, frozen=True, tag_field="encoding", tag="float_bits"):
+    """The ordered integer image of the float, rounded to ``mantissa_bits`` (23 is exact fp32)."""
+
+    mantissa_bits: int
+
+
+Encoding = Raw | Affine | Lattice | FloatBits
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """How exact a lattice should be: exactly one of the three is set.
+
+    Attributes
+    ----------
+    bits
+        "As exact as b-bit Check-N-Run rows on a sample of this table" (2, 3, 4 or 8).
+    max_error
+        Largest absolute error of a restored element.
+    scale
+        The lattice step itself.
+    """
+
+    bits: AffineBits | None = None
+    max_error: float | None = None
+    scale: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowRange:
+    """Half-open range of rows [start, stop)."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
