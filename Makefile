@@ -1,0 +1,61 @@
+# Every target sets itself up: `make demo` and `make test` each work alone on a fresh clone.
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
+EXTRAS := test,train,s3,azure,gcs
+# Two workers: the tests start servers and training processes of their own.
+WORKERS ?= 2
+DEMO_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check azurite bench soak clean
+
+help:
+	@echo "make demo   train, kill, restore and finish a small model; leaves a store to look at"
+	@echo "make test   lint, types, doctests and all tests"
+	@echo "make check  lint and types only"
+	@echo "make bench  print the measured ratios (tests/benchmarks)"
+	@echo "make soak   the full counts of the crash and property sweeps"
+	@echo "make clean  remove the environment, caches and build results"
+
+setup: $(VENV)/.stamp
+
+# setuptools comes first and from the pinned set, so that building this package (no isolation) needs nothing unpinned.
+$(VENV)/.stamp: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'
+	@$(BIN)/python -c 'import os, sys, torch; cpu = torch.__version__.endswith("+cpu"); note = f"torch {torch.__version__} is not the CPU build that the tests were pinned with"; cpu or print("warning:", note, file=sys.stderr); sys.exit(not cpu and os.environ.get("CI") == "true")'
+	@touch $@
+
+demo: $(VENV)/.stamp
+	$(BIN)/cnr demo $(DEMO_ARGS)
+
+check: $(VENV)/.stamp
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+# Without npm's registry the Azure tests skip and say so; everything else runs.
+azurite: $(VENV)/.stamp
+	@if [ -f tests/install_azurite.py ]; then \
+	  $(BIN)/python tests/install_azurite.py || echo "warning: Azurite was not installed; its tests will be skipped" >&2; \
+	fi
+
+test: check azurite
+	$(BIN)/python -m pytest -q --doctest-modules --doctest-ignore-import-errors cnr_store
+	$(BIN)/python -m pytest -q -n $(WORKERS) tests
+
+bench: $(VENV)/.stamp
+	@set -e; for script in tests/benchmarks/bench_*.py; do \
+	  [ -f "$$script" ] || continue; echo "== $$script"; $(BIN)/python "$$script"; \
+	done
+
+soak: $(VENV)/.stamp azurite
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m "soak or slow" --timeout 0 tests
+
+clean:
+	rm -rf $(VENV) .cache build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

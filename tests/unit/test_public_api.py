@@ -1,0 +1,99 @@
+"""The public names of every package, as a list that a change has to touch. What is not here may change."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+ERRORS = """
+    CnrStoreError
+    NotFound NotAStore VersionNotFound VersionExpired TableNotFound TagNotFound
+    BadInput BadName BadShape BadDtype BadRowIds NonFiniteValues
+    Conflict Fenced TransactionAborted DoesNotApply TagExists StoreExists SaveInProgress CommitStateUnknown
+    CorruptStore CorruptRecord CorruptObject MissingObject
+    StorageFailure AccessDenied UnsafeBackend
+    Unsupported NewerFormat UnknownFeature ReadOnlyStore MissingDependency
+    BackgroundSaveFailed
+"""
+
+# One entry for each package that exists; its names, separated by blanks.
+PUBLIC = {
+    "cnr_store": ERRORS,
+    "cnr_store_gpu": "",
+    "cnr_store_tools": "",
+}
+
+# Packages that promise names to a user, with the folder each is in.
+PACKAGES = {
+    "cnr_store": "cnr_store",
+    "cnr_store.training": "cnr_store/training",
+    "cnr_store.consume": "cnr_store/consume",
+    "cnr_store.integrations": "cnr_store/integrations",
+    "cnr_store.testing": "cnr_store/testing",
+    "cnr_store_gpu": "gpu/cnr_store_gpu",
+    "cnr_store_tools": "tools/cnr_store_tools",
+}
+
+HEAVY = ["torch", "triton", "s3fs", "gcsfs", "adlfs", "hypothesis", "typer", "rich.table", "cnr_store_gpu"]
+"""Optional, or large, or for the command line: `import cnr_store` must work and be quick without them."""
+
+
+def visible_names(module: types.ModuleType) -> set[str]:
+    """Names without an underscore that are neither a submodule (importing one binds it) nor a future flag."""
+    return {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType) and name != "annotations"
+    }
+
+
+def test_every_package_that_exists_has_its_list() -> None:
+    existing = {name for name, folder in PACKAGES.items() if (REPOSITORY / folder / "__init__.py").is_file()}
+
+    assert set(PUBLIC) == existing
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_public_names_are_the_listed_ones(name: str) -> None:
+    module = importlib.import_module(name)
+
+    assert sorted(module.__all__) == sorted(PUBLIC[name].split())
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_all_names_are_what_is_visible(name: str) -> None:
+    module = importlib.import_module(name)
+
+    assert len(set(module.__all__)) == len(module.__all__)
+    assert visible_names(module) == set(module.__all__)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_public_functions_and_classes_are_documented(name: str) -> None:
+    module = importlib.import_module(name)
+    public = {public: getattr(module, public) for public in module.__all__}
+
+    undocumented = [public for public, value in public.items() if callable(value) and not value.__doc__]
+
+    assert module.__doc__
+    assert undocumented == []
+
+
+def test_importing_the_library_loads_nothing_optional() -> None:
+    program = f"import sys, cnr_store; print([name for name in {HEAVY!r} if name in sys.modules])"
+
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+
+    assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("folder", ["cnr_store", "gpu/cnr_store_gpu", "tools/cnr_store_tools"])
+def test_packages_say_that_they_are_typed(folder: str) -> None:
+    assert (REPOSITORY / folder / "py.typed").is_file()
