@@ -19,7 +19,9 @@ GPU = REPOSITORY / "gpu" / "cnr_store_gpu"
 TOOLS = REPOSITORY / "tools" / "cnr_store_tools"
 
 WORDS = {"errors", "types"}
-FORMAT = WORDS | {"layout", "records", "storage", "log", "encodings", "rows", "arrays", "workers", "segment"}
+DOCUMENTS = WORDS | {"layout", "records"}
+PARTS = DOCUMENTS | {"storage", "encodings", "rows", "arrays", "workers"}
+FORMAT = PARTS | {"rebase", "log", "segment", "table_codes", "replay"}
 DECISIONS = {"policy", "retention", "planning"}
 ENGINE = FORMAT | DECISIONS | {"store"}
 MAINTENANCE = {"compaction", "gc", "verify"}
@@ -31,12 +33,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "layout": {"errors"},
     "records": WORDS | {"layout"},
     "storage": {"errors", "layout"},
-    "log": {"errors", "layout", "records", "storage"},
+    "rebase": DOCUMENTS,  # pure: what becomes of a draft behind the record that won
+    "log": {"errors", "layout", "records", "rebase", "storage"},  # nothing about tables
     "encodings": WORDS,
     "rows": WORDS | {"encodings"},
-    "arrays": WORDS | {"layout", "records"},
+    "arrays": DOCUMENTS,
     "workers": WORDS,
-    "segment": FORMAT - {"log", "segment"},
+    "segment": PARTS,
+    "table_codes": DOCUMENTS | {"encodings", "rows", "workers"},
+    "replay": PARTS | {"segment", "table_codes"},
     "policy": WORDS | {"records", "rows"},
     "retention": WORDS | {"records", "rows"},
     "planning": WORDS | {"records", "rows"},

@@ -26,7 +26,12 @@ ERRORS = """
 # One entry for each package that exists; its names, separated by blanks.
 PUBLIC = {
     "cnr_store": ERRORS,
-    "cnr_store_gpu": "",
+    "cnr_store_gpu": """
+        RowTracker RowBitmap Cumulative Taken warmup
+        TablePlan plan_tables
+        Movement RowMovement row_movement row_slots rows_with_state scalar_state
+        RowRequest Staged StagingBuffers gather_rows
+    """,
     "cnr_store_tools": "",
 }
 
