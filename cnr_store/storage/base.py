@@ -1,0 +1,286 @@
+"""The storage contract: what the store needs from a place that keeps objects, and nothing about tables.
+
+`Storage` carries the code that is the same everywhere (key grammar, argument checks, the capability probe);
+backends fill in the underscored methods. Nothing here knows fsspec or an operating system call.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar
+
+from cnr_store.errors import BadInput, BadName, StorageFailure, UnsafeBackend
+
+logger = logging.getLogger(__name__)
+
+MAX_CREATE_BYTES = 64 * 1024
+"""Largest object that may be created exclusively: records stay single-part PUTs everywhere (CNR-STO-4)."""
+
+PROBE_FOLDER = "_probe"
+TEMPORARY_PREFIX = ".tmp-"
+_PART = re.compile(r"[A-Za-z0-9._%-]+")
+_PROBE_ATTEMPTS = 3
+_UNSAFE_ADVICE = (
+    "commits would not be safe there. Use another backend, or unsafe_single_writer=True if nobody else "
+    "ever writes"
+)
+
+
+class CreateOutcome(Enum):
+    """What one attempt at an exclusive create is known to have done."""
+
+    CREATED = "created"
+    """Clean success: this attempt made the object; no read-back is needed."""
+    EXISTS = "exists"
+    """The key exists, maybe by an earlier attempt of ours whose reply was lost: read back."""
+    UNDECIDED = "undecided"
+    """The backend refused to decide a race: read back; if absent, send the same bytes again."""
+    UNKNOWN = "unknown"
+    """The object may have landed, now or later: read back; then send the same bytes again or give up."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectStat:
+    """One listed object: its key below the root, size, and the backend's own time if it tells one."""
+
+    key: str
+    size_bytes: int
+    modified_ms: int | None
+
+
+def is_key(key: str) -> bool:
+    """Say whether ``key`` can name an object: parts of ``[A-Za-z0-9._%-]`` joined by '/', none all dots."""
+    return all(
+        _PART.fullmatch(part) and set(part) != {"."} and not part.startswith(TEMPORARY_PREFIX)
+        for part in key.split("/")
+    )
+
+
+def check_key(key: str) -> str:
+    """Return ``key``, or raise `BadName` when it could leave the root or is not spelled like a key."""
+    if not is_key(key):
+        raise BadName(
+            f"{key[:120]!r} is not a storage key; expected relative parts of [A-Za-z0-9._%-] joined by '/'",
+            found=key[:120],
+        )
+    return key
+
+
+def check_prefix(prefix: str) -> str:
+    """Return the folder that ``prefix`` names, without a trailing '/'; the empty string is the root."""
+    return check_key(prefix.removesuffix("/")) if prefix else ""
+
+
+class Storage(ABC):
+    """One root and the objects under it. Safe to call from several threads; every call blocks.
+
+    Attributes
+    ----------
+    url
+        For messages: the root without credentials and without options.
+    is_exclusive
+        False when the caller opted into ``unsafe_single_writer`` on a backend without an exclusive create.
+    max_create_bytes
+        Largest object `create` accepts.
+    """
+
+    max_create_bytes: ClassVar[int] = MAX_CREATE_BYTES
+
+    def __init__(self, url: str, *, is_exclusive: bool = True) -> None:
+        self.url = url
+        self.is_exclusive = is_exclusive
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.url}>"
+
+    def read(self, key: str, *, start: int | None = None, stop: int | None = None) -> bytes | None:
+        """Return the object's bytes in [start, stop), clipped to its size, or None if it is not there.
+
+        One real request that no cache answers; never a listing.
+
+        Raises
+        ------
+        BadName, BadInput
+            The key or the range cannot be one.
+        AccessDenied, StorageFailure
+            The backend refused or failed; ``__cause__`` says how.
+        """
+        check_key(key)
+        first = 0 if start is None else start
+        if first < 0 or (stop is not None and stop < first):
+            raise BadInput(
+                f"range [{start}, {stop}) of {key!r} is not one: expected 0 <= start <= stop",
+                path=key,
+                found=(start, stop),
+            )
+        if stop is not None and stop == first:
+            # An empty range still tells a present object from an absent one, and HTTP has no empty range.
+            return None if self._read(key, first, first + 1) is None else b""
+        return self._read(key, first, stop)
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        """Create or overwrite an object; readers see the old bytes or the new, never a mixture.
+
+        ``data`` is not kept. Local folders become durable with `sync_folders`.
+
+        Raises
+        ------
+        BadName
+            The key cannot be one.
+        AccessDenied, StorageFailure
+            The backend refused or failed; the object holds either content.
+        """
+        check_key(key)
+        self._put(key, data)
+
+    def create(self, key: str, data: bytes) -> CreateOutcome:
+        """Try once to create an object that must not exist yet, and say what is known about the attempt.
+
+        All attempts on one key, from any number of processes, have at most one winner. Only `CREATED` is a
+        proof; after every other outcome the caller reads the key and compares.
+
+        Raises
+        ------
+        BadName, BadInput
+            The key cannot be one, or the object is larger than `max_create_bytes`; nothing was sent.
+        AccessDenied
+            The backend refused the credentials. An inner retry may have hidden an earlier success, so
+            even then staged data must be left alone.
+        UnsafeBackend
+            The backend turned out to have no exclusive create; nothing was written.
+        """
+        check_key(key)
+        if len(data) > self.max_create_bytes:
+            raise BadInput(
+                f"{key!r} would have {len(data)} bytes; an exclusively created object has at most "
+                f"{self.max_create_bytes}",
+                path=key,
+                expected=self.max_create_bytes,
+                found=len(data),
+            )
+        outcome, error = self._create(key, bytes(data))
+        if error is not None:
+            # The type alone: texts of backend errors may repeat options.
+            logger.debug("create %s in %s: %s (%s)", key, self.url, outcome.value, type(error).__name__)
+        return outcome
+
+    def list_objects(self, prefix: str) -> Iterator[ObjectStat]:
+        """Yield every object below the folder ``prefix`` (recursive, '' is the root), sorted within folders.
+
+        Names that are no keys (`is_key`), leftovers of local writes among them, are not shown.
+        Objects written or deleted meanwhile may or may not appear. Raises as `read` does.
+        """
+        return self._list_objects(check_prefix(prefix))
+
+    def list_folders(self, prefix: str) -> list[str]:
+        """Return the sorted names, one level down, of the folders below ``prefix`` that hold objects."""
+        return self._list_folders(check_prefix(prefix))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects; absent ones are fine. After a failure the others may be gone or not: call again.
+
+        Raises
+        ------
+        BadName
+            Before anything is deleted, if one of the keys cannot be one.
+        AccessDenied, StorageFailure
+            At least one object could not be deleted.
+        """
+        self._delete([check_key(key) for key in keys])
+
+    def sync_folders(self, keys: Iterable[str]) -> None:
+        """Make the folder entries of these keys durable: every folder between them and the root, once each.
+
+        Does nothing on backends where a finished `put` is durable by itself.
+        """
+        for key in keys:
+            check_key(key)
+
+    def sweep(
+        self,
+        prefix: str = "",
+        *,
+        older_than_s: float = 86_400.0,  # noqa: ARG002 - for backends that can have leftovers
+    ) -> int:
+        """Remove leftovers of interrupted writes below ``prefix``; return how many (0 if none can exist)."""
+        check_prefix(prefix)
+        return 0
+
+    def probe(self) -> None:
+        """Write one object twice exclusively and check that the second attempt was refused; cleans up.
+
+        Raises
+        ------
+        UnsafeBackend
+            The second attempt was not refused or changed the content.
+        AccessDenied, StorageFailure
+            The object could not be written or read at all.
+        """
+        key = f"{PROBE_FOLDER}/{uuid.uuid4().hex}"
+        first, second = f"first {key}".encode(), f"second {key}".encode()
+        try:
+            self._probe_create(key, first, refused=False)
+            self._probe_create(key, second, refused=True)
+            found = self.read(key)
+            if found != first:
+                raise UnsafeBackend(
+                    f"{self.url} changed an object that a refused create must leave alone; {_UNSAFE_ADVICE}",
+                    path=key,
+                )
+        finally:
+            try:
+                self._delete([key])
+            except StorageFailure as error:
+                # A writer may lack the right to delete; a leftover probe object harms nobody.
+                logger.debug("probe object %s in %s was left behind: %s", key, self.url, error)
+
+    def _probe_create(self, key: str, data: bytes, *, refused: bool) -> None:
+        outcome, error = CreateOutcome.UNKNOWN, None
+        for _ in range(_PROBE_ATTEMPTS):
+            outcome, error = self._create(key, data)
+            if refused and outcome is CreateOutcome.EXISTS:
+                return
+            if outcome is CreateOutcome.CREATED:
+                break
+            if not refused and self.read(key) == data:
+                return
+        if refused and outcome is not CreateOutcome.UNDECIDED:
+            raise UnsafeBackend(
+                f"{self.url} did not refuse to create an object that exists (outcome: {outcome.value}); "
+                f"{_UNSAFE_ADVICE}",
+                path=key,
+                expected=CreateOutcome.EXISTS.value,
+                found=outcome.value,
+            ) from error
+        if not refused and outcome is not CreateOutcome.CREATED:
+            raise StorageFailure(
+                f"{self.url} did not take a probe object in {_PROBE_ATTEMPTS} attempts (outcome: "
+                f"{outcome.value}); check that the root is writable and not full",
+                path=key,
+                found=outcome.value,
+            ) from error
+
+    @abstractmethod
+    def _read(self, key: str, start: int, stop: int | None) -> bytes | None: ...
+
+    @abstractmethod
+    def _put(self, key: str, data: bytes | memoryview) -> None: ...
+
+    @abstractmethod
+    def _create(self, key: str, data: bytes) -> tuple[CreateOutcome, BaseException | None]:
+        """Return the outcome and, unless it is clean, the error behind it (safe to attach as a cause)."""
+
+    @abstractmethod
+    def _list_objects(self, folder: str) -> Iterator[ObjectStat]: ...
+
+    @abstractmethod
+    def _list_folders(self, folder: str) -> list[str]: ...
+
+    @abstractmethod
+    def _delete(self, keys: list[str]) -> None: ...

@@ -1,0 +1,167 @@
+"""What a backend's exception means, decided by type, errno, error code and HTTP status.
+
+Message texts are never read: they differ between servers and change between releases. Anything that is not
+recognised counts as "may have landed", which is always safe, since the caller then reads back. No I/O, and
+no import of any backend: replies are recognised by their shape.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cnr_store.errors import AccessDenied, StorageFailure
+from cnr_store.storage.base import CreateOutcome
+from cnr_store.storage.redaction import Secrets
+
+_EXISTS_CODES = frozenset({"PreconditionFailed", "BlobAlreadyExists", "ConditionNotMet", "412", "304"})
+_EXISTS_STATUS = frozenset({412, 304})  # 304 for 412: minio#19442
+_UNDECIDED_CODES = frozenset({"ConditionalRequestConflict", "OperationAborted"})
+_UNDECIDED_STATUS = frozenset({409, 429})  # S3 conflict; GCS conflict and rate limit on one object
+_DENIED_STATUS = frozenset({401, 403})
+_DENIED_ERRNO = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_NO_ROOT_CODES = frozenset({"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted", "AccountNotFound"})
+_ABSENT_CODES = frozenset({"NoSuchKey", "BlobNotFound", "ResourceNotFound"})
+_PAST_END_CODES = frozenset({"InvalidRange", "416"})
+_LONGEST_CHAIN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a server answered: its error code and HTTP status, as far as the exception tells."""
+
+    code: str | None
+    status: int | None
+
+
+def create_outcome(error: BaseException) -> CreateOutcome:
+    """Return what a failed exclusive create means; never `CREATED`.
+
+    The outermost error that says something decides. Check `is_denied` first.
+    """
+    for link in _chain(error):
+        if isinstance(link, FileExistsError):
+            return CreateOutcome.EXISTS
+        if isinstance(link, (TimeoutError, ConnectionError)):
+            return CreateOutcome.UNKNOWN
+        reply = reply_of(link)
+        if reply is not None:
+            return _outcome_of(reply)
+    if isinstance(error, OSError) and error.errno == errno.EINVAL:
+        # s3fs turns a 412 whose body does not name the condition into EINVAL (SeaweedFS, Ceph), and not
+        # every version keeps the reply as its cause.
+        return CreateOutcome.EXISTS
+    return CreateOutcome.UNKNOWN
+
+
+def is_denied(error: BaseException) -> bool:
+    """Say whether the backend refused the credentials or the right to write."""
+    for link in _chain(error):
+        if isinstance(link, PermissionError) or (isinstance(link, OSError) and link.errno in _DENIED_ERRNO):
+            return True
+        if isinstance(link, (FileNotFoundError, FileExistsError, TimeoutError, ConnectionError)):
+            return False
+        reply = reply_of(link)
+        if reply is not None:
+            return reply.status in _DENIED_STATUS
+    return False
+
+
+def is_absent(error: BaseException) -> bool:
+    """Say whether the object is not there, while its bucket or container (as far as is known) is."""
+    found = False
+    for link in _chain(error):
+        reply = reply_of(link)
+        if reply is not None:
+            if reply.code in _NO_ROOT_CODES:
+                return False
+            found = found or reply.code in _ABSENT_CODES or reply.status == 404
+        found = found or isinstance(link, (FileNotFoundError, NotADirectoryError, IsADirectoryError))
+    return found
+
+
+def is_past_end(error: BaseException) -> bool:
+    """Say whether a range began at or behind the end of an object that exists."""
+    replies = [reply for reply in map(reply_of, _chain(error)) if reply is not None]
+    return any(reply.status == 416 or reply.code in _PAST_END_CODES for reply in replies)
+
+
+def reply_of(error: BaseException) -> Reply | None:
+    """Return the server's answer held by one exception (botocore, azure-core or gcsfs), or None."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):  # botocore ClientError
+        code = response.get("Error", {}).get("Code")
+        status = _status(response.get("ResponseMetadata", {}).get("HTTPStatusCode"))
+        text = None if code is None else str(code)
+        return Reply(text, _status(text) if status is None else status)
+    if hasattr(error, "status_code"):  # azure-core HttpResponseError
+        status, code = _status(error.status_code), getattr(error, "error_code", None)
+        # The SDK's error codes are string enums, whose str() is not their value.
+        text = None if code is None else str(getattr(code, "value", code))
+        return None if status is None and text is None else Reply(text, status)
+    status = _status(getattr(error, "code", None))  # gcsfs HttpError, google-api-core
+    return None if status is None else Reply(None, status)
+
+
+def storage_failure(
+    error: BaseException, *, action: str, url: str, key: str | None, secrets: Secrets
+) -> StorageFailure:
+    """Return the error to raise for a backend's exception, its cause attached and free of options.
+
+    Parameters
+    ----------
+    action
+        A verb for the message, such as "reading".
+    """
+    what = f"{action} {key!r} in {url}" if key else f"{action} {url}"
+    reply = next((reply for reply in map(reply_of, _chain(error)) if reply is not None), None)
+    shown = type(error).__name__
+    if reply is not None:
+        shown += f", code {reply.code}" if reply.code else ""
+        shown += f", status {reply.status}" if reply.status else ""
+    elif isinstance(error, OSError) and error.errno is not None:
+        shown += f", {errno.errorcode.get(error.errno, error.errno)}"
+    failure: StorageFailure
+    if is_denied(error):
+        failure = AccessDenied(
+            f"{what} was refused ({shown}); check the credentials and their rights. Object stores also "
+            "answer so for a missing key when the right to list is missing",
+            path=key,
+            found=shown,
+        )
+    elif reply is not None and reply.code in _NO_ROOT_CODES:
+        failure = StorageFailure(
+            f"{what} failed ({shown}): the bucket or container does not exist; create it first",
+            path=key,
+            found=shown,
+        )
+    else:
+        failure = StorageFailure(f"{what} failed ({shown}); the cause is attached", path=key, found=shown)
+    failure.__cause__ = secrets.without(error)
+    return failure
+
+
+def _outcome_of(reply: Reply) -> CreateOutcome:
+    if reply.code in _UNDECIDED_CODES:
+        return CreateOutcome.UNDECIDED
+    if reply.code in _EXISTS_CODES or reply.status in _EXISTS_STATUS:
+        return CreateOutcome.EXISTS
+    if reply.status in _UNDECIDED_STATUS:
+        return CreateOutcome.UNDECIDED
+    return CreateOutcome.UNKNOWN
+
+
+def _status(value: object) -> int | None:
+    if isinstance(value, str) and value.isdigit():
+        value = int(value)
+    return int(value) if isinstance(value, int) and 100 <= value <= 599 else None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    link: BaseException | None = error
+    for _ in range(_LONGEST_CHAIN):
+        if link is None:
+            return
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)

@@ -1,0 +1,182 @@
+"""From a URL, or a file system the caller made, to the `Storage` that can create exclusively there."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+
+from cnr_store.errors import BadInput, MissingDependency, UnsafeBackend
+from cnr_store.storage.base import Storage
+from cnr_store.storage.failures import storage_failure
+from cnr_store.storage.local import LocalStorage
+from cnr_store.storage.redaction import Secrets, redact_url
+from cnr_store.storage.remote import (
+    AzureStorage,
+    DeclaredStorage,
+    GcsStorage,
+    MemoryStorage,
+    RemoteStorage,
+    S3Storage,
+    SingleWriterStorage,
+)
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)(://|::)")
+_LOCAL = frozenset({"file", "local"})
+_CACHING = frozenset({"simplecache", "filecache", "blockcache", "cached"})
+_S3 = frozenset({"s3", "s3a"})
+_GCS = frozenset({"gs", "gcs"})
+_AZURE = frozenset({"abfs", "az", "abfss", "adl"})
+_EXTRAS = {**dict.fromkeys(_S3, "s3"), **dict.fromkeys(_GCS, "gcs"), **dict.fromkeys(_AZURE, "azure")}
+_DRIVERS: tuple[tuple[frozenset[str], type[RemoteStorage]], ...] = (
+    (_S3, S3Storage),
+    (_GCS, GcsStorage),
+    (_AZURE, AzureStorage),
+)
+
+
+def open_storage(
+    url: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    fsync: bool = True,
+    unsafe_single_writer: bool = False,
+) -> Storage:
+    """Return the storage at a path or URL. Sends no request and creates nothing; `Storage.probe` checks it.
+
+    Parameters
+    ----------
+    url
+        A local path, or a URL: ``file://``, ``memory://``, ``s3://``, ``gs://``, ``abfs://``, ...
+    storage_options
+        Handed to the fsspec driver as they are; their values appear in no message, log or record.
+    fsync
+        Local only: make every object durable before it is named. False is for tests and scratch data.
+    unsafe_single_writer
+        Accept a backend without an exclusive create. Two writers at once then lose acknowledged commits.
+
+    Raises
+    ------
+    BadInput
+        The protocol is unknown, or options are given for a local path.
+    MissingDependency
+        The driver is not installed; the message names the extra.
+    UnsafeBackend
+        The backend cannot create exclusively (or is a cache) and ``unsafe_single_writer`` does not apply.
+    StorageFailure
+        The driver refused the options.
+    """
+    place = os.fspath(url)
+    match = _SCHEME.match(place)
+    scheme = match.group(1).lower() if match else "file"
+    options = dict(storage_options or {})
+    if scheme in _CACHING:
+        raise _caching(redact_url(place))
+    if scheme in _LOCAL:
+        if options:
+            raise BadInput(
+                f"storage_options do not apply to the local path {redact_url(place)}; leave them out"
+            )
+        return LocalStorage(
+            place[match.end() :] if match else place, fsync=fsync, unsafe_single_writer=unsafe_single_writer
+        )
+    secrets = Secrets(options, place)
+    fs, root = _connect(place, scheme, options, secrets)
+    return _storage(
+        fs, root, url=redact_url(place), secrets=secrets, unsafe_single_writer=unsafe_single_writer
+    )
+
+
+def storage_from_filesystem(
+    fs: fsspec.AbstractFileSystem, root: str, *, unsafe_single_writer: bool = False
+) -> Storage:
+    """Return the storage at ``root`` of a file system object; its exclusive create is chosen by its class.
+
+    A class may declare ``cnr_exclusive_create = True`` if its ``pipe_file(path, data, mode="create")`` is
+    exclusive and raises FileExistsError for the loser; `cnr_store.testing.StorageContract` checks it.
+
+    Raises
+    ------
+    UnsafeBackend
+        The class is a cache, or not known to create exclusively.
+    """
+    if type(fs) is LocalFileSystem:
+        return LocalStorage(root, unsafe_single_writer=unsafe_single_writer)
+    protocols = _protocols(fs)
+    url = redact_url(f"{protocols[0]}://{root.lstrip('/')}")
+    secrets = Secrets(getattr(fs, "storage_options", None))
+    return _storage(fs, root, url=url, secrets=secrets, unsafe_single_writer=unsafe_single_writer)
+
+
+def _connect(
+    url: str, scheme: str, options: dict[str, Any], secrets: Secrets
+) -> tuple[fsspec.AbstractFileSystem, str]:
+    if scheme in _EXTRAS:
+        # No listing may be older than its request. And no cache of instances: it would keep the options
+        # for the life of the process and hand one client to callers with other needs.
+        options = {"use_listings_cache": False, "skip_instance_cache": True, **options}
+    shown = redact_url(url)
+    try:
+        fs, root = fsspec.core.url_to_fs(url, **options)
+    except ImportError as error:
+        wanted = (
+            f"cnr-store[{_EXTRAS[scheme]}]" if scheme in _EXTRAS else f"the fsspec driver for {scheme}://"
+        )
+        command = f'pip install "{wanted}"' if scheme in _EXTRAS else f"install {wanted}"
+        raise MissingDependency(
+            f"{shown} needs a package that is not installed; {command}", found=scheme
+        ) from secrets.without(error)
+    except Exception as error:  # noqa: BLE001 - drivers raise whatever their SDK does
+        if scheme not in fsspec.available_protocols():
+            raise BadInput(
+                f"no driver is known for the protocol {scheme!r} of {shown}", found=scheme
+            ) from secrets.without(error)
+        raise storage_failure(
+            error, action="opening", url=shown, key=None, secrets=secrets
+        ) from secrets.without(error)
+    return fs, str(root)
+
+
+def _storage(
+    fs: fsspec.AbstractFileSystem, root: str, *, url: str, secrets: Secrets, unsafe_single_writer: bool
+) -> Storage:
+    protocols = _protocols(fs)
+    if _CACHING.intersection(protocols):
+        raise _caching(url)
+    if getattr(type(fs), "cnr_exclusive_create", False) is True:
+        return DeclaredStorage(fs, root, url=url, secrets=secrets)
+    if isinstance(fs, MemoryFileSystem):
+        return MemoryStorage(fs, root, url=url, secrets=secrets)
+    for names, storage in _DRIVERS:
+        # By protocol and module: a look-alike that registers "s3" for itself has not shown what it does.
+        if names.intersection(protocols) and type(fs).__module__.partition(".")[0] in _MODULES:
+            return storage(fs, root, url=url, secrets=secrets)
+    if unsafe_single_writer:
+        return SingleWriterStorage(fs, root, url=url, secrets=secrets, is_exclusive=False)
+    raise UnsafeBackend(
+        f"{type(fs).__name__} ({url}) is not known to create an object exclusively; use a local path, s3, "
+        "gcs or azure, declare cnr_exclusive_create on its class, or pass unsafe_single_writer=True if "
+        "nobody else ever writes",
+        found=type(fs).__name__,
+    )
+
+
+_MODULES = frozenset({"s3fs", "gcsfs", "adlfs"})
+
+
+def _protocols(fs: fsspec.AbstractFileSystem) -> tuple[str, ...]:
+    protocol = fs.protocol
+    return (protocol,) if isinstance(protocol, str) else tuple(protocol)
+
+
+def _caching(url: str) -> UnsafeBackend:
+    return UnsafeBackend(
+        f"{url} is a caching wrapper: it may answer with a log position that another writer has taken since; "
+        "open the URL behind it",
+        found="caching wrapper",
+    )

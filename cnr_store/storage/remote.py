@@ -1,0 +1,227 @@
+"""Object stores and other file systems behind fsspec: one class per way of creating an object exclusively.
+
+Reads are always `cat_file`, one request: open files, `exists` and listings may answer from caches. Options
+stay inside the file system object; this module never formats them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar, TypeVar
+
+import fsspec
+
+from cnr_store.errors import AccessDenied, StorageFailure, UnsafeBackend
+from cnr_store.storage.base import CreateOutcome, ObjectStat, Storage, is_key
+from cnr_store.storage.failures import create_outcome, is_absent, is_denied, is_past_end, storage_failure
+from cnr_store.storage.redaction import Secrets
+
+_T = TypeVar("_T")
+_RAISE: Any = object()
+_DELETE_THREADS = 16
+_TIME_FIELDS = ("LastModified", "last_modified", "mtime", "modified", "updated", "created")
+
+# All memory file systems of a process share one dict, so one lock serves them all.
+_MEMORY_LOCK = threading.Lock()
+
+
+class RemoteStorage(Storage):
+    """Objects under ``root`` of an fsspec file system whose ``pipe_file(mode="create")`` is exclusive."""
+
+    read_options: ClassVar[dict[str, Any]] = {}
+
+    def __init__(
+        self,
+        fs: fsspec.AbstractFileSystem,
+        root: str,
+        *,
+        url: str,
+        secrets: Secrets,
+        is_exclusive: bool = True,
+    ) -> None:
+        super().__init__(url, is_exclusive=is_exclusive)
+        self._fs = fs
+        self._root = root.rstrip("/")
+        self._secrets = secrets
+
+    def _read(self, key: str, start: int, stop: int | None) -> bytes | None:
+        limits = {} if start == 0 and stop is None else {"start": start, "end": stop}
+
+        def read() -> bytes:
+            return bytes(self._fs.cat_file(self._path(key), **limits, **self.read_options))
+
+        return self._ask("reading", key, read, absent=None, past_end=b"")
+
+    def _put(self, key: str, data: bytes | memoryview) -> None:
+        content = data if isinstance(data, bytes) else bytes(data)
+        self._ask("writing", key, lambda: self._pipe(key, content))
+
+    def _pipe(self, key: str, data: bytes, **options: Any) -> None:
+        self._fs.pipe_file(self._path(key), data, **options)
+
+    def _create(self, key: str, data: bytes) -> tuple[CreateOutcome, BaseException | None]:
+        try:
+            self._pipe_new(key, data)
+        except (UnsafeBackend, AccessDenied):
+            raise
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - likewise, sorted by class
+            cause = self._secrets.without(error)
+            if is_denied(error):
+                raise self._failure(error, "creating", key) from cause
+            return create_outcome(error), cause
+        return CreateOutcome.CREATED, None
+
+    def _pipe_new(self, key: str, data: bytes) -> None:
+        self._pipe(key, data, mode="create")
+
+    def _list_objects(self, folder: str) -> Iterator[ObjectStat]:
+        start = f"{folder}/" if folder else ""
+        for name, info in self._found(folder).items():
+            key = self._key_of(name)
+            # "name/" is how some tools mark an empty folder; drivers list an object below itself.
+            if (
+                info.get("type") == "file"
+                and not name.endswith("/")
+                and key.startswith(start)
+                and is_key(key)
+            ):
+                yield ObjectStat(key, int(info["size"] or 0), _modified_ms(info))
+
+    def _found(self, folder: str) -> dict[str, dict[str, Any]]:
+        def find() -> dict[str, dict[str, Any]]:
+            self._fs.invalidate_cache()
+            found: dict[str, dict[str, Any]] = self._fs.find(self._path(folder), detail=True)
+            return found
+
+        return self._ask("listing", folder, find, absent={})
+
+    def _list_folders(self, folder: str) -> list[str]:
+        def ls() -> list[dict[str, Any]]:
+            self._fs.invalidate_cache()
+            return list(self._fs.ls(self._path(folder), detail=True))
+
+        entries = self._ask("listing", folder, ls, absent=[])
+        keys = (self._key_of(entry["name"]) for entry in entries if entry.get("type") == "directory")
+        start = f"{folder}/" if folder else ""
+        names = {key[len(start) :] for key in keys if key.startswith(start)}
+        return sorted(name for name in names if "/" not in name and is_key(name))
+
+    def _delete(self, keys: list[str]) -> None:
+        if len(keys) <= 1:
+            for key in keys:
+                self._delete_one(key)
+            return
+        # One request per object: the bulk calls of fsspec drivers drop the errors of single objects.
+        with ThreadPoolExecutor(min(_DELETE_THREADS, len(keys)), thread_name_prefix="cnr-delete") as pool:
+            for _ in pool.map(self._delete_one, keys):
+                pass
+
+    def _delete_one(self, key: str) -> None:
+        self._ask("deleting", key, lambda: self._fs.rm_file(self._path(key)), absent=None)
+
+    def _ask(
+        self,
+        action: str,
+        key: str,
+        call: Callable[[], _T],
+        *,
+        absent: _T | Any = _RAISE,
+        past_end: Any = _RAISE,
+    ) -> _T | Any:
+        """Return what ``call`` returns, or the stand-in for an absent object or a range past its end."""
+        try:
+            return call()
+        except Exception as error:  # noqa: BLE001 - drivers raise whatever their SDK does
+            if past_end is not _RAISE and is_past_end(error):
+                return past_end
+            if absent is not _RAISE and is_absent(error):
+                return absent
+            raise self._failure(error, action, key) from self._secrets.without(error)
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{key}" if key else self._root
+
+    def _key_of(self, name: str) -> str:
+        root = self._root.strip("/")
+        return name.strip("/").removeprefix(f"{root}/" if root else "")
+
+    def _failure(self, error: BaseException, action: str, key: str) -> StorageFailure:
+        return storage_failure(error, action=action, url=self.url, key=key, secrets=self._secrets)
+
+
+class MemoryStorage(RemoteStorage):
+    """The process-wide memory file system: its create is a check and then an assignment, so we lock."""
+
+    def _pipe_new(self, key: str, data: bytes) -> None:
+        with _MEMORY_LOCK:
+            super()._pipe_new(key, data)
+
+
+class S3Storage(RemoteStorage):
+    """s3fs: ``If-None-Match: *`` on a single PUT."""
+
+    # More than one at a time makes s3fs ask for the size first: two requests, and a race with a change.
+    read_options: ClassVar[dict[str, Any]] = {"max_concurrency": 1}
+
+
+class GcsStorage(RemoteStorage):
+    """gcsfs: ``ifGenerationMatch=0``; zonal buckets ignore it and are refused."""
+
+    def _pipe_new(self, key: str, data: bytes) -> None:
+        self._refuse_zonal_bucket()
+        super()._pipe_new(key, data)
+
+    def _refuse_zonal_bucket(self) -> None:
+        is_zonal = getattr(self._fs, "_is_zonal_bucket", None)  # absent when the driver's extension is off
+        if is_zonal is None:
+            return
+        bucket = self._root.strip("/").split("/")[0]
+        if fsspec.asyn.sync(self._fs.loop, is_zonal, bucket):  # the driver keeps the answer
+            raise UnsafeBackend(
+                f"{self.url} is in a zonal bucket, which ignores an exclusive create; use a regional bucket",
+                found="zonal bucket",
+            )
+
+
+class AzureStorage(RemoteStorage):
+    """adlfs: a block blob put with ``If-None-Match: *``."""
+
+
+class DeclaredStorage(RemoteStorage):
+    """A file system whose class says ``cnr_exclusive_create = True``; missing folders are made."""
+
+    def _pipe(self, key: str, data: bytes, **options: Any) -> None:
+        path = self._path(key)
+        try:
+            self._fs.pipe_file(path, data, **options)
+        except FileNotFoundError:
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            self._fs.pipe_file(path, data, **options)
+
+
+class SingleWriterStorage(DeclaredStorage):
+    """No exclusive create: looks first and then writes, which is right only while nobody else writes."""
+
+    def _pipe_new(self, key: str, data: bytes) -> None:
+        if self._read(key, 0, None) is not None:
+            raise FileExistsError(key)
+        self._pipe(key, data)
+
+
+def _modified_ms(info: dict[str, Any]) -> int | None:
+    for field in _TIME_FIELDS:
+        value = info.get(field)
+        if isinstance(value, dt.datetime):
+            return int(value.timestamp() * 1000)
+        if isinstance(value, (int, float)):
+            return int(value * 1000)
+        if isinstance(value, str):
+            try:
+                return int(dt.datetime.fromisoformat(value).timestamp() * 1000)
+            except ValueError:
+                continue
+    return None
