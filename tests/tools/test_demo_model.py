@@ -1,0 +1,432 @@
+"""The model of the demonstration: its optimizer, its metrics, and that equal state gives equal bits."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from cnr_store.errors import BadDtype, BadInput
+from cnr_store_tools.demo import metrics
+from cnr_store_tools.demo.adagrad import RowWiseAdagrad
+from cnr_store_tools.demo.batches import TimeOrderedBatches
+from cnr_store_tools.demo.click_log import ClickLog, split_by_time
+from cnr_store_tools.demo.datasets import read_click_log
+from cnr_store_tools.demo.model import ModelConfig, SmallDLRM
+from cnr_store_tools.demo.presets import RunConfig, demo_config, file_config
+from cnr_store_tools.demo.traffic import TrafficConfig, generate_clicks
+from cnr_store_tools.demo.train import (
+    evaluate,
+    make_optimizers,
+    max_weight_difference,
+    predict,
+    train_step,
+)
+
+REAL_DATA = Path(__file__).parents[2].parent / "shared" / "data"
+CONFIG = replace(
+    demo_config(),
+    traffic=TrafficConfig(table_rows=(3_000, 500, 20), num_samples=24_000, drift_every=4_000, seed=5),
+    steps=40,
+    batch_size=256,
+    dim=8,
+)
+
+
+@pytest.fixture(params=[1, 2], ids=["one_thread", "two_threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def log() -> ClickLog:
+    assert CONFIG.traffic is not None
+    return generate_clicks(CONFIG.traffic)
+
+
+def _start(log: ClickLog, config: RunConfig = CONFIG) -> tuple[SmallDLRM, tuple[RowWiseAdagrad, torch.optim.Optimizer]]:
+    model = SmallDLRM(config.model_config(log))
+    return model, make_optimizers(model, table_lr=config.table_lr, dense_lr=config.dense_lr)
+
+
+def _train(model: SmallDLRM, optimizers: tuple[torch.optim.Optimizer, ...], batches: TimeOrderedBatches) -> list[float]:
+    return [train_step(model, optimizers, batch) for batch in batches]
+
+
+def _bits(model: SmallDLRM, optimizers: tuple[torch.optim.Optimizer, ...]) -> dict[str, torch.Tensor]:
+    """Every tensor of the training state, by name."""
+    tensors = dict(model.state_dict())
+    for number, optimizer in enumerate(optimizers):
+        for index, state in optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer{number}.{index}.{name}": value for name, value in state.items()}
+    return tensors
+
+
+def _assert_same_bits(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == two.keys()
+    assert [name for name in one if not torch.equal(one[name], two[name])] == []
+
+
+def test_two_runs_with_one_seed_are_equal_bit_for_bit(log: ClickLog, threads: int) -> None:
+    past, _ = split_by_time(log)
+    runs = []
+    for _ in range(2):
+        model, optimizers = _start(log)
+        losses = _train(model, optimizers, TimeOrderedBatches(past, 256, max_batches=40))
+        runs.append((losses, _bits(model, optimizers)))
+
+    assert runs[0][0] == runs[1][0]
+    _assert_same_bits(runs[0][1], runs[1][1])
+
+
+PROCESS = """
+import hashlib, torch
+from cnr_store_tools.demo.batches import TimeOrderedBatches
+from cnr_store_tools.demo.model import SmallDLRM
+from cnr_store_tools.demo.presets import demo_config
+from cnr_store_tools.demo.traffic import generate_clicks
+from cnr_store_tools.demo.train import make_optimizers, train_step
+config = demo_config()
+torch.set_num_threads(config.num_threads)
+log = generate_clicks(config.traffic)
+model = SmallDLRM(config.model_config(log))
+optimizers = make_optimizers(model)
+for batch in TimeOrderedBatches(log, config.batch_size, max_batches=20):
+    train_step(model, optimizers, batch)
+digest = hashlib.sha256()
+for parameter in model.parameters():
+    digest.update(parameter.detach().numpy().tobytes())
+print(digest.hexdigest())
+"""
+
+
+def test_two_processes_with_one_seed_are_equal_bit_for_bit() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    digests = [
+        subprocess.run(
+            [sys.executable, "-c", PROCESS], env=environment, check=True, capture_output=True, text=True
+        ).stdout
+        for _ in range(2)
+    ]
+
+    assert len(digests[0].strip()) == 64
+    assert digests[0] == digests[1]
+
+
+def test_another_seed_starts_from_other_weights(log: ClickLog) -> None:
+    one, _ = _start(log)
+    two, _ = _start(log, replace(CONFIG, seed=1))
+
+    assert max_weight_difference(one, one) == 0.0
+    assert max_weight_difference(one, two) > 0.01
+
+
+def test_weight_difference_with_a_nan_is_infinite(log: ClickLog) -> None:
+    model, _ = _start(log)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        next(other.parameters())[3, 1] = float("nan")
+
+    assert max_weight_difference(model, other) == float("inf")
+
+
+def test_building_a_model_leaves_the_global_generator_alone(log: ClickLog) -> None:
+    before = torch.get_rng_state()
+
+    _start(log)
+
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_resume_in_place_equals_the_uninterrupted_run_bit_for_bit(log: ClickLog, threads: int) -> None:
+    past, _ = split_by_time(log)
+    model, optimizers = _start(log)
+    batches = TimeOrderedBatches(past, 256, max_batches=40)
+    saved: dict[str, torch.Tensor] = {}
+    position: dict[str, int] = {}
+    for step, batch in enumerate(batches):
+        train_step(model, optimizers, batch)
+        if step == 16:
+            saved = {name: value.clone() for name, value in _bits(model, optimizers).items()}
+            position = batches.state_dict()
+    resumed, resumed_optimizers = _start(log, replace(CONFIG, seed=77))
+    again = TimeOrderedBatches(past, 256, max_batches=40)
+
+    again.load_state_dict(position)
+    with torch.no_grad():
+        for name, value in _bits(resumed, resumed_optimizers).items():
+            value.copy_(saved[name])
+    losses = _train(resumed, resumed_optimizers, again)
+
+    assert len(losses) == 40 - 17
+    assert max_weight_difference(model, resumed) == 0.0
+    _assert_same_bits(_bits(model, optimizers), _bits(resumed, resumed_optimizers))
+
+
+def test_resume_through_state_dicts_equals_the_uninterrupted_run_bit_for_bit(log: ClickLog) -> None:
+    past, _ = split_by_time(log)
+    model, optimizers = _start(log)
+    batches = TimeOrderedBatches(past, 256, max_batches=30)
+    saved: list[object] = []
+    for step, batch in enumerate(batches):
+        train_step(model, optimizers, batch)
+        if step == 9:
+            saved = copy.deepcopy([part.state_dict() for part in (model, *optimizers, batches)])
+    resumed, resumed_optimizers = _start(log, replace(CONFIG, seed=77))
+    again = TimeOrderedBatches(past, 256, max_batches=30)
+
+    for part, state in zip((resumed, *resumed_optimizers, again), saved, strict=True):
+        part.load_state_dict(state)  # type: ignore[attr-defined]  # four classes, one method
+    _train(resumed, resumed_optimizers, again)
+
+    _assert_same_bits(_bits(model, optimizers), _bits(resumed, resumed_optimizers))
+
+
+def test_forgetting_the_accumulators_changes_the_resumed_run(log: ClickLog) -> None:
+    past, _ = split_by_time(log)
+    model, optimizers = _start(log)
+    batches = TimeOrderedBatches(past, 256, max_batches=12)
+    half = copy.deepcopy(model)
+    for step, batch in enumerate(batches):
+        train_step(model, optimizers, batch)
+        if step == 5:
+            half = copy.deepcopy(model)
+    again = TimeOrderedBatches(past, 256, max_batches=12)
+    again.load_state_dict({**again.state_dict(), "next_batch": 6})
+
+    _train(half, make_optimizers(half), again)
+
+    assert max_weight_difference(model, half) > 1e-4
+
+
+def test_step_moves_touched_rows_and_no_other(log: ClickLog) -> None:
+    model, optimizers = _start(log)
+    before = copy.deepcopy(_bits(model, optimizers))
+    batch = TimeOrderedBatches(log, 256).batch(0)
+
+    train_step(model, optimizers, batch)
+
+    for column, (name, weight) in enumerate(model.table_parameters()):
+        touched = torch.zeros(weight.shape[0], dtype=torch.bool)
+        touched[batch.ids[:, column]] = True
+        moved = (weight.detach() != before[name]).any(dim=1)
+        slot = optimizers[0].state[weight]["momentum1"] != before[f"optimizer0.{column}.momentum1"]
+        assert torch.equal(moved, touched)
+        assert torch.equal(slot, touched)
+
+
+def _rowwise_adagrad_reference(
+    weight: np.ndarray, momentum: np.ndarray, ids: np.ndarray, gradients: np.ndarray, lr: float, eps: float
+) -> None:
+    for row in np.unique(ids):
+        gradient = gradients[ids == row].astype(np.float64).sum(axis=0)
+        momentum[row] += (gradient**2).mean()
+        weight[row] -= lr * gradient / (np.sqrt(momentum[row]) + eps)
+
+
+def test_rowwise_adagrad_equals_a_plain_loop_over_rows() -> None:
+    random = np.random.default_rng(3)
+    table = nn.Embedding(11, 5, sparse=True)
+    optimizer = RowWiseAdagrad(table.parameters(), lr=0.1, eps=1e-3)
+    weight = table.weight.detach().numpy().astype(np.float64)
+    momentum = np.zeros(11)
+
+    for _ in range(4):
+        ids = random.integers(0, 11, 9)
+        gradients = random.standard_normal((9, 5)).astype(np.float32)
+        optimizer.zero_grad()
+        table(torch.from_numpy(ids)).backward(torch.from_numpy(gradients))
+        optimizer.step()
+        _rowwise_adagrad_reference(weight, momentum, ids, gradients, 0.1, 1e-3)
+
+    np.testing.assert_allclose(table.weight.detach().numpy(), weight, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(optimizer.state[table.weight]["momentum1"].numpy(), momentum, rtol=1e-5)
+
+
+def test_rowwise_adagrad_has_its_state_before_the_first_step() -> None:
+    table = nn.Embedding(7, 3, sparse=True)
+
+    state = RowWiseAdagrad(table.parameters()).state_dict()["state"]
+
+    assert state[0]["momentum1"].shape == (7,)
+    assert state[0]["momentum1"].dtype == torch.float32
+
+
+def test_rowwise_adagrad_leaves_a_table_without_gradient_alone() -> None:
+    table = nn.Embedding(7, 3, sparse=True)
+    before = table.weight.detach().clone()
+
+    RowWiseAdagrad(table.parameters()).step()
+
+    assert torch.equal(table.weight, before)
+
+
+def test_rowwise_adagrad_refuses_a_dense_gradient() -> None:
+    table = nn.Embedding(7, 3)
+    optimizer = RowWiseAdagrad(table.parameters())
+    table(torch.tensor([1])).sum().backward()
+
+    with pytest.raises(BadInput, match="sparse=True"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "parameter", [torch.zeros(4, 2, dtype=torch.bfloat16), torch.zeros(4)], ids=["bfloat16", "vector"]
+)
+def test_rowwise_adagrad_refuses_what_is_no_float32_table(parameter: torch.Tensor) -> None:
+    with pytest.raises(BadDtype, match="float32 tables"):
+        RowWiseAdagrad([nn.Parameter(parameter)])
+
+
+def test_rowwise_adagrad_refuses_a_negative_rate() -> None:
+    with pytest.raises(BadInput, match="must not be negative"):
+        RowWiseAdagrad([nn.Parameter(torch.zeros(4, 2))], lr=-1.0)
+
+
+def test_rowwise_adagrad_calls_a_closure_and_returns_its_loss() -> None:
+    table = nn.Embedding(7, 3, sparse=True)
+    optimizer = RowWiseAdagrad(table.parameters())
+    before = table.weight.detach().clone()
+
+    def closure() -> float:
+        loss = table(torch.tensor([2, 2])).sum()
+        loss.backward()
+        return float(loss.detach())
+
+    assert optimizer.step(closure) == pytest.approx(2 * float(before[2].sum()), abs=1e-5)
+    assert (table.weight.detach() != before).any(dim=1).nonzero().flatten().tolist() == [2]
+
+
+def test_model_equals_a_plain_forward_of_each_sample() -> None:
+    config = ModelConfig(table_rows=(9, 4), table_names=("a", "b"), dim=3, num_dense=2, top_hidden=(5,), table_init=1.0)
+    model = SmallDLRM(config)
+    ids, dense = torch.tensor([[1, 3], [8, 0]]), torch.randn(2, 2, generator=torch.Generator().manual_seed(0))
+
+    logits = model(ids, dense)
+
+    weights = dict(model.named_parameters())
+    for sample in range(2):
+        vectors = [weights["tables.a.weight"][ids[sample, 0]], weights["tables.b.weight"][ids[sample, 1]]]
+        vectors.append(model.bottom(dense[sample]))
+        dots = [vectors[1] @ vectors[0], vectors[2] @ vectors[0], vectors[2] @ vectors[1]]
+        expected = model.top(torch.cat([*vectors, torch.stack(dots)]))
+        torch.testing.assert_close(logits[sample], expected[0])
+
+
+def test_model_without_dense_features_has_no_bottom() -> None:
+    model = SmallDLRM(ModelConfig(table_rows=(9, 4), table_names=("a", "b"), dim=3))
+
+    assert model(torch.tensor([[1, 3]]), torch.empty(1, 0)).shape == (1,)
+    assert [name for name, _ in model.table_parameters()] == ["tables.a.weight", "tables.b.weight"]
+    assert all(name.startswith("top.") for name, _ in model.dense_parameters())
+
+
+def test_model_without_tables_is_refused() -> None:
+    with pytest.raises(BadInput, match="at least one table"):
+        SmallDLRM(ModelConfig(table_rows=(), table_names=()))
+
+
+def test_evaluation_changes_nothing(log: ClickLog) -> None:
+    model, optimizers = _start(log)
+    before = copy.deepcopy(_bits(model, optimizers))
+
+    probabilities = predict(model, log, batch_size=1_000)
+
+    assert model.training
+    assert ((probabilities > 0) & (probabilities < 1)).all()
+    np.testing.assert_allclose(probabilities, predict(model, log, batch_size=7_777), rtol=1e-5)
+    _assert_same_bits(before, _bits(model, optimizers))
+
+
+def test_generated_clicks_can_be_learned(log: ClickLog) -> None:
+    past, future = split_by_time(log)
+    model, optimizers = _start(log)
+    untrained = evaluate(model, future)
+
+    _train(model, optimizers, TimeOrderedBatches(past, 256))
+
+    trained = evaluate(model, future)
+    assert trained.auc > 0.65
+    assert trained.logloss < untrained.logloss - 0.02
+
+
+@pytest.mark.parametrize(("name", "least"), [("ml-100k.inter", 0.69), ("criteo_kaggle_tiny_train.csv", 0.69)])
+def test_real_clicks_can_be_learned(name: str, least: float) -> None:
+    path = REAL_DATA / name
+    if not path.is_file():
+        pytest.skip(f"the data file {name} is not there")
+    log = read_click_log(path)
+    past, future = split_by_time(log)
+    config = file_config(len(past))
+    model, optimizers = _start(log, config)
+
+    _train(model, optimizers, TimeOrderedBatches(past, config.batch_size, max_batches=config.steps))
+
+    assert evaluate(model, future).auc > least
+
+
+def _naive_auc(labels: list[int], scores: list[float]) -> float:
+    wins = [
+        (one > other) + 0.5 * (one == other)
+        for one, clicked in zip(scores, labels, strict=True)
+        if clicked
+        for other, also in zip(scores, labels, strict=True)
+        if not also
+    ]
+    return sum(wins) / len(wins)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(-4, 4)), min_size=2, max_size=60))
+def test_auc_equals_the_share_of_ordered_pairs(samples: list[tuple[int, int]]) -> None:
+    labels = [0, 1] + [label for label, _ in samples]
+    scores = [0.0, 1.0] + [float(score) for _, score in samples]
+
+    assert metrics.auc(labels, scores) == pytest.approx(_naive_auc(labels, scores))
+
+
+def test_auc_of_perfect_reversed_and_constant_scores() -> None:
+    labels = [0, 1, 0, 1]
+
+    assert metrics.auc(labels, [0.1, 0.9, 0.2, 0.8]) == 1.0
+    assert metrics.auc(labels, [0.9, 0.1, 0.8, 0.2]) == 0.0
+    assert metrics.auc(labels, [0.3] * 4) == 0.5
+
+
+def test_logloss_equals_the_mean_of_the_logs_and_is_bounded_at_the_ends() -> None:
+    assert metrics.logloss([1, 0], [0.8, 0.3]) == pytest.approx(-(np.log(0.8) + np.log(0.7)) / 2)
+    assert metrics.logloss([1, 0], [0.0, 1.0]) == pytest.approx(-np.log(1e-7), rel=1e-6)
+    assert metrics.logloss([1, 0], [1.0, 0.0]) == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("labels", "scores", "message"),
+    [
+        ([1, 1], [0.1, 0.2], "both classes"),
+        ([1, 0], [0.1, float("nan")], "NaN"),
+        ([1, 0], [0.1], "one length"),
+    ],
+)
+def test_auc_that_is_undefined_is_refused(labels: list[int], scores: list[float], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        metrics.auc(labels, scores)
+
+
+def test_logloss_of_nothing_is_refused() -> None:
+    with pytest.raises(BadInput, match="no samples"):
+        metrics.logloss([], [])

@@ -1,0 +1,118 @@
+"""The two sizes in which the model is trained: the demonstration and the trace of the benchmarks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from cnr_store_tools.demo.click_log import ClickLog
+from cnr_store_tools.demo.model import ModelConfig
+from cnr_store_tools.demo.traffic import TrafficConfig
+
+MIN_BATCH_SIZE = 16
+MAX_BATCH_SIZE = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """One training run, apart from where its data comes from.
+
+    Attributes
+    ----------
+    traffic
+        The generated traffic to train on; None when a file is given.
+    steps, batch_size
+        Training steps and samples per step.
+    save_every
+        Steps between two checkpoints.
+    test_share
+        Share of the log, its last part, that is held out.
+    dim, bottom_hidden, top_hidden, table_init
+        See :class:`ModelConfig`.
+    table_lr, dense_lr
+        Learning rates of the tables and of the dense parameters.
+    num_threads
+        For ``torch.set_num_threads``: part of what makes two runs equal bit for bit.
+    seed
+        Of the model's initial values.
+    """
+
+    traffic: TrafficConfig | None
+    steps: int
+    batch_size: int
+    save_every: int
+    test_share: float
+    dim: int
+    bottom_hidden: tuple[int, ...] = (32,)
+    top_hidden: tuple[int, ...] = (64, 32)
+    table_init: float = 0.05
+    table_lr: float = 0.05
+    dense_lr: float = 0.01
+    num_threads: int = 1
+    seed: int = 0
+
+    def model_config(self, log: ClickLog) -> ModelConfig:
+        """Return the shape of the model that fits ``log``."""
+        return ModelConfig(
+            table_rows=tuple(log.table_rows),
+            table_names=tuple(log.names),
+            dim=self.dim,
+            num_dense=log.num_dense,
+            bottom_hidden=self.bottom_hidden,
+            top_hidden=self.top_hidden,
+            table_init=self.table_init,
+            seed=self.seed,
+        )
+
+
+def trace_config(*, steps: int = 1800, seed: int = 0) -> RunConfig:
+    """Return the DLRM trace that delta sizes are measured on: 376,000 rows x 32 in six tables.
+
+    About 40 % of the rows are touched in each interval of 150 steps of 2,048 samples.
+    """
+    batch_size, test_share = 2048, 0.05
+    return RunConfig(
+        traffic=TrafficConfig(
+            table_rows=(200_000, 100_000, 50_000, 20_000, 5_000, 1_000),
+            num_samples=round(steps * batch_size / (1.0 - test_share)) + batch_size,
+            zipf_exponent=1.05,
+            drift_every=16 * batch_size,
+            drift_share=0.01,
+            seed=seed,
+        ),
+        steps=steps,
+        batch_size=batch_size,
+        save_every=150,
+        test_share=test_share,
+        dim=32,
+        seed=seed,
+    )
+
+
+def demo_config(*, seed: int = 0) -> RunConfig:
+    """Return the run of ``cnr demo`` on generated traffic: 85,000 rows x 16 in four tables, 360 steps."""
+    batch_size, steps, test_share = 1024, 360, 0.15
+    return RunConfig(
+        traffic=TrafficConfig(
+            table_rows=(50_000, 20_000, 10_000, 5_000),
+            num_samples=round(steps * batch_size / (1.0 - test_share)) + batch_size,
+            drift_every=16 * batch_size,
+            seed=seed,
+        ),
+        steps=steps,
+        batch_size=batch_size,
+        save_every=40,
+        test_share=test_share,
+        dim=16,
+        seed=seed,
+    )
+
+
+def file_config(num_train_samples: int, *, seed: int = 0) -> RunConfig:
+    """Return the run of ``cnr demo`` on a file: one pass over it in about as many steps as the generated one.
+
+    Small files get small batches and large files more steps up to a fixed number, after which training stops.
+    """
+    demo = demo_config(seed=seed)
+    batch_size = min(max(num_train_samples // demo.steps, MIN_BATCH_SIZE), MAX_BATCH_SIZE)
+    steps = min(demo.steps, num_train_samples // batch_size)
+    return replace(demo, traffic=None, batch_size=batch_size, steps=steps, save_every=max(1, round(steps / 9)))
