@@ -1,10 +1,50 @@
-"""Which rows changed, and their staging out of the training step: collectors, bitmap, buffers, kernels.
+"""Knowing which rows changed, and copying them at one instant: the collectors of cnr_store.
 
-A package of its own because it runs inside the training step, on the device, and must know nothing about
-stores: it imports `cnr_store.types` and `cnr_store.errors` only. Every Triton kernel has a torch reference
-next to it, so all of it works on a CPU too.
+The reference path for the CPU; it needs torch and knows nothing of the store.
+
+    tracker = RowTracker(model, optimizers=[optimizer])
+    buffers = StagingBuffers()
+    ...                                            # train; after optimizer.step():
+    taken = tracker.take()
+    staged = buffers.gather({
+        table: RowRequest(rows.row_ids, {"weight": tracker.weights[table], **tracker.slots(table)})
+        for table, rows in taken.items()
+    })
+    ...                                            # save; then staged.release(), or tracker.give_back(taken)
 """
 
 from __future__ import annotations
 
-__all__: list[str] = []
+from cnr_store_gpu.bitmap import Cumulative, RowBitmap, Taken
+from cnr_store_gpu.optimizers import (
+    Movement,
+    RowMovement,
+    row_movement,
+    row_slots,
+    rows_with_state,
+    scalar_state,
+)
+from cnr_store_gpu.staging import RowRequest, Staged, StagingBuffers, gather_rows
+from cnr_store_gpu.tables import TablePlan, plan_tables
+from cnr_store_gpu.tracker import RowTracker
+from cnr_store_gpu.words import warmup
+
+__all__ = [
+    "Cumulative",
+    "Movement",
+    "RowBitmap",
+    "RowMovement",
+    "RowRequest",
+    "RowTracker",
+    "Staged",
+    "StagingBuffers",
+    "TablePlan",
+    "Taken",
+    "gather_rows",
+    "plan_tables",
+    "row_movement",
+    "row_slots",
+    "rows_with_state",
+    "scalar_state",
+    "warmup",
+]

@@ -1,0 +1,387 @@
+"""Which rows changed since the last save: one bit per row for all tables of a device.
+
+Why this module exists: the rows of a delta must be known exactly, at a cost that training does not feel.
+All tables share one linearised tensor of packed words, so an interval's marks are one small array however
+many lookups there were. Bits only go from 0 to 1 between two ``take`` calls.
+
+It must never lose a mark: an id outside its table sets nothing, taken words can be given back after a
+failed save, and ``Cumulative`` keeps on the host what one_shot deltas need. Marking twice, or too much, is
+always safe.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cnr_store.errors import BadInput, BadRowIds, BadShape, TableNotFound
+from cnr_store.types import RowIds
+from cnr_store_gpu import words as packed
+from cnr_store_gpu.words import Words
+
+OutOfRange = Literal["raise", "ignore"]
+Ids = torch.Tensor | npt.NDArray[Any] | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The rows of one table that were marked when they were taken, and the words to give them back.
+
+    Attributes
+    ----------
+    table
+        The table's name.
+    num_rows
+        Rows of the whole table.
+    row_ids
+        int64, sorted, unique: the marked rows.
+    words
+        uint32 ``(ceil(num_rows / 32),)``: the same rows as bits; a copy, nobody writes it.
+    """
+
+    table: str
+    num_rows: int
+    row_ids: RowIds
+    words: Words = field(repr=False)
+
+    def __len__(self) -> int:
+        return len(self.row_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    first_word: int
+    num_words: int
+    num_rows: int
+
+
+def _check_words(table: str, words: npt.NDArray[Any] | torch.Tensor, num_rows: int) -> Words:
+    array = words.detach().cpu().numpy() if isinstance(words, torch.Tensor) else np.asarray(words)
+    if array.dtype not in (np.dtype(np.uint32), np.dtype(np.int32)) or array.shape != (packed.words_of_rows(num_rows),):
+        raise BadShape(
+            f"words of table {table!r}: expected ({packed.words_of_rows(num_rows)},) of uint32 or int32 "
+            f"for {num_rows} rows, found {array.shape} of {array.dtype}; give the words as they were taken "
+            f"from a bitmap of this table",
+            table=table,
+            expected=(packed.words_of_rows(num_rows),),
+            found=array.shape,
+        )
+    bits: Words = np.ascontiguousarray(array).view(np.uint32)
+    if num_rows % packed.BITS and int(bits[-1]) >> (num_rows % packed.BITS):
+        raise BadRowIds(
+            f"words of table {table!r}: a bit past its last row ({num_rows - 1}) is set; they belong to a larger table",
+            table=table,
+        )
+    return bits
+
+
+def _flat_ids(table: str, ids: Ids) -> torch.Tensor | npt.NDArray[Any]:
+    """Return the ids one-dimensional, int32 or int64, where they are; a view when they are contiguous."""
+    if isinstance(ids, torch.Tensor):
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            raise _not_integers(table, str(ids.dtype))
+        flat = ids.detach().reshape(-1)
+        return flat if flat.dtype in (torch.int32, torch.int64) else flat.to(torch.int64)
+    array = np.asarray(ids)
+    if array.size == 0:
+        return np.empty(0, np.int64)
+    if array.dtype.kind not in "iu":
+        raise _not_integers(table, str(array.dtype))
+    array = np.ascontiguousarray(array.reshape(-1))
+    return array if array.dtype in (np.dtype(np.int32), np.dtype(np.int64)) else array.astype(np.int64)
+
+
+def _not_integers(table: str, found: str) -> BadRowIds:
+    return BadRowIds(
+        f"row ids of table {table!r}: expected integers, found {found}; pass row numbers, not a mask or values",
+        table=table,
+        expected="int64",
+        found=found,
+    )
+
+
+class RowBitmap:
+    """One bit per row of every table, in one tensor of packed int32 words on ``device``.
+
+    Parameters
+    ----------
+    table_rows
+        Rows of each table, by name. Memory is one bit per row, rounded up to 1024 rows (128 bytes) per table.
+    device
+        Where the words live. On the CPU marking is a numba kernel; elsewhere it is torch operations (the
+        reference).
+
+    Every method may be called from any thread; a mark and a take never overlap. ``words`` is the live
+    tensor: its storage is fixed for the life of the bitmap.
+
+    Examples
+    --------
+    >>> bitmap = RowBitmap({"user": 100, "item": 10})
+    >>> bitmap.mark("user", torch.tensor([7, 3, 7]))
+    >>> bitmap.take("user")
+    array([3, 7])
+    >>> bitmap.any()
+    False
+    """
+
+    def __init__(self, table_rows: Mapping[str, int], device: torch.device | str = "cpu") -> None:
+        self._places: dict[str, _Place] = {}
+        first_word = 0
+        for table, num_rows in table_rows.items():
+            if num_rows < 0:
+                raise BadInput(f"table {table!r} has {num_rows} rows; expected 0 or more", table=table, found=num_rows)
+            self._places[table] = _Place(first_word, packed.words_of_rows(num_rows), int(num_rows))
+            first_word += packed.aligned_words(num_rows)
+        self.device = torch.device(device)
+        self.words = torch.zeros(first_word, dtype=torch.int32, device=self.device)
+        # The view shares the tensor's memory; None where the host cannot see it.
+        self._host: Words | None = self.words.numpy().view(np.uint32) if self.device.type == "cpu" else None
+        self._lock = threading.Lock()
+
+    @property
+    def table_rows(self) -> dict[str, int]:
+        """Rows of each table, by name, in the order of the words."""
+        return {table: place.num_rows for table, place in self._places.items()}
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the words."""
+        return self.words.numel() * 4
+
+    def mark(self, table: str, ids: Ids, *, skip_row: int | None = None, out_of_range: OutOfRange = "raise") -> None:
+        """Mark rows as changed.
+
+        Parameters
+        ----------
+        table
+            A table of this bitmap.
+        ids
+            Integers of any shape and order, repeats allowed; read only, not kept. Ids on another device
+            are copied.
+        skip_row
+            A row that is not marked (``padding_idx``: its gradient is always zero).
+        out_of_range
+            What an id outside ``[0, num_rows)`` does. It never marks anything. ``"raise"`` costs a wait
+            for the device where the bitmap is not on the CPU.
+
+        Raises
+        ------
+        BadRowIds
+            Ids that are no integers, or outside the table; the ids inside it are marked all the same.
+        """
+        place = self._place(table)
+        flat = _flat_ids(table, ids)
+        skip = packed.NO_ROW if skip_row is None else skip_row
+        if self._host is not None:
+            array = flat.cpu().numpy() if isinstance(flat, torch.Tensor) else flat
+            with self._lock:
+                outside = packed.mark_words(self._host, array, place.first_word, place.num_rows, skip)
+            if outside and out_of_range == "raise":
+                raise self._outside(table, outside, int(array.min()), int(array.max()))
+            return
+        tensor = (flat if isinstance(flat, torch.Tensor) else torch.from_numpy(flat)).to(self.device)
+        if tensor.numel() == 0 or place.num_rows == 0:
+            outside = tensor.numel()
+        else:
+            with self._lock:
+                packed.mark_words_torch(self.words, tensor, place.first_word, place.num_rows, skip)
+            outside = 0
+            if out_of_range == "raise":
+                outside = int(((tensor < 0) | (tensor >= place.num_rows)).sum())
+        if outside and out_of_range == "raise":
+            raise self._outside(table, outside, int(tensor.min()), int(tensor.max()))
+
+    def mark_all(self, table: str) -> None:
+        """Mark every row of the table."""
+        self.or_words(table, packed.words_full(self._place(table).num_rows))
+
+    def or_words(self, table: str, words: npt.NDArray[Any] | torch.Tensor) -> None:
+        """Mark the rows whose bits are set in ``words`` (int32 or uint32, ``(ceil(num_rows / 32),)``).
+
+        Raises
+        ------
+        BadShape, BadRowIds
+            Words of another shape, or with a bit past the last row; nothing was marked.
+        """
+        place = self._place(table)
+        bits = _check_words(table, words, place.num_rows)
+        with self._lock:
+            if self._host is not None:
+                self._host[place.first_word : place.first_word + place.num_words] |= bits
+            else:
+                self._slice(place).bitwise_or_(torch.from_numpy(bits.view(np.int32).copy()).to(self.device))
+
+    def load_words(self, table: str, words: npt.NDArray[Any] | torch.Tensor) -> None:
+        """Make the table's marks exactly the bits of ``words``; shape and errors as in ``or_words``."""
+        place = self._place(table)
+        bits = _check_words(table, words, place.num_rows)
+        with self._lock:
+            if self._host is not None:
+                self._host[place.first_word : place.first_word + place.num_words] = bits
+            else:
+                self._slice(place).copy_(torch.from_numpy(bits.view(np.int32).copy()))
+
+    def copy_words(self, table: str) -> Words:
+        """Return a copy of the table's words, uint32 ``(ceil(num_rows / 32),)`` on the host; marks stay."""
+        with self._lock:
+            return self._copy(self._place(table))
+
+    def row_ids(self, table: str) -> RowIds:
+        """Return the marked rows, int64, sorted; the marks stay."""
+        return packed.rows_of(self.copy_words(table))
+
+    def take(self, table: str) -> RowIds:
+        """Return the marked rows, int64, sorted, and clear them. Waits for a device other than the CPU."""
+        return self._take(table).row_ids
+
+    def take_all(self, tables: Iterable[str] | None = None) -> dict[str, Taken]:
+        """Return the marked rows of every table (or of ``tables``), none too, and clear them.
+
+        Keep the result until the save has won, and ``give_back`` what it held when it has not.
+        """
+        return {table: self._take(table) for table in (self._places if tables is None else tables)}
+
+    def give_back(self, taken: Taken | Mapping[str, Taken]) -> None:
+        """Mark taken rows again. Marks made since then stay, and a second call changes nothing."""
+        for one in (taken,) if isinstance(taken, Taken) else taken.values():
+            self.or_words(one.table, one.words)
+
+    def count(self, table: str) -> int:
+        """Return how many rows of the table are marked."""
+        return packed.count_bits(self.copy_words(table))
+
+    def any(self) -> bool:
+        """Return whether any row of any table is marked."""
+        return bool(self.words.any())
+
+    def clear(self, table: str | None = None) -> None:
+        """Forget the marks of a table, or of all."""
+        with self._lock:
+            (self.words if table is None else self._slice(self._place(table))).zero_()
+
+    def _take(self, table: str) -> Taken:
+        place = self._place(table)
+        with self._lock:
+            words = self._copy(place)
+            self._slice(place).zero_()
+        return Taken(table, place.num_rows, packed.rows_of(words), words)
+
+    def _copy(self, place: _Place) -> Words:
+        # clone first: .cpu() of a CPU tensor is the tensor itself, and the marks are about to be cleared.
+        words: Words = self._slice(place).clone().cpu().numpy().view(np.uint32)
+        return words
+
+    def _slice(self, place: _Place) -> torch.Tensor:
+        return self.words[place.first_word : place.first_word + place.num_words]
+
+    def _place(self, table: str) -> _Place:
+        try:
+            return self._places[table]
+        except KeyError:
+            raise TableNotFound(
+                f"no table {table!r} in this bitmap; it has {sorted(self._places)}", table=table
+            ) from None
+
+    def _outside(self, table: str, outside: int, smallest: int, largest: int) -> BadRowIds:
+        num_rows = self._places[table].num_rows
+        return BadRowIds(
+            f"table {table!r} has rows 0 to {num_rows - 1}, but {outside} of the ids to mark are outside "
+            f"(ids from {smallest} to {largest}); they were not marked, the others were",
+            table=table,
+            expected=num_rows,
+            found=outside,
+        )
+
+
+class Cumulative:
+    """The union of taken rows, kept on the host: what changed since a baseline, or ever.
+
+    Parameters
+    ----------
+    table_rows
+        Rows of each table, by name. Memory is one bit per row of the tables that were ever added to.
+
+    Adding is idempotent and commutes. Not for use from two threads at once.
+
+    Examples
+    --------
+    >>> bitmap, since_baseline = RowBitmap({"t": 10}), Cumulative({"t": 10})
+    >>> for ids in ([1, 2], [2, 5]):
+    ...     bitmap.mark("t", ids)
+    ...     since_baseline.add(bitmap.take_all())
+    >>> since_baseline.row_ids("t")
+    array([1, 2, 5])
+    """
+
+    def __init__(self, table_rows: Mapping[str, int]) -> None:
+        self._rows = dict(table_rows)
+        self._words: dict[str, Words] = {}
+
+    def add(self, taken: Taken | Mapping[str, Taken]) -> None:
+        """Add taken rows."""
+        for one in (taken,) if isinstance(taken, Taken) else taken.values():
+            self.add_words(one.table, one.words)
+
+    def add_words(self, table: str, words: npt.NDArray[Any] | torch.Tensor) -> None:
+        """Add the rows whose bits are set; shape and errors as in ``RowBitmap.or_words``."""
+        bits = _check_words(table, words, self._num_rows(table))
+        known = self._words.get(table)
+        if known is None:
+            self._words[table] = bits.copy()
+        else:
+            np.bitwise_or(known, bits, out=known)
+
+    def add_rows(self, table: str, ids: Ids) -> None:
+        """Add row ids.
+
+        Raises
+        ------
+        BadRowIds
+            Ids that are no integers, or outside the table; the ids inside it are added all the same.
+        """
+        num_rows = self._num_rows(table)
+        flat = _flat_ids(table, ids)
+        array = flat.cpu().numpy() if isinstance(flat, torch.Tensor) else flat
+        words = self._words.setdefault(table, np.zeros(packed.words_of_rows(num_rows), np.uint32))
+        outside = packed.mark_words(words, array, 0, num_rows)
+        if outside:
+            raise BadRowIds(
+                f"table {table!r} has rows 0 to {num_rows - 1}, but {outside} of the ids to add are outside",
+                table=table,
+                expected=num_rows,
+                found=outside,
+            )
+
+    def row_ids(self, table: str) -> RowIds:
+        """Return the rows added so far, int64, sorted."""
+        return packed.rows_of(self.words(table))
+
+    def words(self, table: str) -> Words:
+        """Return a copy of the table's words, uint32 ``(ceil(num_rows / 32),)``."""
+        num_words = packed.words_of_rows(self._num_rows(table))
+        known = self._words.get(table)
+        return np.zeros(num_words, np.uint32) if known is None else known.copy()
+
+    def count(self, table: str) -> int:
+        """Return how many rows were added."""
+        return packed.count_bits(self.words(table))
+
+    def clear(self, table: str | None = None) -> None:
+        """Forget one table's rows, or all (a new baseline)."""
+        if table is None:
+            self._words.clear()
+        else:
+            self._num_rows(table)
+            self._words.pop(table, None)
+
+    def _num_rows(self, table: str) -> int:
+        try:
+            return self._rows[table]
+        except KeyError:
+            raise TableNotFound(f"no table {table!r} here; there are {sorted(self._rows)}", table=table) from None

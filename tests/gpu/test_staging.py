@@ -1,0 +1,154 @@
+"""Staged rows are copies of one instant, in reused memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cnr_store.errors import BadRowIds, BadShape, SaveInProgress
+from cnr_store_gpu import RowRequest, StagingBuffers, gather_rows
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def table(num_rows: int, dim: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(num_rows)
+    return {
+        "weight": torch.nn.Parameter(torch.randn(num_rows, dim, generator=generator).to(dtype)),
+        "sum": torch.rand(num_rows, generator=generator),
+        "row_var": torch.rand(num_rows, 1, generator=generator),
+        "wide": torch.randn(dim, num_rows, generator=generator).T,
+    }
+
+
+@settings(max_examples=40, deadline=None)
+@given(num_rows=st.sampled_from([1, 7, 64]), dim=st.integers(1, 5), counts=st.lists(st.integers(0, 90)), data=st.data())
+def test_staged_rows_equal_numpy_indexing_in_every_round(
+    num_rows: int, dim: int, counts: list[int], data: st.DataObject
+) -> None:
+    buffers = StagingBuffers()
+    tensors = table(num_rows, dim, data.draw(st.sampled_from(DTYPES)))
+
+    for count in counts[:5]:
+        rows = np.random.default_rng(count).integers(0, num_rows, count)
+        staged = buffers.gather({"t": RowRequest(rows, tensors)})
+        for name, tensor in tensors.items():
+            copy = staged.tensors["t"][name]
+            expected = tensor.detach().float().numpy()[rows]
+            np.testing.assert_array_equal(copy.float().numpy(), expected)
+            assert (copy.dtype, copy.is_contiguous(), copy.requires_grad) == (tensor.dtype, True, False)
+        assert staged.size_bytes == sum(t.numel() * t.element_size() for t in staged.tensors["t"].values())
+        staged.release()
+
+
+def test_staged_rows_do_not_follow_later_training() -> None:
+    tensors = table(10, 3)
+    rows = np.array([1, 4])
+    before = tensors["weight"].detach()[rows].clone()
+
+    staged = StagingBuffers().gather({"t": RowRequest(rows, tensors)})
+    with torch.no_grad():
+        tensors["weight"].add_(1)
+
+    assert torch.equal(staged.tensors["t"]["weight"], before)
+
+
+def test_memory_is_reused_and_grows_only_when_needed() -> None:
+    buffers = StagingBuffers()
+    tensors = {"weight": torch.randn(1000, 8)}
+    staged = buffers.gather({"t": RowRequest(np.arange(500), tensors)})
+    address, capacity = staged.tensors["t"]["weight"].data_ptr(), buffers.capacity_bytes
+    staged.release()
+
+    again = buffers.gather({"t": RowRequest(np.arange(510), tensors)})
+
+    assert again.tensors["t"]["weight"].data_ptr() == address
+    assert buffers.capacity_bytes == capacity
+    again.release()
+    buffers.gather({"t": RowRequest(np.arange(1000), tensors)})
+    assert capacity < buffers.capacity_bytes == 1000 * 8 * 4
+
+
+def test_gather_before_release_is_refused_and_changes_nothing() -> None:
+    buffers = StagingBuffers()
+    tensors = {"weight": torch.arange(12.0).view(6, 2)}
+    staged = buffers.gather({"t": RowRequest(np.array([5]), tensors)})
+
+    with pytest.raises(SaveInProgress, match="release"):
+        buffers.gather({"t": RowRequest(np.array([0]), tensors)})
+
+    assert staged.tensors["t"]["weight"].tolist() == [[10, 11]]
+
+
+def test_second_release_does_not_free_a_later_gather() -> None:
+    buffers = StagingBuffers()
+    request = {"t": RowRequest(np.array([0]), {"weight": torch.ones(2, 2)})}
+    first = buffers.gather(request)
+    first.release()
+    buffers.gather(request)
+
+    first.release()
+
+    assert buffers.in_use
+
+
+def test_stall_is_summed() -> None:
+    buffers = StagingBuffers()
+    request = {"t": RowRequest(np.arange(100), {"weight": torch.ones(100, 16)})}
+
+    stalls = []
+    for _ in range(3):
+        staged = buffers.gather(request)
+        stalls.append(staged.stall_s)
+        staged.release()
+
+    assert all(stall > 0 for stall in stalls)
+    assert buffers.stall_s == pytest.approx(sum(stalls))
+    assert buffers.last_stall_s == stalls[-1]
+
+
+def test_failed_gather_leaves_the_buffers_usable() -> None:
+    buffers = StagingBuffers()
+    tensors = {"weight": torch.ones(4, 2)}
+
+    with pytest.raises(BadRowIds, match="rows 0 to 3"):
+        buffers.gather({"t": RowRequest(np.array([4]), tensors)})
+
+    assert buffers.gather({"t": RowRequest(np.array([3]), tensors)}).tensors["t"]["weight"].shape == (1, 2)
+
+
+def test_copy_of_a_sparse_slot_is_dense() -> None:
+    indices, values = torch.tensor([[1, 3, 1]]), torch.tensor([[1.0, 2], [3, 4], [10, 20]])
+    slot = torch.sparse_coo_tensor(indices, values, (5, 2), check_invariants=True)
+
+    fresh = gather_rows({"momentum_buffer": slot}, np.array([3, 0, 1]))
+    staged = StagingBuffers().gather({"t": RowRequest(np.array([3, 0, 1]), {"momentum_buffer": slot})})
+
+    assert fresh["momentum_buffer"].tolist() == [[3, 4], [0, 0], [11, 22]]
+    assert torch.equal(staged.tensors["t"]["momentum_buffer"], fresh["momentum_buffer"])
+
+
+def test_tensors_of_different_lengths_are_refused() -> None:
+    with pytest.raises(BadShape, match="same number of rows"):
+        gather_rows({"weight": torch.ones(4, 2), "sum": torch.ones(5)}, np.array([0]))
+    with pytest.raises(BadShape):
+        gather_rows({"weight": torch.ones(4, 2), "step": torch.tensor(1.0)}, np.array([0]))
+
+
+@pytest.mark.parametrize("rows", [np.array([-1]), np.array([0.5]), np.array([[1]])])
+def test_rows_that_are_no_row_ids_are_refused(rows: np.ndarray) -> None:
+    with pytest.raises(BadRowIds):
+        gather_rows({"weight": torch.ones(4, 2)}, rows)
+
+
+def test_rows_may_be_none_and_buffers_given_back() -> None:
+    buffers = StagingBuffers()
+
+    staged = buffers.gather({"t": RowRequest(np.empty(0, np.int64), {"weight": torch.ones(4, 2)})})
+    buffers.free()
+
+    assert staged.tensors["t"]["weight"].shape == (0, 2)
+    assert (buffers.in_use, buffers.capacity_bytes) == (False, 0)
