@@ -1,7 +1,7 @@
 """A file system that fails on purpose: one fault at one storage call, over any fsspec file system.
 
-It is what the crash sweeps stand on: the code under test runs unchanged, and every way in which a storage call
-can go wrong is injected at every call. The files live in the inner file system; an instance of
+It is what the crash sweeps stand on: the code under test runs unchanged, and every way in which a storage
+call can go wrong is injected at every call. The files live in the inner file system; an instance of
 `FaultyFileSystem` is one process's view of it, and dies with that process.
 """
 
@@ -28,7 +28,7 @@ _ALL: frozenset[Operation] = frozenset({"read", "write", "create", "list", "stat
 
 
 class SimulatedCrash(BaseException):
-    """The process is dead from here on; no Exception, so that no handler of the code under test survives it."""
+    """The process is dead from here on. No Exception, so no handler of the code under test survives it."""
 
 
 class FaultKind(Enum):

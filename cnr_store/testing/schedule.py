@@ -1,7 +1,7 @@
 """Run several processes' worth of real code in one chosen interleaving of their storage calls.
 
-Each actor runs in a thread of its own, and only one moves at a time: from one storage call to its next. A schedule
-is a seed, so a failing one can be run again.
+Each actor runs in a thread of its own, and only one moves at a time: from one storage call to its next. A
+schedule is a seed, so a failing one can be run again.
 """
 
 from __future__ import annotations

@@ -1,0 +1,468 @@
+"""The commit log: the only thing that changes what readers see (spec, sections 3 and 7).
+
+A position is created exclusively and never deleted or overwritten, so the newest version is found with plain
+GETs and a position that is seen occupied stays decided. This module knows nothing about tables or segments.
+It must never send other bytes to a position whose fate is unknown, and never delete anything.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from random import Random
+from threading import RLock
+
+import msgspec
+
+from cnr_store.errors import (
+    AccessDenied,
+    BadInput,
+    CnrStoreError,
+    CommitStateUnknown,
+    CorruptRecord,
+    CorruptStore,
+    Fenced,
+    MissingObject,
+    StorageFailure,
+    UnsafeBackend,
+)
+from cnr_store.layout import HINT, commit_key, state_key
+from cnr_store.records import (
+    MAX_RECORD_BYTES,
+    CommitRecord,
+    Hint,
+    LogEntry,
+    canonical_json,
+    decode_record,
+    encode_record,
+    merge_overflow,
+    sha256,
+    split_overflow,
+)
+from cnr_store.storage import CreateOutcome, Storage
+
+Rebase = Callable[[CommitRecord, LogEntry], CommitRecord]
+"""(draft, intervening record) -> the draft for the position after it; raises when the two do not commute."""
+
+MAX_HINT = 10**18
+"""A hint beyond this is noise; keeps a hostile hint from leaving the 20 digits of a position."""
+
+_CORRUPT_READ_BACKS = 3
+"""How often an unreadable record is read again: a cut connection heals, a torn record does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """Jittered exponential back-off: a delay is 50 to 100 % of a step that doubles up to ``max_delay_s``."""
+
+    deadline_s: float = 60.0
+    first_delay_s: float = 0.05
+    max_delay_s: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """What was, or may have been, sent to a log position."""
+
+    entry: LogEntry
+    data: bytes
+
+
+class CommitLog:
+    """The log of one store, through one storage. Calls block; one instance may be shared by threads.
+
+    Parameters
+    ----------
+    storage
+        The store's root.
+    store_uuid
+        From ``cnr.json``; a record of another store is refused.
+    retry
+        How long an append whose outcome is unclear is retried with the same bytes.
+    clock_ms, monotonic_s, sleep, random
+        Time and chance, passed in so that tests own them.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        store_uuid: str,
+        *,
+        retry: RetryPolicy = RetryPolicy(),
+        clock_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+        monotonic_s: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        random: Random | None = None,
+    ) -> None:
+        self._storage = storage
+        self._store_uuid = store_uuid
+        self._retry = retry
+        self._clock_ms = clock_ms
+        self._monotonic_s = monotonic_s
+        self._sleep = sleep
+        self._random = random or Random()
+        self._lock = RLock()
+        self._unresolved: _Attempt | None = None
+
+    @property
+    def unresolved(self) -> int | None:
+        """The position of an append whose outcome is not known yet (see `resolve`), or None."""
+        attempt = self._unresolved
+        return None if attempt is None else attempt.entry.record.v
+
+    def read(self, version: int) -> LogEntry | None:
+        """Return the record at a position, or None if the position is empty. One GET, two with a side object.
+
+        Raises
+        ------
+        CorruptRecord, CorruptStore, UnknownFeature
+            The record is damaged, or belongs to another store.
+        MissingObject
+            Its side object is gone.
+        StorageFailure
+        """
+        if version < 0:
+            return None
+        data = self._storage.read(commit_key(version))
+        return None if data is None else self._complete(self._decode(data, version))
+
+    def latest(self) -> LogEntry:
+        """Return the newest record, found from the hint with GETs alone: O(log distance), no listing.
+
+        A hint that is absent, unreadable or beyond the log costs requests and nothing else.
+
+        Raises
+        ------
+        CorruptStore
+            Position 0 is empty.
+        CorruptRecord
+            The newest record is damaged (its ``version`` says which); the one before it can still be `read`.
+        StorageFailure
+        """
+        seen: dict[int, bytes] = {}
+        newest = self._gallop(self._read_hint(), seen)
+        entry = self._decode(seen[newest], newest)
+        if newest - 1 in seen:
+            # By the raw bytes: the record before may be a torn one that this record superseded.
+            self._check_parent(entry, sha256(seen[newest - 1]))
+        return self._complete(entry)
+
+    def poll(self, after: LogEntry) -> LogEntry | None:
+        """Return the record behind ``after``, or None if there is none yet. One GET, two with a side object.
+
+        Raises
+        ------
+        CorruptRecord
+            The record is damaged or was not written behind ``after``.
+        CorruptStore, UnknownFeature, StorageFailure
+        """
+        entry = self.read(after.record.v + 1)
+        if entry is not None:
+            self._check_parent(entry, after.digest)
+        return entry
+
+    def walk(self, newest: LogEntry) -> Iterator[LogEntry]:
+        """Yield ``newest`` and every record before it down to position 0; one GET each.
+
+        Raises
+        ------
+        CorruptStore
+            A position is empty: something deleted part of the log.
+        CorruptRecord
+            A record is damaged, or the digest chain breaks.
+        """
+        entry = newest
+        yield entry
+        while entry.record.v > 0:
+            version = entry.record.v - 1
+            before = self.read(version)
+            if before is None:
+                raise CorruptStore(
+                    f"log position {version} is empty although {version + 1} is not: part of the log was "
+                    "deleted (a lifecycle rule?); restore it from a backup",
+                    version=version,
+                    path=commit_key(version),
+                )
+            self._check_parent(entry, before.digest)
+            entry = before
+            yield entry
+
+    def append_first(self, draft: CommitRecord) -> LogEntry:
+        """Write position 0 and return what stands there: this record, or that of a faster process.
+
+        Safe to call again after a crash between the store's identity and its first record.
+
+        Raises
+        ------
+        CommitStateUnknown, CorruptStore, StorageFailure
+        """
+        with self._lock:
+            self._refuse_unresolved()
+            attempt = self._prepare(None, draft)
+            winner = self._settle(attempt, reads_first=False)
+            return winner if winner is attempt.entry else self._complete(winner)
+
+    def append(self, head: LogEntry, draft: CommitRecord, rebase: Rebase) -> LogEntry:
+        """Append ``draft`` behind ``head``, or behind the records that came first; return it as committed.
+
+        Fills ``v``, ``commit_uuid``, ``store_uuid``, ``parent_digest``, ``ts_ms`` and the unknown fields of
+        the record before. For every intervening record, in order, ``rebase`` adapts the draft or raises. When
+        this raises anything but `CommitStateUnknown` (or an exception that interrupts the program), nothing
+        was committed. After those, `unresolved` is set and nothing else can be appended until `resolve` has
+        settled it.
+
+        Raises
+        ------
+        CommitStateUnknown
+            The outcome could not be learned before the deadline; leave the staged data alone.
+        Fenced
+            The head has a higher epoch than the draft.
+        BadInput
+            The record is larger than 64 KiB.
+        StorageFailure
+            The backend refused before anything could land.
+        CorruptStore
+            Damage in the records that came first.
+        Exception
+            Whatever ``rebase`` raises.
+        """
+        with self._lock:
+            self._refuse_unresolved()
+            if draft.epoch < head.record.epoch:
+                raise Fenced(
+                    f"commit record {head.record.v} has epoch {head.record.epoch}, this writer has "
+                    f"{draft.epoch}: another writer took over; stop this one, or open the store again",
+                    version=head.record.v,
+                    expected=draft.epoch,
+                    found=head.record.epoch,
+                )
+            parent = head
+            while True:
+                attempt = self._prepare(parent, draft)
+                winner = self._settle(attempt, reads_first=False)
+                if winner is attempt.entry:
+                    return winner
+                self._check_parent(winner, parent.digest)
+                parent = self._complete(winner)
+                draft = rebase(draft, parent)
+
+    def resolve(self) -> LogEntry | None:
+        """Settle an append whose outcome is unknown: the entry if it is ours, None if another's is there.
+
+        Sends the same bytes again while the position is empty. Without an unresolved append: None at once.
+
+        Raises
+        ------
+        CommitStateUnknown
+            Still not learned before the deadline; call again later.
+        """
+        with self._lock:
+            attempt = self._unresolved
+            if attempt is None:
+                return None
+            winner = self._settle(attempt, reads_first=True)
+            return winner if winner is attempt.entry else None
+
+    def _prepare(self, parent: LogEntry | None, draft: CommitRecord) -> _Attempt:
+        """Fill the draft for the position behind ``parent``; put its side object, which must come first."""
+        before = None if parent is None else parent.record
+        record = msgspec.structs.replace(
+            draft,
+            v=0 if before is None else before.v + 1,
+            commit_uuid=uuid.uuid4().hex,
+            store_uuid=self._store_uuid,
+            parent_digest="" if parent is None else parent.digest,
+            ts_ms=max(self._clock_ms(), 0 if before is None else before.ts_ms + 1),
+            state=None,
+        )
+        extra = {} if parent is None else parent.extra
+        slim, overflow = split_overflow(record)
+        data = encode_record(slim, extra)
+        if len(data) > MAX_RECORD_BYTES:
+            raise BadInput(
+                f"the {record.kind} record has {len(data)} bytes, at most {MAX_RECORD_BYTES} fit; "
+                "make `user` smaller or compact the chain",
+                version=record.v,
+                expected=MAX_RECORD_BYTES,
+                found=len(data),
+            )
+        if overflow is not None and slim.state is not None:
+            self._storage.put(state_key(slim.state), overflow)
+        return _Attempt(LogEntry(record, sha256(data), dict(extra)), data)
+
+    def _settle(self, attempt: _Attempt, *, reads_first: bool) -> LogEntry:
+        """Return the attempt's own entry if it won, else the winner's (without its side object)."""
+        deadline = self._monotonic_s() + self._retry.deadline_s
+        delay = self._retry.first_delay_s
+        corrupt_reads = 0
+        cause: Exception | None = None
+        # From here to the verdict an interrupt may strike anywhere: the attempt must be on record first.
+        self._unresolved = attempt
+        may_have_landed = reads_first
+        while True:
+            try:
+                winner = self._read_back(attempt) if reads_first else None
+                if winner is None:
+                    if self._create(attempt, may_have_landed) is CreateOutcome.CREATED:
+                        return self._won(attempt)
+                    reads_first, may_have_landed = False, True
+                    winner = self._read_back(attempt)
+                if winner is not None:
+                    return winner
+            except StorageFailure as error:
+                if self._unresolved is None:
+                    raise
+                cause, reads_first, may_have_landed = error, True, True
+            except CorruptStore as error:
+                cause, reads_first = error, True
+                corrupt_reads += 1
+            pause = delay * self._random.uniform(0.5, 1.0)
+            if corrupt_reads >= _CORRUPT_READ_BACKS or self._monotonic_s() + pause > deadline:
+                raise self._unknown(attempt) from cause
+            self._sleep(pause)
+            delay = min(2 * delay, self._retry.max_delay_s)
+
+    def _create(self, attempt: _Attempt, may_have_landed: bool) -> CreateOutcome:
+        key = commit_key(attempt.entry.record.v)
+        try:
+            return self._storage.create(key, attempt.data)
+        except AccessDenied:
+            # A retry inside the backend's client may hide an earlier success: the position itself decides.
+            if may_have_landed or self._storage.read(key) is not None:
+                return CreateOutcome.UNKNOWN
+            self._unresolved = None
+            raise
+        except (BadInput, UnsafeBackend):
+            if not may_have_landed:
+                self._unresolved = None
+            raise
+
+    def _read_back(self, attempt: _Attempt) -> LogEntry | None:
+        """The entry that owns the position now, or None while it is empty."""
+        version = attempt.entry.record.v
+        data = self._storage.read(commit_key(version))
+        if data is None:
+            return None
+        if data == attempt.data:
+            return self._won(attempt)
+        try:
+            other = self._decode(data, version)
+        except CorruptStore:
+            raise  # Perhaps a cut connection, so no verdict.
+        except CnrStoreError:
+            self._unresolved = None  # Well-formed, and not what we sent: another owns the position.
+            raise
+        if other.record.commit_uuid == attempt.entry.record.commit_uuid:
+            raise CorruptRecord(
+                f"commit record {version} has this commit's uuid and other bytes; its bytes were altered",
+                version=version,
+                expected=attempt.entry.digest,
+                found=other.digest,
+            )
+        self._unresolved = None
+        return other
+
+    def _won(self, attempt: _Attempt) -> LogEntry:
+        try:
+            self._storage.put(HINT, canonical_json(Hint(attempt.entry.record.v)))
+        except StorageFailure:
+            pass  # Advisory: a stale hint costs the next reader a few GETs.
+        # Last, so that after an interrupt during the hint `resolve` can still say that the append won.
+        self._unresolved = None
+        return attempt.entry
+
+    def _unknown(self, attempt: _Attempt) -> CommitStateUnknown:
+        version = attempt.entry.record.v
+        return CommitStateUnknown(
+            f"whether commit record {version} was written could not be learned within "
+            f"{self._retry.deadline_s:g} s; keep the staged data and resolve it later, or open the store "
+            "again",
+            version=version,
+            path=commit_key(version),
+            expected=attempt.entry.record.commit_uuid,
+        )
+
+    def _refuse_unresolved(self) -> None:
+        if self._unresolved is not None:
+            raise CommitStateUnknown(
+                f"the outcome of the append at log position {self.unresolved} is not known yet; "
+                "resolve it first",
+                version=self.unresolved,
+            )
+
+    def _gallop(self, start: int, seen: dict[int, bytes]) -> int:
+        """The newest occupied position; ``seen`` gets the bytes of every occupied one that was read."""
+
+        def is_occupied(version: int) -> bool:
+            data = self._storage.read(commit_key(version))
+            if data is not None:
+                seen[version] = data
+            return data is not None
+
+        if start and not is_occupied(start):
+            start = 0
+        if not start and not is_occupied(0):
+            raise CorruptStore(
+                "log position 0 is empty: the store was not initialized completely, or its log was deleted",
+                version=0,
+                path=commit_key(0),
+            )
+        occupied, step = start, 1
+        while is_occupied(start + step):
+            occupied, step = start + step, 2 * step
+        empty = start + step
+        while empty - occupied > 1:
+            middle = (occupied + empty) // 2
+            if is_occupied(middle):
+                occupied = middle
+            else:
+                empty = middle
+        return occupied
+
+    def _read_hint(self) -> int:
+        try:
+            data = self._storage.read(HINT)
+            version = 0 if data is None else msgspec.json.decode(data, type=Hint).version
+        except AccessDenied:
+            raise
+        except (StorageFailure, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return 0
+        return version if 0 <= version <= MAX_HINT else 0
+
+    def _decode(self, data: bytes, version: int) -> LogEntry:
+        entry = decode_record(data, version)
+        if entry.record.store_uuid != self._store_uuid:
+            raise CorruptStore(
+                f"commit record {version} belongs to store {entry.record.store_uuid}, this is "
+                f"{self._store_uuid}; two stores were mixed",
+                version=version,
+                expected=self._store_uuid,
+                found=entry.record.store_uuid,
+            )
+        return entry
+
+    def _complete(self, entry: LogEntry) -> LogEntry:
+        """The entry with the lists of its side object."""
+        if entry.record.state is None:
+            return entry
+        key = state_key(entry.record.state)
+        data = self._storage.read(key)
+        if data is None:
+            raise MissingObject(
+                f"side object {key} of commit record {entry.record.v} is missing; restore it from a backup",
+                version=entry.record.v,
+                path=key,
+            )
+        return LogEntry(merge_overflow(entry.record, data), entry.digest, entry.extra)
+
+    def _check_parent(self, entry: LogEntry, digest: str) -> None:
+        if entry.record.parent_digest != digest:
+            raise CorruptRecord(
+                f"commit record {entry.record.v} was written behind another record {entry.record.v - 1} than "
+                "the one there now: the log was rewritten or partly restored; run `cnr verify`",
+                version=entry.record.v,
+                expected=digest,
+                found=entry.record.parent_digest,
+            )
