@@ -42,6 +42,7 @@ class _Watched:
     declared: bool = False  # the caller marked rows, so the next change of version is theirs
     reach: Movement = Movement.TOUCHED  # the furthest that a step reached since the last take
     keeps_ever: bool = False
+    stepped: bool = False  # the running step has a gradient for it
 
 
 def _stamp(weight: torch.Tensor) -> tuple[int, int]:
@@ -188,8 +189,9 @@ class RowTracker:
             watched.optimizer, watched.movement = optimizer, movement
             if movement.rows is Movement.EVER_TOUCHED:
                 self._keep_ever(watched)
-        self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-        self._handles.append(optimizer.register_step_post_hook(self._after_step))
+        self._handles.append(optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step)))
+        self._handles.append(optimizer.register_step_post_hook(torch.compiler.disable(self._after_step)))
+        self._handles.append(optimizer.register_load_state_dict_post_hook(self._after_load))
 
     def detach(self) -> None:
         """Remove every hook. Marks stay; a second call does nothing."""
@@ -268,8 +270,8 @@ class RowTracker:
     def reset(self) -> None:
         """Start anew from the present weights: after a restore, or after warm-up before the baseline.
 
-        Marks are cleared, present weights are taken as known, and the rows that momentum still moves are
-        found again from the slots that are not zero.
+        Call it when weights and optimizer state are in place. Marks are cleared, present weights are taken
+        as known, and the rows that momentum still moves are found again from the slots that are not zero.
         """
         self.declare_boundary()
         self.bitmap.clear()
@@ -289,10 +291,13 @@ class RowTracker:
     # ---- hooks
 
     def _attach_lookup(self, watched: _Watched, module: Lookup) -> None:
-        on_lookup = partial(self._on_lookup, watched)
+        # Dynamo cannot trace a numba kernel: under torch.compile the hook is a graph break, and runs in each call.
+        on_lookup = partial(torch.compiler.disable(self._on_lookup), watched)
         self._handles.append(module.register_forward_pre_hook(on_lookup, with_kwargs=True))
         if module.max_norm is not None:
-            self._handles.append(module.register_forward_hook(partial(self._after_renorm, watched)))
+            self._handles.append(
+                module.register_forward_hook(partial(torch.compiler.disable(self._after_renorm), watched))
+            )
 
     def _on_lookup(self, watched: _Watched, module: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         learns = torch.is_grad_enabled() and module.weight.requires_grad
@@ -329,7 +334,8 @@ class RowTracker:
         for watched, group in self._tables_of(optimizer):
             self._check_bypass(watched)
             watched.optimizer = optimizer
-            if watched.plan.weight.grad is None and not _has_closure(args, kwargs):
+            watched.stepped = watched.plan.weight.grad is not None or _has_closure(args, kwargs)
+            if not watched.stepped:
                 continue
             self._follow_movement(watched, row_movement(optimizer, group, watched.plan.weight, assume=self._assume))
             self._mark_gradient(watched)
@@ -338,8 +344,17 @@ class RowTracker:
         for watched, _ in self._tables_of(optimizer):
             if _has_closure(args, kwargs):  # its gradients came to be inside the step
                 self._mark_gradient(watched)
-            watched.stamp = _stamp(watched.plan.weight)
+            # A step leaves weights without a gradient alone; one that does not will be found by their stamp.
+            if watched.stepped:
+                watched.stamp = _stamp(watched.plan.weight)
             watched.pending, watched.seen, watched.unseen = 0, False, False
+
+    def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
+        for watched, _ in self._tables_of(optimizer):
+            if row_slots(optimizer, watched.plan.weight):  # all of them may differ now, and they are saved by row
+                self.bitmap.mark_all(watched.plan.table)
+            if watched.keeps_ever:
+                self._keep_ever(watched)
 
     def _tables_of(self, optimizer: torch.optim.Optimizer) -> list[tuple[_Watched, dict[str, Any]]]:
         return [
