@@ -76,7 +76,7 @@ def tensor_back(leaf: TensorLeaf) -> torch.Tensor:
 
 
 def test_tensors_go_through_the_hooks() -> None:
-    value = {"a": [torch.arange(6).reshape(2, 3)], "b": torch.tensor([1.5, -2.0], dtype=torch.bfloat16)}
+    value: dict[str, Any] = {"a": [torch.arange(6).reshape(2, 3)], "b": torch.tensor([1.5, -2.0], dtype=torch.bfloat16)}
 
     restored = decode(encode(value, tensor_leaf), tensor_back)
 
