@@ -1,5 +1,15 @@
 """Sparse, quantized, incremental checkpoints of embedding tables, on any object store.
 
+::
+
+    store = Store.create("s3://bucket/run-7")
+    with store.writer() as writer:
+        with writer.begin(step=100, kind="full") as txn:
+            txn.write_table("user", weights, slots={"momentum1": state})
+        with writer.begin(step=200) as txn:
+            txn.write_rows("user", row_ids, weights[row_ids], slots={"momentum1": state[row_ids]})
+    weights = store.snapshot().table("user").read()
+
 What is not in ``__all__`` may change without notice. Importing this package loads no torch.
 """
 
@@ -41,8 +51,19 @@ from cnr_store.errors import (
     VersionExpired,
     VersionNotFound,
 )
+from cnr_store.snapshot import Snapshot, TableView
+from cnr_store.store import Store
+from cnr_store.transaction import Transaction
+from cnr_store.types import TableOptions
+from cnr_store.writer import Writer
 
 __all__ = [
+    "Writer",
+    "Transaction",
+    "TableView",
+    "TableOptions",
+    "Store",
+    "Snapshot",
     # Errors, in the order of their tree.
     "CnrStoreError",
     "NotFound",

@@ -29,9 +29,7 @@ KNOWN_READER_FEATURES: frozenset[str] = frozenset()
 KNOWN_WRITER_FEATURES: frozenset[str] = frozenset()
 RESERVED_FEATURES: frozenset[str] = frozenset({"row_classes", "row_order"})
 
-RecordKind = Literal[
-    "init", "fence", "full", "delta", "compact", "rollback", "tag", "untag", "expire", "fork"
-]
+RecordKind = Literal["init", "fence", "full", "delta", "compact", "rollback", "tag", "untag", "expire", "fork"]
 DATA_KINDS: frozenset[str] = frozenset({"full", "delta", "rollback"})
 """Kinds that change the training state a reader sees."""
 
@@ -366,8 +364,7 @@ def check_chain(record: CommitRecord) -> None:
             problem = f"has a second baseline at position {index}"
         elif chain[index].l0 != chain[index - 1].l1 or chain[index].l1 <= chain[index].l0:
             problem = (
-                f"breaks at position {index}: l0 {chain[index].l0}, l1 {chain[index].l1} "
-                f"after l1 {chain[index - 1].l1}"
+                f"breaks at position {index}: l0 {chain[index].l0}, l1 {chain[index].l1} after l1 {chain[index - 1].l1}"
             )
     if problem:
         raise CorruptRecord(f"the chain of commit record {record.v} {problem}", version=record.v)
@@ -395,9 +392,7 @@ def split_overflow(record: CommitRecord) -> tuple[CommitRecord, bytes | None]:
     data = canonical_json(overflow)
     if len(data) <= OVERFLOW_BYTES:
         return msgspec.structs.replace(record, state=None), None
-    slim = msgspec.structs.replace(
-        record, tags={}, pins={}, expired=(), aborted=(), tables={}, state=sha256(data)
-    )
+    slim = msgspec.structs.replace(record, tags={}, pins={}, expired=(), aborted=(), tables={}, state=sha256(data))
     return slim, data
 
 
@@ -459,9 +454,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     """
     manifest = decode_document(data, Manifest, where)
     if manifest.format > MAJOR:
-        raise NewerFormat(
-            f"{where} has manifest format {manifest.format}, this library reads {MAJOR}", path=where
-        )
+        raise NewerFormat(f"{where} has manifest format {manifest.format}, this library reads {MAJOR}", path=where)
     problem = next(_manifest_problems(manifest), None)
     if problem:
         raise CorruptStore(f"{where}: {problem}", path=where)
@@ -477,9 +470,7 @@ def decode_document(data: bytes, kind: type[DocumentType], where: str) -> Docume
         If it is too large, not JSON, or mistyped; names ``where``.
     """
     if len(data) > MAX_DOCUMENT_BYTES:
-        raise CorruptStore(
-            f"{where} has {len(data)} bytes, at most {MAX_DOCUMENT_BYTES} are read", path=where
-        )
+        raise CorruptStore(f"{where} has {len(data)} bytes, at most {MAX_DOCUMENT_BYTES} are read", path=where)
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

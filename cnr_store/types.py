@@ -95,3 +95,49 @@ class RowRange:
 
     def __len__(self) -> int:
         return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class TableOptions:
+    """How a table is stored; what a user states, before a scale is chosen.
+
+    Attributes
+    ----------
+    encoding
+        None chooses ``lattice`` for float32 tables and exact ``float_bits`` for float16 and bfloat16 tables.
+    bits
+        For ``lattice``: as exact as b-bit Check-N-Run rows (2, 3, 4, 8; default 8). For ``affine``: the width.
+        ``"auto"`` follows the expected number of restores (2 bits up to 1, 3 up to 3, 4 up to 20, else 8).
+    max_error, scale
+        For ``lattice``, instead of ``bits``: largest absolute error of an element, or the step itself.
+    expected_restores
+        How often the run will be restored; used by ``bits="auto"``.
+    search, param_dtype
+        For ``affine``: the parameter search, and the dtype scale and zero_point are stored in.
+    mantissa_bits
+        For ``float_bits``: 23 is exact fp32 (default: exact for the dtype).
+    slot_mantissa_bits
+        float_bits mantissa of optimizer slots (7 by default, 23 exact).
+    nonfinite
+        What to do with rows that hold NaN, Inf or values beyond the code range: refuse the save, or keep them exactly
+        as escape rows.
+    fill
+        Value of rows that were never set or were deleted.
+    """
+
+    encoding: EncodingName | None = None
+    bits: AffineBits | Literal["auto"] | None = None
+    max_error: float | None = None
+    scale: float | None = None
+    expected_restores: float | None = None
+    search: AffineSearch = "grid"
+    param_dtype: ParamDtype = "float16"
+    mantissa_bits: int | None = None
+    slot_mantissa_bits: int = 7
+    nonfinite: Literal["refuse", "escape"] = "refuse"
+    fill: float = 0.0
+
+    @classmethod
+    def exact(cls, *, nonfinite: Literal["refuse", "escape"] = "refuse") -> TableOptions:
+        """Bit-exact tables and slots: float_bits with every mantissa bit."""
+        return cls(encoding="float_bits", slot_mantissa_bits=23, nonfinite=nonfinite)

@@ -25,7 +25,7 @@ ERRORS = """
 
 # One entry for each package that exists; its names, separated by blanks.
 PUBLIC = {
-    "cnr_store": ERRORS,
+    "cnr_store": ERRORS + " Snapshot Store TableOptions TableView Transaction Writer",
     "cnr_store_gpu": """
         RowTracker RowBitmap Cumulative Taken warmup
         TablePlan plan_tables

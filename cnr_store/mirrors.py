@@ -1,0 +1,128 @@
+"""The code mirrors of a writer: one `TableCodes` per table, in memory, in files, or not at all."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from cnr_store.records import TableSchema
+from cnr_store.table_codes import ABSENT, Allocate, Array, TableCodes
+from cnr_store.types import TableOptions
+from cnr_store.workers import Workers
+
+MirrorMode = Literal["memory", "mmap", "none"]
+"""``memory``: 2 bytes per element (4 in exact mode). ``mmap``: the same in files. ``none``: every delta row is ``set``."""
+
+logger = logging.getLogger(__name__)
+
+
+class Mirrors:
+    """What each table's codes are at the head, and the state digest that goes with them."""
+
+    def __init__(self, mode: MirrorMode, folder: str | None) -> None:
+        self.mode: MirrorMode = mode
+        self.options: dict[str, TableOptions] = {}
+        self._folder = folder
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._codes: dict[str, TableCodes] = {}
+        self._digests: dict[str, int | None] = {}
+        self._staged_resizes: dict[str, tuple[TableCodes, int]] = {}
+
+    def __contains__(self, table: str) -> bool:
+        return table in self._codes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all mirrors."""
+        return sum(codes.nbytes for codes in self._codes.values())
+
+    def get(self, table: str) -> TableCodes | None:
+        """Return a table's mirror as the open transaction sees it: with a staged resize, if there is one."""
+        if table in self._staged_resizes:
+            return self._staged_resizes[table][0]
+        return self._codes.get(table)
+
+    def digest(self, table: str) -> int | None:
+        """Return the state digest of the mirror, None for a table without one."""
+        if table in self._staged_resizes:
+            return self._staged_resizes[table][1]
+        return self._digests.get(table)
+
+    def put(self, table: str, codes: TableCodes, digest: int | None) -> None:
+        """Set a table's mirror and digest."""
+        self._codes[table] = codes
+        self._digests[table] = digest
+        logger.debug("mirror of %s: %d bytes", table, codes.nbytes)
+
+    def allocator(self, table: str) -> Allocate:
+        """Return how memory for a table's mirror is made; zeroed."""
+        if self.mode != "mmap":
+            return np.zeros
+        if self._scratch is None:
+            self._scratch = tempfile.TemporaryDirectory(prefix="cnr-mirror-", dir=self._folder)
+        folder = Path(self._scratch.name)
+
+        def allocate(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+            if 0 in shape:
+                return np.zeros(shape, dtype)
+            with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+                return np.memmap(file.name, dtype=dtype, mode="w+", shape=shape)
+
+        return allocate
+
+    def release_for_full(self, table: str) -> None:
+        """Let a table's mirror go before a new generation is encoded, so that two never stand side by side."""
+        self._codes.pop(table, None)
+        self._digests.pop(table, None)
+
+    def stage_resize(self, table: str, schema: TableSchema, workers: Workers) -> None:
+        """Make the mirror that a resized table will have: grown rows are absent, cut rows are gone."""
+        old = self._codes.get(table)
+        if old is None:
+            return
+        allocate = self.allocator(table)
+        kept = min(old.num_rows, schema.num_rows)
+        arrays = {}
+        for name, held in old.arrays.items():
+            arrays[name] = allocate((schema.num_rows, held.shape[1]), held.dtype)
+            arrays[name][:kept] = held[:kept]
+        codes = TableCodes(schema, 0, schema.num_rows, arrays)
+        if old.status is not None or schema.num_rows > old.num_rows:
+            status = codes.track_status(ABSENT)
+            status[:kept] = 0 if old.status is None else old.status[:kept]
+        alive = old.escapes.rows < schema.num_rows
+        codes.escapes.rows = old.escapes.rows[alive]
+        codes.escapes.values = {name: values[alive] for name, values in old.escapes.values.items()}
+        self._staged_resizes[table] = (codes, codes.digest(workers))
+
+    def commit_resizes(self) -> None:
+        """The transaction won: staged sizes become the mirrors'."""
+        for table, (codes, digest) in self._staged_resizes.items():
+            self.put(table, codes, digest)
+        self._staged_resizes.clear()
+
+    def drop_staged(self) -> None:
+        """The transaction lost: forget staged sizes."""
+        self._staged_resizes.clear()
+
+    def keep_only(self, tables: Iterable[str]) -> None:
+        """Forget tables that are no longer there."""
+        wanted = set(tables)
+        for table in [name for name in self._codes if name not in wanted]:
+            del self._codes[table]
+            self._digests.pop(table, None)
+            self.options.pop(table, None)
+
+    def clear(self) -> None:
+        """Free everything."""
+        self._codes.clear()
+        self._digests.clear()
+        self._staged_resizes.clear()
+        if self._scratch is not None:
+            self._scratch.cleanup()
+            self._scratch = None

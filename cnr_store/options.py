@@ -1,0 +1,156 @@
+"""Turn what a user asks of a table into its schema: encodings, scale from a sample, slots. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cnr_store.encodings import affine, float_bits
+from cnr_store.encodings.choose import choose_greedy, expected_bits, sample_rows
+from cnr_store.encodings.scale import choose_scale
+from cnr_store.encodings.widths import carrier, to_float32
+from cnr_store.errors import BadDtype, BadInput, BadShape
+from cnr_store.records import SlotSchema, TableSchema
+from cnr_store.types import (
+    Affine,
+    AffineBits,
+    Encoding,
+    FloatBits,
+    Lattice,
+    Precision,
+    Raw,
+    TableDtype,
+    TableOptions,
+)
+
+SAMPLE_ROWS = 16_384
+"""Rows that a scale or the greedy search's settings are chosen on."""
+
+_DEFAULT_BITS: AffineBits = 8
+_NUMPY_DTYPES: dict[str, TableDtype] = {"float32": "float32", "float16": "float16", "uint16": "bfloat16"}
+
+
+def table_dtype(array: Any, table: str) -> TableDtype:
+    """Return the table dtype of an array: float32, float16, or bfloat16 carried as uint16.
+
+    Raises
+    ------
+    BadDtype
+    """
+    name = np.dtype(array.dtype).name
+    if name not in _NUMPY_DTYPES:
+        raise BadDtype(
+            f"table {table!r} has values of dtype {name}; use float32, float16, or uint16 bits of bfloat16",
+            table=table, expected=sorted(_NUMPY_DTYPES), found=name,
+        )  # fmt: skip
+    return _NUMPY_DTYPES[name]
+
+
+def table_schema(
+    table: str,
+    options: TableOptions,
+    *,
+    num_rows: int,
+    dim: int,
+    dtype: TableDtype,
+    sample: npt.NDArray[Any],
+    slots: Mapping[str, npt.NDArray[Any]],
+    keys: str = "dense",
+    generation: int = 1,
+    has_mirror: bool = True,
+) -> TableSchema:
+    """Return the schema of a new table, or of a new generation of one.
+
+    Parameters
+    ----------
+    sample
+        Some rows in the table's dtype, (n, dim); `sample_of` takes them.
+    slots
+        Slot name to its array, or any array of its dtype and number of dimensions.
+    has_mirror
+        Whether the writer keeps a code mirror; without one every row is ``set``.
+
+    Raises
+    ------
+    BadInput
+        If the options contradict themselves or the sample needs codes beyond the range.
+    """
+    encoding = choose_encoding(options, dtype, to_float32(np.ascontiguousarray(sample), dtype))
+    additive = has_mirror and keys == "dense" and isinstance(encoding, Lattice | FloatBits)
+    return TableSchema(
+        num_rows=num_rows if keys == "dense" else 0,
+        dim=dim,
+        dtype=dtype,
+        keys="hashed" if keys == "hashed" else "dense",
+        encoding=encoding,
+        generation=generation,
+        fill=options.fill,
+        slots={
+            name: _slot_schema(table, name, array, options, mirror=additive and array.ndim == 1)
+            for name, array in slots.items()
+        },
+    )
+
+
+def choose_encoding(options: TableOptions, dtype: TableDtype, sample: npt.NDArray[np.float32]) -> Encoding:
+    """Return the encoding that the options ask for; a scale or search settings are chosen on ``sample`` (n, dim).
+
+    Raises
+    ------
+    BadInput
+    """
+    name = options.encoding or ("lattice" if dtype == "float32" else "float_bits")
+    if name == "raw":
+        return Raw()
+    if name == "float_bits":
+        bits = options.mantissa_bits or float_bits.EXACT_MANTISSA_BITS[dtype]
+        float_bits.bit_shift(bits, dtype)
+        return FloatBits(mantissa_bits=bits)
+    if name == "affine":
+        width = _bits(options)
+        param_dtype = options.param_dtype
+        if sample.size and not affine.params_fit(sample, param_dtype):
+            param_dtype = "float32"
+        num_bins, ratio = choose_greedy(sample, width) if options.search == "greedy" else (None, None)
+        return Affine(bits=width, search=options.search, param_dtype=param_dtype, num_bins=num_bins, ratio=ratio)
+    if options.scale is not None or options.max_error is not None:
+        if options.bits is not None:
+            raise BadInput("give one of bits, max_error and scale, not several", expected="one", found="several")
+        precision = Precision(scale=options.scale, max_error=options.max_error)
+    else:
+        precision = Precision(bits=_bits(options))
+    return Lattice(scale=choose_scale(sample, precision))
+
+
+def sample_of(values: Any, dtype: TableDtype) -> npt.NDArray[Any]:
+    """Return up to `SAMPLE_ROWS` rows of ``values`` (num_rows, dim), evenly random with a fixed seed."""
+    num_rows = values.shape[0]
+    if num_rows <= SAMPLE_ROWS:
+        return np.asarray(values[0:num_rows], dtype=carrier(dtype))
+    rows = sample_rows(num_rows, SAMPLE_ROWS, 0)
+    return np.asarray(values[rows], dtype=carrier(dtype))
+
+
+def _bits(options: TableOptions) -> AffineBits:
+    if options.bits != "auto":
+        return options.bits or _DEFAULT_BITS
+    if options.expected_restores is None:
+        raise BadInput('bits="auto" needs expected_restores=: how often the run will be restored')
+    return expected_bits(options.expected_restores)
+
+
+def _slot_schema(table: str, name: str, array: Any, options: TableOptions, *, mirror: bool) -> SlotSchema:
+    if array.ndim not in (1, 2):
+        raise BadShape(f"slot {name!r} of table {table!r} has {array.ndim} dimensions; a slot has 1 or 2", table=table)
+    dtype = table_dtype(array, f"{table}, slot {name}")
+    exact = float_bits.EXACT_MANTISSA_BITS[dtype]
+    bits = min(options.slot_mantissa_bits, exact) if dtype == "float32" else exact
+    return SlotSchema(
+        kind="row" if array.ndim == 1 else "element",
+        dtype=dtype,
+        encoding=FloatBits(mantissa_bits=bits),
+        mirror=mirror,
+    )

@@ -1,0 +1,473 @@
+"""Replay a chain into the codes of a table: which chunks to read is planned purely, then executed on threads.
+
+Row operations follow the algebra of the design (spec, section 4.4): segments in chain order, later set, delete or
+escape wins, an ``add`` is only legal on a row that has codes. Memory: the caller's arrays, and one chunk of each
+array per thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from cnr_store.encodings import affine, digest, kernels
+from cnr_store.encodings.widths import carrier
+from cnr_store.errors import CorruptStore, TableNotFound, Unsupported
+from cnr_store.records import Manifest, PartEntry, RowListEntry, TableSchema
+from cnr_store.segment import Scratch, SegmentReader
+from cnr_store.table_codes import (
+    ABSENT,
+    BLOCK_ROWS,
+    CODED,
+    ESCAPED,
+    TASK_ROWS,
+    Array,
+    ArraySpec,
+    TableCodes,
+    array_specs,
+    decode_block,
+)
+from cnr_store.types import Affine, RowIds
+from cnr_store.workers import Workers, blocks
+
+Operation = Literal["add", "set", "delete", "escape"]
+OPERATIONS: tuple[Operation, ...] = ("add", "set", "delete", "escape")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One chunk of one row list: the unit of reading, on its own thread."""
+
+    segment: int
+    part: PartEntry
+    operation: Operation
+    row_list: RowListEntry
+    chunk: int
+    left_shift: int
+
+    @property
+    def first(self) -> int:
+        """First row id of the chunk."""
+        return self.row_list.first[self.chunk]
+
+    @property
+    def last(self) -> int:
+        """Last row id of the chunk, inclusive."""
+        return self.row_list.last[self.chunk]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The steps of one segment: disjoint rows, any order. ``num_rows`` is the table's size from here on."""
+
+    segment: int
+    num_rows: int
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TablePlan:
+    """What to read for rows [start, stop) of a table.
+
+    ``tracks_status`` says whether some row may be absent or escaped; ``parts`` are the last segment's parts, whose
+    state digests the result must match where it covers them.
+    """
+
+    table: str
+    schema: TableSchema
+    start: int
+    stop: int
+    batches: tuple[Batch, ...]
+    tracks_status: bool
+    parts: tuple[PartEntry, ...]
+
+
+def plan_table(
+    manifests: Sequence[Manifest], table: str, start: int = 0, stop: int | None = None, rows: RowIds | None = None
+) -> TablePlan:
+    """Decide which chunks give rows [start, stop) of a table (or just ``rows`` of them). Pure, no I/O.
+
+    Raises
+    ------
+    TableNotFound
+        If the last manifest does not have the table.
+    CorruptStore
+        If the chain never says how the table began.
+    """
+    last = manifests[-1]
+    if table not in last.tables:
+        raise TableNotFound(f"no table {table!r} at logical {last.l1}; there are {sorted(last.tables)}", table=table)
+    schema = last.tables[table]
+    hashed = schema.keys == "hashed"
+    stop = schema.num_rows if stop is None else stop
+    begin = _first_segment(manifests, table)
+    batches, sizes, complete = [], [], True
+    for index in range(begin, len(manifests)):
+        manifest = manifests[index]
+        here = manifest.tables[table]
+        parts = [part for part in manifest.parts if part.table == table]
+        shift = schema.shift - here.shift
+        if shift < 0:
+            raise CorruptStore(f"table {table!r}: shift goes back from {here.shift} to {schema.shift}", table=table)
+        steps = [
+            Step(index, part, operation, row_list, chunk, shift)
+            for part in parts
+            for operation in OPERATIONS
+            if (row_list := getattr(part, operation)) is not None
+            for chunk in range(len(row_list.first))
+        ]
+        complete = complete and not any(part.delete or part.escape for part in parts)
+        sizes.append(here.num_rows)
+        if index == begin:
+            covered = sum(part.set.count * (part.columns[1] - part.columns[0]) for part in parts if part.set)
+            complete = complete and covered == here.num_rows * here.dim
+        if not hashed:
+            steps = [step for step in steps if _is_wanted(step, start, stop, rows)]
+        batches.append(Batch(index, here.num_rows, tuple(steps)))
+    tracks = hashed or not complete or len(set(sizes)) > 1
+    parts = tuple(part for part in last.parts if part.table == table)
+    return TablePlan(table, schema, start, stop, tuple(batches), tracks, tuple(parts))
+
+
+def _first_segment(manifests: Sequence[Manifest], table: str) -> int:
+    """The segment in which this life of the table begins: after its last absence or change of generation."""
+    begin = len(manifests) - 1
+    generation = manifests[begin].tables[table].generation
+    while begin > 0:
+        before = manifests[begin - 1].tables.get(table)
+        if before is None or before.generation != generation:
+            break
+        begin -= 1
+    return begin
+
+
+def _is_wanted(step: Step, start: int, stop: int, rows: RowIds | None) -> bool:
+    if step.last < start or step.first >= stop:
+        return False
+    if rows is None:
+        return True
+    low, high = np.searchsorted(rows, [step.first, step.last + 1])
+    return bool(low < high)
+
+
+class Replay:
+    """Executes plans over opened segments; shares decode memory between chunks, one set per thread."""
+
+    def __init__(self, readers: Sequence[SegmentReader], workers: Workers) -> None:
+        self._readers = readers
+        self._workers = workers
+        self._local = threading.local()
+
+    def run(self, plan: TablePlan, codes: TableCodes, rows: RowIds | None = None) -> None:
+        """Replay ``plan`` into ``codes``; blocks. With ``rows`` (sorted), position i of the arrays is row ``rows[i]``.
+
+        Raises
+        ------
+        CorruptStore, CorruptObject, MissingObject
+            The contents of ``codes`` are then undefined.
+        """
+        target = _Target(codes, rows)
+        if plan.tracks_status:
+            codes.track_status(ABSENT)
+        for batch in plan.batches:
+            target.truncate(batch.num_rows)
+            # Escapes of a row must leave before a later set: both are in one batch only if rows are disjoint.
+            overflowed = self._workers.run(partial(self._apply, plan, step, target) for step in batch.steps)
+            for name in {name for names in overflowed for name in names}:
+                codes.widen(name)
+            again = [step for step, names in zip(batch.steps, overflowed, strict=True) if names]
+            if again:
+                raise _Overflow
+        target.finish()
+
+    def _apply(self, plan: TablePlan, step: Step, target: _Target) -> list[str]:
+        reader = self._readers[step.segment]
+        rows = reader.read_rows(step.row_list, step.chunk, self._scratch("rows"))
+        index, positions = target.select(rows)
+        if len(index) == 0:
+            return []
+        if step.operation == "delete":
+            target.mark(index, ABSENT)
+            return []
+        if step.operation == "add":
+            target.check_coded(index, plan, step)
+        overflowed = []
+        if step.operation == "escape":
+            target.escape(index, {n: self._values(reader, step, n)[positions].copy() for n in target.codes.arrays})
+        else:
+            for name in target.codes.arrays:
+                if not self._store(reader, plan, step, name, target, index, positions):
+                    overflowed.append(name)
+            if step.operation == "set":
+                target.mark(index, CODED)
+        return overflowed
+
+    def _store(
+        self,
+        reader: SegmentReader,
+        plan: TablePlan,
+        step: Step,
+        name: str,
+        target: _Target,
+        index: RowIds,
+        positions: Any,
+    ) -> bool:
+        """Put or add one array's chunk; False when an int16 mirror is too narrow."""
+        spec = target.codes.specs[name]
+        held = target.codes.arrays[name]
+        values = self._values(reader, step, name)[positions]
+        columns = step.part.columns
+        if columns != (0, plan.schema.dim):
+            if spec.is_vector:
+                raise Unsupported(
+                    f"slot {name} of {plan.table!r} is stored per column shard; read it part by part", table=plan.table
+                )
+            held = held[:, columns[0] : columns[1]]
+        if not spec.is_integer:
+            held[index] = values
+            return True
+        values = np.ascontiguousarray(values).reshape(len(values), -1)
+        shift = step.left_shift if name == "codes" else 0
+        adds = step.operation == "add" and spec.is_additive
+        contiguous = index[-1] - index[0] + 1 == len(index)
+        if adds and held.dtype == np.int32 and name in _wrapping(spec):
+            return _checked(kernels.add_codes_wrapping(held, index, 0, values), plan, step)
+        if contiguous:
+            block = held[index[0] : index[-1] + 1]
+            bad = kernels.add_block(block, values, shift) if adds else kernels.put_block(block, values, shift)
+        else:
+            bad = (
+                kernels.add_codes(held, index, 0, values, shift)
+                if adds
+                else kernels.put_codes(held, index, 0, values, shift)
+            )
+        if bad >= 0 and held.dtype == np.int16 and spec.mirror_dtype != spec.held_dtype:
+            return False
+        return _checked(bad, plan, step)
+
+    def _values(self, reader: SegmentReader, step: Step, name: str) -> Array:
+        """Decode one array of the step's chunk: integer codes, or floats for affine, raw and escape rows."""
+        row_list = step.row_list
+        stored = "values" if step.operation == "escape" and name == "codes" else name
+        if stored not in row_list.arrays:
+            raise CorruptStore(
+                f"{step.operation} rows of table {step.part.table!r} in segment {reader.name} lack array {stored!r}",
+                table=step.part.table,
+            )
+        chunk = reader.read_chunk(row_list.arrays[stored], step.chunk, self._scratch(stored))
+        schema = reader.manifest.tables[step.part.table]
+        if isinstance(schema.encoding, Affine) and name == "codes" and step.operation != "escape":
+            scale = reader.read_chunk(row_list.arrays["scale"], step.chunk, self._scratch("scale"))
+            zero = reader.read_chunk(row_list.arrays["zero_point"], step.chunk, self._scratch("zero_point"))
+            width = step.part.columns[1] - step.part.columns[0]
+            out = self._scratch("affine").take((len(chunk), width), np.dtype(np.float32))
+            affine.decode(chunk, scale, zero, bits=schema.encoding.bits, dim=width, out=out)
+            return out
+        return chunk if chunk.ndim == 2 else chunk.reshape(-1, 1)
+
+    def _scratch(self, name: str) -> Scratch:
+        memory: dict[str, Scratch] = self._local.__dict__.setdefault("memory", {})
+        return memory.setdefault(name, Scratch())
+
+
+class _Overflow(Exception):
+    """An int16 mirror was too narrow; the caller replays once more into the widened arrays."""
+
+
+def replay(
+    readers: Sequence[SegmentReader], plan: TablePlan, codes: TableCodes, workers: Workers, rows: RowIds | None = None
+) -> None:
+    """Replay into ``codes``, widening int16 arrays and starting over in the rare case that codes outgrow them."""
+    engine = Replay(readers, workers)
+    try:
+        engine.run(plan, codes, rows)
+    except _Overflow:
+        codes.status = None
+        codes.escapes = type(codes.escapes)()
+        for array in codes.arrays.values():
+            array[...] = 0
+        replay(readers, plan, codes, workers, rows)
+
+
+class _Target:
+    """Where row ids land in the arrays: a contiguous range, or a sorted list of wanted rows."""
+
+    def __init__(self, codes: TableCodes, rows: RowIds | None) -> None:
+        self.codes = codes
+        self._rows = rows
+        self._lock = threading.Lock()
+        self._escaped: dict[int, dict[str, Array]] = {}
+
+    def select(self, rows: RowIds) -> tuple[RowIds, Any]:
+        """Return (indexes into the arrays, which positions of ``rows`` they are)."""
+        if self._rows is None:
+            low, high = np.searchsorted(rows, [self.codes.start, self.codes.stop])
+            return rows[low:high] - self.codes.start, slice(int(low), int(high))
+        at = np.searchsorted(self._rows, rows)
+        at[at == len(self._rows)] = 0
+        wanted = self._rows[at] == rows if len(self._rows) else np.zeros(len(rows), np.bool_)
+        return at[wanted].astype(np.int64), wanted
+
+    def truncate(self, num_rows: int) -> None:
+        """Rows at and beyond ``num_rows`` stop to exist."""
+        status = self.codes.status
+        if status is None:
+            return
+        cut = num_rows - self.codes.start if self._rows is None else int(np.searchsorted(self._rows, num_rows))
+        if cut < len(status):
+            status[max(cut, 0) :] = ABSENT
+
+    def mark(self, index: RowIds, status: int) -> None:
+        if self.codes.status is not None:
+            self.codes.status[index] = status
+
+    def check_coded(self, index: RowIds, plan: TablePlan, step: Step) -> None:
+        status = self.codes.status
+        if status is None:
+            return
+        wrong = np.flatnonzero(status[index] != CODED)
+        if len(wrong):
+            row = int(index[wrong[0]]) + self.codes.start if self._rows is None else int(self._rows[index[wrong[0]]])
+            raise CorruptStore(
+                f"row {row} of table {plan.table!r} has an add in the chain's segment {step.segment} after it was "
+                "deleted, escaped or never set; run `cnr verify`",
+                table=plan.table,
+                found=row,
+            )
+
+    def escape(self, index: RowIds, values: dict[str, Array]) -> None:
+        self.mark(index, ESCAPED)
+        with self._lock:
+            for position, row in enumerate(index):
+                self._escaped[int(row)] = {name: block[position] for name, block in values.items()}
+
+    def finish(self) -> None:
+        """Keep the escape rows that nothing later replaced."""
+        status = self.codes.status
+        alive = sorted(row for row in self._escaped if status is not None and status[row] == ESCAPED)
+        if alive:
+            rows = np.asarray(alive, np.int64)
+            values = {n: np.stack([self._escaped[r][n] for r in alive]) for n in self.codes.arrays}
+            self.codes.escapes.put(rows + self.codes.start, values)
+
+
+def _wrapping(spec: ArraySpec) -> tuple[str, ...]:
+    """float_bits differences are modulo 2^32 wherever codes need int32."""
+    return (spec.name,) if spec.is_integer and not hasattr(spec.encoding, "scale") else ()
+
+
+def _checked(bad: int, plan: TablePlan, step: Step) -> bool:
+    if bad >= 0:
+        raise CorruptStore(
+            f"codes of table {plan.table!r} leave their range in chunk {step.chunk} of segment {step.segment}; "
+            "run `cnr verify`",
+            table=plan.table,
+        )
+    return True
+
+
+def finish(codes: TableCodes, outputs: Mapping[str, Array], workers: Workers, *, with_digest: bool) -> int:
+    """Decode into ``outputs`` and return the state digest of ``codes`` (0 without ``with_digest``).
+
+    Block by block, so that both passes share the cache. An output may be the memory of its codes.
+    """
+    names = [name for name, spec in codes.specs.items() if spec.is_additive and name in codes.arrays]
+    multipliers = {name: codes.specs[name].multipliers((0, codes.schema.dim)) for name in names if with_digest}
+
+    def of_range(start: int, stop: int) -> int:
+        total = 0
+        for low, high in ((start + a, start + b) for a, b in blocks(stop - start, BLOCK_ROWS)):
+            for name, held in codes.arrays.items():
+                if name in multipliers:
+                    total += codes.block_digest(name, low, high, multipliers[name])
+                if name in outputs:
+                    decode_block(codes.specs[name], held[low:high], outputs[name][low:high])
+        return total
+
+    totals = workers.run(partial(of_range, low, high) for low, high in blocks(codes.num_rows, TASK_ROWS))
+    escaped = codes.escape_digest(codes.escapes, multipliers)
+    for name, output in outputs.items():
+        codes.overlay(name, output)
+    return digest.add_digests(*totals, escaped)
+
+
+def expected_digest(plan: TablePlan, names: set[str]) -> int | None:
+    """Return the state digest that rows [start, stop) must have, or None when it cannot be known. Pure.
+
+    It is known when the range is a union of whole parts that state one and ``names`` holds every mirrored array.
+    """
+    additive = {name for name, spec in array_specs(plan.schema).items() if spec.is_additive}
+    if not additive or not additive <= names:
+        return None
+    inside = [part for part in plan.parts if plan.start <= part.rows[0] and part.rows[1] <= plan.stop]
+    covered = sum((part.rows[1] - part.rows[0]) * (part.columns[1] - part.columns[0]) for part in inside)
+    if covered != (plan.stop - plan.start) * plan.schema.dim or any(part.state_digest is None for part in inside):
+        return None
+    return digest.add_digests(*(int(part.state_digest or "0", 16) for part in inside))
+
+
+def check_digest(plan: TablePlan, found: int, names: set[str]) -> None:
+    """Compare a recomputed state digest with the version's, where it is known.
+
+    Raises
+    ------
+    CorruptStore
+        A delta is wrong or missing, or codes are damaged.
+    """
+    wanted = expected_digest(plan, names)
+    if wanted is not None and found != wanted:
+        raise CorruptStore(
+            f"table {plan.table!r} decodes to state digest {found:016x}, the version names {wanted:016x}; "
+            "a delta is wrong or missing, run `cnr verify`",
+            table=plan.table, expected=f"{wanted:016x}", found=f"{found:016x}",
+        )  # fmt: skip
+
+
+def replay_hashed(
+    readers: Sequence[SegmentReader], plan: TablePlan, names: Sequence[str], workers: Workers
+) -> tuple[RowIds, dict[str, Array]]:
+    """Return the sorted keys and the values of a hashed table: the newest set of each key that no delete follows.
+
+    Memory: all rows of the chain's segments at once, before the newest are chosen.
+    """
+    engine = Replay(readers, workers)
+    specs = array_specs(plan.schema)
+    keys: list[RowIds] = []
+    alive: list[npt.NDArray[np.bool_]] = []
+    values: dict[str, list[Array]] = {name: [] for name in names}
+
+    def read(step: Step) -> tuple[RowIds, dict[str, Array]]:
+        reader = readers[step.segment]
+        rows = reader.read_rows(step.row_list, step.chunk, Scratch()).copy()
+        if step.operation == "add":
+            raise CorruptStore(f"hashed table {plan.table!r} has add rows; only set rows are legal", table=plan.table)
+        floats = {}
+        for name in names:
+            spec = specs[name]
+            out = np.zeros((len(rows), spec.width), carrier(spec.dtype))
+            if step.operation == "set":
+                decode_block(spec, np.ascontiguousarray(engine._values(reader, step, name)), out)
+            elif step.operation == "escape":
+                out[...] = engine._values(reader, step, name)
+            floats[name] = out
+        return rows, floats
+
+    for batch in plan.batches:
+        for step, (rows, floats) in zip(batch.steps, workers.run(partial(read, s) for s in batch.steps), strict=True):
+            keys.append(rows)
+            alive.append(np.full(len(rows), step.operation != "delete"))
+            for name in names:
+                values[name].append(floats[name])
+    if not keys:
+        return np.empty(0, np.int64), {n: np.empty((0, specs[n].width), carrier(specs[n].dtype)) for n in names}
+    newest_first = np.concatenate(keys)[::-1]
+    unique, first = np.unique(newest_first, return_index=True)
+    at = len(newest_first) - 1 - first
+    keep = np.concatenate(alive)[at]
+    return unique[keep], {name: np.concatenate(values[name])[at[keep]] for name in names}

@@ -1,0 +1,116 @@
+"""Read a table into memory: where the codes live while a chain is replayed, window by window.
+
+fp32 outputs hold their own codes (int32 of the same memory), a mirror holds them for a trainer, anything else goes
+through windows of bounded size. So restoring needs the target, the mirror if asked for, and chunks in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from cnr_store.encodings.digest import add_digests
+from cnr_store.replay import TablePlan, check_digest, finish, replay
+from cnr_store.segment import SegmentReader
+from cnr_store.table_codes import Allocate, Array, ArraySpec, TableCodes, array_specs
+from cnr_store.types import RowIds
+from cnr_store.workers import Workers, blocks
+
+WINDOW_BYTES = 64 * 1024 * 1024
+"""Codes held at once when an output cannot hold its own."""
+
+
+def read_range(
+    readers: Sequence[SegmentReader], plan: TablePlan, outputs: Mapping[str, Array], workers: Workers
+) -> None:
+    """Read rows [plan.start, plan.stop) into ``outputs``: array name to (rows, width) of the array's float dtype.
+
+    Blocks. The state digest is checked when the range covers whole parts and every mirrored array is read.
+
+    Raises
+    ------
+    CorruptStore, CorruptObject, MissingObject
+        ``outputs`` then hold undefined values.
+    """
+    specs = array_specs(plan.schema)
+    if all(_holds_its_codes(specs[name], out) for name, out in outputs.items()):
+        windows = [(plan.start, plan.stop)]
+    else:
+        row_bytes = sum(specs[name].held_dtype.itemsize * specs[name].width for name in outputs)
+        span = max(1, WINDOW_BYTES // row_bytes)
+        windows = [(plan.start + a, plan.start + b) for a, b in blocks(plan.stop - plan.start, span)]
+    names = set(outputs)
+    total = 0
+    for start, stop in windows:
+        window = _clip(plan, start, stop)
+        pieces = {name: out[start - plan.start : stop - plan.start] for name, out in outputs.items()}
+        held = {
+            name: _codes_in(out, specs[name])
+            if _holds_its_codes(specs[name], out)
+            else np.empty(out.shape, specs[name].held_dtype)
+            for name, out in pieces.items()
+        }
+        codes = TableCodes(plan.schema, start, stop, held)
+        replay(readers, window, codes, workers)
+        total = add_digests(total, finish(codes, pieces, workers, with_digest=True))
+    check_digest(plan, total, names)
+
+
+def read_mirror(
+    readers: Sequence[SegmentReader],
+    plan: TablePlan,
+    outputs: Mapping[str, Array],
+    workers: Workers,
+    allocate: Allocate,
+) -> TableCodes:
+    """Read rows [plan.start, plan.stop) and keep their codes: returns the mirror, fills ``outputs`` (may be empty).
+
+    Memory beyond the outputs: the mirror, in ``allocate``'s memory.
+
+    Raises
+    ------
+    CorruptStore, CorruptObject, MissingObject
+    """
+    specs = array_specs(plan.schema)
+    shape = {name: (plan.stop - plan.start, spec.width) for name, spec in specs.items()}
+    held = {name: allocate(shape[name], spec.mirror_dtype) for name, spec in specs.items() if spec.is_additive}
+    codes = TableCodes(plan.schema, plan.start, plan.stop, held)
+    replay(readers, plan, codes, workers)
+    mirrored = {name: out for name, out in outputs.items() if name in held}
+    total = finish(codes, mirrored, workers, with_digest=True)
+    check_digest(plan, total, set(held))
+    rest = {name: out for name, out in outputs.items() if name not in held}
+    if rest:
+        read_range(readers, plan, rest, workers)
+    return codes
+
+
+def read_rows(
+    readers: Sequence[SegmentReader], plan: TablePlan, rows: RowIds, outputs: Mapping[str, Array], workers: Workers
+) -> None:
+    """Read ``rows`` (sorted, unique) into ``outputs`` (len(rows), width); only chunks that hold one are read."""
+    specs = array_specs(plan.schema)
+    held = {name: np.empty(out.shape, specs[name].held_dtype) for name, out in outputs.items()}
+    codes = TableCodes(plan.schema, 0, len(rows), held)
+    replay(readers, plan, codes, workers, rows)
+    finish(codes, outputs, workers, with_digest=False)
+
+
+def _clip(plan: TablePlan, start: int, stop: int) -> TablePlan:
+    batches = tuple(
+        replace(batch, steps=tuple(step for step in batch.steps if step.last >= start and step.first < stop))
+        for batch in plan.batches
+    )
+    return replace(plan, start=start, stop=stop, batches=batches)
+
+
+def _holds_its_codes(spec: ArraySpec, out: Array) -> bool:
+    """Whether codes fit the output's own memory; vectors are small enough to be held apart."""
+    same = out.itemsize == spec.held_dtype.itemsize and out.flags.c_contiguous
+    return bool(same)
+
+
+def _codes_in(out: Array, spec: ArraySpec) -> Array:
+    return out.view(spec.held_dtype)

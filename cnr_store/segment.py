@@ -1,0 +1,370 @@
+"""Write and read one segment: parts, dense tensors, documents, inventory (spec, section 4).
+
+A writer puts every object once, under a folder that carries its attempt, and its receipt last; nothing here makes
+a segment visible. A reader trusts the manifest only: each object is checked against the inventory's size and digest
+before it is decoded, so a missing, short, swapped or stale object is an error, never a fill value.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from cnr_store import arrays, layout
+from cnr_store.errors import BadDtype, CorruptObject, CorruptStore, MissingObject, TableNotFound
+from cnr_store.records import (
+    ArrayEntry,
+    ChainEntry,
+    DenseEntry,
+    Manifest,
+    ObjectEntry,
+    PartEntry,
+    Receipt,
+    RowListEntry,
+    canonical_json,
+    decode_manifest,
+    sha256,
+)
+from cnr_store.storage import Storage, object_digest, read_verified
+from cnr_store.types import JsonValue, Profile, RowIds
+from cnr_store.workers import Throttle, Workers
+
+Blocks = dict[str, npt.NDArray[Any]]
+"""Array name (``rows``, ``codes``, ``slots/momentum1`` ...) to the block of one chunk."""
+
+_DENSE_DTYPES = frozenset(
+    {"float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RowList:
+    """What a row list will hold, produced chunk by chunk on a worker thread.
+
+    Attributes
+    ----------
+    count
+        Rows in the list.
+    widths
+        Array name to (dtype, width); width None is a 1-d array. ``rows`` is among them.
+    produce
+        Positions [start, stop) of the list to a block of each array: C-contiguous, owned by the caller until the
+        chunk is encoded.
+    """
+
+    count: int
+    widths: Mapping[str, tuple[np.dtype[Any], int | None]]
+    produce: Callable[[int, int], Blocks]
+
+
+class SegmentWriter:
+    """One writer's side of a segment. Blocking; puts run on ``workers``."""
+
+    def __init__(
+        self, storage: Storage, name: str, *, profile: Profile, folder: str, workers: Workers, throttle: Throttle
+    ) -> None:
+        self.name = name
+        self.profile = profile
+        self.folder = folder
+        self._storage = storage
+        self._workers = workers
+        self._throttle = throttle
+        self._lock = threading.Lock()
+        self._objects: dict[str, ObjectEntry] = {}
+        self._dense: dict[str, DenseEntry] = {}
+        self._dense_arrays: list[ArrayEntry] = []
+        self._documents: dict[str, str] = {}
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes put so far."""
+        return sum(entry.size for entry in self._objects.values())
+
+    def part_folder(self, table: str, columns: tuple[int, int], dim: int) -> str:
+        """Return the folder of this writer's part of ``table``; a column shard carries its range."""
+        suffix = "" if columns == (0, dim) else f".c{columns[0]}-{columns[1]}"
+        return f"{self.folder}/{layout.encode_name(table)}{suffix}"
+
+    def write_group(self, path: str, attributes: dict[str, JsonValue]) -> None:
+        """Put a Zarr group document whose attributes are one ``cnr`` object."""
+        self._put(f"{path}/zarr.json", arrays.group_document({"cnr": attributes}))
+
+    def write_row_list(self, path: str, row_list: RowList, attributes: dict[str, JsonValue]) -> RowListEntry:
+        """Write one row list as a Zarr group of arrays chunked alike, and return the manifest's entry for it.
+
+        Memory: the blocks of two chunks per thread. The list must not be empty.
+        """
+        dtype, width = row_list.widths.get("codes", row_list.widths["rows"])
+        chunk_rows = arrays.chunk_rows_for(row_list.count, dtype.itemsize * (width or 1))
+        entries = {
+            name: arrays.describe(
+                f"{path}/{_array_path(name)}",
+                (row_list.count,) if width is None else (row_list.count, width),
+                dtype,
+                chunk_rows,
+                self.profile,
+            )
+            for name, (dtype, width) in row_list.widths.items()
+        }
+        self.write_group(path, attributes)
+        for entry in entries.values():
+            self._put(f"{entry.path}/zarr.json", arrays.array_document(entry))
+
+        def write_chunk(index: int) -> tuple[int, int]:
+            start, stop = index * chunk_rows, min((index + 1) * chunk_rows, row_list.count)
+            produced = row_list.produce(start, stop)
+            for name, entry in entries.items():
+                self._put(arrays.chunk_path(entry, index), arrays.encode_chunk(entry, produced[name]))
+            return int(produced["rows"][0]), int(produced["rows"][-1])
+
+        count = arrays.chunk_count(entries["rows"])
+        spans = self._workers.run(lambda k=k: write_chunk(k) for k in range(count))  # type: ignore[misc]
+        return RowListEntry(
+            count=row_list.count,
+            first=tuple(first for first, _ in spans),
+            last=tuple(last for _, last in spans),
+            arrays=entries,
+        )
+
+    def write_dense(self, tensors: Mapping[str, npt.NDArray[Any]], dtypes: Mapping[str, str]) -> None:
+        """Write dense tensors, packed end to end into one 1-d array per stored dtype.
+
+        ``dtypes`` names the logical dtype where it differs (``bfloat16`` stored as uint16, ``bool`` as uint8).
+        """
+        by_dtype: dict[str, list[str]] = {}
+        for name, tensor in tensors.items():
+            if tensor.dtype.name not in _DENSE_DTYPES:
+                raise BadDtype(
+                    f"dense tensor {name!r} has dtype {tensor.dtype}, which a store cannot hold; "
+                    f"use one of {sorted(_DENSE_DTYPES)}",
+                    expected=sorted(_DENSE_DTYPES),
+                    found=tensor.dtype.name,
+                )
+            by_dtype.setdefault(tensor.dtype.name, []).append(name)
+        for dtype_name, names in sorted(by_dtype.items()):
+            self._write_pack(dtype_name, [(name, np.ascontiguousarray(tensors[name])) for name in names], dtypes)
+
+    def reference_dense(self, name: str, entry: DenseEntry) -> None:
+        """List a dense tensor whose bytes another segment of the chain holds."""
+        self._dense[name] = entry
+
+    def write_document(self, name: str, document: JsonValue) -> None:
+        """Put a JSON document (reader state, RNG state) under ``<writer>/<name>.json``."""
+        path = "/".join([self.folder, *(layout.encode_name(part) for part in name.split("/"))]) + ".json"
+        self._put(path, canonical_json(document))
+        self._documents[name] = path
+
+    def finish(
+        self, *, txn: str, rank: int, world: int, attempt: str, base: int, l0: int, parts: tuple[PartEntry, ...]
+    ) -> Receipt:
+        """Make everything durable, then put the receipt: the last object of this writer. Returns it."""
+        self._storage.sync_folders(layout.segment_key(self.name, path) for path in self._objects)
+        receipt = Receipt(
+            txn=txn, rank=rank, world=world, attempt=attempt, base=base, l0=l0, parts=parts,
+            dense=self._dense, dense_arrays=tuple(self._dense_arrays), documents=self._documents,
+            objects=tuple(self._objects[path] for path in sorted(self._objects)),
+        )  # fmt: skip
+        key = layout.segment_key(self.name, f"{self.folder}/{layout.RECEIPT}")
+        self._storage.put(key, canonical_json(receipt))
+        return receipt
+
+    def _write_pack(
+        self, dtype_name: str, tensors: list[tuple[str, npt.NDArray[Any]]], dtypes: Mapping[str, str]
+    ) -> None:
+        dtype = np.dtype(dtype_name)
+        path = f"{self.folder}/dense/{dtype_name}"
+        offset = 0
+        for name, tensor in tensors:
+            self._dense[name] = DenseEntry(
+                segment="", path=path, offset=offset, dtype=dtypes.get(name, dtype_name), shape=tensor.shape,
+                digest=object_digest(tensor.reshape(-1).view(np.uint8)),
+            )  # fmt: skip
+            offset += tensor.size
+        if offset == 0:
+            return
+        pack = np.concatenate([tensor.reshape(-1) for _, tensor in tensors])
+        rows = arrays.chunk_rows_for(offset, dtype.itemsize)
+        # Floats are stored as bytes and model weights as integers are rare: never pcodec, so any Zarr reader opens it.
+        entry = ArrayEntry(path=path, dtype=dtype_name, shape=(offset,), chunk_rows=rows, codec="bytes")
+        self._put(f"{path}/zarr.json", arrays.array_document(entry))
+        self._workers.run(
+            lambda k=k: self._put(  # type: ignore[misc]
+                arrays.chunk_path(entry, k), arrays.encode_chunk(entry, pack[k * rows : (k + 1) * rows])
+            )
+            for k in range(arrays.chunk_count(entry))
+        )
+        self._dense_arrays.append(entry)
+
+    def _put(self, path: str, data: bytes) -> None:
+        self._throttle.take(len(data))
+        entry = ObjectEntry(path=path, size=len(data), xxh3_128=object_digest(data))
+        with self._lock:
+            if path in self._objects:
+                raise CorruptStore(f"segment {self.name}: {path} would be written twice; two names collide", path=path)
+            self._objects[path] = entry
+        self._storage.put(layout.segment_key(self.name, path), data)
+
+
+def write_manifest(storage: Storage, name: str, manifest: Manifest) -> tuple[str, int]:
+    """Put ``_segment.json`` durably; returns its sha256 and size. The segment is complete and still invisible."""
+    data = canonical_json(manifest)
+    key = layout.segment_key(name, layout.MANIFEST)
+    storage.put(key, data)
+    storage.sync_folders([key])
+    return sha256(data), len(data)
+
+
+def merge_receipts(receipts: list[Receipt]) -> dict[str, Any]:
+    """Return the manifest fields that come from receipts: parts, dense, documents and the whole inventory. Pure.
+
+    The receipts themselves stay out of the inventory: the manifest supersedes them.
+    """
+    ordered = sorted(receipts, key=lambda receipt: receipt.rank)
+    return {
+        "parts": tuple(part for receipt in ordered for part in receipt.parts),
+        "dense": {name: entry for receipt in ordered for name, entry in receipt.dense.items()},
+        "dense_arrays": tuple(entry for receipt in ordered for entry in receipt.dense_arrays),
+        "documents": {name: path for receipt in ordered for name, path in receipt.documents.items()},
+        "objects": tuple(entry for receipt in ordered for entry in receipt.objects),
+    }
+
+
+class SegmentReader:
+    """One segment, read through its manifest. Thread-safe; keeps no data but the manifest."""
+
+    def __init__(self, storage: Storage, name: str, manifest: Manifest) -> None:
+        self.name = name
+        self.manifest = manifest
+        self._storage = storage
+        self._objects = {entry.path: entry for entry in manifest.objects}
+
+    @classmethod
+    def open(cls, storage: Storage, entry: ChainEntry) -> SegmentReader:
+        """Read and check the manifest that a chain entry names: one GET.
+
+        Raises
+        ------
+        MissingObject, CorruptObject, CorruptStore
+        """
+        key = layout.segment_key(entry.seg, layout.MANIFEST)
+        data = storage.read(key)
+        if data is None:
+            raise MissingObject(f"{key} is missing, but a commit record names it; run `cnr verify`", path=key)
+        if sha256(data) != entry.sha256:
+            raise CorruptObject(
+                f"{key} has another sha256 than its commit record names; it was altered, run `cnr verify`",
+                path=key,
+                expected=entry.sha256,
+                found=sha256(data),
+            )
+        manifest = decode_manifest(data, key)
+        if (manifest.l0, manifest.l1, manifest.kind) != (entry.l0, entry.l1, entry.kind):
+            raise CorruptStore(
+                f"{key} says {manifest.kind} {manifest.l0} to {manifest.l1}, its chain entry says "
+                f"{entry.kind} {entry.l0} to {entry.l1}",
+                path=key,
+            )
+        return cls(storage, entry.seg, manifest)
+
+    def read_object(self, path: str) -> bytes:
+        """Return an object's bytes, checked against the inventory.
+
+        Raises
+        ------
+        MissingObject, CorruptObject
+        """
+        entry = self._objects.get(path)
+        if entry is None:
+            raise CorruptStore(f"segment {self.name} has no object {path} in its inventory", path=path)
+        key = layout.segment_key(self.name, path)
+        return read_verified(self._storage, key, size_bytes=entry.size, digest=entry.xxh3_128)
+
+    def read_chunk(self, entry: ArrayEntry, index: int, scratch: Scratch) -> npt.NDArray[Any]:
+        """Return chunk ``index`` (its real rows, without padding) in ``scratch``'s memory."""
+        arrays.check_chunk_size(entry)
+        path = arrays.chunk_path(entry, index)
+        out = scratch.take(arrays.chunk_shape(entry), np.dtype(entry.dtype))
+        arrays.decode_chunk(entry, self.read_object(path), out, layout.segment_key(self.name, path))
+        return out[: min(entry.chunk_rows, entry.shape[0] - index * entry.chunk_rows)]
+
+    def read_rows(self, row_list: RowListEntry, index: int, scratch: Scratch) -> RowIds:
+        """Return the row ids of chunk ``index``: sorted, unique, within the manifest's range for it.
+
+        No object is read when the range says that the rows are contiguous.
+        """
+        entry = row_list.arrays["rows"]
+        count = min(entry.chunk_rows, row_list.count - index * entry.chunk_rows)
+        first, last = row_list.first[index], row_list.last[index]
+        if last - first + 1 == count:
+            return np.arange(first, last + 1, dtype=np.int64)
+        rows = self.read_chunk(entry, index, scratch)
+        if rows[0] != first or rows[-1] != last or np.any(rows[1:] <= rows[:-1]):
+            path = layout.segment_key(self.name, arrays.chunk_path(entry, index))
+            raise CorruptObject(
+                f"{path}: row ids are not sorted and unique from {first} to {last}; run `cnr verify`", path=path
+            )
+        return rows
+
+    def read_document(self, name: str) -> JsonValue:
+        """Return a JSON document of this segment by name.
+
+        Raises
+        ------
+        TableNotFound
+            If the segment has none of that name.
+        """
+        path = self.manifest.documents.get(name)
+        if path is None:
+            raise TableNotFound(f"segment {self.name} has no document {name!r}", path=name)
+        return msgspec.json.decode(self.read_object(path))
+
+    def read_dense(self, name: str, entry: DenseEntry) -> npt.NDArray[Any]:
+        """Return a dense tensor whose bytes are in this segment, in its stored dtype."""
+        array = next((item for item in self.manifest.dense_arrays if item.path == entry.path), None)
+        size = math.prod(entry.shape)
+        if size == 0:
+            return np.empty(entry.shape, _stored_dtype(entry.dtype))
+        if array is None or entry.offset < 0 or entry.offset + size > array.shape[0]:
+            raise CorruptStore(f"dense tensor {name!r} is not inside segment {self.name}", path=entry.path)
+        if array.dtype != _stored_dtype(entry.dtype).name:
+            raise CorruptStore(f"dense tensor {name!r} is {entry.dtype}, its array is {array.dtype}", path=entry.path)
+        out = np.empty(size, array.dtype)
+        scratch = Scratch()
+        start, stop = entry.offset, entry.offset + size
+        for k in range(start // array.chunk_rows, -(-stop // array.chunk_rows)):
+            low = k * array.chunk_rows
+            chunk = self.read_chunk(array, k, scratch)
+            piece = chunk[max(start - low, 0) : stop - low]
+            out[max(low - start, 0) : max(low - start, 0) + len(piece)] = piece
+        return out.reshape(entry.shape)
+
+
+class Scratch:
+    """Memory that chunks are decoded into, reused from chunk to chunk; one per thread and array."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+
+    def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        """Return an array of that shape in the reused memory; the array taken before is overwritten."""
+        size = math.prod(shape) * dtype.itemsize
+        if self._memory.nbytes < size:
+            self._memory = np.empty(size, np.uint8)
+        return self._memory[:size].view(dtype).reshape(shape)
+
+
+def _array_path(name: str) -> str:
+    """``slots/<name>`` keeps its folder; the slot's own name becomes one node name."""
+    head, _, tail = name.partition("/")
+    return f"{head}/{layout.encode_name(tail)}" if tail else head
+
+
+def _stored_dtype(dtype: str) -> np.dtype[Any]:
+    return np.dtype({"bfloat16": "uint16", "bool": "uint8"}.get(dtype, dtype))

@@ -1,0 +1,268 @@
+"""One committed state of the training, read-only: tables, slots, dense tensors, scalars, documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cnr_store import tree
+from cnr_store.encodings.widths import carrier
+from cnr_store.errors import BadDtype, BadInput, BadShape, CorruptStore, TableNotFound
+from cnr_store.records import CommitRecord, DenseEntry, LogEntry, Manifest, TableSchema
+from cnr_store.replay import TablePlan, plan_table, replay_hashed
+from cnr_store.restore import read_mirror, read_range, read_rows
+from cnr_store.rows import check_row_ids
+from cnr_store.segment import SegmentReader
+from cnr_store.storage import Storage
+from cnr_store.table_codes import Allocate, Array, ArraySpec, TableCodes, array_specs
+from cnr_store.types import JsonValue, RowIds
+from cnr_store.workers import Workers
+
+
+class Snapshot:
+    """The state at one version. Opening reads one manifest per segment of the chain and nothing else.
+
+    Attributes
+    ----------
+    record
+        The commit record: version ``record.v``, ``step``, ``logical``, chain.
+    """
+
+    def __init__(
+        self, storage: Storage, entry: LogEntry, workers: Workers, *, known: Mapping[str, SegmentReader] | None = None
+    ) -> None:
+        self.record: CommitRecord = entry.record
+        self._workers = workers
+        opened = known or {}
+        missing = [item for item in entry.record.chain if item.seg not in opened]
+        fresh = workers.run(partial(SegmentReader.open, storage, item) for item in missing)
+        readers = {**opened, **{reader.name: reader for reader in fresh}}
+        self.readers: tuple[SegmentReader, ...] = tuple(readers[item.seg] for item in entry.record.chain)
+
+    @property
+    def version(self) -> int:
+        """The log position this snapshot was opened at."""
+        return self.record.v
+
+    @property
+    def step(self) -> int:
+        """The training step of the state."""
+        return self.record.step
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was ever saved."""
+        return not self.readers
+
+    @property
+    def manifests(self) -> tuple[Manifest, ...]:
+        """The manifests of the chain, baseline first."""
+        return tuple(reader.manifest for reader in self.readers)
+
+    @property
+    def tables(self) -> dict[str, TableSchema]:
+        """Table name to schema."""
+        return dict(self.readers[-1].manifest.tables) if self.readers else {}
+
+    def table(self, name: str) -> TableView:
+        """Return one table.
+
+        Raises
+        ------
+        TableNotFound
+        """
+        if name not in self.tables:
+            raise TableNotFound(
+                f"version {self.version} has no table {name!r}; it has {sorted(self.tables)}",
+                table=name, version=self.version,
+            )  # fmt: skip
+        return TableView(self, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tables)
+
+    @property
+    def dense(self) -> dict[str, DenseEntry]:
+        """Dense tensor name to where it is, its dtype and its shape."""
+        return dict(self.readers[-1].manifest.dense) if self.readers else {}
+
+    def read_dense(self, name: str) -> npt.NDArray[Any]:
+        """Return a dense tensor in its stored dtype (bfloat16 as uint16, bool as uint8); reads just its chunks.
+
+        Raises
+        ------
+        TableNotFound, CorruptStore
+        """
+        entry = self.dense.get(name)
+        if entry is None:
+            raise TableNotFound(
+                f"version {self.version} has no dense tensor {name!r}", table=name, version=self.version
+            )
+        segment = entry.segment or self.readers[-1].name
+        reader = next((reader for reader in self.readers if reader.name == segment), None)
+        if reader is None:
+            raise CorruptStore(
+                f"dense tensor {name!r} lies in segment {segment}, which is not in the chain of version {self.version}",
+                version=self.version, path=segment,
+            )  # fmt: skip
+        return reader.read_dense(name, entry)
+
+    @property
+    def scalars(self) -> dict[str, JsonValue]:
+        """Step counters and other plain values saved with the state."""
+        return dict(self.readers[-1].manifest.scalars) if self.readers else {}
+
+    @property
+    def documents(self) -> list[str]:
+        """Names of the documents saved with the state (``reader/0``, ``trainer/0`` ...)."""
+        return sorted(self.readers[-1].manifest.documents) if self.readers else []
+
+    def read_document(self, name: str) -> Any:
+        """Return a document as the nested plain data that was saved (tuples, bytes and arrays included).
+
+        Raises
+        ------
+        TableNotFound
+        """
+        if not self.readers:
+            raise TableNotFound(f"version {self.version} has no document {name!r}", version=self.version)
+        return tree.decode(self.readers[-1].read_document(name))
+
+    def plan(self, table: str, start: int = 0, stop: int | None = None, rows: RowIds | None = None) -> TablePlan:
+        """Return which chunks a read of ``table`` needs; no I/O."""
+        return plan_table(self.manifests, table, start, stop, rows)
+
+    @property
+    def workers(self) -> Workers:
+        """The threads that reads run on."""
+        return self._workers
+
+
+class TableView:
+    """One table of a snapshot. Reads block; bfloat16 values are uint16 arrays of their bits."""
+
+    def __init__(self, snapshot: Snapshot, name: str) -> None:
+        self.name = name
+        self.schema = snapshot.tables[name]
+        self._snapshot = snapshot
+        self._specs = array_specs(self.schema)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(num_rows, dim)."""
+        return self.schema.num_rows, self.schema.dim
+
+    def read(self, start: int = 0, stop: int | None = None, *, out: Array | None = None) -> Array:
+        """Return rows [start, stop) as (rows, dim) in the table's dtype, into ``out`` if given.
+
+        Raises
+        ------
+        BadShape, BadDtype, CorruptStore
+        """
+        outputs = self._outputs(start, stop, {"codes": out})
+        read_range(self._snapshot.readers, self._plan(start, stop), outputs, self._snapshot.workers)
+        return outputs["codes"] if out is None else out
+
+    def read_slot(self, slot: str, start: int = 0, stop: int | None = None, *, out: Array | None = None) -> Array:
+        """Return a slot's rows [start, stop): (rows,) or (rows, dim)."""
+        name = self._slot_array(slot)
+        outputs = self._outputs(start, stop, {name: out})
+        read_range(self._snapshot.readers, self._plan(start, stop), outputs, self._snapshot.workers)
+        return self._shaped(name, outputs[name]) if out is None else out
+
+    def read_into(self, values: Array, slots: Mapping[str, Array] | None = None, *, start: int = 0) -> None:
+        """Fill preallocated ``values`` (rows, dim) and ``slots`` from row ``start`` on, in one pass over the chain.
+
+        The arrays are decoded in place; after an error their contents are undefined. When everything is read, the
+        state digest is checked too.
+        """
+        given = {"codes": values, **{self._slot_array(slot): out for slot, out in (slots or {}).items()}}
+        outputs = self._outputs(start, start + len(values), given)
+        plan = self._plan(start, start + len(values))
+        read_range(self._snapshot.readers, plan, outputs, self._snapshot.workers)
+
+    def read_rows(self, row_ids: RowIds, *, slot: str | None = None) -> Array:
+        """Return the given rows, (len(row_ids), dim): any order, repeats allowed; reads only chunks that hold one.
+
+        Raises
+        ------
+        BadRowIds
+        """
+        self._refuse_hashed("read_rows")
+        name = "codes" if slot is None else self._slot_array(slot)
+        unique, inverse = np.unique(np.asarray(row_ids, np.int64), return_inverse=True)
+        check_row_ids(unique, self.schema.num_rows)
+        spec = self._specs[name]
+        out = np.empty((len(unique), spec.width), carrier(spec.dtype))
+        plan = plan_table(self._snapshot.manifests, self.name, rows=unique)
+        read_rows(self._snapshot.readers, plan, unique, {name: out}, self._snapshot.workers)
+        return self._shaped(name, out[inverse.reshape(-1)])
+
+    def read_all(self, *, slots: bool = False) -> tuple[RowIds, dict[str, Array]]:
+        """Return a hashed table: its sorted keys, and ``values`` plus each slot by name."""
+        if self.schema.keys != "hashed":
+            raise BadInput(f"table {self.name!r} has dense rows; use read()", table=self.name)
+        names = list(self._specs) if slots else ["codes"]
+        keys, arrays = replay_hashed(self._snapshot.readers, self._plan(0, None), names, self._snapshot.workers)
+        renamed = {
+            "values" if n == "codes" else n.removeprefix("slots/"): self._shaped(n, a) for n, a in arrays.items()
+        }
+        return keys, renamed
+
+    def read_arrays(self, outputs: Mapping[str, Array]) -> None:
+        """Fill preallocated arrays of all rows, by array name (``codes``, ``slots/<name>``), in one pass."""
+        prepared = self._outputs(0, None, dict(outputs))
+        read_range(self._snapshot.readers, self._plan(0, None), prepared, self._snapshot.workers)
+
+    def read_mirror(self, outputs: Mapping[str, Array], allocate: Allocate) -> TableCodes:
+        """Return the codes of the whole table for a writer's mirror, filling ``outputs`` by array name."""
+        prepared = self._outputs(0, None, dict(outputs))
+        return read_mirror(self._snapshot.readers, self._plan(0, None), prepared, self._snapshot.workers, allocate)
+
+    def _plan(self, start: int, stop: int | None) -> TablePlan:
+        return self._snapshot.plan(self.name, start, stop)
+
+    def _slot_array(self, slot: str) -> str:
+        if slot not in self.schema.slots:
+            raise TableNotFound(
+                f"table {self.name!r} has no slot {slot!r}; it has {sorted(self.schema.slots)}", table=self.name
+            )
+        return f"slots/{slot}"
+
+    def _outputs(self, start: int, stop: int | None, given: Mapping[str, Array | None]) -> dict[str, Array]:
+        """Check or allocate outputs and present each as (rows, width)."""
+        self._refuse_hashed("read")
+        stop = self.schema.num_rows if stop is None else stop
+        if not 0 <= start <= stop <= self.schema.num_rows:
+            raise BadInput(
+                f"rows [{start}, {stop}) are outside table {self.name!r} of {self.schema.num_rows} rows",
+                table=self.name,
+            )
+        return {name: self._output(self._specs[name], stop - start, out) for name, out in given.items()}
+
+    def _output(self, spec: ArraySpec, rows: int, out: Array | None) -> Array:
+        if out is None:
+            return np.empty((rows, spec.width), carrier(spec.dtype))
+        expected = (rows,) if spec.is_vector else (rows, spec.width)
+        if out.shape != expected and out.shape != (rows, spec.width):
+            raise BadShape(
+                f"{spec.name} of table {self.name!r} needs an array of shape {expected}, found {out.shape}",
+                table=self.name, expected=expected, found=out.shape,
+            )  # fmt: skip
+        if out.dtype != carrier(spec.dtype):
+            raise BadDtype(
+                f"{spec.name} of table {self.name!r} is {spec.dtype}, held in numpy {carrier(spec.dtype)}; found {out.dtype}",
+                table=self.name, expected=str(carrier(spec.dtype)), found=str(out.dtype),
+            )  # fmt: skip
+        return out.reshape(rows, spec.width) if out.ndim == 1 else out
+
+    def _shaped(self, name: str, array: Array) -> Array:
+        return array.reshape(-1) if self._specs[name].is_vector else array
+
+    def _refuse_hashed(self, verb: str) -> None:
+        if self.schema.keys == "hashed":
+            raise BadInput(f"table {self.name!r} has hashed keys; use read_all() instead of {verb}()", table=self.name)

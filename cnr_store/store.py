@@ -1,0 +1,408 @@
+"""The public object model: a `Store` opens snapshots and writers, and moves tags and the head."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+from cnr_store import arrays, layout
+from cnr_store.errors import (
+    BadInput,
+    NotAStore,
+    ReadOnlyStore,
+    StoreExists,
+    TagExists,
+    TagNotFound,
+    UnsafeBackend,
+    VersionExpired,
+    VersionNotFound,
+)
+from cnr_store.log import CommitLog, RetryPolicy
+from cnr_store.mirrors import MirrorMode
+from cnr_store.rebase import (
+    draft_after,
+    draft_init,
+    rebase_fence,
+    rebase_rollback,
+    rebase_tag,
+    rebase_untag,
+)
+from cnr_store.records import (
+    DATA_KINDS,
+    FORMAT,
+    MAJOR,
+    MINOR,
+    CommitRecord,
+    Identity,
+    LogEntry,
+    WriterInfo,
+    canonical_json,
+    decode_identity,
+    unknown_writer_features,
+)
+from cnr_store.segment import SegmentReader
+from cnr_store.snapshot import Snapshot
+from cnr_store.storage import CreateOutcome, Storage, open_storage
+from cnr_store.types import Profile
+from cnr_store.workers import Throttle, Workers
+from cnr_store.writer import Writer
+
+LIBRARY = "cnr-store 0.1.0"
+
+
+class Store:
+    """One checkpoint store at a URL. Opening it reads ``cnr.json``; nothing is cached but that.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> store = Store.create("memory://doctest-store")
+    >>> with store.writer() as writer, writer.begin(step=10) as txn:
+    ...     txn.write_table("user", np.ones((4, 2), np.float32))
+    >>> store.snapshot().table("user").read().shape
+    (4, 2)
+    """
+
+    def __init__(
+        self, storage: Storage, identity: Identity, *, threads: int | None = None, retry: RetryPolicy | None = None
+    ) -> None:
+        self.identity = identity
+        self.storage = storage
+        self._workers = Workers(threads)
+        self._log = CommitLog(storage, identity.store_uuid, retry=retry or RetryPolicy())
+
+    @classmethod
+    def create(
+        cls,
+        url: str,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        profile: Profile = "compact",
+        fsync: bool = True,
+        unsafe_single_writer: bool = False,
+        threads: int | None = None,
+    ) -> Store:
+        """Create a store; the URL's folder must hold none.
+
+        Parameters
+        ----------
+        url
+            Any fsspec URL, or a local path.
+        storage_options
+            Passed to fsspec; they appear in no record, log or error.
+        profile
+            ``compact`` (pcodec) or ``portable`` (core Zarr codecs only).
+        fsync
+            Whether local files are made durable before a commit.
+        unsafe_single_writer
+            Accept a backend that cannot create objects exclusively; then only one process may ever write.
+
+        Raises
+        ------
+        StoreExists, UnsafeBackend, AccessDenied, StorageFailure
+        """
+        storage = open_storage(
+            url, storage_options=storage_options, fsync=fsync, unsafe_single_writer=unsafe_single_writer
+        )
+        return cls.create_on(storage, profile=profile, unsafe_single_writer=unsafe_single_writer, threads=threads)
+
+    @classmethod
+    def create_on(
+        cls,
+        storage: Storage,
+        *,
+        profile: Profile = "compact",
+        unsafe_single_writer: bool = False,
+        threads: int | None = None,
+    ) -> Store:
+        """Create a store on opened storage; see `create`."""
+        if not unsafe_single_writer:
+            storage.probe()
+        identity = Identity(
+            format=FORMAT, major=MAJOR, minor=MINOR, store_uuid=uuid.uuid4().hex, created_ms=time.time_ns() // 1_000_000,
+            hash="sha256", exclusive_create="unsafe_single_writer" if unsafe_single_writer else "verified", profile=profile,
+        )  # fmt: skip
+        data = canonical_json(identity)
+        outcome = storage.create(layout.IDENTITY, data)
+        if outcome is not CreateOutcome.CREATED:
+            found = storage.read(layout.IDENTITY)
+            if found != data:
+                raise StoreExists(f"{storage.url} holds a store already; open it", path=storage.url)
+        storage.put(
+            layout.ROOT_GROUP, arrays.group_document({"cnr": {"format": FORMAT, "major": MAJOR, "minor": MINOR}})
+        )
+        storage.sync_folders([layout.ROOT_GROUP])
+        store = cls(storage, identity, threads=threads)
+        store._log.append_first(draft_init(_writer_info(uuid.uuid4().hex)))
+        return store
+
+    @classmethod
+    def open(
+        cls,
+        url: str,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        fsync: bool = True,
+        unsafe_single_writer: bool = False,
+        threads: int | None = None,
+    ) -> Store:
+        """Open a store for reading and, through `writer`, for writing.
+
+        Raises
+        ------
+        NotAStore, NewerFormat, CorruptStore, AccessDenied, StorageFailure
+        """
+        storage = open_storage(
+            url, storage_options=storage_options, fsync=fsync, unsafe_single_writer=unsafe_single_writer
+        )
+        return cls.open_on(storage, threads=threads)
+
+    @classmethod
+    def open_on(cls, storage: Storage, *, threads: int | None = None) -> Store:
+        """Open a store on opened storage; see `open`."""
+        data = storage.read(layout.IDENTITY)
+        if data is None:
+            raise NotAStore(f"{storage.url} is not a cnr store: it has no {layout.IDENTITY}", path=storage.url)
+        store = cls(storage, decode_identity(data, f"{storage.url}/{layout.IDENTITY}"), threads=threads)
+        if storage.read(layout.commit_key(0)) is None:
+            # A process died between the identity and the first record: finish what it began.
+            store._log.append_first(draft_init(_writer_info(uuid.uuid4().hex)))
+        return store
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the threads. Snapshots and writers of this store end with it."""
+        self._workers.close()
+
+    @property
+    def url(self) -> str:
+        """Where the store is, without credentials."""
+        return self.storage.url
+
+    @property
+    def uuid(self) -> str:
+        """The store's own uuid."""
+        return self.identity.store_uuid
+
+    def head(self) -> LogEntry:
+        """Return the newest log entry; a few GETs, no listing."""
+        return self._log.latest()
+
+    def latest_version(self) -> int:
+        """Return the newest version."""
+        return self.head().record.v
+
+    def poll(self, after: LogEntry) -> LogEntry | None:
+        """Return the entry behind ``after``, None when there is nothing new: one request."""
+        return self._log.poll(after)
+
+    def log(self, *, limit: int | None = None) -> Iterator[CommitRecord]:
+        """Yield commit records, newest first; one GET each."""
+        for count, entry in enumerate(self._log.walk(self.head())):
+            if limit is not None and count >= limit:
+                return
+            yield entry.record
+
+    def record(self, version: int) -> CommitRecord:
+        """Return the record of a version.
+
+        Raises
+        ------
+        VersionNotFound
+        """
+        return self._entry(version).record
+
+    def snapshot(
+        self,
+        version: int | None = None,
+        *,
+        step: int | None = None,
+        tag: str | None = None,
+        time: datetime.datetime | None = None,
+    ) -> Snapshot:
+        """Open a state: the latest, or the one of a version, training step, tag or time (at most one of them).
+
+        By step, the newest version that saved that step wins, so after a rollback the run that went on. By time, the
+        last version committed at or before it.
+
+        Raises
+        ------
+        BadInput, VersionNotFound, VersionExpired, TagNotFound, CorruptStore
+        """
+        given = [value for value in (version, step, tag, time) if value is not None]
+        if len(given) > 1:
+            raise BadInput("give at most one of version, step, tag and time", found=len(given))
+        head = self.head()
+        if tag is not None:
+            tags = head.record.tags
+            if tag not in tags:
+                raise TagNotFound(f"no tag {tag!r}; there are {sorted(tags)}", found=tag)
+            version = tags[tag]
+        if version is not None:
+            entry = head if version == head.record.v else self._entry(version)
+        elif step is not None:
+            entry = self._by_step(head, step)
+        elif time is not None:
+            entry = self._by_time(head, int(time.timestamp() * 1000))
+        else:
+            entry = head
+        return self._open_snapshot(head.record, entry)
+
+    def writer(
+        self,
+        *,
+        mirror: MirrorMode = "memory",
+        mirror_folder: str | None = None,
+        bytes_per_s: float | None = None,
+        run_id: str | None = None,
+    ) -> Writer:
+        """Become the store's committer: every earlier writer is fenced. Blocks for a few requests.
+
+        The writer starts at the head without its mirrors: `Writer.restore` loads them, or begin with a ``full``.
+
+        Parameters
+        ----------
+        mirror
+            ``memory``, ``mmap`` (files under ``mirror_folder``) or ``none``.
+        bytes_per_s
+            Cap on the bandwidth of saves.
+
+        Raises
+        ------
+        ReadOnlyStore, UnsafeBackend, CommitStateUnknown
+        """
+        head = self.head()
+        unknown = unknown_writer_features(head.record)
+        if unknown:
+            raise ReadOnlyStore(
+                f"{self.url} uses writer features {unknown} that this library does not know; it can only be read",
+                found=unknown,
+            )
+        if self.identity.exclusive_create == "verified":
+            self.storage.probe()
+        elif self.storage.is_exclusive:
+            raise UnsafeBackend(
+                f"{self.url} was created for a single writer because its backend cannot create objects exclusively; "
+                "pass unsafe_single_writer=True and make sure that no other process writes",
+                path=self.url,
+            )
+        info = _writer_info(run_id or uuid.uuid4().hex)
+        fence = self._log.append(
+            head, draft_after(head.record, "fence", info, epoch=head.record.epoch + 1), rebase_fence
+        )
+        return Writer(
+            self.storage, self._log, fence, profile=self.identity.profile, info=info, workers=self._workers,
+            mirror=mirror, mirror_folder=mirror_folder, throttle=Throttle(bytes_per_s),
+        )  # fmt: skip
+
+    def tags(self) -> dict[str, int]:
+        """Return tag names and their versions."""
+        return dict(self.head().record.tags)
+
+    def tag(self, name: str, version: int | None = None) -> int:
+        """Name a version (the head if None) for ever; returns the version of the record that says so.
+
+        Raises
+        ------
+        TagExists, VersionNotFound, VersionExpired, BadName
+        """
+        layout.check_name(name)
+        head = self.head()
+        target = head.record.v if version is None else version
+        self._open_snapshot(head.record, head if target == head.record.v else self._entry(target))
+        if head.record.tags.get(name, target) != target:
+            raise TagExists(
+                f"tag {name!r} points to version {head.record.tags[name]}; tags do not move, untag it first",
+                version=head.record.tags[name],
+            )
+        tags = {**head.record.tags, name: target}
+        draft = draft_after(head.record, "tag", _writer_info(""), name=name, target=target, tags=tags)
+        return self._log.append(head, draft, rebase_tag).record.v
+
+    def untag(self, name: str) -> int:
+        """Remove a tag; returns the version of the record that says so.
+
+        Raises
+        ------
+        TagNotFound
+        """
+        head = self.head()
+        if name not in head.record.tags:
+            raise TagNotFound(f"no tag {name!r}; there are {sorted(head.record.tags)}", found=name)
+        tags = {key: value for key, value in head.record.tags.items() if key != name}
+        draft = draft_after(head.record, "untag", _writer_info(""), name=name, tags=tags)
+        return self._log.append(head, draft, rebase_untag).record.v
+
+    def rollback(self, version: int) -> int:
+        """Make an older version's state the head's; returns the new version. Nothing is deleted.
+
+        A writer that is open elsewhere gets `Conflict` at its next commit and must restore.
+
+        Raises
+        ------
+        VersionNotFound, VersionExpired, Conflict, Fenced
+        """
+        head = self.head()
+        target = self._entry(version).record
+        self._open_snapshot(head.record, LogEntry(target, ""))
+        draft = draft_after(
+            head.record, "rollback", _writer_info(""),
+            target=version, chain=target.chain, tables=target.tables, logical=target.logical, step=target.step,
+        )  # fmt: skip
+        return self._log.append(head, draft, rebase_rollback).record.v
+
+    def _entry(self, version: int) -> LogEntry:
+        entry = self._log.read(version) if version >= 0 else None
+        if entry is None:
+            raise VersionNotFound(f"{self.url} has no version {version}", version=version)
+        return entry
+
+    def _by_step(self, head: LogEntry, step: int) -> LogEntry:
+        for entry in self._log.walk(head):
+            if entry.record.step == step and entry.record.chain and entry.record.kind in DATA_KINDS:
+                return entry
+        raise VersionNotFound(f"{self.url} has no checkpoint of step {step}", found=step)
+
+    def _by_time(self, head: LogEntry, time_ms: int) -> LogEntry:
+        """Bisect: record times increase strictly."""
+        low, high, found = 0, head.record.v, None
+        while low <= high:
+            middle = (low + high) // 2
+            entry = head if middle == head.record.v else self._entry(middle)
+            if entry.record.ts_ms <= time_ms:
+                low, found = middle + 1, entry
+            else:
+                high = middle - 1
+        if found is None:
+            raise VersionNotFound(f"{self.url} has no version at or before time {time_ms} ms", found=time_ms)
+        return found
+
+    def _open_snapshot(self, head: CommitRecord, entry: LogEntry) -> Snapshot:
+        version = entry.record.v
+        if version in head.expired or (version < head.floor and version not in head.tags.values()):
+            raise VersionExpired(
+                f"version {version} of {self.url} has expired; the floor is {head.floor}", version=version
+            )
+        return Snapshot(self.storage, entry, self._workers)
+
+
+def open_segment(store: Store, version: int, index: int = -1) -> SegmentReader:
+    """Return one segment of a version's chain, for tools that look at objects."""
+    return SegmentReader.open(store.storage, store.record(version).chain[index])
+
+
+def _writer_info(run_id: str) -> WriterInfo:
+    return WriterInfo(host=f"{socket.gethostname()}:{os.getpid()}", lib=LIBRARY, run_id=run_id)

@@ -1,0 +1,630 @@
+"""One segment in the making: rows are encoded and written as they are given, and made visible by `commit`.
+
+The order of a commit (spec, section 7.2): objects, receipt, manifest, log position, and only then the mirror. A
+failure before the log position leaves orphans and nothing else; an unknown outcome freezes the writer until the
+position has been read.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+import numpy as np
+
+from cnr_store import tree
+from cnr_store.changes import (
+    Given,
+    StagedRows,
+    StagedTable,
+    is_fully_mirrored,
+    options_on_bad_rows,
+    stage_delete,
+    stage_mirror,
+    stage_rows,
+    stage_table,
+)
+from cnr_store.encodings.widths import carrier
+from cnr_store.errors import BadDtype, BadInput, BadShape, CommitStateUnknown, TableNotFound
+from cnr_store.layout import check_name, segment_name, writer_folder
+from cnr_store.mirrors import Mirrors
+from cnr_store.options import sample_of, table_dtype, table_schema
+from cnr_store.planning import check_receipts, generations, next_chain
+from cnr_store.rebase import draft_after, rebase_data
+from cnr_store.records import (
+    MAJOR,
+    ChainEntry,
+    DenseEntry,
+    Manifest,
+    PartEntry,
+    RowListEntry,
+    TableSchema,
+)
+from cnr_store.rows import check_row_ids
+from cnr_store.segment import SegmentReader, SegmentWriter, merge_receipts, write_manifest
+from cnr_store.storage import object_digest
+from cnr_store.table_codes import Array, array_specs
+from cnr_store.types import JsonValue, RowIds, TableOptions
+
+if TYPE_CHECKING:
+    from cnr_store.writer import Writer
+
+CommitKind = Literal["full", "delta"]
+
+
+class Transaction:
+    """One segment in the making. Use as a context manager: it commits at the end, or aborts on an exception.
+
+    Rows are encoded and written when they are given; nothing is visible before `commit` returns.
+
+    Attributes
+    ----------
+    kind
+        ``full`` or ``delta``.
+    version
+        The committed version, once committed.
+    """
+
+    def __init__(self, writer: Writer, step: int, kind: CommitKind, keep: int) -> None:
+        self.kind: CommitKind = kind
+        self.step = step
+        self.txn = uuid.uuid4().hex
+        self.version: int | None = None
+        self.size_bytes = 0
+        self._writer = writer
+        self._keep = keep
+        self._before = writer._snapshot.tables if writer._snapshot is not None else {}
+        self._tables: dict[str, TableSchema] = {} if writer._snapshot is None else dict(self._before)
+        record = writer.head.record
+        self._l0 = 0 if kind == "full" else record.chain[keep - 1].l1
+        self._segment = segment_name(record.v, self.txn)
+        self._attempt = self.txn[:8]
+        self._writer_folder = writer_folder(0, self._attempt)
+        self._out = SegmentWriter(
+            writer._storage, self._segment, profile=writer.profile, folder=self._writer_folder,
+            workers=writer._workers, throttle=writer._throttle,
+        )  # fmt: skip
+        self._entries: dict[str, dict[str, RowListEntry]] = {}
+        self._folders: set[str] = set()
+        self._rows: dict[str, list[StagedRows]] = {}
+        self._whole: dict[str, StagedTable] = {}
+        self._digests: dict[str, int | None] = {}
+        self._bad_rows: dict[str, TableOptions] = {}
+        self._dense: dict[str, Array] = {}
+        self._dense_dtypes: dict[str, str] = {}
+        self._scalars: dict[str, JsonValue] = {}
+        self._documents: dict[str, Any] = {}
+        self._manifest: Manifest | None = None
+        self._ended = False
+
+    def __enter__(self) -> Transaction:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.abort()
+        elif not self._ended:
+            self.commit()
+
+    @property
+    def needs_whole_tables(self) -> list[str]:
+        """Tables of the head that this ``full`` cannot write from the mirror: give them to `write_table`, or drop them."""
+        if self.kind == "delta":
+            return []
+        mirrors = self._writer.mirrors
+        return [
+            name
+            for name, schema in self._tables.items()
+            if name not in self._whole and not (name in mirrors and is_fully_mirrored(schema))
+        ]
+
+    def create_table(
+        self,
+        table: str,
+        *,
+        dim: int,
+        options: TableOptions | None = None,
+        dtype: str = "float32",
+        slots: Mapping[str, Literal["row", "element"]] | None = None,
+        sample: Array | None = None,
+    ) -> None:
+        """Add a table with hashed int64 keys; its rows are always ``set``.
+
+        ``sample`` (n, dim) is what a scale is chosen on; lattices with ``bits=`` need it.
+        """
+        self._check_open()
+        check_name(table)
+        if table in self._tables:
+            raise BadInput(f"table {table!r} exists", table=table)
+        rows = np.zeros((0, dim), carrier(dtype)) if sample is None else sample  # type: ignore[arg-type]
+        kinds = {
+            name: np.zeros(0, np.float32) if kind == "row" else np.zeros((0, dim), np.float32)
+            for name, kind in (slots or {}).items()
+        }
+        chosen = options or TableOptions()
+        if rows.shape[0] == 0 and _needs_sample(chosen, dtype):
+            raise BadInput(
+                f"table {table!r}: a scale for bits= is chosen on a sample; give sample= or scale=", table=table
+            )
+        self._tables[table] = table_schema(
+            table, chosen, num_rows=0, dim=dim, dtype=dtype, sample=rows, slots=kinds, keys="hashed",  # type: ignore[arg-type]
+            generation=self._next_generation(table), has_mirror=False,
+        )  # fmt: skip
+        self._bad_rows[table] = chosen
+
+    def write_table(
+        self,
+        table: str,
+        values: Any,
+        *,
+        slots: Mapping[str, Any] | None = None,
+        options: TableOptions | None = None,
+    ) -> None:
+        """Write every row of a table: in a ``full``, or as a new table of a delta. Blocks until it is written.
+
+        Parameters
+        ----------
+        values
+            (num_rows, dim) float32, float16 or uint16 (bits of bfloat16); anything that slices like an array. Not kept.
+        slots
+            Slot name to (num_rows,) or (num_rows, dim).
+        options
+            None keeps the encoding and scale that the table has; else a new generation begins.
+
+        Raises
+        ------
+        BadInput and its kinds
+            Nothing of the table was written.
+        """
+        self._check_open()
+        check_name(table)
+        slots = slots or {}
+        if self.kind == "delta" and table in self._before:
+            raise BadInput(
+                f"table {table!r} exists; a delta takes its changed rows by write_rows(), or begin a full", table=table
+            )
+        self._check_first(table)
+        dtype = table_dtype(values, table)
+        if len(values.shape) != 2 or values.shape[1] < 1:
+            raise BadShape(f"table {table!r} has shape {tuple(values.shape)}; expected (num_rows, dim)", table=table)
+        schema = self._schema_for(table, values, dtype, slots, options)
+        arrays = self._check_arrays(table, schema, values.shape[0], values, slots)
+        self._write_whole(table, self._stage_whole(table, schema, arrays))
+
+    def write_rows(
+        self, table: str, row_ids: RowIds, values: Array, *, slots: Mapping[str, Array] | None = None
+    ) -> int:
+        """Write touched rows of a table; returns how many the segment holds (unchanged rows leave). Blocks.
+
+        Parameters
+        ----------
+        row_ids
+            int64 (n,), sorted, unique, in range (any int64 for hashed tables).
+        values
+            (n, dim) in the table's dtype, not kept.
+        slots
+            Every slot of the table: (n,) or (n, dim).
+
+        Raises
+        ------
+        BadRowIds, BadShape, BadDtype, NonFiniteValues, TableNotFound
+            Nothing of the table was written.
+        """
+        self._check_open()
+        schema = self._schema(table)
+        hashed = schema.keys == "hashed"
+        check_row_ids(row_ids, None if hashed else schema.num_rows, table=table)
+        arrays = self._check_arrays(table, schema, len(row_ids), values, slots or {})
+        self._check_first(table, "add", "set", "escape")
+        self._check_disjoint(table, row_ids)
+        mirror = self._writer.mirrors.get(table)
+        if self.kind == "full" and not hashed and (mirror is None or not is_fully_mirrored(schema)):
+            raise BadInput(
+                f"table {table!r} has no full mirror, so a full needs all its rows: use write_table()", table=table
+            )
+        given = Given(row_ids, {name: np.asarray(array).reshape(len(row_ids), -1) for name, array in arrays.items()})
+        staged = stage_rows(
+            table, schema, mirror, given,
+            base_digest=self._writer.mirrors.digest(table),
+            absolute=self.kind == "delta" and self._keep < len(self._writer.head.record.chain),
+            on_bad_rows=options_on_bad_rows(self._writer.mirrors.options.get(table, self._bad_rows.get(table))),
+            workers=self._writer._workers,
+        )  # fmt: skip
+        self._keep_rows(table, staged)
+        return sum(len(item.rows) for item in staged.lists.values())
+
+    def delete_rows(self, table: str, row_ids: RowIds) -> None:
+        """Delete rows: a dense table reads them as its fill, a hashed table no longer has them.
+
+        Raises
+        ------
+        BadRowIds, TableNotFound
+        """
+        self._check_open()
+        schema = self._schema(table)
+        hashed = schema.keys == "hashed"
+        check_row_ids(row_ids, None if hashed else schema.num_rows, table=table)
+        self._check_first(table, "delete")
+        self._check_disjoint(table, row_ids)
+        if self.kind == "full" and table not in self._writer.mirrors:
+            raise BadInput(
+                f"table {table!r} has no mirror; a full writes it by write_table() without the rows", table=table
+            )
+        if len(row_ids) == 0:
+            return
+        mirrors = self._writer.mirrors
+        self._keep_rows(table, stage_delete(schema, mirrors.get(table), row_ids, mirrors.digest(table)))
+
+    def resize_table(self, table: str, num_rows: int) -> None:
+        """Change a dense table's number of rows; new rows read as the fill until they are ``set``.
+
+        Must come before the table's rows.
+        """
+        self._check_open()
+        schema = self._schema(table)
+        if schema.keys == "hashed" or num_rows < 0:
+            raise BadInput(f"table {table!r} cannot be resized to {num_rows} rows", table=table, found=num_rows)
+        if self.kind == "full":
+            raise BadInput(f"a full takes the new size from write_table(); resize {table!r} in a delta", table=table)
+        if table in self._rows:
+            raise BadInput(f"resize table {table!r} before writing its rows", table=table)
+        self._tables[table] = msgspec.structs.replace(schema, num_rows=num_rows)
+        self._writer.mirrors.stage_resize(table, self._tables[table], self._writer._workers)
+
+    def drop_table(self, table: str) -> None:
+        """Drop a table: from this version on it is not there.
+
+        Raises
+        ------
+        TableNotFound
+        """
+        self._check_open()
+        self._schema(table)
+        if table in self._rows or table in self._whole:
+            raise BadInput(f"table {table!r} was written in this transaction", table=table)
+        del self._tables[table]
+
+    def put_dense(self, tensors: Mapping[str, Array], dtypes: Mapping[str, str] | None = None) -> None:
+        """Save dense tensors; those whose bytes did not change are referenced, not written again.
+
+        ``dtypes`` names the logical dtype where numpy has none (``bfloat16`` as uint16, ``bool`` as uint8). Arrays are
+        kept until `commit`.
+        """
+        self._check_open()
+        for name in tensors:
+            check_name(name)
+            if name in self._dense:
+                raise BadInput(f"dense tensor {name!r} was given twice", found=name)
+        self._dense.update({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()})
+        self._dense_dtypes.update(dtypes or {})
+
+    def put_scalars(self, scalars: Mapping[str, JsonValue]) -> None:
+        """Save step counters and other plain JSON values."""
+        self._check_open()
+        self._scalars.update(scalars)
+
+    def put_document(self, name: str, value: Any) -> None:
+        """Save nested plain data (reader state, RNG state): dicts, lists, tuples, bytes, numbers, numpy arrays.
+
+        Raises
+        ------
+        BadInput
+            Naming the leaf that is not plain data.
+        """
+        self._check_open()
+        for part in name.split("/"):
+            check_name(part)
+        self._documents[name] = tree.encode(value)
+
+    def abort(self) -> None:
+        """Give the transaction up; its objects are orphans for garbage collection. A second call is harmless."""
+        if not self._ended:
+            self._ended = True
+            self._writer.mirrors.drop_staged()
+            self._writer._lost(RuntimeError("aborted"))
+
+    def commit(self, *, user: Mapping[str, JsonValue] | None = None) -> int:
+        """Make the segment durable and visible; returns the version. Blocks.
+
+        Raises
+        ------
+        Fenced, Conflict, DoesNotApply, TransactionAborted
+            Nothing became visible; the rows are still to be saved.
+        CommitStateUnknown
+            Neither won nor lost: `Writer.settle` finds out.
+        StorageFailure
+            Nothing became visible.
+        """
+        self._check_open()
+        writer = self._writer
+        missing = self.needs_whole_tables
+        if missing:
+            raise BadInput(
+                f"a full needs every row of tables {missing}: they have no mirror; use write_table() or drop_table()",
+                table=missing[0],
+            )
+        try:
+            entry = self._write_segment(user or {})
+            record = writer.head.record
+            draft = draft_after(
+                record, self.kind, writer.info,
+                chain=next_chain(record, entry, keep=self._keep), logical=entry.l1, step=self.step,
+                tables=generations(self._tables), user=dict(user or {}),
+            )  # fmt: skip
+            committed = writer._log.append(writer.head, draft, partial(rebase_data, txn=self.txn))
+        except BaseException as error:
+            self._ended = True
+            if isinstance(error, CommitStateUnknown) or writer._log.unresolved is not None:
+                writer._pending = self
+            else:
+                writer.mirrors.drop_staged()
+                writer._lost(error)
+            raise
+        self._ended = True
+        self.version = committed.record.v
+        writer._won(self, committed)
+        return self.version
+
+    def written_reader(self) -> dict[str, SegmentReader]:
+        """A reader of the segment this transaction wrote, by name; no I/O."""
+        assert self._manifest is not None  # the commit has won
+        return {self._segment: SegmentReader(self._writer._storage, self._segment, self._manifest)}
+
+    def move_mirrors(self, mirrors: Mirrors) -> None:
+        """Apply what was staged to the mirrors; the commit has won."""
+        mirrors.commit_resizes()
+        for table, whole in self._whole.items():
+            if whole.mirror is not None and whole.digest is not None:
+                mirrors.put(table, whole.mirror, whole.digest)
+        for table, changes in self._rows.items():
+            mirror = mirrors.get(table)
+            if mirror is not None:
+                for staged in changes:
+                    staged.apply(mirror)
+                mirrors.put(table, mirror, self._digests[table])
+        mirrors.options.update(self._bad_rows)
+        mirrors.keep_only(self._tables)
+
+    def _write_segment(self, user: Mapping[str, JsonValue]) -> ChainEntry:
+        writer = self._writer
+        if self.kind == "full":
+            for table in [name for name in self._tables if name not in self._whole]:
+                if self._tables[table].keys == "dense":
+                    self._write_from_mirror(table)
+        else:
+            for table, changes in self._rows.items():
+                for staged in changes:
+                    self._write_lists(table, staged)
+        base = self._base_manifest()
+        parts = tuple(self._part(table, base) for table in self._tables)
+        self._write_dense()
+        for name, document in self._documents.items():
+            self._out.write_document(name, document)
+        receipt = self._out.finish(
+            txn=self.txn, rank=0, world=1, attempt=self._attempt, base=writer.head.record.v, l0=self._l0, parts=parts
+        )
+        check_receipts([receipt], world=1, l0=self._l0, base=base)
+        l1 = max(writer.head.record.logical, self._l0) + 1
+        self._manifest = Manifest(
+            format=MAJOR, profile=writer.profile, txn=self.txn, base=writer.head.record.v,
+            kind="baseline" if self.kind == "full" else "delta", l0=self._l0, l1=l1, step=self.step,
+            tables=self._tables, scalars=self._scalars, **merge_receipts([receipt]),
+        )  # fmt: skip
+        digest, size = write_manifest(writer._storage, self._segment, self._manifest)
+        self.size_bytes = size + self._out.size_bytes
+        return ChainEntry(
+            seg=self._segment, sha256=digest, kind=self._manifest.kind, l0=self._l0, l1=l1,
+            bytes=self.size_bytes, rows=self._manifest.changed_rows,
+        )  # fmt: skip
+
+    def _base_manifest(self) -> Manifest | None:
+        if self.kind == "full" or self._writer._snapshot is None:
+            return None
+        return self._writer._snapshot.manifests[self._keep - 1]
+
+    def _part(self, table: str, base: Manifest | None) -> PartEntry:
+        schema = self._tables[table]
+        columns = (0, schema.dim)
+        lists = self._entries.get(table, {})
+        after = self._digests.get(table, self._writer.mirrors.digest(table))
+        before = None
+        if base is not None and table in base.tables and base.tables[table].generation == schema.generation:
+            before = self._writer.mirrors.digest(table) if self._keep == len(self._writer.head.record.chain) else None
+        return PartEntry(
+            table=table, folder=self._out.part_folder(table, columns, schema.dim), rows=(0, schema.num_rows),
+            columns=columns, base_digest=_hex(before), state_digest=_hex(after), **lists,
+        )  # fmt: skip
+
+    def _schema(self, table: str) -> TableSchema:
+        if table not in self._tables:
+            raise TableNotFound(f"no table {table!r}; there are {sorted(self._tables)}", table=table)
+        return self._tables[table]
+
+    def _schema_for(
+        self, table: str, values: Any, dtype: Any, slots: Mapping[str, Any], options: TableOptions | None
+    ) -> TableSchema:
+        """The schema of a whole table: as it was, unless it is new, its shape changed kind, or options are given."""
+        num_rows, dim = values.shape
+        old = self._tables.get(table)
+        kinds = {name: "row" if len(array.shape) == 1 else "element" for name, array in slots.items()}
+        if old is not None and options is None:
+            same = (old.dim, old.dtype, {n: s.kind for n, s in old.slots.items()}) == (dim, dtype, kinds)
+            if same:
+                return msgspec.structs.replace(old, num_rows=num_rows)
+        chosen = options or self._writer.mirrors.options.get(table) or TableOptions()
+        self._bad_rows[table] = chosen
+        return table_schema(
+            table, chosen, num_rows=num_rows, dim=dim, dtype=dtype, sample=sample_of(values, dtype),
+            slots={name: array[0:1] for name, array in slots.items()}, generation=self._next_generation(table),
+            has_mirror=self._writer.mirrors.mode != "none",
+        )  # fmt: skip
+
+    def _next_generation(self, table: str) -> int:
+        known = self._writer.head.record.tables.get(table)
+        return 1 + max(known.generation if known else 0, self._before[table].generation if table in self._before else 0)
+
+    def _check_arrays(
+        self, table: str, schema: TableSchema, rows: int, values: Any, slots: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Check shapes and dtypes against the schema; return array name to what was given."""
+        given = {"codes": values, **{f"slots/{name}": array for name, array in slots.items()}}
+        specs = array_specs(schema)
+        if given.keys() != specs.keys():
+            expected = sorted(schema.slots)
+            raise BadInput(
+                f"table {table!r} has slots {expected}, found {sorted(slots)}; give every slot with the rows",
+                table=table, expected=expected, found=sorted(slots),
+            )  # fmt: skip
+        for name, array in given.items():
+            spec = specs[name]
+            shape = (rows,) if spec.is_vector else (rows, spec.width)
+            if tuple(array.shape) != shape:
+                raise BadShape(
+                    f"{name} of table {table!r} has shape {tuple(array.shape)}, expected {shape}",
+                    table=table, expected=shape, found=tuple(array.shape),
+                )  # fmt: skip
+            if np.dtype(array.dtype) != carrier(spec.dtype):
+                raise BadDtype(
+                    f"{name} of table {table!r} has dtype {array.dtype}, expected {carrier(spec.dtype)}",
+                    table=table, expected=str(carrier(spec.dtype)), found=str(array.dtype),
+                )  # fmt: skip
+        return given
+
+    def _stage_whole(self, table: str, schema: TableSchema, arrays: Mapping[str, Any]) -> StagedTable:
+        mirrors = self._writer.mirrors
+        if table in mirrors and self._writer.is_synced and table in self._before:
+            # The new codes take the old mirror's place in memory only if the old ones can be given up.
+            mirrors.release_for_full(table)
+        return stage_table(
+            table, schema, arrays,
+            allocate=None if mirrors.mode == "none" else mirrors.allocator(table),
+            on_bad_rows=options_on_bad_rows(self._bad_rows.get(table) or mirrors.options.get(table)),
+            workers=self._writer._workers,
+        )  # fmt: skip
+
+    def _write_whole(self, table: str, staged: StagedTable) -> None:
+        self._tables[table] = staged.schema
+        self._whole[table] = staged
+        self._digests[table] = staged.digest
+        folder = self._group(table)
+        entries: dict[str, RowListEntry] = {}
+        if staged.rows is not None:
+            entries["set"] = self._out.write_row_list(f"{folder}/set", staged.rows, self._attributes(table, "set"))
+        if staged.escape is not None:
+            entries["escape"] = self._out.write_row_list(
+                f"{folder}/escape", staged.escape.row_list(), self._attributes(table, "escape")
+            )
+        self._entries[table] = entries
+
+    def _write_from_mirror(self, table: str) -> None:
+        mirror = self._writer.mirrors.get(table)
+        assert mirror is not None  # needs_whole_tables has refused the others
+        changes = self._rows.get(table, [])
+        merged = StagedRows(self._tables[table], digest=self._digests.get(table, self._writer.mirrors.digest(table)))
+        for staged in changes:
+            merged.lists |= staged.lists
+        whole = stage_mirror(self._tables[table], mirror, merged)
+        self._digests[table] = whole.digest
+        folder = self._group(table)
+        entries = {}
+        if whole.rows is not None:
+            entries["set"] = self._out.write_row_list(f"{folder}/set", whole.rows, self._attributes(table, "set"))
+        if whole.escape is not None:
+            entries["escape"] = self._out.write_row_list(
+                f"{folder}/escape", whole.escape.row_list(), self._attributes(table, "escape")
+            )
+        self._entries[table] = entries
+
+    def _keep_rows(self, table: str, staged: StagedRows) -> None:
+        before = self._digests.get(table)
+        base = self._writer.mirrors.digest(table)
+        if before is not None and staged.digest is not None and base is not None:
+            # Both changes were computed from the mirror's state; they touch disjoint rows, so they add up.
+            staged.digest = (before + staged.digest - base) % (1 << 64)
+        self._digests[table] = staged.digest
+        self._rows.setdefault(table, []).append(staged)
+
+    def _write_lists(self, table: str, staged: StagedRows) -> None:
+        entries = self._entries.setdefault(table, {})
+        for operation, item in staged.lists.items():
+            folder = self._group(table)
+            entries[operation] = self._out.write_row_list(
+                f"{folder}/{operation}", item.row_list(), self._attributes(table, operation)
+            )
+
+    def _group(self, table: str) -> str:
+        """Put the part's group document once and return its folder."""
+        schema = self._tables[table]
+        folder = self._out.part_folder(table, (0, schema.dim), schema.dim)
+        if folder not in self._folders:
+            self._folders.add(folder)
+            self._out.write_group(
+                folder,
+                {"table": table, "rows": [0, schema.num_rows], "columns": [0, schema.dim], "schema": _plain(schema)},
+            )
+        return folder
+
+    def _attributes(self, table: str, operation: str) -> dict[str, JsonValue]:
+        return {"table": table, "operation": operation, "encoding": _plain(self._tables[table].encoding)}
+
+    def _check_first(self, table: str, *operations: str) -> None:
+        wanted = set(operations)
+        done = {op for staged in self._rows.get(table, []) for op in staged.lists} | set(self._entries.get(table, {}))
+        if table in self._whole or (done & wanted if wanted else done):
+            raise BadInput(
+                f"table {table!r} was written in this transaction already; give its rows at once", table=table
+            )
+
+    def _check_disjoint(self, table: str, row_ids: RowIds) -> None:
+        for staged in self._rows.get(table, []):
+            for item in staged.lists.values():
+                both = np.intersect1d(item.rows, row_ids, assume_unique=True)
+                if len(both):
+                    raise BadInput(
+                        f"row {int(both[0])} of table {table!r} is both written and deleted in one transaction",
+                        table=table, found=int(both[0]),
+                    )  # fmt: skip
+
+    def _write_dense(self) -> None:
+        """Write changed dense tensors; reference those whose bytes a segment of the new chain holds."""
+        known: dict[str, DenseEntry] = {}
+        base = self._writer._snapshot
+        if self.kind == "delta" and base is not None:
+            kept = {entry.seg for entry in self._writer.head.record.chain[: self._keep]}
+            for name, old in base.manifests[-1].dense.items():
+                segment = old.segment or base.readers[-1].name
+                if segment in kept:
+                    known[name] = msgspec.structs.replace(old, segment=segment)
+        changed: dict[str, Array] = {}
+        for name, tensor in self._dense.items():
+            old_entry = known.get(name)
+            dtype = self._dense_dtypes.get(name, tensor.dtype.name)
+            same = old_entry is not None and (old_entry.shape, old_entry.dtype) == (tensor.shape, dtype)
+            if same and old_entry is not None and old_entry.digest == object_digest(tensor.reshape(-1).view(np.uint8)):
+                self._out.reference_dense(name, old_entry)
+            else:
+                changed[name] = tensor
+        self._out.write_dense(changed, self._dense_dtypes)
+
+    def _check_open(self) -> None:
+        if self._ended or self._writer._open is not self:
+            raise BadInput("the transaction has ended; begin another one")
+
+
+def _hex(digest: int | None) -> str | None:
+    return None if digest is None else f"{digest:016x}"
+
+
+def _plain(document: Any) -> JsonValue:
+    return msgspec.to_builtins(document)
+
+
+def _needs_sample(options: TableOptions, dtype: str) -> bool:
+    name = options.encoding or ("lattice" if dtype == "float32" else "float_bits")
+    return name == "lattice" and options.scale is None and options.max_error is None

@@ -1,0 +1,88 @@
+"""The library's own threads: bounded work in flight, first error wins, optional bandwidth cap.
+
+Kernels and codecs release the GIL and are serial, so row blocks on these threads are the only parallelism.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+
+def default_threads() -> int:
+    """Return the number of threads used when the caller names none: the CPUs this process may use, at most 8."""
+    return max(1, min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
+
+
+class Throttle:
+    """A cap on bytes per second, shared by threads; ``None`` means no cap."""
+
+    def __init__(self, bytes_per_s: float | None) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._free_at = 0.0
+        self._lock = threading.Lock()
+
+    def take(self, size_bytes: int) -> None:
+        """Block until ``size_bytes`` more may be sent."""
+        if self._bytes_per_s is None:
+            return
+        with self._lock:
+            now = time.monotonic()
+            wait = max(0.0, self._free_at - now)
+            self._free_at = max(now, self._free_at) + size_bytes / self._bytes_per_s
+        if wait:
+            time.sleep(wait)
+
+
+class Workers:
+    """A pool of threads that runs batches of tasks; usable from several threads, not from its own tasks."""
+
+    def __init__(self, threads: int | None = None, *, name: str = "cnr") -> None:
+        self.threads = threads or default_threads()
+        self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix=name)
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for what runs and end the threads. A second call is harmless."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def run(self, tasks: Iterable[Callable[[], Result]]) -> list[Result]:
+        """Run tasks, at most two per thread in flight, and return their results in order; blocks.
+
+        The first error stops what has not started, waits for what has, and is raised.
+        """
+        pending: deque[Future[Result]] = deque()
+        results: list[Result] = []
+        try:
+            for task in tasks:
+                if len(pending) >= 2 * self.threads:
+                    results.append(pending.popleft().result())
+                pending.append(self._pool.submit(task))
+            while pending:
+                results.append(pending.popleft().result())
+        except BaseException:
+            for future in pending:
+                future.cancel()
+            for future in pending:
+                if not future.cancelled():
+                    future.exception()
+            raise
+        return results
+
+
+def blocks(count: int, size: int) -> list[tuple[int, int]]:
+    """Return half-open ranges of at most ``size`` that cover ``range(count)``."""
+    return [(start, min(start + size, count)) for start in range(0, count, size)]
