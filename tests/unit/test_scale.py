@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cnr_store.encodings import lattice, scale
+from cnr_store.errors import BadInput
+from cnr_store.types import MAX_CODE, AffineBits, Precision
+
+
+def normal_rows(n: int = 512, d: int = 32, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((n, d), dtype=np.float32) * np.float32(0.1)
+
+
+def test_a_given_scale_is_taken_as_fp32() -> None:
+    assert scale.choose_scale(normal_rows(), Precision(scale=0.1)) == float(np.float32(0.1))
+
+
+@pytest.mark.parametrize("max_error", [0.01, 1e-3, 3e-5, 1 / 3])
+def test_no_element_errs_by_more_than_max_error(max_error: float) -> None:
+    rows = normal_rows()
+
+    step = scale.choose_scale(rows, Precision(max_error=max_error))
+
+    assert step <= 2 * max_error < float(np.nextafter(np.float32(step), np.float32(np.inf)))
+    assert step == float(np.float32(step))
+    errors = np.abs(lattice.decode(lattice.encode(rows, step), step).astype(np.float64) - rows)
+    assert errors.max() <= max_error + np.abs(rows).max() * 2.0**-23
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("unit", [1.0, 1e-12, 1e15])
+def test_bits_meets_the_error_of_check_n_run_rows_within_half_a_percent(bits: AffineBits, unit: float) -> None:
+    rows = normal_rows() * np.float32(unit)
+    target = scale.affine_mse(rows, bits)
+
+    found = scale.lattice_mse(rows, scale.choose_scale(rows, Precision(bits=bits)))
+
+    assert 0.995 * target <= found <= target
+
+
+def test_more_bits_give_a_finer_scale() -> None:
+    rows = normal_rows(n=256)
+    scales = [scale.choose_scale(rows, Precision(bits=bits)) for bits in (2, 3, 4, 8)]
+    assert scales == sorted(scales, reverse=True)
+
+
+def test_the_scale_follows_the_unit_of_the_values_exactly_by_powers_of_two() -> None:
+    rows = normal_rows(n=256)
+    one, other = (scale.choose_scale(rows * np.float32(f), Precision(bits=4)) for f in (1.0, 2.0**-20))
+    assert other == one * 2.0**-20
+
+
+def test_heavy_tailed_rows_are_met_too() -> None:
+    rows = np.random.default_rng(1).standard_t(2.0, (512, 16)).astype(np.float32)
+    target = scale.affine_mse(rows, 2)
+    assert 0.995 * target <= scale.lattice_mse(rows, scale.choose_scale(rows, Precision(bits=2))) <= target
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (np.empty((0, 8), np.float32), 1 / scale.FALLBACK_STEPS),
+        (np.zeros((10, 8), np.float32), 1 / scale.FALLBACK_STEPS),
+        (np.full((10, 8), 0.5, np.float32), 0.5 / scale.FALLBACK_STEPS),
+    ],
+    ids=["empty", "zeros", "constant"],
+)
+def test_a_sample_that_says_nothing_gives_the_documented_scale(rows: np.ndarray, expected: float) -> None:
+    assert scale.choose_scale(rows, Precision(bits=8)) == expected
+
+
+def test_rows_that_are_not_finite_do_not_count() -> None:
+    rows = normal_rows(n=256)
+    spoiled = np.concatenate([rows, np.full((2, 32), np.nan, np.float32), np.full((1, 32), np.inf, np.float32)])
+    assert scale.choose_scale(spoiled, Precision(bits=4)) == scale.choose_scale(rows, Precision(bits=4))
+
+
+@pytest.mark.parametrize("precision", [Precision(), Precision(bits=4, scale=0.1)])
+def test_exactly_one_target_is_asked_for(precision: Precision) -> None:
+    with pytest.raises(BadInput, match="exactly one"):
+        scale.choose_scale(normal_rows(), precision)
+
+
+@pytest.mark.parametrize("precision", [Precision(scale=0.0), Precision(max_error=-1.0), Precision(max_error=np.nan)])
+def test_targets_that_are_no_positive_numbers_are_refused(precision: Precision) -> None:
+    with pytest.raises(BadInput, match="lattice scale"):
+        scale.choose_scale(normal_rows(), precision)
+
+
+def test_values_beyond_the_code_range_are_refused_with_the_smallest_scale_that_works() -> None:
+    rows = np.array([[1.0, 3.0 * MAX_CODE]], np.float32)
+
+    with pytest.raises(BadInput, match="at least 3 ") as caught:
+        scale.choose_scale(rows, Precision(scale=1.0))
+
+    assert caught.value.found == 3.0 * MAX_CODE
+    assert scale.choose_scale(rows, Precision(scale=3.0)) == 3.0
