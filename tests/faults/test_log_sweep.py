@@ -1,0 +1,247 @@
+"""The log with every fault at every storage call: what was acknowledged stays, and appears exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from random import Random
+from typing import Any
+
+import fsspec
+import pytest
+
+from cnr_store.errors import CommitStateUnknown, Conflict, CorruptStore, StorageFailure
+from cnr_store.layout import segment_name
+from cnr_store.log import CommitLog, RetryPolicy
+from cnr_store.rebase import draft_after, draft_init, rebase_data, rebase_fence, rebase_rollback, rebase_tag
+from cnr_store.records import ChainEntry, CommitRecord, LogEntry, WriterInfo
+from cnr_store.storage import storage_from_filesystem
+from cnr_store.testing.faulty import FaultKind, FaultyFileSystem
+from cnr_store.testing.sweep import sweep
+
+STORE = "5" * 32
+WRITER = WriterInfo(host="h", lib="0.1.0", run_id="r")
+
+
+def open_log(fs: fsspec.AbstractFileSystem) -> CommitLog:
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    return CommitLog(
+        storage_from_filesystem(fs, "/root"),
+        STORE,
+        retry=RetryPolicy(deadline_s=0.5),
+        monotonic_s=lambda: now[0],
+        sleep=sleep,
+        random=Random(0),
+    )
+
+
+def txn(number: int) -> str:
+    return f"{number:032x}"
+
+
+def delta(head: LogEntry, number: int, epoch: int, **changes: Any) -> CommitRecord:
+    chain, start = head.record.chain, head.record.logical
+    own = ChainEntry(
+        seg=segment_name(head.record.v, txn(number)),
+        sha256="0" * 64,
+        kind="delta" if chain else "baseline",
+        l0=start if chain else 0,
+        l1=start + 1,
+        bytes=1,
+        rows=1,
+    )
+    kept = {"chain": (*chain, own), "logical": start + 1, "step": number, "epoch": epoch, **changes}
+    return draft_after(head.record, "delta" if chain else "full", WRITER, **kept)
+
+
+def append_delta(log: CommitLog, head: LogEntry, number: int, epoch: int, **changes: Any) -> LogEntry:
+    return log.append(head, delta(head, number, epoch, **changes), partial(rebase_data, txn=txn(number)))
+
+
+def append_fence(log: CommitLog, head: LogEntry) -> LogEntry:
+    return log.append(head, draft_after(head.record, "fence", WRITER, epoch=head.record.epoch + 1), rebase_fence)
+
+
+def append_tag(log: CommitLog, head: LogEntry, name: str) -> LogEntry:
+    target = head.record.v
+    tags = {**head.record.tags, name: target}
+    return log.append(head, draft_after(head.record, "tag", WRITER, name=name, target=target, tags=tags), rebase_tag)
+
+
+def append_rollback(log: CommitLog, head: LogEntry, target: LogEntry) -> LogEntry:
+    record = target.record
+    draft = draft_after(
+        head.record,
+        "rollback",
+        WRITER,
+        target=record.v,
+        chain=record.chain,
+        logical=record.logical,
+        step=record.step,
+    )
+    return log.append(head, draft, rebase_rollback)
+
+
+class LogScenario:
+    """Common law of the scenarios: acknowledged entries stand in the log, once, on the state they were made from.
+
+    A run notes ("try", number) before and ("ack", entry) after each append.
+    """
+
+    def prepare(self, fs: fsspec.AbstractFileSystem) -> None:
+        """Start from nothing."""
+
+    def run(self, fs: FaultyFileSystem, acknowledged: list[Any]) -> None:
+        raise NotImplementedError
+
+    def check(self, fs: fsspec.AbstractFileSystem, acknowledged: list[Any]) -> None:
+        log = open_log(fs)
+        entries = acknowledged_entries(acknowledged)
+        try:
+            newest = log.latest()
+        except CorruptStore:
+            assert not entries, "an acknowledged log is gone"
+            return
+        found = {entry.record.v: entry for entry in log.walk(newest)}
+        for entry in entries:
+            assert found.get(entry.record.v) == entry, f"acknowledged version {entry.record.v} is lost"
+        tried = {value for what, value in acknowledged if what == "try"}
+        committed = [entry.record.step for entry in found.values() if entry.record.kind in ("full", "delta")]
+        assert len(committed) == len(set(committed)), "an append is in the log twice"
+        assert set(committed) <= tried, "the log holds what nobody appended"
+        self.can_go_on(fs)
+
+    def can_go_on(self, fs: fsspec.AbstractFileSystem) -> None:
+        """The next process fences and appends, whatever happened before."""
+        log = open_log(fs.inner.fork() if isinstance(fs, FaultyFileSystem) else fs)
+        head = append_fence(log, log.latest())
+        entry = append_delta(log, head, 9_999, head.record.epoch)
+        assert log.latest() == entry
+
+
+def acknowledged_entries(acknowledged: list[Any]) -> list[LogEntry]:
+    return [entry for what, entry in acknowledged if what == "ack"]
+
+
+class OneWriter(LogScenario):
+    """Init, fence, deltas, tag, rollback, one more delta. Goes on after a failure as a trainer would."""
+
+    def run(self, fs: FaultyFileSystem, acknowledged: list[Any]) -> None:
+        log = open_log(fs)
+        acknowledged.append(("ack", log.append_first(draft_init(WRITER))))
+        head = append_fence(log, log.latest())
+        acknowledged.append(("ack", head))
+        epoch = head.record.epoch
+        good = head
+        for number in range(1, 5):
+            acknowledged.append(("try", number))
+            head = self.settled(log, head, partial(append_delta, log, head, number, epoch), acknowledged)
+            good = head if number == 2 else good
+        head = self.settled(log, head, partial(append_tag, log, head, "kept"), acknowledged)
+        head = self.settled(log, head, partial(append_rollback, log, head, good), acknowledged)
+        acknowledged.append(("try", 5))
+        self.settled(log, head, partial(append_delta, log, head, 5, epoch), acknowledged)
+
+    def settled(
+        self, log: CommitLog, head: LogEntry, append: Callable[[], LogEntry], acknowledged: list[Any]
+    ) -> LogEntry:
+        """The head after an append, which is repeated until its outcome is known."""
+        try:
+            entry = append()
+        except CommitStateUnknown:
+            assert log.unresolved is not None
+            resolved = log.resolve()
+            assert resolved is not None, "nobody else writes here"
+            entry = resolved
+        except StorageFailure:
+            assert log.unresolved is None
+            return head
+        acknowledged.append(("ack", entry))
+        return entry
+
+
+class LargeLists(OneWriter):
+    """The same with lists that need a side object in every record."""
+
+    def prepare(self, fs: fsspec.AbstractFileSystem) -> None:
+        log = open_log(fs)
+        first = log.append_first(draft_init(WRITER))
+        aborted = tuple(txn(10**6 + number) for number in range(300))
+        log.append(first, draft_after(first.record, "expire", WRITER, aborted=aborted), rebase_fence)
+
+
+class TwoWriters(LogScenario):
+    """A process is replaced by another in mid-work; the first comes back and must find itself fenced."""
+
+    def run(self, fs: FaultyFileSystem, acknowledged: list[Any]) -> None:
+        other = open_log(FaultyFileSystem(fs.inner))
+        log = open_log(fs)
+        acknowledged.append(("ack", log.append_first(draft_init(WRITER))))
+        mine = append_fence(log, log.latest())
+        acknowledged.append(("try", 1))
+        head = mine
+        try:
+            head = append_delta(log, mine, 1, mine.record.epoch)
+            acknowledged.append(("ack", head))
+        except CommitStateUnknown:
+            assert log.unresolved == mine.record.v + 1  # it may land before the other's fence, or meet it there
+
+        theirs = append_fence(other, other.latest())
+        acknowledged.append(("ack", append_tag(other, theirs, "taken over")))
+        acknowledged.append(("try", 2))
+        newest = append_delta(other, other.latest(), 2, theirs.record.epoch)
+        acknowledged.append(("ack", newest))
+
+        acknowledged.append(("try", 3))
+        with pytest.raises((Conflict, StorageFailure, CorruptStore)):
+            append_delta(log, head, 3, mine.record.epoch)
+        straggler = log.resolve()
+        if straggler is not None:
+            assert straggler.record.step == 1
+            acknowledged.append(("ack", straggler))
+        assert other.latest() == newest
+
+
+@pytest.mark.parametrize("scenario", [OneWriter(), LargeLists(), TwoWriters()], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("calls_hit", [1, 3])
+def test_no_fault_at_any_call_loses_or_repeats_an_acknowledged_append(scenario: LogScenario, calls_hit: int) -> None:
+    report = sweep(scenario, calls_hit=calls_hit)
+
+    assert not report.failures, str(report)
+    assert report.crashed > report.calls  # each call can crash before its effect, some after it
+    print(report)  # noqa: T201  shown with -s
+
+
+LASTING = [FaultKind.FAIL_BEFORE, FaultKind.DISK_FULL, FaultKind.DELAYED_PUT]
+
+
+@pytest.mark.parametrize("scenario", [OneWriter(), LargeLists(), TwoWriters()], ids=lambda s: type(s).__name__)
+def test_outage_that_lasts_ends_in_an_error_and_loses_nothing(scenario: LogScenario) -> None:
+    report = sweep(scenario, LASTING, calls_hit=10**6, delay_calls=[10**6])
+
+    assert not report.failures, str(report)
+    assert report.refused > report.runs / 4  # a record with a side object fails cleanly, and the run goes on
+
+
+class Forgetful(OneWriter):
+    """A writer that calls its appends acknowledged before they are."""
+
+    def settled(
+        self, log: CommitLog, head: LogEntry, append: Callable[[], LogEntry], acknowledged: list[Any]
+    ) -> LogEntry:
+        try:
+            entry = append()
+        except (CommitStateUnknown, StorageFailure):
+            entry = LogEntry(head.record, "f" * 64)
+        acknowledged.append(("ack", entry))
+        return entry
+
+
+def test_the_sweep_finds_a_writer_that_acknowledges_too_early() -> None:
+    report = sweep(Forgetful(), [FaultKind.FAIL_BEFORE], calls_hit=10**6)
+
+    assert any("is lost" in failure.problem for failure in report.failures)
