@@ -27,8 +27,7 @@ TEMPORARY_PREFIX = ".tmp-"
 _PART = re.compile(r"[A-Za-z0-9._%-]+")
 _PROBE_ATTEMPTS = 3
 _UNSAFE_ADVICE = (
-    "commits would not be safe there. Use another backend, or unsafe_single_writer=True if nobody else "
-    "ever writes"
+    "commits would not be safe there. Use another backend, or unsafe_single_writer=True if nobody else ever writes"
 )
 
 

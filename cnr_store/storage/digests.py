@@ -36,8 +36,7 @@ def read_verified(storage: Storage, key: str, *, size_bytes: int, digest: str) -
     data = storage.read(key, start=0, stop=size_bytes + 1)
     if data is None:
         raise MissingObject(
-            f"object {key!r} in {storage.url} is missing; the inventory says {size_bytes} bytes. "
-            "Run `cnr verify`",
+            f"object {key!r} in {storage.url} is missing; the inventory says {size_bytes} bytes. Run `cnr verify`",
             path=key,
             expected=size_bytes,
         )

@@ -132,9 +132,7 @@ class LocalStorage(Storage):
         except OSError as error:
             raise self._failure(error, "listing", folder) from error
         # As on object stores, a folder is there when an object is in it.
-        return [
-            name for name in names if any(True for _ in self._list_objects(f"{folder}/{name}".lstrip("/")))
-        ]
+        return [name for name in names if any(True for _ in self._list_objects(f"{folder}/{name}".lstrip("/")))]
 
     def _delete(self, keys: list[str]) -> None:
         for key in keys:
@@ -180,9 +178,7 @@ class LocalStorage(Storage):
     def _entries(self, folder: str) -> list[os.DirEntry[str]]:
         try:
             with os.scandir(self._path(folder)) as entries:
-                return sorted(
-                    (entry for entry in entries if is_key(entry.name)), key=lambda entry: entry.name
-                )
+                return sorted((entry for entry in entries if is_key(entry.name)), key=lambda entry: entry.name)
         except (FileNotFoundError, NotADirectoryError):
             return []
 

@@ -79,26 +79,20 @@ def open_storage(
         raise _caching(redact_url(place))
     if scheme in _LOCAL:
         if options:
-            raise BadInput(
-                f"storage_options do not apply to the local path {redact_url(place)}; leave them out"
-            )
+            raise BadInput(f"storage_options do not apply to the local path {redact_url(place)}; leave them out")
         return LocalStorage(
             place[match.end() :] if match else place, fsync=fsync, unsafe_single_writer=unsafe_single_writer
         )
     secrets = Secrets(options, place)
     fs, root = _connect(place, scheme, options, secrets)
-    return _storage(
-        fs, root, url=redact_url(place), secrets=secrets, unsafe_single_writer=unsafe_single_writer
-    )
+    return _storage(fs, root, url=redact_url(place), secrets=secrets, unsafe_single_writer=unsafe_single_writer)
 
 
-def storage_from_filesystem(
-    fs: fsspec.AbstractFileSystem, root: str, *, unsafe_single_writer: bool = False
-) -> Storage:
+def storage_from_filesystem(fs: fsspec.AbstractFileSystem, root: str, *, unsafe_single_writer: bool = False) -> Storage:
     """Return the storage at ``root`` of a file system object; its exclusive create is chosen by its class.
 
     A class may declare ``cnr_exclusive_create = True`` if its ``pipe_file(path, data, mode="create")`` is
-    exclusive and raises FileExistsError for the loser; `cnr_store.testing.StorageContract` checks it.
+    exclusive and raises FileExistsError for the loser; `cnr_store.testing.contract.StorageContract` checks it.
 
     Raises
     ------
@@ -113,9 +107,7 @@ def storage_from_filesystem(
     return _storage(fs, root, url=url, secrets=secrets, unsafe_single_writer=unsafe_single_writer)
 
 
-def _connect(
-    url: str, scheme: str, options: dict[str, Any], secrets: Secrets
-) -> tuple[fsspec.AbstractFileSystem, str]:
+def _connect(url: str, scheme: str, options: dict[str, Any], secrets: Secrets) -> tuple[fsspec.AbstractFileSystem, str]:
     if scheme in _EXTRAS:
         # No listing may be older than its request. And no cache of instances: it would keep the options
         # for the life of the process and hand one client to callers with other needs.
@@ -124,9 +116,7 @@ def _connect(
     try:
         fs, root = fsspec.core.url_to_fs(url, **options)
     except ImportError as error:
-        wanted = (
-            f"cnr-store[{_EXTRAS[scheme]}]" if scheme in _EXTRAS else f"the fsspec driver for {scheme}://"
-        )
+        wanted = f"cnr-store[{_EXTRAS[scheme]}]" if scheme in _EXTRAS else f"the fsspec driver for {scheme}://"
         command = f'pip install "{wanted}"' if scheme in _EXTRAS else f"install {wanted}"
         raise MissingDependency(
             f"{shown} needs a package that is not installed; {command}", found=scheme
@@ -136,9 +126,7 @@ def _connect(
             raise BadInput(
                 f"no driver is known for the protocol {scheme!r} of {shown}", found=scheme
             ) from secrets.without(error)
-        raise storage_failure(
-            error, action="opening", url=shown, key=None, secrets=secrets
-        ) from secrets.without(error)
+        raise storage_failure(error, action="opening", url=shown, key=None, secrets=secrets) from secrets.without(error)
     return fs, str(root)
 
 

@@ -83,19 +83,14 @@ class RemoteStorage(Storage):
         for name, info in self._found(folder).items():
             key = self._key_of(name)
             # "name/" is how some tools mark an empty folder; drivers list an object below itself.
-            if (
-                info.get("type") == "file"
-                and not name.endswith("/")
-                and key.startswith(start)
-                and is_key(key)
-            ):
+            if info.get("type") == "file" and not name.endswith("/") and key.startswith(start) and is_key(key):
                 yield ObjectStat(key, int(info["size"] or 0), _modified_ms(info))
 
     def _found(self, folder: str) -> dict[str, dict[str, Any]]:
         def find() -> dict[str, dict[str, Any]]:
             self._fs.invalidate_cache()
-            found: dict[str, dict[str, Any]] = self._fs.find(self._path(folder), detail=True)
-            return found
+            found = self._fs.find(self._path(folder), detail=True)
+            return found if isinstance(found, dict) else {}  # adlfs answers [path] when the path is an object
 
         return self._ask("listing", folder, find, absent={})
 

@@ -1,6 +1,8 @@
-"""Parts for testing a backend or a program against the store; needs pytest.
+"""Parts for testing a backend, or a program, against the store. Each module is imported by itself.
 
-::
+``contract`` holds the backend contract and needs pytest::
+
+    from cnr_store.testing.contract import StorageContract
 
     class TestMyBackend(StorageContract):
         def make_storage(self) -> Storage:
@@ -9,6 +11,5 @@
 
 from __future__ import annotations
 
-from cnr_store.testing.contract import StorageContract
-
-__all__ = ["StorageContract"]
+# Nothing here: the other modules must import where pytest is not installed.
+__all__: list[str] = []

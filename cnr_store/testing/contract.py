@@ -4,6 +4,8 @@ Subclass `StorageContract`, return a client of an empty root from ``make_storage
 subclass. Each test names one promise; the requirement ids are those of the spec's storage section.
 """
 
+# The name of each test is its docstring.
+# ruff: noqa: D102
 from __future__ import annotations
 
 import random

@@ -32,6 +32,7 @@ PUBLIC = {
         Movement RowMovement row_movement row_slots rows_with_state scalar_state
         RowRequest Staged StagingBuffers gather_rows
     """,
+    "cnr_store.testing": "",
     "cnr_store_tools": "",
 }
 
