@@ -1,0 +1,366 @@
+"""From URLs and file systems to storages: which are refused, and that no option ever shows."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import traceback
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+
+from cnr_store.errors import AccessDenied, BadInput, CnrStoreError, StorageFailure, UnsafeBackend
+from cnr_store.storage import CreateOutcome, Storage, open_storage, storage_from_filesystem
+from cnr_store.storage.redaction import RedactedCause, Secrets, redact_url
+from cnr_store.storage.remote import AzureStorage, GcsStorage, MemoryStorage, S3Storage
+
+SECRET = "mark3r-s3cret/+=value"
+
+
+class PrivateMemory(MemoryFileSystem):
+    """Memory of its own, so that tests cannot meet."""
+
+    cachable = False
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(global_store=False, **options)
+
+
+class IgnoresTheMode(PrivateMemory):
+    """Says nothing and overwrites, as zonal GCS buckets and some S3 servers do."""
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
+        super().pipe_file(path, value, mode="overwrite")
+
+
+class RefusesButOverwrites(PrivateMemory):
+    """The worst: the loser is told so, and its bytes are there."""
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
+        existed = self.exists(path)
+        super().pipe_file(path, value, mode="overwrite")
+        if mode == "create" and existed:
+            raise FileExistsError(path)
+
+
+class KnowsNoMode(PrivateMemory):
+    """An older driver: an unexpected argument for every create."""
+
+    def pipe_file(self, path: str, value: bytes, **options: Any) -> None:
+        if options:
+            raise TypeError("unexpected keyword argument 'mode'")
+        super().pipe_file(path, value)
+
+
+class LosesReplies(PrivateMemory):
+    """Every create works and then fails, as when a proxy drops the answer."""
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
+        super().pipe_file(path, value, mode=mode)
+        if mode == "create":
+            raise ConnectionResetError("reply lost")
+
+
+class Declared(MemoryFileSystem):
+    """Stands for a third-party driver that promises an exclusive create."""
+
+    protocol = "declared"
+    cachable = False
+    cnr_exclusive_create = True
+
+
+class Undeclared(fsspec.AbstractFileSystem):
+    """A third-party driver that promises nothing; keeps objects in a private memory."""
+
+    protocol = "undeclared"
+    cachable = False
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.inner = PrivateMemory()
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
+        return bytes(self.inner.cat_file(path, start=start, end=end))
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
+        self.inner.pipe_file(path, value)
+
+    def rm_file(self, path: str) -> None:
+        self.inner.rm_file(path)
+
+
+class Broken(PrivateMemory):
+    """Fails with a chosen error wherever a backend can."""
+
+    protocol = "broken"
+    cnr_exclusive_create = True
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
+    def _fail(self, *args: Any, **options: Any) -> Any:
+        raise self.error
+
+    cat_file = pipe_file = rm_file = find = ls = _fail
+
+
+@pytest.mark.parametrize("kind", [IgnoresTheMode, RefusesButOverwrites, KnowsNoMode])
+def test_the_probe_refuses_a_backend_that_ignores_the_condition(kind: type[PrivateMemory]) -> None:
+    fs = kind()
+
+    with pytest.raises((UnsafeBackend, StorageFailure)) as caught:
+        storage_from_filesystem(fs, "/root").probe()
+
+    assert isinstance(caught.value, UnsafeBackend) is (kind is not KnowsNoMode)
+    assert fs.store == {}
+
+
+def test_the_probe_reads_back_when_replies_are_lost() -> None:
+    storage = storage_from_filesystem(LosesReplies(), "/root")
+
+    storage.probe()
+
+    assert storage.create("a", b"x") is CreateOutcome.UNKNOWN
+    assert storage.create("a", b"x") is CreateOutcome.EXISTS
+
+
+@pytest.mark.parametrize("wrapper", ["simplecache", "filecache", "blockcache"])
+def test_caching_wrappers_are_refused_even_for_a_single_writer(wrapper: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsafeBackend, match="caching wrapper"):
+        open_storage(f"{wrapper}::memory://x", unsafe_single_writer=True)
+
+    fs = fsspec.filesystem(wrapper, target_protocol="memory", cache_storage=str(tmp_path))
+    with pytest.raises(UnsafeBackend, match="caching wrapper"):
+        storage_from_filesystem(fs, "/x", unsafe_single_writer=True)
+
+
+@pytest.mark.parametrize("fs", [Undeclared(), DirFileSystem("/x", PrivateMemory())], ids=["other", "wrapper"])
+def test_an_unknown_file_system_is_refused(fs: fsspec.AbstractFileSystem) -> None:
+    with pytest.raises(UnsafeBackend, match="unsafe_single_writer"):
+        storage_from_filesystem(fs, "/root")
+
+
+def test_a_single_writer_may_use_an_unknown_file_system() -> None:
+    storage = storage_from_filesystem(Undeclared(), "/root", unsafe_single_writer=True)
+
+    storage.probe()
+
+    assert not storage.is_exclusive
+    assert storage.create("a", b"first") is CreateOutcome.CREATED
+    assert storage.create("a", b"second") is CreateOutcome.EXISTS
+    assert storage.read("a") == b"first"
+
+
+def test_a_class_may_declare_its_create_exclusive() -> None:
+    storage = storage_from_filesystem(Declared(), f"/{uuid.uuid4().hex}")
+
+    storage.probe()
+
+    assert storage.is_exclusive
+
+
+def test_a_look_alike_of_a_known_protocol_is_not_trusted() -> None:
+    class Imposter(Undeclared):
+        protocol = "s3"
+
+    with pytest.raises(UnsafeBackend):
+        storage_from_filesystem(Imposter(), "bucket")
+
+
+class ZonalGcs(fsspec.asyn.AsyncFileSystem):
+    """What the refusal looks at, and a record of what was sent."""
+
+    cachable = False
+
+    def __init__(self, zonal: bool) -> None:
+        super().__init__()
+        self.zonal = zonal
+        self.sent: list[str] = []
+
+    async def _is_zonal_bucket(self, bucket: str) -> bool:
+        assert bucket == "bucket"
+        return self.zonal
+
+    async def _pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
+        self.sent.append(f"{mode} {path}")
+
+
+@pytest.mark.parametrize("zonal", [True, False])
+def test_zonal_buckets_are_refused_before_anything_is_sent(zonal: bool) -> None:
+    fs = ZonalGcs(zonal)
+    storage = GcsStorage(fs, "bucket/root", url="gs://bucket/root", secrets=Secrets())
+
+    if zonal:
+        with pytest.raises(UnsafeBackend, match="zonal"):
+            storage.create("a", b"x")
+        with pytest.raises(UnsafeBackend, match="zonal"):
+            storage.probe()
+    else:
+        assert storage.create("a", b"x") is CreateOutcome.CREATED
+
+    assert fs.sent == ([] if zonal else ["create bucket/root/a"])
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "kind"),
+    [
+        ("s3://bucket/root", {"key": "k", "secret": SECRET, "endpoint_url": "http://127.0.0.1:9"}, S3Storage),
+        ("gs://bucket/root", {"token": "anon"}, GcsStorage),
+        ("abfs://bucket/root", {"account_name": "account", "account_key": "c2VjcmV0"}, AzureStorage),
+        ("memory://root", {}, MemoryStorage),
+    ],
+)
+def test_each_known_url_gets_its_own_way_of_creating(url: str, options: dict[str, Any], kind: type[Storage]) -> None:
+    storage = open_storage(url, storage_options=options)
+
+    assert type(storage) is kind
+    assert storage.url == url
+    assert storage.is_exclusive
+
+
+@pytest.mark.parametrize(
+    ("package", "url", "extra"),
+    [("s3fs", "s3://b/r", "s3"), ("gcsfs", "gs://b/r", "gcs"), ("adlfs", "abfs://b/r", "azure")],
+)
+def test_a_missing_driver_names_the_extra_to_install(package: str, url: str, extra: str) -> None:
+    program = f"""
+import sys
+sys.modules[{package!r}] = None
+from cnr_store.errors import MissingDependency
+from cnr_store.storage import open_storage
+try:
+    open_storage({url!r}, storage_options={{"secret": {SECRET!r}}})
+except MissingDependency as error:
+    print(error)
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+
+    assert f'pip install "cnr-store[{extra}]"' in found
+    assert SECRET not in found
+
+
+def test_an_unknown_protocol_is_bad_input() -> None:
+    with pytest.raises(BadInput, match="nosuchprotocol"):
+        open_storage("nosuchprotocol://x")
+
+
+def everything_said(error: BaseException) -> str:
+    """All that a log, a traceback or a record could show of an error."""
+    details = error.details() if isinstance(error, CnrStoreError) else {}
+    shown = [str(error), repr(error), repr(details), *traceback.format_exception(error)]
+    return "\n".join(shown)
+
+
+CALLS: dict[str, Callable[[Storage], Any]] = {
+    "read": lambda storage: storage.read("a"),
+    "put": lambda storage: storage.put("a", b"x"),
+    "list_objects": lambda storage: list(storage.list_objects("data")),
+    "list_folders": lambda storage: storage.list_folders("data"),
+    "delete": lambda storage: storage.delete(["a", "b"]),
+    "probe": lambda storage: storage.probe(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(PermissionError("no"), AccessDenied), (RuntimeError("no"), StorageFailure), (TimeoutError(), StorageFailure)],
+    ids=["denied", "unknown type", "timeout"],
+)
+def test_every_backend_error_becomes_ours_with_its_cause(
+    error: BaseException, kind: type[StorageFailure], call: Callable[[Storage], Any]
+) -> None:
+    storage = storage_from_filesystem(Broken(error), "/root")
+
+    with pytest.raises(kind) as caught:
+        call(storage)
+
+    assert type(caught.value) is kind
+    assert caught.value.__cause__ is error
+
+
+def test_create_raises_only_when_access_is_denied() -> None:
+    with pytest.raises(AccessDenied):
+        storage_from_filesystem(Broken(PermissionError("no")), "/root").create("a", b"x")
+
+    assert storage_from_filesystem(Broken(OSError("?")), "/root").create("a", b"x") is CreateOutcome.UNKNOWN
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_no_error_repeats_an_option(call: Callable[[Storage], Any], caplog: pytest.LogCaptureFixture) -> None:
+    class Chatty(Broken):
+        protocol = "chatty"
+
+    inner = ValueError(f"bad token {SECRET}")
+    outer = RuntimeError("wrapped")
+    outer.__cause__ = inner
+    fs = Chatty(outer)
+    fs.storage_options = {"secret": SECRET, "client_kwargs": {"headers": [SECRET]}}
+    storage = storage_from_filesystem(fs, "/root")
+
+    with caplog.at_level(logging.DEBUG, "cnr_store"), pytest.raises(StorageFailure) as caught:
+        call(storage)
+    storage.create("a", b"x")
+
+    assert isinstance(caught.value.__cause__, RedactedCause)
+    assert "RuntimeError" in str(caught.value.__cause__)
+    assert SECRET not in everything_said(caught.value) + caplog.text + repr(storage) + storage.url
+
+
+def test_no_message_of_a_real_driver_repeats_an_option() -> None:
+    storage = open_storage(
+        "s3://bucket/root",
+        storage_options={
+            "key": "KEY" + SECRET,
+            "secret": SECRET,
+            "endpoint_url": f"http://user:{SECRET.replace('/', '')}@127.0.0.1:9",
+            "config_kwargs": {"connect_timeout": 1, "retries": {"max_attempts": 0}},
+        },
+    )
+    storage._fs.retries = 1  # type: ignore[attr-defined]
+
+    with pytest.raises(StorageFailure) as caught:
+        storage.read("a")
+
+    said = everything_said(caught.value) + repr(storage) + storage.url
+    assert SECRET not in said
+    assert SECRET.replace("/", "") not in said
+
+
+def test_options_that_the_driver_refuses_are_not_repeated() -> None:
+    with pytest.raises(StorageFailure) as caught:
+        open_storage("abfs://container/root", storage_options={"connection_string": SECRET})
+
+    assert SECRET not in everything_said(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("s3://bucket/root", "s3://bucket/root"),
+        (f"ftp://user:{SECRET}@host/path", "ftp://***@host/path"),
+        ("ftp://user:p@ss@host/path", "ftp://***@host/path"),
+        (f"https://host/path?sig={SECRET}", "https://host/path?***"),
+        ("abfs://container@account.dfs.core.windows.net/x", "abfs://container@account.dfs.core.windows.net/x"),
+        ("s3://bucket/a:b@c", "s3://bucket/a:b@c"),
+        ("/local/what?ever:x@y", "/local/what?ever:x@y"),
+    ],
+)
+def test_credentials_in_a_url_are_masked(url: str, shown: str) -> None:
+    assert redact_url(url) == shown
+
+
+def test_a_refused_url_is_shown_without_its_credentials() -> None:
+    for url in [f"ftp://user:{SECRET}@127.0.0.1:9/x", f"simplecache::ftp://user:{SECRET}@host/x"]:
+        with pytest.raises(StorageFailure) as caught:
+            open_storage(url)
+
+        assert SECRET not in everything_said(caught.value), url
