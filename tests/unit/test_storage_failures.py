@@ -84,6 +84,7 @@ CREATE_CASES: list[tuple[str, BaseException, CreateOutcome]] = [
     ("304 for 412", from_s3fs("304", 304), EXISTS),
     ("304 without a code", client_error("Unknown", 304), EXISTS),
     ("S3 conflict", from_s3fs("ConditionalRequestConflict", 409), UNDECIDED),
+    ("S3 conflict, no status", client_error("ConditionalRequestConflict", None), UNDECIDED),
     ("S3 operation aborted", from_s3fs("OperationAborted", 409), UNDECIDED),
     ("GCS conflict", HttpError({"code": 409, "message": MISLEADING}), UNDECIDED),
     ("GCS rate limit", HttpError({"code": 429, "message": MISLEADING}), UNDECIDED),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import time
 import traceback
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,15 @@ class KnowsNoMode(PrivateMemory):
         if options:
             raise TypeError("unexpected keyword argument 'mode'")
         super().pipe_file(path, value)
+
+
+class SlowCheck(PrivateMemory):
+    """Leaves other threads time between the check and the assignment."""
+
+    def exists(self, path: str, **options: Any) -> bool:
+        found = super().exists(path, **options)
+        time.sleep(0.01)
+        return bool(found)
 
 
 class LosesReplies(PrivateMemory):
@@ -130,6 +141,17 @@ def test_the_probe_reads_back_when_replies_are_lost() -> None:
 
     assert storage.create("a", b"x") is CreateOutcome.UNKNOWN
     assert storage.create("a", b"x") is CreateOutcome.EXISTS
+
+
+def test_memory_decides_a_race_between_check_and_assignment() -> None:
+    fs = SlowCheck()
+    clients = [storage_from_filesystem(fs, "/root") for _ in range(8)]
+
+    with ThreadPoolExecutor(8) as pool:
+        outcomes = list(pool.map(lambda client: client.create("commits/0.json", b"record"), clients))
+
+    assert outcomes.count(CreateOutcome.CREATED) == 1
+    assert outcomes.count(CreateOutcome.EXISTS) == 7
 
 
 @pytest.mark.parametrize("wrapper", ["simplecache", "filecache", "blockcache"])
