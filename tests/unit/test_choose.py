@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from cnr_store.encodings import choose, packing
+from cnr_store.errors import BadInput
+from cnr_store.types import Affine
+
+
+def gauss(num_rows: int, dim: int) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal((num_rows, dim)).astype(np.float32)
+
+
+def test_a_sample_is_distinct_ascending_and_repeatable() -> None:
+    rows = choose.sample_rows(10**9, 5000, seed=3)
+    assert (np.diff(rows) > 0).all()
+    assert rows[0] >= 0
+    assert rows[-1] < 10**9
+    np.testing.assert_array_equal(rows, choose.sample_rows(10**9, 5000, seed=3))
+    assert not np.array_equal(rows, choose.sample_rows(10**9, 5000, seed=4))
+
+
+def test_a_sample_is_spread_over_the_table() -> None:
+    counts = np.histogram(choose.sample_rows(100_000, 10_000, seed=0), bins=10, range=(0, 100_000))[0]
+    assert counts.min() > 800
+
+
+def test_a_small_table_is_its_own_sample() -> None:
+    assert choose.sample_rows(3, 3, seed=0).tolist() == [0, 1, 2]
+    assert choose.sample_rows(0, 3, seed=0).tolist() == []
+    with pytest.raises(BadInput):
+        choose.sample_rows(-1, 3, seed=0)
+
+
+def test_sample_error_falls_by_about_six_decibels_per_bit() -> None:
+    errors = [choose.sample_mse(gauss(500, 64), Affine(bits=bits)) for bits in packing.WIDTHS]  # type: ignore[arg-type]
+    assert errors[0] == pytest.approx(0.11, rel=0.1)
+    assert errors[2] == pytest.approx(10 ** (-21.8 / 10), rel=0.05)
+    assert errors[3] < errors[2] / 200
+
+
+def test_sample_error_leaves_out_rows_that_cannot_be_encoded() -> None:
+    sample = gauss(100, 16)
+    error = choose.sample_mse(sample[:99], Affine(bits=4))
+    sample[99, 3] = np.nan
+    assert choose.sample_mse(sample, Affine(bits=4)) == error
+    assert choose.sample_mse(sample[99:], Affine(bits=4)) == 0.0
+
+
+@pytest.mark.parametrize("bits", packing.WIDTHS)
+def test_chosen_greedy_settings_are_near_the_best_tried(bits: int) -> None:
+    sample = gauss(200, 32)
+    num_bins, ratio = choose.choose_greedy(sample, bits)
+
+    def error(bins: int, share: float) -> float:
+        return choose.sample_mse(
+            sample,
+            Affine(bits=bits, search="greedy", param_dtype="float32", num_bins=bins, ratio=share),  # type: ignore[arg-type]
+        )
+
+    assert num_bins in choose.GREEDY_BINS
+    assert ratio in choose.GREEDY_RATIOS
+    # Chosen by mean l2, not mean squared error.
+    assert error(num_bins, ratio) <= 1.01 * min(
+        error(bins, share) for bins in (25, 50, 200) for share in (0.2, 0.5, 1.0)
+    )
+
+
+def test_coarse_codes_get_a_longer_greedy_path_than_fine_ones() -> None:
+    sample = gauss(200, 64)
+    assert choose.choose_greedy(sample, 2)[1] > choose.choose_greedy(sample, 8)[1]
+
+
+def test_without_rows_the_papers_greedy_settings_hold() -> None:
+    assert choose.choose_greedy(np.empty((0, 8), np.float32), 2) == (25, 1.0)
+    assert choose.choose_greedy(np.full((2, 8), np.nan, np.float32), 4) == (45, 0.2)
+    with pytest.raises(BadInput):
+        choose.choose_greedy(gauss(2, 8), 5)
+
+
+@pytest.mark.parametrize(
+    ("restores", "bits"), [(0, 2), (1, 2), (1.5, 3), (3, 3), (4, 4), (20, 4), (21, 8), (math.inf, 8)]
+)
+def test_code_width_follows_expected_restores(restores: float, bits: int) -> None:
+    assert choose.expected_bits(restores) == bits
+
+
+@pytest.mark.parametrize("restores", [-1, math.nan])
+def test_impossible_numbers_of_restores_are_refused(restores: float) -> None:
+    with pytest.raises(BadInput):
+        choose.expected_bits(restores)

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cnr_store.encodings import packing
+from cnr_store.errors import BadDtype, BadInput, BadShape
+
+
+def codes_of(num_rows: int, width: int, bits: int) -> np.ndarray:
+    return np.random.default_rng(bits).integers(0, 2**bits, (num_rows, width), dtype=np.uint8)
+
+
+def packed_by_numpy(codes: np.ndarray, bits: int) -> np.ndarray:
+    planes = (codes[:, :, None] >> np.arange(bits, dtype=np.uint8)) & 1
+    return np.packbits(planes.reshape(len(codes), codes.shape[1] * bits), axis=1, bitorder="little")
+
+
+@pytest.mark.parametrize("bits", packing.WIDTHS)
+@pytest.mark.parametrize("width", [8, 16, 64, 136])
+@pytest.mark.parametrize("num_rows", [0, 1, 5])
+def test_packing_is_numpys_little_endian_bit_stream(bits: int, width: int, num_rows: int) -> None:
+    codes = codes_of(num_rows, width, bits)
+    packed = np.full((num_rows, packing.packed_width(width, bits)), 255, np.uint8)
+
+    packing.pack(codes, bits=bits, out=packed)
+
+    np.testing.assert_array_equal(packed, packed_by_numpy(codes, bits))
+
+
+@pytest.mark.parametrize("bits", packing.WIDTHS)
+def test_unpacking_inverts_packing(bits: int) -> None:
+    codes = codes_of(37, 72, bits)
+    packed = np.empty((37, packing.packed_width(72, bits)), np.uint8)
+    unpacked = np.empty_like(codes)
+
+    packing.pack(codes, bits=bits, out=packed)
+    packing.unpack(packed, bits=bits, out=unpacked)
+
+    np.testing.assert_array_equal(unpacked, codes)
+
+
+def test_the_low_nibble_comes_first() -> None:
+    packed = np.empty((1, 4), np.uint8)
+    packing.pack(np.array([[1, 2, 3, 4, 5, 6, 7, 8]], np.uint8), bits=4, out=packed)
+    assert packed.tobytes() == bytes([0x21, 0x43, 0x65, 0x87])
+
+
+@pytest.mark.parametrize(("dim", "width"), [(1, 3), (8, 3), (9, 6), (130, 51)])
+def test_a_row_is_padded_to_eight_codes(dim: int, width: int) -> None:
+    assert packing.packed_width(dim, 3) == width
+
+
+@pytest.mark.parametrize("bits", [0, 1, 5, 16])
+def test_other_widths_are_refused(bits: int) -> None:
+    with pytest.raises(BadInput, match="2, 3, 4 or 8"):
+        packing.packed_width(8, bits)
+
+
+def test_arrays_that_do_not_fit_are_refused() -> None:
+    codes, packed = np.zeros((2, 8), np.uint8), np.zeros((2, 4), np.uint8)
+    with pytest.raises(BadShape):
+        packing.pack(codes, bits=3, out=packed)
+    with pytest.raises(BadShape):
+        packing.unpack(packed, bits=4, out=codes[:1])
+    with pytest.raises(BadShape):
+        packing.pack(np.zeros((2, 7), np.uint8), bits=8, out=np.zeros((2, 7), np.uint8))
+    with pytest.raises(BadShape):
+        packing.pack(np.zeros((2, 16), np.uint8)[:, ::2], bits=4, out=packed)
+    with pytest.raises(BadDtype):
+        packing.pack(codes.astype(np.int8), bits=4, out=packed)
