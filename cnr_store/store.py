@@ -120,8 +120,9 @@ class Store:
         profile: Profile = "compact",
         unsafe_single_writer: bool = False,
         threads: int | None = None,
+        retry: RetryPolicy | None = None,
     ) -> Store:
-        """Create a store on opened storage; see `create`."""
+        """Create a store on opened storage; see `create`. ``retry`` bounds how long an unclear commit is pursued."""
         if not unsafe_single_writer:
             storage.probe()
         identity = Identity(
@@ -138,7 +139,7 @@ class Store:
             layout.ROOT_GROUP, arrays.group_document({"cnr": {"format": FORMAT, "major": MAJOR, "minor": MINOR}})
         )
         storage.sync_folders([layout.ROOT_GROUP])
-        store = cls(storage, identity, threads=threads)
+        store = cls(storage, identity, threads=threads, retry=retry)
         store._log.append_first(draft_init(_writer_info(uuid.uuid4().hex)))
         return store
 
@@ -164,12 +165,13 @@ class Store:
         return cls.open_on(storage, threads=threads)
 
     @classmethod
-    def open_on(cls, storage: Storage, *, threads: int | None = None) -> Store:
-        """Open a store on opened storage; see `open`."""
+    def open_on(cls, storage: Storage, *, threads: int | None = None, retry: RetryPolicy | None = None) -> Store:
+        """Open a store on opened storage; see `open` and `create_on`."""
         data = storage.read(layout.IDENTITY)
         if data is None:
             raise NotAStore(f"{storage.url} is not a cnr store: it has no {layout.IDENTITY}", path=storage.url)
-        store = cls(storage, decode_identity(data, f"{storage.url}/{layout.IDENTITY}"), threads=threads)
+        identity = decode_identity(data, f"{storage.url}/{layout.IDENTITY}")
+        store = cls(storage, identity, threads=threads, retry=retry)
         if storage.read(layout.commit_key(0)) is None:
             # A process died between the identity and the first record: finish what it began.
             store._log.append_first(draft_init(_writer_info(uuid.uuid4().hex)))

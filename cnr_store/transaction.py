@@ -96,6 +96,7 @@ class Transaction:
         self._bad_rows: dict[str, TableOptions] = {}
         self._dense: dict[str, Array] = {}
         self._dense_dtypes: dict[str, str] = {}
+        self._dropped_dense: set[str] = set()
         self._scalars: dict[str, JsonValue] = {}
         self._documents: dict[str, Any] = {}
         self._manifest: Manifest | None = None
@@ -228,6 +229,8 @@ class Transaction:
             raise BadInput(
                 f"table {table!r} has no full mirror, so a full needs all its rows: use write_table()", table=table
             )
+        if len(row_ids) == 0:
+            return 0
         given = Given(row_ids, {name: np.asarray(array).reshape(len(row_ids), -1) for name, array in arrays.items()})
         staged = stage_rows(
             table, schema, mirror, given,
@@ -293,6 +296,7 @@ class Transaction:
     def put_dense(self, tensors: Mapping[str, Array], dtypes: Mapping[str, str] | None = None) -> None:
         """Save dense tensors; those whose bytes did not change are referenced, not written again.
 
+        Tensors that are not given keep their last value, as tables do; `drop_dense` ends one.
         ``dtypes`` names the logical dtype where numpy has none (``bfloat16`` as uint16, ``bool`` as uint8). Arrays are
         kept until `commit`.
         """
@@ -304,8 +308,21 @@ class Transaction:
         self._dense.update({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()})
         self._dense_dtypes.update(dtypes or {})
 
+    def drop_dense(self, name: str) -> None:
+        """End a dense tensor: from this version on it is not there.
+
+        Raises
+        ------
+        TableNotFound
+        """
+        self._check_open()
+        snapshot = self._writer._snapshot
+        if snapshot is None or name not in snapshot.dense:
+            raise TableNotFound(f"no dense tensor {name!r}", table=name)
+        self._dropped_dense.add(name)
+
     def put_scalars(self, scalars: Mapping[str, JsonValue]) -> None:
-        """Save step counters and other plain JSON values."""
+        """Save step counters and other plain JSON values. Like documents they belong to this version alone."""
         self._check_open()
         self._scalars.update(scalars)
 
@@ -350,7 +367,7 @@ class Transaction:
                 table=missing[0],
             )
         try:
-            entry = self._write_segment(user or {})
+            entry = self._write_segment()
             record = writer.head.record
             draft = draft_after(
                 record, self.kind, writer.info,
@@ -391,7 +408,7 @@ class Transaction:
         mirrors.options.update(self._bad_rows)
         mirrors.keep_only(self._tables)
 
-    def _write_segment(self, user: Mapping[str, JsonValue]) -> ChainEntry:
+    def _write_segment(self) -> ChainEntry:
         writer = self._writer
         if self.kind == "full":
             for table in [name for name in self._tables if name not in self._whole]:
@@ -592,25 +609,35 @@ class Transaction:
                     )  # fmt: skip
 
     def _write_dense(self) -> None:
-        """Write changed dense tensors; reference those whose bytes a segment of the new chain holds."""
+        """Write changed dense tensors and those whose bytes would leave the chain; reference the others."""
+        before = self._writer._snapshot
         known: dict[str, DenseEntry] = {}
-        base = self._writer._snapshot
-        if self.kind == "delta" and base is not None:
-            kept = {entry.seg for entry in self._writer.head.record.chain[: self._keep]}
-            for name, old in base.manifests[-1].dense.items():
-                segment = old.segment or base.readers[-1].name
-                if segment in kept:
-                    known[name] = msgspec.structs.replace(old, segment=segment)
+        if before is not None and not before.is_empty:
+            here = before.readers[-1].name
+            known = {n: msgspec.structs.replace(old, segment=old.segment or here) for n, old in before.dense.items()}
+        chain = self._writer.head.record.chain
+        kept = {entry.seg for entry in chain[: self._keep]} if self.kind == "delta" else set()
         changed: dict[str, Array] = {}
-        for name, tensor in self._dense.items():
+        for name in [*self._dense, *(name for name in known if name not in self._dense)]:
             old_entry = known.get(name)
-            dtype = self._dense_dtypes.get(name, tensor.dtype.name)
-            same = old_entry is not None and (old_entry.shape, old_entry.dtype) == (tensor.shape, dtype)
-            if same and old_entry is not None and old_entry.digest == object_digest(tensor.reshape(-1).view(np.uint8)):
+            tensor = self._dense.get(name)
+            is_kept = old_entry is not None and old_entry.segment in kept
+            if name in self._dropped_dense:
+                continue
+            if old_entry is not None and is_kept and (tensor is None or self._is_same(name, tensor, old_entry)):
                 self._out.reference_dense(name, old_entry)
-            else:
+            elif tensor is not None:
                 changed[name] = tensor
+            elif before is not None and old_entry is not None:
+                changed[name] = before.read_dense(name)
+                self._dense_dtypes.setdefault(name, old_entry.dtype)
         self._out.write_dense(changed, self._dense_dtypes)
+
+    def _is_same(self, name: str, tensor: Array, old: DenseEntry) -> bool:
+        dtype = self._dense_dtypes.get(name, tensor.dtype.name)
+        if (old.shape, old.dtype) != (tensor.shape, dtype):
+            return False
+        return old.digest == object_digest(tensor.reshape(-1).view(np.uint8))
 
     def _check_open(self) -> None:
         if self._ended or self._writer._open is not self:
