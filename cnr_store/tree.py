@@ -66,7 +66,7 @@ def encode(
 
     Examples
     --------
-    >>> encode({"step": 3, "shape": (2, 3)})
+    >>> encode({"shape": (2, 3), "step": 3})
     {'shape': {'$tuple': [2, 3]}, 'step': 3}
     """
     return _Encoder(default, max_bytes, max_depth).encode(value, "$", 0)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -38,7 +40,7 @@ from cnr_store.records import (
     encode_record,
     sha256,
 )
-from cnr_store.storage import CreateOutcome, Storage, storage_from_filesystem
+from cnr_store.storage import CreateOutcome, Storage, open_storage, storage_from_filesystem
 from cnr_store.testing.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
 
 STORE = "5" * 32
@@ -725,3 +727,22 @@ def test_digest_is_of_the_stored_bytes(inner: IsolatedMemoryFileSystem) -> None:
     for entry, after in itertools.pairwise(open_log(calm(inner)).walk(head)):
         assert entry.record.parent_digest == after.digest
         assert after.digest == sha256(inner.cat_file(f"{ROOT}/{commit_key(after.record.v)}"))
+
+
+def test_threads_that_race_on_local_files_lose_no_tag(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path, fsync=False)
+    CommitLog(storage, STORE).append_first(draft_init(WRITER))
+
+    def tag_many(worker: int) -> None:
+        log = CommitLog(open_storage(tmp_path, fsync=False), STORE)
+        for number in range(10):
+            append_tag(log, log.latest(), f"{worker}-{number}")
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(tag_many, range(4)))
+
+    log = CommitLog(storage, STORE)
+    newest = log.latest()
+    assert newest.record.v == 40
+    assert len(newest.record.tags) == 40
+    assert len(list(log.walk(newest))) == 41
