@@ -387,8 +387,7 @@ class CommitLog:
     def _refuse_unresolved(self) -> None:
         if self._unresolved is not None:
             raise CommitStateUnknown(
-                f"the outcome of the append at log position {self.unresolved} is not known yet; "
-                "resolve it first",
+                f"the outcome of the append at log position {self.unresolved} is not known yet; resolve it first",
                 version=self.unresolved,
             )
 

@@ -120,9 +120,7 @@ def rebase_rollback(draft: CommitRecord, intervening: LogEntry) -> CommitRecord:
     _check_epoch(draft, record)
     _check_commutes(draft, record)
     _check_target_lives(draft, record)
-    return _adopt(
-        draft, record, chain=draft.chain, tables=draft.tables, logical=draft.logical, step=draft.step
-    )
+    return _adopt(draft, record, chain=draft.chain, tables=draft.tables, logical=draft.logical, step=draft.step)
 
 
 def rebase_fence(draft: CommitRecord, intervening: LogEntry) -> CommitRecord:

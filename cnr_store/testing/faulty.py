@@ -204,9 +204,7 @@ class FaultyFileSystem(fsspec.AbstractFileSystem):
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
         """Return bytes [start, end) of a file."""
-        data: bytes = self._do(
-            "read", path, lambda: self.inner.cat_file(path, start=start, end=end, **kwargs)
-        )
+        data: bytes = self._do("read", path, lambda: self.inner.cat_file(path, start=start, end=end, **kwargs))
         return data
 
     def pipe_file(self, path: str, value: Any, mode: str = "overwrite", **kwargs: Any) -> None:
@@ -309,9 +307,7 @@ class FaultyFileSystem(fsspec.AbstractFileSystem):
                 effect()
                 return effect()
             case FaultKind.DELAYED_PUT:
-                self._delayed.append(
-                    _Delayed(call.index + self._delay_calls(), call.operation, call.path, effect)
-                )
+                self._delayed.append(_Delayed(call.index + self._delay_calls(), call.operation, call.path, effect))
                 raise FSTimeoutError(f"injected: call {call.index} is still under way")
             case FaultKind.SHORT_READ:
                 data: Any = effect()

@@ -746,3 +746,13 @@ def test_threads_that_race_on_local_files_lose_no_tag(tmp_path: Path) -> None:
     assert newest.record.v == 40
     assert len(newest.record.tags) == 40
     assert len(list(log.walk(newest))) == 41
+
+
+def test_record_that_supersedes_a_torn_one_is_the_newest(inner: IsolatedMemoryFileSystem) -> None:
+    head = with_versions(inner, 4)
+    torn = b'{"v":4,'
+    write_raw(inner, 4, torn)
+    repaired = msgspec.structs.replace(head.record, v=5, parent_digest=sha256(torn), commit_uuid="e" * 32)
+    write_raw(inner, 5, encode_record(repaired))
+
+    assert open_log(calm(inner)).latest().record == repaired
