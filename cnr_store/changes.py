@@ -302,7 +302,7 @@ def _find_bad(specs: Mapping[str, ArraySpec], given: Given, workers: Workers) ->
 def _unencodable(spec: ArraySpec, values: Array) -> npt.NDArray[np.bool_]:
     if isinstance(spec.encoding, Affine):
         block = widths.to_float32(np.ascontiguousarray(values), spec.dtype)
-        return ~affine.codable_rows(block, param_dtype=spec.encoding.param_dtype)
+        return np.logical_not(affine.codable_rows(block, param_dtype=spec.encoding.param_dtype))
     flags = np.zeros(len(values), np.uint8)
     scan_block(spec, values, None, flags)
     return flags == _BAD

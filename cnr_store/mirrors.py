@@ -53,14 +53,18 @@ class Mirrors:
             return self._staged_resizes[table][1]
         return self._digests.get(table)
 
+    def committed_digest(self, table: str) -> int | None:
+        """Return the state digest of the head's state, without a staged resize."""
+        return self._digests.get(table)
+
     def put(self, table: str, codes: TableCodes, digest: int | None) -> None:
         """Set a table's mirror and digest."""
         self._codes[table] = codes
         self._digests[table] = digest
         logger.debug("mirror of %s: %d bytes", table, codes.nbytes)
 
-    def allocator(self, table: str) -> Allocate:
-        """Return how memory for a table's mirror is made; zeroed."""
+    def allocator(self) -> Allocate:
+        """Return how memory for a mirror is made; zeroed."""
         if self.mode != "mmap":
             return np.zeros
         if self._scratch is None:
@@ -85,7 +89,7 @@ class Mirrors:
         old = self._codes.get(table)
         if old is None:
             return
-        allocate = self.allocator(table)
+        allocate = self.allocator()
         kept = min(old.num_rows, schema.num_rows)
         arrays = {}
         for name, held in old.arrays.items():

@@ -112,7 +112,7 @@ def choose_encoding(options: TableOptions, dtype: TableDtype, sample: npt.NDArra
     if name == "affine":
         width = _bits(options)
         param_dtype = options.param_dtype
-        if sample.size and not affine.params_fit(sample, param_dtype):
+        if sample.size and not affine.params_fit(sample, param_dtype, bits=width):
             param_dtype = "float32"
         num_bins, ratio = choose_greedy(sample, width) if options.search == "greedy" else (None, None)
         return Affine(bits=width, search=options.search, param_dtype=param_dtype, num_bins=num_bins, ratio=ratio)

@@ -131,8 +131,8 @@ def plan_table(
             steps = [step for step in steps if _is_wanted(step, start, stop, rows)]
         batches.append(Batch(index, here.num_rows, tuple(steps)))
     tracks = hashed or not complete or len(set(sizes)) > 1
-    parts = tuple(part for part in last.parts if part.table == table)
-    return TablePlan(table, schema, start, stop, tuple(batches), tracks, tuple(parts))
+    ends = tuple(part for part in last.parts if part.table == table)
+    return TablePlan(table, schema, start, stop, tuple(batches), tracks, ends)
 
 
 def _first_segment(manifests: Sequence[Manifest], table: str) -> int:

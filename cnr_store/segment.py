@@ -149,7 +149,7 @@ class SegmentWriter:
                 )
             by_dtype.setdefault(tensor.dtype.name, []).append(name)
         for dtype_name, names in sorted(by_dtype.items()):
-            self._write_pack(dtype_name, [(name, np.ascontiguousarray(tensors[name])) for name in names], dtypes)
+            self._write_pack(dtype_name, [(name, np.asarray(tensors[name], order="C")) for name in names], dtypes)
 
     def reference_dense(self, name: str, entry: DenseEntry) -> None:
         """List a dense tensor whose bytes another segment of the chain holds."""
@@ -184,7 +184,7 @@ class SegmentWriter:
         for name, tensor in tensors:
             self._dense[name] = DenseEntry(
                 segment="", path=path, offset=offset, dtype=dtypes.get(name, dtype_name), shape=tensor.shape,
-                digest=object_digest(tensor.reshape(-1).view(np.uint8)),
+                digest=object_digest(tensor.reshape(-1).view(np.uint8).data),
             )  # fmt: skip
             offset += tensor.size
         if offset == 0:

@@ -24,7 +24,7 @@ from cnr_store.errors import (
     VersionNotFound,
 )
 from cnr_store.log import CommitLog, RetryPolicy
-from cnr_store.mirrors import MirrorMode
+from cnr_store.mirrors import MirrorMode, Mirrors
 from cnr_store.rebase import (
     draft_after,
     draft_init,
@@ -47,6 +47,7 @@ from cnr_store.records import (
     unknown_writer_features,
 )
 from cnr_store.segment import SegmentReader
+from cnr_store.session import Session
 from cnr_store.snapshot import Snapshot
 from cnr_store.storage import CreateOutcome, Storage, open_storage
 from cnr_store.types import Profile
@@ -306,8 +307,10 @@ class Store:
             head, draft_after(head.record, "fence", info, epoch=head.record.epoch + 1), rebase_fence
         )
         return Writer(
-            self.storage, self._log, fence, profile=self.identity.profile, info=info, workers=self._workers,
-            mirror=mirror, mirror_folder=mirror_folder, throttle=Throttle(bytes_per_s),
+            Session(
+                self.storage, self._log, fence, self.identity.profile, info, self._workers,
+                Mirrors(mirror, mirror_folder), Throttle(bytes_per_s),
+            )
         )  # fmt: skip
 
     def tags(self) -> dict[str, int]:

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Mapping
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -46,12 +46,10 @@ from cnr_store.records import (
 )
 from cnr_store.rows import check_row_ids
 from cnr_store.segment import SegmentReader, SegmentWriter, merge_receipts, write_manifest
+from cnr_store.session import Session
 from cnr_store.storage import object_digest
 from cnr_store.table_codes import Array, array_specs
 from cnr_store.types import JsonValue, RowIds, TableOptions
-
-if TYPE_CHECKING:
-    from cnr_store.writer import Writer
 
 CommitKind = Literal["full", "delta"]
 
@@ -69,24 +67,24 @@ class Transaction:
         The committed version, once committed.
     """
 
-    def __init__(self, writer: Writer, step: int, kind: CommitKind, keep: int) -> None:
+    def __init__(self, session: Session, step: int, kind: CommitKind, keep: int) -> None:
         self.kind: CommitKind = kind
         self.step = step
         self.txn = uuid.uuid4().hex
         self.version: int | None = None
         self.size_bytes = 0
-        self._writer = writer
+        self._session = session
         self._keep = keep
-        self._before = writer._snapshot.tables if writer._snapshot is not None else {}
-        self._tables: dict[str, TableSchema] = {} if writer._snapshot is None else dict(self._before)
-        record = writer.head.record
+        self._before = session.snapshot.tables if session.snapshot is not None else {}
+        self._tables: dict[str, TableSchema] = {} if session.snapshot is None else dict(self._before)
+        record = session.head.record
         self._l0 = 0 if kind == "full" else record.chain[keep - 1].l1
         self._segment = segment_name(record.v, self.txn)
         self._attempt = self.txn[:8]
-        self._writer_folder = writer_folder(0, self._attempt)
+        self._folder_of_writer = writer_folder(0, self._attempt)
         self._out = SegmentWriter(
-            writer._storage, self._segment, profile=writer.profile, folder=self._writer_folder,
-            workers=writer._workers, throttle=writer._throttle,
+            session.storage, self._segment, profile=session.profile, folder=self._folder_of_writer,
+            workers=session.workers, throttle=session.throttle,
         )  # fmt: skip
         self._entries: dict[str, dict[str, RowListEntry]] = {}
         self._folders: set[str] = set()
@@ -118,7 +116,7 @@ class Transaction:
         """Tables of the head that this ``full`` cannot write from the mirror: give them to `write_table`, or drop them."""
         if self.kind == "delta":
             return []
-        mirrors = self._writer.mirrors
+        mirrors = self._session.mirrors
         return [
             name
             for name, schema in self._tables.items()
@@ -224,7 +222,7 @@ class Transaction:
         arrays = self._check_arrays(table, schema, len(row_ids), values, slots or {})
         self._check_first(table, "add", "set", "escape")
         self._check_disjoint(table, row_ids)
-        mirror = self._writer.mirrors.get(table)
+        mirror = self._session.mirrors.get(table)
         if self.kind == "full" and not hashed and (mirror is None or not is_fully_mirrored(schema)):
             raise BadInput(
                 f"table {table!r} has no full mirror, so a full needs all its rows: use write_table()", table=table
@@ -234,10 +232,10 @@ class Transaction:
         given = Given(row_ids, {name: np.asarray(array).reshape(len(row_ids), -1) for name, array in arrays.items()})
         staged = stage_rows(
             table, schema, mirror, given,
-            base_digest=self._writer.mirrors.digest(table),
-            absolute=self.kind == "delta" and self._keep < len(self._writer.head.record.chain),
-            on_bad_rows=options_on_bad_rows(self._writer.mirrors.options.get(table, self._bad_rows.get(table))),
-            workers=self._writer._workers,
+            base_digest=self._session.mirrors.digest(table),
+            absolute=self.kind == "delta" and self._keep < len(self._session.head.record.chain),
+            on_bad_rows=options_on_bad_rows(self._session.mirrors.options.get(table, self._bad_rows.get(table))),
+            workers=self._session.workers,
         )  # fmt: skip
         self._keep_rows(table, staged)
         return sum(len(item.rows) for item in staged.lists.values())
@@ -255,13 +253,13 @@ class Transaction:
         check_row_ids(row_ids, None if hashed else schema.num_rows, table=table)
         self._check_first(table, "delete")
         self._check_disjoint(table, row_ids)
-        if self.kind == "full" and table not in self._writer.mirrors:
+        if self.kind == "full" and table not in self._session.mirrors:
             raise BadInput(
                 f"table {table!r} has no mirror; a full writes it by write_table() without the rows", table=table
             )
         if len(row_ids) == 0:
             return
-        mirrors = self._writer.mirrors
+        mirrors = self._session.mirrors
         self._keep_rows(table, stage_delete(schema, mirrors.get(table), row_ids, mirrors.digest(table)))
 
     def resize_table(self, table: str, num_rows: int) -> None:
@@ -278,7 +276,7 @@ class Transaction:
         if table in self._rows:
             raise BadInput(f"resize table {table!r} before writing its rows", table=table)
         self._tables[table] = msgspec.structs.replace(schema, num_rows=num_rows)
-        self._writer.mirrors.stage_resize(table, self._tables[table], self._writer._workers)
+        self._session.mirrors.stage_resize(table, self._tables[table], self._session.workers)
 
     def drop_table(self, table: str) -> None:
         """Drop a table: from this version on it is not there.
@@ -305,7 +303,8 @@ class Transaction:
             check_name(name)
             if name in self._dense:
                 raise BadInput(f"dense tensor {name!r} was given twice", found=name)
-        self._dense.update({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()})
+        # Not ascontiguousarray, which turns a tensor without dimensions into one of shape (1,).
+        self._dense.update({name: np.asarray(tensor, order="C") for name, tensor in tensors.items()})
         self._dense_dtypes.update(dtypes or {})
 
     def drop_dense(self, name: str) -> None:
@@ -316,7 +315,7 @@ class Transaction:
         TableNotFound
         """
         self._check_open()
-        snapshot = self._writer._snapshot
+        snapshot = self._session.snapshot
         if snapshot is None or name not in snapshot.dense:
             raise TableNotFound(f"no dense tensor {name!r}", table=name)
         self._dropped_dense.add(name)
@@ -343,8 +342,7 @@ class Transaction:
         """Give the transaction up; its objects are orphans for garbage collection. A second call is harmless."""
         if not self._ended:
             self._ended = True
-            self._writer.mirrors.drop_staged()
-            self._writer._lost(RuntimeError("aborted"))
+            self._session.lost(RuntimeError("aborted"))
 
     def commit(self, *, user: Mapping[str, JsonValue] | None = None) -> int:
         """Make the segment durable and visible; returns the version. Blocks.
@@ -359,7 +357,7 @@ class Transaction:
             Nothing became visible.
         """
         self._check_open()
-        writer = self._writer
+        session = self._session
         missing = self.needs_whole_tables
         if missing:
             raise BadInput(
@@ -368,30 +366,29 @@ class Transaction:
             )
         try:
             entry = self._write_segment()
-            record = writer.head.record
+            record = session.head.record
             draft = draft_after(
-                record, self.kind, writer.info,
+                record, self.kind, session.info,
                 chain=next_chain(record, entry, keep=self._keep), logical=entry.l1, step=self.step,
                 tables=generations(self._tables), user=dict(user or {}),
             )  # fmt: skip
-            committed = writer._log.append(writer.head, draft, partial(rebase_data, txn=self.txn))
+            committed = session.log.append(session.head, draft, partial(rebase_data, txn=self.txn))
         except BaseException as error:
             self._ended = True
-            if isinstance(error, CommitStateUnknown) or writer._log.unresolved is not None:
-                writer._pending = self
+            if isinstance(error, CommitStateUnknown) or session.log.unresolved is not None:
+                session.pending = self
             else:
-                writer.mirrors.drop_staged()
-                writer._lost(error)
+                session.lost(error)
             raise
         self._ended = True
         self.version = committed.record.v
-        writer._won(self, committed)
+        session.won(self, committed)
         return self.version
 
     def written_reader(self) -> dict[str, SegmentReader]:
         """A reader of the segment this transaction wrote, by name; no I/O."""
         assert self._manifest is not None  # the commit has won
-        return {self._segment: SegmentReader(self._writer._storage, self._segment, self._manifest)}
+        return {self._segment: SegmentReader(self._session.storage, self._segment, self._manifest)}
 
     def move_mirrors(self, mirrors: Mirrors) -> None:
         """Apply what was staged to the mirrors; the commit has won."""
@@ -409,7 +406,7 @@ class Transaction:
         mirrors.keep_only(self._tables)
 
     def _write_segment(self) -> ChainEntry:
-        writer = self._writer
+        session = self._session
         if self.kind == "full":
             for table in [name for name in self._tables if name not in self._whole]:
                 if self._tables[table].keys == "dense":
@@ -424,16 +421,16 @@ class Transaction:
         for name, document in self._documents.items():
             self._out.write_document(name, document)
         receipt = self._out.finish(
-            txn=self.txn, rank=0, world=1, attempt=self._attempt, base=writer.head.record.v, l0=self._l0, parts=parts
+            txn=self.txn, rank=0, world=1, attempt=self._attempt, base=session.head.record.v, l0=self._l0, parts=parts
         )
         check_receipts([receipt], world=1, l0=self._l0, base=base)
-        l1 = max(writer.head.record.logical, self._l0) + 1
+        l1 = max(session.head.record.logical, self._l0) + 1
         self._manifest = Manifest(
-            format=MAJOR, profile=writer.profile, txn=self.txn, base=writer.head.record.v,
+            format=MAJOR, profile=session.profile, txn=self.txn, base=session.head.record.v,
             kind="baseline" if self.kind == "full" else "delta", l0=self._l0, l1=l1, step=self.step,
             tables=self._tables, scalars=self._scalars, **merge_receipts([receipt]),
         )  # fmt: skip
-        digest, size = write_manifest(writer._storage, self._segment, self._manifest)
+        digest, size = write_manifest(session.storage, self._segment, self._manifest)
         self.size_bytes = size + self._out.size_bytes
         return ChainEntry(
             seg=self._segment, sha256=digest, kind=self._manifest.kind, l0=self._l0, l1=l1,
@@ -441,18 +438,19 @@ class Transaction:
         )  # fmt: skip
 
     def _base_manifest(self) -> Manifest | None:
-        if self.kind == "full" or self._writer._snapshot is None:
+        if self.kind == "full" or self._session.snapshot is None:
             return None
-        return self._writer._snapshot.manifests[self._keep - 1]
+        return self._session.snapshot.manifests[self._keep - 1]
 
     def _part(self, table: str, base: Manifest | None) -> PartEntry:
         schema = self._tables[table]
         columns = (0, schema.dim)
         lists = self._entries.get(table, {})
-        after = self._digests.get(table, self._writer.mirrors.digest(table))
+        after = self._digests.get(table, self._session.mirrors.digest(table))
         before = None
         if base is not None and table in base.tables and base.tables[table].generation == schema.generation:
-            before = self._writer.mirrors.digest(table) if self._keep == len(self._writer.head.record.chain) else None
+            mirrors = self._session.mirrors
+            before = mirrors.committed_digest(table) if self._keep == len(self._session.head.record.chain) else None
         return PartEntry(
             table=table, folder=self._out.part_folder(table, columns, schema.dim), rows=(0, schema.num_rows),
             columns=columns, base_digest=_hex(before), state_digest=_hex(after), **lists,
@@ -474,16 +472,16 @@ class Transaction:
             same = (old.dim, old.dtype, {n: s.kind for n, s in old.slots.items()}) == (dim, dtype, kinds)
             if same:
                 return msgspec.structs.replace(old, num_rows=num_rows)
-        chosen = options or self._writer.mirrors.options.get(table) or TableOptions()
+        chosen = options or self._session.mirrors.options.get(table) or TableOptions()
         self._bad_rows[table] = chosen
         return table_schema(
             table, chosen, num_rows=num_rows, dim=dim, dtype=dtype, sample=sample_of(values, dtype),
             slots={name: array[0:1] for name, array in slots.items()}, generation=self._next_generation(table),
-            has_mirror=self._writer.mirrors.mode != "none",
+            has_mirror=self._session.mirrors.mode != "none",
         )  # fmt: skip
 
     def _next_generation(self, table: str) -> int:
-        known = self._writer.head.record.tables.get(table)
+        known = self._session.head.record.tables.get(table)
         return 1 + max(known.generation if known else 0, self._before[table].generation if table in self._before else 0)
 
     def _check_arrays(
@@ -514,15 +512,15 @@ class Transaction:
         return given
 
     def _stage_whole(self, table: str, schema: TableSchema, arrays: Mapping[str, Any]) -> StagedTable:
-        mirrors = self._writer.mirrors
-        if table in mirrors and self._writer.is_synced and table in self._before:
+        mirrors = self._session.mirrors
+        if table in mirrors and self._session.is_synced and table in self._before:
             # The new codes take the old mirror's place in memory only if the old ones can be given up.
             mirrors.release_for_full(table)
         return stage_table(
             table, schema, arrays,
-            allocate=None if mirrors.mode == "none" else mirrors.allocator(table),
+            allocate=None if mirrors.mode == "none" else mirrors.allocator(),
             on_bad_rows=options_on_bad_rows(self._bad_rows.get(table) or mirrors.options.get(table)),
-            workers=self._writer._workers,
+            workers=self._session.workers,
         )  # fmt: skip
 
     def _write_whole(self, table: str, staged: StagedTable) -> None:
@@ -540,10 +538,10 @@ class Transaction:
         self._entries[table] = entries
 
     def _write_from_mirror(self, table: str) -> None:
-        mirror = self._writer.mirrors.get(table)
+        mirror = self._session.mirrors.get(table)
         assert mirror is not None  # needs_whole_tables has refused the others
         changes = self._rows.get(table, [])
-        merged = StagedRows(self._tables[table], digest=self._digests.get(table, self._writer.mirrors.digest(table)))
+        merged = StagedRows(self._tables[table], digest=self._digests.get(table, self._session.mirrors.digest(table)))
         for staged in changes:
             merged.lists |= staged.lists
         whole = stage_mirror(self._tables[table], mirror, merged)
@@ -560,7 +558,7 @@ class Transaction:
 
     def _keep_rows(self, table: str, staged: StagedRows) -> None:
         before = self._digests.get(table)
-        base = self._writer.mirrors.digest(table)
+        base = self._session.mirrors.digest(table)
         if before is not None and staged.digest is not None and base is not None:
             # Both changes were computed from the mirror's state; they touch disjoint rows, so they add up.
             staged.digest = (before + staged.digest - base) % (1 << 64)
@@ -610,12 +608,12 @@ class Transaction:
 
     def _write_dense(self) -> None:
         """Write changed dense tensors and those whose bytes would leave the chain; reference the others."""
-        before = self._writer._snapshot
+        before = self._session.snapshot
         known: dict[str, DenseEntry] = {}
         if before is not None and not before.is_empty:
             here = before.readers[-1].name
             known = {n: msgspec.structs.replace(old, segment=old.segment or here) for n, old in before.dense.items()}
-        chain = self._writer.head.record.chain
+        chain = self._session.head.record.chain
         kept = {entry.seg for entry in chain[: self._keep]} if self.kind == "delta" else set()
         changed: dict[str, Array] = {}
         for name in [*self._dense, *(name for name in known if name not in self._dense)]:
@@ -637,10 +635,10 @@ class Transaction:
         dtype = self._dense_dtypes.get(name, tensor.dtype.name)
         if (old.shape, old.dtype) != (tensor.shape, dtype):
             return False
-        return old.digest == object_digest(tensor.reshape(-1).view(np.uint8))
+        return old.digest == object_digest(tensor.reshape(-1).view(np.uint8).data)
 
     def _check_open(self) -> None:
-        if self._ended or self._writer._open is not self:
+        if self._ended or self._session.open is not self:
             raise BadInput("the transaction has ended; begin another one")
 
 

@@ -8,19 +8,16 @@ from types import TracebackType
 from typing import Literal
 
 from cnr_store.errors import BadInput, CommitStateUnknown, Conflict, DoesNotApply
-from cnr_store.log import CommitLog
-from cnr_store.mirrors import MirrorMode, Mirrors
+from cnr_store.mirrors import Mirrors
 from cnr_store.records import (
     LogEntry,
     Manifest,
-    WriterInfo,
 )
+from cnr_store.session import Session
 from cnr_store.snapshot import Snapshot
-from cnr_store.storage import Storage
 from cnr_store.table_codes import Array, array_specs
 from cnr_store.transaction import CommitKind, Transaction
-from cnr_store.types import MAX_CHAIN, Profile
-from cnr_store.workers import Throttle, Workers
+from cnr_store.types import MAX_CHAIN
 
 Base = Literal["head", "baseline"]
 
@@ -32,38 +29,22 @@ class Writer:
 
     Not thread-safe: one thread at a time. Memory: the code mirrors (`mirror_nbytes`), and chunks in flight.
 
-    Attributes
-    ----------
-    head
-        The newest log entry this writer knows.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        log: CommitLog,
-        head: LogEntry,
-        *,
-        profile: Profile,
-        info: WriterInfo,
-        workers: Workers,
-        mirror: MirrorMode,
-        mirror_folder: str | None,
-        throttle: Throttle,
-    ) -> None:
-        self.head = head
-        self.profile = profile
-        self.info = info
-        self.mirrors = Mirrors(mirror, mirror_folder)
-        self._storage = storage
-        self._log = log
-        self._workers = workers
-        self._throttle = throttle
-        self._snapshot: Snapshot | None = None
-        self._pending: Transaction | None = None
-        self._open: Transaction | None = None
-        if not head.record.chain:
-            self._snapshot = Snapshot(storage, head, workers)
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        if not session.head.record.chain:
+            session.snapshot = Snapshot(session.storage, session.head, session.workers)
+
+    @property
+    def head(self) -> LogEntry:
+        """The newest log entry this writer knows."""
+        return self._session.head
+
+    @property
+    def mirrors(self) -> Mirrors:
+        """The code mirrors, by table."""
+        return self._session.mirrors
 
     def __enter__(self) -> Writer:
         return self
@@ -76,13 +57,13 @@ class Writer:
     def close(self) -> None:
         """Free the mirrors. What was not committed is forgotten; a second call is harmless."""
         self.mirrors.clear()
-        self._snapshot = None
-        self._open = None
+        self._session.snapshot = None
+        self._session.open = None
 
     @property
     def is_synced(self) -> bool:
         """Whether the mirrors are the head's state, so that a delta may be written."""
-        return self._snapshot is not None and self._pending is None
+        return self._session.is_synced
 
     @property
     def mirror_nbytes(self) -> int:
@@ -98,12 +79,12 @@ class Writer:
         DoesNotApply
             Before `restore`, or after the store moved on without this writer.
         """
-        if self._snapshot is None:
+        if self._session.snapshot is None:
             raise DoesNotApply(
                 "this writer's mirrors are not the head's state; call restore() first, or commit a full",
                 version=self.head.record.v,
             )
-        return self._snapshot
+        return self._session.snapshot
 
     def restore(self, outputs: Mapping[str, Mapping[str, Array]] | None = None) -> Snapshot:
         """Load the head's state: fill ``outputs`` and the mirrors in one pass; returns the snapshot. Blocks.
@@ -121,12 +102,12 @@ class Writer:
         CorruptStore
             Outputs filled so far hold undefined values.
         """
-        snapshot = Snapshot(self._storage, self.head, self._workers)
+        snapshot = Snapshot(self._session.storage, self.head, self._session.workers)
         wanted = outputs or {}
         for table in wanted:
             snapshot.table(table)
         self.mirrors.clear()
-        self._snapshot = None
+        self._session.snapshot = None
         for table, schema in snapshot.tables.items():
             arrays = {
                 "codes" if name == "values" else f"slots/{name}": array for name, array in wanted.get(table, {}).items()
@@ -142,9 +123,9 @@ class Writer:
                 if arrays:
                     view.read_arrays(arrays)
                 continue
-            codes = view.read_mirror(arrays, self.mirrors.allocator(table))
+            codes = view.read_mirror(arrays, self.mirrors.allocator())
             self.mirrors.put(table, codes, _digest_at(snapshot.manifests[-1], table))
-        self._snapshot = snapshot
+        self._session.snapshot = snapshot
         return snapshot
 
     def begin(self, step: int, kind: CommitKind = "delta", *, base: Base = "head") -> Transaction:
@@ -161,10 +142,10 @@ class Writer:
         DoesNotApply
             A delta without having restored the head.
         """
-        if self._pending is not None:
+        if self._session.pending is not None:
             raise CommitStateUnknown(
                 "the outcome of the last commit is not known yet; call settle() before the next save",
-                version=self._log.unresolved,
+                version=self._session.log.unresolved,
             )
         chain = self.head.record.chain
         keep = 1 if base == "baseline" else len(chain)
@@ -172,8 +153,9 @@ class Writer:
             kind = "full"
         if kind == "delta":
             _ = self.snapshot
-        self._open = Transaction(self, step, kind, keep if kind == "delta" else 0)
-        return self._open
+        transaction = Transaction(self._session, step, kind, keep if kind == "delta" else 0)
+        self._session.open = transaction
+        return transaction
 
     def settle(self) -> LogEntry | None:
         """Learn the outcome of a commit that ended unknown: its entry if it won, None if it lost. Blocks.
@@ -183,29 +165,15 @@ class Writer:
         CommitStateUnknown
             Still unknown.
         """
-        if self._pending is None:
+        if self._session.pending is None:
             return None
-        entry = self._log.resolve()
-        pending, self._pending = self._pending, None
+        entry = self._session.log.resolve()
+        pending, self._session.pending = self._session.pending, None
         if entry is None:
-            self._lost(Conflict("another record took the log position"))
+            self._session.lost(Conflict("another record took the log position"))
             return None
-        self._won(pending, entry)
+        self._session.won(pending, entry)
         return entry
-
-    def _won(self, transaction: Transaction, entry: LogEntry) -> None:
-        self.head = entry
-        self._open = None
-        known = {reader.name: reader for reader in (self._snapshot.readers if self._snapshot else ())}
-        known |= transaction.written_reader()
-        self._snapshot = Snapshot(self._storage, entry, self._workers, known=known)
-        transaction.move_mirrors(self.mirrors)
-
-    def _lost(self, error: BaseException) -> None:
-        """A conflict means that the head moved: the mirrors stay, but they are nobody's state until a restore."""
-        self._open = None
-        if isinstance(error, Conflict):
-            self._snapshot = None
 
 
 def _digest_at(manifest: Manifest, table: str) -> int | None:

@@ -17,7 +17,7 @@ Definition, all arithmetic modulo 2^64, codes sign-extended to 64 bits, rows r a
     little-endian, of sha256("slot:" + s) + j) | 1 P(r) = splitmix64(r xor (3 G mod 2^64)) for a coded row,
     splitmix64(r xor (5 G mod 2^64)) for an escape row
 
-An escape row's codes are the bits of its float32 values as int32 (and its slots' codes as for any row).
+An escape row's codes, and those of its mirrored slots, are the bits of its exact values widened to float32, as int32.
 Deleted and absent rows contribute 0. A one-dimensional slot has the single column j = column start of its
 rectangle.
 """

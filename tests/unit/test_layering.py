@@ -21,9 +21,13 @@ TOOLS = REPOSITORY / "tools" / "cnr_store_tools"
 WORDS = {"errors", "types"}
 DOCUMENTS = WORDS | {"layout", "records"}
 PARTS = DOCUMENTS | {"storage", "encodings", "rows", "arrays", "workers"}
-FORMAT = PARTS | {"rebase", "log", "segment", "table_codes", "replay"}
+FORMAT = PARTS | {"rebase", "log", "segment", "table_codes", "replay", "tree"}
+CODEC = PARTS | {"segment", "table_codes"}
+READING = FORMAT | {"restore", "snapshot"}
+STAGING = READING | {"options", "changes", "mirrors", "planning"}
+WRITING = STAGING | {"session", "transaction", "writer"}
 DECISIONS = {"policy", "retention", "planning"}
-ENGINE = FORMAT | DECISIONS | {"store"}
+ENGINE = WRITING | DECISIONS | {"store", "sizes"}
 MAINTENANCE = {"compaction", "gc", "verify"}
 
 # Room -> rooms that it may import. A new module needs a row here, and so a thought about its place.
@@ -45,7 +49,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "policy": WORDS | {"records", "rows"},
     "retention": WORDS | {"records", "rows"},
     "planning": WORDS | {"records", "rows"},
-    "store": FORMAT | DECISIONS,
+    "tree": WORDS,
+    "sizes": DOCUMENTS,
+    "exporting": WRITING | {"store"},
+    "importing": WRITING | {"store"},
+    "restore": CODEC | {"replay"},
+    "snapshot": FORMAT | {"restore"},  # no writing below this line
+    "options": WORDS | {"records", "encodings"},
+    "changes": CODEC,
+    "mirrors": CODEC,
+    "session": READING | {"mirrors"},
+    "transaction": STAGING | {"session"},
+    "writer": STAGING | {"session", "transaction"},
+    "store": WRITING | DECISIONS,
     "compaction": ENGINE,
     "gc": ENGINE,
     "verify": ENGINE,

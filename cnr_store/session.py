@@ -1,0 +1,75 @@
+"""What a writer and its open transaction share: the head, the state the mirrors stand for, and the mirrors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from cnr_store.errors import Conflict
+from cnr_store.log import CommitLog
+from cnr_store.mirrors import Mirrors
+from cnr_store.records import LogEntry, WriterInfo
+from cnr_store.segment import SegmentReader
+from cnr_store.snapshot import Snapshot
+from cnr_store.storage import Storage
+from cnr_store.types import Profile
+from cnr_store.workers import Throttle, Workers
+
+
+class Committable(Protocol):
+    """A transaction, as far as its outcome goes."""
+
+    def written_reader(self) -> Mapping[str, SegmentReader]:
+        """The segment it wrote, by name."""
+
+    def move_mirrors(self, mirrors: Mirrors) -> None:
+        """Apply what it staged."""
+
+
+@dataclass(slots=True)
+class Session:
+    """The state of one writer between fence and close.
+
+    Attributes
+    ----------
+    head
+        The newest log entry the writer knows.
+    snapshot
+        The state that the mirrors stand for; None before a restore and after the store moved on without the writer.
+    open, pending
+        The transaction in the making, and the one whose outcome is unknown.
+    """
+
+    storage: Storage
+    log: CommitLog
+    head: LogEntry
+    profile: Profile
+    info: WriterInfo
+    workers: Workers
+    mirrors: Mirrors
+    throttle: Throttle
+    snapshot: Snapshot | None = None
+    open: Committable | None = None
+    pending: Committable | None = None
+
+    @property
+    def is_synced(self) -> bool:
+        """Whether the mirrors are the head's state, so that a delta may be written."""
+        return self.snapshot is not None and self.pending is None
+
+    def won(self, transaction: Committable, entry: LogEntry) -> None:
+        """The transaction is version ``entry.record.v``: move head, snapshot and mirrors to it."""
+        known = {reader.name: reader for reader in (self.snapshot.readers if self.snapshot else ())}
+        known |= transaction.written_reader()
+        self.head = entry
+        self.open = None
+        self.snapshot = Snapshot(self.storage, entry, self.workers, known=known)
+        transaction.move_mirrors(self.mirrors)
+
+    def lost(self, error: BaseException) -> None:
+        """Nothing became visible. A conflict means that the head moved: the mirrors are nobody's state until a restore."""
+        self.open = None
+        self.mirrors.drop_staged()
+        if isinstance(error, Conflict):
+            self.snapshot = None
