@@ -13,9 +13,9 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from cnr_store.errors import CorruptRecord, CorruptStore, NewerFormat, UnknownFeature
-from cnr_store.layout import check_relative_path, check_segment_name
-from cnr_store.types import MAX_CHAIN, Encoding, JsonValue, Profile, TableDtype
+from cnr_store.errors import BadName, CorruptRecord, CorruptStore, NewerFormat, UnknownFeature
+from cnr_store.layout import check_relative_path, check_segment_name, state_key
+from cnr_store.types import MAX_CHAIN, Affine, Encoding, FloatBits, JsonValue, Lattice, Profile, TableDtype
 
 FORMAT = "cnr-store"
 MAJOR = 1
@@ -28,6 +28,14 @@ MAX_DOCUMENT_BYTES = 256 * 1024 * 1024
 KNOWN_READER_FEATURES: frozenset[str] = frozenset()
 KNOWN_WRITER_FEATURES: frozenset[str] = frozenset()
 RESERVED_FEATURES: frozenset[str] = frozenset({"row_classes", "row_order"})
+
+_ARRAY_DTYPES = frozenset(
+    {f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)} | {"float16", "float32", "float64"}
+)
+_CARRIERS = {"float32": "float32", "float16": "float16", "bfloat16": "uint16"}
+_MAX_SHIFT = 31
+_MIN_SCALE, _MAX_SCALE = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127 / 2.0**22
+"""The scales that decode every code to a finite, normal number or zero."""
 
 RecordKind = Literal["init", "fence", "full", "delta", "compact", "rollback", "tag", "untag", "expire", "fork"]
 DATA_KINDS: frozenset[str] = frozenset({"full", "delta", "rollback"})
@@ -338,7 +346,12 @@ def decode_record(data: bytes, version: int) -> LogEntry:
             expected=version,
             found=record.v,
         )
-    check_chain(record)
+    try:
+        check_chain(record)
+        if record.state is not None:
+            state_key(record.state)
+    except BadName as error:
+        raise CorruptRecord(f"{where} names {error}", version=version, found=error.found) from error
     extra = {key: value for key, value in raw.items() if key not in CommitRecord.__struct_fields__}
     return LogEntry(record, sha256(data), extra)
 
@@ -455,7 +468,10 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     manifest = decode_document(data, Manifest, where)
     if manifest.format > MAJOR:
         raise NewerFormat(f"{where} has manifest format {manifest.format}, this library reads {MAJOR}", path=where)
-    problem = next(_manifest_problems(manifest), None)
+    try:
+        problem = next(_manifest_problems(manifest), None)
+    except BadName as error:
+        raise CorruptStore(f"{where}: {error}", path=where, found=error.found) from error
     if problem:
         raise CorruptStore(f"{where}: {problem}", path=where)
     return manifest
@@ -492,13 +508,74 @@ def _manifest_problems(manifest: Manifest) -> Any:
     for name, schema in manifest.tables.items():
         if schema.num_rows < 0 or schema.dim < 1 or schema.num_rows * schema.dim > 1 << 50:
             yield f"table {name!r} has shape ({schema.num_rows}, {schema.dim})"
+        yield from _schema_problems(name, schema)
     for part in manifest.parts:
         if part.table not in manifest.tables:
             yield f"a part belongs to unknown table {part.table!r}"
             continue
         yield from _part_problems(part, manifest.tables[part.table], known)
+    yield from _overlaps(manifest.parts)
     for array in manifest.dense_arrays:
         yield from _array_problems(array, known)
+    for name, entry in manifest.dense.items():
+        check_relative_path(entry.path)
+        if entry.segment:
+            check_segment_name(entry.segment)
+        dtype = {"bfloat16": "uint16", "bool": "uint8"}.get(entry.dtype, entry.dtype)
+        if entry.offset < 0 or any(size < 0 for size in entry.shape) or dtype not in _ARRAY_DTYPES:
+            yield f"dense tensor {name!r} is {entry.dtype} of shape {entry.shape} at offset {entry.offset}"
+
+
+def _schema_problems(table: str, schema: TableSchema) -> Any:
+    """What would make decoding undefined: scales, bits and shifts outside their range."""
+    if not 0 <= schema.shift <= _MAX_SHIFT:
+        yield f"table {table!r} has shift {schema.shift}"
+    encodings = [(schema.encoding, schema.dtype), *((slot.encoding, slot.dtype) for slot in schema.slots.values())]
+    for encoding, dtype in encodings:
+        if isinstance(encoding, Lattice) and not _MIN_SCALE <= encoding.scale * 0.5**schema.shift <= _MAX_SCALE:
+            yield f"table {table!r} has scale {encoding.scale} and shift {schema.shift}"
+        if isinstance(encoding, FloatBits):
+            allowed = range(1, 24) if dtype == "float32" else (10 if dtype == "float16" else 7,)
+            if encoding.mantissa_bits not in allowed:
+                yield f"table {table!r} has float_bits with {encoding.mantissa_bits} mantissa bits of {dtype}"
+    for name, slot in schema.slots.items():
+        if isinstance(slot.encoding, Affine):
+            yield f"slot {name!r} of table {table!r} is affine"
+
+
+def _overlaps(parts: tuple[PartEntry, ...]) -> Any:
+    """Parts of one table are disjoint rectangles: swept by their first row."""
+    active: dict[str, list[PartEntry]] = {}
+    for part in sorted(parts, key=lambda part: part.rows):
+        if part.rows[0] == part.rows[1]:
+            continue
+        beside = [other for other in active.get(part.table, []) if other.rows[1] > part.rows[0]]
+        if any(other.columns[0] < part.columns[1] and part.columns[0] < other.columns[1] for other in beside):
+            yield f"two parts of table {part.table!r} overlap at row {part.rows[0]}"
+            return
+        active[part.table] = [*beside, part]
+
+
+def _expected_arrays(schema: TableSchema, operation: str, width: int) -> dict[str, tuple[tuple[str, ...], int | None]]:
+    """Array name to the dtypes and the number of columns it may have in a row list (None: one-dimensional)."""
+    expected: dict[str, tuple[tuple[str, ...], int | None]] = {"rows": (("int64",), None)}
+    if operation == "delete":
+        return expected
+    encodings = {"codes": (schema.encoding, schema.dtype, False)} | {
+        f"slots/{name}": (slot.encoding, slot.dtype, slot.kind == "row") for name, slot in schema.slots.items()
+    }
+    for name, (encoding, dtype, is_vector) in encodings.items():
+        columns = None if is_vector else width
+        if operation == "escape":
+            expected["values" if name == "codes" else name] = ((_CARRIERS[dtype],), columns)
+        elif isinstance(encoding, Affine):
+            expected["codes"] = (("uint8",), (width + 7) // 8 * encoding.bits)
+            expected["scale"] = expected["zero_point"] = ((encoding.param_dtype,), None)
+        elif isinstance(encoding, Lattice | FloatBits):
+            expected[name] = (("int16", "int32"), columns)
+        else:
+            expected[name] = ((_CARRIERS[dtype],), columns)
+    return expected
 
 
 def _part_problems(part: PartEntry, schema: TableSchema, known: set[str]) -> Any:
@@ -512,9 +589,15 @@ def _part_problems(part: PartEntry, schema: TableSchema, known: set[str]) -> Any
         if entry is None:
             continue
         where = f"part {part.folder} {op}"
-        if not entry.arrays or "rows" not in entry.arrays:
-            yield f"{where} has no rows array"
+        if not entry.arrays or "rows" not in entry.arrays or entry.count < 1:
+            yield f"{where} has no rows"
             continue
+        for name, (dtypes, width) in _expected_arrays(schema, op, stop - start).items():
+            found = entry.arrays.get(name)
+            if found is None:
+                yield f"{where} lacks array {name!r}"
+            elif found.dtype not in dtypes or found.shape[1:] != (() if width is None else (width,)):
+                yield f"{where}: array {name!r} is {found.dtype} {found.shape}"
         chunk_rows = entry.arrays["rows"].chunk_rows
         for array in entry.arrays.values():
             yield from _array_problems(array, known)
@@ -535,6 +618,9 @@ def _part_problems(part: PartEntry, schema: TableSchema, known: set[str]) -> Any
 
 def _array_problems(array: ArrayEntry, known: set[str]) -> Any:
     check_relative_path(array.path)
+    if array.dtype not in _ARRAY_DTYPES:
+        yield f"array {array.path} has dtype {array.dtype!r}"
+        return
     if not 1 <= len(array.shape) <= 2 or any(n < 0 for n in array.shape) or array.chunk_rows < 1:
         yield f"array {array.path} has shape {array.shape} in chunks of {array.chunk_rows} rows"
         return

@@ -176,7 +176,7 @@ class Replay:
         if plan.tracks_status:
             codes.track_status(ABSENT)
         for batch in plan.batches:
-            target.truncate(batch.num_rows)
+            target.begin(batch)
             # Escapes of a row must leave before a later set: both are in one batch only if rows are disjoint.
             overflowed = self._workers.run(partial(self._apply, plan, step, target) for step in batch.steps)
             for name in {name for names in overflowed for name in names}:
@@ -192,6 +192,7 @@ class Replay:
         index, positions = target.select(rows)
         if len(index) == 0:
             return []
+        target.claim(index, step)
         if step.operation == "delete":
             target.mark(index, ABSENT)
             return []
@@ -303,6 +304,25 @@ class _Target:
         self._rows = rows
         self._lock = threading.Lock()
         self._escaped: dict[int, dict[str, Array]] = {}
+        self._claimed: dict[tuple[int, int], npt.NDArray[np.bool_]] | None = None
+
+    def begin(self, batch: Batch) -> None:
+        """Prepare for a segment: rows beyond its size go, and rows are remembered if two of its lists may share one."""
+        self.truncate(batch.num_rows)
+        self._claimed = {} if _may_overlap(batch.steps) else None
+
+    def claim(self, index: RowIds, step: Step) -> None:
+        """Refuse a row that another list of the same segment has too: their order is undefined."""
+        if self._claimed is None:
+            return
+        with self._lock:
+            size = self.codes.num_rows if self._rows is None else len(self._rows)
+            claimed = self._claimed.setdefault(step.part.columns, np.zeros(size, np.bool_))
+            twice = index[claimed[index]]
+            claimed[index] = True
+        if len(twice):
+            row = int(twice[0]) + self.codes.start if self._rows is None else int(self._rows[twice[0]])
+            raise _in_two_lists(step, row)
 
     def select(self, rows: RowIds) -> tuple[RowIds, Any]:
         """Return (indexes into the arrays, which positions of ``rows`` they are)."""
@@ -355,6 +375,20 @@ class _Target:
             rows = np.asarray(alive, np.int64)
             values = {n: np.stack([self._escaped[r][n] for r in alive]) for n in self.codes.arrays}
             self.codes.escapes.put(rows + self.codes.start, values)
+
+
+def _may_overlap(steps: Sequence[Step]) -> bool:
+    """Whether the row ranges of two chunks intersect; chunks of one list never do."""
+    spans = sorted((step.part.columns, step.first, step.last) for step in steps)
+    return any(a[0] == b[0] and b[1] <= a[2] for a, b in zip(spans, spans[1:], strict=False))
+
+
+def _in_two_lists(step: Step, row: int) -> CorruptStore:
+    return CorruptStore(
+        f"row {row} of table {step.part.table!r} stands in two row lists of segment {step.segment} of the chain; "
+        "run `cnr verify`",
+        table=step.part.table, found=row,
+    )  # fmt: skip
 
 
 def _wrapping(spec: ArraySpec) -> tuple[str, ...]:
@@ -459,7 +493,12 @@ def replay_hashed(
         return rows, floats
 
     for batch in plan.batches:
-        for step, (rows, floats) in zip(batch.steps, workers.run(partial(read, s) for s in batch.steps), strict=True):
+        found = workers.run(partial(read, step) for step in batch.steps)
+        together = np.sort(np.concatenate([np.empty(0, np.int64), *(rows for rows, _ in found)]))
+        twice = np.flatnonzero(together[1:] == together[:-1])
+        if len(twice):
+            raise _in_two_lists(batch.steps[0], int(together[twice[0]]))
+        for step, (rows, floats) in zip(batch.steps, found, strict=True):
             keys.append(rows)
             alive.append(np.full(len(rows), step.operation != "delete"))
             for name in names:

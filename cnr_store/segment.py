@@ -343,6 +343,12 @@ class SegmentReader:
             chunk = self.read_chunk(array, k, scratch)
             piece = chunk[max(start - low, 0) : stop - low]
             out[max(low - start, 0) : max(low - start, 0) + len(piece)] = piece
+        if object_digest(out.view(np.uint8).data) != entry.digest:
+            raise CorruptObject(
+                f"dense tensor {name!r} in segment {self.name} has another digest than the manifest names; its entry "
+                "points to other bytes, run `cnr verify`",
+                path=layout.segment_key(self.name, entry.path),
+            )
         return out.reshape(entry.shape)
 
 
