@@ -7,6 +7,7 @@ import os
 import socket
 import time
 import uuid
+import warnings
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from cnr_store import arrays, layout
 from cnr_store.errors import (
     BadInput,
+    CorruptRecord,
     NotAStore,
     ReadOnlyStore,
     StoreExists,
@@ -248,7 +250,7 @@ class Store:
         given = [value for value in (version, step, tag, time) if value is not None]
         if len(given) > 1:
             raise BadInput("give at most one of version, step, tag and time", found=len(given))
-        head = self.head()
+        head = self._readable_head()
         if tag is not None:
             tags = head.record.tags
             if tag not in tags:
@@ -368,6 +370,17 @@ class Store:
             target=version, chain=target.chain, tables=target.tables, logical=target.logical, step=target.step,
         )  # fmt: skip
         return self._log.append(head, draft, rebase_rollback).record.v
+
+    def _readable_head(self) -> LogEntry:
+        """The newest record that can be read: a torn last record is nobody's acknowledged state (spec, section 7)."""
+        try:
+            return self.head()
+        except CorruptRecord as error:
+            before = self._log.read(error.version - 1) if error.version else None
+            if before is None:
+                raise
+            warnings.warn(f"{error}; serving version {before.record.v}", RuntimeWarning, stacklevel=3)
+            return before
 
     def _entry(self, version: int) -> LogEntry:
         entry = self._log.read(version) if version >= 0 else None
