@@ -27,6 +27,7 @@ class Mirrors:
     def __init__(self, mode: MirrorMode, folder: str | None) -> None:
         self.mode: MirrorMode = mode
         self.options: dict[str, TableOptions] = {}
+        self.is_complete = True
         self._folder = folder
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._codes: dict[str, TableCodes] = {}
@@ -80,7 +81,11 @@ class Mirrors:
         return allocate
 
     def release_for_full(self, table: str) -> None:
-        """Let a table's mirror go before a new generation is encoded, so that two never stand side by side."""
+        """Let a table's mirror go before it is encoded anew, so that two never stand side by side.
+
+        From here until the commit has won the mirrors are incomplete: `is_complete` is False.
+        """
+        self.is_complete = False
         self._codes.pop(table, None)
         self._digests.pop(table, None)
 
@@ -124,6 +129,7 @@ class Mirrors:
 
     def clear(self) -> None:
         """Free everything."""
+        self.is_complete = True
         self._codes.clear()
         self._digests.clear()
         self._staged_resizes.clear()

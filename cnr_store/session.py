@@ -64,12 +64,19 @@ class Session:
         known |= transaction.written_reader()
         self.head = entry
         self.open = None
+        # Until the new state is open the mirrors are nobody's: opening it may read, and so may fail.
+        self.snapshot = None
         self.snapshot = Snapshot(self.storage, entry, self.workers, known=known)
         transaction.move_mirrors(self.mirrors)
+        self.mirrors.is_complete = True
 
     def lost(self, error: BaseException) -> None:
-        """Nothing became visible. A conflict means that the head moved: the mirrors are nobody's state until a restore."""
+        """Nothing became visible.
+
+        After a conflict the head has moved, and after a failed full a mirror may be gone: then the mirrors are nobody's
+        state until a restore or another full.
+        """
         self.open = None
         self.mirrors.drop_staged()
-        if isinstance(error, Conflict):
+        if isinstance(error, Conflict) or not self.mirrors.is_complete:
             self.snapshot = None

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cnr_store import Store, TableOptions
+from cnr_store import DoesNotApply, Store, TableOptions
 
 
 @pytest.fixture
@@ -42,3 +42,38 @@ def test_a_dense_tensor_without_dimensions_keeps_its_shape(store: Store) -> None
 
     assert found.shape == ()
     assert found == np.float32(0.5)
+
+
+@pytest.mark.parametrize("name", ["_receipt", "zarr", "reader/_receipt"])
+def test_a_document_may_have_the_name_of_an_object_of_the_format(store: Store, name: str) -> None:
+    """A document ``_receipt`` was overwritten by the receipt, and the version could not be read."""
+    with store.writer() as writer, writer.begin(step=1) as txn:
+        txn.put_document(name, {"position": 3})
+
+    assert store.snapshot().read_document(name) == {"position": 3}
+
+
+def test_a_table_may_be_named_like_the_receipt(store: Store) -> None:
+    values = np.ones((2, 2), np.float32)
+    with store.writer() as writer, writer.begin(step=1) as txn:
+        txn.write_table("_receipt.json", values, options=TableOptions(scale=1.0))
+
+    assert np.array_equal(store.snapshot().table("_receipt.json").read(), values)
+
+
+def test_a_failed_full_that_gave_up_its_mirror_needs_a_restore_before_the_next_delta(store: Store) -> None:
+    values = np.ones((4, 2), np.float32)
+    writer = store.writer()
+    with writer.begin(1) as txn:
+        txn.write_table("t", values, options=TableOptions(scale=1.0))
+    txn = writer.begin(2, "full")
+    txn.write_table("t", values + 1)
+    txn.abort()
+
+    with pytest.raises(DoesNotApply):
+        writer.begin(3)
+
+    writer.restore()
+    with writer.begin(3) as txn:
+        txn.write_rows("t", np.asarray([1]), values[:1] + 2)
+    assert store.snapshot().manifests[-1].parts[0].state_digest is not None
