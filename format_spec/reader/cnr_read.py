@@ -1,0 +1,332 @@
+"""Independent reader of cnr-store format 1, from ``format_spec/v1.md`` alone ([n] is a section): plain, not fast.
+
+python format_spec/reader/cnr_read.py STORE [--version V] [--out DIR]
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import re
+import sys
+from decimal import Decimal
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from numcodecs.zstd import Zstd
+from pcodec import standalone
+
+CARRIER = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+EXACT_BITS = {"float32": 23, "float16": 10, "bfloat16": 7}
+DTYPES = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)} | {"float16", "float32", "float64"}
+PATH = re.compile(r"(?!\.+(/|$))[A-Za-z0-9._%-]+(/(?!\.+(/|$))[A-Za-z0-9._%-]+)*")
+ABSENT, CODED, ESCAPED, OPS = 0, 1, 2, ("add", "set", "delete", "escape")
+U, GOLDEN, MASK = np.uint64, 0x9E3779B97F4A7C15, (1 << 64) - 1
+
+
+class Refused(Exception):
+    """The store may not be read: (kind of section 9, what was found)."""
+
+
+def need(condition, kind, found):
+    if not condition:
+        raise Refused(kind, found)
+
+
+def canonical(value):  # [3.1]
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{canonical(key)}:{canonical(value[key])}" for key in sorted(value)) + "}"
+    if isinstance(value, list):
+        return f"[{','.join(map(canonical, value))}]"
+    if not isinstance(value, float):
+        return json.dumps(value, ensure_ascii=False)
+    text = repr(value)
+    return f"{Decimal(text):f}" if text.endswith("e-05") else re.sub(r"e\+?(-?)0*", r"e\1", text)
+
+
+def parse(data, kind, where):
+    try:
+        document = json.loads(data, parse_constant=lambda name: need(False, kind, f"{where}: {name}"))
+    except (ValueError, RecursionError) as error:
+        raise Refused(kind, f"{where}: {error}") from error
+    need(isinstance(document, dict), kind, where)
+    return document
+
+
+class Store:
+    """A store in a local folder; ``records[v]`` is (record, sha256 of its bytes)."""
+
+    def __init__(self, root):
+        self.root, self.records = Path(root), []
+        self.identity = parse(self.object("cnr.json", "not_a_store"), "corrupt_store", "cnr.json")
+        need(self.identity.get("format") == "cnr-store", "corrupt_store", "format of cnr.json")
+        need(self.identity.get("major") == 1, "newer_format", f"major {self.identity.get('major')}")
+        names = [path.stem for path in (self.root / "commits").glob("*.json") if re.fullmatch(r"\d{20}", path.stem)]
+        for version in range(max(map(int, names), default=0) + 1):
+            self.records.append(self.record(version))
+
+    def object(self, key, kind="missing_object", sha256=None):
+        need((self.root / key).is_file(), kind, f"no {key}")
+        data = (self.root / key).read_bytes()
+        need(sha256 in (None, hashlib.sha256(data).hexdigest()), "corrupt_object", f"{key}: sha256")
+        return data
+
+    def record(self, version):  # [3.3]
+        key, bad = f"commits/{version:020d}.json", "corrupt_record"
+        data = self.object(key, "corrupt_store")
+        record = parse(data, bad, key)
+        need(not record.get("reader_features"), "unknown_feature", f"{key}: {record.get('reader_features')}")
+        need(canonical(record).encode() == data and len(data) <= 65536, bad, f"{key}: not canonical, or too large")
+        need(record.get("v") == version, bad, f"{key}: v {record.get('v')}")
+        need(record["store_uuid"] == self.identity["store_uuid"], "corrupt_store", f"{key}: of another store")
+        need(record["parent_digest"] == (self.records[-1][1] if version else ""), bad, f"{key}: parent digest")
+        if record["state"] is not None:
+            need(re.fullmatch("[0-9a-f]{64}", record["state"]), bad, f"{key}: state")
+            side = self.object(f"state/{record['state']}.json", sha256=record["state"])
+            record |= parse(side, "corrupt_store", key)
+        ends = [0] + [entry["l1"] for entry in record["chain"]]
+        need(len(ends) <= 65 and ends[-1] in (record["logical"], 0), bad, f"{key}: chain")
+        for index, entry in enumerate(record["chain"]):
+            connects = entry["l0"] == ends[index] < entry["l1"] and entry["kind"] == ("delta" if index else "baseline")
+            need(connects and re.fullmatch(r"\d{20}-[0-9a-f]{32}", entry["seg"]), bad, f"{key}: chain at {index}")
+        return record, hashlib.sha256(data).hexdigest()
+
+    def snapshot(self, version=None):
+        version = len(self.records) - 1 if version is None else version
+        need(0 <= version < len(self.records), "version_not_found", f"version {version}")
+        head, record = self.records[-1][0], self.records[version][0]
+        gone = version in head["expired"] or (version < head["floor"] and version not in head["tags"].values())
+        need(not gone, "version_expired", f"version {version}")
+        return Snapshot([Segment(self, entry) for entry in record["chain"]], record)
+
+
+class Segment:
+    """A manifest and the objects that it lists [4.1]."""
+
+    def __init__(self, store, entry):
+        self.store, self.name, where = store, entry["seg"], f"manifest of {entry['seg']}"
+        data = store.object(f"data/{self.name}/_segment.json", sha256=entry["sha256"])
+        self.manifest = manifest = parse(data, "corrupt_store", where)
+        need(manifest["format"] == 1, "newer_format", where)
+        need(all(manifest[key] == entry[key] for key in ("kind", "l0", "l1")), "corrupt_store", where)
+        self.objects = {item["path"]: item for item in manifest["objects"]}
+        sane = len(self.objects) == len(manifest["objects"]) and all(map(PATH.fullmatch, self.objects))
+        for table in manifest["tables"].values():
+            sane = sane and table["num_rows"] >= 0 < table["dim"] and table["num_rows"] * table["dim"] <= 1 << 50
+        need(sane, "corrupt_store", f"{where}: paths or shapes")
+
+    def read(self, path):
+        item = self.objects.get(path)
+        need(item is not None, "corrupt_store", f"{self.name}/{path}: not in the inventory")
+        data = self.store.object(f"data/{self.name}/{path}")
+        same = len(data) == item["size"] and xxhash.xxh3_128_hexdigest(data) == item["xxh3_128"]
+        need(same, "corrupt_object", f"{self.name}/{path}: size or digest")
+        return data
+
+    def array(self, entry):  # [4.2]: sizes are compared before anything is decoded
+        shape, rows, path = entry["shape"], entry["chunk_rows"], entry["path"]
+        known = entry["dtype"] in DTYPES and 1 <= len(shape) <= 2 and rows >= 1 and min(shape) >= 0
+        need(known and -(-shape[0] // rows) <= len(self.objects), "corrupt_store", f"array {path}")
+        size, dtype = rows * math.prod(shape[1:]), np.dtype(entry["dtype"])
+        need(size * dtype.itemsize <= 1 << 30, "corrupt_object", f"array {path}: chunk size")
+        chunks = [np.empty(size, dtype) for _ in range(-(-shape[0] // rows))]
+        for k, chunk in enumerate(chunks):
+            self.decode(entry["codec"], f"{path}/c/{k}" + "/0" * (len(shape) - 1), chunk)
+        return np.concatenate([np.empty(0, dtype), *chunks]).reshape(-1, *shape[1:])[: shape[0]]
+
+    def decode(self, codec, path, out):
+        data, fits = self.read(path)[:-4], False  # the crc32c is for readers without an inventory
+        try:
+            if codec == "pcodec":
+                progress = standalone.simple_decompress_into(data, out)
+                fits = progress.finished and progress.n_processed == len(out)
+            elif codec == "zstd":  # RFC 8878, 3.1.1: the content size in the frame header
+                single, flag = data[4] >> 5 & 1, data[4] >> 6
+                start, width = 6 - single + (0, 1, 2, 4)[data[4] & 3], (single, 2, 4, 8)[flag]
+                fits = int.from_bytes(data[start : start + width], "little") + 256 * (flag == 1) == out.nbytes
+                Zstd().decode(data if fits else b"", out=out.view(np.uint8))
+            elif fits := codec == "bytes" and len(data) == out.nbytes:
+                out.view(np.uint8)[:] = np.frombuffer(data, np.uint8)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            raise Refused("corrupt_object", f"{self.name}/{path}: {error}") from error
+        need(fits, "corrupt_object", f"{self.name}/{path}: number of elements")
+
+
+class Snapshot:
+    def __init__(self, segments, record):
+        self.segments, self.record = segments, record
+        self.last = segments[-1].manifest if segments else {"tables": {}, "dense": {}, "documents": {}, "scalars": {}}
+        self.tables, self.scalars = self.last["tables"], self.last["scalars"]
+
+    def read_dense(self, name):  # [4.6]
+        entry = self.last["dense"][name]
+        start, size, where = entry["offset"], math.prod(entry["shape"]), f"dense {name}"
+        dtype = {"bfloat16": "uint16", "bool": "uint8"}.get(entry["dtype"], entry["dtype"])
+        segment = {s.name: s for s in self.segments}.get(entry["segment"] or self.segments[-1].name)
+        sane = segment and min([start, *entry["shape"]]) >= 0 and dtype in DTYPES
+        need(sane, "corrupt_store", f"{where}: outside the chain, or no shape")
+        array = {item["path"]: item for item in segment.manifest["dense_arrays"]}.get(entry["path"])
+        inside = size == 0 or (array and array["dtype"] == dtype and start + size <= array["shape"][0])
+        need(inside, "corrupt_store", f"{where}: outside its array")
+        flat = segment.array(array)[start : start + size] if size else np.empty(0, dtype)
+        need(xxhash.xxh3_128_hexdigest(flat.tobytes()) == entry["digest"], "corrupt_object", f"{where}: digest")
+        return flat.reshape(entry["shape"])
+
+    def read_document(self, name):  # [4.7], with its $ tags
+        return json.loads(self.segments[-1].read(self.last["documents"][name]))
+
+    def read_table(self, name):  # {"values", slots, and "keys" of a hashed table}
+        table = Table(name, self.tables[name], self.segments)
+        for part in self.last["parts"]:
+            same = part["table"] != name or part["state_digest"] in (None, table.digest(part))
+            need(same, "corrupt_store", f"table {name}: state digest")
+        return table.decode()
+
+
+class Table:
+    def __init__(self, name, schema, segments):
+        self.where, self.schema, self.hashed, begin = (
+            f"table {name}",
+            schema,
+            schema["keys"] == "hashed",
+            len(segments) - 1,
+        )
+        while begin and segments[begin - 1].manifest["tables"].get(name, {}).get("generation") == schema["generation"]:
+            begin -= 1
+        adds = schema["encoding"]["encoding"] in ("lattice", "float_bits") and not self.hashed
+        # name -> (encoding, dtype, one-dimensional, whether an add row holds a difference, fill)
+        self.arrays = {"codes": (schema["encoding"], schema["dtype"], False, adds, schema["fill"])} | {
+            f"slots/{slot}": (s["encoding"], s["dtype"], s["kind"] == "row", adds and s["mirror"], s["fill"])
+            for slot, s in schema["slots"].items()
+        }
+        tables = [(segment, segment.manifest["tables"][name]) for segment in segments[begin:]]
+        work = [(s, part, op) for s, _ in tables for part in s.manifest["parts"] if part["table"] == name for op in OPS]
+        work = [(s, part, op, self.row_ids(s, part, part[op])) for s, part, op in work if part[op]]
+        keys = np.concatenate([np.empty(0, np.int64), *(rows for *_, rows in work)])
+        self.ids = np.unique(keys) if self.hashed else np.arange(max(table["num_rows"] for _, table in tables))
+        self.status, self.held, self.exact = np.zeros(len(self.ids), np.uint8), {}, {}
+        for array, (encoding, dtype, vector, *_) in self.arrays.items():
+            self.exact[array] = np.zeros((len(self.ids), 1 if vector else schema["dim"]), CARRIER[dtype])
+            is_integer = encoding["encoding"] in ("lattice", "float_bits")
+            self.held[array] = self.exact[array].astype(np.int64 if is_integer else CARRIER[dtype])
+        for segment, table in tables:  # [4.4]
+            self.status[len(self.ids) if self.hashed else table["num_rows"] :] = ABSENT
+            seen = {}
+            for _, part, op, rows in (item for item in work if item[0] is segment):
+                at, twice = np.searchsorted(self.ids, rows), seen.setdefault(tuple(part["columns"]), self.status * 0)
+                need(not twice[at].any(), "corrupt_store", f"{self.where}: a row in two lists")
+                twice[at] = 1
+                self.apply(segment, part, op, at, schema["shift"] - table["shift"])
+
+    def row_ids(self, segment, part, row_list):  # [4.3]
+        rows, (low, high) = segment.array(row_list["arrays"]["rows"]), part["rows"]
+        ends = np.append(np.arange(0, len(rows), row_list["arrays"]["rows"]["chunk_rows"]), len(rows))
+        sane = rows.dtype == np.int64 and rows.shape == (row_list["count"],) and bool(np.all(rows[1:] > rows[:-1]))
+        sane = sane and [row_list["first"], row_list["last"]] == [rows[ends[:-1]].tolist(), rows[ends[1:] - 1].tolist()]
+        need(sane and (self.hashed or low <= rows[0] <= rows[-1] < high), "corrupt_store", f"{self.where}: row ids")
+        return rows
+
+    def apply(self, segment, part, op, at, shift):
+        (low, high), arrays, where = part["columns"], part[op]["arrays"], f"{self.where}: {op} rows"
+        is_legal = op != "add" or (np.all(self.status[at] == CODED) and not self.hashed)
+        need(is_legal and 0 <= shift < 32 and 0 <= low < high <= self.schema["dim"], "corrupt_store", where)
+        self.status[at] = {"delete": ABSENT, "escape": ESCAPED}.get(op, CODED)
+        for name, (encoding, dtype, vector, adds, _) in self.arrays.items() if op != "delete" else ():
+            target = (self.exact if op == "escape" else self.held)[name]
+            values = segment.array(arrays["values" if (op, name) == ("escape", "codes") else name])
+            if op != "escape" and encoding["encoding"] == "affine":  # [5.2]
+                bits = np.unpackbits(values, axis=1, bitorder="little").reshape(len(at), -1, encoding["bits"])
+                codes = (bits << np.arange(encoding["bits"], dtype=np.uint8)).sum(axis=2, dtype=np.uint8)
+                scale, zero = (segment.array(arrays[k])[:, None].astype(np.float32) for k in ("scale", "zero_point"))
+                values = narrow(zero + scale * codes[:, : high - low].astype(np.float32), dtype)
+            known = (np.int16, np.int32) if target.dtype == np.int64 else (target.dtype,)
+            fits = values.dtype in known and values.shape == ((len(at),) if vector else (len(at), high - low))
+            need(fits and (not vector or high - low == self.schema["dim"]), "corrupt_store", f"{where}: {name}")
+            values, cut = values.reshape(len(at), -1).astype(target.dtype), slice(None) if vector else slice(low, high)
+            if name == "codes" and target.dtype == np.int64:
+                values <<= shift
+            if op == "add" and adds:
+                values += target[at, cut]
+                values = values.astype(np.int32) if encoding["encoding"] == "float_bits" else values  # modulo 2^32
+                need(np.array_equal(values, values.astype(np.int32)), "corrupt_store", f"{where}: codes leave int32")
+            target[at, cut] = values
+
+    def digest(self, part):  # [4.5]
+        (start, stop), (low, high), total = part["rows"], part["columns"], 0
+        for status, held, constant in ((CODED, self.held, 3), (ESCAPED, self.exact, 5)):
+            rows = (start + np.flatnonzero(self.status[start:stop] == status)).view(U)
+            total += int(mix(rows ^ U(constant * GOLDEN & MASK)).sum()) if low == 0 else 0
+            for name, (_, dtype, vector, adds, _) in self.arrays.items():
+                seed = U(int.from_bytes(hashlib.sha256(b"slot:" + name[6:].encode()).digest()[:8], "little"))
+                columns = np.arange(low, low + 1 if vector else high, dtype=U)
+                factors = mix(columns ^ U(1 << 63) if name == "codes" else columns + seed) | U(1)
+                codes = held[name][rows.view(np.int64)][:, slice(None) if vector else slice(low, high)]
+                if status == ESCAPED:
+                    floats = codes.astype(np.uint32) << 16 if dtype == "bfloat16" else codes.astype(np.float32)
+                    codes = floats.view(np.int32)
+                if adds:
+                    sums = (codes.astype(np.int64).view(U) * factors).sum(axis=1)
+                    total += int(((mix(rows) | U(1)) * sums).sum())
+        return f"{total & MASK:016x}"
+
+    def decode(self):  # [5]
+        present = self.status != ABSENT
+        result = {"keys": self.ids[present]} if self.hashed else {}
+        for name, (encoding, dtype, vector, _, fill) in self.arrays.items():
+            values = self.held[name]
+            if encoding["encoding"] == "lattice":
+                scale = np.float32(encoding["scale"] * 0.5 ** (self.schema["shift"] if name == "codes" else 0))
+                values = narrow(scale * values.astype(np.float32), dtype)
+            elif encoding["encoding"] == "float_bits":
+                size = np.where(values < 0, -1 - values, values) << EXACT_BITS[dtype] - encoding["mantissa_bits"]
+                bits = size | (values < 0) << (31 if dtype == "float32" else 15)
+                values = bits.astype(np.uint32 if dtype == "float32" else np.uint16).view(CARRIER[dtype])
+            values = np.where((self.status == ESCAPED)[:, None], self.exact[name], values)
+            values[~present] = narrow(np.full(1, fill, np.float32), dtype)
+            values = values[present] if self.hashed else values[: self.schema["num_rows"]]
+            result["values" if name == "codes" else name[6:]] = values[:, 0] if vector else values
+        return result
+
+
+def mix(x):  # splitmix64
+    x = x + U(GOLDEN)
+    z = (x ^ x >> U(30)) * U(0xBF58476D1CE4E5B9)
+    z = (z ^ z >> U(27)) * U(0x94D049BB133111EB)
+    return z ^ z >> U(31)
+
+
+def narrow(values, dtype):  # [5.1]: nearest, ties to even; finite values stay finite
+    if dtype == "float16":
+        return np.where(np.isfinite(values), np.clip(values, -65504, 65504), values).astype(np.float16)
+    if dtype == "bfloat16":
+        bits = np.ascontiguousarray(values).view(np.uint32).astype(np.int64)
+        size, sign = bits & 0x7FFFFFFF, bits >> 16 & 0x8000
+        near = np.minimum((size + 0x7FFF + (size >> 16 & 1)) >> 16, 0x7F7F)
+        return (np.where(size < 0x7F800000, near, size >> 16) | sign).astype(np.uint16)
+    return values
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("store")
+    parser.add_argument("--version", type=int)
+    parser.add_argument("--out", type=Path, help="folder for .npy files")
+    options, found = parser.parse_args(), {}
+    try:
+        snapshot = Store(options.store).snapshot(options.version)
+        for name in snapshot.tables:
+            found |= {f"table {name} {key}": array for key, array in snapshot.read_table(name).items()}
+        found |= {f"dense {name}": snapshot.read_dense(name) for name in snapshot.last["dense"]}
+    except Refused as error:
+        sys.exit(": ".join(error.args))
+    print(f"version {snapshot.record['v']} step {snapshot.record['step']} chain {len(snapshot.segments)}")
+    for index, (name, array) in enumerate(found.items()):
+        print(f"{name}: {array.dtype} {array.shape} xxh3 {xxhash.xxh3_64_hexdigest(array.tobytes())}")
+        if options.out:
+            options.out.mkdir(parents=True, exist_ok=True)
+            np.save(options.out / f"{index:05d}.npy", array)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""The promise of the format: every committed store reads as the arrays beside it say, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cnr_store import Snapshot, Store, tree
+
+GOLDEN = Path(__file__).resolve().parents[2] / "format_spec" / "golden"
+CASES = sorted(path.parent.name for path in GOLDEN.glob("*/expected.json"))
+VERSIONS = [
+    (case, int(v)) for case in CASES for v in json.loads((GOLDEN / case / "expected.json").read_text())["versions"]
+]
+
+
+def expected(case: str, version: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((GOLDEN / case / "expected.json").read_text())["versions"][str(version)]
+    return found
+
+
+def load(case: str, entry: Any) -> np.ndarray[Any, Any]:
+    if isinstance(entry, str):
+        loaded: np.ndarray[Any, Any] = np.load(GOLDEN / case / "expected" / entry)
+        return loaded
+    return np.frombuffer(bytes.fromhex(entry["hex"]), entry["dtype"]).reshape(entry["shape"])
+
+
+def same_bits(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
+    return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
+
+
+def open_case(case: str, version: int) -> Snapshot:
+    return Store.open(str(GOLDEN / case / "store"), threads=1).snapshot(version=version)
+
+
+def test_there_are_golden_stores_and_they_are_small() -> None:
+    assert len(CASES) >= 7
+
+    assert sum(path.stat().st_size for path in GOLDEN.rglob("*") if path.is_file()) < 600_000
+
+
+@pytest.mark.parametrize(("case", "version"), VERSIONS)
+def test_tables_and_slots_read_as_expected(case: str, version: int) -> None:
+    snapshot = open_case(case, version)
+    held = expected(case, version)["tables"]
+
+    assert sorted(snapshot.tables) == sorted(held)
+    for table, arrays in held.items():
+        view = snapshot.table(table)
+        if view.schema.keys == "hashed":
+            keys, values = view.read_all()
+            found = {"keys": keys, **values}
+        else:
+            found = {n: view.read() if n == "values" else view.read_slot(n) for n in ["values", *view.schema.slots]}
+        assert sorted(found) == sorted(arrays)
+        for name, entry in arrays.items():
+            assert same_bits(found[name], load(case, entry)), (table, name)
+
+
+@pytest.mark.parametrize(("case", "version"), VERSIONS)
+def test_dense_tensors_documents_and_scalars_read_as_expected(case: str, version: int) -> None:
+    snapshot = open_case(case, version)
+    held = expected(case, version)
+
+    assert sorted(snapshot.dense) == sorted(held["dense"])
+    for name, entry in held["dense"].items():
+        assert same_bits(snapshot.read_dense(name), load(case, entry)), name
+    assert {name: tree.encode(snapshot.read_document(name)) for name in snapshot.documents} == held["documents"]
+    assert snapshot.scalars == held["scalars"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_whole_log_of_a_golden_store_is_sound(case: str) -> None:
+    store = Store.open(str(GOLDEN / case / "store"), threads=1)
+
+    versions = [record.v for record in store.log()]
+
+    assert versions == list(range(store.latest_version(), -1, -1))
+
+
+def test_row_ranges_and_single_rows_of_a_golden_store_are_cut_from_the_whole() -> None:
+    view = open_case("rows", 7).table("user")
+    whole = view.read()
+    rows = np.asarray([13, 0, 7, 7, 2])
+
+    assert same_bits(view.read(3, 11), whole[3:11])
+    assert same_bits(view.read_rows(rows), whole[rows])
+
+
+def test_a_step_after_a_rollback_and_a_tag_find_their_versions() -> None:
+    store = Store.open(str(GOLDEN / "lattice" / "store"), threads=1)
+
+    assert store.snapshot(tag="best").version == 2
+    assert store.snapshot(step=100).version == 7  # the rollback, newer than the full
+    assert store.snapshot(step=300).version == 4
+    assert store.snapshot(version=7).record.kind == "rollback"
+
+
+def test_a_side_object_holds_the_tags_that_a_record_has_no_room_for() -> None:
+    store = Store.open(str(GOLDEN / "overflow" / "store"), threads=1)
+
+    on_disk = json.loads((GOLDEN / "overflow" / "store" / "commits" / f"{12:020d}.json").read_bytes())
+
+    assert len(store.tags()) == 9
+    assert on_disk["tags"] == {}
+    assert len(on_disk["state"]) == 64
+
+
+def test_a_one_shot_delta_takes_the_place_of_the_one_before() -> None:
+    store = Store.open(str(GOLDEN / "one_shot" / "store"), threads=1)
+
+    second, third = store.record(3).chain, store.record(4).chain
+
+    assert len(second) == len(third) == 2
+    assert second[0] == third[0]
+    assert second[1] != third[1]

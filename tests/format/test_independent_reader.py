@@ -1,0 +1,174 @@
+"""A second reader, written from the spec without the library, finds the same bits."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cnr_store import Store, TableOptions
+from cnr_store.store import Writer
+from format_spec.reader.compare import compare
+
+ROOT = Path(__file__).resolve().parents[2]
+READER = ROOT / "format_spec" / "reader" / "cnr_read.py"
+CASES = sorted(path.parent.name for path in (ROOT / "format_spec" / "golden").glob("*/expected.json"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_both_readers_agree_on_every_version_of_a_golden_store(case: str) -> None:
+    assert compare(ROOT / "format_spec" / "golden" / case / "store") > 0
+
+
+def test_the_reader_has_at_most_300_lines_that_are_not_blank_and_does_not_know_the_library() -> None:
+    text = READER.read_text()
+    modules = {
+        name.split(".")[0]
+        for node in ast.walk(ast.parse(text))
+        for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [])
+        + ([node.module or ""] if isinstance(node, ast.ImportFrom) else [])
+    }
+
+    assert sum(1 for line in text.splitlines() if line.strip()) <= 300
+    assert modules - set(sys.stdlib_module_names) == {"numpy", "xxhash", "numcodecs", "pcodec"}
+
+
+def test_the_script_writes_arrays_and_refuses_what_is_no_store(tmp_path: Path) -> None:
+    store = ROOT / "format_spec" / "golden" / "lattice" / "store"
+
+    good = subprocess.run(
+        [sys.executable, READER, store, "--version", "2", "--out", tmp_path], capture_output=True, text=True, check=True
+    )
+    bad = subprocess.run([sys.executable, READER, tmp_path], capture_output=True, text=True, check=False)
+
+    assert good.stdout.startswith("version 2 step 100 chain 1\n")
+    assert "table user values: float32 (40, 6)" in good.stdout
+    assert len(list(tmp_path.glob("*.npy"))) == good.stdout.count("\n") - 1
+    assert (bad.returncode, bad.stderr[:11]) == (1, "not_a_store")
+
+
+OPTIONS = {
+    "lattice": TableOptions(scale=0.125, nonfinite="escape"),
+    "exact": TableOptions.exact(nonfinite="escape"),
+    "coarse": TableOptions(encoding="float_bits", mantissa_bits=5, nonfinite="escape"),
+    "affine": TableOptions(encoding="affine", bits=3, nonfinite="escape"),
+    "raw": TableOptions(encoding="raw", nonfinite="escape"),
+}
+OPERATIONS = ["write", "write", "delete", "resize", "full", "one_shot", "new", "drop", "keys", "dense", "rollback"]
+
+
+class Life:
+    """Random operations on one store; which rows and values is drawn from a seeded generator."""
+
+    def __init__(self, root: Path, encoding: str, profile: Any, mirror: Any, seed: int) -> None:
+        self.store = Store.create(str(root), profile=profile, fsync=False, threads=1)
+        self.options = OPTIONS[encoding]
+        self.random = np.random.default_rng(seed)
+        self.mirror = mirror
+        self.writer = self.store.writer(mirror=mirror)
+        self.step = 0
+        self.is_clean = False
+        self.whole("first", 20)
+
+    def values(self, count: int) -> np.ndarray[Any, Any]:
+        values = self.random.normal(0, 3, (count, 5)).astype(np.float32)
+        if count and not self.is_clean and self.random.random() < 0.3:
+            values[self.random.integers(count), 2] = self.random.choice([np.nan, np.inf, -np.inf])
+        return values
+
+    def slots(self, count: int) -> dict[str, np.ndarray[Any, Any]]:
+        return {
+            "m": self.random.exponential(1, count).astype(np.float32),
+            "v": self.random.normal(size=(count, 5)).astype(np.float32),
+        }
+
+    def whole(self, table: str, count: int) -> None:
+        with self.begin() as txn:
+            txn.write_table(table, self.values(count), slots=self.slots(count), options=self.options)
+
+    def begin(self, **kind: Any) -> Any:
+        self.step += 1
+        return self.writer.begin(self.step, **kind)
+
+    def run(self, operation: str) -> None:
+        tables = self.writer.snapshot.tables
+        dense = [name for name, schema in tables.items() if schema.keys == "dense"]
+        table = str(self.random.choice(dense)) if dense else None
+        count = tables[table].num_rows if table else 0
+        rows = np.flatnonzero(self.random.random(count) < 0.4).astype(np.int64)
+        if operation == "write" and table:
+            with self.begin() as txn:
+                half = len(rows) // 2
+                txn.write_rows(table, rows[half:], self.values(len(rows) - half), slots=self.slots(len(rows) - half))
+                txn.delete_rows(table, rows[:half][:2])
+        elif operation == "delete" and table:
+            with self.begin() as txn:
+                txn.delete_rows(table, rows)
+        elif operation == "resize" and table:
+            with self.begin() as txn:
+                txn.resize_table(table, int(self.random.integers(0, 30)))
+        elif operation == "full":
+            with self.begin(kind="full") as txn:
+                for name in dense:
+                    txn.write_table(name, self.values(20), slots=self.slots(20))
+                for name in set(tables) - set(dense):
+                    txn.drop_table(name)
+        elif operation == "one_shot" and len(self.writer.head.record.chain) == 1 and table:
+            with self.begin(base="baseline") as txn:
+                txn.write_rows(table, rows, self.values(len(rows)), slots=self.slots(len(rows)))
+        elif operation == "new":
+            self.whole(f"new {self.step}/ü", int(self.random.integers(0, 9)))
+        elif operation == "drop" and table:
+            with self.begin() as txn:
+                txn.drop_table(table)
+        elif operation == "keys":
+            with self.begin() as txn:
+                if "keys" not in tables:
+                    txn.create_table(
+                        "keys", dim=5, options=self.options, slots={"m": "row", "v": "element"}, sample=self.values(3)
+                    )
+                keys = np.unique(self.random.integers(-9, 9, 12))
+                txn.write_rows("keys", keys[:5], self.values(5), slots=self.slots(5))
+                txn.delete_rows("keys", keys[5:])
+        elif operation == "dense":
+            with self.begin() as txn:
+                txn.put_dense(
+                    {"w": self.random.normal(size=3), "b": np.asarray(1.0, np.float32), "e": np.empty((2, 0), np.int64)}
+                )
+                txn.put_document("reader/0", {"at": self.step, "state": (1, b"x", None)})
+        elif operation == "rollback":
+            self.store.rollback(int(self.random.choice([r.v for r in self.store.log() if r.chain])))
+            self.reopen()
+
+    def reopen(self) -> None:
+        self.is_clean = True  # what a table does with NaN is the writer's choice, not stored
+        self.writer.close()
+        self.writer: Writer = self.store.writer(mirror=self.mirror)
+        self.writer.restore()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    encoding=st.sampled_from(sorted(OPTIONS)),
+    profile=st.sampled_from(["compact", "portable"]),
+    mirror=st.sampled_from(["memory", "none"]),
+    operations=st.lists(st.sampled_from(OPERATIONS), min_size=1, max_size=8),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_both_readers_agree_after_any_operations(
+    tmp_path_factory: pytest.TempPathFactory, encoding: str, profile: str, mirror: str, operations: list[str], seed: int
+) -> None:
+    root = tmp_path_factory.mktemp("random") / "store"
+    life = Life(root, encoding, profile, mirror, seed)
+
+    for operation in operations:
+        life.run(operation)
+
+    assert compare(root) > 0
