@@ -124,7 +124,7 @@ def stage_rows(
     rows = given.rows[bad]
     if on_bad_rows == "refuse":
         raise _refused(table, int(rows[0]), len(rows))
-    staged = StagedRows(schema, {"escape": _escape_list(given.take(bad))})
+    staged = StagedRows(schema, {"escape": _escape_list(specs, given.take(bad))})
     return _stage(staged, specs, mirror, given.take(~bad), base_digest, absolute, workers)
 
 
@@ -222,7 +222,7 @@ def stage_table(
         rows = np.flatnonzero(bad).astype(np.int64)
         if on_bad_rows == "refuse":
             raise _refused(table, int(rows[0]), len(rows))
-        escape = _escape_list(Given(rows, {name: _columns(_rows_of(values[name], rows)) for name in specs}))
+        escape = _escape_list(specs, Given(rows, {name: _rows_of(values[name], rows) for name in specs}))
     if mirror is not None and escape is not None:
         held = {"codes" if n == "values" else n: _columns(a) for n, a in escape.arrays.items()}
         mirror.mark(rows, ESCAPED)
@@ -536,9 +536,10 @@ def _leaving(mirror: TableCodes, rows: RowIds) -> int:
     return -total
 
 
-def _escape_list(given: Given) -> StagedList:
+def _escape_list(specs: Mapping[str, ArraySpec], given: Given) -> StagedList:
     return StagedList(
-        given.rows, {"values" if name == "codes" else name: array for name, array in given.values.items()}
+        given.rows,
+        {"values" if n == "codes" else n: _stored_shape(specs[n], array) for n, array in given.values.items()},
     )
 
 

@@ -83,15 +83,15 @@ def writer_folder(rank: int, attempt: str) -> str:
 def encode_name(name: str) -> str:
     """Return ``name`` as one Zarr node name: percent-encoded to ``[A-Za-z0-9._-]`` and ``%``.
 
-    Names that Zarr v3 forbids after that (only dots, a ``__`` prefix, ``zarr.json``) get their first
-    character encoded too, so every non-empty name has a node and the mapping is one to one.
+    Names that Zarr v3 or this format keep for themselves (only dots, a ``__`` prefix, ``zarr.json``,
+    ``_receipt.json``) get their first character encoded too, so every non-empty name has a node and the mapping is one to one.
 
     >>> encode_name("model.ebc/user:0")
     'model.ebc%2Fuser%3A0'
     """
     check_name(name)
     encoded = "".join(chr(b) if chr(b) in _SAFE else f"%{b:02X}" for b in name.encode())
-    if set(encoded) == {"."} or encoded.startswith("__") or encoded == "zarr.json":
+    if set(encoded) == {"."} or encoded.startswith("__") or encoded in (ROOT_GROUP, RECEIPT):
         encoded = f"%{ord(encoded[0]):02X}{encoded[1:]}"
     return encoded
 

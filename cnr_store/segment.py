@@ -43,6 +43,8 @@ _DENSE_DTYPES = frozenset(
     {"float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
 )
 
+_CARRIERS = {"bfloat16": "uint16", "bool": "uint8"}
+
 
 @dataclass(frozen=True, slots=True)
 class RowList:
@@ -140,13 +142,7 @@ class SegmentWriter:
         """
         by_dtype: dict[str, list[str]] = {}
         for name, tensor in tensors.items():
-            if tensor.dtype.name not in _DENSE_DTYPES:
-                raise BadDtype(
-                    f"dense tensor {name!r} has dtype {tensor.dtype}, which a store cannot hold; "
-                    f"use one of {sorted(_DENSE_DTYPES)}",
-                    expected=sorted(_DENSE_DTYPES),
-                    found=tensor.dtype.name,
-                )
+            check_dense_dtype(name, tensor.dtype, dtypes.get(name))
             by_dtype.setdefault(tensor.dtype.name, []).append(name)
         for dtype_name, names in sorted(by_dtype.items()):
             self._write_pack(dtype_name, [(name, np.asarray(tensors[name], order="C")) for name in names], dtypes)
@@ -157,7 +153,8 @@ class SegmentWriter:
 
     def write_document(self, name: str, document: JsonValue) -> None:
         """Put a JSON document (reader state, RNG state) under ``<writer>/<name>.json``."""
-        path = "/".join([self.folder, *(layout.encode_name(part) for part in name.split("/"))]) + ".json"
+        # The ending goes through the encoding: a document named _receipt must not become the receipt.
+        path = "/".join([self.folder, *(layout.encode_name(part) for part in f"{name}.json".split("/"))])
         self._put(path, canonical_json(document))
         self._documents[name] = path
 
@@ -210,6 +207,26 @@ class SegmentWriter:
                 raise CorruptStore(f"segment {self.name}: {path} would be written twice; two names collide", path=path)
             self._objects[path] = entry
         self._storage.put(layout.segment_key(self.name, path), data)
+
+
+def check_dense_dtype(name: str, dtype: np.dtype[Any], logical: str | None) -> None:
+    """Refuse a dense tensor that a store cannot hold, or whose logical dtype is stored as another one.
+
+    Raises
+    ------
+    BadDtype
+    """
+    if dtype.name not in _DENSE_DTYPES:
+        raise BadDtype(
+            f"dense tensor {name!r} has dtype {dtype}, which a store cannot hold; use one of {sorted(_DENSE_DTYPES)}",
+            expected=sorted(_DENSE_DTYPES), found=dtype.name,
+        )  # fmt: skip
+    stored = _CARRIERS.get(logical, logical) if logical is not None else dtype.name
+    if stored != dtype.name:
+        raise BadDtype(
+            f"dense tensor {name!r} is named {logical} and held in {dtype}, expected {stored}",
+            expected=stored, found=dtype.name,
+        )  # fmt: skip
 
 
 def write_manifest(storage: Storage, name: str, manifest: Manifest) -> tuple[str, int]:
@@ -373,4 +390,4 @@ def _array_path(name: str) -> str:
 
 
 def _stored_dtype(dtype: str) -> np.dtype[Any]:
-    return np.dtype({"bfloat16": "uint16", "bool": "uint8"}.get(dtype, dtype))
+    return np.dtype(_CARRIERS.get(dtype, dtype))

@@ -77,3 +77,30 @@ def test_a_failed_full_that_gave_up_its_mirror_needs_a_restore_before_the_next_d
     with writer.begin(3) as txn:
         txn.write_rows("t", np.asarray([1]), values[:1] + 2)
     assert store.snapshot().manifests[-1].parts[0].state_digest is not None
+
+
+def test_opening_a_store_whose_first_record_was_deleted_writes_nothing(store: Store, tmp_path: Path) -> None:
+    """`Store.open` put a new first record into the hole, which hid the damage and broke the digest chain for good."""
+    store.tag("a", 0)
+    first = tmp_path / "store" / "commits" / f"{0:020d}.json"
+    first.unlink()
+
+    Store.open(str(tmp_path / "store")).close()
+
+    assert not first.exists()
+
+
+def test_a_full_keeps_the_rows_of_a_hashed_table(store: Store) -> None:
+    """A full refused hashed tables (so a store that had one could never begin a new chain), or lost their rows."""
+    keys, values = np.asarray([-5, 3, 10**15]), np.arange(6, dtype=np.float32).reshape(3, 2)
+    with store.writer() as writer:
+        for step in (1, 2):
+            with writer.begin(step=step, kind="full") as txn:
+                if step == 1:
+                    txn.create_table("h", dim=2, options=TableOptions(scale=1.0))
+                txn.write_rows("h", keys, values + step)
+
+    found, arrays = store.snapshot().table("h").read_all()
+
+    assert np.array_equal(found, keys)
+    assert np.array_equal(arrays["values"], values + 2)
