@@ -175,8 +175,9 @@ class Store:
             raise NotAStore(f"{storage.url} is not a cnr store: it has no {layout.IDENTITY}", path=storage.url)
         identity = decode_identity(data, f"{storage.url}/{layout.IDENTITY}")
         store = cls(storage, identity, threads=threads, retry=retry)
-        if storage.read(layout.commit_key(0)) is None:
-            # A process died between the identity and the first record: finish what it began.
+        if storage.read(layout.commit_key(0)) is None and storage.read(layout.commit_key(1)) is None:
+            # A process died between the identity and the first record: finish what it began. With a later record the
+            # first one was deleted, and a new one in its place would hide that.
             store._log.append_first(draft_init(_writer_info(uuid.uuid4().hex)))
         return store
 
@@ -373,6 +374,10 @@ class Store:
 
     def _readable_head(self) -> LogEntry:
         """The newest record that can be read: a torn last record is nobody's acknowledged state (spec, section 7)."""
+        try:
+            return self.head()
+        except CorruptRecord:
+            pass  # A reply may have been cut short on its way: ask once more before calling the record torn.
         try:
             return self.head()
         except CorruptRecord as error:
