@@ -1,0 +1,143 @@
+"""Damage a copy of a golden store as a negative vector says: how each vector of ``golden/negative`` is applied.
+
+A vector is a JSON document::
+
+    {"store": a golden case, "what": what is wrong, "patch": [operations], "kind": the error a library must raise,
+     "at": "read" or "write", "reader": the kind the independent reader gives, or null where it must read the store}
+
+Keys in operations may be patterns; ``@3/`` stands for the last segment of version 3's chain. ``reseal`` makes sizes,
+digests and parent digests right again, so that only what the vector is about is wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numcodecs.pcodec import PCodec
+from numcodecs.zstd import Zstd
+
+from format_spec.reader.cnr_read import canonical
+
+
+def apply(root: Path, patch: list[dict[str, Any]]) -> None:
+    """Carry out the operations of a vector on the store at ``root``."""
+    for operation in patch:
+        arguments = {key: value for key, value in operation.items() if key != "op"}
+        _OPERATIONS[operation["op"]](root, **arguments)
+
+
+def find(root: Path, key: str) -> Path:
+    """Return the one file that a key or pattern names."""
+    if key.startswith("@"):
+        version, _, rest = key[1:].partition("/")
+        record = json.loads((root / f"commits/{int(version):020d}.json").read_bytes())
+        key = f"data/{record['chain'][-1]['seg']}/{rest}"
+    found = sorted(root.glob(key)) if "*" in key else [root / key]
+    if len(found) != 1 or not found[0].is_file():
+        raise LookupError(f"{key} names {found}")
+    return found[0]
+
+
+def _delete(root: Path, key: str) -> None:
+    find(root, key).unlink()
+
+
+def _truncate(root: Path, key: str, size: int) -> None:
+    path = find(root, key)
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def _flip(root: Path, key: str, offset: int) -> None:
+    path = find(root, key)
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def _swap(root: Path, key: str, other: str) -> None:
+    first, second = find(root, key), find(root, other)
+    a, b = first.read_bytes(), second.read_bytes()
+    if len(a) != len(b) or a == b:
+        raise LookupError(f"{key} and {other} have {len(a)} and {len(b)} bytes")
+    first.write_bytes(b)
+    second.write_bytes(a)
+
+
+def _copy(root: Path, key: str, to: str) -> None:
+    (root / to).write_bytes(find(root, key).read_bytes())
+
+
+def _append(root: Path, key: str, text: str) -> None:
+    path = find(root, key)
+    path.write_bytes(path.read_bytes() + text.encode())
+
+
+def _set(root: Path, key: str, at: list[str | int], value: Any) -> None:
+    path = find(root, key)
+    document = json.loads(path.read_bytes())
+    item = document
+    for step in at[:-1]:
+        item = item[step]
+    item[at[-1]] = value
+    path.write_bytes(canonical(document).encode())
+
+
+def _move(root: Path, key: str, at: list[str | int], to: str) -> None:
+    """Rename a field beside itself; the old one becomes null."""
+    path = find(root, key)
+    document = json.loads(path.read_bytes())
+    item = document
+    for step in at[:-1]:
+        item = item[step]
+    item[to], item[at[-1]] = item[at[-1]], None
+    path.write_bytes(canonical(document).encode())
+
+
+def _elements(root: Path, key: str, codec: str, dtype: str, values: list[int], repeat: int = 1) -> None:
+    """Replace a chunk by an encoding of other elements; the crc32c is not looked at by readers with an inventory."""
+    array = np.tile(np.asarray(values, dtype), repeat)
+    payload = PCodec(level=8).encode(array) if codec == "pcodec" else Zstd(level=3).encode(array)
+    find(root, key).write_bytes(bytes(payload) + b"\0\0\0\0")
+
+
+def _reseal(root: Path) -> None:
+    """Make every inventory, manifest digest and parent digest right again."""
+    manifests = {}
+    for path in sorted(root.glob("data/*/_segment.json")):
+        manifest = json.loads(path.read_bytes())
+        for item in manifest["objects"]:
+            stored = path.parent / item["path"]
+            if stored.resolve().is_relative_to(path.parent.resolve()) and stored.is_file():
+                data = stored.read_bytes()
+                item |= {"size": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data)}
+        data = canonical(manifest).encode()
+        path.write_bytes(data)
+        manifests[path.parent.name] = hashlib.sha256(data).hexdigest()
+    parent = ""
+    for path in sorted(root.glob("commits/*.json")):
+        record = json.loads(path.read_bytes())
+        record["parent_digest"] = parent
+        for entry in record["chain"]:
+            entry["sha256"] = manifests.get(entry["seg"], entry["sha256"])
+        data = canonical(record).encode()
+        path.write_bytes(data)
+        parent = hashlib.sha256(data).hexdigest()
+
+
+_OPERATIONS = {
+    "delete": _delete,
+    "truncate": _truncate,
+    "flip": _flip,
+    "swap": _swap,
+    "copy": _copy,
+    "append": _append,
+    "set": _set,
+    "move": _move,
+    "elements": _elements,
+    "reseal": _reseal,
+}
