@@ -1,0 +1,18 @@
+"""Checkpoints of a PyTorch training in about six lines.
+
+::
+
+    manager = CheckpointManager("s3://bucket/run-7", model=model, optimizer=optimizer, reader=loader, every_steps=100)
+    manager.restore()                     # in place; None when the store is empty
+    for batch in loader:
+        train_step(model, optimizer, batch)
+        manager.step()                    # saves in the background when one is due
+    manager.close()
+"""
+
+from __future__ import annotations
+
+from cnr_store.training.background import SaveReport
+from cnr_store.training.manager import CheckpointManager, RestoredState
+
+__all__ = ["CheckpointManager", "RestoredState", "SaveReport"]

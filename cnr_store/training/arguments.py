@@ -1,0 +1,85 @@
+"""The choices that a caller of the manager makes, and what they are turned into."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any, Literal
+
+from torch import nn
+
+from cnr_store.errors import BadInput, NotAStore
+from cnr_store.store import Store
+from cnr_store.types import TableOptions
+from cnr_store_gpu import Movement
+
+WhenBusy = Literal["wait", "skip", "refuse"]
+"""What a save that is due does while one is under way: wait for it, leave its rows to the next one, or raise."""
+
+OnError = Literal["raise", "warn"]
+"""What a failed save does at the next `step`: stop the training or warn. Its rows stay dirty either way."""
+
+FirstFull = Literal["stall", "copy"]
+"""How a table that must be read whole is read: the training stalls until it is written, or a copy is made."""
+
+Moves = Literal["touched", "ever_touched", "all"]
+"""Which rows a step of an optimizer changes: those looked up, those ever looked up, or all."""
+
+
+def check_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Return if ``value`` is one of ``allowed``.
+
+    Raises
+    ------
+    BadInput
+    """
+    if value not in allowed:
+        raise BadInput(f"{name}={value!r} is unknown; choose one of {', '.join(allowed)}", found=value)
+
+
+def movements_of(assume: Mapping[str, Moves]) -> dict[str, Movement]:
+    """Return what the caller says of optimizers in the tracker's words."""
+    for name, moves in assume.items():
+        check_one_of(f"assume[{name!r}]", moves, ("touched", "ever_touched", "all"))
+    return {name: Movement[moves.upper()] for name, moves in assume.items()}
+
+
+def options_by_table(
+    options: TableOptions | Mapping[str, TableOptions] | None, tables: Mapping[str, nn.Parameter]
+) -> dict[str, TableOptions]:
+    """Return the options of every table.
+
+    Raises
+    ------
+    BadInput
+        Options for a table that the model does not have.
+    """
+    if not isinstance(options, Mapping):
+        return dict.fromkeys(tables, options or TableOptions())
+    unknown = sorted(options.keys() - tables.keys())
+    if unknown:
+        raise BadInput(f"options= names tables {unknown}; the model has {sorted(tables)}", table=unknown[0])
+    return {table: options.get(table, TableOptions()) for table in tables}
+
+
+def open_or_create(url: str, storage_options: Mapping[str, Any] | None, threads: int | None) -> Store:
+    """Return the store at a URL, created if there is none. Blocks."""
+    try:
+        return Store.open(url, storage_options=storage_options, threads=threads)
+    except NotAStore:
+        return Store.create(url, storage_options=storage_options, threads=threads)
+
+
+def catch_sigterm(handler: Callable[[int, FrameType | None], None]) -> Any:
+    """Install a handler and return the one before.
+
+    Raises
+    ------
+    BadInput
+        Outside the main thread, where Python takes no handlers.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise BadInput("save_on_sigterm works in the main thread only; set manager.should_stop yourself")
+    return signal.signal(signal.SIGTERM, handler)

@@ -1,0 +1,179 @@
+"""One save behind the training: encode, write, commit, on one thread that never has two saves.
+
+The thread touches copies and the store, nothing of the model: what becomes of the dirty rows is decided by the
+training thread when it takes the outcome.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+import torch
+
+from cnr_store.errors import CommitStateUnknown
+from cnr_store.training.tensors import TensorRows, as_array, flat_rows
+from cnr_store.transaction import Transaction
+from cnr_store.types import RowIds, TableOptions
+from cnr_store_gpu import Staged, Taken
+
+
+class Outcome(Enum):
+    """What became of a save."""
+
+    WON = "won"
+    """It is committed."""
+    LOST = "lost"
+    """Nothing became visible; its rows are to be saved again."""
+    UNKNOWN = "unknown"
+    """The commit's reply was lost; the store must be asked before the next save."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """What one committed save was and cost.
+
+    Attributes
+    ----------
+    version, step, kind
+        Position in the log, training step, ``full`` or ``delta``.
+    rows
+        Touched rows that were handed over, of all tables; all rows of tables that were written whole.
+    size_bytes
+        Bytes of the segment.
+    stall_s
+        Seconds for which the training thread copied rows (and encoded and wrote, if it was asked to stall).
+    wait_s
+        Seconds for which it waited for the save before.
+    encode_s, commit_s
+        Seconds in the background: rows to codes, and objects and commit record to the store.
+    """
+
+    version: int
+    step: int
+    kind: Literal["full", "delta"]
+    rows: int
+    size_bytes: int
+    stall_s: float
+    wait_s: float
+    encode_s: float
+    commit_s: float
+
+
+@dataclass(slots=True, eq=False)
+class WholeTable:
+    """A table to be written whole; tensors are live or copies, as the caller chose. ``options`` None keeps them."""
+
+    weight: torch.Tensor
+    slots: Mapping[str, torch.Tensor]
+    options: TableOptions | None
+
+
+@dataclass(slots=True, eq=False)
+class SaveJob:
+    """Everything one save needs, of one instant; dense tensors and documents are in the transaction already."""
+
+    transaction: Transaction
+    taken: Mapping[str, Taken]
+    staged: Staged
+    rows: Mapping[str, RowIds]
+    whole: Mapping[str, WholeTable]
+    drops: tuple[str, ...]
+    stall_s: float = 0.0
+    wait_s: float = 0.0
+    encode_s: float = 0.0
+    commit_s: float = 0.0
+
+    @property
+    def row_count(self) -> int:
+        """Rows handed over."""
+        return sum(len(rows) for rows in self.rows.values()) + sum(t.weight.shape[0] for t in self.whole.values())
+
+    def report(self, version: int) -> SaveReport:
+        """Return the report of this save, committed as ``version``."""
+        return SaveReport(
+            version=version, step=self.transaction.step, kind=self.transaction.kind, rows=self.row_count,
+            size_bytes=self.transaction.size_bytes, stall_s=self.stall_s, wait_s=self.wait_s,
+            encode_s=self.encode_s, commit_s=self.commit_s,
+        )  # fmt: skip
+
+
+@dataclass(slots=True, eq=False)
+class Finished:
+    """A save that is over: its job, what became of it, and its error if there was one."""
+
+    job: SaveJob
+    outcome: Outcome
+    error: BaseException | None = None
+
+
+def run_save(job: SaveJob) -> None:
+    """Write a job's tables and commit; blocks. Errors are those of `Transaction`."""
+    started = time.perf_counter()
+    transaction = job.transaction
+    with transaction:
+        for table in job.drops:
+            transaction.drop_table(table)
+        for table, whole in job.whole.items():
+            whole_slots = {name: TensorRows(flat_rows(slot.detach())) for name, slot in whole.slots.items()}
+            transaction.write_table(table, TensorRows(whole.weight), slots=whole_slots, options=whole.options)
+        for table, row_ids in job.rows.items():
+            if len(row_ids) == 0:
+                continue
+            copies = dict(job.staged.tensors[table])
+            values = as_array(copies.pop(WEIGHT))
+            slots = {name: as_array(flat_rows(tensor)) for name, tensor in copies.items()}
+            transaction.write_rows(table, row_ids, values, slots=slots)
+        job.encode_s = time.perf_counter() - started
+        started = time.perf_counter()
+        transaction.commit()
+    job.commit_s = time.perf_counter() - started
+
+
+WEIGHT = "\0weight"
+"""Key of a table's weights among its staged tensors; no slot can have it."""
+
+
+@dataclass(slots=True)
+class BackgroundSave:
+    """The one thread and the one save that may be under way. Call it from one thread only."""
+
+    _run: Callable[[SaveJob], None] = run_save
+    _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="cnr-save"))
+    _job: SaveJob | None = None
+    _future: Future[None] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a save is under way."""
+        return self._future is not None and not self._future.done()
+
+    def start(self, job: SaveJob) -> None:
+        """Hand a job over; the one before must have been collected."""
+        self._job = job
+        self._future = self._pool.submit(self._run, job)
+
+    def wait(self) -> None:
+        """Block until the save under way is over; it is still to be collected."""
+        if self._future is not None:
+            self._future.exception()
+
+    def collect(self, *, wait: bool) -> Finished | None:
+        """Return the save that is over, once; None if there is none. Blocks only with ``wait``."""
+        if self._future is None or self._job is None or not (wait or self._future.done()):
+            return None
+        error = self._future.exception()
+        job, self._job, self._future = self._job, None, None
+        if job.transaction.version is not None:
+            # Also when something failed behind the commit: what has won is not saved again.
+            return Finished(job, Outcome.WON, error)
+        unknown = isinstance(error, CommitStateUnknown)
+        return Finished(job, Outcome.UNKNOWN if unknown else Outcome.LOST, error)
+
+    def close(self) -> None:
+        """Wait for the thread and end it."""
+        self._pool.shutdown(wait=True)

@@ -1,0 +1,58 @@
+"""What is saved of one instant: read from the live objects, copied or encoded at once, so that training may go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from cnr_store.policy import Decision
+from cnr_store.training.reader import Stateful
+from cnr_store.training.rng import capture_rng
+from cnr_store.training.state import StatePlan, dense_tensors, optimizer_documents, slot_documents
+from cnr_store.training.tensors import as_array, dense_dtype_name, host_copy
+from cnr_store.transaction import Transaction
+from cnr_store.types import RowIds
+from cnr_store_gpu import Cumulative, Taken
+
+
+def put_dense_state(
+    transaction: Transaction, known: Iterable[str], plan: StatePlan, optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
+    """Hand copies of every tensor that is saved whole to a transaction, and end those of ``known`` that are gone."""
+    tensors = {name: host_copy(tensor) for name, tensor in dense_tensors(plan, optimizers).items()}
+    transaction.put_dense(
+        {name: as_array(tensor) for name, tensor in tensors.items()},
+        {name: dense_dtype_name(tensor, name) for name, tensor in tensors.items()},
+    )
+    for name in set(known) - tensors.keys():
+        transaction.drop_dense(name)
+
+
+def trainer_document(
+    plan: StatePlan,
+    optimizers: Sequence[torch.optim.Optimizer],
+    slots: Mapping[str, Mapping[str, torch.Tensor]],
+    extras: Mapping[str, Stateful],
+    *,
+    with_rng: bool,
+) -> dict[str, Any]:
+    """Return everything that is no tensor of its own: hyperparameters, step counters, generators, extras; live."""
+    return {
+        "format": 1,
+        "optimizers": optimizer_documents(plan, optimizers),
+        "slots": slot_documents(slots),
+        "rng": capture_rng() if with_rng else {},
+        "extras": {name: extra.state_dict() for name, extra in extras.items()},
+    }
+
+
+def rows_to_write(taken: Taken, decision: Decision, changed: Cumulative) -> RowIds:
+    """Return the rows a save writes of a table: the taken ones, and all since the baseline for a one-shot delta."""
+    if decision.kind == "full" or decision.base == "head":
+        return taken.row_ids
+    both = Cumulative({taken.table: taken.num_rows})
+    both.add(taken)
+    both.add_words(taken.table, changed.words(taken.table))
+    return both.row_ids(taken.table)

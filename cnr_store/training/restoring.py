@@ -1,0 +1,412 @@
+"""Put a committed state into a live model and its optimizers, in place.
+
+Everything is compared before anything is changed: the plan names what goes where, or the error names what does not
+fit. Everything but the tables is read into host memory before the first tensor is written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from cnr_store.encodings.widths import carrier
+from cnr_store.errors import BadDtype, BadInput, BadShape
+from cnr_store.records import DenseEntry, SlotSchema, TableSchema
+from cnr_store.snapshot import Snapshot
+from cnr_store.training.state import (
+    Optimized,
+    StatePlan,
+    dense_tensors,
+    is_inline,
+    live_slots,
+    optimizer_tensor_name,
+)
+from cnr_store.training.tensors import Array, as_tensor, table_dtype_name, windows, writable_array
+from cnr_store.writer import Writer
+
+Document = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TableRestore:
+    """One stored table and where it goes. ``slots``: stored schema, shape and layout of each slot to fill."""
+
+    stored: str
+    table: str
+    schema: TableSchema
+    weight: torch.Tensor
+    owner: Optimized | None
+    slots: dict[str, tuple[SlotSchema, tuple[int, ...], str]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RestorePlan:
+    """What a restore does.
+
+    Attributes
+    ----------
+    tables
+        Tables with their slots.
+    dense
+        Stored dense tensors to the model's parameters and buffers.
+    optimizer_dense
+        Stored dense tensors to (parameter, key) of optimizer state.
+    optimizer_documents
+        Per optimizer its stored document, None if it does not fit (only without ``strict``).
+    renamed
+        My name to the stored name of each table that is restored.
+    """
+
+    tables: tuple[TableRestore, ...]
+    dense: dict[str, torch.Tensor]
+    optimizer_dense: dict[str, tuple[Optimized, str]]
+    optimizer_documents: tuple[Document | None, ...]
+    renamed: dict[str, str]
+
+
+@dataclass(slots=True)
+class Loaded:
+    """What was read before anything is written: dense tensors and optimizer state."""
+
+    dense: dict[str, Array] = field(default_factory=dict)
+
+
+def plan_restore(
+    schemas: Mapping[str, TableSchema],
+    stored_dense: Mapping[str, DenseEntry],
+    trainer: Document | None,
+    plan: StatePlan,
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    name_map: Mapping[str, str] | None = None,
+    strict: bool = True,
+) -> RestorePlan:
+    """Return what to put where. Pure: nothing is read from the store and nothing changed.
+
+    Parameters
+    ----------
+    trainer
+        The document ``trainer/0``; None if the checkpoint was not written by a trainer.
+    name_map
+        Stored table name to mine; others keep their names.
+    strict
+        Refuse when a table, dense tensor, slot or optimizer is missing on either side; else restore what both have.
+
+    Raises
+    ------
+    BadInput, BadShape, BadDtype
+    """
+    names = _names(schemas, plan, name_map or {}, strict)
+    documents = _match_optimizers(trainer, optimizers, plan, names, strict)
+    layouts = (trainer or {}).get("slots", {})
+    tables = tuple(
+        _plan_table(schemas[stored], stored, mine, plan, optimizers, documents, layouts.get(stored, {}), strict)
+        for stored, mine in names.items()
+    )
+    wanted = dense_tensors(plan, optimizers)
+    dense = {name: plan.dense[name] for name in stored_dense if name in plan.dense}
+    for name, tensor in dense.items():
+        _check_dense(name, stored_dense[name], tensor)
+    state = _plan_optimizer_dense(stored_dense, plan, documents, names)
+    if strict:
+        missing = sorted(name for name in plan.dense if name not in stored_dense)
+        extra = sorted(n for n in stored_dense if n not in plan.dense and n not in state and n not in wanted)
+        _refuse_unmatched("dense tensors", missing, extra)
+    return RestorePlan(tables, dense, state, documents, {mine: stored for stored, mine in names.items()})
+
+
+def read_dense(snapshot: Snapshot, plan: RestorePlan) -> Loaded:
+    """Read every dense tensor of a plan into host memory. Blocks."""
+    return Loaded({name: snapshot.read_dense(name) for name in (*plan.dense, *plan.optimizer_dense)})
+
+
+def restore_tables(writer: Writer, plan: RestorePlan, optimizers: Sequence[torch.optim.Optimizer]) -> Snapshot:
+    """Fill weights and slots and the writer's mirrors from the head. Blocks; returns the head's snapshot.
+
+    Host tensors are decoded in place, others by windows of rows.
+    """
+    outputs: dict[str, dict[str, Array]] = {}
+    windowed: list[tuple[str, dict[str, torch.Tensor]]] = []
+    sparse: list[tuple[TableRestore, str, torch.Tensor]] = []
+    for one in plan.tables:
+        targets = {"values": one.weight.detach()}
+        for slot, (schema, shape, layout) in one.slots.items():
+            target = _slot_target(one, slot, schema, shape, layout, optimizers)
+            targets[slot] = target
+            if layout == "sparse":
+                sparse.append((one, slot, target))
+        arrays = {name: writable_array(tensor) for name, tensor in targets.items()}
+        held = {name: _as_rows(array) for name, array in arrays.items() if array is not None}
+        if "values" in held:
+            outputs[one.stored] = held
+            rest = {name: tensor for name, tensor in targets.items() if name not in held}
+        else:
+            rest = targets
+        if rest:
+            windowed.append((one.stored, rest))
+    snapshot = writer.restore(outputs)
+    for stored, tensors in windowed:
+        _restore_windows(snapshot, stored, tensors)
+    for one, slot, target in sparse:
+        _state_of(one, optimizers)[slot] = _sparse_rows(target)
+    return snapshot
+
+
+@torch.no_grad()
+def apply_dense(
+    plan: RestorePlan,
+    loaded: Loaded,
+    entries: Mapping[str, DenseEntry],
+    state: StatePlan,
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> None:
+    """Put dense tensors, step counters and hyperparameters in place; no I/O."""
+    for name, tensor in plan.dense.items():
+        tensor.copy_(as_tensor(loaded.dense[name], entries[name].dtype).reshape(tensor.shape))
+    for one in state.optimized:
+        document = plan.optimizer_documents[one.optimizer]
+        if document is None:
+            continue
+        stored = plan.renamed.get(one.name, one.name) if one.is_table else one.name
+        _put_inline(one, document["state"].get(stored, {}), plan, optimizers[one.optimizer])
+    for name, (one, key) in plan.optimizer_dense.items():
+        value = as_tensor(loaded.dense[name], entries[name].dtype)
+        _put_tensor(optimizers[one.optimizer].state[one.parameter], key, value, one.parameter)
+    for optimizer, document in zip(optimizers, plan.optimizer_documents, strict=True):
+        for group, saved in zip(optimizer.param_groups, (document or {}).get("groups", ()), strict=False):
+            group.update(saved["options"])
+
+
+def _names(
+    schemas: Mapping[str, TableSchema], plan: StatePlan, name_map: Mapping[str, str], strict: bool
+) -> dict[str, str]:
+    for stored, mine in name_map.items():
+        if stored not in schemas:
+            raise BadInput(f"tables= names stored table {stored!r}, the store has {sorted(schemas)}", table=stored)
+        if mine not in plan.tables:
+            raise BadInput(f"tables= names {mine!r}, the model has tables {sorted(plan.tables)}", table=mine)
+    names = {stored: name_map.get(stored, stored) for stored in schemas}
+    matched = {stored: mine for stored, mine in names.items() if mine in plan.tables}
+    if len(set(matched.values())) < len(matched):
+        raise BadInput(f"two stored tables would go to one of mine: {matched}; check tables=", found=matched)
+    if strict:
+        missing = sorted(set(plan.tables) - set(matched.values()))
+        extra = sorted(set(schemas) - set(matched))
+        _refuse_unmatched("tables", missing, extra)
+    return matched
+
+
+def _refuse_unmatched(what: str, missing: list[str], extra: list[str]) -> None:
+    if missing or extra:
+        raise BadInput(
+            f"the checkpoint and the model have different {what}: missing in the checkpoint {missing}, missing in the "
+            f"model {extra}; map tables with tables={{stored: mine}}, or restore what both have with strict=False",
+            expected=missing, found=extra,
+        )  # fmt: skip
+
+
+def _match_optimizers(
+    trainer: Document | None,
+    optimizers: Sequence[torch.optim.Optimizer],
+    plan: StatePlan,
+    names: Mapping[str, str],
+    strict: bool,
+) -> tuple[Document | None, ...]:
+    """Return the stored document of each optimizer, None where class or parameters are not the same."""
+    stored: list[Document] = list((trainer or {}).get("optimizers", []))
+    mine = {id(one.parameter): one.name for one in plan.optimized}
+    matched: list[Document | None] = []
+    for index, optimizer in enumerate(optimizers):
+        document = stored[index] if index < len(stored) else None
+        groups = [[mine[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        fits = (
+            document is not None
+            and document["class"] == type(optimizer).__name__
+            and [[names.get(p, p) for p in group["parameters"]] for group in document["groups"]] == groups
+        )
+        if not fits and strict:
+            found = "none" if document is None else f"{document['class']} with {len(document['groups'])} groups"
+            raise BadInput(
+                f"optimizer {index} is {type(optimizer).__name__} with {len(groups)} groups; the checkpoint has "
+                f"{found}, or other parameters in it. Give the optimizers in the order in which they were saved, or "
+                "restore without optimizer state with strict=False",
+                expected=type(optimizer).__name__, found=found,
+            )  # fmt: skip
+        matched.append(document if fits else None)
+    if strict and len(stored) > len(optimizers):
+        raise BadInput(f"the checkpoint has {len(stored)} optimizers, the manager {len(optimizers)}; give all of them")
+    return tuple(matched)
+
+
+def _plan_table(
+    schema: TableSchema,
+    stored: str,
+    mine: str,
+    plan: StatePlan,
+    optimizers: Sequence[torch.optim.Optimizer],
+    documents: Sequence[Document | None],
+    layouts: Mapping[str, Document],
+    strict: bool,
+) -> TableRestore:
+    weight = plan.tables[mine]
+    if schema.keys == "hashed":
+        raise BadInput(f"stored table {stored!r} has hashed keys and fits no parameter", table=stored)
+    if tuple(weight.shape) != (schema.num_rows, schema.dim):
+        raise BadShape(
+            f"table {mine!r} has shape {tuple(weight.shape)}, stored {stored!r} has {(schema.num_rows, schema.dim)}",
+            table=mine, expected=(schema.num_rows, schema.dim), found=tuple(weight.shape),
+        )  # fmt: skip
+    if table_dtype_name(weight, mine) != schema.dtype:
+        raise BadDtype(
+            f"table {mine!r} is {weight.dtype}, stored {stored!r} is {schema.dtype}; use a model of that dtype",
+            table=mine, expected=schema.dtype, found=str(weight.dtype),
+        )  # fmt: skip
+    owner = plan.owner(mine)
+    live = live_slots(plan, optimizers, mine)
+    fits = owner is not None and documents[owner.optimizer] is not None
+    # An optimizer of the stored class makes slots that it does not have yet; of another one only what is there counts.
+    chosen = schema.slots if fits else {name: slot for name, slot in schema.slots.items() if name in live}
+    if strict and schema.slots and not fits:
+        raise BadInput(
+            f"stored table {stored!r} has slots {sorted(schema.slots)}, but no optimizer has {mine!r}", table=mine
+        )
+    slots = {}
+    for name, slot in chosen.items():
+        default = (schema.num_rows,) if slot.kind == "row" else (schema.num_rows, schema.dim)
+        layout = layouts.get(name, {"shape": default, "layout": "strided"})
+        shape = tuple(layout["shape"])
+        held = live.get(name)
+        fits_slot = held is None or (held.numel(), table_dtype_name(held, name)) == (math.prod(shape), slot.dtype)
+        if held is not None and not fits_slot:
+            raise BadShape(
+                f"slot {name!r} of table {mine!r} is {tuple(held.shape)} {held.dtype}, stored {shape} {slot.dtype}",
+                table=mine, expected=shape, found=tuple(held.shape),
+            )  # fmt: skip
+        slots[name] = (slot, shape, str(layout["layout"]))
+    return TableRestore(stored, mine, schema, weight, owner, slots)
+
+
+def _check_dense(name: str, entry: DenseEntry, tensor: torch.Tensor) -> None:
+    if tuple(entry.shape) != tuple(tensor.shape):
+        raise BadShape(
+            f"tensor {name!r} has shape {tuple(tensor.shape)}, the checkpoint's has {tuple(entry.shape)}",
+            path=name, expected=tuple(entry.shape), found=tuple(tensor.shape),
+        )  # fmt: skip
+    if str(tensor.dtype) != f"torch.{entry.dtype}":
+        raise BadDtype(
+            f"tensor {name!r} is {tensor.dtype}, the checkpoint's is {entry.dtype}",
+            path=name, expected=entry.dtype, found=str(tensor.dtype),
+        )  # fmt: skip
+
+
+def _plan_optimizer_dense(
+    stored_dense: Mapping[str, DenseEntry],
+    plan: StatePlan,
+    documents: Sequence[Document | None],
+    names: Mapping[str, str],
+) -> dict[str, tuple[Optimized, str]]:
+    stored_name = {mine: stored for stored, mine in names.items()}
+    found: dict[str, tuple[Optimized, str]] = {}
+    for one in plan.optimized:
+        if documents[one.optimizer] is None:
+            continue
+        name = stored_name.get(one.name, one.name) if one.is_table else one.name
+        prefix = optimizer_tensor_name(one.optimizer, name, "")
+        for stored in stored_dense:
+            if stored.startswith(prefix) and "/" not in stored[len(prefix) :]:
+                found[stored] = (one, stored[len(prefix) :])
+    return found
+
+
+def _slot_target(
+    one: TableRestore,
+    slot: str,
+    schema: SlotSchema,
+    shape: tuple[int, ...],
+    layout: str,
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> torch.Tensor:
+    """The tensor that a slot is read into: the optimizer's own if it can be filled, else a new one in its place."""
+    assert one.owner is not None  # the plan has refused slots without an owner
+    state = _state_of(one, optimizers)
+    held = state.get(slot)
+    if isinstance(held, torch.Tensor) and held.layout is torch.strided and layout == "strided":
+        return held.detach()
+    made = torch.zeros(shape, dtype=getattr(torch, schema.dtype), device=one.weight.device)
+    if layout == "strided":
+        state[slot] = made
+    return made
+
+
+def _state_of(one: TableRestore, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+    assert one.owner is not None  # the plan has refused slots without an owner
+    state: dict[str, Any] = optimizers[one.owner.optimizer].state[one.owner.parameter]
+    return state
+
+
+def _restore_windows(snapshot: Snapshot, stored: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Read a table that does not lie in host memory, a window of rows at a time."""
+    view = snapshot.table(stored)
+    specs = {name: view.schema.dtype if name == "values" else view.schema.slots[name].dtype for name in tensors}
+    flat = {name: tensor.reshape(tensor.shape[0], -1) for name, tensor in tensors.items()}
+    row_bytes = sum(tensor.shape[1] * tensor.element_size() for tensor in flat.values())
+    for start, stop in windows(view.schema.num_rows, row_bytes):
+        for name, tensor in flat.items():
+            array = np.empty((stop - start, tensor.shape[1]), carrier(specs[name]))
+            if name == "values":
+                view.read(start, stop, out=array)
+            else:
+                view.read_slot(name, start, stop, out=array)
+            tensor[start:stop].copy_(as_tensor(array, specs[name]))
+
+
+def _sparse_rows(dense: torch.Tensor) -> torch.Tensor:
+    rows = (dense != 0).reshape(dense.shape[0], -1).any(dim=1).nonzero().squeeze(1)
+    return torch.sparse_coo_tensor(
+        rows.unsqueeze(0), dense[rows], dense.shape, is_coalesced=True, check_invariants=False
+    )
+
+
+def _as_rows(array: Array) -> Array:
+    return array.reshape(-1) if array.ndim == 2 and array.shape[1] == 1 else array
+
+
+def _put_inline(one: Optimized, saved: Document, plan: RestorePlan, optimizer: torch.optim.Optimizer) -> None:
+    """Make the optimizer's small state of a parameter what was saved: nothing more and nothing less."""
+    row_state = next((set(table.slots) for table in plan.tables if table.owner is one), set())
+    dense_keys = {key for owner, key in plan.optimizer_dense.values() if owner is one}
+    if not saved and not row_state and not dense_keys:
+        # Saved before the optimizer's first step: it must make its state anew.
+        optimizer.state.pop(one.parameter, None)
+        return
+    state = optimizer.state[one.parameter]
+    for key in [key for key in state if key not in saved and key not in row_state and key not in dense_keys]:
+        if state[key] is not None:
+            del state[key]
+    for key, value in saved.items():
+        if isinstance(value, torch.Tensor):
+            _put_tensor(state, key, value, one.parameter, group=optimizer.param_groups[one.group])
+        else:
+            state[key] = value
+
+
+def _put_tensor(
+    state: dict[str, Any],
+    key: str,
+    value: torch.Tensor,
+    parameter: torch.Tensor,
+    *,
+    group: Mapping[str, Any] | None = None,
+) -> None:
+    held = state.get(key)
+    if isinstance(held, torch.Tensor) and held.shape == value.shape and held.dtype == value.dtype:
+        held.copy_(value)
+        return
+    # Step counters stay on the host unless the step itself runs on the device (torch.optim.Optimizer).
+    on_host = is_inline(value) and group is not None and not (group.get("capturable") or group.get("fused"))
+    state[key] = value.clone() if on_host else value.to(parameter.device, copy=True)

@@ -1,0 +1,243 @@
+"""What of a model and its optimizers goes where in a checkpoint: a plan, made without touching anything.
+
+Tables and the optimizer state that travels with their rows go by row; everything else that is a tensor goes into
+dense tensors; numbers, hyperparameters and the layout of the optimizers go into the document ``trainer/0``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from cnr_store.encodings import float_bits
+from cnr_store.errors import BadInput, TableNotFound
+from cnr_store.records import TableSchema
+from cnr_store.training.tensors import flat_rows, table_dtype_name
+from cnr_store.types import Affine, FloatBits, Lattice, Raw, TableOptions
+from cnr_store_gpu import plan_tables, row_slots, scalar_state
+
+INLINE_ELEMENTS = 1
+"""Optimizer tensors of at most so many elements (step counters) stand in the trainer document."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Optimized:
+    """One parameter of one optimizer, under the model's name for it."""
+
+    name: str
+    parameter: torch.Tensor
+    optimizer: int
+    group: int
+    is_table: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StatePlan:
+    """Where everything of a training state belongs; tensors are live.
+
+    Attributes
+    ----------
+    tables
+        Table name to weights.
+    dense
+        Name to parameter or persistent buffer that is no table.
+    optimized
+        Every parameter that an optimizer has.
+    """
+
+    tables: dict[str, nn.Parameter]
+    dense: dict[str, torch.Tensor]
+    optimized: tuple[Optimized, ...]
+
+    def owner(self, table: str) -> Optimized | None:
+        """Return the optimizer's side of a table, None if no optimizer has it."""
+        return next((one for one in self.optimized if one.is_table and one.name == table), None)
+
+
+def table_parameters(model: nn.Module, declared: Iterable[str] = ()) -> dict[str, nn.Parameter]:
+    """Return the tables of a model by name: every embedding, and the parameters that the caller names.
+
+    Raises
+    ------
+    TableNotFound
+        A declared name is no parameter of the model.
+    """
+    found = {plan.table: plan.weight for plan in plan_tables(model)}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for name in declared:
+        if name not in named:
+            raise TableNotFound(f"the model has no parameter {name!r}; it has {sorted(named)}", table=name)
+        if all(named[name] is not weight for weight in found.values()):
+            found[name] = named[name]
+    return found
+
+
+def plan_state(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], tables: Mapping[str, nn.Parameter]
+) -> StatePlan:
+    """Return where the model's and the optimizers' state belongs. Reads names and identities only.
+
+    Raises
+    ------
+    BadInput
+        A parameter with two optimizers or an optimizer's parameter that the model does not have.
+    BadDtype
+        A table of a dtype that tables cannot have.
+    """
+    for name, weight in tables.items():
+        table_dtype_name(weight, name)
+    is_table = {id(weight): name for name, weight in tables.items()}
+    dense: dict[str, torch.Tensor] = {
+        name: parameter for name, parameter in model.named_parameters() if id(parameter) not in is_table
+    }
+    persistent = set(model.state_dict(keep_vars=True))
+    dense |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    names = {id(tensor): name for name, tensor in dense.items()} | is_table
+    optimized: dict[int, Optimized] = {}
+    for index, optimizer in enumerate(optimizers):
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in names:
+                    raise BadInput(
+                        f"optimizer {index} ({type(optimizer).__name__}) has a parameter {tuple(parameter.shape)} that "
+                        "is not the model's; give the manager the model that it trains"
+                    )
+                if id(parameter) in optimized:
+                    raise BadInput(f"parameter {names[id(parameter)]!r} is in two optimizers; it can have one state")
+                name = names[id(parameter)]
+                optimized[id(parameter)] = Optimized(name, parameter, index, number, id(parameter) in is_table)
+    return StatePlan(dict(tables), dense, tuple(optimized.values()))
+
+
+def optimizer_tensor_name(optimizer: int, parameter: str, key: str) -> str:
+    """Return the name of a dense tensor that holds optimizer state."""
+    return f"optimizer/{optimizer}/{parameter}/{key}"
+
+
+def is_inline(value: Any) -> bool:
+    """Whether a piece of optimizer state stands in the trainer document rather than in a dense tensor."""
+    return not isinstance(value, torch.Tensor) or value.numel() <= INLINE_ELEMENTS
+
+
+def live_slots(plan: StatePlan, optimizers: Sequence[torch.optim.Optimizer], table: str) -> dict[str, torch.Tensor]:
+    """Return the row state that a table has now, by the optimizer's names; live tensors in the optimizer's shapes."""
+    owner = plan.owner(table)
+    slots = {} if owner is None else row_slots(optimizers[owner.optimizer], owner.parameter)
+    for name, slot in slots.items():
+        table_dtype_name(slot, f"{table}, slot {name}")
+    return slots
+
+
+def dense_tensors(plan: StatePlan, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
+    """Return every tensor that is saved whole, by its name in the store; live."""
+    found = dict(plan.dense)
+    for one in plan.optimized:
+        for key, value in _other_state(one, optimizers).items():
+            if not is_inline(value):
+                found[optimizer_tensor_name(one.optimizer, one.name, key)] = value
+    return found
+
+
+def optimizer_documents(plan: StatePlan, optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any]]:
+    """Return per optimizer: its class, its groups with hyperparameters and parameter names, its step counters."""
+    names = {id(one.parameter): one.name for one in plan.optimized}
+    documents: list[dict[str, Any]] = []
+    for index, optimizer in enumerate(optimizers):
+        mine = [one for one in plan.optimized if one.optimizer == index]
+        documents.append(
+            {
+                "class": type(optimizer).__name__,
+                "groups": [
+                    {
+                        "parameters": [names[id(parameter)] for parameter in group["params"]],
+                        "options": {key: value for key, value in group.items() if key != "params"},
+                    }
+                    for group in optimizer.param_groups
+                ],
+                "state": {
+                    one.name: {k: v for k, v in _other_state(one, optimizers).items() if is_inline(v)} for one in mine
+                },
+            }
+        )
+    return documents
+
+
+def slot_documents(slots: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any]:
+    """Return per table and slot the shape and layout that the optimizer keeps it in."""
+    return {
+        table: {
+            name: {"shape": list(slot.shape), "layout": "strided" if slot.layout is torch.strided else "sparse"}
+            for name, slot in named.items()
+        }
+        for table, named in slots.items()
+    }
+
+
+def needs_new_schema(
+    schema: TableSchema | None, weight: torch.Tensor, slots: Mapping[str, torch.Tensor], options: TableOptions
+) -> bool:
+    """Whether a table can only be saved whole: it is new, its slots came or went, or another encoding is asked for.
+
+    A lattice stays what it is, whatever precision is asked for now: its scale is chosen once.
+    """
+    if schema is None or (schema.num_rows, schema.dim) != tuple(weight.shape):
+        return True
+    kinds = {
+        name: ("row" if flat_rows(slot[:0] if slot.layout is torch.strided else slot).ndim == 1 else "element",
+               table_dtype_name(slot, name))
+        for name, slot in slots.items()
+    }  # fmt: skip
+    if kinds != {name: (slot.kind, slot.dtype) for name, slot in schema.slots.items()}:
+        return True
+    dtype = table_dtype_name(weight, "table")
+    if schema.dtype != dtype or _wanted_slot_bits(schema, options):
+        return True
+    match options.encoding or ("lattice" if dtype == "float32" else "float_bits"):
+        case "raw":
+            return not isinstance(schema.encoding, Raw)
+        case "affine":
+            return not isinstance(schema.encoding, Affine)
+        case "float_bits":
+            wanted = options.mantissa_bits or float_bits.EXACT_MANTISSA_BITS[schema.dtype]
+            return schema.encoding != FloatBits(mantissa_bits=wanted)
+        case _:
+            return not isinstance(schema.encoding, Lattice)
+
+
+def mirror_estimate(weight: torch.Tensor, slots: Mapping[str, torch.Tensor], options: TableOptions) -> int:
+    """Return about how many bytes the code mirror of a table takes: 2 per element, 4 in exact mode."""
+    dtype = table_dtype_name(weight, "table")
+    match options.encoding or ("lattice" if dtype == "float32" else "float_bits"):
+        case "lattice":
+            per_element = 2
+        case "float_bits":
+            bits = options.mantissa_bits or float_bits.EXACT_MANTISSA_BITS[dtype]
+            per_element = float_bits.code_dtype(bits, dtype).itemsize  # type: ignore[arg-type]
+        case _:
+            return 0
+    vectors = sum(flat_rows(slot).ndim == 1 for slot in slots.values() if slot.layout is torch.strided)
+    slot_bytes = 2 if options.slot_mantissa_bits <= 7 else 4
+    return weight.numel() * per_element + vectors * weight.shape[0] * slot_bytes
+
+
+def _wanted_slot_bits(schema: TableSchema, options: TableOptions) -> bool:
+    return any(
+        slot.dtype == "float32"
+        and isinstance(slot.encoding, FloatBits)
+        and slot.encoding.mantissa_bits != options.slot_mantissa_bits
+        for slot in schema.slots.values()
+    )
+
+
+def _other_state(one: Optimized, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+    """Optimizer state of a parameter that does not travel with rows; all of it for a dense parameter."""
+    optimizer = optimizers[one.optimizer]
+    if one.is_table:
+        return scalar_state(optimizer, one.parameter)
+    # .get: `state` is a defaultdict, and asking it for a parameter would add an empty entry.
+    state: Mapping[str, Any] = optimizer.state.get(one.parameter, {})
+    return {key: value for key, value in state.items() if value is not None}

@@ -1,0 +1,139 @@
+"""Torch tensors as the arrays of a store, and back: the only place that knows how one dtype stands for another.
+
+numpy has no bfloat16, so its bits travel as uint16; tables that do not live in host memory travel by row windows, so
+that nothing here needs memory for a whole table.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+from cnr_store.errors import BadDtype
+from cnr_store.tree import TensorLeaf
+from cnr_store.types import RowIds
+
+Array = npt.NDArray[Any]
+
+WINDOW_BYTES = 64 * 1024 * 1024
+"""Rows in flight when a table is copied to or from another device."""
+
+_CARRIERS: dict[torch.dtype, tuple[torch.dtype, str, str]] = {
+    torch.bfloat16: (torch.int16, "uint16", "bfloat16"),
+    torch.bool: (torch.uint8, "uint8", "bool"),
+}
+"""Torch dtype to (torch dtype numpy can share, numpy dtype it is stored as, logical name)."""
+
+_PLAIN = {
+    torch.float16, torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8,
+    torch.uint16, torch.uint32, torch.uint64,
+}  # fmt: skip
+_TABLE_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+def table_dtype_name(tensor: torch.Tensor, name: str) -> str:
+    """Return the dtype of a table or slot in the format's words.
+
+    Raises
+    ------
+    BadDtype
+    """
+    if tensor.dtype not in _TABLE_DTYPES:
+        raise BadDtype(
+            f"{name} has dtype {tensor.dtype}; tables and their slots are float32, float16 or bfloat16",
+            table=name, expected=sorted(_TABLE_DTYPES.values()), found=str(tensor.dtype),
+        )  # fmt: skip
+    return _TABLE_DTYPES[tensor.dtype]
+
+
+def dense_dtype_name(tensor: torch.Tensor, name: str) -> str:
+    """Return the logical dtype that a dense tensor is stored under.
+
+    Raises
+    ------
+    BadDtype
+    """
+    if tensor.dtype in _CARRIERS:
+        return _CARRIERS[tensor.dtype][2]
+    if tensor.dtype not in _PLAIN:
+        raise BadDtype(f"tensor {name!r} has dtype {tensor.dtype}, which a store cannot hold", found=str(tensor.dtype))
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def as_array(tensor: torch.Tensor) -> Array:
+    """Return the elements of a tensor as numpy holds them; shares the memory of a contiguous host tensor."""
+    host = tensor.detach().cpu().contiguous()
+    if host.dtype not in _CARRIERS:
+        return host.numpy()
+    shared, stored, _ = _CARRIERS[host.dtype]
+    return host.view(shared).numpy().view(stored)
+
+
+def as_tensor(array: Array, dtype: str) -> torch.Tensor:
+    """Return a tensor of logical ``dtype`` that shares the memory of a stored array."""
+    for torch_dtype, (shared, _, logical) in _CARRIERS.items():
+        if logical == dtype:
+            return torch.from_numpy(array.view(str(shared).removeprefix("torch."))).view(torch_dtype)
+    return torch.from_numpy(array)
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy in host memory that later training does not change."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def leaf_of(value: Any) -> TensorLeaf | None:
+    """Return a torch tensor as the leaf of a stored tree, None for anything else."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    return TensorLeaf(as_array(value).copy(), f"torch.{dense_dtype_name(value, 'a tensor in nested state')}")
+
+
+def tensor_of(leaf: TensorLeaf) -> Any:
+    """Return what `leaf_of` made a leaf from; leaves of other programs stay arrays."""
+    if not leaf.kind.startswith("torch."):
+        return leaf.array
+    return as_tensor(leaf.array, leaf.kind.removeprefix("torch."))
+
+
+class TensorRows:
+    """The rows of a strided tensor (n, width) or (n,) as an array that is sliced, wherever the tensor lives.
+
+    Slicing copies no more than those rows; a host tensor gives views.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor.detach()
+        self.shape: tuple[int, ...] = tuple(self._tensor.shape)
+        self.ndim = self._tensor.ndim
+        self.dtype = as_array(self._tensor[:0]).dtype
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: slice | RowIds) -> Array:
+        if isinstance(rows, slice):
+            return as_array(self._tensor[rows])
+        return as_array(self._tensor[torch.from_numpy(rows).to(self._tensor.device)])
+
+
+def flat_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return row state as the format has it: (n, 1) is a vector (n,), a sparse tensor is dense."""
+    strided = tensor.to_dense() if tensor.layout is not torch.strided else tensor
+    return strided.squeeze(1) if strided.ndim == 2 and strided.shape[1] == 1 else strided
+
+
+def writable_array(tensor: torch.Tensor) -> Array | None:
+    """Return an array that shares a host tensor's memory, None if it has none that numpy can write to."""
+    held = tensor.detach()
+    if held.device.type != "cpu" or held.layout is not torch.strided or not held.is_contiguous():
+        return None
+    return as_array(held)
+
+
+def windows(num_rows: int, row_bytes: int) -> list[tuple[int, int]]:
+    """Return half-open row ranges of at most `WINDOW_BYTES`."""
+    span = max(1, WINDOW_BYTES // max(1, row_bytes))
+    return [(start, min(start + span, num_rows)) for start in range(0, num_rows, span)]

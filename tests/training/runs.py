@@ -1,0 +1,99 @@
+"""Small trainings that are the same, bit for bit, whenever they are run: what the tests of the manager interrupt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from cnr_store_tools.demo.adagrad import RowWiseAdagrad
+
+ROWS, DIM, BATCH = 300, 4, 24
+
+
+class TwoTables(nn.Module):
+    """An embedding, an embedding bag, dense layers, a buffer that training moves, and dropout (draws from the RNG)."""
+
+    def __init__(self, *, sparse: bool, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.user = nn.Embedding(ROWS, DIM, sparse=sparse, dtype=dtype)
+        self.item = nn.EmbeddingBag(ROWS // 2, DIM, sparse=sparse, mode="sum", dtype=dtype)
+        self.norm = nn.BatchNorm1d(2 * DIM)
+        self.drop = nn.Dropout(0.25)
+        self.out = nn.Linear(2 * DIM, 1)
+
+    def forward(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+        joined = torch.cat([self.user(users), self.item(items)], dim=1).float()
+        result: torch.Tensor = self.out(self.drop(self.norm(joined)))
+        return result
+
+
+Optimizers = Callable[[list[nn.Parameter], list[nn.Parameter]], list[torch.optim.Optimizer]]
+
+KINDS: dict[str, tuple[bool, Optimizers]] = {
+    "sgd": (True, lambda tables, dense: [torch.optim.SGD(tables + dense, lr=0.1)]),
+    "rowwise_adagrad": (True, lambda tables, dense: [RowWiseAdagrad(tables, 0.1), torch.optim.Adagrad(dense, lr=0.1)]),
+    "adagrad": (True, lambda tables, dense: [torch.optim.Adagrad(tables + dense, lr=0.1)]),
+    "sparse_adam": (True, lambda tables, dense: [torch.optim.SparseAdam(tables), torch.optim.Adam(dense)]),
+    "adam": (False, lambda tables, dense: [torch.optim.Adam(tables + dense, lr=0.01, amsgrad=True)]),
+    "sgd_momentum": (False, lambda tables, dense: [torch.optim.SGD(tables + dense, lr=0.1, momentum=0.9)]),
+}  # fmt: skip
+"""Name to whether gradients of the tables are sparse, and what makes the optimizers."""
+
+
+class Training:
+    """A model and its optimizers, trained on batches that their number alone decides."""
+
+    def __init__(self, kind: str = "rowwise_adagrad", *, dtype: torch.dtype = torch.float32) -> None:
+        torch.manual_seed(1)
+        sparse, make = KINDS[kind]
+        self.model = TwoTables(sparse=sparse, dtype=dtype)
+        tables = [self.model.user.weight, self.model.item.weight]
+        dense = [*self.model.norm.parameters(), *self.model.out.parameters()]
+        self.optimizers = make([p for p in tables if isinstance(p, nn.Parameter)], dense)
+
+    def batch(self, number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(number)
+        users = torch.randint(0, ROWS, (BATCH,), generator=generator)
+        items = torch.randint(0, ROWS // 2, (BATCH, 3), generator=generator)
+        return users, items, torch.rand(BATCH, 1, generator=generator)
+
+    def train(self, number: int) -> None:
+        users, items, labels = self.batch(number)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        (self.model(users, items) - labels).square().mean().backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        """Everything that training depends on, copied."""
+        found: dict[str, Any] = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        for index, optimizer in enumerate(self.optimizers):
+            for number, one in optimizer.state_dict()["state"].items():
+                for key, value in one.items():
+                    copied = value.clone() if isinstance(value, torch.Tensor) else value
+                    found[f"{index}/{number}/{key}"] = copied
+        found["rng"] = torch.get_rng_state()
+        return found
+
+
+def uninterrupted(kind: str, steps: int, **options: Any) -> dict[str, Any]:
+    """The state of a run that nobody saved or killed."""
+    training = Training(kind, **options)
+    for number in range(steps):
+        training.train(number)
+    return training.state()
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Bit for bit, and the same things."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(found[name], value), name
+            assert found[name].dtype == value.dtype, name
+        else:
+            assert found[name] == value, name

@@ -1,0 +1,178 @@
+"""Killed at any storage call, restored and trained on: the same, bit for bit, as a run that nobody killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cnr_store import Store, TableOptions
+from cnr_store.log import RetryPolicy
+from cnr_store.storage import storage_from_filesystem
+from cnr_store.testing.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem, SimulatedCrash
+from cnr_store.training import CheckpointManager
+from tests.training.runs import Training, assert_same, uninterrupted
+
+STEPS = 7
+RETRY = RetryPolicy(deadline_s=0.2, first_delay_s=0.001, max_delay_s=0.01)
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def open_on(fs: FaultyFileSystem) -> Store:
+    return Store.open_on(storage_from_filesystem(fs, "/root"), threads=1, retry=RETRY)
+
+
+def run(fs: FaultyFileSystem, policy: Any) -> Training:
+    """Restore what there is and train to the end, saving every second step."""
+    training = Training()
+    manager = CheckpointManager(
+        open_on(fs), model=training.model, optimizer=training.optimizers, options=TableOptions.exact(), policy=policy,
+        every_steps=2, assume={"RowWiseAdagrad": "touched"},
+    )  # fmt: skip
+    try:
+        restored = manager.restore()
+        for number in range(0 if restored is None else restored.step, STEPS):
+            training.train(number)
+            manager.step()
+    finally:
+        with suppress(SimulatedCrash):  # what the loop has raised already
+            manager.close()
+    return training
+
+
+def killed_everywhere(policy: Any, every: int) -> tuple[int, int]:
+    """Kill at each ``every``-th storage call, before and after its effect; return calls and runs."""
+    expected = uninterrupted("rowwise_adagrad", STEPS)
+    prepared = IsolatedMemoryFileSystem()
+    Store.create_on(storage_from_filesystem(FaultyFileSystem(prepared), "/root"), threads=1)
+    calm = FaultyFileSystem(prepared.fork())
+    assert_same(run(calm, policy).state(), expected)
+    runs = 0
+    for call in calm.calls[::every]:
+        for kind in (FaultKind.CRASH, FaultKind.CRASH_AFTER):
+            if not kind.applies_to(call.operation):
+                continue
+            inner = prepared.fork()
+            doomed = FaultyFileSystem(inner, fault=Fault(kind, call.index))
+            with suppress(SimulatedCrash):
+                run(doomed, policy)
+            assert doomed.is_crashed
+            assert_same(run(FaultyFileSystem(inner), policy).state(), expected)
+            runs += 1
+    return len(calm.calls), runs
+
+
+@pytest.mark.parametrize("policy", ["consecutive", "one_shot"])
+def test_killed_at_storage_calls_and_restored_is_uninterrupted(policy: Any) -> None:
+    calls, runs = killed_everywhere(policy, every=17)
+
+    assert calls > 80
+    assert runs > calls // 17
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("policy", ["full", "consecutive", "one_shot", "intermittent"])
+def test_killed_at_every_storage_call_and_restored_is_uninterrupted(policy: Any) -> None:
+    calls, runs = killed_everywhere(policy, every=1)
+
+    assert runs > calls
+
+
+PROGRAM = """
+import sys
+from cnr_store import TableOptions
+from cnr_store.training import CheckpointManager
+from tests.training.runs import Training
+
+training = Training()
+manager = CheckpointManager(
+    sys.argv[1], model=training.model, optimizer=training.optimizers, options=TableOptions.exact(), every_steps=1,
+    assume={"RowWiseAdagrad": "touched"}, save_on_sigterm=True,
+)
+manager.restore()
+while manager.current_step < int(sys.argv[2]):
+    training.train(manager.current_step)
+    manager.step()
+manager.close()
+"""
+
+
+def start(url: Path, steps: int) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])}
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(url), str(steps)], stdout=subprocess.DEVNULL, env=environment
+    )
+
+
+def wait_for_commits(url: Path, count: int, child: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 120
+    while len(list((url / "commits").glob("*.json"))) < count:
+        assert child.poll() is None, "the training ended by itself"
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def continue_from(url: Path, steps: int) -> tuple[Training, int]:
+    training = Training()
+    manager = CheckpointManager(
+        str(url), model=training.model, optimizer=training.optimizers, options=TableOptions.exact(),
+        assume={"RowWiseAdagrad": "touched"},
+    )  # fmt: skip
+    restored = manager.restore()
+    assert restored is not None
+    for number in range(restored.step, restored.step + steps):
+        training.train(number)
+        manager.step()
+    manager.close()
+    return training, restored.step
+
+
+def test_a_training_killed_with_sigkill_goes_on_from_its_last_commit(tmp_path: Path) -> None:
+    child = start(tmp_path / "store", 10_000)
+    wait_for_commits(tmp_path / "store", 6, child)
+    child.send_signal(signal.SIGKILL)
+    assert child.wait(60) == -signal.SIGKILL
+
+    training, step = continue_from(tmp_path / "store", 3)
+
+    assert step >= 3
+    assert_same(training.state(), uninterrupted("rowwise_adagrad", step + 3))
+
+
+def test_sigterm_saves_the_last_step_and_ends_the_process(tmp_path: Path) -> None:
+    child = start(tmp_path / "store", 10_000)
+    wait_for_commits(tmp_path / "store", 4, child)
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(60) == 128 + signal.SIGTERM
+
+    training, step = continue_from(tmp_path / "store", 2)
+
+    assert step >= 2
+    assert_same(training.state(), uninterrupted("rowwise_adagrad", step + 2))
+
+
+def test_sigterm_can_leave_the_end_to_the_loop(tmp_path: Path) -> None:
+    training = Training()
+    before = signal.getsignal(signal.SIGTERM)
+    manager = CheckpointManager(
+        str(tmp_path), model=training.model, optimizer=training.optimizers, assume={"RowWiseAdagrad": "touched"},
+        save_on_sigterm="flag",
+    )  # fmt: skip
+    training.train(0)
+    assert manager.step() is False
+    os.kill(os.getpid(), signal.SIGTERM)
+    training.train(1)
+
+    assert manager.step() is True
+
+    assert manager.last_save is not None
+    assert manager.last_save.step == 2
+    manager.close()
+    assert signal.getsignal(signal.SIGTERM) == before

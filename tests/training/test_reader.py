@@ -1,0 +1,145 @@
+"""No sample is trained twice and none is left out, whatever the loader has fetched ahead."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from cnr_store import BadInput
+from cnr_store.training import CheckpointManager
+from tests.training.runs import Training
+
+SAMPLES, BATCH = 48, 4
+
+
+class Numbers(Dataset[int]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def loader_of(workers: int) -> StatefulDataLoader:
+    generator = torch.Generator().manual_seed(5)
+    return StatefulDataLoader(Numbers(), batch_size=BATCH, shuffle=True, num_workers=workers, generator=generator)
+
+
+def manager_of(url: str, training: Training, reader: Any, **options: Any) -> CheckpointManager:
+    return CheckpointManager(
+        url, model=training.model, optimizer=training.optimizers, reader=reader, assume={"RowWiseAdagrad": "touched"},
+        **options,
+    )  # fmt: skip
+
+
+def consume(manager: CheckpointManager, training: Training, loader: Any, *, stop: int | None) -> list[int]:
+    """Train until step ``stop``; return the samples in the order in which they were trained."""
+    seen: list[int] = []
+    for batch in loader:
+        training.train(manager.current_step)
+        seen.extend(batch.tolist())
+        manager.step()
+        if manager.current_step == stop:
+            break
+    return seen
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stateful_loader_goes_on_with_the_next_sample(workers: int, tmp_path: Path) -> None:
+    expected = [int(number) for batch in loader_of(workers) for number in batch]
+    loader, training = loader_of(workers), Training()
+    manager = manager_of(str(tmp_path), training, loader, every_steps=3)
+    first = consume(manager, training, loader, stop=8)
+    manager.close()
+
+    loader, training = loader_of(workers), Training()
+    manager = manager_of(str(tmp_path), training, loader, every_steps=3)
+    restored = manager.restore()
+    second = consume(manager, training, loader, stop=None)
+    manager.close()
+
+    assert restored is not None
+    assert restored.step == 6
+    assert restored.reader_state is not None
+    assert first[: 6 * BATCH] + second == expected
+
+
+class Numbered:
+    """A reader whose whole state is the number of the next batch."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __iter__(self) -> Numbered:
+        return self
+
+    def __next__(self) -> int:
+        self.next += 1
+        return self.next - 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next, "of": (1, 2.5, b"x"), "drawn": torch.arange(3, dtype=torch.int16)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next = state["next"]
+
+
+def test_batches_fetched_ahead_are_not_lost(tmp_path: Path) -> None:
+    reader, training = Numbered(), Training()
+    manager = manager_of(str(tmp_path), training, reader, every_steps=4)
+    queue: deque[tuple[int, dict[str, Any]]] = deque()
+    trained = []
+    while manager.current_step < 4:
+        while len(queue) < 3:
+            queue.append((next(reader), reader.state_dict()))
+        number, state = queue.popleft()
+        trained.append(number)
+        training.train(number)
+        manager.step(reader_state=state)
+    manager.close()
+    again = Numbered()
+
+    manager = manager_of(str(tmp_path), Training(), again)
+    restored = manager.restore()
+
+    assert trained == [0, 1, 2, 3]
+    assert next(again) == 4
+    assert restored is not None
+    assert restored.reader_state["of"] == (1, 2.5, b"x")
+    assert torch.equal(restored.reader_state["drawn"], torch.arange(3, dtype=torch.int16))
+    manager.close()
+
+
+def test_a_reader_state_without_a_reader_is_handed_back(tmp_path: Path) -> None:
+    training = Training()
+    manager = manager_of(str(tmp_path), training, None, every_steps=1)
+    training.train(0)
+    manager.step(reader_state={"offset": 17})
+    manager.close()
+
+    manager = manager_of(str(tmp_path), Training(), None)
+    restored = manager.restore()
+
+    assert restored is not None
+    assert restored.reader_state == {"offset": 17}
+    manager.close()
+
+
+def test_a_reader_state_that_is_no_plain_data_names_the_leaf(tmp_path: Path) -> None:
+    training = Training()
+    manager = manager_of(str(tmp_path), training, None)
+    training.train(0)
+    manager.step(reader_state={"lock": object()})
+
+    with pytest.raises(BadInput, match=r"state.*lock.*object"):
+        manager.save()
+
+    manager.step(reader_state={"offset": 1})
+    manager.save()
+    manager.close()

@@ -1,0 +1,303 @@
+"""Restoring in place: by version, under other names, into other models, or a clear error before anything changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cnr_store import (
+    BadDtype,
+    BadInput,
+    BadShape,
+    CorruptStore,
+    MissingObject,
+    Store,
+    TableOptions,
+    TagNotFound,
+    VersionNotFound,
+)
+from cnr_store.training import CheckpointManager, tensors
+from tests.training.runs import ROWS, Training, assert_same, uninterrupted
+
+
+def manager_of(url: str, training: Training, **options: Any) -> CheckpointManager:
+    chosen = {"options": TableOptions.exact(), "assume": {"RowWiseAdagrad": "touched"}, **options}
+    return CheckpointManager(url, model=training.model, optimizer=training.optimizers, **chosen)
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    """A store with checkpoints of steps 2, 4 and 6; that of step 4 has the tag ``good``."""
+    training = Training()
+    with manager_of(str(tmp_path / "store"), training, every_steps=2) as manager:
+        for number in range(6):
+            training.train(number)
+            manager.step()
+    store = Store.open(str(tmp_path / "store"))
+    store.tag("good", store.snapshot(step=4).version)
+    store.close()
+    return str(tmp_path / "store")
+
+
+@pytest.mark.parametrize("wanted", [{"step": 4}, {"tag": "good"}, {"version": 3}])
+@pytest.mark.parametrize("policy", ["consecutive", "one_shot"])
+def test_an_older_checkpoint_is_continued_behind_a_rollback(wanted: dict[str, Any], policy: Any, url: str) -> None:
+    expected = uninterrupted("rowwise_adagrad", 9)
+    training = Training()
+    manager = manager_of(url, training, every_steps=2, policy=policy)
+
+    restored = manager.restore(**wanted)
+    assert restored is not None
+    assert restored.step == 4
+    for number in range(4, 8):
+        training.train(number)
+        manager.step()
+    manager.close()
+    again = Training()
+    manager = manager_of(url, again, policy=policy)
+    manager.restore()
+    again.train(8)
+
+    kinds = [record.kind for record in manager.store.log()]
+    assert kinds.count("rollback") == 1
+    assert manager.current_step == 8
+    assert_same(again.state(), expected)
+    manager.close()
+
+
+def test_restoring_the_head_by_its_step_needs_no_rollback(url: str) -> None:
+    manager = manager_of(url, Training())
+
+    manager.restore(step=6)
+
+    assert "rollback" not in [record.kind for record in manager.store.log()]
+    manager.close()
+
+
+def test_restoring_again_in_the_same_process_gives_up_what_was_trained_since(url: str) -> None:
+    expected = uninterrupted("rowwise_adagrad", 8)
+    training = Training()
+    manager = manager_of(url, training, every_steps=2)
+    manager.restore()
+    for number in range(20, 23):
+        training.train(number)
+        manager.step()
+    manager.restore(step=6)
+    for number in range(6, 8):
+        training.train(number)
+        manager.step()
+    manager.close()
+
+    assert_same(training.state(), expected)
+
+
+def test_tensors_are_filled_in_place(url: str) -> None:
+    training = Training()
+    before = {name: tensor.data_ptr() for name, tensor in training.model.state_dict().items()}
+    slot = training.optimizers[0].state[training.model.user.weight]["momentum1"]
+    manager = manager_of(url, training)
+
+    manager.restore()
+
+    assert {name: tensor.data_ptr() for name, tensor in training.model.state_dict().items()} == before
+    assert training.optimizers[0].state[training.model.user.weight]["momentum1"] is slot
+    assert manager.tracker.bitmap.any() is False
+    manager.close()
+
+
+def test_state_that_was_made_since_is_gone_after_a_restore(tmp_path: Path) -> None:
+    expected = uninterrupted("sparse_adam", 3)
+    training = Training("sparse_adam")
+    manager = manager_of(str(tmp_path), training)
+    manager.save()
+    training.train(50)
+    manager.step()
+    manager.save()
+
+    manager.restore(step=0)
+    for number in range(3):
+        training.train(number)
+        manager.step()
+    manager.save()
+
+    assert_same(training.state(), expected)
+    manager.close()
+
+
+class Renamed(nn.Module):
+    """The same tables under other names, and no dense part."""
+
+    def __init__(self, rows: int = ROWS, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.members = nn.Embedding(rows, 4, dtype=dtype)
+        self.things = nn.Embedding(ROWS // 2, 4)
+
+
+def test_tables_are_restored_under_other_names(url: str) -> None:
+    model, source = Renamed(), Training()
+    manager_of(url, source).restore()
+    manager = CheckpointManager(url, model=model, options=TableOptions.exact())
+
+    restored = manager.restore(tables={"user.weight": "members.weight", "item.weight": "things.weight"}, strict=False)
+    report = manager.save()
+
+    assert restored is not None
+    assert sorted(restored.tables) == ["members.weight", "things.weight"]
+    assert torch.equal(model.members.weight, source.model.user.weight)
+    assert torch.equal(model.things.weight, source.model.item.weight)
+    assert report is not None
+    assert report.kind == "full"
+    assert set(manager.store.snapshot().tables) == {"members.weight", "things.weight"}
+    manager.close()
+
+
+def test_what_only_one_side_has_is_left_alone_without_strict(url: str) -> None:
+    model = Renamed()
+    fresh = model.things.weight.detach().clone()
+    manager = CheckpointManager(url, model=model, options=TableOptions.exact())
+
+    restored = manager.restore(tables={"user.weight": "members.weight"}, strict=False)
+
+    assert restored is not None
+    assert restored.tables == ("members.weight",)
+    assert torch.equal(model.things.weight, fresh)
+    manager.close()
+
+
+def refused_for(url: str, model: nn.Module, error: type[Exception], match: str, **options: Any) -> None:
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    manager = CheckpointManager(url, model=model, options=TableOptions.exact())
+    version = manager.store.latest_version()
+
+    with pytest.raises(error, match=match):
+        manager.restore(**options)
+
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert manager.store.latest_version() == version
+    manager.close()
+
+
+def test_different_tables_are_named_before_anything_changes(url: str) -> None:
+    refused_for(url, Renamed(), BadInput, "missing in the checkpoint.*members.*missing in the model.*item")
+
+
+@pytest.mark.parametrize(
+    ("name_map", "match"),
+    [
+        ({"nothing": "members.weight"}, "names stored table 'nothing'"),
+        ({"user.weight": "nothing"}, "the model has tables"),
+        ({"user.weight": "members.weight", "item.weight": "members.weight"}, "two stored tables"),
+    ],
+)
+def test_wrong_name_maps_are_refused(name_map: dict[str, str], match: str, url: str) -> None:
+    refused_for(url, Renamed(), BadInput, match, tables=name_map)
+
+
+def test_another_shape_is_refused(url: str) -> None:
+    names = {"user.weight": "members.weight", "item.weight": "things.weight"}
+
+    refused_for(url, Renamed(rows=ROWS + 1), BadShape, "members.weight", tables=names, strict=False)
+
+
+def test_another_dtype_is_refused(url: str) -> None:
+    names = {"user.weight": "members.weight", "item.weight": "things.weight"}
+
+    refused_for(url, Renamed(dtype=torch.float16), BadDtype, "members.weight", tables=names, strict=False)
+
+
+def test_another_optimizer_is_refused_and_named(url: str) -> None:
+    training = Training("sparse_adam")
+    manager = manager_of(url, training)
+
+    with pytest.raises(BadInput, match=r"optimizer 0 is SparseAdam.*RowWiseAdagrad"):
+        manager.restore()
+
+    manager.close()
+
+
+def test_weights_alone_are_restored_for_another_optimizer(url: str) -> None:
+    source, training = Training(), Training("sparse_adam")
+    manager_of(url, source).restore()
+    manager = manager_of(url, training)
+
+    manager.restore(strict=False)
+    training.train(0)
+    report = manager.save()
+
+    assert report is not None
+    assert report.kind == "full"
+    manager.close()
+    again = Training("sparse_adam")
+    manager = manager_of(url, again)
+    manager.restore()
+    assert_same(again.state(), training.state())
+    manager.close()
+
+
+def test_what_does_not_exist_is_said(url: str, tmp_path: Path) -> None:
+    manager = manager_of(url, Training())
+
+    with pytest.raises(VersionNotFound):
+        manager.restore(version=99)
+    with pytest.raises(VersionNotFound, match="holds no checkpoint"):
+        manager.restore(version=0)
+    with pytest.raises(TagNotFound):
+        manager.restore(tag="bad")
+    with pytest.raises(VersionNotFound):
+        manager.restore(step=5)
+    manager.close()
+    empty = manager_of(str(tmp_path / "empty"), Training())
+    assert empty.restore() is None
+    empty.close()
+
+
+def test_a_damaged_head_is_an_error_and_an_older_version_still_restores(url: str) -> None:
+    store = Store.open(url)
+    newest = store.snapshot(step=6)
+    victim = next(Path(url, "data", newest.record.chain[-1].seg).rglob("add/codes/c/*/0"))
+    victim.unlink()
+    training = Training()
+    manager = manager_of(url, training)
+
+    with pytest.raises(CorruptStore) as damaged:
+        manager.restore()
+    restored = manager.restore(step=4)
+
+    assert isinstance(damaged.value, MissingObject)
+    assert restored is not None
+    assert_same(training.state(), uninterrupted("rowwise_adagrad", 4))
+    manager.close()
+    store.close()
+
+
+def test_tables_outside_host_memory_are_read_by_windows(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strided like a column of a larger tensor, so numpy cannot write into it whole: the path of other devices."""
+    source, training = Training(), Training()
+    manager_of(url, source).restore()
+    wide = torch.zeros(ROWS, 8)
+    training.model.user.weight.data = wide[:, ::2]
+    monkeypatch.setattr(tensors, "WINDOW_BYTES", 1000)
+    manager = manager_of(url, training)
+    manager.restore()
+
+    assert torch.equal(training.model.user.weight, source.model.user.weight)
+    manager.close()
+
+
+def test_a_run_that_forgot_to_restore_starts_with_a_full(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    training = Training()
+    manager = manager_of(url, training)
+    training.train(30)
+
+    report = manager.save()
+
+    assert report is not None
+    assert report.kind == "full"
+    assert "were not restored" in caplog.text
+    weight = manager.store.snapshot().table("user.weight").read()
+    assert torch.equal(torch.from_numpy(weight), training.model.user.weight)
+    manager.close()
