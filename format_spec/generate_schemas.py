@@ -1,0 +1,42 @@
+"""Write the JSON Schemas of every document of the format, from the types that parse them.
+
+python -m format_spec.generate_schemas
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cnr_store import records
+
+FOLDER = Path(__file__).parent / "schemas"
+DOCUMENTS = {
+    "identity": records.Identity,
+    "commit_record": records.CommitRecord,
+    "overflow": records.Overflow,
+    "segment": records.Manifest,
+    "receipt": records.Receipt,
+    "hint": records.Hint,
+}
+"""File name to type; the objects they describe are in section 3 of the specification."""
+
+
+def schema(name: str) -> dict[str, Any]:
+    """Return the schema of one document. Fields that a newer minor version adds are allowed everywhere."""
+    generated = msgspec.json.schema(DOCUMENTS[name])
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": f"cnr-store 1.0 {name}", **generated}
+
+
+def text(name: str) -> str:
+    """Return the file's content."""
+    return json.dumps(schema(name), indent=1, sort_keys=True) + "\n"
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for name in DOCUMENTS:
+        (FOLDER / f"{name}.json").write_text(text(name))
