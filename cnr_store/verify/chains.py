@@ -1,0 +1,94 @@
+"""What the segments of one chain say about each other, by their manifests alone. Pure, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import msgspec
+
+from cnr_store import layout
+from cnr_store.planning import generations
+from cnr_store.records import CommitRecord, DenseEntry, Manifest, PartEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Contradiction:
+    """A statement of segment ``index`` of the chain that cannot be true."""
+
+    index: int
+    message: str
+    table: str | None = None
+
+
+def check_chain_statements(names: Sequence[str], manifests: Sequence[Manifest]) -> Iterator[Contradiction]:
+    """Yield what is contradictory in a chain: starts that are not the ends before, schemas, dense references. Pure."""
+    for index, manifest in enumerate(manifests):
+        yield from _check_parts(index, manifest)
+        yield from _check_dense(index, names, manifests)
+        if index:
+            yield from _check_step(index, manifests[index - 1], manifest)
+
+
+def check_record(record: CommitRecord, last: Manifest) -> Iterator[str]:
+    """Yield where a ``full`` or ``delta`` record differs from the manifest that it made visible. Pure."""
+    if record.kind not in ("full", "delta"):
+        return
+    key = layout.commit_key(record.v)
+    if record.step != last.step:
+        yield f"{key} says step {record.step}, its segment says {last.step}"
+    if record.tables != generations(last.tables):
+        yield f"{key} names other generations or scales of its tables than its segment"
+
+
+def _check_parts(index: int, manifest: Manifest) -> Iterator[Contradiction]:
+    for part in manifest.parts:
+        if part.add is not None and manifest.tables[part.table].keys == "hashed":
+            yield Contradiction(index, f"hashed table {part.table!r} has add rows; only set rows are legal", part.table)
+    by_table: dict[str, list[PartEntry]] = {}
+    for part in manifest.parts:
+        by_table.setdefault(part.table, []).append(part)
+    for table, parts in by_table.items():
+        if any(_meets(a.rows, b.rows) and _meets(a.columns, b.columns) for a, b in combinations(parts, 2)):
+            yield Contradiction(index, f"two parts of table {table!r} overlap", table)
+
+
+def _check_step(index: int, before: Manifest, after: Manifest) -> Iterator[Contradiction]:
+    for table, schema in after.tables.items():
+        old = before.tables.get(table)
+        if old is None or old.generation != schema.generation:
+            continue
+        if (old.dim, old.dtype, old.keys, old.encoding) != (schema.dim, schema.dtype, schema.keys, schema.encoding):
+            yield Contradiction(index, f"table {table!r} changes its shape or encoding within a generation", table)
+        if schema.shift < old.shift:
+            yield Contradiction(index, f"table {table!r}: shift goes back from {old.shift} to {schema.shift}", table)
+    ends = {(part.table, part.rows[0], part.columns): part.state_digest for part in before.parts}
+    for part in after.parts:
+        end = ends.get((part.table, part.rows[0], part.columns))
+        if part.base_digest is not None and end is not None and part.base_digest != end:
+            yield Contradiction(
+                index,
+                f"a part of table {part.table!r} starts from state digest {part.base_digest}, the segment before it "
+                f"ends with {end}",
+                part.table,
+            )
+
+
+def _check_dense(index: int, names: Sequence[str], manifests: Sequence[Manifest]) -> Iterator[Contradiction]:
+    for name, entry in manifests[index].dense.items():
+        if entry.segment in ("", names[index]):
+            continue
+        if entry.segment not in names[:index]:
+            yield Contradiction(index, f"dense tensor {name!r} lies in {entry.segment}, which is not in the chain")
+        elif not _is_there(entry, name, manifests[names.index(entry.segment)]):
+            yield Contradiction(index, f"dense tensor {name!r} is not in {entry.segment} as it is referenced")
+
+
+def _is_there(entry: DenseEntry, name: str, holder: Manifest) -> bool:
+    held = holder.dense.get(name)
+    return held is not None and held.segment == "" and msgspec.structs.replace(entry, segment="") == held
+
+
+def _meets(a: tuple[int, int], b: tuple[int, int]) -> bool:
+    return a[0] < b[1] and b[0] < a[1]

@@ -1,0 +1,250 @@
+"""Read the whole commit log, newest first, past holes and torn records, and find out who uses which segment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+
+from cnr_store import layout
+from cnr_store.errors import (
+    AccessDenied,
+    CnrStoreError,
+    CorruptRecord,
+    CorruptStore,
+    MissingObject,
+)
+from cnr_store.records import (
+    MAX_DOCUMENT_BYTES,
+    MAX_RECORD_BYTES,
+    CommitRecord,
+    Hint,
+    Identity,
+    LogEntry,
+    decode_record,
+    merge_overflow,
+    sha256,
+)
+from cnr_store.storage import Storage
+from cnr_store.verify.report import Findings, Problem
+from cnr_store.workers import Workers
+
+_BATCH = 256
+"""Positions read at once, so that memory does not grow with the log."""
+
+Chain = tuple[str, ...]
+
+
+@dataclass(slots=True)
+class LogView:
+    """What the rest of a check needs from the log.
+
+    Attributes
+    ----------
+    head
+        The newest record that can be read.
+    records
+        Occupied positions.
+    entries
+        The records of the versions whose chains are to be read, by version.
+    users, enders
+        Segment name to the live versions whose chain holds it, and to those whose chain ends with it.
+    """
+
+    head: LogEntry | None = None
+    records: int = 0
+    entries: dict[int, LogEntry] = field(default_factory=dict)
+    users: dict[str, list[int]] = field(default_factory=dict)
+    enders: dict[str, list[int]] = field(default_factory=dict)
+
+    def versions_of(self, segment: str) -> tuple[int, ...]:
+        """Return the live versions that need a segment, ascending."""
+        return tuple(sorted(self.users.get(segment, ())))
+
+
+@dataclass(frozen=True, slots=True)
+class _Position:
+    """One log position: its entry, or the error that reading it gave; the digest of its bytes if there are any."""
+
+    version: int
+    entry: LogEntry | None
+    digest: str | None
+    error: CnrStoreError | None
+
+
+def read_log(
+    storage: Storage, identity: Identity, workers: Workers, findings: Findings, *, version: int | None, every: bool
+) -> LogView:
+    """Read every position and check it against its neighbours. Blocks; about one GET per version.
+
+    Parameters
+    ----------
+    version, every
+        Which entries to keep: that version, or all live ones, or (neither) the head and what tags name.
+
+    Raises
+    ------
+    AccessDenied
+    """
+    view = LogView()
+    newest = _newest_position(storage)
+    after: _Position | None = None
+    foreign = 0
+    for stop in range(newest + 1, 0, -_BATCH):
+        numbers = range(stop - 1, max(stop - _BATCH, 0) - 1, -1)
+        for here in workers.run(partial(_read_position, storage, number) for number in numbers):
+            view.records += here.digest is not None
+            foreign += here.entry is not None and here.entry.record.store_uuid != identity.store_uuid
+            if here.error is not None:
+                path = here.error.path or layout.commit_key(here.version)
+                findings.add_error(here.error, path, (here.version,))
+            if here.entry is not None:
+                _take(view, here.entry, version=version, every=every)
+            if after is not None:
+                _check_neighbours(here, after, findings)
+            after = here
+    if foreign:
+        findings.add(_foreign(identity, view, foreign))
+    _check_hint(storage, newest, findings)
+    return view
+
+
+def _newest_position(storage: Storage) -> int:
+    """The highest occupied position: by listing, which sees beyond a hole, and by reading on from there."""
+    listed = (layout.commit_version(stat.key) for stat in storage.list_objects(layout.COMMITS))
+    newest = max((number for number in listed if number is not None), default=-1)
+    while storage.read(layout.commit_key(newest + 1), stop=1) is not None:
+        newest += 1
+    return newest
+
+
+def _read_position(storage: Storage, version: int) -> _Position:
+    key = layout.commit_key(version)
+    digest = None
+    try:
+        data = storage.read(key, start=0, stop=MAX_RECORD_BYTES + 1)
+        if data is None:
+            raise MissingObject(
+                f"log position {version} is empty although later ones are not: part of the log was deleted", path=key
+            )
+        digest = sha256(data)
+        entry = decode_record(data, version)
+        return _Position(version, _complete(storage, entry), digest, None)
+    except AccessDenied:
+        raise
+    except CnrStoreError as error:
+        return _Position(version, None, digest, error)
+
+
+def _complete(storage: Storage, entry: LogEntry) -> LogEntry:
+    """The entry with the lists of its side object; errors name the side object."""
+    digest = entry.record.state
+    if digest is None:
+        return entry
+    key = layout.state_key(digest)
+    data = storage.read(key, start=0, stop=MAX_DOCUMENT_BYTES + 1)
+    if data is None:
+        raise MissingObject(f"side object {key} of commit record {entry.record.v} is missing", path=key)
+    try:
+        return LogEntry(merge_overflow(entry.record, data), entry.digest, entry.extra)
+    except CorruptStore as error:
+        raise CorruptStore(error.message, path=key, version=entry.record.v) from error
+
+
+def _take(view: LogView, entry: LogEntry, *, version: int | None, every: bool) -> None:
+    """Keep what is asked for; positions arrive newest first, so the head's lists are known from the start."""
+    record = entry.record
+    if view.head is None:
+        view.head = entry
+    head = view.head.record
+    if not record.chain or not is_live(head, record.v):
+        if record.v == version:
+            view.entries[record.v] = entry
+        return
+    wanted = record.v == version if version is not None else every or record.v == head.v
+    if wanted or (version is None and record.v in head.tags.values()):
+        view.entries[record.v] = entry
+    for item in record.chain:
+        view.users.setdefault(item.seg, []).append(record.v)
+    view.enders.setdefault(record.chain[-1].seg, []).append(record.v)
+
+
+def is_live(head: CommitRecord, version: int) -> bool:
+    """Whether readers may still open ``version``: it has not expired. Pure."""
+    return version not in head.expired and (version >= head.floor or version in head.tags.values())
+
+
+def distinct_chains(entries: Iterable[LogEntry]) -> list[LogEntry]:
+    """Return the entries without those whose chain is the beginning of another's. Pure."""
+    known: set[Chain] = set()
+    kept = []
+    for entry in sorted(entries, key=lambda item: (len(item.record.chain), item.record.v), reverse=True):
+        names = tuple(item.seg for item in entry.record.chain)
+        if names and names not in known:
+            kept.append(entry)
+            known.update(names[:stop] for stop in range(1, len(names) + 1))
+    return kept
+
+
+def _check_neighbours(before: _Position, after: _Position, findings: Findings) -> None:
+    if after.entry is None or before.digest is None:
+        return
+    record = after.entry.record
+    if record.parent_digest != before.digest:
+        findings.add(
+            Problem(
+                CorruptRecord.kind,
+                layout.commit_key(before.version),
+                (before.version,),
+                f"commit record {before.version} is not the one that record {record.v} was written behind: its bytes "
+                f"have sha256 {before.digest}, expected {record.parent_digest or 'none'}; one of the two was altered",
+            )
+        )
+    elif before.entry is not None:
+        for message in _contradictions(before.entry.record, record):
+            findings.add(Problem(CorruptRecord.kind, layout.commit_key(record.v), (record.v,), message))
+
+
+def _contradictions(before: CommitRecord, after: CommitRecord) -> Iterable[str]:
+    """What a record says that cannot follow from the one before it. Pure."""
+    if after.ts_ms <= before.ts_ms:
+        yield f"commit record {after.v} has time {after.ts_ms}, not after its parent's {before.ts_ms}"
+    if after.epoch < before.epoch:
+        yield f"commit record {after.v} has epoch {after.epoch}, its parent has {before.epoch}"
+    expected = dict(before.tags)
+    if after.kind == "tag" and after.name is not None and after.target is not None:
+        expected[after.name] = after.target
+    elif after.kind == "untag":
+        expected.pop(after.name or "", None)
+    elif after.kind in ("expire", "fork"):
+        return
+    if after.tags != expected:
+        yield f"the {after.kind} record {after.v} has tags {sorted(after.tags)}, expected {sorted(expected)}"
+
+
+def _foreign(identity: Identity, view: LogView, count: int) -> Problem:
+    """Records of another store: all of them point to the identity, some of them to themselves."""
+    if count == view.records:
+        message = f"{layout.IDENTITY} names store {identity.store_uuid}, every commit record names another one"
+        return Problem(CorruptStore.kind, layout.IDENTITY, tuple(sorted(view.entries)), message)
+    message = f"{count} commit records belong to another store than {identity.store_uuid}: two stores were mixed"
+    return Problem(CorruptStore.kind, layout.COMMITS, tuple(sorted(view.entries)), message)
+
+
+def _check_hint(storage: Storage, newest: int, findings: Findings) -> None:
+    """The hint may be absent or behind; unreadable or ahead means that something else wrote it."""
+    data = storage.read(layout.HINT, start=0, stop=MAX_RECORD_BYTES)
+    if data is None:
+        return
+    try:
+        version = msgspec.json.decode(data, type=Hint).version
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        problem = f"{layout.HINT} cannot be parsed: {error}"
+    else:
+        if 0 <= version <= newest:
+            return
+        problem = f"{layout.HINT} names version {version}, the newest is {newest}"
+    message = f"{problem}; readers find the newest version without it, and the next commit writes it anew"
+    findings.add(Problem(CorruptStore.kind, layout.HINT, (), message))

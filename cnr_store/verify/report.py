@@ -1,0 +1,99 @@
+"""What a check of a store found: plain records, newest damage first is for the caller to decide. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from threading import Lock
+
+from cnr_store.errors import CnrStoreError
+
+ProgressCallback = Callable[[str, int, int], None]
+"""Called as (stage, done, total), one call at a time but from any thread: ``objects`` in bytes, ``states`` in rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong.
+
+    Attributes
+    ----------
+    kind
+        The stable kind of the error that a reader gets (``corrupt_object``, ``missing_object``, ...).
+    path
+        The object's key below the store's root.
+    versions
+        Live versions that cannot be read, or not trusted, because of it; empty when no reader needs the object.
+    message
+        What, where, found, expected.
+    table
+        The table that is hurt, if it is one.
+    """
+
+    kind: str
+    path: str
+    versions: tuple[int, ...]
+    message: str
+    table: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What was read and what was found.
+
+    Attributes
+    ----------
+    url
+        The store, without credentials.
+    head
+        The newest version that can be read; None if there is none.
+    versions
+        The versions whose chains were read.
+    is_deep
+        Whether states were replayed too.
+    records, segments, objects, size_bytes
+        How much was read.
+    problems
+        In the order in which they were found; empty for a sound store.
+    """
+
+    url: str
+    head: int | None
+    versions: tuple[int, ...]
+    is_deep: bool
+    records: int
+    segments: int
+    objects: int
+    size_bytes: int
+    problems: tuple[Problem, ...]
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+
+@dataclass(slots=True)
+class Findings:
+    """Collects problems from several threads, each object and kind once."""
+
+    problems: list[Problem] = field(default_factory=list)
+    _seen: set[tuple[str, str, str | None]] = field(default_factory=set)
+    _lock: Lock = field(default_factory=Lock)
+
+    def add(self, problem: Problem) -> None:
+        """Keep ``problem`` unless one of its kind, object and table is known."""
+        key = (problem.kind, problem.path, problem.table)
+        with self._lock:
+            if key not in self._seen:
+                self._seen.add(key)
+                self.problems.append(problem)
+
+    def add_error(self, error: CnrStoreError, path: str, versions: tuple[int, ...], table: str | None = None) -> None:
+        """Keep what an error says about the object at ``path``."""
+        self.add(Problem(error.kind, path, versions, error.message, table or error.table))
+
+    def hurts(self, path_start: str) -> bool:
+        """Whether an object whose key begins with ``path_start`` is known to be bad."""
+        with self._lock:
+            return any(problem.path.startswith(path_start) for problem in self.problems)

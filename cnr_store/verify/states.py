@@ -1,0 +1,149 @@
+"""Replay tables window by window and compare the state digest after every segment: the deep check.
+
+It finds what no single object shows: an ``add`` on a row that has no codes, codes that leave their range, a segment
+that was computed against another state than the one it is applied to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from cnr_store.encodings.digest import add_digests
+from cnr_store.errors import CorruptStore
+from cnr_store.records import Manifest
+from cnr_store.replay import Batch, Replay, TablePlan, finish, plan_table
+from cnr_store.segment import SegmentReader
+from cnr_store.table_codes import ABSENT, ESCAPED, Array, TableCodes, array_specs
+from cnr_store.workers import Workers, blocks
+
+WINDOW_BYTES = 64 * 1024 * 1024
+"""Codes held at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrongState:
+    """A segment of the chain after which the table's state is not the one it states."""
+
+    index: int
+    table: str
+    expected: str
+    found: str
+
+
+@dataclass(frozen=True, slots=True)
+class FailedReplay:
+    """The error that segment ``index`` of the chain gave; nothing behind it is known of that table."""
+
+    index: int
+    error: CorruptStore
+
+
+def replayed_rows(manifests: Sequence[Manifest]) -> int:
+    """Return how many rows `check_states` will replay, for a progress bar. Pure."""
+    return sum(_num_rows(manifests, table, run) for table, run in _runs(manifests))
+
+
+def check_states(
+    readers: Sequence[SegmentReader], workers: Workers, advance: Callable[[int], None]
+) -> Iterator[WrongState | FailedReplay]:
+    """Yield the wrong states of every table of a chain, and the errors that stopped a table's replay. Blocks.
+
+    Memory: `WINDOW_BYTES` of codes, a status per row of the window, chunks in flight, and the window's escape rows.
+    Each chunk is read once per window that it touches.
+    """
+    manifests = [reader.manifest for reader in readers]
+    for table, run in _runs(manifests):
+        yield from _check_run(readers[: run.stop], table, run, workers, advance)
+
+
+def _runs(manifests: Sequence[Manifest]) -> Iterator[tuple[str, range]]:
+    """Tables with codes that add, and the segments through which generation and shift stay: one replay for each.
+
+    A range starts at the first segment whose digest is compared; the replay itself starts where the table's life does.
+    """
+    for table in sorted({name for manifest in manifests for name in manifest.tables}):
+        keys = [
+            None if schema is None else (schema.generation, schema.shift)
+            for schema in (manifest.tables.get(table) for manifest in manifests)
+        ]
+        start = 0
+        for index in range(1, len(keys) + 1):
+            if index < len(keys) and keys[index] == keys[start]:
+                continue
+            schema = manifests[start].tables.get(table)
+            if schema is not None and any(spec.is_additive for spec in array_specs(schema).values()):
+                yield table, range(start, index)
+            start = index
+
+
+def _num_rows(manifests: Sequence[Manifest], table: str, run: range) -> int:
+    return max(manifests[index].tables[table].num_rows for index in run)
+
+
+def _check_run(
+    readers: Sequence[SegmentReader], table: str, run: range, workers: Workers, advance: Callable[[int], None]
+) -> Iterator[WrongState | FailedReplay]:
+    manifests = [reader.manifest for reader in readers]
+    num_rows = _num_rows(manifests, table, run)
+    plan = plan_table(manifests, table, 0, num_rows)
+    specs = {name: spec for name, spec in array_specs(plan.schema).items() if spec.is_additive}
+    row_bytes = sum(spec.width * spec.held_dtype.itemsize for spec in specs.values())
+    found = dict.fromkeys(run, 0)
+    engine = Replay(readers, workers)
+    for start, stop in blocks(num_rows, max(1, WINDOW_BYTES // row_bytes)):
+        window = _clip(plan, start, stop)
+        codes = TableCodes.allocate(
+            plan.schema, start, stop, names=tuple(specs), mirror=False, allocate=_zeros
+        )  # fmt: skip
+        for batch in window.batches:
+            try:
+                engine.run(replace(window, batches=(batch,)), codes)
+            except CorruptStore as error:
+                yield FailedReplay(batch.segment, error)
+                return
+            _drop_replaced_escapes(codes)
+            if batch.segment in found:
+                found[batch.segment] = add_digests(found[batch.segment], finish(codes, {}, workers, with_digest=True))
+        advance(stop - start)
+    for index in run:
+        expected = _stated(manifests[index], table)
+        if expected is not None and expected != found[index]:
+            yield WrongState(index, table, f"{expected:016x}", f"{found[index]:016x}")
+
+
+def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Rows that no segment sets must not add what the memory held before."""
+    return np.zeros(shape, dtype)
+
+
+def _clip(plan: TablePlan, start: int, stop: int) -> TablePlan:
+    batches = tuple(
+        Batch(
+            batch.segment, batch.num_rows,
+            tuple(step for step in batch.steps if step.last >= start and step.first < stop),
+        )
+        for batch in plan.batches
+    )  # fmt: skip
+    # Statuses are kept even where the plan says that every row has codes: that is what is being checked.
+    return replace(plan, start=start, stop=stop, batches=batches, tracks_status=True)
+
+
+def _drop_replaced_escapes(codes: TableCodes) -> None:
+    """A later set or delete of an escape row is seen in its status only, because each batch is run by itself."""
+    status = codes.track_status(ABSENT)
+    rows = codes.escapes.rows
+    codes.escapes.drop(rows[status[rows - codes.start] != ESCAPED])
+
+
+def _stated(manifest: Manifest, table: str) -> int | None:
+    """The state digest that a segment's parts state together, None if one of them states none."""
+    schema = manifest.tables[table]
+    parts = [part for part in manifest.parts if part.table == table]
+    covered = sum((part.rows[1] - part.rows[0]) * (part.columns[1] - part.columns[0]) for part in parts)
+    if covered != schema.num_rows * schema.dim or any(part.state_digest is None for part in parts):
+        return None
+    return add_digests(*(int(part.state_digest or "0", 16) for part in parts))

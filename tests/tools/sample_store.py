@@ -1,0 +1,118 @@
+"""A small store with every kind of row and object in it, and ways to damage or forge one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from cnr_store import Store, TableOptions, arrays, layout
+from cnr_store.records import ArrayEntry, Manifest, ObjectEntry, canonical_json, decode_manifest, decode_record, sha256
+from cnr_store.storage import object_digest
+
+Array = npt.NDArray[Any]
+
+
+def build_store(path: Path) -> Store:
+    """Versions: 2 full, 3 and 4 deltas (add rows; dense changes), 5 delta (delete, set, escape), 6 tag `good` on 3."""
+    random = np.random.default_rng(7)
+    user = random.normal(size=(400, 8)).astype(np.float32)
+    momentum = np.abs(random.normal(size=400)).astype(np.float32)
+    half = random.normal(size=(90, 4)).astype(np.float16)
+    store = Store.create(str(path), fsync=False, threads=2)
+    with store.writer() as writer:
+        with writer.begin(step=10) as txn:
+            txn.write_table("user", user, slots={"momentum1": momentum}, options=TableOptions(nonfinite="escape"))
+            txn.write_table("half/item", half)
+            txn.put_dense(
+                {"mlp.weight": random.normal(size=(3, 5)), "flag": np.asarray([0, 1], np.uint8)}, {"flag": "bool"}
+            )
+            txn.put_scalars({"epoch": 1})
+            txn.put_document("reader/0", {"position": (1, 2)})
+        for step in (20, 30):
+            rows = np.sort(random.choice(400, 50, replace=False)).astype(np.int64)
+            user[rows] += 0.05
+            with writer.begin(step=step) as txn:
+                txn.write_rows("user", rows, user[rows], slots={"momentum1": momentum[rows]})
+                txn.put_dense({"mlp.weight": np.full((3, 5), float(step))})
+        with writer.begin(step=40) as txn:
+            txn.delete_rows("user", np.asarray([3, 4, 200]))
+            rows = np.asarray([7, 9], np.int64)
+            txn.write_rows("user", rows, np.full((2, 8), [[np.inf]], np.float32), slots={"momentum1": momentum[rows]})
+    store.tag("good", 3)
+    return store
+
+
+def object_files(root: Path) -> list[Path]:
+    """Every object of a store on local disk."""
+    return sorted(path for path in root.rglob("*") if path.is_file())
+
+
+def key_of(root: Path, path: Path) -> str:
+    """An object's key."""
+    return path.relative_to(root).as_posix()
+
+
+def flip(data: bytes, at: int | None = None) -> bytes:
+    """The bytes with one bit turned, in the middle if not said otherwise."""
+    place = len(data) // 2 if at is None else at
+    return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+
+
+def forge_head(store: Store, change: Callable[[Manifest, Forgery], Manifest]) -> None:
+    """Rewrite the head's own segment, inventory, manifest and record so that every digest is right again."""
+    record = store.head().record
+    entry = record.chain[-1]
+    key = layout.segment_key(entry.seg, layout.MANIFEST)
+    data = store.storage.read(key)
+    assert data is not None
+    forgery = Forgery(store, entry.seg)
+    manifest = forgery.with_new_objects(change(decode_manifest(data, key), forgery))
+    data = canonical_json(manifest)
+    store.storage.put(key, data)
+    size = len(data) + sum(item.size for item in manifest.objects)
+    forged = msgspec.structs.replace(entry, sha256=sha256(data), bytes=size, rows=manifest.changed_rows)
+    raw = store.storage.read(layout.commit_key(record.v))
+    assert raw is not None
+    plain = decode_record(raw, record.v).record
+    plain = msgspec.structs.replace(plain, chain=(*plain.chain[:-1], forged))
+    store.storage.put(layout.commit_key(record.v), canonical_json(plain))
+
+
+class Forgery:
+    """Puts other chunks in place of a segment's, and keeps its inventory true."""
+
+    def __init__(self, store: Store, segment: str) -> None:
+        self._store = store
+        self._segment = segment
+        self._new: dict[str, bytes] = {}
+
+    def read(self, array: ArrayEntry) -> Array:
+        """The real rows of an array of one chunk."""
+        data = self._store.storage.read(layout.segment_key(self._segment, arrays.chunk_path(array, 0)))
+        assert data is not None
+        out = np.empty(arrays.chunk_shape(array), array.dtype)
+        arrays.decode_chunk(array, data, out, "forgery")
+        return out[: array.shape[0]]
+
+    def write(self, array: ArrayEntry, values: Array) -> None:
+        """Replace an array of one chunk."""
+        self._new[arrays.chunk_path(array, 0)] = arrays.encode_chunk(array, values)
+
+    def with_new_objects(self, manifest: Manifest) -> Manifest:
+        """Put the new chunks, and return the manifest with their sizes and digests."""
+        for path, data in self._new.items():
+            self._store.storage.put(layout.segment_key(self._segment, path), data)
+        objects = tuple(
+            item
+            if item.path not in self._new
+            else ObjectEntry(
+                path=item.path, size=len(self._new[item.path]), xxh3_128=object_digest(self._new[item.path])
+            )
+            for item in manifest.objects
+        )
+        return msgspec.structs.replace(manifest, objects=objects)
