@@ -51,13 +51,31 @@ from cnr_store.errors import (
     VersionExpired,
     VersionNotFound,
 )
+from cnr_store.exporting import ExportedTensor, ExportReport, export_snapshot
+from cnr_store.importing import ImportReport, import_tensors
+from cnr_store.sizes import SegmentSizes, fp32_bytes, segment_sizes, total_sizes
 from cnr_store.snapshot import Snapshot, TableView
 from cnr_store.store import Store
 from cnr_store.transaction import Transaction
 from cnr_store.types import TableOptions
+from cnr_store.verify import Problem, VerifyReport, verify_store
 from cnr_store.writer import Writer
 
 __all__ = [
+    # Looking at stores, and tensors in and out.
+    "verify_store",
+    "VerifyReport",
+    "Problem",
+    "segment_sizes",
+    "total_sizes",
+    "fp32_bytes",
+    "SegmentSizes",
+    "export_snapshot",
+    "ExportReport",
+    "ExportedTensor",
+    "import_tensors",
+    "ImportReport",
+    # The store.
     "Writer",
     "Transaction",
     "TableView",

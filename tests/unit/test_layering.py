@@ -51,8 +51,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planning": WORDS | {"records", "rows"},
     "tree": WORDS,
     "sizes": DOCUMENTS,
-    "exporting": WRITING | {"store"},
-    "importing": WRITING | {"store"},
+    "tensor_file": WORDS,
+    "exporting": READING | {"tensor_file"},
+    "importing": WRITING | {"store", "tensor_file", "exporting"},
     "restore": CODEC | {"replay"},
     "snapshot": FORMAT | {"restore"},  # no writing below this line
     "options": WORDS | {"records", "encodings"},
@@ -67,10 +68,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "verify": ENGINE,
     "training": ENGINE,
     "consume": ENGINE,
-    "integrations": ENGINE | {"training", "consume"},
+    "integrations": ENGINE | {"training", "consume", "tensor_file"},
     "testing": WORDS | {"layout", "storage"},
     # The face of the library: whatever loads no torch.
-    "__init__": ENGINE | MAINTENANCE,
+    "__init__": ENGINE | MAINTENANCE | {"exporting", "importing"},
 }
 
 WITH_TORCH = {"training", "consume", "integrations"}

@@ -25,14 +25,22 @@ ERRORS = """
 
 # One entry for each package that exists; its names, separated by blanks.
 PUBLIC = {
-    "cnr_store": ERRORS + " Snapshot Store TableOptions TableView Transaction Writer",
+    "cnr_store": ERRORS
+    + """
+        Snapshot Store TableOptions TableView Transaction Writer
+        verify_store VerifyReport Problem
+        segment_sizes total_sizes fp32_bytes SegmentSizes
+        export_snapshot ExportReport ExportedTensor import_tensors ImportReport
+    """,
     "cnr_store_gpu": """
         RowTracker RowBitmap Cumulative Taken warmup
         TablePlan plan_tables
         Movement RowMovement row_movement row_slots rows_with_state scalar_state
         RowRequest Staged StagingBuffers gather_rows
     """,
+    "cnr_store.integrations": "StateDict load_state_dict",
     "cnr_store.testing": "",
+    "cnr_store.training": "CheckpointManager RestoredState SaveReport",
     "cnr_store_tools": "",
 }
 
