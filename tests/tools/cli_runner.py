@@ -1,0 +1,28 @@
+"""Runs the command line in this process and takes its output apart."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from typer.testing import CliRunner
+
+from cnr_store_tools.cli import app
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> Any:
+        """The one JSON document on standard output; fails when there is anything else."""
+        return json.loads(self.out)
+
+
+def cnr(*arguments: object) -> Outcome:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return Outcome(result.exit_code, result.stdout, result.stderr)

@@ -1,0 +1,191 @@
+"""Exit codes, one-line errors, and secrets that stay secret."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cnr_store import BadInput, Store, errors
+from cnr_store_tools import exits
+from cnr_store_tools.exits import ExitCode, exit_code, guarded
+from cnr_store_tools.options import parse_storage_options
+from tests.tools.cli_runner import Outcome, cnr
+from tests.tools.sample_store import build_store, flip
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("cli") / "store"
+    build_store(root).close()
+    return root
+
+
+def assert_one_line(done: Outcome) -> None:
+    assert done.out == ""
+    assert done.err.startswith("error: ")
+    assert done.err.count("\n") == 1
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "kind"),
+    [
+        (("show", "{root}/nothing"), 3, "not_a_store"),
+        (("show", "{root}", "--version", "99"), 3, "version_not_found"),
+        (("show", "{root}", "--step", "11"), 3, "version_not_found"),
+        (("show", "{root}", "--tag", "none"), 3, "tag_not_found"),
+        (("show", "{root}", "--tag", "good", "--version", "3"), 4, "bad_input"),
+        (("verify", "{root}", "--version", "99"), 3, "version_not_found"),
+        (("verify", "{root}", "--version", "3", "--all"), 4, "bad_input"),
+        (("export", "{root}", "{out}", "--table", "nobody*"), 3, "table_not_found"),
+        (("untag", "{root}", "none"), 3, "tag_not_found"),
+        (("tag", "{root}", "a\nb"), 4, "bad_name"),
+        (("rollback", "{root}", "99"), 3, "version_not_found"),
+        (("import", "{root}", "{out}.safetensors"), 3, "not_found"),
+        (("import", "{root}", "{out}.pt"), 3, "not_found"),
+        (("log", "nowhere://x"), 4, "bad_input"),
+        (("log", "{root}", "--storage-option", "key=value"), 4, "bad_input"),
+        (("frobnicate",), 2, "usage"),
+        (("log", "{root}", "--frobnicate"), 2, "usage"),
+        (("log", "{root}", "--limit", "many"), 2, "usage"),
+        (("tag", "{root}"), 2, "usage"),
+    ],
+)
+def test_error_has_its_exit_code_one_line_and_one_document(
+    root: Path, tmp_path: Path, arguments: tuple[str, ...], code: int, kind: str
+) -> None:
+    filled = [text.format(root=root, out=tmp_path / "out") for text in arguments]
+
+    plain = cnr(*filled)
+    as_json = cnr(*filled, "--json")
+
+    assert plain.code == as_json.code == code
+    assert_one_line(plain)
+    assert as_json.err == ""
+    error = as_json.document["error"]
+    assert (error["kind"], error["exit_code"]) == (kind, code)
+    assert error["message"]
+
+
+def test_damaged_identity_is_corrupt(tmp_path: Path) -> None:
+    Store.create(str(tmp_path / "s"), fsync=False).close()
+    identity = tmp_path / "s" / "cnr.json"
+    identity.write_bytes(flip(identity.read_bytes(), 0))
+
+    done = cnr("verify", tmp_path / "s")
+
+    assert done.code == 6
+    assert_one_line(done)
+
+
+def test_newer_format_is_unsupported(tmp_path: Path) -> None:
+    Store.create(str(tmp_path / "s"), fsync=False).close()
+    identity = tmp_path / "s" / "cnr.json"
+    identity.write_text(identity.read_text().replace('"major":1', '"major":9'))
+
+    assert cnr("log", tmp_path / "s").code == 8
+
+
+def test_unreadable_folder_is_a_storage_failure(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    done = cnr("init", tmp_path / "file" / "store")
+
+    assert done.code == 7
+    assert_one_line(done)
+
+
+def test_every_error_of_the_library_has_a_code_of_its_own_group() -> None:
+    kinds = [value for value in vars(errors).values() if isinstance(value, type) and value is not errors.CnrStoreError]
+    codes = {kind.__name__: exit_code(kind("x")) for kind in kinds if issubclass(kind, errors.CnrStoreError)}
+
+    assert ExitCode.INTERNAL not in codes.values()
+    assert codes["CommitStateUnknown"] == ExitCode.CONFLICT
+    assert codes["MissingDependency"] == ExitCode.UNSUPPORTED
+    assert codes["AccessDenied"] == ExitCode.STORAGE
+
+
+def test_unexpected_error_is_one_line_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    def fails() -> None:
+        raise ZeroDivisionError("a bug")
+
+    code = guarded(fails, as_json=False, debug=False)
+
+    printed = capsys.readouterr()
+    assert code == 70
+    assert printed.err.startswith("error: internal error: ZeroDivisionError: a bug")
+    assert printed.err.count("\n") == 1
+
+
+def test_debug_shows_the_traceback(root: Path) -> None:
+    done = cnr("show", root, "--version", "99", "--debug")
+
+    assert done.code == 3
+    assert "Traceback" in done.err
+
+
+def test_interrupt_ends_with_130(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    assert guarded(interrupted, as_json=False, debug=False) == 130
+    assert capsys.readouterr().err == "error: interrupted\n"
+
+
+def test_reader_of_the_output_may_go_away(root: Path) -> None:
+    program = "import os, sys; os.close(1); os.dup2(os.open('/dev/full', os.O_WRONLY), 1)"
+    script = f"{program}; from cnr_store_tools.cli import main; sys.argv = ['cnr', 'log', {str(root)!r}]; main()"
+
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+
+    assert done.returncode == exits.ExitCode.STORAGE
+    assert "Traceback" not in done.stderr
+
+
+def test_storage_options_are_values_and_nested_by_dots() -> None:
+    found = parse_storage_options(["anon=false", "key=a=b", "client_kwargs.endpoint_url=http://x", 'extra={"a": 1}'])
+
+    assert found == {
+        "anon": False, "key": "a=b", "client_kwargs": {"endpoint_url": "http://x"}, "extra": {"a": 1},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["hunter2", "=hunter2", "a..b=hunter2", "json={hunter2"])
+def test_malformed_storage_option_is_refused_without_showing_it(text: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        parse_storage_options([text])
+
+    assert "hunter2" not in str(caught.value)
+
+
+def test_storage_options_are_never_printed(tmp_path: Path) -> None:
+    secret = "hunter2secret"
+    for arguments in (("log", tmp_path / "s"), ("init", "s3://bucket/x"), ("log", "memory://none")):
+        for extra in ((), ("--json",), ("--debug",)):
+            done = cnr(
+                *arguments, "--storage-option", f"secret={secret}", "--storage-option", "key=user",
+                "--storage-option", "client_kwargs.endpoint_url=http://127.0.0.1:1",
+                "--storage-option", "config_kwargs.retries={\"max_attempts\": 1}", *extra,
+            )  # fmt: skip
+            assert done.code != 0
+            assert secret not in done.out + done.err
+
+
+def test_installed_command_runs(root: Path) -> None:
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("cnr")), "log", str(root), "--limit", "1", "--json"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+    assert done.returncode == 0
+    assert '"kind": "tag"' in done.stdout
+
+
+def test_without_a_command_the_help_is_printed() -> None:
+    done = cnr()
+
+    assert done.code == 0
+    assert "rollback" in done.out

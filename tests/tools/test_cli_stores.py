@@ -1,0 +1,174 @@
+"""init, log, show, tag, untag, rollback, version: what they print, and what scripts get."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cnr_store import Store, segment_sizes
+from tests.tools.cli_runner import cnr
+from tests.tools.sample_store import build_store
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    build_store(tmp_path / "store").close()
+    return tmp_path / "store"
+
+
+def test_init_makes_a_store_of_the_profile(tmp_path: Path) -> None:
+    done = cnr("init", tmp_path / "s", "--profile", "portable", "--json")
+
+    assert (done.code, done.err) == (0, "")
+    with Store.open(str(tmp_path / "s")) as store:
+        assert store.identity.profile == "portable"
+        assert done.document["store_uuid"] == store.uuid
+
+
+def test_init_of_an_existing_store_is_a_conflict(root: Path) -> None:
+    done = cnr("init", root)
+
+    assert done.code == 5
+    assert done.out == ""
+    assert done.err.startswith("error: ")
+    assert done.err.count("\n") == 1
+
+
+def test_log_lists_records_newest_first(root: Path) -> None:
+    done = cnr("log", root, "--json")
+
+    kinds = [(item["version"], item["kind"]) for item in done.document["records"]]
+    assert kinds == [(6, "tag"), (5, "delta"), (4, "delta"), (3, "delta"), (2, "full"), (1, "fence"), (0, "init")]
+    assert done.document["records"][0]["name"] == "good"
+    assert done.document["records"][0]["target"] == 3
+
+
+def test_log_for_people_names_every_record_and_obeys_the_limit(root: Path) -> None:
+    done = cnr("log", root, "--limit", 2)
+
+    assert done.code == 0
+    assert "good -> 3" in done.out
+    assert "delta" in done.out
+    assert "full" not in done.out
+
+
+def test_show_lists_tables_chain_and_bytes_by_kind(root: Path) -> None:
+    done = cnr("show", root, "--json").document
+
+    assert done["version"] == 6
+    assert done["step"] == 40
+    user = done["tables"]["user"]
+    assert (user["rows"], user["dim"], user["dtype"], user["encoding"]["encoding"]) == (400, 8, "float32", "lattice")
+    assert user["slots"]["momentum1"]["encoding"] == {"encoding": "float_bits", "mantissa_bits": 7}
+    assert done["tables"]["half/item"]["encoding"] == {"encoding": "float_bits", "mantissa_bits": 10}
+    assert [item["kind"] for item in done["chain"]] == ["baseline", "delta", "delta", "delta"]
+    assert done["dense"]["flag"] == {"dtype": "bool", "shape": [2]}
+    assert done["chain"][0]["fp32_bytes"] == 4 * (400 * 8 + 400 + 90 * 4) + 8 * 15 + 2
+    assert done["sizes"]["total"] == sum(item["sizes"]["total"] for item in done["chain"])
+
+
+def test_show_sizes_are_those_on_disk(root: Path) -> None:
+    done = cnr("show", root, "--json").document
+
+    for item in done["chain"]:
+        files = [path for path in (root / "data" / item["segment"]).rglob("*") if path.is_file()]
+        by_kind = dict.fromkeys(item["sizes"], 0)
+        for path in files:
+            name = path.relative_to(root).as_posix()
+            if path.name == "_receipt.json":
+                continue
+            kind = "metadata"
+            if "/reader/" in name:
+                kind = "documents"
+            elif "/c/" in name:
+                array = name.split("/c/")[0]
+                kind = next(
+                    kind
+                    for mark, kind in (("/dense/", "dense"), ("/slots/", "slots"), ("/rows", "rows"), ("", "codes"))
+                    if mark in array
+                )
+            by_kind[kind] += path.stat().st_size
+            by_kind["total"] += path.stat().st_size
+        assert item["sizes"] == by_kind
+
+
+def test_affine_parameters_count_as_scales(tmp_path: Path) -> None:
+    import numpy as np
+
+    from cnr_store import TableOptions
+
+    with Store.create(str(tmp_path / "s"), fsync=False) as store:
+        with store.writer() as writer, writer.begin(step=1) as txn:
+            values = np.random.default_rng(0).normal(size=(100, 8)).astype(np.float32)
+            txn.write_table("t", values, options=TableOptions(encoding="affine", bits=4))
+        sizes = segment_sizes(store.snapshot().manifests[0])
+
+    assert sizes.scales == 2 * (100 * 2 + 4)
+    assert sizes.codes == 100 * 4 + 4
+
+
+@pytest.mark.parametrize(
+    ("choice", "version"), [(("--version", 3), 3), (("--step", 20), 3), (("--tag", "good"), 3), ((), 6)]
+)
+def test_show_opens_the_version_asked_for(root: Path, choice: tuple[object, ...], version: int) -> None:
+    assert cnr("show", root, *choice, "--json").document["version"] == version
+
+
+def test_show_for_people_has_every_kind_of_byte(root: Path) -> None:
+    done = cnr("show", root)
+
+    assert done.code == 0
+    for word in ("user", "half/item", "lattice", "rows", "codes", "slots", "dense", "metadata", "total", "momentum1"):
+        assert word in done.out
+
+
+def test_show_of_an_empty_store_says_so(tmp_path: Path) -> None:
+    cnr("init", tmp_path / "s")
+
+    assert "nothing has been saved yet" in cnr("show", tmp_path / "s").out
+    assert cnr("show", tmp_path / "s", "--json").document["chain"] == []
+
+
+def test_tag_names_a_version_and_untag_forgets_it(root: Path) -> None:
+    made = cnr("tag", root, "release", "--version", 4, "--json")
+    assert made.document["target"] == 4
+    assert cnr("show", root, "--tag", "release", "--json").document["version"] == 4
+
+    gone = cnr("untag", root, "release", "--json")
+
+    assert gone.code == 0
+    assert cnr("show", root, "--tag", "release").code == 3
+
+
+def test_tag_does_not_move(root: Path) -> None:
+    done = cnr("tag", root, "good", "--json")
+
+    assert done.code == 5
+    assert done.document["error"]["kind"] == "tag_exists"
+
+
+def test_rollback_makes_an_older_state_the_newest(root: Path) -> None:
+    done = cnr("rollback", root, 2, "--json")
+
+    assert (done.document["version"], done.document["target"], done.document["step"]) == (7, 2, 10)
+    assert cnr("show", root, "--json").document["step"] == 10
+    assert "version 8 has the state of version 5" in cnr("rollback", root, 5).out
+
+
+def test_version_names_the_package(tmp_path: Path) -> None:
+    assert cnr("version", "--json").document["version"] == "0.1.0"
+    assert cnr("version").out.startswith("cnr-store 0.1.0")
+
+
+def test_names_from_a_store_cannot_act_on_the_terminal(tmp_path: Path) -> None:
+    import numpy as np
+
+    store = Store.create(str(tmp_path / "s"), fsync=False)
+    with store.writer() as writer, writer.begin(step=1) as txn:
+        txn.write_table("[red]x[/red]\u202e", np.ones((2, 2), np.float32))
+
+    out = cnr("show", tmp_path / "s").out
+
+    assert "[red]x[/red]\\u202e" in out
+    assert "\u202e" not in out

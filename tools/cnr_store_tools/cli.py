@@ -1,0 +1,40 @@
+"""The ``cnr`` command: every command by its name, and the entry point."""
+
+from __future__ import annotations
+
+import typer
+
+from cnr_store_tools.commands import checks, heads, stores, transfer
+from cnr_store_tools.exits import GuardedGroup
+
+app = typer.Typer(
+    cls=GuardedGroup,
+    name="cnr",
+    help="Make, inspect, check, export, import and tag stores of sparse, quantized checkpoints.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+app.command()(stores.init)
+app.command()(stores.log)
+app.command()(stores.show)
+app.command()(checks.verify)
+app.command()(transfer.export)
+app.command("import")(transfer.import_)
+app.command()(heads.tag)
+app.command()(heads.untag)
+app.command()(heads.rollback)
+app.command()(stores.version)
+
+
+@app.callback(invoke_without_command=True)
+def _without_command(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main() -> None:
+    """Run the command line of this process and exit."""
+    app()

@@ -1,0 +1,37 @@
+"""Check a store: verify."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from cnr_store import BadInput, verify_store
+from cnr_store_tools import documents, render
+from cnr_store_tools.exits import ExitCode
+from cnr_store_tools.options import Debug, Json, StorageOptions, Url, Version, open_store
+from cnr_store_tools.output import emit
+from cnr_store_tools.progress import progress_bars
+
+
+def verify(
+    url: Url,
+    version: Version = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="All versions that readers may open, not only the newest and the tagged ones.")
+    ] = False,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Replay every table too, and compare the state digest of each segment.")
+    ] = False,
+    storage_option: StorageOptions = None,
+    json: Json = False,
+    debug: Debug = False,  # noqa: ARG001 - read from the arguments by the guard
+) -> None:
+    """Read the log and every object, and name all that is bad. Exit code 1 when there is something."""
+    if every and version is not None:
+        raise BadInput("give --version or --all, not both")
+    with open_store(url, storage_option) as store, progress_bars(in_bytes=not deep) as progress:
+        report = verify_store(store, version=version, every=every, deep=deep, progress=progress)
+    emit(documents.verify_document(report), render.verify, as_json=json)
+    if not report.is_sound:
+        raise typer.Exit(ExitCode.PROBLEMS)

@@ -1,0 +1,132 @@
+"""Tensors out of a store and into one: export, import."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from cnr_store import BadInput, NotAStore, NotFound, Store, TableOptions, export_snapshot, import_tensors
+from cnr_store.integrations import load_state_dict
+from cnr_store_tools import documents, render
+from cnr_store_tools.options import (
+    Debug,
+    Json,
+    Step,
+    StorageOptions,
+    Tag,
+    Url,
+    Version,
+    check_bits,
+    open_snapshot,
+    open_store,
+    parse_storage_options,
+)
+from cnr_store_tools.output import emit
+from cnr_store_tools.progress import progress_bars
+
+ExportFormat = Literal["safetensors", "parquet", "npy"]
+ImportFormat = Literal["safetensors", "torch"]
+_SUFFIXES: dict[str, ExportFormat] = {".safetensors": "safetensors", ".parquet": "parquet", ".npy": "npy"}
+
+
+def export(
+    url: Url,
+    path: Annotated[Path, typer.Argument(help="The file (safetensors) or folder (parquet, npy) to write.")],
+    format: Annotated[  # noqa: A002 - the option's name
+        ExportFormat | None, typer.Option("--format", "-f", help="By default from the end of PATH, else safetensors.")
+    ] = None,
+    table: Annotated[
+        list[str] | None,
+        typer.Option("--table", "-t", help="A table, or a pattern (*, ?); repeat it. All if not given."),
+    ] = None,
+    slots: Annotated[bool, typer.Option("--slots/--no-slots", help="Optimizer slots.")] = True,
+    dense: Annotated[bool, typer.Option("--dense/--no-dense", help="Dense tensors.")] = True,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export at PATH.")] = False,
+    version: Version = None,
+    step: Step = None,
+    tag: Tag = None,
+    storage_option: StorageOptions = None,
+    json: Json = False,
+    debug: Debug = False,  # noqa: ARG001 - read from the arguments by the guard
+) -> None:
+    """Write a version's tensors to safetensors, Parquet or npy files."""
+    chosen = format or _SUFFIXES.get(path.suffix, "safetensors")
+    with open_store(url, storage_option) as store, progress_bars() as progress:
+        snapshot = open_snapshot(store, version, step, tag)
+        report = export_snapshot(
+            snapshot, path, format=chosen, tables=table, slots=slots, dense=dense, overwrite=overwrite,
+            progress=partial(progress, "export"),
+        )  # fmt: skip
+        document = documents.export_document(report, store.url)
+    emit(document, render.export, as_json=json)
+
+
+def import_(
+    url: Url,
+    path: Annotated[Path, typer.Argument(help="A safetensors file, or a file of torch.save (loaded as weights only).")],
+    format: Annotated[  # noqa: A002 - the option's name
+        ImportFormat | None,
+        typer.Option("--format", "-f", help="By default from the end of PATH: safetensors, else torch."),
+    ] = None,
+    table: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--table",
+            "-t",
+            help="A tensor that is a table, or a pattern (*, ?); repeat it. If not given: matrices of at least 1,000 "
+            "rows, or what an earlier export says.",
+        ),
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option("--step", help="Training step; the file's own, or 0, if not given.")
+    ] = None,
+    exact: Annotated[bool, typer.Option("--exact", help="Keep every bit of tables and slots.")] = False,
+    bits: Annotated[
+        int | None, typer.Option("--bits", help="As exact as Check-N-Run rows of 2, 3, 4 or 8 bits (8 if not given).")
+    ] = None,
+    max_error: Annotated[
+        float | None, typer.Option("--max-error", help="Largest error of an element, instead of --bits.")
+    ] = None,
+    create: Annotated[bool, typer.Option("--create", help="Create the store if there is none.")] = False,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="The new version may lack tables that the newest one has.")
+    ] = False,
+    storage_option: StorageOptions = None,
+    json: Json = False,
+    debug: Debug = False,  # noqa: ARG001 - as above
+) -> None:
+    """Commit the tensors of a file as a full version. A writer that is open elsewhere is fenced."""
+    options = _table_options(exact, bits, max_error)
+    is_torch = (format or ("safetensors" if path.suffix == ".safetensors" else "torch")) == "torch"
+    source = load_state_dict(path) if is_torch else None
+    if source is None and not path.is_file():
+        raise NotFound(f"there is no file {path}", path=str(path))
+    with _open_or_create(url, storage_option, create=create) as store, progress_bars() as progress:
+        report = import_tensors(
+            store, path if source is None else source.tensors, step=step, tables=table, options=options,
+            scalars=None if source is None else source.scalars, replace=replace, progress=partial(progress, "import"),
+        )  # fmt: skip
+        document = documents.import_document(report, store.url, () if source is None else source.ignored)
+    emit(document, render.imported, as_json=json)
+
+
+def _open_or_create(url: str, storage_option: list[str] | None, *, create: bool) -> Store:
+    try:
+        return open_store(url, storage_option)
+    except NotAStore:
+        if not create:
+            raise
+        return Store.create(url, storage_options=parse_storage_options(storage_option) or None)
+
+
+def _table_options(exact: bool, bits: int | None, max_error: float | None) -> TableOptions | None:
+    if exact + (bits is not None) + (max_error is not None) > 1:
+        raise BadInput("give at most one of --exact, --bits and --max-error")
+    if exact:
+        return TableOptions.exact()
+    if bits is not None:
+        return TableOptions(bits=check_bits(bits))
+    return None if max_error is None else TableOptions(max_error=max_error)

@@ -1,0 +1,117 @@
+"""What each command says, as plain JSON values: the same document is printed by ``--json`` and drawn as tables."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+
+from cnr_store import (
+    ExportReport,
+    ImportReport,
+    Snapshot,
+    Store,
+    VerifyReport,
+    fp32_bytes,
+    segment_sizes,
+    total_sizes,
+)
+from cnr_store_tools.text import time_text
+
+Document = dict[str, Any]
+
+
+def log_document(store: Store, limit: int | None) -> Document:
+    """Return the newest records of the log, newest first."""
+    records = []
+    for record in store.log(limit=limit):
+        item: Document = {
+            "version": record.v, "kind": record.kind, "step": record.step, "logical": record.logical,
+            "time": time_text(record.ts_ms), "time_ms": record.ts_ms, "epoch": record.epoch,
+            "chain_length": len(record.chain), "writer": record.writer.host,
+        }  # fmt: skip
+        if record.kind in ("full", "delta") and record.chain:
+            last = record.chain[-1]
+            item |= {"segment": last.seg, "size_bytes": last.bytes, "rows": last.rows}
+        if record.name is not None:
+            item["name"] = record.name
+        if record.target is not None:
+            item["target"] = record.target
+        if record.user:
+            item["user"] = record.user
+        records.append(item)
+    return {"url": store.url, "records": records}
+
+
+def show_document(store: Store, snapshot: Snapshot) -> Document:
+    """Return a version's tables, chain and sizes; reads the manifests of its chain and nothing else."""
+    record = snapshot.record
+    manifests = snapshot.manifests
+    chain: list[Document] = []
+    all_sizes = [
+        segment_sizes(manifest, segment_bytes=entry.bytes)
+        for manifest, entry in zip(manifests, record.chain, strict=True)
+    ]
+    for manifest, entry, sizes in zip(manifests, record.chain, all_sizes, strict=True):
+        full = fp32_bytes(manifest)
+        chain.append(
+            {
+                "segment": entry.seg, "kind": entry.kind, "step": manifest.step, "l0": entry.l0, "l1": entry.l1,
+                "rows": entry.rows, "sizes": sizes.as_dict(), "fp32_bytes": full,
+                "ratio": _ratio(full, sizes.total),
+            }
+        )  # fmt: skip
+    total = total_sizes(all_sizes)
+    tags = {name: version for name, version in store.tags().items() if version == record.v}
+    return {
+        "url": store.url, "store_uuid": store.uuid, "profile": store.identity.profile,
+        "format": f"{store.identity.major}.{store.identity.minor}",
+        "version": record.v, "kind": record.kind, "step": snapshot.step, "logical": record.logical,
+        "time": time_text(record.ts_ms), "tags": sorted(tags),
+        "tables": {name: _table(snapshot, name) for name in sorted(snapshot.tables)},
+        "dense": {
+            name: {"dtype": entry.dtype, "shape": list(entry.shape)} for name, entry in sorted(snapshot.dense.items())
+        },
+        "scalars": snapshot.scalars, "documents": snapshot.documents, "chain": chain,
+        "sizes": total.as_dict(),
+        "fp32_bytes": sum(item["fp32_bytes"] for item in chain),
+        "ratio": _ratio(sum(item["fp32_bytes"] for item in chain), total.total),
+    }  # fmt: skip
+
+
+def _table(snapshot: Snapshot, name: str) -> Document:
+    schema = snapshot.tables[name]
+    return {
+        "rows": schema.num_rows if schema.keys == "dense" else None, "dim": schema.dim, "dtype": schema.dtype,
+        "keys": schema.keys, "encoding": msgspec.to_builtins(schema.encoding), "generation": schema.generation,
+        "shift": schema.shift, "fill": schema.fill,
+        "slots": {
+            slot: {"kind": kind.kind, "dtype": kind.dtype, "encoding": msgspec.to_builtins(kind.encoding)}
+            for slot, kind in sorted(schema.slots.items())
+        },
+    }  # fmt: skip
+
+
+def verify_document(report: VerifyReport) -> Document:
+    """Return what a check found."""
+    document = asdict(report)
+    document["versions"] = list(report.versions)
+    document["problems"] = [asdict(problem) | {"versions": list(problem.versions)} for problem in report.problems]
+    return {"is_sound": report.is_sound, **document}
+
+
+def export_document(report: ExportReport, url: str) -> Document:
+    """Return what an export wrote."""
+    tensors = [asdict(tensor) | {"shape": list(tensor.shape)} for tensor in report.tensors]
+    return {"url": url, **asdict(report), "files": list(report.files), "tensors": tensors}
+
+
+def import_document(report: ImportReport, url: str, ignored: tuple[str, ...]) -> Document:
+    """Return what an import committed."""
+    lists = {"tables": list(report.tables), "dense": list(report.dense), "dropped": list(report.dropped)}
+    return {"url": url, **asdict(report), **lists, "ignored": list(ignored)}
+
+
+def _ratio(full_bytes: int, stored_bytes: int) -> float | None:
+    return full_bytes / stored_bytes if full_bytes and stored_bytes else None

@@ -1,0 +1,139 @@
+"""Exit codes, and the one place where an error becomes a line of text or a JSON document.
+
+Nothing here prints a traceback unless ``--debug`` asks for it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from cnr_store import (
+    BackgroundSaveFailed,
+    BadInput,
+    CnrStoreError,
+    Conflict,
+    CorruptStore,
+    NotFound,
+    StorageFailure,
+    Unsupported,
+)
+from cnr_store_tools.text import one_line
+
+
+class ExitCode(IntEnum):
+    """What a script learns from how a command ended. Codes are append-only."""
+
+    OK = 0
+    """Done."""
+    PROBLEMS = 1
+    """``verify`` found problems."""
+    USAGE = 2
+    """The arguments make no command."""
+    NOT_FOUND = 3
+    """No such store, version, table, tag or file."""
+    BAD_INPUT = 4
+    """An argument or a file that cannot be used as it is; nothing was written."""
+    CONFLICT = 5
+    """Somebody else changed the store first, or what should be made exists."""
+    CORRUPT = 6
+    """Stored data contradicts itself."""
+    STORAGE = 7
+    """The backend or the disk failed or refused."""
+    UNSUPPORTED = 8
+    """A newer or another program, or an optional package, is needed."""
+    INTERNAL = 70
+    """A bug of this program."""
+    INTERRUPTED = 130
+    """Ctrl-C."""
+    BROKEN_PIPE = 141
+    """Whoever read the output has gone."""
+
+
+_BY_CLASS: tuple[tuple[type[CnrStoreError], ExitCode], ...] = (
+    (NotFound, ExitCode.NOT_FOUND),
+    (BadInput, ExitCode.BAD_INPUT),
+    (Conflict, ExitCode.CONFLICT),
+    (CorruptStore, ExitCode.CORRUPT),
+    (StorageFailure, ExitCode.STORAGE),
+    (BackgroundSaveFailed, ExitCode.STORAGE),
+    (Unsupported, ExitCode.UNSUPPORTED),
+)
+
+
+def exit_code(error: CnrStoreError) -> ExitCode:
+    """Return the exit code of an error of the library."""
+    return next((code for kind, code in _BY_CLASS if isinstance(error, kind)), ExitCode.INTERNAL)
+
+
+def guarded(command: Callable[[], Any], *, as_json: bool, debug: bool) -> int:
+    """Run a command and return its exit code; errors are printed here and raised no further."""
+    try:
+        result = command()
+        sys.stdout.flush()
+    except CnrStoreError as error:
+        return _fail(exit_code(error), error.kind, error.message, error.details(), as_json=as_json, debug=debug)
+    except typer.Abort:
+        result = ExitCode.INTERRUPTED
+    except KeyboardInterrupt:
+        result = ExitCode.INTERRUPTED
+    except OSError as error:
+        if error.errno == errno.EPIPE:
+            # Python flushes stdout once more when it ends; that must not complain.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return ExitCode.BROKEN_PIPE
+        return _fail(ExitCode.STORAGE, "os_error", str(error), {}, as_json=as_json, debug=debug)
+    except Exception as error:  # noqa: BLE001 - the last line of defence against a traceback
+        if hasattr(error, "format_message"):
+            message = error.format_message()
+            command_path = getattr(getattr(error, "ctx", None), "command_path", "cnr")
+            hint = f"{message.rstrip('.')}; see `{command_path} --help`"
+            return _fail(ExitCode.USAGE, "usage", hint, {}, as_json=as_json, debug=debug)
+        what = f"internal error: {type(error).__name__}: {error}; this is a bug, --debug shows where"
+        return _fail(ExitCode.INTERNAL, "internal", what, {}, as_json=as_json, debug=debug)
+    if result == ExitCode.INTERRUPTED:
+        return _fail(ExitCode.INTERRUPTED, "interrupted", "interrupted", {}, as_json=as_json, debug=False)
+    return result if isinstance(result, int) else ExitCode.OK
+
+
+def _fail(code: ExitCode, kind: str, message: str, details: dict[str, Any], *, as_json: bool, debug: bool) -> ExitCode:
+    if debug:
+        traceback.print_exc(file=sys.stderr)
+    if as_json:
+        document = {"error": {"kind": kind, "message": message, "details": details, "exit_code": int(code)}}
+        sys.stdout.write(json.dumps(document, default=str) + "\n")
+    else:
+        sys.stderr.write(f"error: {one_line(message)}\n")
+    return code
+
+
+class GuardedGroup(TyperGroup):
+    """The group of all commands; whatever goes wrong below it ends in `guarded`."""
+
+    def main(  # type: ignore[override] # narrower than click's overloads, which differ by standalone_mode alone
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run the command that ``args`` (the process's own if None) name, and exit with its code."""
+        given = list(sys.argv[1:] if args is None else args)
+        code = guarded(
+            lambda: super(GuardedGroup, self).main(given, prog_name or "cnr", complete_var, False, **extra),
+            as_json="--json" in given,
+            debug="--debug" in given,
+        )
+        if standalone_mode:
+            sys.exit(int(code))
+        return code

@@ -1,0 +1,131 @@
+"""Documents as tables for people. Every string that comes from a store passes `cell`, so no name acts on a terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from cnr_store_tools.output import Document
+from cnr_store_tools.text import one_line, ranges_text, ratio_text, size_text
+
+KINDS = ("rows", "codes", "scales", "slots", "dense", "documents", "metadata", "total")
+
+
+def cell(value: Any) -> Text:
+    """Return a value as literal text."""
+    return Text(one_line("" if value is None else str(value)))
+
+
+def say(console: Console, text: str) -> None:
+    """Print one line as it is, without markup or wrapping."""
+    console.print(cell(text), soft_wrap=True)
+
+
+def log(console: Console, document: Document) -> None:
+    """Draw the log, newest record first."""
+    table = _table("version", "kind", "step", "time", "chain", "rows", "size", "about", "writer", title=document["url"])
+    for item in document["records"]:
+        size = size_text(item["size_bytes"]) if "size_bytes" in item else ""
+        about = " -> ".join(str(item[key]) for key in ("name", "target") if key in item)
+        table.add_row(
+            *map(cell, (item["version"], item["kind"], item["step"], item["time"], item["chain_length"],
+                        item.get("rows", ""), size, about, item["writer"]))
+        )  # fmt: skip
+    console.print(table)
+
+
+def show(console: Console, document: Document) -> None:
+    """Draw a version: what it is, its tables, its chain by kind of byte."""
+    say(console, f"{document['url']}  version {document['version']} ({document['kind']}), step {document['step']}, "
+                 f"{document['time']}, profile {document['profile']}, format {document['format']}")  # fmt: skip
+    if document["tags"]:
+        say(console, f"tags: {', '.join(document['tags'])}")
+    if not document["chain"]:
+        say(console, "nothing has been saved yet")
+        return
+    tables = _table("table", "rows", "dim", "dtype", "encoding", "generation", "slots", title="tables")
+    for name, item in document["tables"].items():
+        rows = "hashed" if item["rows"] is None else item["rows"]
+        slots = ", ".join(f"{slot} ({encoding_text(kind['encoding'])})" for slot, kind in item["slots"].items())
+        tables.add_row(
+            *map(cell, (name, rows, item["dim"], item["dtype"], encoding_text(item["encoding"]),
+                        f"{item['generation']}" + (f" shift {item['shift']}" if item["shift"] else ""), slots))
+        )  # fmt: skip
+    console.print(tables)
+    say(console, f"dense tensors: {len(document['dense'])}, scalars: {len(document['scalars'])}, "
+                 f"documents: {', '.join(document['documents']) or 'none'}")  # fmt: skip
+    chain = _table("segment", "kind", "step", "rows", *KINDS, "fp32 full / size", title="chain, baseline first")
+    for item in document["chain"]:
+        sizes = [size_text(item["sizes"][kind]) for kind in KINDS]
+        about = (f"..{item['segment'][-8:]}", item["kind"], item["step"], item["rows"])
+        chain.add_row(*map(cell, (*about, *sizes, ratio_text(item["ratio"]))))
+    chain.add_section()
+    sizes = [size_text(document["sizes"][kind]) for kind in KINDS]
+    changed = sum(item["rows"] for item in document["chain"])
+    chain.add_row(*map(cell, ("all", "", "", changed, *sizes, ratio_text(document["ratio"]))))
+    console.print(chain)
+
+
+def encoding_text(encoding: Document) -> str:
+    """Return an encoding in a few words."""
+    name = encoding["encoding"]
+    if name == "lattice":
+        return f"lattice, scale {encoding['scale']:.4g}"
+    if name == "float_bits":
+        return f"float_bits {encoding['mantissa_bits']}"
+    if name == "affine":
+        return f"affine {encoding['bits']} bits, {encoding.get('search', 'grid')}"
+    return str(name)
+
+
+def verify(console: Console, document: Document) -> None:
+    """Draw the problems, or say that there are none."""
+    versions = ranges_text(document["versions"]) or "none"
+    depth = ", states replayed" if document["is_deep"] else ""
+    say(console, f"{document['url']}: read {document['records']} commit records, {document['segments']} segments, "
+                 f"{document['objects']} objects, {size_text(document['size_bytes'])}; "
+                 f"versions {versions}{depth}")  # fmt: skip
+    if document["is_sound"]:
+        say(console, "no problems found")
+        return
+    table = _table("kind", "object", "hurts versions", "what is wrong", title=f"{len(document['problems'])} problems")
+    for item in document["problems"]:
+        versions = ranges_text(item["versions"]) or "none"
+        table.add_row(*map(cell, (item["kind"], item["path"], versions, item["message"])))
+    console.print(table)
+
+
+def export(console: Console, document: Document) -> None:
+    """Say what was written."""
+    table = _table("tensor", "role", "dtype", "shape", title=f"step {document['step']}, version {document['version']}")
+    for item in document["tensors"]:
+        table.add_row(*map(cell, (item["name"], item["role"], item["dtype"], tuple(item["shape"]))))
+    console.print(table)
+    files = len(document["files"])
+    say(console, f"wrote {size_text(document['size_bytes'])} in {files} file{'s' * (files != 1)} to {document['path']}")
+
+
+def imported(console: Console, document: Document) -> None:
+    """Say what was committed."""
+    say(console, f"{document['url']}: committed version {document['version']} (full, step {document['step']}), "
+                 f"{size_text(document['size_bytes'])}")  # fmt: skip
+    for key in ("tables", "dense", "dropped", "ignored"):
+        names = document[key]
+        if names:
+            say(console, f"{key} ({len(names)}): {', '.join(names[:20])}{', ...' if len(names) > 20 else ''}")
+
+
+def message(console: Console, document: Document) -> None:
+    """Print the document's own sentence."""
+    say(console, document["message"])
+
+
+def _table(*columns: str, title: str) -> Table:
+    table = Table(title=cell(title), title_justify="left", header_style="bold")
+    numbers = {"version", "step", "chain", "rows", "size", "dim", "fp32 full / size", *KINDS}
+    for column in columns:
+        table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+    return table

@@ -1,0 +1,61 @@
+"""Numbers, times and foreign strings as text for a terminal. Pure."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Sequence
+
+
+def one_line(text: str) -> str:
+    r"""Return text without line breaks, and with what a terminal could act on spelled out.
+
+    >>> one_line("a\nb\x1b[31m")
+    'a b\\x1b[31m'
+    """
+    joined = " ".join(text.split("\n"))
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in joined)
+
+
+def size_text(size_bytes: int) -> str:
+    """Return a size with three digits.
+
+    >>> size_text(0), size_text(1023), size_text(1536), size_text(3 << 40)
+    ('0 B', '1023 B', '1.50 KiB', '3.00 TiB')
+    """
+    value = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    if unit == "B":
+        return f"{size_bytes} B"
+    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
+
+
+def time_text(time_ms: int) -> str:
+    """Return a time in milliseconds since 1970 as UTC, in ISO 8601."""
+    try:
+        moment = dt.datetime.fromtimestamp(time_ms / 1000, dt.UTC)
+    except (OverflowError, ValueError, OSError):
+        return f"{time_ms} ms"
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def ratio_text(ratio: float | None) -> str:
+    """Return ``12.3x``, or a dash where there is nothing to compare."""
+    return "-" if ratio is None else f"{ratio:.1f}x"
+
+
+def ranges_text(numbers: Sequence[int]) -> str:
+    """Return ascending numbers with runs drawn together.
+
+    >>> ranges_text([1, 2, 3, 7])
+    '1-3, 7'
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
