@@ -1,0 +1,179 @@
+"""What a restore costs: baseline and ten deltas into preallocated memory, against a bare loop and safetensors.
+
+``python tests/benchmarks/bench_restore.py``: 5,000,000 x 64 fp32, 20 % of the rows in each delta, every file in the
+page cache. The bare loop reads the same files, decodes with the same pcodec, adds with the same kernels on as many
+threads and dequantizes; it checks nothing. What both leave in memory is compared.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import harness
+import numpy as np
+import torch
+from drifting import DIM, TABLE, DriftingTable, decode_ranges
+from pcodec import standalone
+from safetensors.torch import load_file, save_file
+
+from cnr_store import Store, TableOptions, arrays
+from cnr_store.encodings import kernels
+from cnr_store.layout import segment_key
+from cnr_store.records import ArrayEntry, RowListEntry
+from cnr_store.types import AffineBits, Float32s
+from cnr_store.workers import Workers, default_threads
+
+DELTAS = 10
+RESTORE_TO_BARE, RESTORE_TO_SAFETENSORS, SPARE_MIB = 1.4, 5.0, 256
+
+
+def write_store(folder: Path, rows: int, bits: AffineBits) -> None:
+    """Write baseline, deltas and the same table as a safetensors file."""
+    table = DriftingTable(rows)
+    with Store.create(str(folder / "store"), fsync=False) as store, store.writer() as writer:
+        with writer.begin(0, "full") as txn:
+            txn.write_table(TABLE, table.values, options=TableOptions(bits=bits))
+        for step in range(1, DELTAS + 1):
+            changed = table.step()
+            with writer.begin(step) as txn:
+                txn.write_rows(TABLE, changed, table.values[changed])
+    save_file({TABLE: torch.from_numpy(table.values)}, folder / "table.safetensors")
+
+
+class Sides:
+    """The ways to get the table into ``target``."""
+
+    def __init__(self, folder: Path, rows: int) -> None:
+        self.folder = folder
+        self.target: Float32s = np.ones((rows, DIM), np.float32)
+        self.store = Store.open(str(folder / "store"))
+        self.workers = Workers(default_threads())
+
+    def read(self) -> None:
+        self.store.snapshot().table(TABLE).read_into(self.target)
+
+    def restore_trainer(self) -> None:
+        with self.store.writer() as writer:
+            writer.restore({TABLE: {"values": self.target}})
+
+    def load_safetensors(self) -> None:
+        torch.from_numpy(self.target).copy_(load_file(self.folder / "table.safetensors")[TABLE])
+
+    def map_safetensors(self) -> None:
+        load_file(self.folder / "table.safetensors")
+
+    def bare(self, *, decodes_only: bool = False) -> None:
+        """Decode, put or add, dequantize; with ``decodes_only`` the codes go nowhere."""
+        codes = self.target.view(np.int32)
+        snapshot = self.store.snapshot()
+        scale = np.float32(snapshot.tables[TABLE].encoding.scale)  # type: ignore[union-attr]
+        for reader in snapshot.readers:
+            root = Path(self.store.url) / segment_key(reader.name, "x")
+            for row_list, adds in ((reader.manifest.parts[0].set, False), (reader.manifest.parts[0].add, True)):
+                if row_list is not None:
+                    count = arrays.chunk_count(row_list.arrays["codes"])
+                    self.workers.run(
+                        partial(_apply, root.parent, row_list, k, codes, adds=adds, decodes_only=decodes_only)
+                        for k in range(count)
+                    )
+        if not decodes_only:
+            self.workers.run(
+                partial(kernels.lattice_decode_in_place, self.target[start:stop], scale)
+                for start, stop in decode_ranges(len(self.target))
+            )
+
+    def close(self) -> None:
+        self.store.close()
+        self.workers.close()
+
+
+def _apply(
+    root: Path, row_list: RowListEntry, index: int, codes: np.ndarray[tuple[int, ...], np.dtype[np.int32]],
+    *, adds: bool, decodes_only: bool,
+) -> None:  # fmt: skip
+    count = min(row_list.arrays["codes"].chunk_rows, row_list.count - index * row_list.arrays["codes"].chunk_rows)
+    block = _decode(root, row_list.arrays["codes"], index)[:count]
+    first, last = row_list.first[index], row_list.last[index]
+    is_contiguous = last - first + 1 == count
+    rows = None if is_contiguous else _decode(root, row_list.arrays["rows"], index)[:count]
+    if decodes_only:
+        return
+    if rows is None:
+        kernels.put_block(codes[first : last + 1], block, 0)
+    elif adds:
+        kernels.add_codes(codes, rows, 0, block, 0)
+    else:
+        kernels.put_codes(codes, rows, 0, block, 0)
+
+
+def _decode(root: Path, entry: ArrayEntry, index: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int16]]:
+    data = (root / arrays.chunk_path(entry, index)).read_bytes()
+    out = np.empty(arrays.chunk_shape(entry), entry.dtype)
+    standalone.simple_decompress_into(data[:-4], out.reshape(-1))
+    return out
+
+
+def peak_memory(rows: int, folder: str, trains: bool) -> dict[str, int]:
+    """Restore in a fresh process; returns the peak beyond the target, and the mirror, in bytes."""
+    target = np.ones((rows, DIM), np.float32)
+    peak = harness.PeakMemory()
+    with Store.open(str(Path(folder) / "store")) as store:
+        mirror = 0
+        if trains:
+            with store.writer() as writer:
+                writer.restore({TABLE: {"values": target}})
+                mirror = writer.mirror_nbytes
+        else:
+            store.snapshot().table(TABLE).read_into(target)
+        return {"peak": peak.beyond_bytes, "mirror": mirror}
+
+
+def main() -> None:
+    parser = harness.arguments(__doc__, rows=5_000_000, repeats=5)
+    parser.add_argument("--bits", type=int, default=4)
+    options = parser.parse_args()
+    report = harness.Report(
+        f"restore of {options.rows} x {DIM} fp32 at {options.bits} bits: baseline and {DELTAS} deltas of 20 %"
+    )
+    report.start()
+    with harness.data_folder(options.folder) as folder:
+        write_store(folder, options.rows, options.bits)
+        for trains, name in ((False, "reader"), (True, "trainer")):
+            found = harness.in_fresh_process(
+                __file__, "peak_memory", rows=options.rows, folder=str(folder), trains=trains
+            )
+            peak, mirror = found["peak"] / harness.MIB, found["mirror"] / harness.MIB
+            report.add(
+                f"{name}: peak {peak:.0f} MiB beyond the target, mirror {mirror:.0f}: the rest",
+                peak - mirror, goal=SPARE_MIB, unit=" MiB",
+            )  # fmt: skip
+        time_all(report, Sides(folder, options.rows), options.repeats)
+    report.finish(options.json)
+
+
+def time_all(report: harness.Report, sides: Sides, repeats: int) -> None:
+    """Check that both sides agree, then time them."""
+    sides.read()
+    mine = sides.target.copy()
+    sides.bare()
+    if not np.array_equal(mine, sides.target):
+        raise SystemExit("the bare loop and the store read different values")
+    del mine
+    sides.load_safetensors()
+    work = {
+        "read": sides.read, "bare": sides.bare, "trainer": sides.restore_trainer, "copied": sides.load_safetensors,
+        "mapped": sides.map_safetensors, "decode": partial(sides.bare, decodes_only=True),
+    }  # fmt: skip
+    found = harness.alternating(work, repeats)
+    report.add_ratio("reader / bare loop", found["read"], found["bare"], RESTORE_TO_BARE)
+    report.add_ratio("trainer (with its mirror) / bare loop", found["trainer"], found["bare"], RESTORE_TO_BARE)
+    name = "reader / safetensors into the same tensor"
+    report.add_ratio(name, found["read"], found["copied"], RESTORE_TO_SAFETENSORS)
+    report.add_ratio("pcodec and reading files alone / safetensors", found["decode"], found["copied"])
+    report.note(f"      safetensors load_file alone, which maps the file: {found['mapped']}")
+    sides.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""The large table of the timing benchmarks, and the bare loops that a store is compared with.
+
+A bare loop is the same kernels, the same codecs and the same chunks without anything that makes a store: no staging,
+no dropping of unchanged rows, no inventory, no commit, no checks.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zarr
+from numcodecs.pcodec import PCodec
+from zarr.codecs import Crc32cCodec
+from zarr.codecs import numcodecs as zarr_numcodecs
+
+from cnr_store import arrays
+from cnr_store.changes import ENCODE_ROWS
+from cnr_store.encodings import digest, kernels
+from cnr_store.table_codes import BLOCK_ROWS, TASK_ROWS
+from cnr_store.types import Float32s, RowIds
+from cnr_store.workers import Workers, blocks
+
+DIM = 64
+TABLE = "table"
+WIDTH = 0.1
+DRIFT = 0.3
+"""Drift of a touched row over the width of the values: about 2.3 bits per element at 4-bit quality, 6 at 8-bit."""
+SHARE = 0.2
+
+warnings.filterwarnings("ignore", message="Numcodecs codecs are not in the Zarr version 3 specification")
+
+
+class DriftingTable:
+    """float32 (num_rows, 64), of which each `step` moves a random fifth of the rows."""
+
+    def __init__(self, num_rows: int, seed: int = 0) -> None:
+        self._random = np.random.default_rng(seed)
+        self.values: Float32s = self._normal(num_rows, WIDTH)
+        self._drift = self._normal(round(num_rows * SHARE), WIDTH * DRIFT)
+
+    def step(self) -> RowIds:
+        """Move some rows, in slices so that no large copy is made; returns their ids."""
+        rows = np.sort(self._random.choice(len(self.values), len(self._drift), replace=False)).astype(np.int64)
+        for start, stop in blocks(len(rows), ENCODE_ROWS):
+            self.values[rows[start:stop]] += self._drift[start:stop]
+        return rows
+
+    def _normal(self, num_rows: int, width: float) -> Float32s:
+        made = np.empty((num_rows, DIM), np.float32)
+        for start, stop in blocks(num_rows, 1 << 16):
+            self._random.standard_normal(dtype=np.float32, out=made[start:stop])
+            made[start:stop] *= np.float32(width)
+        return made
+
+
+class BareWriter:
+    """Encode, subtract the codes kept, compress with pcodec and write with zarr-python, chunk by chunk on threads."""
+
+    def __init__(self, folder: Path, scale: float, workers: Workers) -> None:
+        self.folder = folder
+        self.mirror = np.zeros((0, DIM), np.int16)
+        self._scale = np.float32(scale)
+        self._workers = workers
+        self._multipliers = digest.column_multipliers(0, DIM)
+        zarr.config.set({"threading.max_workers": workers.threads})
+
+    def write_baseline(self, values: Float32s) -> None:
+        """Encode and write every row."""
+        self.mirror = np.zeros(values.shape, np.int16)
+        row_ids, codes = self._arrays(len(values))
+
+        def write(start: int, stop: int) -> None:
+            flags = np.zeros(stop - start, np.uint8)
+            kernels.lattice_encode(values[start:stop], self._scale, self.mirror[start:stop], flags)
+            for low, high in blocks(stop - start, BLOCK_ROWS):
+                held = self.mirror[start + low : start + high]
+                kernels.digest_block(held, start + low, self._multipliers, digest.PRESENCE_CODED)
+            row_ids[start:stop] = np.arange(start, stop, dtype=np.int64)
+            codes[start:stop] = self.mirror[start:stop]
+
+        self._run(write, len(values), codes.chunks[0])
+
+    def write_delta(self, rows: RowIds, values: Float32s) -> None:
+        """Encode and write the differences of ``rows``, and move the mirror."""
+        row_ids, codes = self._arrays(len(rows))
+
+        def write(start: int, stop: int) -> None:
+            out = self.differences(rows, values, start, stop)
+            row_ids[start:stop] = rows[start:stop]
+            codes[start:stop] = out
+            kernels.add_codes(self.mirror, rows[start:stop], 0, out, 0)
+
+        self._run(write, len(rows), codes.chunks[0])
+
+    def differences(self, rows: RowIds, values: Float32s, start: int, stop: int) -> np.ndarray[Any, Any]:
+        """Encode positions [start, stop) of ``rows`` as differences to the mirror."""
+        out, flags = np.empty((stop - start, DIM), np.int16), np.zeros(stop - start, np.uint8)
+        for low, high in blocks(stop - start, ENCODE_ROWS):
+            kernels.lattice_delta(
+                values[start + low : start + high], rows[start + low : start + high], self.mirror, 0, self._scale,
+                self._multipliers, out[low:high], flags[low:high],
+            )  # fmt: skip
+        return out
+
+    def encode_only(self, rows: RowIds, values: Float32s) -> list[np.ndarray[Any, Any]]:
+        """The kernels of `write_delta` alone; returns the chunks of codes."""
+        return self._workers.run(partial(self.differences, rows, values, a, b) for a, b in chunks_of(len(rows)))
+
+    def compress_only(self, rows: RowIds, codes: list[np.ndarray[Any, Any]]) -> int:
+        """The pcodec of `write_delta` alone, over chunks of codes and of row ids; returns the bytes."""
+        codec, row_codec = (_pcodec(_entry(name, len(rows))) for name in ("codes", "rows"))
+        tasks = [partial(codec.encode, block.reshape(-1)) for block in codes]
+        tasks += [partial(row_codec.encode, rows[start:stop]) for start, stop in chunks_of(len(rows))]
+        return sum(len(data) for data in self._workers.run(tasks))
+
+    def _run(self, write: Any, count: int, chunk_rows: int) -> None:
+        self._workers.run(partial(write, a, b) for a, b in blocks(count, chunk_rows))
+
+    def _arrays(self, count: int) -> tuple[zarr.Array[Any], zarr.Array[Any]]:
+        """Create the arrays as a store's profile ``compact`` has them."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        group = zarr.create_group(str(self.folder))
+        made = []
+        for name in ("rows", "codes"):
+            entry = _entry(name, count)
+            made.append(
+                group.create_array(
+                    name, shape=entry.shape, chunks=arrays.chunk_shape(entry), dtype=entry.dtype, filters=None,
+                    serializer=zarr_numcodecs.PCodec(**_pcodec_config(entry)), compressors=[Crc32cCodec()],
+                )
+            )  # fmt: skip
+        return made[0], made[1]
+
+
+def chunks_of(count: int) -> list[tuple[int, int]]:
+    """Return the row ranges of the chunks that a store makes of ``count`` rows of codes."""
+    return blocks(count, arrays.chunk_rows_for(count, 2 * DIM))
+
+
+def decode_ranges(count: int) -> list[tuple[int, int]]:
+    """Return the row ranges in which a store decodes codes into floats."""
+    return blocks(count, TASK_ROWS)
+
+
+def _entry(name: str, count: int) -> Any:
+    shape, dtype = ((count,), np.dtype(np.int64)) if name == "rows" else ((count, DIM), np.dtype(np.int16))
+    return arrays.describe(name, shape, dtype, arrays.chunk_rows_for(count, 2 * DIM), "compact")
+
+
+def _pcodec_config(entry: Any) -> dict[str, Any]:
+    configuration: dict[str, Any] = json.loads(arrays.array_document(entry))["codecs"][0]["configuration"]
+    return configuration
+
+
+def _pcodec(entry: Any) -> PCodec:
+    return PCodec(**_pcodec_config(entry))
