@@ -1,6 +1,6 @@
 """Nested plain data as JSON and back, exactly and without pickle: reader state, RNG state, scalars.
 
-What JSON cannot hold becomes an object with one key that starts with ``$`` (spec, section 6): ``$tuple``, ``$dict``,
+What JSON cannot hold becomes an object with one key that starts with ``$`` (spec, section 4.7): ``$tuple``, ``$dict``,
 ``$int``, ``$float``, ``$bytes``, ``$array``, ``$scalar``, ``$tensor``. Everything else stands for itself. No object of
 a document is ever executed or looked up by name.
 """

@@ -1,4 +1,4 @@
-"""Every kind of damage is an error of its own kind, for the library and for the independent reader; never silent data."""
+"""Every kind of damage is an error of its own kind, for the library and the independent reader; never silent data."""
 
 from __future__ import annotations
 
