@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Lock
 
 from cnr_store.errors import CnrStoreError
+
+_ADVICE = re.compile(r"[;,.]? run `cnr verify`\.?$", re.IGNORECASE)
+"""What an error tells others to do is what is being done here."""
 
 ProgressCallback = Callable[[str, int, int], None]
 """Called as (stage, done, total), one call at a time but from any thread: ``objects`` in bytes, ``states`` in rows."""
@@ -91,7 +95,7 @@ class Findings:
 
     def add_error(self, error: CnrStoreError, path: str, versions: tuple[int, ...], table: str | None = None) -> None:
         """Keep what an error says about the object at ``path``."""
-        self.add(Problem(error.kind, path, versions, error.message, table or error.table))
+        self.add(Problem(error.kind, path, versions, _ADVICE.sub("", error.message), table or error.table))
 
     def hurts(self, path_start: str) -> bool:
         """Whether an object whose key begins with ``path_start`` is known to be bad."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,6 +19,7 @@ from cnr_store import (
     segment_sizes,
     total_sizes,
 )
+from cnr_store_tools.demo.records import DemoReport
 from cnr_store_tools.text import time_text
 
 Document = dict[str, Any]
@@ -111,6 +114,24 @@ def import_document(report: ImportReport, url: str, ignored: tuple[str, ...]) ->
     """Return what an import committed."""
     lists = {"tables": list(report.tables), "dense": list(report.dense), "dropped": list(report.dropped)}
     return {"url": url, **asdict(report), **lists, "ignored": list(ignored)}
+
+
+def demo_document(report: DemoReport) -> Document:
+    """Return what a demonstration found; a quality that is not a number is null."""
+    document = _plain(asdict(report))
+    assert isinstance(document, dict)  # asdict of a record
+    return document
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON has it: paths as text, NaN and Inf as null."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, Path) else value
 
 
 def _ratio(full_bytes: int, stored_bytes: int) -> float | None:

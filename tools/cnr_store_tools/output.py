@@ -21,5 +21,9 @@ def emit(document: Document, render: Renderer, *, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps(document, ensure_ascii=True, allow_nan=False, indent=2) + "\n")
         return
-    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, markup=False)
-    render(console, document)
+    render(make_console(), document)
+
+
+def make_console(*, markup: bool = False) -> Console:
+    """Return the console on standard output."""
+    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, markup=markup)

@@ -91,7 +91,7 @@ def verify(console: Console, document: Document) -> None:
     if document["is_sound"]:
         say(console, "no problems found")
         return
-    table = _table("kind", "object", "hurts versions", "what is wrong", title=f"{len(document['problems'])} problems")
+    table = _table("kind", "object", "hurts versions", "what is wrong", title=_count(document["problems"], "problem"))
     for item in document["problems"]:
         versions = ranges_text(item["versions"]) or "none"
         table.add_row(*map(cell, (item["kind"], item["path"], versions, item["message"])))
@@ -104,8 +104,8 @@ def export(console: Console, document: Document) -> None:
     for item in document["tensors"]:
         table.add_row(*map(cell, (item["name"], item["role"], item["dtype"], tuple(item["shape"]))))
     console.print(table)
-    files = len(document["files"])
-    say(console, f"wrote {size_text(document['size_bytes'])} in {files} file{'s' * (files != 1)} to {document['path']}")
+    size, files = size_text(document["size_bytes"]), _count(document["files"], "file")
+    say(console, f"wrote {size} in {files} to {document['path']}")
 
 
 def imported(console: Console, document: Document) -> None:
@@ -121,6 +121,10 @@ def imported(console: Console, document: Document) -> None:
 def message(console: Console, document: Document) -> None:
     """Print the document's own sentence."""
     say(console, document["message"])
+
+
+def _count(things: list[Any], noun: str) -> str:
+    return f"{len(things)} {noun}{'s' * (len(things) != 1)}"
 
 
 def _table(*columns: str, title: str) -> Table:

@@ -36,7 +36,8 @@ def export(
     url: Url,
     path: Annotated[Path, typer.Argument(help="The file (safetensors) or folder (parquet, npy) to write.")],
     format: Annotated[  # noqa: A002 - the option's name
-        ExportFormat | None, typer.Option("--format", "-f", help="By default from the end of PATH, else safetensors.")
+        ExportFormat | None,
+        typer.Option("--format", "--to", "-f", help="By default from the end of PATH, else safetensors."),
     ] = None,
     table: Annotated[
         list[str] | None,
