@@ -276,6 +276,13 @@ class LogEntry:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
+# Built while the module is imported: msgspec makes the type information of a Struct at its first use, and two threads
+# that do so at once crash the interpreter (msgspec 0.22). `convert` uses the same information.
+_DECODERS: dict[type[Any], msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(kind) for kind in (dict, Identity, CommitRecord, Overflow, Receipt, Manifest, Hint)
+}
+
+
 def canonical_json(document: Any) -> bytes:
     """Return the canonical form: UTF-8, sorted keys, no white space, no NaN or Infinity.
 
@@ -488,7 +495,7 @@ def decode_document(data: bytes, kind: type[DocumentType], where: str) -> Docume
     if len(data) > MAX_DOCUMENT_BYTES:
         raise CorruptStore(f"{where} has {len(data)} bytes, at most {MAX_DOCUMENT_BYTES} are read", path=where)
     try:
-        return msgspec.json.decode(data, type=kind)
+        return _DECODERS[kind].decode(data)  # type: ignore[no-any-return]  # the table is typed by its keys
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptStore(f"{where} cannot be parsed: {error}; run `cnr verify`", path=where) from error
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -104,3 +106,29 @@ def test_a_full_keeps_the_rows_of_a_hashed_table(store: Store) -> None:
 
     assert np.array_equal(found, keys)
     assert np.array_equal(arrays["values"], values + 2)
+
+
+def test_first_manifests_decoded_on_two_threads_at_once_do_not_crash(store: Store) -> None:
+    """A fresh process that opened a chain could die of SIGSEGV: type information was built by two threads at once."""
+    with store.writer() as writer:
+        for step in range(1, 4):
+            with writer.begin(step) as txn:
+                if txn.kind == "full":
+                    txn.write_table("t", np.ones((4, 2), np.float32), options=TableOptions(scale=1.0))
+    program = f"""
+import sys, threading
+from cnr_store.records import decode_manifest
+from cnr_store.store import Store
+store = Store.open({store.url!r})
+data = [store.storage.read(f"data/{{entry.seg}}/_segment.json") for entry in store.head().record.chain]
+sys.setswitchinterval(1e-6)
+gate = threading.Barrier(8)
+def decode(index):
+    gate.wait()
+    decode_manifest(data[index % len(data)], "m")
+threads = [threading.Thread(target=decode, args=(index,)) for index in range(8)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+"""
+    for _ in range(3):
+        assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

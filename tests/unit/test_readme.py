@@ -1,0 +1,26 @@
+"""The README's example runs as it stands, and again: the second run continues the first."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def test_the_example_runs_and_continues(tmp_path: Path) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip() == "(2, 32)"
+    assert len(list((tmp_path / "ten-lines-store" / "commits").iterdir())) >= 8
+
+
+def test_the_readme_starts_with_the_two_commands() -> None:
+    first = README.read_text().split("##")[0]
+
+    assert first.index("make demo") < first.index("make test")
