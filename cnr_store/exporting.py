@@ -278,19 +278,13 @@ def _write_npy(source: _Source, folder: Path) -> None:
         entry["file"] = file
         target = folder / file
         target.parent.mkdir(parents=True, exist_ok=True)
-        carrier = carrier_dtype(tensor.dtype)
-        if 0 in tensor.shape or tensor.shape == ():
+        # Written as a stream rather than through a memory map, whose pages would count as this process's memory.
+        with target.open("wb") as out:
+            descr = np.lib.format.dtype_to_descr(carrier_dtype(tensor.dtype))
+            header = {"descr": descr, "fortran_order": False, "shape": tensor.shape}
+            np.lib.format.write_array_header_1_0(out, header)
             for piece in source.pieces(tensor):
-                np.save(target, piece.reshape(tensor.shape), allow_pickle=False)
-            if 0 in tensor.shape and not target.exists():
-                np.save(target, np.empty(tensor.shape, carrier), allow_pickle=False)
-            continue
-        out = np.lib.format.open_memmap(target, mode="w+", dtype=carrier, shape=tensor.shape)
-        start = 0
-        for piece in source.pieces(tensor):
-            out[start : start + len(piece)] = piece
-            start += len(piece)
-        out.flush()
+                out.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
     (folder / INDEX_FILE).write_bytes(canonical_json(index))
 
 

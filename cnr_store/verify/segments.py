@@ -135,7 +135,10 @@ def _check_object(reader: SegmentReader, entry: ObjectEntry, role: _Role) -> Non
     data = reader.read_object(entry.path)
     if not entry.path.endswith(".json"):
         return
-    document: JsonValue = decode_document(data, object, key)
+    try:
+        document: JsonValue = msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptObject(f"{key} is no JSON document: {error}") from error
     if role.array is not None:
         wanted = msgspec.json.decode(arrays.array_document(role.array))
         found = document if isinstance(document, dict) else {}
