@@ -1,5 +1,5 @@
-"""The model and data side of ``cnr demo``: click logs, a small DLRM, its optimizers and its metrics.
+"""``cnr demo``: a small DLRM on click logs, killed in the middle of a save, restored, finished, and compared.
 
-Nothing in this package knows a store. It trains a model whose state is plain tensors, in time order and
-bit-deterministically, so that whoever saves and restores that state can be held to the uninterrupted run.
+The model and data side (``traffic``, ``datasets``, ``batches``, ``model``, ``adagrad``, ``train``) knows no store and
+trains bit-deterministically. ``trainer`` is the process that is killed, ``run`` orchestrates, ``report`` prints.
 """
