@@ -333,6 +333,18 @@ class CheckpointManager:
         self._raise_failure(self._take_finished(wait=True))
         return self.history[-1]
 
+    def wait(self) -> SaveReport | None:
+        """Wait for the save under way, if there is one; returns the report of the newest committed save.
+
+        Raises
+        ------
+        BackgroundSaveFailed
+            It failed; whatever ``on_error`` says.
+        """
+        self._check_open()
+        self._raise_failure(self._take_finished(wait=True))
+        return self.last_save
+
     @property
     def last_save(self) -> SaveReport | None:
         """The report of the newest committed save that the training thread has taken notice of."""
@@ -539,7 +551,7 @@ class CheckpointManager:
         slots: Mapping[str, Mapping[str, torch.Tensor]],
     ) -> SaveJob:
         schemas = writer.snapshot.tables if writer.is_synced else {}
-        drops = tuple(sorted(schemas.keys() - self._tables.keys()))
+        drops = tuple(sorted((schemas.keys() | set(transaction.needs_whole_tables)) - self._tables.keys()))
         whole = set(self._whole_next) | (set(transaction.needs_whole_tables) & set(self._tables))
         put_dense_state(transaction, writer.snapshot.dense if writer.is_synced else (), plan, self._optimizers)
         transaction.put_scalars({"step": self.current_step})
