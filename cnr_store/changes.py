@@ -305,7 +305,7 @@ def _unencodable(spec: ArraySpec, values: Array) -> npt.NDArray[np.bool_]:
         return np.logical_not(affine.codable_rows(block, param_dtype=spec.encoding.param_dtype))
     flags = np.zeros(len(values), np.uint8)
     scan_block(spec, values, None, flags)
-    return flags == _BAD
+    return np.asarray(flags == _BAD)
 
 
 def scan_block(spec: ArraySpec, values: Array, out: Array | None, flags: npt.NDArray[np.uint8]) -> int:

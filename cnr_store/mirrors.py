@@ -100,7 +100,7 @@ class Mirrors:
         for name, held in old.arrays.items():
             arrays[name] = allocate((schema.num_rows, held.shape[1]), held.dtype)
             arrays[name][:kept] = held[:kept]
-        codes = TableCodes(schema, 0, schema.num_rows, arrays)
+        codes = TableCodes(schema, 0, schema.num_rows, arrays, allocate)
         if old.status is not None or schema.num_rows > old.num_rows:
             status = codes.track_status(ABSENT)
             status[:kept] = 0 if old.status is None else old.status[:kept]
@@ -122,10 +122,14 @@ class Mirrors:
     def keep_only(self, tables: Iterable[str]) -> None:
         """Forget tables that are no longer there."""
         wanted = set(tables)
-        for table in [name for name in self._codes if name not in wanted]:
-            del self._codes[table]
-            self._digests.pop(table, None)
+        for table in {*self._codes, *self.options} - wanted:
+            self.forget(table)
             self.options.pop(table, None)
+
+    def forget(self, table: str) -> None:
+        """Drop a table's mirror: its new encoding has none."""
+        self._codes.pop(table, None)
+        self._digests.pop(table, None)
 
     def clear(self) -> None:
         """Free everything."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from cnr_store.types import (
     Affine,
     AffineBits,
     Encoding,
+    EncodingName,
     FloatBits,
     Lattice,
     Precision,
@@ -30,6 +31,12 @@ SAMPLE_ROWS = 16_384
 """Rows that a scale or the greedy search's settings are chosen on."""
 
 _DEFAULT_BITS: AffineBits = 8
+_ENCODINGS_WITH = {
+    "bits": ("lattice", "affine"),
+    "max_error": ("lattice",),
+    "scale": ("lattice",),
+    "mantissa_bits": ("float_bits",),
+}
 _NUMPY_DTYPES: dict[str, TableDtype] = {"float32": "float32", "float16": "float16", "uint16": "bfloat16"}
 
 
@@ -103,10 +110,12 @@ def choose_encoding(options: TableOptions, dtype: TableDtype, sample: npt.NDArra
     BadInput
     """
     name = options.encoding or ("lattice" if dtype == "float32" else "float_bits")
+    _check_options(options, name)
     if name == "raw":
         return Raw()
     if name == "float_bits":
-        bits = options.mantissa_bits or float_bits.EXACT_MANTISSA_BITS[dtype]
+        exact = float_bits.EXACT_MANTISSA_BITS[dtype]
+        bits = exact if options.mantissa_bits is None else options.mantissa_bits
         float_bits.bit_shift(bits, dtype)
         return FloatBits(mantissa_bits=bits)
     if name == "affine":
@@ -117,9 +126,9 @@ def choose_encoding(options: TableOptions, dtype: TableDtype, sample: npt.NDArra
         num_bins, ratio = choose_greedy(sample, width) if options.search == "greedy" else (None, None)
         return Affine(bits=width, search=options.search, param_dtype=param_dtype, num_bins=num_bins, ratio=ratio)
     if options.scale is not None or options.max_error is not None:
-        if options.bits is not None:
-            raise BadInput("give one of bits, max_error and scale, not several", expected="one", found="several")
         precision = Precision(scale=options.scale, max_error=options.max_error)
+        if options.nonfinite == "escape":
+            sample = sample[:0]  # rows beyond the code range escape; without them a given scale is what it is
     else:
         precision = Precision(bits=_bits(options))
     return Lattice(scale=choose_scale(sample, precision))
@@ -132,6 +141,37 @@ def sample_of(values: Any, dtype: TableDtype) -> npt.NDArray[Any]:
         return np.asarray(values[0:num_rows], dtype=carrier(dtype))
     rows = sample_rows(num_rows, SAMPLE_ROWS, 0)
     return np.asarray(values[rows], dtype=carrier(dtype))
+
+
+def _check_options(options: TableOptions, encoding: str) -> None:
+    """Refuse options that contradict each other or that the encoding would leave unused."""
+    unused = [
+        name
+        for name in ("bits", "max_error", "scale", "mantissa_bits")
+        if getattr(options, name) is not None and encoding not in _ENCODINGS_WITH[name]
+    ]
+    if encoding not in get_args(EncodingName) or unused:
+        raise BadInput(
+            f"encoding {encoding!r} has no option {', '.join(unused)}; name the encoding that is meant"
+            if unused
+            else f"no encoding {encoding!r}; there are {get_args(EncodingName)}",
+            found=unused or encoding,
+        )
+    targets = [name for name in ("bits", "max_error", "scale") if getattr(options, name) is not None]
+    if len(targets) > 1:
+        raise BadInput(f"give one of bits, max_error and scale, found {targets}", expected="one of them", found=targets)
+    if options.bits not in (None, "auto", *get_args(AffineBits)):
+        raise BadInput(
+            f"bits is 2, 3, 4, 8 or 'auto', found {options.bits!r}", expected=[2, 3, 4, 8], found=options.bits
+        )
+    if options.slot_mantissa_bits not in range(1, 24):
+        raise BadInput(
+            f"slot_mantissa_bits is 1 to 23, found {options.slot_mantissa_bits}", found=options.slot_mantissa_bits
+        )
+    if options.nonfinite not in ("refuse", "escape"):
+        raise BadInput(f"nonfinite is 'refuse' or 'escape', found {options.nonfinite!r}", found=options.nonfinite)
+    if not np.isfinite(np.float32(options.fill)):
+        raise BadInput(f"fill must be a finite float32, found {options.fill}", found=options.fill)
 
 
 def _bits(options: TableOptions) -> AffineBits:

@@ -12,8 +12,9 @@ from dataclasses import replace
 import numpy as np
 
 from cnr_store.encodings.digest import add_digests
+from cnr_store.records import TableSchema
 from cnr_store.replay import TablePlan, check_digest, finish, replay
-from cnr_store.segment import SegmentReader
+from cnr_store.segment import Scratch, SegmentReader
 from cnr_store.table_codes import Allocate, Array, ArraySpec, TableCodes, array_specs
 from cnr_store.types import RowIds
 from cnr_store.workers import Workers, blocks
@@ -76,7 +77,7 @@ def read_mirror(
     specs = array_specs(plan.schema)
     shape = {name: (plan.stop - plan.start, spec.width) for name, spec in specs.items()}
     held = {name: allocate(shape[name], spec.mirror_dtype) for name, spec in specs.items() if spec.is_additive}
-    codes = TableCodes(plan.schema, plan.start, plan.stop, held)
+    codes = TableCodes(plan.schema, plan.start, plan.stop, held, allocate)
     replay(readers, plan, codes, workers)
     mirrored = {name: out for name, out in outputs.items() if name in held}
     total = finish(codes, mirrored, workers, with_digest=True)
@@ -96,6 +97,33 @@ def read_rows(
     codes = TableCodes(plan.schema, 0, len(rows), held)
     replay(readers, plan, codes, workers, rows)
     finish(codes, outputs, workers, with_digest=False)
+
+
+def rows_since(readers: Sequence[SegmentReader], table: str, schema: TableSchema) -> RowIds:
+    """Return the rows of a table whose state the segments behind the first one changed: sorted, unique.
+
+    ``schema`` is the table as it will be; rows beyond its size do not count. A row that a shrinking cut and a growing
+    brought back counts too. Reads row ids alone; blocks.
+    """
+    life = [reader for reader in readers[1:] if _is_life(reader, table, schema)]
+    found: list[RowIds] = [np.empty(0, np.int64)]
+    for reader in life:
+        for part in reader.manifest.parts:
+            lists = (part.add, part.set, part.delete, part.escape) if part.table == table else ()
+            for row_list in (entry for entry in lists if entry is not None):
+                scratch = Scratch()
+                found.extend(reader.read_rows(row_list, k, scratch).copy() for k in range(len(row_list.first)))
+    if _is_life(readers[0], table, schema) and schema.keys == "dense":
+        before = readers[0].manifest.tables[table].num_rows
+        least = min((reader.manifest.tables[table].num_rows for reader in life), default=before)
+        found.append(np.arange(least, min(before, schema.num_rows), dtype=np.int64))
+    rows = np.unique(np.concatenate(found))
+    return rows if schema.keys == "hashed" else rows[rows < schema.num_rows]
+
+
+def _is_life(reader: SegmentReader, table: str, schema: TableSchema) -> bool:
+    held = reader.manifest.tables.get(table)
+    return held is not None and held.generation == schema.generation
 
 
 def _clip(plan: TablePlan, start: int, stop: int) -> TablePlan:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from cnr_store.errors import Conflict
+from cnr_store.errors import CnrStoreError, Conflict, Fenced
 from cnr_store.log import CommitLog
 from cnr_store.mirrors import Mirrors
 from cnr_store.records import LogEntry, WriterInfo
@@ -15,6 +16,8 @@ from cnr_store.snapshot import Snapshot
 from cnr_store.storage import Storage
 from cnr_store.types import Profile
 from cnr_store.workers import Throttle, Workers
+
+logger = logging.getLogger(__name__)
 
 
 class Committable(Protocol):
@@ -58,15 +61,42 @@ class Session:
         """Whether the mirrors are the head's state, so that a delta may be written."""
         return self.snapshot is not None and self.pending is None
 
+    def catch_up(self) -> None:
+        """Move to the newest log entry: one request per record that others have added, and one more.
+
+        Raises
+        ------
+        Fenced
+            Another writer took over: what follows is its business.
+        CorruptRecord, StorageFailure
+        """
+        while (entry := self.log.poll(self.head)) is not None:
+            record = entry.record
+            if record.epoch > self.head.record.epoch:
+                raise Fenced(
+                    f"commit record {record.v} ({record.kind}) has epoch {record.epoch}, this writer has "
+                    f"{self.head.record.epoch}: another writer took over; stop this one, or open the store again",
+                    version=record.v, expected=self.head.record.epoch, found=record.epoch,
+                )  # fmt: skip
+            self.head = entry
+
     def won(self, transaction: Committable, entry: LogEntry) -> None:
-        """The transaction is version ``entry.record.v``: move head, snapshot and mirrors to it."""
+        """The transaction is version ``entry.record.v``: move head, snapshot and mirrors to it.
+
+        The commit stays acknowledged if its state cannot be opened behind it; the writer then needs a restore.
+        """
         known = {reader.name: reader for reader in (self.snapshot.readers if self.snapshot else ())}
         known |= transaction.written_reader()
         self.head = entry
         self.open = None
         # Until the new state is open the mirrors are nobody's: opening it may read, and so may fail.
         self.snapshot = None
-        self.snapshot = Snapshot(self.storage, entry, self.workers, known=known)
+        try:
+            self.snapshot = Snapshot(self.storage, entry, self.workers, known=known)
+        except CnrStoreError as error:
+            logger.warning("version %d is committed, but cannot be opened: %s", entry.record.v, error)
+            self.mirrors.clear()
+            return
         transaction.move_mirrors(self.mirrors)
         self.mirrors.is_complete = True
 

@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from cnr_store import tree
 from cnr_store.encodings.widths import carrier
-from cnr_store.errors import BadDtype, BadInput, BadShape, CorruptStore, TableNotFound
+from cnr_store.errors import BadDtype, BadInput, BadRowIds, BadShape, CorruptStore, TableNotFound
 from cnr_store.records import CommitRecord, DenseEntry, LogEntry, Manifest, TableSchema
 from cnr_store.replay import TablePlan, plan_table, replay_hashed
-from cnr_store.restore import read_mirror, read_range, read_rows
+from cnr_store.restore import read_mirror, read_range, read_rows, rows_since
 from cnr_store.rows import check_row_ids
 from cnr_store.segment import SegmentReader
 from cnr_store.storage import Storage
@@ -121,8 +121,10 @@ class Snapshot:
         """Names of the documents saved with the state (``reader/0``, ``trainer/0`` ...)."""
         return sorted(self.readers[-1].manifest.documents) if self.readers else []
 
-    def read_document(self, name: str) -> Any:
+    def read_document(self, name: str, tensor_hook: tree.TensorHook | None = None) -> Any:
         """Return a document as the nested plain data that was saved (tuples, bytes and arrays included).
+
+        ``tensor_hook`` makes what it likes of tensors, which are arrays without it.
 
         Raises
         ------
@@ -130,7 +132,7 @@ class Snapshot:
         """
         if not self.readers:
             raise TableNotFound(f"version {self.version} has no document {name!r}", version=self.version)
-        return tree.decode(self.readers[-1].read_document(name))
+        return tree.decode(self.readers[-1].read_document(name), tensor_hook)
 
     def plan(self, table: str, start: int = 0, stop: int | None = None, rows: RowIds | None = None) -> TablePlan:
         """Return which chunks a read of ``table`` needs; no I/O."""
@@ -194,13 +196,23 @@ class TableView:
         """
         self._refuse_hashed("read_rows")
         name = "codes" if slot is None else self._slot_array(slot)
-        unique, inverse = np.unique(np.asarray(row_ids, np.int64), return_inverse=True)
-        check_row_ids(unique, self.schema.num_rows)
+        given = np.asarray(row_ids)
+        if given.size and given.dtype.kind not in "iu":
+            raise BadRowIds(
+                f"row ids of table {self.name!r} must be integers, found {given.dtype}",
+                table=self.name, expected="int64", found=str(given.dtype),
+            )  # fmt: skip
+        unique, inverse = np.unique(given.astype(np.int64, copy=False), return_inverse=True)
+        check_row_ids(unique, self.schema.num_rows, table=self.name)
         spec = self._specs[name]
         out = np.empty((len(unique), spec.width), carrier(spec.dtype))
         plan = plan_table(self._snapshot.manifests, self.name, rows=unique)
         read_rows(self._snapshot.readers, plan, unique, {name: out}, self._snapshot.workers)
         return self._shaped(name, out[inverse.reshape(-1)])
+
+    def changed_rows(self) -> RowIds:
+        """Return the rows that the deltas of the chain hold: sorted, unique. Reads row ids only, no values."""
+        return rows_since(self._snapshot.readers, self.name, self.schema)
 
     def read_all(self, *, slots: bool = False) -> tuple[RowIds, dict[str, Array]]:
         """Return a hashed table: its sorted keys, and ``values`` plus each slot by name."""
@@ -212,6 +224,19 @@ class TableView:
             "values" if n == "codes" else n.removeprefix("slots/"): self._shaped(n, a) for n, a in arrays.items()
         }
         return keys, renamed
+
+    def check_outputs(self, outputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Return preallocated arrays of all rows, by array name, if a read could fill them. No I/O.
+
+        Raises
+        ------
+        TableNotFound, BadShape, BadDtype, BadInput
+        """
+        for name in outputs:
+            if name != "codes":
+                self._slot_array(name.removeprefix("slots/"))
+        self._outputs(0, None, dict(outputs))
+        return dict(outputs)
 
     def read_arrays(self, outputs: Mapping[str, Array]) -> None:
         """Fill preallocated arrays of all rows, by array name (``codes``, ``slots/<name>``), in one pass."""

@@ -137,12 +137,15 @@ class TableCodes:
     `ESCAPED`.
     """
 
-    def __init__(self, schema: TableSchema, start: int, stop: int, arrays: dict[str, Array]) -> None:
+    def __init__(
+        self, schema: TableSchema, start: int, stop: int, arrays: dict[str, Array], allocate: Allocate = np.zeros
+    ) -> None:
         self.schema = schema
         self.start = start
         self.stop = stop
         self.specs = array_specs(schema)
         self.arrays = arrays
+        self._allocate = allocate
         self.status: npt.NDArray[np.uint8] | None = None
         self.escapes = EscapeRows()
 
@@ -158,7 +161,7 @@ class TableCodes:
             )
             for name in names
         }
-        return cls(schema, start, stop, arrays)
+        return cls(schema, start, stop, arrays, allocate)
 
     @property
     def num_rows(self) -> int:
@@ -198,7 +201,10 @@ class TableCodes:
     def widen(self, name: str) -> None:
         """Replace an int16 array by int32, because a code beyond int16 is about to be stored."""
         if self.arrays[name].dtype == np.int16:
-            self.arrays[name] = self.arrays[name].astype(np.int32)
+            narrow = self.arrays[name]
+            wide = self._allocate(narrow.shape, np.dtype(np.int32))
+            wide[...] = narrow
+            self.arrays[name] = wide
 
     def digest(self, workers: Workers | None = None) -> int:
         """Return the state digest of the whole range (spec, section 4.5), recomputed from the codes."""

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Mapping
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -29,7 +29,7 @@ from cnr_store.changes import (
     stage_table,
 )
 from cnr_store.encodings.widths import carrier
-from cnr_store.errors import BadDtype, BadInput, BadShape, CommitStateUnknown, TableNotFound
+from cnr_store.errors import BadDtype, BadInput, BadRowIds, BadShape, CommitStateUnknown, TableNotFound
 from cnr_store.layout import check_name, segment_name, writer_folder
 from cnr_store.mirrors import Mirrors
 from cnr_store.options import sample_of, table_dtype, table_schema
@@ -43,15 +43,20 @@ from cnr_store.records import (
     PartEntry,
     RowListEntry,
     TableSchema,
+    canonical_json,
 )
+from cnr_store.restore import rows_since
 from cnr_store.rows import check_row_ids
-from cnr_store.segment import SegmentReader, SegmentWriter, merge_receipts, write_manifest
+from cnr_store.segment import SegmentReader, SegmentWriter, check_dense_dtype, merge_receipts, write_manifest
 from cnr_store.session import Session
 from cnr_store.storage import object_digest
 from cnr_store.table_codes import Array, array_specs
-from cnr_store.types import JsonValue, RowIds, TableOptions
+from cnr_store.types import JsonValue, RowIds, TableDtype, TableOptions
 
 CommitKind = Literal["full", "delta"]
+
+_MAX_ELEMENTS = 1 << 50
+"""A table beyond this is refused by every reader."""
 
 
 class Transaction:
@@ -95,6 +100,8 @@ class Transaction:
         self._dense: dict[str, Array] = {}
         self._dense_dtypes: dict[str, str] = {}
         self._dropped_dense: set[str] = set()
+        self._created: set[str] = set()
+        self._dropped: set[str] = set()
         self._scalars: dict[str, JsonValue] = {}
         self._documents: dict[str, Any] = {}
         self._manifest: Manifest | None = None
@@ -106,22 +113,33 @@ class Transaction:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None:
+        try:
+            if kind is None and not self._ended:
+                self.commit()
+        finally:
             self.abort()
-        elif not self._ended:
-            self.commit()
 
     @property
     def needs_whole_tables(self) -> list[str]:
-        """Tables of the head that this ``full`` cannot write from the mirror: give them to `write_table`, or drop them."""
+        """Tables of the head that this ``full`` cannot write from the mirror.
+
+        Give dense ones to `write_table` and all rows of hashed ones to `write_rows`, or drop them.
+        """
         if self.kind == "delta":
             return []
         mirrors = self._session.mirrors
-        return [
+        known = [
             name
             for name, schema in self._tables.items()
-            if name not in self._whole and not (name in mirrors and is_fully_mirrored(schema))
+            if name not in self._whole
+            and not (name in mirrors and is_fully_mirrored(schema))
+            and not (schema.keys == "hashed" and (name in self._rows or name in self._created))
         ]
+        if self._session.snapshot is not None:
+            return known
+        # Without a restore the head's tables are known by name alone; one that is left out must be dropped aloud.
+        head = self._session.head.record.tables
+        return [*known, *(name for name in head if name not in self._tables and name not in self._dropped)]
 
     def create_table(
         self,
@@ -136,12 +154,31 @@ class Transaction:
         """Add a table with hashed int64 keys; its rows are always ``set``.
 
         ``sample`` (n, dim) is what a scale is chosen on; lattices with ``bits=`` need it.
+
+        Raises
+        ------
+        BadInput, BadName, BadShape, BadDtype
         """
         self._check_open()
         check_name(table)
         if table in self._tables:
             raise BadInput(f"table {table!r} exists", table=table)
-        rows = np.zeros((0, dim), carrier(dtype)) if sample is None else sample  # type: ignore[arg-type]
+        if dtype not in get_args(TableDtype):
+            raise BadDtype(
+                f"table {table!r} has dtype {dtype!r}; use one of {get_args(TableDtype)}",
+                table=table, expected=list(get_args(TableDtype)), found=dtype,
+            )  # fmt: skip
+        dim = _checked_size(table, "dim", dim, least=1)
+        rows = np.zeros((0, dim), carrier(dtype)) if sample is None else np.asarray(sample)  # type: ignore[arg-type]
+        if rows.ndim != 2 or rows.shape[1] != dim or rows.dtype != carrier(dtype):  # type: ignore[arg-type]
+            raise BadShape(
+                f"the sample of table {table!r} is {rows.dtype} of shape {rows.shape}, expected {dtype} (n, {dim})",
+                table=table, expected=["n", dim], found=rows.shape,
+            )  # fmt: skip
+        for name, slot_kind in (slots or {}).items():
+            check_name(name)
+            if slot_kind not in ("row", "element"):
+                raise BadInput(f"slot {name!r} of table {table!r} is {slot_kind!r}; use row or element", table=table)
         kinds = {
             name: np.zeros(0, np.float32) if kind == "row" else np.zeros((0, dim), np.float32)
             for name, kind in (slots or {}).items()
@@ -156,6 +193,7 @@ class Transaction:
             generation=self._next_generation(table), has_mirror=False,
         )  # fmt: skip
         self._bad_rows[table] = chosen
+        self._created.add(table)
 
     def write_table(
         self,
@@ -179,11 +217,20 @@ class Transaction:
         Raises
         ------
         BadInput and its kinds
-            Nothing of the table was written.
+            Nothing of the table was written; the transaction goes on.
+        StorageFailure
+            The transaction is over, as after `abort`.
         """
         self._check_open()
         check_name(table)
         slots = slots or {}
+        for name, array in slots.items():
+            check_name(name)
+            if len(array.shape) not in (1, 2):
+                raise BadShape(
+                    f"slot {name!r} of table {table!r} has shape {tuple(array.shape)}; a slot has 1 or 2 dimensions",
+                    table=table, found=tuple(array.shape),
+                )  # fmt: skip
         if self.kind == "delta" and table in self._before:
             raise BadInput(
                 f"table {table!r} exists; a delta takes its changed rows by write_rows(), or begin a full", table=table
@@ -192,23 +239,41 @@ class Transaction:
         dtype = table_dtype(values, table)
         if len(values.shape) != 2 or values.shape[1] < 1:
             raise BadShape(f"table {table!r} has shape {tuple(values.shape)}; expected (num_rows, dim)", table=table)
+        _checked_size(table, "rows", values.shape[0], dim=values.shape[1])
         schema = self._schema_for(table, values, dtype, slots, options)
         arrays = self._check_arrays(table, schema, values.shape[0], values, slots)
-        self._write_whole(table, self._stage_whole(table, schema, arrays))
+        staged = self._stage_whole(table, schema, arrays)
+        try:
+            self._write_whole(table, staged)
+        except BaseException:
+            # Some of its objects are there and some are not: nothing can be put in their place.
+            self.abort()
+            raise
 
     def write_rows(
-        self, table: str, row_ids: RowIds, values: Array, *, slots: Mapping[str, Array] | None = None
+        self,
+        table: str,
+        row_ids: RowIds,
+        values: Array,
+        *,
+        slots: Mapping[str, Array] | None = None,
+        nonfinite: Literal["refuse", "escape"] | None = None,
     ) -> int:
         """Write touched rows of a table; returns how many the segment holds (unchanged rows leave). Blocks.
+
+        They are encoded now, against the mirror, and put by `commit`.
 
         Parameters
         ----------
         row_ids
-            int64 (n,), sorted, unique, in range (any int64 for hashed tables).
+            int64 (n,), sorted, unique, in range (any int64 for hashed tables); not kept.
         values
             (n, dim) in the table's dtype, not kept.
         slots
             Every slot of the table: (n,) or (n, dim).
+        nonfinite
+            What to do with rows that hold NaN, Inf or values beyond the code range. None does as the table's options
+            say; a writer that has restored the table knows no options, and refuses.
 
         Raises
         ------
@@ -218,7 +283,7 @@ class Transaction:
         self._check_open()
         schema = self._schema(table)
         hashed = schema.keys == "hashed"
-        check_row_ids(row_ids, None if hashed else schema.num_rows, table=table)
+        row_ids = _own_row_ids(table, row_ids, None if hashed else schema.num_rows)
         arrays = self._check_arrays(table, schema, len(row_ids), values, slots or {})
         self._check_first(table, "add", "set", "escape")
         self._check_disjoint(table, row_ids)
@@ -228,13 +293,15 @@ class Transaction:
                 f"table {table!r} has no full mirror, so a full needs all its rows: use write_table()", table=table
             )
         if len(row_ids) == 0:
+            self._rows.setdefault(table, [])
             return 0
+        options = self._bad_rows.get(table) or self._session.mirrors.options.get(table)
         given = Given(row_ids, {name: np.asarray(array).reshape(len(row_ids), -1) for name, array in arrays.items()})
         staged = stage_rows(
             table, schema, mirror, given,
             base_digest=self._session.mirrors.digest(table),
             absolute=self.kind == "delta" and self._keep < len(self._session.head.record.chain),
-            on_bad_rows=options_on_bad_rows(self._session.mirrors.options.get(table, self._bad_rows.get(table))),
+            on_bad_rows=nonfinite or options_on_bad_rows(options),
             workers=self._session.workers,
         )  # fmt: skip
         self._keep_rows(table, staged)
@@ -250,12 +317,12 @@ class Transaction:
         self._check_open()
         schema = self._schema(table)
         hashed = schema.keys == "hashed"
-        check_row_ids(row_ids, None if hashed else schema.num_rows, table=table)
+        row_ids = _own_row_ids(table, row_ids, None if hashed else schema.num_rows)
         self._check_first(table, "delete")
         self._check_disjoint(table, row_ids)
-        if self.kind == "full" and table not in self._session.mirrors:
+        if self.kind == "full" and not (table in self._session.mirrors and is_fully_mirrored(schema)):
             raise BadInput(
-                f"table {table!r} has no mirror; a full writes it by write_table() without the rows", table=table
+                f"table {table!r} has no full mirror, so a full needs all its rows: delete them in a delta", table=table
             )
         if len(row_ids) == 0:
             return
@@ -266,14 +333,19 @@ class Transaction:
         """Change a dense table's number of rows; new rows read as the fill until they are ``set``.
 
         Must come before the table's rows.
+
+        Raises
+        ------
+        TableNotFound, BadShape, BadInput
         """
         self._check_open()
         schema = self._schema(table)
-        if schema.keys == "hashed" or num_rows < 0:
-            raise BadInput(f"table {table!r} cannot be resized to {num_rows} rows", table=table, found=num_rows)
+        num_rows = _checked_size(table, "rows", num_rows, dim=schema.dim)
+        if schema.keys == "hashed":
+            raise BadInput(f"table {table!r} has hashed keys and no number of rows", table=table)
         if self.kind == "full":
             raise BadInput(f"a full takes the new size from write_table(); resize {table!r} in a delta", table=table)
-        if table in self._rows:
+        if table in self._rows or table in self._whole:
             raise BadInput(f"resize table {table!r} before writing its rows", table=table)
         self._tables[table] = msgspec.structs.replace(schema, num_rows=num_rows)
         self._session.mirrors.stage_resize(table, self._tables[table], self._session.workers)
@@ -286,10 +358,13 @@ class Transaction:
         TableNotFound
         """
         self._check_open()
-        self._schema(table)
+        if table in self._dropped or table not in self._session.head.record.tables:
+            self._schema(table)
         if table in self._rows or table in self._whole:
             raise BadInput(f"table {table!r} was written in this transaction", table=table)
-        del self._tables[table]
+        self._tables.pop(table, None)
+        self._created.discard(table)
+        self._dropped.add(table)
 
     def put_dense(self, tensors: Mapping[str, Array], dtypes: Mapping[str, str] | None = None) -> None:
         """Save dense tensors; those whose bytes did not change are referenced, not written again.
@@ -297,15 +372,24 @@ class Transaction:
         Tensors that are not given keep their last value, as tables do; `drop_dense` ends one.
         ``dtypes`` names the logical dtype where numpy has none (``bfloat16`` as uint16, ``bool`` as uint8). Arrays are
         kept until `commit`.
+
+        Raises
+        ------
+        BadName, BadDtype, BadInput
+            Nothing of the call was taken.
         """
         self._check_open()
-        for name in tensors:
+        taken: dict[str, Array] = {}
+        for name, tensor in tensors.items():
             check_name(name)
-            if name in self._dense:
-                raise BadInput(f"dense tensor {name!r} was given twice", found=name)
-        # Not ascontiguousarray, which turns a tensor without dimensions into one of shape (1,).
-        self._dense.update({name: np.asarray(tensor, order="C") for name, tensor in tensors.items()})
-        self._dense_dtypes.update(dtypes or {})
+            if name in self._dense or name in self._dropped_dense:
+                raise BadInput(f"dense tensor {name!r} was given twice, or dropped and given", found=name)
+            # Not ascontiguousarray, which turns a tensor without dimensions into one of shape (1,).
+            array = np.asarray(tensor, order="C")
+            taken[name] = array.astype(array.dtype.newbyteorder("="), copy=False)
+            check_dense_dtype(name, taken[name].dtype, (dtypes or {}).get(name))
+        self._dense.update(taken)
+        self._dense_dtypes.update({name: dtype for name, dtype in (dtypes or {}).items() if name in taken})
 
     def drop_dense(self, name: str) -> None:
         """End a dense tensor: from this version on it is not there.
@@ -318,15 +402,26 @@ class Transaction:
         snapshot = self._session.snapshot
         if snapshot is None or name not in snapshot.dense:
             raise TableNotFound(f"no dense tensor {name!r}", table=name)
+        if name in self._dense:
+            raise BadInput(f"dense tensor {name!r} was given in this transaction", found=name)
         self._dropped_dense.add(name)
 
     def put_scalars(self, scalars: Mapping[str, JsonValue]) -> None:
-        """Save step counters and other plain JSON values. Like documents they belong to this version alone."""
+        """Save step counters and other plain JSON values. Like documents they belong to this version alone.
+
+        Raises
+        ------
+        BadInput
+            A value that JSON cannot hold, NaN and Inf included.
+        """
         self._check_open()
+        _check_json("scalars", scalars)
         self._scalars.update(scalars)
 
-    def put_document(self, name: str, value: Any) -> None:
+    def put_document(self, name: str, value: Any, default: tree.Default | None = None) -> None:
         """Save nested plain data (reader state, RNG state): dicts, lists, tuples, bytes, numbers, numpy arrays.
+
+        ``value`` is encoded now and not kept. ``default`` maps leaves of other kinds (tensors) to arrays.
 
         Raises
         ------
@@ -336,7 +431,7 @@ class Transaction:
         self._check_open()
         for part in name.split("/"):
             check_name(part)
-        self._documents[name] = tree.encode(value)
+        self._documents[name] = tree.encode(value, default)
 
     def abort(self) -> None:
         """Give the transaction up; its objects are orphans for garbage collection. A second call is harmless."""
@@ -349,6 +444,8 @@ class Transaction:
 
         Raises
         ------
+        BadInput
+            A full lacks tables, a one-shot delta lacks rows, or ``user`` is no JSON; the transaction can go on.
         Fenced, Conflict, DoesNotApply, TransactionAborted
             Nothing became visible; the rows are still to be saved.
         CommitStateUnknown
@@ -361,9 +458,12 @@ class Transaction:
         missing = self.needs_whole_tables
         if missing:
             raise BadInput(
-                f"a full needs every row of tables {missing}: they have no mirror; use write_table() or drop_table()",
+                f"a full needs every row of tables {missing}: they have no mirror; use write_table() "
+                "(write_rows() for hashed keys) or drop_table()",
                 table=missing[0],
             )
+        _check_json("user", user or {})
+        self._check_one_shot()
         try:
             entry = self._write_segment()
             record = session.head.record
@@ -396,12 +496,14 @@ class Transaction:
         for table, whole in self._whole.items():
             if whole.mirror is not None and whole.digest is not None:
                 mirrors.put(table, whole.mirror, whole.digest)
+            else:
+                mirrors.forget(table)
         for table, changes in self._rows.items():
             mirror = mirrors.get(table)
             if mirror is not None:
                 for staged in changes:
                     staged.apply(mirror)
-                mirrors.put(table, mirror, self._digests[table])
+                mirrors.put(table, mirror, self._digests.get(table, mirrors.digest(table)))
         mirrors.options.update(self._bad_rows)
         mirrors.keep_only(self._tables)
 
@@ -411,8 +513,9 @@ class Transaction:
             for table in [name for name in self._tables if name not in self._whole]:
                 if self._tables[table].keys == "dense":
                     self._write_from_mirror(table)
-        else:
-            for table, changes in self._rows.items():
+        for table, changes in self._rows.items():
+            # The rows given of a hashed table are all it has in a full: it has no mirror to lay them over.
+            if self.kind == "delta" or self._tables[table].keys == "hashed":
                 for staged in changes:
                     self._write_lists(table, staged)
         base = self._base_manifest()
@@ -436,6 +539,24 @@ class Transaction:
             seg=self._segment, sha256=digest, kind=self._manifest.kind, l0=self._l0, l1=l1,
             bytes=self.size_bytes, rows=self._manifest.changed_rows,
         )  # fmt: skip
+
+    def _check_one_shot(self) -> None:
+        """Refuse a one-shot delta that lacks a row of the deltas it replaces, which would fall back to the baseline."""
+        session = self._session
+        if self.kind == "full" or session.snapshot is None or self._keep == len(session.head.record.chain):
+            return
+        readers = session.snapshot.readers[self._keep - 1 :]
+        for table, schema in self._tables.items():
+            if table in self._whole or table not in self._before:
+                continue
+            given = [item.rows for staged in self._rows.get(table, []) for item in staged.lists.values()]
+            missing = np.setdiff1d(rows_since(readers, table, schema), np.concatenate([np.empty(0, np.int64), *given]))
+            if len(missing):
+                raise BadInput(
+                    f"row {int(missing[0])} of table {table!r} (and {len(missing) - 1} more) changed since the "
+                    "baseline and was not given; a one-shot delta replaces the deltas since then, give all their rows",
+                    table=table, found=int(missing[0]),
+                )  # fmt: skip
 
     def _base_manifest(self) -> Manifest | None:
         if self.kind == "full" or self._session.snapshot is None:
@@ -481,8 +602,11 @@ class Transaction:
         )  # fmt: skip
 
     def _next_generation(self, table: str) -> int:
-        known = self._session.head.record.tables.get(table)
-        return 1 + max(known.generation if known else 0, self._before[table].generation if table in self._before else 0)
+        """One above every generation in the chain: a one-shot delta may put two lives of a table side by side."""
+        snapshot = self._session.snapshot
+        known = [m.tables[table].generation for m in (snapshot.manifests if snapshot else ()) if table in m.tables]
+        head = self._session.head.record.tables.get(table)
+        return 1 + max([0, *known, head.generation if head else 0])
 
     def _check_arrays(
         self, table: str, schema: TableSchema, rows: int, values: Any, slots: Mapping[str, Any]
@@ -601,7 +725,7 @@ class Transaction:
             for item in staged.lists.values():
                 both = np.intersect1d(item.rows, row_ids, assume_unique=True)
                 if len(both):
-                    raise BadInput(
+                    raise BadRowIds(
                         f"row {int(both[0])} of table {table!r} is both written and deleted in one transaction",
                         table=table, found=int(both[0]),
                     )  # fmt: skip
@@ -640,6 +764,29 @@ class Transaction:
     def _check_open(self) -> None:
         if self._ended or self._session.open is not self:
             raise BadInput("the transaction has ended; begin another one")
+
+
+def _own_row_ids(table: str, row_ids: RowIds, num_rows: int | None) -> RowIds:
+    """Check row ids and copy them: they are needed until the commit, and the caller may reuse the array."""
+    if not isinstance(row_ids, np.ndarray):
+        raise BadRowIds(
+            f"row ids of table {table!r} must be an int64 array, found {type(row_ids).__name__}",
+            table=table, expected="int64 (n,)", found=type(row_ids).__name__,
+        )  # fmt: skip
+    return check_row_ids(row_ids, num_rows, table=table).copy()
+
+
+def _checked_size(table: str, what: str, size: Any, *, dim: int = 1, least: int = 0) -> int:
+    if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < least or size * dim > _MAX_ELEMENTS:
+        raise BadShape(f"table {table!r} cannot have {size!r} {what}", table=table, expected=least, found=size)
+    return int(size)
+
+
+def _check_json(what: str, values: Mapping[str, JsonValue]) -> None:
+    try:
+        canonical_json(dict(values))
+    except (TypeError, ValueError, msgspec.MsgspecError) as error:
+        raise BadInput(f"{what} cannot be stored as JSON: {error}", found=what) from error
 
 
 def _hex(digest: int | None) -> str | None:

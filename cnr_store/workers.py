@@ -23,10 +23,21 @@ def default_threads() -> int:
 
 
 class Throttle:
-    """A cap on bytes per second, shared by threads; ``None`` means no cap."""
+    """A cap on bytes per second, shared by threads; ``None`` means no cap.
 
-    def __init__(self, bytes_per_s: float | None) -> None:
+    ``clock`` and ``sleep`` are passed in so that tests own time.
+    """
+
+    def __init__(
+        self,
+        bytes_per_s: float | None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self._bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._sleep = sleep
         self._free_at = 0.0
         self._lock = threading.Lock()
 
@@ -35,11 +46,11 @@ class Throttle:
         if self._bytes_per_s is None:
             return
         with self._lock:
-            now = time.monotonic()
+            now = self._clock()
             wait = max(0.0, self._free_at - now)
             self._free_at = max(now, self._free_at) + size_bytes / self._bytes_per_s
         if wait:
-            time.sleep(wait)
+            self._sleep(wait)
 
 
 class Workers:
@@ -52,7 +63,9 @@ class Workers:
     def __enter__(self) -> Workers:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
-from cnr_store.errors import BadInput, CommitStateUnknown, Conflict, DoesNotApply
+import numpy as np
+
+from cnr_store.errors import BadInput, CommitStateUnknown, Conflict, DoesNotApply, SaveInProgress
 from cnr_store.mirrors import Mirrors
 from cnr_store.records import (
     LogEntry,
@@ -89,6 +91,8 @@ class Writer:
     def restore(self, outputs: Mapping[str, Mapping[str, Array]] | None = None) -> Snapshot:
         """Load the head's state: fill ``outputs`` and the mirrors in one pass; returns the snapshot. Blocks.
 
+        The head is what the log says now, so this also follows a rollback. An open transaction ends.
+
         Parameters
         ----------
         outputs
@@ -97,34 +101,40 @@ class Writer:
 
         Raises
         ------
-        TableNotFound, BadShape, BadDtype
+        TableNotFound, BadShape, BadDtype, BadInput
             Before anything is written.
+        Fenced
+            Another writer took over.
+        CommitStateUnknown
+            The last commit is still unknown: call `settle`.
         CorruptStore
             Outputs filled so far hold undefined values.
         """
+        self._refuse_unsettled()
+        self._session.catch_up()
         snapshot = Snapshot(self._session.storage, self.head, self._session.workers)
-        wanted = outputs or {}
-        for table in wanted:
-            snapshot.table(table)
+        wanted = {
+            table: snapshot.table(table).check_outputs(
+                {"codes" if name == "values" else f"slots/{name}": array for name, array in arrays.items()}
+            )
+            for table, arrays in (outputs or {}).items()
+        }
         self.mirrors.clear()
         self._session.snapshot = None
+        self._session.open = None
         for table, schema in snapshot.tables.items():
-            arrays = {
-                "codes" if name == "values" else f"slots/{name}": array for name, array in wanted.get(table, {}).items()
-            }
             if schema.keys == "hashed":
-                if arrays:
-                    raise BadInput(
-                        f"table {table!r} has hashed keys; read it with Snapshot.table().read_all()", table=table
-                    )
                 continue
+            arrays = wanted.get(table, {})
             view = snapshot.table(table)
             if self.mirrors.mode == "none" or not any(s.is_additive for s in array_specs(schema).values()):
                 if arrays:
                     view.read_arrays(arrays)
                 continue
             codes = view.read_mirror(arrays, self.mirrors.allocator())
-            self.mirrors.put(table, codes, _digest_at(snapshot.manifests[-1], table))
+            digest = _digest_at(snapshot.manifests[-1], table)
+            # Parts that a writer without a mirror wrote name none; this one keeps it from here on.
+            self.mirrors.put(table, codes, codes.digest(self._session.workers) if digest is None else digest)
         self._session.snapshot = snapshot
         return snapshot
 
@@ -141,12 +151,17 @@ class Writer:
             An earlier commit is still unknown: call `settle`.
         DoesNotApply
             A delta without having restored the head.
+        SaveInProgress
+            The transaction before has neither been committed nor aborted.
+        BadInput
+            ``step`` is no integer of 0 or more.
         """
-        if self._session.pending is not None:
-            raise CommitStateUnknown(
-                "the outcome of the last commit is not known yet; call settle() before the next save",
-                version=self._session.log.unresolved,
-            )
+        self._refuse_unsettled()
+        step = _checked_step(step)
+        if self._session.open is not None:
+            raise SaveInProgress("a transaction of this writer is still open; commit or abort it before the next")
+        if kind == "full" and self._session.snapshot is None:
+            self._session.catch_up()
         chain = self.head.record.chain
         keep = 1 if base == "baseline" else len(chain)
         if kind == "delta" and (not chain or keep + 1 > MAX_CHAIN):
@@ -174,6 +189,19 @@ class Writer:
             return None
         self._session.won(pending, entry)
         return entry
+
+    def _refuse_unsettled(self) -> None:
+        if self._session.pending is not None:
+            raise CommitStateUnknown(
+                "the outcome of the last commit is not known yet; call settle() first",
+                version=self._session.log.unresolved,
+            )
+
+
+def _checked_step(step: Any) -> int:
+    if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
+        raise BadInput(f"a training step is an integer of 0 or more, found {step!r}", found=step)
+    return int(step)
 
 
 def _digest_at(manifest: Manifest, table: str) -> int | None:
