@@ -524,13 +524,13 @@ def _manifest_problems(manifest: Manifest) -> Any:
     yield from _overlaps(manifest.parts)
     for array in manifest.dense_arrays:
         yield from _array_problems(array, known)
-    for name, entry in manifest.dense.items():
-        check_relative_path(entry.path)
-        if entry.segment:
-            check_segment_name(entry.segment)
-        dtype = {"bfloat16": "uint16", "bool": "uint8"}.get(entry.dtype, entry.dtype)
-        if entry.offset < 0 or any(size < 0 for size in entry.shape) or dtype not in _ARRAY_DTYPES:
-            yield f"dense tensor {name!r} is {entry.dtype} of shape {entry.shape} at offset {entry.offset}"
+    for name, tensor in manifest.dense.items():
+        check_relative_path(tensor.path)
+        if tensor.segment:
+            check_segment_name(tensor.segment)
+        dtype = {"bfloat16": "uint16", "bool": "uint8"}.get(tensor.dtype, tensor.dtype)
+        if tensor.offset < 0 or any(size < 0 for size in tensor.shape) or dtype not in _ARRAY_DTYPES:
+            yield f"dense tensor {name!r} is {tensor.dtype} of shape {tensor.shape} at offset {tensor.offset}"
 
 
 def _schema_problems(table: str, schema: TableSchema) -> Any:

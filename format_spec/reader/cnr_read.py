@@ -54,9 +54,7 @@ def parse(data, kind, where):
     return document
 
 
-class Store:
-    """A store in a local folder; ``records[v]`` is (record, sha256 of its bytes)."""
-
+class Store:  # in a local folder; records[v] is (record, sha256 of its bytes)
     def __init__(self, root):
         self.root, self.records = Path(root), []
         self.identity = parse(self.object("cnr.json", "not_a_store"), "corrupt_store", "cnr.json")
@@ -78,9 +76,9 @@ class Store:
         record = parse(data, bad, key)
         need(not record.get("reader_features"), "unknown_feature", f"{key}: {record.get('reader_features')}")
         need(canonical(record).encode() == data and len(data) <= 65536, bad, f"{key}: not canonical, or too large")
-        need(record.get("v") == version, bad, f"{key}: v {record.get('v')}")
         need(record["store_uuid"] == self.identity["store_uuid"], "corrupt_store", f"{key}: of another store")
-        need(record["parent_digest"] == (self.records[-1][1] if version else ""), bad, f"{key}: parent digest")
+        follows = record["v"] == version and record["parent_digest"] == (self.records[-1][1] if version else "")
+        need(follows, bad, f"{key}: v or parent digest")
         if record["state"] is not None:
             need(re.fullmatch("[0-9a-f]{64}", record["state"]), bad, f"{key}: state")
             side = self.object(f"state/{record['state']}.json", sha256=record["state"])
@@ -101,9 +99,7 @@ class Store:
         return Snapshot([Segment(self, entry) for entry in record["chain"]], record)
 
 
-class Segment:
-    """A manifest and the objects that it lists [4.1]."""
-
+class Segment:  # [4.1]: a manifest and the objects that it lists
     def __init__(self, store, entry):
         self.store, self.name, where = store, entry["seg"], f"manifest of {entry['seg']}"
         data = store.object(f"data/{self.name}/_segment.json", sha256=entry["sha256"])
@@ -112,8 +108,8 @@ class Segment:
         need(all(manifest[key] == entry[key] for key in ("kind", "l0", "l1")), "corrupt_store", where)
         self.objects = {item["path"]: item for item in manifest["objects"]}
         sane = len(self.objects) == len(manifest["objects"]) and all(map(PATH.fullmatch, self.objects))
-        for table in manifest["tables"].values():
-            sane = sane and table["num_rows"] >= 0 < table["dim"] and table["num_rows"] * table["dim"] <= 1 << 50
+        shapes = [(table["num_rows"], table["dim"]) for table in manifest["tables"].values()]
+        sane = sane and all(rows >= 0 < dim and rows * dim <= 1 << 50 for rows, dim in shapes)
         need(sane, "corrupt_store", f"{where}: paths or shapes")
 
     def read(self, path):
@@ -130,9 +126,8 @@ class Segment:
         need(known and -(-shape[0] // rows) <= len(self.objects), "corrupt_store", f"array {path}")
         size, dtype = rows * math.prod(shape[1:]), np.dtype(entry["dtype"])
         need(size * dtype.itemsize <= 1 << 30, "corrupt_object", f"array {path}: chunk size")
-        chunks = [np.empty(size, dtype) for _ in range(-(-shape[0] // rows))]
-        for k, chunk in enumerate(chunks):
-            self.decode(entry["codec"], f"{path}/c/{k}" + "/0" * (len(shape) - 1), chunk)
+        keys = [f"{path}/c/{k}" + "/0" * (len(shape) - 1) for k in range(-(-shape[0] // rows))]
+        chunks = [self.decode(entry["codec"], key, np.empty(size, dtype)) for key in keys]
         return np.concatenate([np.empty(0, dtype), *chunks]).reshape(-1, *shape[1:])[: shape[0]]
 
     def decode(self, codec, path, out):
@@ -151,6 +146,7 @@ class Segment:
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             raise Refused("corrupt_object", f"{self.name}/{path}: {error}") from error
         need(fits, "corrupt_object", f"{self.name}/{path}: number of elements")
+        return out
 
 
 class Snapshot:
@@ -186,12 +182,8 @@ class Snapshot:
 
 class Table:
     def __init__(self, name, schema, segments):
-        self.where, self.schema, self.hashed, begin = (
-            f"table {name}",
-            schema,
-            schema["keys"] == "hashed",
-            len(segments) - 1,
-        )
+        self.where, self.schema, self.hashed = f"table {name}", schema, schema["keys"] == "hashed"
+        begin = len(segments) - 1
         while begin and segments[begin - 1].manifest["tables"].get(name, {}).get("generation") == schema["generation"]:
             begin -= 1
         adds = schema["encoding"]["encoding"] in ("lattice", "float_bits") and not self.hashed
