@@ -91,7 +91,7 @@ class SegmentWriter:
 
     def part_folder(self, table: str, columns: tuple[int, int], dim: int) -> str:
         """Return the folder of this writer's part of ``table``; a column shard carries its range."""
-        suffix = "" if columns == (0, dim) else f".c{columns[0]}-{columns[1]}"
+        suffix = "" if columns == (0, dim) else f"/c{columns[0]}-{columns[1]}"
         return f"{self.folder}/{layout.encode_name(table)}{suffix}"
 
     def write_group(self, path: str, attributes: dict[str, JsonValue]) -> None:

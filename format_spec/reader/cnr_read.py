@@ -1,14 +1,9 @@
-"""Independent reader of cnr-store format 1, from ``format_spec/v1.md`` alone ([n] is a section): plain, not fast.
+"""Independent reader of cnr-store format 1, from ``format_spec/v1.md`` alone ([n] is a section): plain, not fast."""
 
-python format_spec/reader/cnr_read.py STORE [--version V] [--out DIR]
-"""
-
-import argparse
 import hashlib
 import json
 import math
 import re
-import sys
 from decimal import Decimal
 from pathlib import Path
 
@@ -297,28 +292,3 @@ def narrow(values, dtype):  # [5.1]: nearest, ties to even; finite values stay f
         near = np.minimum((size + 0x7FFF + (size >> 16 & 1)) >> 16, 0x7F7F)
         return (np.where(size < 0x7F800000, near, size >> 16) | sign).astype(np.uint16)
     return values
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("store")
-    parser.add_argument("--version", type=int)
-    parser.add_argument("--out", type=Path, help="folder for .npy files")
-    options, found = parser.parse_args(), {}
-    try:
-        snapshot = Store(options.store).snapshot(options.version)
-        for name in snapshot.tables:
-            found |= {f"table {name} {key}": array for key, array in snapshot.read_table(name).items()}
-        found |= {f"dense {name}": snapshot.read_dense(name) for name in snapshot.last["dense"]}
-    except Refused as error:
-        sys.exit(": ".join(error.args))
-    print(f"version {snapshot.record['v']} step {snapshot.record['step']} chain {len(snapshot.segments)}")
-    for index, (name, array) in enumerate(found.items()):
-        print(f"{name}: {array.dtype} {array.shape} xxh3 {xxhash.xxh3_64_hexdigest(array.tobytes())}")
-        if options.out:
-            options.out.mkdir(parents=True, exist_ok=True)
-            np.save(options.out / f"{index:05d}.npy", array)
-
-
-if __name__ == "__main__":
-    main()

@@ -19,6 +19,7 @@ from format_spec.reader.compare import compare
 
 ROOT = Path(__file__).resolve().parents[2]
 READER = ROOT / "format_spec" / "reader" / "cnr_read.py"
+DUMP = READER.with_name("dump.py")
 CASES = sorted(path.parent.name for path in (ROOT / "format_spec" / "golden").glob("*/expected.json"))
 
 
@@ -27,7 +28,7 @@ def test_both_readers_agree_on_every_version_of_a_golden_store(case: str) -> Non
     assert compare(ROOT / "format_spec" / "golden" / case / "store") > 0
 
 
-def test_the_reader_has_at_most_300_lines_that_are_not_blank_and_does_not_know_the_library() -> None:
+def test_the_reader_has_at_most_300_lines_and_does_not_know_the_library() -> None:
     text = READER.read_text()
     modules = {
         name.split(".")[0]
@@ -36,7 +37,7 @@ def test_the_reader_has_at_most_300_lines_that_are_not_blank_and_does_not_know_t
         + ([node.module or ""] if isinstance(node, ast.ImportFrom) else [])
     }
 
-    assert sum(1 for line in text.splitlines() if line.strip()) <= 300
+    assert len(text.splitlines()) <= 300
     assert modules - set(sys.stdlib_module_names) == {"numpy", "xxhash", "numcodecs", "pcodec"}
 
 
@@ -44,9 +45,9 @@ def test_the_script_writes_arrays_and_refuses_what_is_no_store(tmp_path: Path) -
     store = ROOT / "format_spec" / "golden" / "lattice" / "store"
 
     good = subprocess.run(
-        [sys.executable, READER, store, "--version", "2", "--out", tmp_path], capture_output=True, text=True, check=True
+        [sys.executable, DUMP, store, "--version", "2", "--out", tmp_path], capture_output=True, text=True, check=True
     )
-    bad = subprocess.run([sys.executable, READER, tmp_path], capture_output=True, text=True, check=False)
+    bad = subprocess.run([sys.executable, DUMP, tmp_path], capture_output=True, text=True, check=False)
 
     assert good.stdout.startswith("version 2 step 100 chain 1\n")
     assert "table user values: float32 (40, 6)" in good.stdout

@@ -1,0 +1,34 @@
+"""Print what the independent reader finds in a store, and write it as .npy files if asked."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import cnr_read
+import numpy as np
+import xxhash
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("store")
+    parser.add_argument("--version", type=int)
+    parser.add_argument("--out", type=Path, help="folder for .npy files")
+    options, found = parser.parse_args(), {}
+    try:
+        snapshot = cnr_read.Store(options.store).snapshot(options.version)
+        for name in snapshot.tables:
+            found |= {f"table {name} {key}": array for key, array in snapshot.read_table(name).items()}
+        found |= {f"dense {name}": snapshot.read_dense(name) for name in snapshot.last["dense"]}
+    except cnr_read.Refused as error:
+        sys.exit(": ".join(error.args))
+    print(f"version {snapshot.record['v']} step {snapshot.record['step']} chain {len(snapshot.segments)}")
+    for index, (name, array) in enumerate(found.items()):
+        print(f"{name}: {array.dtype} {array.shape} xxh3 {xxhash.xxh3_64_hexdigest(array.tobytes())}")
+        if options.out:
+            options.out.mkdir(parents=True, exist_ok=True)
+            np.save(options.out / f"{index:05d}.npy", array)
+
+
+if __name__ == "__main__":
+    main()
