@@ -69,7 +69,7 @@ from cnr_store.training.tensors import leaf_of, tensor_of
 from cnr_store.transaction import Transaction
 from cnr_store.types import TableOptions
 from cnr_store.writer import Writer
-from cnr_store_gpu import Cumulative, RowRequest, RowTracker, StagingBuffers
+from cnr_store_gpu import Cumulative, RowRequest, RowTracker, StagingBuffers, warmup
 
 TRAINER = "trainer/0"
 READER = "reader/0"
@@ -241,6 +241,7 @@ class CheckpointManager:
             model, dict(self._tables), optimizers=self._optimizers, allow_dense=allow_dense,
             assume=movements_of(assume or {}), on_bypass=on_bypass, verify_rows=verify_rows,
         )  # fmt: skip
+        warmup()  # compiled code is loaded now, rather than in the stall of the first save
         self._buffers = StagingBuffers()
         self._background = BackgroundSave()
         self._lineage = _Lineage(Cumulative({name: weight.shape[0] for name, weight in self._tables.items()}))
@@ -415,6 +416,7 @@ class CheckpointManager:
         if snapshot.is_empty:
             if version is not None or tag is not None:
                 raise VersionNotFound(f"version {snapshot.version} holds no checkpoint", version=snapshot.version)
+            self._ready_writer()  # now, rather than in the stall of the first save
             return None
         plan, state, trainer = self._plan_restore(snapshot, tables, strict)
         if snapshot.record.chain != self._store.head().record.chain:

@@ -138,3 +138,4 @@ def test_the_table_fits_a_terminal_and_says_everything() -> None:
     assert "equal bit for bit" in out.getvalue()
     assert "cnr show ./demo-store" in out.getvalue()
     assert report.to_document()["checkpoints"][1]["stall_s"] is None
+    assert report.to_document()["resumed"]["auc"] is None

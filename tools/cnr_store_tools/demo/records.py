@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -126,7 +127,9 @@ class DemoReport:
     seconds: float
 
     def to_document(self) -> dict[str, Any]:
-        """Return the report as plain data for ``--json``."""
+        """Return the report as plain data for ``--json``; JSON has no NaN, so it becomes None."""
         document = asdict(self)
+        for run in (document["uninterrupted"], document["resumed"]):
+            run.update({key: None for key in ("auc", "logloss") if math.isnan(run[key])})
         document["options"]["data"] = None if self.options.data is None else str(self.options.data)
         return document

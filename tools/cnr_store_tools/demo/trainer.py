@@ -90,7 +90,7 @@ def _train_saved(
     manager = CheckpointManager(
         order["store"], model=model, optimizer=optimizers, reader=batches, policy=order["policy"],
         options=table_options(is_exact=order["is_exact"], bits=order["bits"]), every_steps=config.save_every,
-        assume={"RowWiseAdagrad": "touched"},
+        first_full="copy", assume={"RowWiseAdagrad": "touched"},
     )  # fmt: skip
     started = time.perf_counter()
     restored = manager.restore()
