@@ -10,13 +10,14 @@ from typing import Any, Literal
 
 import numpy as np
 
+from cnr_store.encodings.widths import narrowest
 from cnr_store.records import TableSchema
-from cnr_store.table_codes import ABSENT, Allocate, Array, TableCodes
-from cnr_store.types import TableOptions
-from cnr_store.workers import Workers
+from cnr_store.table_codes import ABSENT, CODED, TASK_ROWS, Allocate, Array, TableCodes
+from cnr_store.types import MAX_CODE, TableOptions
+from cnr_store.workers import Workers, blocks
 
 MirrorMode = Literal["memory", "mmap", "none"]
-"""``memory``: 2 bytes per element (4 in exact mode). ``mmap``: the same in files. ``none``: every delta row is ``set``."""
+"""``memory``: 2 bytes per element (4 in exact mode). ``mmap``: the same in files. ``none``: deltas hold ``set`` rows."""
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +109,34 @@ class Mirrors:
         codes.escapes.rows = old.escapes.rows[alive]
         codes.escapes.values = {name: values[alive] for name, values in old.escapes.values.items()}
         self._staged_resizes[table] = (codes, codes.digest(workers))
+
+    def stage_refine(self, table: str, schema: TableSchema, halvings: int, workers: Workers) -> bool:
+        """Make the mirror that a table has at a finer scale: codes shifted left; False if one leaves the code range.
+
+        Memory until the outcome is known: a second copy of the table's codes.
+        """
+        old = self.get(table)
+        assert old is not None  # the transaction has asked
+        held = old.arrays["codes"]
+
+        def block(start: int, stop: int) -> Array:
+            codes: Array = held[start:stop].astype(np.int32)
+            if old.status is not None:
+                codes[old.status[start:stop] != CODED] = 0
+            return codes
+
+        ranges = blocks(old.num_rows, TASK_ROWS)
+        largest = max((int(np.abs(block(start, stop)).max(initial=0)) for start, stop in ranges), default=0) << halvings
+        if largest > MAX_CODE:
+            return False
+        allocate = self.allocator()
+        finer = allocate(held.shape, np.result_type(held.dtype, narrowest(largest)))
+        for start, stop in ranges:
+            finer[start:stop] = block(start, stop) << halvings
+        codes = TableCodes(schema, 0, schema.num_rows, {**old.arrays, "codes": finer}, allocate)
+        codes.status, codes.escapes = old.status, old.escapes
+        self._staged_resizes[table] = (codes, codes.digest(workers))
+        return True
 
     def commit_resizes(self) -> None:
         """The transaction won: staged sizes become the mirrors'."""

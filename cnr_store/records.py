@@ -33,8 +33,8 @@ _ARRAY_DTYPES = frozenset(
     {f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)} | {"float16", "float32", "float64"}
 )
 _CARRIERS = {"float32": "float32", "float16": "float16", "bfloat16": "uint16"}
-_MAX_SHIFT = 31
-_MIN_SCALE, _MAX_SCALE = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127 / 2.0**22
+MAX_SHIFT = 31
+MIN_SCALE, MAX_SCALE = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127 / 2.0**22
 """The scales that decode every code to a finite, normal number or zero."""
 
 RecordKind = Literal["init", "fence", "full", "delta", "compact", "rollback", "tag", "untag", "expire", "fork"]
@@ -535,11 +535,11 @@ def _manifest_problems(manifest: Manifest) -> Any:
 
 def _schema_problems(table: str, schema: TableSchema) -> Any:
     """What would make decoding undefined: scales, bits and shifts outside their range."""
-    if not 0 <= schema.shift <= _MAX_SHIFT:
+    if not 0 <= schema.shift <= MAX_SHIFT:
         yield f"table {table!r} has shift {schema.shift}"
     encodings = [(schema.encoding, schema.dtype), *((slot.encoding, slot.dtype) for slot in schema.slots.values())]
     for encoding, dtype in encodings:
-        if isinstance(encoding, Lattice) and not _MIN_SCALE <= encoding.scale * 0.5**schema.shift <= _MAX_SCALE:
+        if isinstance(encoding, Lattice) and not MIN_SCALE <= encoding.scale * 0.5**schema.shift <= MAX_SCALE:
             yield f"table {table!r} has scale {encoding.scale} and shift {schema.shift}"
         if isinstance(encoding, FloatBits):
             allowed = range(1, 24) if dtype == "float32" else (10 if dtype == "float16" else 7,)

@@ -42,6 +42,8 @@ class Session:
         The state that the mirrors stand for; None before a restore and after the store moved on without the writer.
     open, pending
         The transaction in the making, and the one whose outcome is unknown.
+    is_restored
+        Whether nothing was committed since the last restore.
     """
 
     storage: Storage
@@ -55,6 +57,7 @@ class Session:
     snapshot: Snapshot | None = None
     open: Committable | None = None
     pending: Committable | None = None
+    is_restored: bool = False
 
     @property
     def is_synced(self) -> bool:
@@ -89,6 +92,7 @@ class Session:
         known |= transaction.written_reader()
         self.head = entry
         self.open = None
+        self.is_restored = False
         # Until the new state is open the mirrors are nobody's: opening it may read, and so may fail.
         self.snapshot = None
         try:

@@ -37,6 +37,8 @@ from cnr_store.planning import check_receipts, generations, next_chain
 from cnr_store.rebase import draft_after, rebase_data
 from cnr_store.records import (
     MAJOR,
+    MAX_SHIFT,
+    MIN_SCALE,
     ChainEntry,
     DenseEntry,
     Manifest,
@@ -51,7 +53,7 @@ from cnr_store.segment import SegmentReader, SegmentWriter, check_dense_dtype, m
 from cnr_store.session import Session
 from cnr_store.storage import object_digest
 from cnr_store.table_codes import Array, array_specs
-from cnr_store.types import JsonValue, RowIds, TableDtype, TableOptions
+from cnr_store.types import JsonValue, Lattice, RowIds, TableDtype, TableOptions
 
 CommitKind = Literal["full", "delta"]
 
@@ -101,6 +103,7 @@ class Transaction:
         self._dense_dtypes: dict[str, str] = {}
         self._dropped_dense: set[str] = set()
         self._created: set[str] = set()
+        self._refined: set[str] = set()
         self._dropped: set[str] = set()
         self._scalars: dict[str, JsonValue] = {}
         self._documents: dict[str, Any] = {}
@@ -345,10 +348,51 @@ class Transaction:
             raise BadInput(f"table {table!r} has hashed keys and no number of rows", table=table)
         if self.kind == "full":
             raise BadInput(f"a full takes the new size from write_table(); resize {table!r} in a delta", table=table)
-        if table in self._rows or table in self._whole:
+        if table in self._rows or table in self._whole or table in self._refined:
             raise BadInput(f"resize table {table!r} before writing its rows", table=table)
         self._tables[table] = msgspec.structs.replace(schema, num_rows=num_rows)
         self._session.mirrors.stage_resize(table, self._tables[table], self._session.workers)
+
+    def refine_scale(self, table: str, halvings: int = 1) -> None:
+        """Halve a lattice's step ``halvings`` times, from this delta on: later saves are that much more exact.
+
+        Only in the first save after `Writer.restore`, when the live values are those of the mirror, so that every code
+        goes over exactly (design, section 4); the record says so in ``shift``. Rows of the table come after it, and are
+        best all touched ones. Blocks; memory: a second copy of the table's codes until the commit.
+
+        Raises
+        ------
+        TableNotFound
+        BadInput
+            Not the first save after a restore, no lattice with a mirror, or codes would leave their range.
+        """
+        self._check_open()
+        schema = self._schema(table)
+        session = self._session
+        is_first = self.kind == "delta" and session.is_restored and self._keep == len(session.head.record.chain)
+        if not is_first:
+            raise BadInput(
+                f"the scale of table {table!r} can be refined only in the first delta after a restore", table=table
+            )
+        if not isinstance(schema.encoding, Lattice) or session.mirrors.get(table) is None:
+            raise BadInput(f"table {table!r} is no lattice with a mirror; nothing to refine", table=table)
+        if table in self._rows or table in self._whole or table in self._refined:
+            raise BadInput(f"refine table {table!r} once, before writing its rows", table=table)
+        halvings = _checked_size(table, "halvings", halvings, least=1)
+        finer = msgspec.structs.replace(schema, shift=schema.shift + halvings)
+        smallest = schema.encoding.scale * 0.5**finer.shift
+        if (
+            finer.shift > MAX_SHIFT
+            or smallest < MIN_SCALE
+            or not session.mirrors.stage_refine(table, finer, halvings, session.workers)
+        ):
+            raise BadInput(
+                f"table {table!r} cannot be refined by {halvings} halvings to a scale of {smallest:g}: codes or the "
+                "scale would leave their range",
+                table=table, found=halvings,
+            )  # fmt: skip
+        self._tables[table] = finer
+        self._refined.add(table)
 
     def drop_table(self, table: str) -> None:
         """Drop a table: from this version on it is not there.

@@ -136,6 +136,7 @@ class Writer:
             # Parts that a writer without a mirror wrote name none; this one keeps it from here on.
             self.mirrors.put(table, codes, codes.digest(self._session.workers) if digest is None else digest)
         self._session.snapshot = snapshot
+        self._session.is_restored = True
         return snapshot
 
     def begin(self, step: int, kind: CommitKind = "delta", *, base: Base = "head") -> Transaction:
