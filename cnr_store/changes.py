@@ -60,13 +60,13 @@ class StagedRows:
     lists: dict[str, StagedList] = field(default_factory=dict)
     digest: int | None = None
 
-    def apply(self, mirror: TableCodes) -> None:
-        """Move the mirror to what was staged; call once, after the commit has won."""
+    def apply(self, mirror: TableCodes, workers: Workers) -> None:
+        """Move the mirror to what was staged; call once, after the commit has won. Blocks; runs on ``workers``."""
         for operation, staged in self.lists.items():
             status = {"add": CODED, "set": CODED, "delete": ABSENT, "escape": ESCAPED}[operation]
             if operation in ("add", "set"):
                 for name in mirror.arrays:
-                    _move(mirror, name, staged, adds=operation == "add")
+                    _move(mirror, name, staged, workers, adds=operation == "add")
             if operation != "add":
                 mirror.mark(staged.rows, status)
             if operation == "escape":
@@ -543,21 +543,31 @@ def _escape_list(specs: Mapping[str, ArraySpec], given: Given) -> StagedList:
     )
 
 
-def _move(mirror: TableCodes, name: str, staged: StagedList, *, adds: bool) -> None:
+def _move(mirror: TableCodes, name: str, staged: StagedList, workers: Workers, *, adds: bool) -> None:
     codes = np.ascontiguousarray(_columns(staged.arrays[name]))
     held = mirror.arrays[name]
-    wraps = not isinstance(mirror.specs[name].encoding, Lattice)
-    if adds and wraps and held.dtype == np.int32:
-        kernels.add_codes_wrapping(held, staged.rows, mirror.start, codes)
-        return
-    move: Callable[..., int] = kernels.add_codes if adds else kernels.put_codes
-    done = move(held, staged.rows, mirror.start, codes, 0)
-    if done >= 0:
-        if adds:  # The kernel stopped after it wrapped this row in int16; wrapping back restores it.
+    wraps = adds and held.dtype == np.int32 and not isinstance(mirror.specs[name].encoding, Lattice)
+    kernel: Callable[..., int] = kernels.add_codes if adds else kernels.put_codes
+
+    def move(start: int, stop: int) -> int:
+        """Return the position that an int16 mirror cannot hold, or ``stop``."""
+        rows, block = staged.rows[start:stop], codes[start:stop]
+        if wraps:
+            kernels.add_codes_wrapping(held, rows, mirror.start, block)
+            return stop
+        done = int(kernel(held, rows, mirror.start, block, 0))
+        return stop if done < 0 else start + done
+
+    ranges = blocks(len(codes), ENCODE_ROWS)
+    reached = workers.run(partial(move, start, stop) for start, stop in ranges)
+    rest = [(done, stop) for done, (_, stop) in zip(reached, ranges, strict=True) if done < stop]
+    if rest:
+        for done, _ in rest if adds else []:
+            # The kernel stopped after it wrapped this row in int16; wrapping back restores it.
             held[staged.rows[done] - mirror.start] -= codes[done].astype(np.int16)
         mirror.widen(name)
-        rest = slice(int(done), None)
-        move(mirror.arrays[name], staged.rows[rest], mirror.start, codes[rest], 0)
+        for start, stop in rest:
+            kernel(mirror.arrays[name], staged.rows[start:stop], mirror.start, codes[start:stop], 0)
 
 
 def _overlaid_dtype(name: str, held: Array, staged: StagedRows | None) -> np.dtype[Any]:

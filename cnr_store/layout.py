@@ -18,6 +18,9 @@ RECEIPT = "_receipt.json"
 MAX_NAME_BYTES = 1024
 """Longest table, tensor or slot name in UTF-8 bytes."""
 
+MAX_NODE_BYTES = 255
+"""Longest path component that every file system takes."""
+
 _SAFE = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-")
 _POSITION = re.compile(r"^commits/(\d{20})\.json$")
 _SEGMENT = re.compile(r"^\d{20}-[0-9a-f]{32}$")
@@ -93,6 +96,11 @@ def encode_name(name: str) -> str:
     encoded = "".join(chr(b) if chr(b) in _SAFE else f"%{b:02X}" for b in name.encode())
     if set(encoded) == {"."} or encoded.startswith("__") or encoded in (ROOT_GROUP, RECEIPT):
         encoded = f"%{ord(encoded[0]):02X}{encoded[1:]}"
+    if len(encoded) > MAX_NODE_BYTES:
+        raise BadName(
+            f"name {name[:80]!r}... has {len(encoded)} bytes as a path; at most {MAX_NODE_BYTES} fit a file name",
+            expected=MAX_NODE_BYTES, found=len(encoded),
+        )  # fmt: skip
     return encoded
 
 

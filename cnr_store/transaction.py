@@ -546,7 +546,7 @@ class Transaction:
             mirror = mirrors.get(table)
             if mirror is not None:
                 for staged in changes:
-                    staged.apply(mirror)
+                    staged.apply(mirror, self._session.workers)
                 mirrors.put(table, mirror, self._digests.get(table, mirrors.digest(table)))
         mirrors.options.update(self._bad_rows)
         mirrors.keep_only(self._tables)

@@ -49,6 +49,9 @@ def test_names_have_one_spelling() -> None:
     assert encode_name("ü") == "%C3%BC"
     for text in spelled:
         check_relative_path(text)
+    assert len(encode_name("ü" * 42)) == 252
+    with pytest.raises(BadName, match="255"):
+        encode_name("ü" * 43)
 
 
 def test_canonical_json_has_one_form() -> None:
