@@ -1,0 +1,97 @@
+"""A writer's mirrors: staged changes show only to their transaction, and files go with the writer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cnr_store import Store, TableOptions, Writer
+from cnr_store.storage import storage_from_filesystem
+from cnr_store.testing.faulty import IsolatedMemoryFileSystem
+
+
+def writer_of(mirror: Any = "memory", folder: Path | None = None) -> tuple[Store, Writer]:
+    store = Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=1)
+    writer = store.writer(mirror=mirror, mirror_folder=None if folder is None else str(folder))
+    with writer.begin(1) as txn:
+        txn.write_table("t", np.ones((6, 2), np.float32), options=TableOptions(scale=0.5))
+        txn.write_table("e", np.ones((6, 2), np.float32), options=TableOptions.exact())
+        txn.write_table("a", np.ones((6, 2), np.float32), options=TableOptions(encoding="affine", bits=4))
+    return store, writer
+
+
+def test_memory_is_what_was_stated() -> None:
+    _, writer = writer_of()
+    assert writer.mirror_nbytes == 6 * 2 * 2 + 6 * 2 * 4
+    assert "a" not in writer.mirrors
+    writer.close()
+    assert writer.mirror_nbytes == 0
+    assert writer_of("none")[1].mirror_nbytes == 0
+
+
+def test_files_of_a_mirror_lie_in_its_folder_and_go_with_the_writer(tmp_path: Path) -> None:
+    store, writer = writer_of("mmap", tmp_path)
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 2
+    mirror = writer.mirrors.get("t")
+    assert mirror is not None
+    assert isinstance(mirror.arrays["codes"], np.memmap)
+    with writer.begin(2) as txn:
+        txn.write_rows("t", np.asarray([3]), np.full((1, 2), 4, np.float32))
+    assert store.snapshot().table("t").read()[3].tolist() == [4, 4]
+    writer.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("mirror", ["memory", "mmap"])
+@pytest.mark.parametrize("rows", [0, 3, 6, 9])
+def test_a_resize_is_seen_by_its_transaction_alone_until_it_wins(mirror: Any, rows: int) -> None:
+    store, writer = writer_of(mirror)
+    before = writer.mirrors.digest("t")
+    txn = writer.begin(2)
+    txn.resize_table("t", rows)
+    staged = writer.mirrors.get("t")
+    assert staged is not None
+    assert staged.num_rows == rows
+    assert writer.mirrors.committed_digest("t") == before
+    assert (writer.mirrors.digest("t") == before) == (rows >= 6)
+    txn.abort()
+    kept = writer.mirrors.get("t")
+    assert kept is not None
+    assert kept.num_rows == 6
+    assert writer.mirrors.digest("t") == kept.digest() == before
+    with writer.begin(3) as txn:
+        txn.resize_table("t", rows)
+    grown = writer.mirrors.get("t")
+    assert grown is not None
+    assert grown.num_rows == rows
+    assert grown.digest() == writer.mirrors.digest("t")
+    expected = np.zeros((rows, 2), np.float32)
+    expected[:6] = 1
+    assert np.array_equal(store.snapshot().table("t").read(), expected)
+    writer.close()
+
+
+def test_a_table_that_gets_an_encoding_without_a_mirror_loses_its_mirror() -> None:
+    """A full of a writer that had lost its place left the old codes, and the next delta was a difference to them."""
+    store, writer = writer_of()
+    store.rollback(writer.head.record.v)
+    with pytest.raises(Exception, match="changed the training state"):
+        writer.begin(2).commit()
+    with writer.begin(3, "full") as txn:
+        txn.write_table("t", np.ones((6, 2), np.float32), options=TableOptions(encoding="affine", bits=4))
+        txn.drop_table("e")
+        txn.drop_table("a")
+    assert "t" not in writer.mirrors
+    with writer.begin(4) as txn:
+        txn.write_rows("t", np.asarray([2]), np.full((1, 2), 4, np.float32))
+    assert store.snapshot().table("t").read()[:, 0].tolist() == [1, 1, 4, 1, 1, 1]
+
+
+def test_options_end_with_their_table() -> None:
+    _, writer = writer_of("none")
+    with writer.begin(2) as txn:
+        txn.drop_table("a")
+    assert sorted(writer.mirrors.options) == ["e", "t"]
