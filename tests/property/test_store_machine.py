@@ -99,6 +99,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.steps = itertools.count(1)
         self.names = itertools.count()
         self.state = State()
+        self.is_fresh = False
         self.by_version: dict[int, State] = {}
         self.tagged: dict[str, State] = {}
         self.changed: dict[str, set[int]] = {}
@@ -201,6 +202,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def won(self, state: State, changed: dict[str, set[int]] | None) -> None:
         """A save was acknowledged; ``changed`` is None for a full."""
+        self.is_fresh = False
         self.state = state
         self.by_version[self.writer.head.record.v] = state.copy()
         if changed is None:
@@ -208,6 +210,19 @@ class StoreMachine(RuleBasedStateMachine):
         else:
             for name, rows in changed.items():
                 self.changed.setdefault(name, set()).update(rows)
+
+    def refine(self, txn: Transaction, state: State) -> None:
+        """Halve the scales of lattices behind a restore: what was restored is what is trained on."""
+        for name, table in state.tables.items():
+            if table.kind not in ("lattice", "lattice_wide") or self.writer.mirrors.get(name) is None:
+                continue
+            try:
+                txn.refine_scale(name)
+            except BadInput:
+                continue  # some code would leave the range
+            coded = table.status == CODED
+            table.values[coded] = table.expected()["values"][coded]
+            table.scale = table.step / 2
 
     # Rules.
 
@@ -286,6 +301,8 @@ class StoreMachine(RuleBasedStateMachine):
         self, txn: Transaction, state: State, changed: dict[str, set[int]], resize: int, new: str | None, what: str,
         one_shot: bool,
     ) -> None:  # fmt: skip
+        if self.is_fresh and not one_shot and what == "rows":
+            self.refine(txn, state)
         names = sorted(state.tables)
         if what == "drop" and names:
             txn.drop_table(names[0])
@@ -413,6 +430,7 @@ class StoreMachine(RuleBasedStateMachine):
             for name, t in self.state.tables.items()
         }
         writer.restore(outputs if in_outputs else None)
+        self.is_fresh = True
         if in_outputs:
             for name, arrays in outputs.items():
                 expected = self.state.tables[name].expected()
