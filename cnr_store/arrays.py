@@ -147,9 +147,7 @@ def decode_chunk(entry: ArrayEntry, data: bytes, out: npt.NDArray[Any], where: s
         try:
             progress = standalone.simple_decompress_into(payload, flat)
         except (RuntimeError, TypeError) as error:
-            raise CorruptObject(
-                f"{where} is no pcodec stream of {entry.dtype}: {error}", path=where
-            ) from error
+            raise CorruptObject(f"{where} is no pcodec stream of {entry.dtype}: {error}", path=where) from error
         found = progress.n_processed if progress.finished else f"more than {flat.size}"
     elif entry.codec == "zstd":
         size = _zstd_content_size(payload)

@@ -48,9 +48,7 @@ def segment_name(base: int, txn: str) -> str:
 def check_segment_name(name: str) -> None:
     """Raise `BadName` unless ``name`` is a segment folder name (it may come from a hostile record)."""
     if not _SEGMENT.match(name):
-        raise BadName(
-            f"{name[:80]!r} is not a segment name; expected <20 digits>-<32 hex digits>", found=name[:80]
-        )
+        raise BadName(f"{name[:80]!r} is not a segment name; expected <20 digits>-<32 hex digits>", found=name[:80])
 
 
 def segment_prefix(name: str) -> str:
@@ -87,7 +85,8 @@ def encode_name(name: str) -> str:
     """Return ``name`` as one Zarr node name: percent-encoded to ``[A-Za-z0-9._-]`` and ``%``.
 
     Names that Zarr v3 or this format keep for themselves (only dots, a ``__`` prefix, ``zarr.json``,
-    ``_receipt.json``) get their first character encoded too, so every non-empty name has a node and the mapping is one to one.
+    ``_receipt.json``) get their first character encoded too, so every non-empty name has a node and the mapping
+    is one to one.
 
     >>> encode_name("model.ebc/user:0")
     'model.ebc%2Fuser%3A0'
@@ -111,8 +110,6 @@ def check_name(name: str) -> None:
     except UnicodeEncodeError as error:
         raise BadName(f"name {name!r} is not valid Unicode", found=name) from error
     if not 0 < size <= MAX_NAME_BYTES:
-        raise BadName(
-            f"a name has 1 to {MAX_NAME_BYTES} bytes, found {size}", expected=MAX_NAME_BYTES, found=size
-        )
+        raise BadName(f"a name has 1 to {MAX_NAME_BYTES} bytes, found {size}", expected=MAX_NAME_BYTES, found=size)
     if any(ord(char) < 32 or ord(char) == 127 for char in name):
         raise BadName(f"name {name!r} holds a control character", found=name)

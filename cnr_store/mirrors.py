@@ -17,7 +17,7 @@ from cnr_store.types import MAX_CODE, TableOptions
 from cnr_store.workers import Workers, blocks
 
 MirrorMode = Literal["memory", "mmap", "none"]
-"""``memory``: 2 bytes per element (4 in exact mode). ``mmap``: the same in files. ``none``: deltas hold ``set`` rows."""
+"""``memory``: 2 bytes per element (4 in exact mode). ``mmap``: the same in files. ``none``: deltas are ``set`` rows."""
 
 logger = logging.getLogger(__name__)
 

@@ -55,7 +55,7 @@ def check_receipts(receipts: Sequence[Receipt], *, world: int, l0: int, base: Ma
     for receipt in receipts:
         if receipt.l0 != l0:
             raise DoesNotApply(
-                f"rank {receipt.rank} staged a delta from logical {receipt.l0}, the commit builds on {l0}; restore first",
+                f"rank {receipt.rank} staged a delta from logical {receipt.l0}, the commit is on {l0}; restore first",
                 expected=l0, found=receipt.l0,
             )  # fmt: skip
         for part in receipt.parts:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -380,7 +381,7 @@ class _Target:
 def _may_overlap(steps: Sequence[Step]) -> bool:
     """Whether the row ranges of two chunks intersect; chunks of one list never do."""
     spans = sorted((step.part.columns, step.first, step.last) for step in steps)
-    return any(a[0] == b[0] and b[1] <= a[2] for a, b in zip(spans, spans[1:], strict=False))
+    return any(a[0] == b[0] and b[1] <= a[2] for a, b in pairwise(spans))
 
 
 def _in_two_lists(step: Step, row: int) -> CorruptStore:

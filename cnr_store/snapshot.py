@@ -280,7 +280,7 @@ class TableView:
             )  # fmt: skip
         if out.dtype != carrier(spec.dtype):
             raise BadDtype(
-                f"{spec.name} of table {self.name!r} is {spec.dtype}, held in numpy {carrier(spec.dtype)}; found {out.dtype}",
+                f"{spec.name} of table {self.name!r} is {spec.dtype}, kept as {carrier(spec.dtype)}, found {out.dtype}",
                 table=self.name, expected=str(carrier(spec.dtype)), found=str(out.dtype),
             )  # fmt: skip
         return out.reshape(rows, spec.width) if out.ndim == 1 else out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import os
 import socket
 import time
@@ -129,8 +129,9 @@ class Store:
         if not unsafe_single_writer:
             storage.probe()
         identity = Identity(
-            format=FORMAT, major=MAJOR, minor=MINOR, store_uuid=uuid.uuid4().hex, created_ms=time.time_ns() // 1_000_000,
-            hash="sha256", exclusive_create="unsafe_single_writer" if unsafe_single_writer else "verified", profile=profile,
+            format=FORMAT, major=MAJOR, minor=MINOR, hash="sha256", profile=profile,
+            store_uuid=uuid.uuid4().hex, created_ms=time.time_ns() // 1_000_000,
+            exclusive_create="unsafe_single_writer" if unsafe_single_writer else "verified",
         )  # fmt: skip
         data = canonical_json(identity)
         outcome = storage.create(layout.IDENTITY, data)
@@ -237,7 +238,7 @@ class Store:
         *,
         step: int | None = None,
         tag: str | None = None,
-        time: datetime.datetime | None = None,
+        time: dt.datetime | None = None,
     ) -> Snapshot:
         """Open a state: the latest, or the one of a version, training step, tag or time (at most one of them).
 

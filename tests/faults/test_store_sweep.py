@@ -1,7 +1,8 @@
-"""A single writer's life with every fault at every storage call: a fresh process sees an acknowledged state, bit for bit."""
+"""A single writer's life with every fault at every storage call: a fresh process sees an acknowledged state."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,7 +105,7 @@ def same(left: State, right: State) -> bool:
 
 
 class Life:
-    """Baseline, deltas, a delete, an empty delta, tag, rollback, restore, a full from the mirror; retried as a trainer would."""
+    """Baseline, deltas, a delete, tag, rollback, restore, a full from the mirror; retried as a trainer would."""
 
     def __init__(self, *, starts_empty: bool) -> None:
         self.starts_empty = starts_empty
@@ -198,7 +199,9 @@ class Life:
             return
         oldest = acknowledged[-1] if acknowledged else 0
         seen = read(store)
-        assert any(same(seen, state) for state in self.possible[oldest:]), "the head is no acknowledged or attempted state"
+        assert any(same(seen, state) for state in self.possible[oldest:]), (
+            "the head is no acknowledged or attempted state"
+        )
         tags = store.tags()
         if "good" in tags:
             store.snapshot(tag="good").table("coarse").read()
@@ -228,7 +231,7 @@ CI_FAULTS = (FaultKind.CRASH, FaultKind.CRASH_AFTER, FaultKind.FAIL_BEFORE, Faul
 @pytest.mark.parametrize("starts_empty", [True, False])
 def test_single_writer_survives_a_fault_at_any_third_storage_call(starts_empty: bool) -> None:
     report = sweep(Life(starts_empty=starts_empty), CI_FAULTS, every=3)
-    print(report)
+    sys.stdout.write(f"{report}\n")
 
     assert not report.failures, str(report)
 
@@ -239,6 +242,6 @@ def test_single_writer_survives_a_fault_at_any_third_storage_call(starts_empty: 
 @pytest.mark.parametrize("calls_hit", [1, 40])
 def test_single_writer_survives_every_fault_at_every_storage_call(starts_empty: bool, calls_hit: int) -> None:
     report = sweep(Life(starts_empty=starts_empty), calls_hit=calls_hit)
-    print(report)
+    sys.stdout.write(f"{report}\n")
 
     assert not report.failures, str(report)

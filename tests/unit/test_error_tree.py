@@ -52,9 +52,7 @@ TREE = [
 # Second bases: what a caller who does not know this library would catch.
 BUILTIN_BASES = {"NotFound": KeyError, "BadInput": ValueError}
 
-CLASSES = [
-    value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, CnrStoreError)
-]
+CLASSES = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, CnrStoreError)]
 DETAILS = {"path": "data/x/rows", "table": "user", "version": 0, "expected": [4096, 8], "found": [4000, 8]}
 
 

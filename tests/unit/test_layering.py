@@ -264,8 +264,7 @@ def test_nothing_is_printed_outside_the_command_line() -> None:
         for folder in (LIBRARY, GPU)
         for file in sources(folder)
         for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.Call)
-        and ast.unparse(node.func) in {"print", "sys.stdout.write", "sys.stderr.write"}
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {"print", "sys.stdout.write", "sys.stderr.write"}
     ]
 
     assert printed == []

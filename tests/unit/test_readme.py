@@ -14,7 +14,9 @@ def test_the_example_runs_and_continues(tmp_path: Path) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
 
     for _ in range(2):
-        done = subprocess.run([sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip() == "(2, 32)"
     assert len(list((tmp_path / "ten-lines-store" / "commits").iterdir())) >= 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,7 @@ def test_a_commit_costs_the_same_after_ten_and_after_a_thousand_versions() -> No
     for version in (10, 1_000):
         while writer.head.record.v < version or len(writer.head.record.chain) < 5:
             writer.begin(writer.head.record.step + 1).commit()
-        costs[version] = cost(fs, lambda: save(writer, 5_000 + version))
+        costs[version] = cost(fs, partial(save, writer, 5_000 + version))
         assert writer.head.record.kind == "delta"
 
     assert costs[10] == costs[1_000]
