@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from cnr_store import tree
+from cnr_store.assembly import Assembly, DenseTensors
 from cnr_store.changes import (
     Given,
     StagedRows,
@@ -30,6 +31,7 @@ from cnr_store.changes import (
 )
 from cnr_store.encodings.widths import carrier
 from cnr_store.errors import BadDtype, BadInput, BadRowIds, BadShape, CommitStateUnknown, TableNotFound
+from cnr_store.inputs import check_arrays, check_json, checked_size, needs_sample, own_row_ids
 from cnr_store.layout import check_name, segment_name, writer_folder
 from cnr_store.mirrors import Mirrors
 from cnr_store.options import sample_of, table_dtype, table_schema
@@ -40,25 +42,17 @@ from cnr_store.records import (
     MAX_SHIFT,
     MIN_SCALE,
     ChainEntry,
-    DenseEntry,
     Manifest,
     PartEntry,
-    RowListEntry,
     TableSchema,
-    canonical_json,
 )
 from cnr_store.restore import rows_since
-from cnr_store.rows import check_row_ids
 from cnr_store.segment import SegmentReader, SegmentWriter, check_dense_dtype, merge_receipts, write_manifest
 from cnr_store.session import Session
-from cnr_store.storage import object_digest
-from cnr_store.table_codes import Array, array_specs
+from cnr_store.table_codes import Array
 from cnr_store.types import JsonValue, Lattice, RowIds, TableDtype, TableOptions
 
 CommitKind = Literal["full", "delta"]
-
-_MAX_ELEMENTS = 1 << 50
-"""A table beyond this is refused by every reader."""
 
 
 class Transaction:
@@ -88,20 +82,16 @@ class Transaction:
         self._l0 = 0 if kind == "full" else record.chain[keep - 1].l1
         self._segment = segment_name(record.v, self.txn)
         self._attempt = self.txn[:8]
-        self._folder_of_writer = writer_folder(0, self._attempt)
-        self._out = SegmentWriter(
-            session.storage, self._segment, profile=session.profile, folder=self._folder_of_writer,
+        out = SegmentWriter(
+            session.storage, self._segment, profile=session.profile, folder=writer_folder(0, self._attempt),
             workers=session.workers, throttle=session.throttle,
         )  # fmt: skip
-        self._entries: dict[str, dict[str, RowListEntry]] = {}
-        self._folders: set[str] = set()
+        self._assembly = Assembly(out)
         self._rows: dict[str, list[StagedRows]] = {}
         self._whole: dict[str, StagedTable] = {}
         self._digests: dict[str, int | None] = {}
         self._bad_rows: dict[str, TableOptions] = {}
-        self._dense: dict[str, Array] = {}
-        self._dense_dtypes: dict[str, str] = {}
-        self._dropped_dense: set[str] = set()
+        self._dense = DenseTensors()
         self._created: set[str] = set()
         self._refined: set[str] = set()
         self._dropped: set[str] = set()
@@ -171,7 +161,7 @@ class Transaction:
                 f"table {table!r} has dtype {dtype!r}; use one of {get_args(TableDtype)}",
                 table=table, expected=list(get_args(TableDtype)), found=dtype,
             )  # fmt: skip
-        dim = _checked_size(table, "dim", dim, least=1)
+        dim = checked_size(table, "dim", dim, least=1)
         rows = np.zeros((0, dim), carrier(dtype)) if sample is None else np.asarray(sample)  # type: ignore[arg-type]
         if rows.ndim != 2 or rows.shape[1] != dim or rows.dtype != carrier(dtype):  # type: ignore[arg-type]
             raise BadShape(
@@ -187,7 +177,7 @@ class Transaction:
             for name, kind in (slots or {}).items()
         }
         chosen = options or TableOptions()
-        if rows.shape[0] == 0 and _needs_sample(chosen, dtype):
+        if rows.shape[0] == 0 and needs_sample(chosen, dtype):
             raise BadInput(
                 f"table {table!r}: a scale for bits= is chosen on a sample; give sample= or scale=", table=table
             )
@@ -242,12 +232,14 @@ class Transaction:
         dtype = table_dtype(values, table)
         if len(values.shape) != 2 or values.shape[1] < 1:
             raise BadShape(f"table {table!r} has shape {tuple(values.shape)}; expected (num_rows, dim)", table=table)
-        _checked_size(table, "rows", values.shape[0], dim=values.shape[1])
+        checked_size(table, "rows", values.shape[0], dim=values.shape[1])
         schema = self._schema_for(table, values, dtype, slots, options)
-        arrays = self._check_arrays(table, schema, values.shape[0], values, slots)
+        arrays = check_arrays(table, schema, values.shape[0], values, slots)
         staged = self._stage_whole(table, schema, arrays)
         try:
-            self._write_whole(table, staged)
+            self._tables[table], self._digests[table] = staged.schema, staged.digest
+            self._whole[table] = staged
+            self._assembly.write_table(table, staged)
         except BaseException:
             # Some of its objects are there and some are not: nothing can be put in their place.
             self.abort()
@@ -286,8 +278,8 @@ class Transaction:
         self._check_open()
         schema = self._schema(table)
         hashed = schema.keys == "hashed"
-        row_ids = _own_row_ids(table, row_ids, None if hashed else schema.num_rows)
-        arrays = self._check_arrays(table, schema, len(row_ids), values, slots or {})
+        row_ids = own_row_ids(table, row_ids, None if hashed else schema.num_rows)
+        arrays = check_arrays(table, schema, len(row_ids), values, slots or {})
         self._check_first(table, "add", "set", "escape")
         self._check_disjoint(table, row_ids)
         mirror = self._session.mirrors.get(table)
@@ -320,7 +312,7 @@ class Transaction:
         self._check_open()
         schema = self._schema(table)
         hashed = schema.keys == "hashed"
-        row_ids = _own_row_ids(table, row_ids, None if hashed else schema.num_rows)
+        row_ids = own_row_ids(table, row_ids, None if hashed else schema.num_rows)
         self._check_first(table, "delete")
         self._check_disjoint(table, row_ids)
         if self.kind == "full" and not (table in self._session.mirrors and is_fully_mirrored(schema)):
@@ -343,7 +335,7 @@ class Transaction:
         """
         self._check_open()
         schema = self._schema(table)
-        num_rows = _checked_size(table, "rows", num_rows, dim=schema.dim)
+        num_rows = checked_size(table, "rows", num_rows, dim=schema.dim)
         if schema.keys == "hashed":
             raise BadInput(f"table {table!r} has hashed keys and no number of rows", table=table)
         if self.kind == "full":
@@ -378,7 +370,7 @@ class Transaction:
             raise BadInput(f"table {table!r} is no lattice with a mirror; nothing to refine", table=table)
         if table in self._rows or table in self._whole or table in self._refined:
             raise BadInput(f"refine table {table!r} once, before writing its rows", table=table)
-        halvings = _checked_size(table, "halvings", halvings, least=1)
+        halvings = checked_size(table, "halvings", halvings, least=1)
         finer = msgspec.structs.replace(schema, shift=schema.shift + halvings)
         smallest = schema.encoding.scale * 0.5**finer.shift
         if (
@@ -426,14 +418,14 @@ class Transaction:
         taken: dict[str, Array] = {}
         for name, tensor in tensors.items():
             check_name(name)
-            if name in self._dense or name in self._dropped_dense:
+            if name in self._dense.given or name in self._dense.dropped:
                 raise BadInput(f"dense tensor {name!r} was given twice, or dropped and given", found=name)
             # Not ascontiguousarray, which turns a tensor without dimensions into one of shape (1,).
             array = np.asarray(tensor, order="C")
             taken[name] = array.astype(array.dtype.newbyteorder("="), copy=False)
             check_dense_dtype(name, taken[name].dtype, (dtypes or {}).get(name))
-        self._dense.update(taken)
-        self._dense_dtypes.update({name: dtype for name, dtype in (dtypes or {}).items() if name in taken})
+        self._dense.given.update(taken)
+        self._dense.dtypes.update({name: dtype for name, dtype in (dtypes or {}).items() if name in taken})
 
     def drop_dense(self, name: str) -> None:
         """End a dense tensor: from this version on it is not there.
@@ -446,9 +438,9 @@ class Transaction:
         snapshot = self._session.snapshot
         if snapshot is None or name not in snapshot.dense:
             raise TableNotFound(f"no dense tensor {name!r}", table=name)
-        if name in self._dense:
+        if name in self._dense.given:
             raise BadInput(f"dense tensor {name!r} was given in this transaction", found=name)
-        self._dropped_dense.add(name)
+        self._dense.dropped.add(name)
 
     def put_scalars(self, scalars: Mapping[str, JsonValue]) -> None:
         """Save step counters and other plain JSON values. Like documents they belong to this version alone.
@@ -459,7 +451,7 @@ class Transaction:
             A value that JSON cannot hold, NaN and Inf included.
         """
         self._check_open()
-        _check_json("scalars", scalars)
+        check_json("scalars", scalars)
         self._scalars.update(scalars)
 
     def put_document(self, name: str, value: Any, default: tree.Default | None = None) -> None:
@@ -506,7 +498,7 @@ class Transaction:
                 "(write_rows() for hashed keys) or drop_table()",
                 table=missing[0],
             )
-        _check_json("user", user or {})
+        check_json("user", user or {})
         self._check_one_shot()
         try:
             entry = self._write_segment()
@@ -552,7 +544,7 @@ class Transaction:
         mirrors.keep_only(self._tables)
 
     def _write_segment(self) -> ChainEntry:
-        session = self._session
+        session, out = self._session, self._assembly.out
         if self.kind == "full":
             for table in [name for name in self._tables if name not in self._whole]:
                 if self._tables[table].keys == "dense":
@@ -561,13 +553,14 @@ class Transaction:
             # The rows given of a hashed table are all it has in a full: it has no mirror to lay them over.
             if self.kind == "delta" or self._tables[table].keys == "hashed":
                 for staged in changes:
-                    self._write_lists(table, staged)
+                    self._assembly.write_lists(table, self._tables[table], staged)
         base = self._base_manifest()
         parts = tuple(self._part(table, base) for table in self._tables)
-        self._write_dense()
+        kept = {entry.seg for entry in session.head.record.chain[: self._keep]} if self.kind == "delta" else set()
+        self._assembly.write_dense(self._dense, session.snapshot, kept)
         for name, document in self._documents.items():
-            self._out.write_document(name, document)
-        receipt = self._out.finish(
+            out.write_document(name, document)
+        receipt = out.finish(
             txn=self.txn, rank=0, world=1, attempt=self._attempt, base=session.head.record.v, l0=self._l0, parts=parts
         )
         check_receipts([receipt], world=1, l0=self._l0, base=base)
@@ -578,7 +571,7 @@ class Transaction:
             tables=self._tables, scalars=self._scalars, **merge_receipts([receipt]),
         )  # fmt: skip
         digest, size = write_manifest(session.storage, self._segment, self._manifest)
-        self.size_bytes = size + self._out.size_bytes
+        self.size_bytes = size + out.size_bytes
         return ChainEntry(
             seg=self._segment, sha256=digest, kind=self._manifest.kind, l0=self._l0, l1=l1,
             bytes=self.size_bytes, rows=self._manifest.changed_rows,
@@ -602,24 +595,18 @@ class Transaction:
                     table=table, found=int(missing[0]),
                 )  # fmt: skip
 
+    def _part(self, table: str, base: Manifest | None) -> PartEntry:
+        schema = self._tables[table]
+        mirrors = self._session.mirrors
+        before = None
+        if base is not None and table in base.tables and base.tables[table].generation == schema.generation:
+            before = mirrors.committed_digest(table) if self._keep == len(self._session.head.record.chain) else None
+        return self._assembly.part(table, schema, before, self._digests.get(table, mirrors.digest(table)))
+
     def _base_manifest(self) -> Manifest | None:
         if self.kind == "full" or self._session.snapshot is None:
             return None
         return self._session.snapshot.manifests[self._keep - 1]
-
-    def _part(self, table: str, base: Manifest | None) -> PartEntry:
-        schema = self._tables[table]
-        columns = (0, schema.dim)
-        lists = self._entries.get(table, {})
-        after = self._digests.get(table, self._session.mirrors.digest(table))
-        before = None
-        if base is not None and table in base.tables and base.tables[table].generation == schema.generation:
-            mirrors = self._session.mirrors
-            before = mirrors.committed_digest(table) if self._keep == len(self._session.head.record.chain) else None
-        return PartEntry(
-            table=table, folder=self._out.part_folder(table, columns, schema.dim), rows=(0, schema.num_rows),
-            columns=columns, base_digest=_hex(before), state_digest=_hex(after), **lists,
-        )  # fmt: skip
 
     def _schema(self, table: str) -> TableSchema:
         if table not in self._tables:
@@ -652,33 +639,6 @@ class Transaction:
         head = self._session.head.record.tables.get(table)
         return 1 + max([0, *known, head.generation if head else 0])
 
-    def _check_arrays(
-        self, table: str, schema: TableSchema, rows: int, values: Any, slots: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Check shapes and dtypes against the schema; return array name to what was given."""
-        given = {"codes": values, **{f"slots/{name}": array for name, array in slots.items()}}
-        specs = array_specs(schema)
-        if given.keys() != specs.keys():
-            expected = sorted(schema.slots)
-            raise BadInput(
-                f"table {table!r} has slots {expected}, found {sorted(slots)}; give every slot with the rows",
-                table=table, expected=expected, found=sorted(slots),
-            )  # fmt: skip
-        for name, array in given.items():
-            spec = specs[name]
-            shape = (rows,) if spec.is_vector else (rows, spec.width)
-            if tuple(array.shape) != shape:
-                raise BadShape(
-                    f"{name} of table {table!r} has shape {tuple(array.shape)}, expected {shape}",
-                    table=table, expected=shape, found=tuple(array.shape),
-                )  # fmt: skip
-            if np.dtype(array.dtype) != carrier(spec.dtype):
-                raise BadDtype(
-                    f"{name} of table {table!r} has dtype {array.dtype}, expected {carrier(spec.dtype)}",
-                    table=table, expected=str(carrier(spec.dtype)), found=str(array.dtype),
-                )  # fmt: skip
-        return given
-
     def _stage_whole(self, table: str, schema: TableSchema, arrays: Mapping[str, Any]) -> StagedTable:
         mirrors = self._session.mirrors
         if table in mirrors and self._session.is_synced and table in self._before:
@@ -691,38 +651,15 @@ class Transaction:
             workers=self._session.workers,
         )  # fmt: skip
 
-    def _write_whole(self, table: str, staged: StagedTable) -> None:
-        self._tables[table] = staged.schema
-        self._whole[table] = staged
-        self._digests[table] = staged.digest
-        folder = self._group(table)
-        entries: dict[str, RowListEntry] = {}
-        if staged.rows is not None:
-            entries["set"] = self._out.write_row_list(f"{folder}/set", staged.rows, self._attributes(table, "set"))
-        if staged.escape is not None:
-            entries["escape"] = self._out.write_row_list(
-                f"{folder}/escape", staged.escape.row_list(), self._attributes(table, "escape")
-            )
-        self._entries[table] = entries
-
     def _write_from_mirror(self, table: str) -> None:
         mirror = self._session.mirrors.get(table)
         assert mirror is not None  # needs_whole_tables has refused the others
-        changes = self._rows.get(table, [])
         merged = StagedRows(self._tables[table], digest=self._digests.get(table, self._session.mirrors.digest(table)))
-        for staged in changes:
+        for staged in self._rows.get(table, []):
             merged.lists |= staged.lists
         whole = stage_mirror(self._tables[table], mirror, merged)
         self._digests[table] = whole.digest
-        folder = self._group(table)
-        entries = {}
-        if whole.rows is not None:
-            entries["set"] = self._out.write_row_list(f"{folder}/set", whole.rows, self._attributes(table, "set"))
-        if whole.escape is not None:
-            entries["escape"] = self._out.write_row_list(
-                f"{folder}/escape", whole.escape.row_list(), self._attributes(table, "escape")
-            )
-        self._entries[table] = entries
+        self._assembly.write_table(table, whole)
 
     def _keep_rows(self, table: str, staged: StagedRows) -> None:
         before = self._digests.get(table)
@@ -733,32 +670,11 @@ class Transaction:
         self._digests[table] = staged.digest
         self._rows.setdefault(table, []).append(staged)
 
-    def _write_lists(self, table: str, staged: StagedRows) -> None:
-        entries = self._entries.setdefault(table, {})
-        for operation, item in staged.lists.items():
-            folder = self._group(table)
-            entries[operation] = self._out.write_row_list(
-                f"{folder}/{operation}", item.row_list(), self._attributes(table, operation)
-            )
-
-    def _group(self, table: str) -> str:
-        """Put the part's group document once and return its folder."""
-        schema = self._tables[table]
-        folder = self._out.part_folder(table, (0, schema.dim), schema.dim)
-        if folder not in self._folders:
-            self._folders.add(folder)
-            self._out.write_group(
-                folder,
-                {"table": table, "rows": [0, schema.num_rows], "columns": [0, schema.dim], "schema": _plain(schema)},
-            )
-        return folder
-
-    def _attributes(self, table: str, operation: str) -> dict[str, JsonValue]:
-        return {"table": table, "operation": operation, "encoding": _plain(self._tables[table].encoding)}
-
     def _check_first(self, table: str, *operations: str) -> None:
         wanted = set(operations)
-        done = {op for staged in self._rows.get(table, []) for op in staged.lists} | set(self._entries.get(table, {}))
+        done = {op for staged in self._rows.get(table, []) for op in staged.lists} | set(
+            self._assembly.entries.get(table, {})
+        )
         if table in self._whole or (done & wanted if wanted else done):
             raise BadInput(
                 f"table {table!r} was written in this transaction already; give its rows at once", table=table
@@ -774,73 +690,6 @@ class Transaction:
                         table=table, found=int(both[0]),
                     )  # fmt: skip
 
-    def _write_dense(self) -> None:
-        """Write changed dense tensors and those whose bytes would leave the chain; reference the others."""
-        before = self._session.snapshot
-        known: dict[str, DenseEntry] = {}
-        if before is not None and not before.is_empty:
-            here = before.readers[-1].name
-            known = {n: msgspec.structs.replace(old, segment=old.segment or here) for n, old in before.dense.items()}
-        chain = self._session.head.record.chain
-        kept = {entry.seg for entry in chain[: self._keep]} if self.kind == "delta" else set()
-        changed: dict[str, Array] = {}
-        for name in [*self._dense, *(name for name in known if name not in self._dense)]:
-            old_entry = known.get(name)
-            tensor = self._dense.get(name)
-            is_kept = old_entry is not None and old_entry.segment in kept
-            if name in self._dropped_dense:
-                continue
-            if old_entry is not None and is_kept and (tensor is None or self._is_same(name, tensor, old_entry)):
-                self._out.reference_dense(name, old_entry)
-            elif tensor is not None:
-                changed[name] = tensor
-            elif before is not None and old_entry is not None:
-                changed[name] = before.read_dense(name)
-                self._dense_dtypes.setdefault(name, old_entry.dtype)
-        self._out.write_dense(changed, self._dense_dtypes)
-
-    def _is_same(self, name: str, tensor: Array, old: DenseEntry) -> bool:
-        dtype = self._dense_dtypes.get(name, tensor.dtype.name)
-        if (old.shape, old.dtype) != (tensor.shape, dtype):
-            return False
-        return old.digest == object_digest(tensor.reshape(-1).view(np.uint8).data)
-
     def _check_open(self) -> None:
         if self._ended or self._session.open is not self:
             raise BadInput("the transaction has ended; begin another one")
-
-
-def _own_row_ids(table: str, row_ids: RowIds, num_rows: int | None) -> RowIds:
-    """Check row ids and copy them: they are needed until the commit, and the caller may reuse the array."""
-    if not isinstance(row_ids, np.ndarray):
-        raise BadRowIds(
-            f"row ids of table {table!r} must be an int64 array, found {type(row_ids).__name__}",
-            table=table, expected="int64 (n,)", found=type(row_ids).__name__,
-        )  # fmt: skip
-    return check_row_ids(row_ids, num_rows, table=table).copy()
-
-
-def _checked_size(table: str, what: str, size: Any, *, dim: int = 1, least: int = 0) -> int:
-    if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < least or size * dim > _MAX_ELEMENTS:
-        raise BadShape(f"table {table!r} cannot have {size!r} {what}", table=table, expected=least, found=size)
-    return int(size)
-
-
-def _check_json(what: str, values: Mapping[str, JsonValue]) -> None:
-    try:
-        canonical_json(dict(values))
-    except (TypeError, ValueError, msgspec.MsgspecError) as error:
-        raise BadInput(f"{what} cannot be stored as JSON: {error}", found=what) from error
-
-
-def _hex(digest: int | None) -> str | None:
-    return None if digest is None else f"{digest:016x}"
-
-
-def _plain(document: Any) -> JsonValue:
-    return msgspec.to_builtins(document)
-
-
-def _needs_sample(options: TableOptions, dtype: str) -> bool:
-    name = options.encoding or ("lattice" if dtype == "float32" else "float_bits")
-    return name == "lattice" and options.scale is None and options.max_error is None

@@ -24,7 +24,7 @@ PARTS = DOCUMENTS | {"storage", "encodings", "rows", "arrays", "workers"}
 FORMAT = PARTS | {"rebase", "log", "segment", "table_codes", "replay", "tree"}
 CODEC = PARTS | {"segment", "table_codes"}
 READING = FORMAT | {"restore", "snapshot"}
-STAGING = READING | {"options", "changes", "mirrors", "planning"}
+STAGING = READING | {"options", "changes", "mirrors", "planning", "inputs", "assembly"}
 WRITING = STAGING | {"session", "transaction", "writer"}
 DECISIONS = {"policy", "retention", "planning"}
 ENGINE = WRITING | DECISIONS | {"store", "sizes"}
@@ -59,6 +59,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "options": WORDS | {"records", "encodings"},
     "changes": CODEC,
     "mirrors": CODEC,
+    "inputs": CODEC,
+    "assembly": READING | {"changes"},
     "session": READING | {"mirrors"},
     "transaction": STAGING | {"session"},
     "writer": STAGING | {"session", "transaction"},

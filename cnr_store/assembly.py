@@ -1,0 +1,127 @@
+"""Lay out one writer's side of a segment: table groups, row lists, dense packs, and the lines about them.
+
+The transaction decides what is saved; this puts it where the format says (spec, sections 4.1 to 4.6). Blocking.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from cnr_store.changes import StagedRows, StagedTable
+from cnr_store.records import DenseEntry, PartEntry, RowListEntry, TableSchema
+from cnr_store.segment import SegmentWriter
+from cnr_store.snapshot import Snapshot
+from cnr_store.storage import object_digest
+from cnr_store.table_codes import Array
+from cnr_store.types import JsonValue
+
+
+@dataclass(slots=True)
+class DenseTensors:
+    """What a transaction says of dense tensors: new values, logical dtypes where numpy has none, names that end."""
+
+    given: dict[str, Array] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
+    dropped: set[str] = field(default_factory=set)
+
+    def is_unchanged(self, name: str, old: DenseEntry) -> bool:
+        """Whether the tensor given has the bytes, dtype and shape of ``old``."""
+        tensor = self.given[name]
+        if (old.shape, old.dtype) != (tensor.shape, self.dtypes.get(name, tensor.dtype.name)):
+            return False
+        return old.digest == object_digest(tensor.reshape(-1).view(np.uint8).data)
+
+
+class Assembly:
+    """Puts staged tables and tensors into a segment and remembers the manifest's entries for them.
+
+    Attributes
+    ----------
+    out
+        The segment's writer.
+    entries
+        Table to operation to the row list that was written.
+    """
+
+    def __init__(self, out: SegmentWriter) -> None:
+        self.out = out
+        self.entries: dict[str, dict[str, RowListEntry]] = {}
+        self._folders: set[str] = set()
+
+    def write_table(self, table: str, staged: StagedTable) -> None:
+        """Write all rows of a table: coded rows as ``set``, exact ones as ``escape``."""
+        entries = self.entries.setdefault(table, {})
+        lists = {"set": staged.rows, "escape": None if staged.escape is None else staged.escape.row_list()}
+        folder = self._group(table, staged.schema)
+        for operation, row_list in lists.items():
+            if row_list is not None:
+                attributes = _attributes(table, staged.schema, operation)
+                entries[operation] = self.out.write_row_list(f"{folder}/{operation}", row_list, attributes)
+
+    def write_lists(self, table: str, schema: TableSchema, staged: StagedRows) -> None:
+        """Write the row lists of a delta; a table without any gets no object."""
+        entries = self.entries.setdefault(table, {})
+        for operation, item in staged.lists.items():
+            path = f"{self._group(table, schema)}/{operation}"
+            entries[operation] = self.out.write_row_list(path, item.row_list(), _attributes(table, schema, operation))
+
+    def write_dense(self, tensors: DenseTensors, before: Snapshot | None, kept: set[str]) -> None:
+        """Write dense tensors that changed or whose bytes would leave the chain; reference the others.
+
+        Parameters
+        ----------
+        before
+            The state the segment builds on; its tensors that are not given keep their values.
+        kept
+            Segments of ``before`` that stay in the chain.
+        """
+        known: dict[str, DenseEntry] = {}
+        if before is not None and not before.is_empty:
+            here = before.readers[-1].name
+            known = {n: msgspec.structs.replace(old, segment=old.segment or here) for n, old in before.dense.items()}
+        changed: dict[str, Array] = {}
+        dtypes = dict(tensors.dtypes)
+        for name in [*tensors.given, *(name for name in known if name not in tensors.given)]:
+            old = known.get(name)
+            if name in tensors.dropped:
+                continue
+            is_kept = old is not None and old.segment in kept
+            if old is not None and is_kept and (name not in tensors.given or tensors.is_unchanged(name, old)):
+                self.out.reference_dense(name, old)
+            elif name in tensors.given:
+                changed[name] = tensors.given[name]
+            elif before is not None and old is not None:
+                changed[name] = before.read_dense(name)
+                dtypes.setdefault(name, old.dtype)
+        self.out.write_dense(changed, dtypes)
+
+    def part(self, table: str, schema: TableSchema, base_digest: int | None, state_digest: int | None) -> PartEntry:
+        """Return the manifest's line for this writer's rectangle of a table."""
+        columns = (0, schema.dim)
+        return PartEntry(
+            table=table, folder=self.out.part_folder(table, columns, schema.dim), rows=(0, schema.num_rows),
+            columns=columns, base_digest=_hex(base_digest), state_digest=_hex(state_digest),
+            **self.entries.get(table, {}),
+        )  # fmt: skip
+
+    def _group(self, table: str, schema: TableSchema) -> str:
+        """Put the part's group document once and return its folder."""
+        folder = self.out.part_folder(table, (0, schema.dim), schema.dim)
+        if folder not in self._folders:
+            self._folders.add(folder)
+            rectangle = {"rows": [0, schema.num_rows], "columns": [0, schema.dim]}
+            self.out.write_group(folder, {"table": table, **rectangle, "schema": msgspec.to_builtins(schema)})
+        return folder
+
+
+def _attributes(table: str, schema: TableSchema, operation: str) -> dict[str, Any]:
+    encoding: JsonValue = msgspec.to_builtins(schema.encoding)
+    return {"table": table, "operation": operation, "encoding": encoding}
+
+
+def _hex(digest: int | None) -> str | None:
+    return None if digest is None else f"{digest:016x}"

@@ -1,0 +1,81 @@
+"""Checks of what a caller hands to a transaction, made before anything is encoded or written. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from cnr_store.encodings.widths import carrier
+from cnr_store.errors import BadDtype, BadInput, BadRowIds, BadShape
+from cnr_store.records import TableSchema, canonical_json
+from cnr_store.rows import check_row_ids
+from cnr_store.table_codes import array_specs
+from cnr_store.types import JsonValue, RowIds, TableOptions
+
+MAX_ELEMENTS = 1 << 50
+"""A table beyond this is refused by every reader."""
+
+
+def check_arrays(table: str, schema: TableSchema, rows: int, values: Any, slots: Mapping[str, Any]) -> dict[str, Any]:
+    """Check a table's values and slots against its schema; return array name to what was given.
+
+    Raises
+    ------
+    BadInput, BadShape, BadDtype
+    """
+    given = {"codes": values, **{f"slots/{name}": array for name, array in slots.items()}}
+    specs = array_specs(schema)
+    if given.keys() != specs.keys():
+        expected = sorted(schema.slots)
+        raise BadInput(
+            f"table {table!r} has slots {expected}, found {sorted(slots)}; give every slot with the rows",
+            table=table, expected=expected, found=sorted(slots),
+        )  # fmt: skip
+    for name, array in given.items():
+        spec = specs[name]
+        shape = (rows,) if spec.is_vector else (rows, spec.width)
+        if tuple(array.shape) != shape:
+            raise BadShape(
+                f"{name} of table {table!r} has shape {tuple(array.shape)}, expected {shape}",
+                table=table, expected=shape, found=tuple(array.shape),
+            )  # fmt: skip
+        if np.dtype(array.dtype) != carrier(spec.dtype):
+            raise BadDtype(
+                f"{name} of table {table!r} has dtype {array.dtype}, expected {carrier(spec.dtype)}",
+                table=table, expected=str(carrier(spec.dtype)), found=str(array.dtype),
+            )  # fmt: skip
+    return given
+
+
+def own_row_ids(table: str, row_ids: RowIds, num_rows: int | None) -> RowIds:
+    """Check row ids and copy them: they are needed until the commit, and the caller may reuse the array."""
+    if not isinstance(row_ids, np.ndarray):
+        raise BadRowIds(
+            f"row ids of table {table!r} must be an int64 array, found {type(row_ids).__name__}",
+            table=table, expected="int64 (n,)", found=type(row_ids).__name__,
+        )  # fmt: skip
+    return check_row_ids(row_ids, num_rows, table=table).copy()
+
+
+def checked_size(table: str, what: str, size: Any, *, dim: int = 1, least: int = 0) -> int:
+    """Return a number of rows, columns or halvings as an int; raises `BadShape` if it is none or out of range."""
+    if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < least or size * dim > MAX_ELEMENTS:
+        raise BadShape(f"table {table!r} cannot have {size!r} {what}", table=table, expected=least, found=size)
+    return int(size)
+
+
+def check_json(what: str, values: Mapping[str, JsonValue]) -> None:
+    """Raise `BadInput` unless ``values`` can be stored as JSON."""
+    try:
+        canonical_json(dict(values))
+    except (TypeError, ValueError, msgspec.MsgspecError) as error:
+        raise BadInput(f"{what} cannot be stored as JSON: {error}", found=what) from error
+
+
+def needs_sample(options: TableOptions, dtype: str) -> bool:
+    """Return whether these options choose a scale on a sample of rows."""
+    name = options.encoding or ("lattice" if dtype == "float32" else "float_bits")
+    return name == "lattice" and options.scale is None and options.max_error is None
