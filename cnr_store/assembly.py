@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from cnr_store.changes import StagedRows, StagedTable
+from cnr_store.baseline import StagedTable
+from cnr_store.changes import StagedRows
 from cnr_store.records import DenseEntry, PartEntry, RowListEntry, TableSchema
 from cnr_store.segment import SegmentWriter
 from cnr_store.snapshot import Snapshot

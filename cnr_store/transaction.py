@@ -18,17 +18,9 @@ import numpy as np
 
 from cnr_store import tree
 from cnr_store.assembly import Assembly, DenseTensors
-from cnr_store.changes import (
-    Given,
-    StagedRows,
-    StagedTable,
-    is_fully_mirrored,
-    options_on_bad_rows,
-    stage_delete,
-    stage_mirror,
-    stage_rows,
-    stage_table,
-)
+from cnr_store.baseline import StagedTable, is_fully_mirrored, stage_mirror, stage_table
+from cnr_store.changes import StagedRows, options_on_bad_rows, stage_delete, stage_rows
+from cnr_store.encode import Given
 from cnr_store.encodings.widths import carrier
 from cnr_store.errors import BadDtype, BadInput, BadRowIds, BadShape, CommitStateUnknown, TableNotFound
 from cnr_store.inputs import check_arrays, check_json, checked_size, needs_sample, own_row_ids

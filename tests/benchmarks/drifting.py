@@ -20,7 +20,7 @@ from zarr.codecs import Crc32cCodec
 from zarr.codecs import numcodecs as zarr_numcodecs
 
 from cnr_store import arrays
-from cnr_store.changes import ENCODE_ROWS
+from cnr_store.encode import ENCODE_ROWS
 from cnr_store.encodings import digest, kernels
 from cnr_store.table_codes import BLOCK_ROWS, TASK_ROWS
 from cnr_store.types import Float32s, RowIds

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from cnr_store import NonFiniteValues, TableOptions
-from cnr_store.changes import Given, StagedRows, stage_delete, stage_mirror, stage_rows, stage_table
+from cnr_store.baseline import stage_mirror, stage_table
+from cnr_store.changes import StagedRows, stage_delete, stage_rows
+from cnr_store.encode import Given
 from cnr_store.options import table_schema
 from cnr_store.records import TableSchema
 from cnr_store.table_codes import TableCodes

@@ -24,7 +24,7 @@ PARTS = DOCUMENTS | {"storage", "encodings", "rows", "arrays", "workers"}
 FORMAT = PARTS | {"rebase", "log", "segment", "table_codes", "replay", "tree"}
 CODEC = PARTS | {"segment", "table_codes"}
 READING = FORMAT | {"restore", "snapshot"}
-STAGING = READING | {"options", "changes", "mirrors", "planning", "inputs", "assembly"}
+STAGING = READING | {"options", "encode", "changes", "baseline", "mirrors", "planning", "inputs", "assembly"}
 WRITING = STAGING | {"session", "transaction", "writer"}
 DECISIONS = {"policy", "retention", "planning"}
 ENGINE = WRITING | DECISIONS | {"store", "sizes"}
@@ -57,10 +57,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "restore": CODEC | {"replay"},
     "snapshot": FORMAT | {"restore"},  # no writing below this line
     "options": WORDS | {"records", "encodings"},
-    "changes": CODEC,
+    "encode": CODEC,
+    "changes": CODEC | {"encode"},
+    "baseline": CODEC | {"encode", "changes"},
     "mirrors": CODEC,
     "inputs": CODEC,
-    "assembly": READING | {"changes"},
+    "assembly": READING | {"encode", "changes", "baseline"},
     "session": READING | {"mirrors"},
     "transaction": STAGING | {"session"},
     "writer": STAGING | {"session", "transaction"},

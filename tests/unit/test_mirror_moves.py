@@ -7,7 +7,7 @@ import uuid
 import numpy as np
 import pytest
 
-from cnr_store import Store, TableOptions, changes
+from cnr_store import Store, TableOptions, changes, encode
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -16,6 +16,7 @@ def test_codes_beyond_int16_in_any_block_widen_the_mirror_once(
     monkeypatch: pytest.MonkeyPatch, threads: int, outliers: list[int]
 ) -> None:
     monkeypatch.setattr(changes, "ENCODE_ROWS", 4)
+    monkeypatch.setattr(encode, "ENCODE_ROWS", 4)
     store = Store.create(f"memory://{uuid.uuid4().hex}", threads=threads)
     values = np.arange(40, dtype=np.float32).reshape(20, 2)
     rows = np.arange(20, dtype=np.int64)
