@@ -41,7 +41,8 @@ class Mirrors:
     @property
     def nbytes(self) -> int:
         """Bytes of all mirrors."""
-        return sum(codes.nbytes for codes in self._codes.values())
+        # A copy: the thread that saves may add a table while another one asks.
+        return sum(codes.nbytes for codes in list(self._codes.values()))
 
     def get(self, table: str) -> TableCodes | None:
         """Return a table's mirror as the open transaction sees it: with a staged resize, if there is one."""
@@ -76,8 +77,9 @@ class Mirrors:
         def allocate(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
             if 0 in shape:
                 return np.zeros(shape, dtype)
-            with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-                return np.memmap(file.name, dtype=dtype, mode="w+", shape=shape)
+            # The name goes at once, the mapping keeps the file: its blocks are free when the array is.
+            with tempfile.NamedTemporaryFile(dir=folder) as file:
+                return np.memmap(file, dtype=dtype, mode="w+", shape=shape)
 
         return allocate
 

@@ -340,7 +340,11 @@ class SegmentReader:
         path = self.manifest.documents.get(name)
         if path is None:
             raise TableNotFound(f"segment {self.name} has no document {name!r}", path=name)
-        return msgspec.json.decode(self.read_object(path))
+        try:
+            return msgspec.json.decode(self.read_object(path))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            key = layout.segment_key(self.name, path)
+            raise CorruptStore(f"document {key} cannot be parsed: {error}; run `cnr verify`", path=key) from error
 
     def read_dense(self, name: str, entry: DenseEntry) -> npt.NDArray[Any]:
         """Return a dense tensor whose bytes are in this segment, in its stored dtype."""
@@ -352,6 +356,9 @@ class SegmentReader:
             raise CorruptStore(f"dense tensor {name!r} is not inside segment {self.name}", path=entry.path)
         if array.dtype != _stored_dtype(entry.dtype).name:
             raise CorruptStore(f"dense tensor {name!r} is {entry.dtype}, its array is {array.dtype}", path=entry.path)
+        arrays.check_chunk_size(array)
+        if size > sum(1 for path in self._objects if path.startswith(f"{array.path}/c/")) * array.chunk_rows:
+            raise CorruptStore(f"dense tensor {name!r} is larger than the chunks of its array", path=entry.path)
         out = np.empty(size, array.dtype)
         scratch = Scratch()
         start, stop = entry.offset, entry.offset + size

@@ -101,7 +101,12 @@ class Session:
             logger.warning("version %d is committed, but cannot be opened: %s", entry.record.v, error)
             self.mirrors.clear()
             return
-        transaction.move_mirrors(self.mirrors)
+        try:
+            transaction.move_mirrors(self.mirrors)
+        except BaseException:
+            # Half moved, the mirrors are no state at all: a delta against them would be acknowledged and unreadable.
+            self._forget()
+            raise
         self.mirrors.is_complete = True
 
     def lost(self, error: BaseException) -> None:
@@ -113,4 +118,8 @@ class Session:
         self.open = None
         self.mirrors.drop_staged()
         if isinstance(error, Conflict) or not self.mirrors.is_complete:
-            self.snapshot = None
+            self._forget()
+
+    def _forget(self) -> None:
+        self.mirrors.clear()
+        self.snapshot = None

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cnr_store import DoesNotApply, Store, TableOptions
+from cnr_store import CorruptStore, DoesNotApply, Store, TableOptions
 
 
 @pytest.fixture
@@ -132,3 +132,68 @@ threads = [threading.Thread(target=decode, args=(index,)) for index in range(8)]
 """
     for _ in range(3):
         assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_a_half_moved_mirror_is_nobodys_state(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After MemoryError in the mirror's move, a one-shot delta was acknowledged and could not be read."""
+    values = np.ones((4, 2), np.float32)
+    writer = store.writer()
+    with writer.begin(1) as txn:
+        txn.write_table("t", values, options=TableOptions(scale=1.0))
+    txn = writer.begin(2)
+    txn.write_rows("t", np.asarray([1]), values[:1] + 1)
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("cnr_store.changes.StagedRows.apply", fail)
+        with pytest.raises(MemoryError):
+            txn.commit()
+
+    assert not writer.is_synced
+    assert store.snapshot().step == 2
+    with pytest.raises(DoesNotApply):
+        writer.begin(3, base="baseline")
+
+
+def test_a_failed_full_keeps_no_stale_mirror(store: Store) -> None:
+    values = np.ones((4, 2), np.float32)
+    writer = store.writer()
+    with writer.begin(1) as txn:
+        txn.write_table("a", values, options=TableOptions(scale=1.0))
+        txn.write_table("b", values, options=TableOptions(scale=1.0))
+    txn = writer.begin(2, "full")
+    txn.write_table("a", values)
+
+    txn.abort()
+
+    assert writer.mirror_nbytes == 0
+
+
+def test_mapped_mirrors_leave_no_files_behind(store: Store, tmp_path: Path) -> None:
+    folder = tmp_path / "mirrors"
+    folder.mkdir()
+    writer = store.writer(mirror="mmap", mirror_folder=str(folder))
+
+    for step in range(1, 4):
+        with writer.begin(step, "full") as txn:
+            txn.write_table("t", np.full((64, 2), step, np.float32), options=TableOptions(scale=1.0))
+
+    assert writer.mirror_nbytes == 256
+    assert [path for path in folder.rglob("*") if path.is_file()] == []
+    writer.close()
+
+
+def test_a_document_too_deep_to_parse_is_corruption_not_a_crash(store: Store) -> None:
+    with store.writer() as writer, writer.begin(1) as txn:
+        txn.write_table("t", np.ones((4, 2), np.float32), options=TableOptions(scale=1.0))
+        txn.put_document("reader/0", {"a": 1})
+    reader = store.snapshot().readers[-1]
+    deep = b"[" * 200_000 + b"]" * 200_000
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr(type(reader), "read_object", lambda self, path: deep)
+
+    with monkey.context(), pytest.raises(CorruptStore, match="cannot be parsed"):
+        reader.read_document("reader/0")
+    monkey.undo()
