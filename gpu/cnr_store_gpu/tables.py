@@ -32,16 +32,12 @@ class TablePlan:
         Modules whose forward shows the row ids.
     aliases
         Other qualified names of the same parameter.
-    scans_gradient
-        True when some user of the weights shows no ids (a Linear tied to the embedding, a parameter used by
-        the model's own code): rows must then be read from the gradient.
     """
 
     table: str
     weight: nn.Parameter
     lookups: tuple[Lookup, ...]
     aliases: tuple[str, ...]
-    scans_gradient: bool
 
 
 def shows_ids(module: nn.Module) -> bool:
@@ -125,17 +121,25 @@ def _plan_one(table: str, weight: nn.Parameter, uses: list[tuple[str, nn.Module]
             table=table,
         )
     aliases = tuple(name for name, _ in uses if name != table)
-    return TablePlan(table, weight, lookups, aliases, scans_gradient=len(lookups) < len(uses) or not uses)
+    return TablePlan(table, weight, lookups, aliases)
 
 
-def rows_with_gradient(gradient: torch.Tensor, *, window_rows: int = 1 << 18) -> torch.Tensor:
-    """Return the rows of a gradient that are not zero, int64.
+# Widest first: the scan costs per element it looks at, and eight bytes at a time are one element.
+_BITS_BY_SIZE = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
-    Sorted for a dense gradient, which is read once, ``window_rows`` rows at a time; for a sparse one as they
-    come, with repeats.
+
+def rows_with_gradient(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a gradient ``(num_rows, dim)`` that are not zero, int64, on its device.
+
+    Sorted for a dense gradient, which is read once; for a sparse one as they come, with repeats. A row of
+    -0.0 may count: its bits are not zero. Waits for the device of a dense gradient.
     """
     if gradient.is_sparse:
         return gradient._indices()[0]
-    windows = range(0, gradient.shape[0], window_rows)
-    found = [(gradient[at : at + window_rows] != 0).any(dim=1).nonzero().squeeze(1) + at for at in windows]
-    return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+    gradient = gradient.detach()
+    if gradient.is_contiguous() and gradient.numel():
+        row_bytes, start_bytes = (n * gradient.itemsize for n in (gradient.shape[1], gradient.storage_offset()))
+        size = next(size for size in _BITS_BY_SIZE if row_bytes % size == 0 and start_bytes % size == 0)
+        # Flat first: a single row may have any stride, and a wider view refuses odd ones.
+        gradient = gradient.view(-1).view(_BITS_BY_SIZE[size]).view(gradient.shape[0], -1)
+    return gradient.any(dim=1).nonzero().squeeze(1)

@@ -1,8 +1,9 @@
 """Watches a model and its optimizers, and knows which rows of its tables changed since the last save.
 
-Why this module exists: forward shows which rows are looked up, the optimizer decides which of them (and
-which others) move, and a save may only happen when both are done. The tracker joins the three: hooks mark
-rows, step hooks check what the optimizer does to them, and ``take`` hands them out at a step boundary.
+Why this module exists: forward shows which rows are looked up, the gradient which rows a step gets, the
+optimizer decides which of them (and which others) move, and a save may only happen when all are done. The
+tracker joins them: hooks mark rows, step hooks read the gradient and check what the optimizer does, and
+``take`` hands the rows out at a step boundary.
 
 It must never lose a row: whatever it cannot see (a writer that bypasses the hooks, a replaced tensor, an
 unknown optimizer) makes it mark more, with a warning. It writes no weights.
@@ -37,9 +38,7 @@ class _Watched:
     optimizer: torch.optim.Optimizer | None = None
     movement: RowMovement | None = None
     pending: int = 0  # lookups that learn, since the last step
-    unseen: bool = False  # a lookup that was not marked could still get a gradient
-    seen: bool = False  # forward marked rows since the last step
-    declared: bool = False  # the caller marked rows, so the next change of version is theirs
+    declared: bool = False  # the caller marked rows, so a change of version until the next step or take is theirs
     reach: Movement = Movement.TOUCHED  # the furthest that a step reached since the last take
     keeps_ever: bool = False
     stepped: bool = False  # the running step has a gradient for it
@@ -59,9 +58,11 @@ class RowTracker:
         Its ``nn.Embedding`` and ``nn.EmbeddingBag`` modules get forward hooks.
     tables
         Name to parameter or module; None means every embedding of the model (``plan_tables``). A parameter
-        that is used by other code than an embedding is tracked by its gradient, in the optimizer's step.
+        that other code than an embedding uses is tracked all the same, by its gradient.
     optimizers
-        Attached at once; see ``attach_optimizer``.
+        Attached at once; see ``attach_optimizer``. Each of their steps reads a dense gradient once, because
+        forward does not show every row that gets one. Once there is one, a table that none of them has is
+        expected to stand still: a write to it counts as one that no hook saw.
     allow_dense
         Accept optimizers that move every row in every step. Every delta is then a full save of such a table.
     assume
@@ -110,6 +111,7 @@ class RowTracker:
         self._allow_dense, self._assume, self._on_bypass = allow_dense, assume, on_bypass
         weights = {plan.table: plan.weight for plan in plans}
         self._probe = RowProbe(weights, rows_per_table=verify_rows, seed=seed) if verify_rows else None
+        self._follows_steps = False
         self._handles: list[Any] = []
         try:
             for plan in plans:
@@ -140,7 +142,8 @@ class RowTracker:
     def mark(self, table: str, ids: Ids, *, out_of_range: OutOfRange = "raise") -> None:
         """Mark rows that the caller writes, now or before the next step or ``take``.
 
-        For writers that no hook sees: loading rows, clipping, eviction, averaging, kernels of your own.
+        For writers that no hook sees: loading rows, clipping, eviction, averaging, kernels of your own. A
+        write after that step or ``take`` needs another call.
         ``table`` may be any name of tied weights. Errors as in ``RowBitmap.mark``.
         """
         watched = self._watched[self._table(table)]
@@ -185,6 +188,7 @@ class RowTracker:
                     table=watched.plan.table,
                     found=movement.explanation,
                 )
+        self._follows_steps = True
         for watched, movement in found:
             watched.optimizer, watched.movement = optimizer, movement
             if movement.rows is Movement.EVER_TOUCHED:
@@ -202,8 +206,11 @@ class RowTracker:
 
     @property
     def pending(self) -> int:
-        """Lookups that may still change rows: made while learning, since their optimizer's last step."""
-        return sum(watched.pending for watched in self._watched.values())
+        """Lookups that may still change rows: made while learning, since their optimizer's last step.
+
+        With optimizers attached, only those in tables that one of them has: no step would end the others.
+        """
+        return sum(self._waiting().values())
 
     @property
     def at_step_boundary(self) -> bool:
@@ -213,7 +220,7 @@ class RowTracker:
     def declare_boundary(self) -> None:
         """Say that no update is outstanding: a step was skipped, or no attached optimizer makes them."""
         for watched in self._watched.values():
-            watched.pending, watched.seen, watched.unseen = 0, False, False
+            watched.pending = 0
 
     def check_boundary(self) -> None:
         """Return if a save would be whole now.
@@ -223,7 +230,7 @@ class RowTracker:
         BadInput
             Lookups wait for their optimizer's step: a save now would lose their update from both deltas.
         """
-        waiting = {table: watched.pending for table, watched in self._watched.items() if watched.pending}
+        waiting = self._waiting()
         if waiting:
             raise BadInput(
                 f"between forward and optimizer step: lookups that wait for their step, by table: "
@@ -232,6 +239,13 @@ class RowTracker:
                 table=next(iter(waiting)),
                 found=waiting,
             )
+
+    def _waiting(self) -> dict[str, int]:
+        return {
+            table: watched.pending
+            for table, watched in self._watched.items()
+            if watched.pending and (watched.optimizer is not None or not self._follows_steps)
+        }
 
     # ---- handing rows out
 
@@ -251,12 +265,14 @@ class RowTracker:
         self.check_boundary()
         for watched in self._watched.values():
             self._check_bypass(watched)
+            # A write that left the version alone (through `.data`) must not excuse one of a later interval.
+            watched.declared = False
         self._check_sample()
         for watched in self._watched.values():
             self._add_moved(watched)
         taken = self.bitmap.take_all()
         for table, watched in self._watched.items():
-            watched.reach, watched.seen, watched.unseen = Movement.TOUCHED, False, False
+            watched.reach = Movement.TOUCHED
             if watched.keeps_ever:
                 self._ever.add(taken[table])
         if self._probe is not None:
@@ -315,7 +331,6 @@ class RowTracker:
         if learns and not module.training and not rewrites:
             # Usually an evaluation without no_grad. Should a gradient come of it, the step reads the rows
             # from there.
-            watched.unseen = True
             return
         ids = args[0] if args else kwargs["input"]
         skip = None if rewrites else module.padding_idx
@@ -323,9 +338,6 @@ class RowTracker:
         self.bitmap.mark(watched.plan.table, ids, skip_row=skip, out_of_range="ignore")
         if learns and module.training:
             watched.pending += 1
-            watched.seen = True
-        elif learns:
-            watched.unseen = True
 
     def _after_renorm(self, watched: _Watched, *_: Any) -> None:
         watched.stamp = _stamp(watched.plan.weight)
@@ -347,7 +359,7 @@ class RowTracker:
             # A step leaves weights without a gradient alone; one that does not will be found by their stamp.
             if watched.stepped:
                 watched.stamp = _stamp(watched.plan.weight)
-            watched.pending, watched.seen, watched.unseen = 0, False, False
+            watched.pending, watched.declared = 0, False
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
         for watched, _ in self._tables_of(optimizer):
@@ -366,12 +378,11 @@ class RowTracker:
 
     def _mark_gradient(self, watched: _Watched) -> None:
         gradient = watched.plan.weight.grad
-        if gradient is None:
+        if gradient is None or watched.reach is Movement.ALL:  # then the whole table is taken anyway
             return
-        # A sparse gradient is exact and cheap. A dense one is read only where forward did not show
-        # everything.
-        if gradient.is_sparse or watched.plan.scans_gradient or watched.unseen or not watched.seen:
-            self.bitmap.mark(watched.plan.table, rows_with_gradient(gradient), out_of_range="ignore")
+        # Also where forward marked rows: weights that are used outside their module, and gradients that were
+        # kept over a save, move rows that no lookup of this interval showed.
+        self.bitmap.mark(watched.plan.table, rows_with_gradient(gradient), out_of_range="ignore")
 
     # ---- what the rows' movement asks for
 
@@ -406,9 +417,9 @@ class RowTracker:
         now = _stamp(watched.plan.weight)
         if now == watched.stamp:
             return
-        # Without an attached optimizer every update looks like this; it is one only if nothing was marked
-        # either.
-        expected = watched.declared or (watched.optimizer is None and self.bitmap.count(watched.plan.table) > 0)
+        # Without any attached optimizer every update looks like this; it is a bypass only if nothing was
+        # marked either.
+        expected = watched.declared or (not self._follows_steps and self.bitmap.count(watched.plan.table) > 0)
         watched.stamp, watched.declared = now, False
         if expected:
             return

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from cnr_store.errors import BadInput, BadShape, TableNotFound
 from cnr_store_gpu import Movement, RowTracker, plan_tables
+from cnr_store_gpu.tables import rows_with_gradient
 
 # torch's own SGD and Adagrad make sparse tensors without saying whether they want them checked.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -234,12 +235,79 @@ def test_embedding_with_a_forward_of_its_own_is_read_from_the_gradient() -> None
     assert taken(tracker) == {"weight": [3, 4]}
 
 
+class ScoresAll(nn.Module):
+    """Looks rows up by its module, and scores them against the whole table in code of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = nn.Embedding(20, 3)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return functional.log_softmax(self.items(rows) @ self.items.weight.T, dim=1)[:, 0]
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adagrad])
+def test_table_that_is_looked_up_and_used_whole_is_read_from_the_gradient(make: Any) -> None:
+    model = ScoresAll()
+    optimizer = make(model.parameters(), lr=0.1)
+    tracker = RowTracker(model, optimizers=[optimizer])
+    for _ in range(2):
+        before = model.items.weight.detach().clone()
+
+        learn(model, optimizer, ids(1, 2))
+
+        assert changed_rows(before, model.items.weight) == list(range(20))
+        assert taken(tracker) == {"items.weight": list(range(20))}
+
+
+def test_gradients_kept_over_a_save_move_rows_that_no_lookup_shows() -> None:
+    model = nn.Embedding(20, 3)
+    optimizer = sgd(model)
+    tracker = RowTracker(model, optimizers=[optimizer])
+    learn(model, optimizer, ids(1))
+    assert taken(tracker) == {"weight": [1]}
+    before = model.weight.detach().clone()
+
+    model(ids(2)).sum().backward()  # row 1 still has its gradient
+    optimizer.step()
+
+    assert taken(tracker) == {"weight": changed_rows(before, model.weight)} == {"weight": [1, 2]}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(0, 70),
+    dim=st.integers(1, 9),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16]),
+    layout=st.sampled_from(["plain", "offset", "transposed", "narrowed"]),
+    seed=st.integers(0, 2**16),
+)
+def test_rows_with_gradient_are_the_rows_that_are_not_zero(
+    rows: int, dim: int, dtype: torch.dtype, layout: str, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    values = torch.zeros(rows, dim, dtype=dtype)
+    values[torch.rand(rows, dim) < 0.05] = torch.finfo(dtype).tiny
+    values[torch.rand(rows, dim) < 0.01] = torch.nan
+    gradient = {
+        "plain": values.clone(),
+        "offset": torch.cat([torch.ones(3, dtype=dtype), values.flatten()])[3:].view(rows, dim),
+        "transposed": values.T.contiguous().T,
+        "narrowed": torch.cat([values, torch.ones(rows, 1, dtype=dtype)], dim=1)[:, :dim],
+    }[layout]
+
+    found = rows_with_gradient(gradient)
+
+    assert found.dtype == torch.int64
+    assert found.tolist() == np.flatnonzero((values.double().numpy() != 0).any(axis=1)).tolist()
+
+
 def test_tables_may_be_given_as_modules_under_other_names() -> None:
     model = nn.ModuleDict({"a": nn.Embedding(5, 2), "b": nn.Embedding(6, 2)})
 
     plans = plan_tables(model, {"first": model["a"]})
 
-    assert [(plan.table, plan.aliases, plan.scans_gradient) for plan in plans] == [("first", ("a.weight",), False)]
+    assert [(plan.table, plan.aliases) for plan in plans] == [("first", ("a.weight",))]
     assert [plan.table for plan in plan_tables(model)] == ["a.weight", "b.weight"]
 
 
@@ -311,6 +379,49 @@ def test_step_of_another_optimizer_is_no_boundary() -> None:
     first.step()
     assert tracker.pending == 1
     second.step()
+
+    assert taken(tracker) == {"a.weight": [1], "b.weight": [2]}
+
+
+def test_table_that_no_attached_optimizer_has_does_not_hold_up_the_boundary() -> None:
+    model = nn.ModuleDict({"a": nn.Embedding(20, 3), "b": nn.Embedding(20, 3)})
+    optimizer = sgd(model["a"])
+    tracker = RowTracker(model, optimizers=[optimizer])
+
+    (model["a"](ids(1)) * model["b"](ids(2))).sum().backward()
+    assert tracker.pending == 1
+    optimizer.step()
+
+    assert tracker.at_step_boundary
+    assert taken(tracker)["a.weight"] == [1]
+
+
+def test_optimizer_that_was_left_out_is_a_write_behind_the_tracker() -> None:
+    model = nn.ModuleDict({"a": nn.Embedding(20, 3), "b": nn.Embedding(20, 3)})
+    attached, left_out = sgd(model["a"]), sgd(model["b"])
+    tracker = RowTracker(model, optimizers=[attached])
+    (model["a"](ids(1)) * model["b"](ids(2))).sum().backward()
+    attached.step()
+    tracker.take()  # the update of row 2 is still to come
+
+    left_out.step()
+    model["b"](ids(3))
+
+    with pytest.warns(RuntimeWarning, match="not attached"):
+        rows = taken(tracker)
+    assert rows["b.weight"] == list(range(20))
+
+
+def test_table_that_joins_an_attached_optimizer_late_is_followed() -> None:
+    model = nn.ModuleDict({"a": nn.Embedding(20, 3), "b": nn.Embedding(20, 3)})
+    optimizer = sgd(model["a"])
+    tracker = RowTracker(model, optimizers=[optimizer], on_bypass="raise")
+    (model["a"](ids(1)) * model["b"](ids(2))).sum().backward()
+    tracker.declare_boundary()
+    tracker.take()
+    optimizer.add_param_group({"params": [model["b"].weight]})
+
+    optimizer.step()
 
     assert taken(tracker) == {"a.weight": [1], "b.weight": [2]}
 
@@ -504,6 +615,29 @@ def test_declared_write_marks_its_rows_only(mark_first: bool) -> None:
     load(model)
     tracker.mark_all("weight")
     assert taken(tracker) == {"weight": list(range(20))}
+
+
+@pytest.mark.parametrize("until", ["take", "step"])
+@pytest.mark.parametrize("mark_all", [False, True])
+def test_declared_write_does_not_excuse_a_later_one(until: str, mark_all: bool) -> None:
+    model = nn.Embedding(20, 3)
+    optimizer = sgd(model)
+    tracker = RowTracker(model, optimizers=[optimizer])
+    model.weight.data[3] = 0  # leaves no trace in the version
+    if mark_all:
+        tracker.mark_all("weight")
+    else:
+        tracker.mark("weight", [3])
+    if until == "take":
+        tracker.take()
+    else:
+        learn(model, optimizer, ids(1))
+
+    write_behind(model)
+
+    with pytest.warns(RuntimeWarning, match="no hook saw"):
+        rows = taken(tracker)
+    assert rows == {"weight": list(range(20))}
 
 
 def test_updates_of_an_optimizer_that_is_not_attached_need_a_declared_boundary() -> None:
