@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from random import Random
 from threading import RLock
@@ -112,6 +113,19 @@ class CommitLog:
         attempt = self._unresolved
         return None if attempt is None else attempt.entry.record.v
 
+    @property
+    def unresolved_entry(self) -> LogEntry | None:
+        """The record of an append whose outcome is not known yet, as it would be committed, or None."""
+        attempt = self._unresolved
+        return None if attempt is None else attempt.entry
+
+    def exclusive(self) -> AbstractContextManager[bool]:
+        """Keep the appends of other threads out, so that what an append left unresolved can be told to be one's own.
+
+        Without it another thread's append may settle that record before the one that sent it has looked.
+        """
+        return self._lock
+
     def read(self, version: int) -> LogEntry | None:
         """Return the record at a position, or None if the position is empty. One GET, two with a side object.
 
@@ -179,12 +193,7 @@ class CommitLog:
             version = entry.record.v - 1
             before = self.read(version)
             if before is None:
-                raise CorruptStore(
-                    f"log position {version} is empty although {version + 1} is not: part of the log was "
-                    "deleted (a lifecycle rule?); restore it from a backup",
-                    version=version,
-                    path=commit_key(version),
-                )
+                raise _hole(version)
             self._check_parent(entry, before.digest)
             entry = before
             yield entry
@@ -192,14 +201,15 @@ class CommitLog:
     def append_first(self, draft: CommitRecord) -> LogEntry:
         """Write position 0 and return what stands there: this record, or that of a faster process.
 
-        Safe to call again after a crash between the store's identity and its first record.
+        Safe to call again after a crash between the store's identity and its first record. First settles what an
+        earlier append left unresolved, as `append` does.
 
         Raises
         ------
         CommitStateUnknown, CorruptStore, StorageFailure
         """
         with self._lock:
-            self._refuse_unresolved()
+            self._settle_leftover()
             attempt = self._prepare(None, draft)
             winner = self._settle(attempt, reads_first=False)
             return winner if winner is attempt.entry else self._complete(winner)
@@ -210,13 +220,17 @@ class CommitLog:
         Fills ``v``, ``commit_uuid``, ``store_uuid``, ``parent_digest``, ``ts_ms`` and the unknown fields of
         the record before. For every intervening record, in order, ``rebase`` adapts the draft or raises. When
         this raises anything but `CommitStateUnknown` (or an exception that interrupts the program), nothing
-        was committed. After those, `unresolved` is set and nothing else can be appended until `resolve` has
-        settled it.
+        was committed. After those, `unresolved` is set and nothing else is appended before `resolve`, or the next
+        append, has settled it.
+
+        What an earlier append left unresolved is settled first, whoever made it: it blocks for a deadline more. Whether
+        it won or lost, its position is then occupied, so a ``head`` from before it meets it as an intervening record.
 
         Raises
         ------
         CommitStateUnknown
-            The outcome could not be learned before the deadline; leave the staged data alone.
+            The outcome could not be learned before the deadline; leave the staged data alone. Or that of an earlier
+            append could not: then nothing of this one was sent, and `unresolved_entry` is that earlier record.
         Fenced
             The head has a higher epoch than the draft.
         BadInput
@@ -229,7 +243,7 @@ class CommitLog:
             Whatever ``rebase`` raises.
         """
         with self._lock:
-            self._refuse_unresolved()
+            self._settle_leftover()
             if draft.epoch < head.record.epoch:
                 raise Fenced(
                     f"commit record {head.record.v} has epoch {head.record.epoch}, this writer has "
@@ -248,25 +262,66 @@ class CommitLog:
                 parent = self._complete(winner)
                 draft = rebase(draft, parent)
 
-    def resolve(self) -> LogEntry | None:
+    def resolve(self, sent: LogEntry | None = None) -> LogEntry | None:
         """Settle an append whose outcome is unknown: the entry if it is ours, None if another's is there.
 
         Sends the same bytes again while the position is empty. Without an unresolved append: None at once.
+
+        Parameters
+        ----------
+        sent
+            The `unresolved_entry` to learn about, if another append may have settled it since: then its position tells,
+            at the cost of one GET. None: the one that is unresolved now.
 
         Raises
         ------
         CommitStateUnknown
             Still not learned before the deadline; call again later.
+        CorruptStore, StorageFailure
+            The position of ``sent`` cannot be read; call again later.
         """
         with self._lock:
             attempt = self._unresolved
+            if sent is not None and (attempt is None or attempt.entry is not sent):
+                return self._standing(sent)
             if attempt is None:
                 return None
             winner = self._settle(attempt, reads_first=True)
             return winner if winner is attempt.entry else None
 
+    def _settle_leftover(self) -> None:
+        """Settle what an earlier append left unresolved; nothing new may be sent before (spec, CNR-LOG-12)."""
+        attempt = self._unresolved
+        if attempt is None:
+            return
+        try:
+            self._settle(attempt, reads_first=True)
+        except CommitStateUnknown as error:
+            version = attempt.entry.record.v
+            raise CommitStateUnknown(
+                f"the outcome of the earlier append at log position {version} is still not known, so nothing new was "
+                "sent; try again later",
+                version=version,
+                path=commit_key(version),
+                expected=attempt.entry.record.commit_uuid,
+            ) from error
+
+    def _standing(self, sent: LogEntry) -> LogEntry | None:
+        """``sent`` if it stands at its position, which was seen occupied, or None if another does."""
+        version = sent.record.v
+        data = self._storage.read(commit_key(version))
+        if data is None:
+            raise _hole(version)
+        try:
+            owner = self._owner(data, sent)
+        except CorruptStore:
+            raise
+        except CnrStoreError:
+            return None  # Of a newer library, so not what we sent.
+        return sent if owner is sent else None
+
     def _prepare(self, parent: LogEntry | None, draft: CommitRecord) -> _Attempt:
-        """Fill the draft for the position behind ``parent``; put its side object, which must come first."""
+        """Fill the draft for the position behind ``parent``; make its side object durable, which must come first."""
         before = None if parent is None else parent.record
         record = msgspec.structs.replace(
             draft,
@@ -290,6 +345,7 @@ class CommitLog:
             )
         if overflow is not None and slim.state is not None:
             self._storage.put(state_key(slim.state), overflow)
+            self._storage.sync_folders([state_key(slim.state)])
         return _Attempt(LogEntry(record, sha256(data), dict(extra)), data)
 
     def _settle(self, attempt: _Attempt, *, reads_first: bool) -> LogEntry:
@@ -341,27 +397,34 @@ class CommitLog:
 
     def _read_back(self, attempt: _Attempt) -> LogEntry | None:
         """The entry that owns the position now, or None while it is empty."""
-        version = attempt.entry.record.v
-        data = self._storage.read(commit_key(version))
+        data = self._storage.read(commit_key(attempt.entry.record.v))
         if data is None:
             return None
-        if data == attempt.data:
-            return self._won(attempt)
         try:
-            other = self._decode(data, version)
+            owner = self._owner(data, attempt.entry)
         except CorruptStore:
             raise  # Perhaps a cut connection, so no verdict.
         except CnrStoreError:
             self._unresolved = None  # Well-formed, and not what we sent: another owns the position.
             raise
-        if other.record.commit_uuid == attempt.entry.record.commit_uuid:
+        if owner is attempt.entry:
+            return self._won(attempt)
+        self._unresolved = None
+        return owner
+
+    def _owner(self, data: bytes, sent: LogEntry) -> LogEntry:
+        """``sent`` if these bytes at its position are its own, else the record of another (spec, CNR-LOG-14)."""
+        version = sent.record.v
+        if sha256(data) == sent.digest:
+            return sent
+        other = self._decode(data, version)
+        if other.record.commit_uuid == sent.record.commit_uuid:
             raise CorruptRecord(
                 f"commit record {version} has this commit's uuid and other bytes; its bytes were altered",
                 version=version,
-                expected=attempt.entry.digest,
+                expected=sent.digest,
                 found=other.digest,
             )
-        self._unresolved = None
         return other
 
     def _won(self, attempt: _Attempt) -> LogEntry:
@@ -383,13 +446,6 @@ class CommitLog:
             path=commit_key(version),
             expected=attempt.entry.record.commit_uuid,
         )
-
-    def _refuse_unresolved(self) -> None:
-        if self._unresolved is not None:
-            raise CommitStateUnknown(
-                f"the outcome of the append at log position {self.unresolved} is not known yet; resolve it first",
-                version=self.unresolved,
-            )
 
     def _gallop(self, start: int, seen: dict[int, bytes]) -> int:
         """The newest occupied position; ``seen`` gets the bytes of every occupied one that was read."""
@@ -465,3 +521,12 @@ class CommitLog:
                 expected=digest,
                 found=entry.record.parent_digest,
             )
+
+
+def _hole(version: int) -> CorruptStore:
+    return CorruptStore(
+        f"log position {version} is empty although the log goes on behind it: part of the log was deleted (a "
+        "lifecycle rule?); restore it from a backup",
+        version=version,
+        path=commit_key(version),
+    )

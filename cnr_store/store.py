@@ -16,6 +16,7 @@ from cnr_store import arrays, layout
 from cnr_store.errors import (
     BadInput,
     CorruptRecord,
+    CorruptStore,
     NotAStore,
     ReadOnlyStore,
     StoreExists,
@@ -161,7 +162,9 @@ class Store:
 
         Raises
         ------
-        NotAStore, NewerFormat, CorruptStore, AccessDenied, StorageFailure
+        NotAStore, NewerFormat, AccessDenied, StorageFailure
+        CorruptStore
+            The identity is damaged, or the log has lost its first record.
         """
         storage = open_storage(
             url, storage_options=storage_options, fsync=fsync, unsafe_single_writer=unsafe_single_writer
@@ -176,10 +179,8 @@ class Store:
             raise NotAStore(f"{storage.url} is not a cnr store: it has no {layout.IDENTITY}", path=storage.url)
         identity = decode_identity(data, f"{storage.url}/{layout.IDENTITY}")
         store = cls(storage, identity, threads=threads, retry=retry)
-        if storage.read(layout.commit_key(0)) is None and storage.read(layout.commit_key(1)) is None:
-            # A process died between the identity and the first record: finish what it began. With a later record the
-            # first one was deleted, and a new one in its place would hide that.
-            store._log.append_first(draft_init(_writer_info(uuid.uuid4().hex)))
+        if storage.read(layout.commit_key(0)) is None:
+            store._finish_creation()
         return store
 
     def __enter__(self) -> Store:
@@ -291,7 +292,7 @@ class Store:
         ------
         ReadOnlyStore, UnsafeBackend, CommitStateUnknown
         """
-        head = self.head()
+        head = self._settled_head()
         unknown = unknown_writer_features(head.record)
         if unknown:
             raise ReadOnlyStore(
@@ -326,10 +327,10 @@ class Store:
 
         Raises
         ------
-        TagExists, VersionNotFound, VersionExpired, BadName
+        TagExists, VersionNotFound, VersionExpired, BadName, CommitStateUnknown
         """
         layout.check_name(name)
-        head = self.head()
+        head = self._settled_head()
         target = head.record.v if version is None else version
         self._open_snapshot(head.record, head if target == head.record.v else self._entry(target))
         if head.record.tags.get(name, target) != target:
@@ -346,9 +347,9 @@ class Store:
 
         Raises
         ------
-        TagNotFound
+        TagNotFound, CommitStateUnknown
         """
-        head = self.head()
+        head = self._settled_head()
         if name not in head.record.tags:
             raise TagNotFound(f"no tag {name!r}; there are {sorted(head.record.tags)}", found=name)
         tags = {key: value for key, value in head.record.tags.items() if key != name}
@@ -362,9 +363,9 @@ class Store:
 
         Raises
         ------
-        VersionNotFound, VersionExpired, Conflict, Fenced
+        VersionNotFound, VersionExpired, Conflict, Fenced, CommitStateUnknown
         """
-        head = self.head()
+        head = self._settled_head()
         target = self._entry(version).record
         self._open_snapshot(head.record, LogEntry(target, ""))
         draft = draft_after(
@@ -372,6 +373,25 @@ class Store:
             target=version, chain=target.chain, tables=target.tables, logical=target.logical, step=target.step,
         )  # fmt: skip
         return self._log.append(head, draft, rebase_rollback).record.v
+
+    def _finish_creation(self) -> None:
+        """Write position 0 for a process that died between identity and first record; never into a log with a hole."""
+        first = layout.commit_key(0)
+        has_hint = self.storage.read(layout.HINT) is not None
+        if not has_hint and next(iter(self.storage.list_objects(layout.COMMITS)), None) is None:
+            self._log.append_first(draft_init(_writer_info(uuid.uuid4().hex)))
+        elif self.storage.read(first) is None:  # else its creator was faster than we looked
+            raise CorruptStore(
+                f"log position 0 of {self.url} is empty although the log was begun: part of it was deleted (a "
+                "lifecycle rule?); restore it from a backup",
+                version=0,
+                path=first,
+            )
+
+    def _settled_head(self) -> LogEntry:
+        """The newest entry, once it is known whether an earlier append of this store is part of the log."""
+        self._log.resolve()
+        return self.head()
 
     def _readable_head(self) -> LogEntry:
         """The newest record that can be read: a torn last record is nobody's acknowledged state (spec, section 7)."""

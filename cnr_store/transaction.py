@@ -22,7 +22,15 @@ from cnr_store.baseline import StagedTable, is_fully_mirrored, stage_mirror, sta
 from cnr_store.changes import StagedRows, options_on_bad_rows, stage_delete, stage_rows
 from cnr_store.encode import Given
 from cnr_store.encodings.widths import carrier
-from cnr_store.errors import BadDtype, BadInput, BadRowIds, BadShape, CommitStateUnknown, TableNotFound
+from cnr_store.errors import (
+    BadDtype,
+    BadInput,
+    BadRowIds,
+    BadShape,
+    CommitStateUnknown,
+    StorageFailure,
+    TableNotFound,
+)
 from cnr_store.inputs import check_arrays, check_json, checked_size, needs_sample, own_row_ids
 from cnr_store.layout import check_name, segment_name, writer_folder
 from cnr_store.mirrors import Mirrors
@@ -34,6 +42,8 @@ from cnr_store.records import (
     MAX_SHIFT,
     MIN_SCALE,
     ChainEntry,
+    CommitRecord,
+    LogEntry,
     Manifest,
     PartEntry,
     TableSchema,
@@ -58,6 +68,8 @@ class Transaction:
         ``full`` or ``delta``.
     version
         The committed version, once committed.
+    undecided
+        The record it sent, if `commit` could not learn whether that stands in the log.
     """
 
     def __init__(self, session: Session, step: int, kind: CommitKind, keep: int) -> None:
@@ -65,6 +77,7 @@ class Transaction:
         self.step = step
         self.txn = uuid.uuid4().hex
         self.version: int | None = None
+        self.undecided: LogEntry | None = None
         self.size_bytes = 0
         self._session = session
         self._keep = keep
@@ -477,7 +490,8 @@ class Transaction:
         Fenced, Conflict, DoesNotApply, TransactionAborted
             Nothing became visible; the rows are still to be saved.
         CommitStateUnknown
-            Neither won nor lost: `Writer.settle` finds out.
+            Neither won nor lost: `Writer.settle` finds out. Or the store's log still has an unknown record of something
+            else (a tag, say): then nothing of this was sent, `undecided` is None, and the rows are still to be saved.
         StorageFailure
             Nothing became visible.
         """
@@ -500,11 +514,14 @@ class Transaction:
                 chain=next_chain(record, entry, keep=self._keep), logical=entry.l1, step=self.step,
                 tables=generations(self._tables), user=dict(user or {}),
             )  # fmt: skip
-            committed = session.log.append(session.head, draft, partial(rebase_data, txn=self.txn))
+            committed = self._append(draft)
         except BaseException as error:
             self._ended = True
-            if isinstance(error, CommitStateUnknown) or session.log.unresolved is not None:
+            if self.undecided is not None:
                 session.pending = self
+            elif isinstance(error, CommitStateUnknown):
+                # Of a record that is not ours: the mirrors are still the state of the head that this writer knows.
+                session.lost(StorageFailure(str(error)))
             else:
                 session.lost(error)
             raise
@@ -512,6 +529,18 @@ class Transaction:
         self.version = committed.record.v
         session.won(self, committed)
         return self.version
+
+    def _append(self, draft: CommitRecord) -> LogEntry:
+        """Append the record, and note it in `undecided` if its fate stays open."""
+        log = self._session.log
+        with log.exclusive():
+            leftover = log.unresolved_entry
+            try:
+                return log.append(self._session.head, draft, partial(rebase_data, txn=self.txn))
+            except BaseException:
+                if log.unresolved_entry is not leftover:
+                    self.undecided = log.unresolved_entry
+                raise
 
     def written_reader(self) -> dict[str, SegmentReader]:
         """A reader of the segment this transaction wrote, by name; no I/O."""

@@ -176,26 +176,32 @@ class Writer:
     def settle(self) -> LogEntry | None:
         """Learn the outcome of a commit that ended unknown: its entry if it won, None if it lost. Blocks.
 
+        None as well if no commit of this writer is unknown.
+
         Raises
         ------
-        CommitStateUnknown
+        CommitStateUnknown, CorruptStore, StorageFailure
             Still unknown.
         """
-        if self._session.pending is None:
+        pending = self._session.pending
+        if not isinstance(pending, Transaction):
             return None
-        entry = self._session.log.resolve()
-        pending, self._session.pending = self._session.pending, None
+        # By the record it sent: a tag or another append of this store may have settled it, or be unknown itself.
+        entry = self._session.log.resolve(pending.undecided)
+        self._session.pending = None
         if entry is None:
             self._session.lost(Conflict("another record took the log position"))
             return None
+        pending.version = entry.record.v
         self._session.won(pending, entry)
         return entry
 
     def _refuse_unsettled(self) -> None:
-        if self._session.pending is not None:
+        pending = self._session.pending
+        if isinstance(pending, Transaction):
             raise CommitStateUnknown(
                 "the outcome of the last commit is not known yet; call settle() first",
-                version=self._session.log.unresolved,
+                version=None if pending.undecided is None else pending.undecided.record.v,
             )
 
 

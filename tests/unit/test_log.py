@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -40,7 +41,7 @@ from cnr_store.records import (
     encode_record,
     sha256,
 )
-from cnr_store.storage import CreateOutcome, Storage, open_storage, storage_from_filesystem
+from cnr_store.storage import CreateOutcome, Storage, local, open_storage, storage_from_filesystem
 from cnr_store.testing.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
 
 STORE = "5" * 32
@@ -283,6 +284,28 @@ def test_side_object_is_put_before_its_record(inner: IsolatedMemoryFileSystem) -
     assert [call.path.removeprefix(f"{ROOT}/").split("/")[0] for call in fs.calls] == ["state", "commits", "hint"]
 
 
+def test_side_object_is_durable_before_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = CommitLog(open_storage(tmp_path), STORE)
+    head = log.append_first(draft_init(WRITER))
+    events: list[str] = []
+    sync, link, replace = local._sync_folder, os.link, os.replace
+
+    def note(event: str, path: Any) -> str:
+        events.append(f"{event} {Path(path).relative_to(tmp_path).parts[:1]}")
+        return event
+
+    monkeypatch.setattr(local, "_sync_folder", lambda path: note("sync", path) and sync(path))
+    monkeypatch.setattr(os, "link", lambda a, b, **options: note("link", b) and link(a, b, **options))
+    monkeypatch.setattr(os, "replace", lambda a, b: note("rename", b) and replace(a, b))
+    aborted = tuple(txn(n) for n in range(400))
+
+    log.append(head, draft_after(head.record, "expire", WRITER, aborted=aborted), no_rebase)
+
+    named, durable, visible = map(events.index, ("rename ('state',)", "sync ('state',)", "link ('commits',)"))
+    assert named < durable < visible
+    assert "sync ()" in events[durable:visible]
+
+
 def test_missing_or_changed_side_object_is_named(inner: IsolatedMemoryFileSystem) -> None:
     head = with_versions(inner, 2)
     log = open_log(calm(inner))
@@ -465,13 +488,68 @@ def unresolved_log(inner: IsolatedMemoryFileSystem, head: LogEntry) -> tuple[Com
 
 def test_nothing_else_is_appended_while_an_outcome_is_unknown(inner: IsolatedMemoryFileSystem) -> None:
     head = with_versions(inner, 3)
-    log, fs = unresolved_log(inner, head)
-    before = fs.count()
+    storage, sent = storage_from_filesystem(calm(inner), ROOT), []
 
-    with pytest.raises(CommitStateUnknown):
+    def never_arrives(key: str, data: bytes) -> CreateOutcome:
+        sent.append((key, data))
+        return CreateOutcome.UNKNOWN
+
+    storage.create = never_arrives  # type: ignore[method-assign]  # a network that swallows every request
+    log = CommitLog(storage, STORE, retry=RetryPolicy(deadline_s=0.0), sleep=lambda _s: None)
+    with pytest.raises(CommitStateUnknown) as own:
+        append_delta(log, head, 1)
+    first = log.unresolved_entry
+    assert first is not None
+
+    with pytest.raises(CommitStateUnknown, match="nothing new was sent") as refused:
         append_delta(log, head, 2)
 
-    assert fs.count() == before
+    assert log.unresolved_entry is first
+    assert len(sent) > 1
+    assert len(set(sent)) == 1
+    assert refused.value.version == own.value.version == 3
+    assert refused.value.expected == own.value.expected == first.record.commit_uuid
+
+
+@pytest.mark.parametrize("fate", ["landed", "never sent", "another took the position"])
+def test_append_settles_what_an_earlier_append_left_unresolved(inner: IsolatedMemoryFileSystem, fate: str) -> None:
+    head = with_versions(inner, 3)
+    fs = FaultyFileSystem(inner, fault=Fault(FaultKind.DELAYED_PUT, at=0, delay_calls=10**6))
+    log = open_log(fs, deadline_s=0.0)
+    with pytest.raises(CommitStateUnknown):
+        append_tag(log, head, "unclear")
+    if fate == "landed":
+        fs.deliver_delayed()
+    elif fate == "another took the position":
+        append_tag(open_log(calm(inner)), head, "other")
+
+    entry = append_delta(log, head, 1)  # the head from before the tag
+    fs.deliver_delayed()
+
+    assert log.unresolved is None
+    assert open_log(calm(inner)).latest() == entry
+    assert entry.record.v == 4
+    assert list(entry.record.tags) == (["other"] if fate == "another took the position" else ["unclear"])
+
+
+@pytest.mark.parametrize("wins", [True, False])
+def test_what_a_later_append_settled_can_still_be_learned(inner: IsolatedMemoryFileSystem, *, wins: bool) -> None:
+    head = with_versions(inner, 3)
+    log, fs = unresolved_log(inner, head)
+    sent = log.unresolved_entry
+    assert sent is not None
+    if wins:
+        fs.deliver_delayed()
+    else:
+        append_tag(open_log(calm(inner)), head, "other")
+    append_tag(log, log.latest(), "later")
+
+    assert log.unresolved is None
+    assert log.resolve(sent) == (sent if wins else None)
+    inner.rm(f"{ROOT}/{commit_key(sent.record.v)}")
+    with pytest.raises(CorruptStore) as hole:
+        log.resolve(sent)
+    assert hole.value.version == sent.record.v
 
 
 def test_resolve_finds_the_straggler_that_landed(inner: IsolatedMemoryFileSystem) -> None:
@@ -529,7 +607,8 @@ def test_interrupt_during_the_put_leaves_the_append_to_be_resolved(inner: Isolat
         with pytest.raises(KeyboardInterrupt):
             append_delta(log, head, 1)
         assert log.unresolved == head.record.v + 1
-        with pytest.raises(CommitStateUnknown):
+        interrupt_once(storage, "read", after=False)
+        with pytest.raises(KeyboardInterrupt):  # while it looks for what became of the first
             append_delta(log, head, 2)
         entry = log.resolve()
 
@@ -539,8 +618,8 @@ def test_interrupt_during_the_put_leaves_the_append_to_be_resolved(inner: Isolat
 
 
 def interrupt_once(storage: Storage, operation: str, *, after: bool) -> None:
-    """Make the next create (or put) of ``storage`` raise KeyboardInterrupt before or after its effect."""
-    name = "create" if operation == "create" else "put"
+    """Make the next create, read or put of ``storage`` raise KeyboardInterrupt before or after its effect."""
+    name = {"write": "put"}.get(operation, operation)
     real: Callable[..., Any] = getattr(storage, name)
 
     def interrupted(*args: Any) -> Any:

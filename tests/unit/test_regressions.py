@@ -87,7 +87,8 @@ def test_opening_a_store_whose_first_record_was_deleted_writes_nothing(store: St
     first = tmp_path / "store" / "commits" / f"{0:020d}.json"
     first.unlink()
 
-    Store.open(str(tmp_path / "store")).close()
+    with pytest.raises(CorruptStore, match="log position 0"):
+        Store.open(str(tmp_path / "store"))
 
     assert not first.exists()
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cnr_store import CorruptRecord, NotAStore, Store, StoreExists, TableOptions
-from cnr_store.layout import commit_key
+from cnr_store import CorruptRecord, CorruptStore, NotAStore, Store, StoreExists, TableOptions
+from cnr_store.layout import HINT, commit_key
+from cnr_store.storage import Storage, open_storage
 
 
 @pytest.fixture
@@ -40,3 +41,49 @@ def test_readers_serve_the_version_before_a_torn_record_and_writers_refuse(store
     assert snapshot.table("t").read().sum() == 8
     with pytest.raises(CorruptRecord):
         store.writer()
+
+
+def keys(storage: Storage) -> dict[str, bytes | None]:
+    return {item.key: storage.read(item.key) for item in storage.list_objects("")}
+
+
+def test_a_creation_that_died_before_the_first_record_is_finished_by_open(tmp_path: Path) -> None:
+    made = Store.create(str(tmp_path / "new"))
+    made.storage.delete([commit_key(0), HINT])
+
+    opened = Store.open(str(tmp_path / "new"))
+
+    assert opened.snapshot().is_empty
+    assert opened.storage.read(HINT) == b'{"version":0}'
+
+
+@pytest.mark.parametrize("gone", [[0], [0, 1], [0, 1, 2]])
+@pytest.mark.parametrize("has_hint", [True, False])
+def test_a_log_that_lost_its_first_records_is_not_begun_anew(store: Store, gone: list[int], *, has_hint: bool) -> None:
+    """Opening wrote another position 0 and reset the hint, so that the store looked empty."""
+    for _ in range(1 if has_hint else 2):
+        store.tag(f"after {store.latest_version()}")  # so that a record is left, or else the hint
+    store.storage.delete([commit_key(version) for version in gone] + ([] if has_hint else [HINT]))
+    before = keys(store.storage)
+
+    with pytest.raises(CorruptStore, match="position 0") as hole:
+        Store.open(store.url)
+
+    assert hole.value.version == 0
+    assert keys(store.storage) == before
+
+
+def test_open_beside_a_creation_under_way_finds_its_first_record(store: Store) -> None:
+    storage = open_storage(store.url)
+    read = storage.read
+
+    def too_early(key: str, **part: int) -> bytes | None:
+        """Position 0 is written just after the first look at it."""
+        if key == commit_key(0):
+            del storage.read  # type: ignore[method-assign]
+            return None
+        return read(key, **part)
+
+    storage.read = too_early  # type: ignore[method-assign,assignment]
+
+    assert Store.open_on(storage).latest_version() == store.latest_version()
