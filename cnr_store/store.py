@@ -16,7 +16,6 @@ from cnr_store import arrays, layout
 from cnr_store.errors import (
     BadInput,
     CorruptRecord,
-    CorruptStore,
     NotAStore,
     ReadOnlyStore,
     StoreExists,
@@ -164,7 +163,7 @@ class Store:
         ------
         NotAStore, NewerFormat, AccessDenied, StorageFailure
         CorruptStore
-            The identity is damaged, or the log has lost its first record.
+            The identity is damaged, or the log has lost its first record and the newest cannot be found either.
         """
         storage = open_storage(
             url, storage_options=storage_options, fsync=fsync, unsafe_single_writer=unsafe_single_writer
@@ -376,17 +375,16 @@ class Store:
 
     def _finish_creation(self) -> None:
         """Write position 0 for a process that died between identity and first record; never into a log with a hole."""
-        first = layout.commit_key(0)
         has_hint = self.storage.read(layout.HINT) is not None
         if not has_hint and next(iter(self.storage.list_objects(layout.COMMITS)), None) is None:
             self._log.append_first(draft_init(_writer_info(uuid.uuid4().hex)))
-        elif self.storage.read(first) is None:  # else its creator was faster than we looked
-            raise CorruptStore(
-                f"log position 0 of {self.url} is empty although the log was begun: part of it was deleted (a "
-                "lifecycle rule?); restore it from a backup",
-                version=0,
-                path=first,
-            )
+            return
+        # Its creator was faster than we looked, or the first record was deleted. What can still be found may be read,
+        # and `cnr verify` names the hole; else this raises that position 0 is empty.
+        try:
+            self._log.latest()
+        except CorruptRecord:
+            pass  # Of the newest record, as in any store.
 
     def _settled_head(self) -> LogEntry:
         """The newest entry, once it is known whether an earlier append of this store is part of the log."""
