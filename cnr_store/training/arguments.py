@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Mapping
@@ -73,7 +74,7 @@ def open_or_create(url: str, storage_options: Mapping[str, Any] | None, threads:
 
 
 def catch_sigterm(handler: Callable[[int, FrameType | None], None]) -> Any:
-    """Install a handler and return the one before.
+    """Install a handler and return the one before. Forked children inherit it and can be ended as without it.
 
     Raises
     ------
@@ -82,4 +83,15 @@ def catch_sigterm(handler: Callable[[int, FrameType | None], None]) -> Any:
     """
     if threading.current_thread() is not threading.main_thread():
         raise BadInput("save_on_sigterm works in the main thread only; set manager.should_stop yourself")
-    return signal.signal(signal.SIGTERM, handler)
+    process = os.getpid()
+
+    def on_sigterm(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == process:
+            handler(number, frame)
+            return
+        # A forked child has no training to save. None: the handler before was not Python's, and cannot be put back.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
+        signal.raise_signal(signal.SIGTERM)
+
+    previous = signal.signal(signal.SIGTERM, on_sigterm)
+    return previous
