@@ -16,7 +16,7 @@ from torch import nn
 from cnr_store.encodings import float_bits
 from cnr_store.errors import BadInput, TableNotFound
 from cnr_store.records import TableSchema
-from cnr_store.training.tensors import flat_rows, table_dtype_name
+from cnr_store.training.tensors import slot_kind, table_dtype_name
 from cnr_store.types import Affine, FloatBits, Lattice, Raw, TableOptions
 from cnr_store_gpu import plan_tables, row_slots, scalar_state
 
@@ -186,11 +186,7 @@ def needs_new_schema(
     """
     if schema is None or (schema.num_rows, schema.dim) != tuple(weight.shape):
         return True
-    kinds = {
-        name: ("row" if flat_rows(slot[:0] if slot.layout is torch.strided else slot).ndim == 1 else "element",
-               table_dtype_name(slot, name))
-        for name, slot in slots.items()
-    }  # fmt: skip
+    kinds = {name: (slot_kind(slot), table_dtype_name(slot, name)) for name, slot in slots.items()}
     if kinds != {name: (slot.kind, slot.dtype) for name, slot in schema.slots.items()}:
         return True
     dtype = table_dtype_name(weight, "table")
@@ -219,7 +215,7 @@ def mirror_estimate(weight: torch.Tensor, slots: Mapping[str, torch.Tensor], opt
             per_element = float_bits.code_dtype(bits, dtype).itemsize  # type: ignore[arg-type]
         case _:
             return 0
-    vectors = sum(flat_rows(slot).ndim == 1 for slot in slots.values() if slot.layout is torch.strided)
+    vectors = sum(slot_kind(slot) == "row" for slot in slots.values() if slot.layout is torch.strided)
     slot_bytes = 2 if options.slot_mantissa_bits <= 7 else 4
     return weight.numel() * per_element + vectors * weight.shape[0] * slot_bytes
 

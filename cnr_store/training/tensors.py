@@ -6,12 +6,12 @@ that nothing here needs memory for a whole table.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy.typing as npt
 import torch
 
-from cnr_store.errors import BadDtype
+from cnr_store.errors import BadDtype, CorruptStore
 from cnr_store.tree import TensorLeaf
 from cnr_store.types import RowIds
 
@@ -92,10 +92,19 @@ def leaf_of(value: Any) -> TensorLeaf | None:
 
 
 def tensor_of(leaf: TensorLeaf) -> Any:
-    """Return what `leaf_of` made a leaf from; leaves of other programs stay arrays."""
+    """Return what `leaf_of` made a leaf from; leaves of other programs stay arrays.
+
+    Raises
+    ------
+    CorruptStore
+        The array cannot be a tensor of that kind.
+    """
     if not leaf.kind.startswith("torch."):
         return leaf.array
-    return as_tensor(leaf.array, leaf.kind.removeprefix("torch."))
+    try:
+        return as_tensor(leaf.array, leaf.kind.removeprefix("torch."))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise CorruptStore(f"a {leaf.array.dtype} array in a document cannot be a {leaf.kind}: {error}") from error
 
 
 class TensorRows:
@@ -123,6 +132,11 @@ def flat_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Return row state as the format has it: (n, 1) is a vector (n,), a sparse tensor is dense."""
     strided = tensor.to_dense() if tensor.layout is not torch.strided else tensor
     return strided.squeeze(1) if strided.ndim == 2 and strided.shape[1] == 1 else strided
+
+
+def slot_kind(slot: torch.Tensor) -> Literal["row", "element"]:
+    """Return the format's kind of row state, a number per row or one per element; unlike `flat_rows` from the shape."""
+    return "row" if slot.ndim == 1 or slot.shape[1:] == (1,) else "element"
 
 
 def writable_array(tensor: torch.Tensor) -> Array | None:
