@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from cnr_store.errors import CorruptStore
+
 
 def capture_rng() -> dict[str, Any]:
     """Return the state of every global generator; CUDA generators only if CUDA is in use. Takes microseconds."""
@@ -24,7 +26,23 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Set every global generator that ``state`` names; CUDA ones as far as this machine has devices."""
+    """Set every global generator that ``state`` names; CUDA ones as far as this machine has devices.
+
+    Raises
+    ------
+    CorruptStore
+        One of them is no state of that generator; those before it are set.
+    """
+    try:
+        _set_generators(state)
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
+        raise CorruptStore(
+            f"the saved state of the random generators cannot be set: {error!r}; restore another version, or make the "
+            "manager with rng=False"
+        ) from error
+
+
+def _set_generators(state: Mapping[str, Any]) -> None:
     if "python" in state:
         saved = state["python"]
         random.setstate((saved["version"], tuple(saved["words"].tolist()), saved["gauss_next"]))
