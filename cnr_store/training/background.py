@@ -6,6 +6,7 @@ training thread when it takes the outcome.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +21,8 @@ from cnr_store.training.tensors import TensorRows, as_array, flat_rows
 from cnr_store.transaction import Transaction
 from cnr_store.types import RowIds, TableOptions
 from cnr_store_gpu import Staged, Taken
+
+logger = logging.getLogger(__name__)
 
 
 class Outcome(Enum):
@@ -134,6 +137,17 @@ def run_save(job: SaveJob) -> None:
     job.commit_s = time.perf_counter() - started
 
 
+def _fulfil(future: Future[None], run: Callable[[SaveJob], None], job: SaveJob) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        run(job)
+    except BaseException as error:  # noqa: BLE001 (whoever collects the save is told)
+        future.set_exception(error)
+    else:
+        future.set_result(None)
+
+
 WEIGHT = "\0weight"
 """Key of a table's weights among its staged tensors; no slot can have it."""
 
@@ -153,14 +167,33 @@ class BackgroundSave:
         return self._future is not None and not self._future.done()
 
     def start(self, job: SaveJob) -> None:
-        """Hand a job over; the one before must have been collected."""
-        self._job = job
-        self._future = self._pool.submit(self._run, job)
+        """Hand a job over; the one before must have been collected. After an error ask `has` whose it is."""
+        future: Future[None] = Future()
+        try:
+            self._job, self._future = job, future
+            self._pool.submit(_fulfil, future, self._run, job)
+        except BaseException:
+            # What could not be cancelled runs already. A pool without a thread keeps the rest queued; it is void now.
+            if future.cancel():
+                self._job = self._future = None
+            raise
+
+    def has(self, job: SaveJob) -> bool:
+        """Whether a job is under way or to be collected; else it is still its maker's."""
+        return self._job is job
 
     def wait(self) -> None:
         """Block until the save under way is over; it is still to be collected."""
         if self._future is not None:
             self._future.exception()
+
+    def wait_to_the_end(self) -> None:
+        """Block as `wait`, also through Ctrl-C, because the save reads what the caller would go on to change."""
+        while self.is_running:
+            try:
+                self.wait()
+            except BaseException:  # noqa: BLE001 (the caller raises the first one)
+                logger.warning("a save is reading the live tables; waiting until it is over")
 
     def collect(self, *, wait: bool) -> Finished | None:
         """Return the save that is over, once; None if there is none. Blocks only with ``wait``."""

@@ -53,8 +53,9 @@ from cnr_store.training.background import (
     WholeTable,
 )
 from cnr_store.training.capture import put_dense_state, rows_to_write, trainer_document
+from cnr_store.training.document import TRAINER, TrainerDocument, trainer_of
 from cnr_store.training.history import sizes_since_baseline
-from cnr_store.training.reader import Stateful, check_stateful, reader_document, stored_reader_state
+from cnr_store.training.reader import READER, Stateful, check_stateful, reader_document, stored_reader_state
 from cnr_store.training.restoring import RestorePlan, apply_dense, plan_restore, read_dense, restore_tables
 from cnr_store.training.rng import restore_rng
 from cnr_store.training.state import (
@@ -71,9 +72,9 @@ from cnr_store.types import TableOptions
 from cnr_store.writer import Writer
 from cnr_store_gpu import Cumulative, RowRequest, RowTracker, StagingBuffers, warmup
 
-TRAINER = "trainer/0"
-READER = "reader/0"
 _SIGTERM_EXIT = 128 + signal.SIGTERM
+_STEPS_UNTIL_WARNING = 8
+"""Steps for which a save may be overdue in silence; micro-batches that are counted one by one make it wait too."""
 
 logger = logging.getLogger(__name__)
 
@@ -250,6 +251,7 @@ class CheckpointManager:
         self._fenced: BaseException | None = None
         self._reader_state: Any = None
         self._is_overdue = False
+        self._steps_off_boundary, self._has_warned = 0, False
         self._last_save_step, self._last_save_s = 0, time.monotonic()
         self._is_closed = False
         self._writer: Writer | None = None
@@ -279,7 +281,8 @@ class CheckpointManager:
         step
             The number of the step; by default one more than the last.
         reader_state
-            State of the reader after the batch that was trained, when batches are fetched ahead of training.
+            State of the reader after the batch that was trained, when batches are fetched ahead of training. It is
+            that of this step alone: without one the ``reader`` is asked, and without a reader it must be given again.
 
         Returns
         -------
@@ -290,26 +293,34 @@ class CheckpointManager:
         ------
         BackgroundSaveFailed
             An earlier save failed, once; its rows are saved with the next one.
+        BadInput
+            Without a reader, no ``reader_state`` although an earlier step had one; the step is not counted.
         SaveInProgress
             With ``when_busy="refuse"``.
         SystemExit
             After SIGTERM, with ``save_on_sigterm=True``.
         """
         self._check_open()
+        if reader_state is None and self._reader is None and self._reader_state is not None:
+            raise BadInput(
+                f"the step after {self.current_step} has no reader_state, but an earlier one had; give it at every "
+                "step, or give the manager a reader: a checkpoint would name batches that it has not seen"
+            )
         self.current_step = self.current_step + 1 if step is None else step
-        if reader_state is not None:
-            self._reader_state = reader_state
-        if self.should_stop and self._tracker.at_step_boundary:
+        self._reader_state = reader_state
+        if self.should_stop:
+            if self._waits_for_boundary():
+                return False
             self._save_last()
             if self._exits_on_sigterm:
                 raise SystemExit(_SIGTERM_EXIT)
             return True
         self._report_failure(self._take_finished(wait=False))
-        if (self._is_overdue or self._is_due()) and not self.should_stop:
+        if self._is_overdue or self._is_due():
             self._is_overdue = True
-            if self._tracker.at_step_boundary:
+            if not self._waits_for_boundary():
                 self._save_due()
-        return self.should_stop
+        return False
 
     def save(self, *, wait: bool = True) -> SaveReport | None:
         """Save now, whether one is due or not; waits for a save that is under way.
@@ -426,28 +437,34 @@ class CheckpointManager:
             # Somebody committed between our look and the fence that keeps everybody else out.
             snapshot = self._store.snapshot(writer.head.record.v)
             plan, state, trainer = self._plan_restore(snapshot, tables, strict)
-        return self._restore(writer, snapshot, plan, state, trainer)
+        restored = self._restore(writer, snapshot, plan, state, trainer)
+        if not strict:
+            self._whole_next |= self._tables.keys()  # what was left out is not what the mirrors hold
+        return restored
 
     def _plan_restore(
         self, snapshot: Snapshot, tables: Mapping[str, str] | None, strict: bool
-    ) -> tuple[RestorePlan, StatePlan, dict[str, Any]]:
-        trainer = snapshot.read_document(TRAINER, tensor_of) if TRAINER in snapshot.documents else {}
+    ) -> tuple[RestorePlan, StatePlan, TrainerDocument | None]:
+        trainer = None
+        if TRAINER in snapshot.documents:
+            trainer = trainer_of(snapshot.read_document(TRAINER, tensor_of))
         state = plan_state(self._model, self._optimizers, self._tables)
         plan = plan_restore(
             snapshot.tables, snapshot.dense, trainer, state, self._optimizers, name_map=tables, strict=strict
         )
-        if strict and trainer and set(trainer["extras"]) != set(self._extras):
+        if strict and trainer is not None and set(trainer.extras) != set(self._extras):
             raise BadInput(
-                f"the checkpoint has extras {sorted(trainer['extras'])}, the manager {sorted(self._extras)}",
-                expected=sorted(trainer["extras"]), found=sorted(self._extras),
+                f"the checkpoint has extras {sorted(trainer.extras)}, the manager {sorted(self._extras)}",
+                expected=sorted(trainer.extras), found=sorted(self._extras),
             )  # fmt: skip
         return plan, state, trainer
 
     def _restore(
-        self, writer: Writer, snapshot: Snapshot, plan: RestorePlan, state: StatePlan, trainer: dict[str, Any]
+        self, writer: Writer, snapshot: Snapshot, plan: RestorePlan, state: StatePlan, trainer: TrainerDocument | None
     ) -> RestoredState:
         loaded = read_dense(snapshot, plan)
         reader = snapshot.read_document(READER, tensor_of) if READER in snapshot.documents else None
+        reader_state = stored_reader_state(reader)
         if self._policy in ("one_shot", "intermittent"):
             records = self._store.log()
             sizes = sizes_since_baseline(self._policy, records)
@@ -457,9 +474,8 @@ class CheckpointManager:
         restore_tables(writer, plan, self._optimizers)
         apply_dense(plan, loaded, snapshot.dense, state, self._optimizers)
         for name, extra in self._extras.items():
-            if name in trainer.get("extras", {}):
-                extra.load_state_dict(trainer["extras"][name])
-        reader_state = stored_reader_state(reader)
+            if trainer is not None and name in trainer.extras:
+                extra.load_state_dict(trainer.extras[name])
         if self._reader is not None and reader_state is not None:
             self._reader.load_state_dict(reader_state)
         self._tracker.reset()
@@ -472,8 +488,8 @@ class CheckpointManager:
         self._whole_next = {name for name in self._tables if plan.renamed.get(name) != name}
         self.current_step = self._last_save_step = snapshot.step
         self._last_save_s, self._is_overdue, self._reader_state = time.monotonic(), False, None
-        if self._saves_rng and "rng" in trainer:
-            restore_rng(trainer["rng"])  # last: nothing that restores may draw from what it set
+        if self._saves_rng and trainer is not None:
+            restore_rng(trainer.rng)  # last: nothing that restores may draw from what it set
         logger.info("restored step %d from version %d of %s", snapshot.step, snapshot.version, self._store.url)
         return RestoredState(snapshot.step, snapshot.version, reader_state, tuple(plan.renamed))
 
@@ -508,6 +524,23 @@ class CheckpointManager:
         if not self._background.is_running:  # a first full that stalled: its failure is news of this step
             self._report_failure(self._take_finished(wait=False))
 
+    def _waits_for_boundary(self) -> bool:
+        """Whether a save must wait for the optimizer's step; warns, once, if that step does not seem to come."""
+        if self._tracker.at_step_boundary:
+            self._steps_off_boundary = 0
+            return False
+        self._steps_off_boundary += 1
+        if self._steps_off_boundary >= _STEPS_UNTIL_WARNING and not self._has_warned:
+            self._has_warned = True
+            try:
+                self._tracker.check_boundary()
+            except BadInput as error:
+                warnings.warn(
+                    f"no checkpoint for {self._steps_off_boundary} steps although one is due: {error}",
+                    RuntimeWarning, stacklevel=3,
+                )  # fmt: skip
+        return True
+
     def _begin_save(self, *, wait_s: float) -> None:
         """Copy what is to be saved and hand it to the background; the only part that holds the training up."""
         started = time.perf_counter()
@@ -518,19 +551,35 @@ class CheckpointManager:
         slots = {table: live_slots(plan, self._optimizers, table) for table in self._tables}
         decision = self._decide(writer, slots)
         transaction = writer.begin(self.current_step, decision.kind, base=decision.base)
+        job: SaveJob | None = None
         try:
             job = self._stage(transaction, decision, writer, plan, slots)
-        except BaseException:
-            transaction.abort()
-            raise
-        self._mark_saved()
-        stalls = bool(job.whole) and not self._copies_whole
-        job.wait_s = wait_s
-        job.stall_s = time.perf_counter() - started
-        self._background.start(job)
-        if stalls:
-            self._background.wait()
+            job.wait_s = wait_s
             job.stall_s = time.perf_counter() - started
+            self._start(job)
+            self._mark_saved()
+            if self._reads_live(job):
+                self._background.wait()
+                job.stall_s = time.perf_counter() - started
+        except BaseException:
+            if job is None:
+                transaction.abort()
+            elif not self._background.has(job):
+                transaction.abort()
+                self._lost(job, None)
+            elif self._reads_live(job):
+                # Training that went on now would tear what is being read.
+                self._background.wait_to_the_end()
+            raise
+
+    def _reads_live(self, job: SaveJob) -> bool:
+        return bool(job.whole) and not self._copies_whole
+
+    def _start(self, job: SaveJob) -> None:
+        try:
+            self._background.start(job)
+        except Exception as error:  # no thread, no memory: the training may go on
+            raise BackgroundSaveFailed(_failure_message(error)) from error
 
     def _decide(self, writer: Writer, slots: Mapping[str, Mapping[str, torch.Tensor]]) -> Decision:
         schemas = writer.snapshot.tables if writer.is_synced else {}
@@ -540,6 +589,8 @@ class CheckpointManager:
             if needs_new_schema(schemas.get(table), weight, slots[table], self._options[table])
         }
         self._whole_next |= whole
+        if not writer.is_synced:
+            return Decision("full", "baseline", "the writer does not know the head's state")
         if self._whole_next or schemas.keys() - self._tables.keys():
             return Decision("full", "baseline", f"tables {sorted(self._whole_next)} must be written whole")
         return decide(self._policy, self._lineage.sizes, chain_length=len(writer.head.record.chain))
@@ -562,7 +613,7 @@ class CheckpointManager:
         reader = reader_document(self._reader, self._reader_state)
         if reader is not None:
             transaction.put_document(READER, reader, leaf_of)
-        taken = self._tracker.take()
+        taken, staged = self._tracker.take(), None
         try:
             rows = {
                 t: rows_to_write(one, decision, self._lineage.changed) for t, one in taken.items() if t not in whole
@@ -573,6 +624,8 @@ class CheckpointManager:
             written = {t: self._whole_table(t, slots[t], is_new=t in self._whole_next) for t in sorted(whole)}
         except BaseException:
             self._tracker.give_back(taken)
+            if staged is not None:
+                staged.release()
             raise
         return SaveJob(transaction, taken, staged, rows, written, drops)
 
@@ -596,24 +649,31 @@ class CheckpointManager:
     # ---- what became of it
 
     def _take_finished(self, *, wait: bool) -> BaseException | None:
-        """Take notice of a save that is over; returns its error unless it won."""
+        """Take notice of a save that is over; returns its error if it is not known to be committed."""
         finished = self._background.collect(wait=wait)
         if finished is None:
             return None
         if finished.outcome is Outcome.WON:
             version = finished.job.transaction.version
             assert version is not None  # a commit that won has one
-            self._won(finished.job, version)
+            self._won(finished.job, version, finished.error)
+            if isinstance(finished.error, Exception):
+                return None
         elif finished.outcome is Outcome.UNKNOWN:
             self._held = finished
         else:
             self._lost(finished.job, finished.error)
         return finished.error
 
-    def _won(self, job: SaveJob, version: int) -> None:
+    def _won(self, job: SaveJob, version: int, error: BaseException | None = None) -> None:
+        """``error``: what failed behind the commit, which nothing takes back."""
         job.staged.release()
         self._whole_next -= job.whole.keys()
         self._lineage.add(job)
+        if error is not None:
+            # The mirrors may be half moved, so nothing can be a delta against them.
+            self._whole_next |= self._tables.keys()
+            logger.warning("version %d is committed, but then failed (%r); the next save is a full", version, error)
         report = job.report(version)
         self.history.append(report)
         logger.info(
@@ -645,12 +705,18 @@ class CheckpointManager:
         if self._held is None:
             return
         assert self._writer is not None  # it holds the save
-        entry = self._writer.settle()
+        before, failed = self._writer.head.record.v, None
+        try:
+            entry = self._writer.settle()
+        except Exception as error:
+            if self._writer.head.record.v == before:
+                raise
+            entry, failed = self._writer.head, error  # it had won before that failed
         held, self._held = self._held, None
         if entry is None:
             self._lost(held.job, Conflict("another record took the log position"))
         else:
-            self._won(held.job, entry.record.v)
+            self._won(held.job, entry.record.v, failed)
 
     def _report_failure(self, error: BaseException | None) -> None:
         if error is None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from cnr_store.errors import BadInput
+from cnr_store.errors import BadInput, CorruptStore
+
+READER = "reader/0"
 
 
 @runtime_checkable
@@ -45,6 +46,16 @@ def reader_document(reader: Stateful | None, given: Any) -> dict[str, Any] | Non
     return None if reader is None else {"state": reader.state_dict()}
 
 
-def stored_reader_state(document: Mapping[str, Any] | None) -> Any:
-    """Return the reader's state from the document, None if none was saved."""
-    return None if document is None else document["state"]
+def stored_reader_state(document: Any) -> Any:
+    """Return the reader's state from the document, None if none was saved.
+
+    Raises
+    ------
+    CorruptStore
+        The document is not what `reader_document` makes.
+    """
+    if document is None:
+        return None
+    if not isinstance(document, dict) or "state" not in document:
+        raise CorruptStore(f"document {READER} holds no reader state; restore another version", path=READER)
+    return document["state"]

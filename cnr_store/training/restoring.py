@@ -15,21 +15,19 @@ import numpy as np
 import torch
 
 from cnr_store.encodings.widths import carrier
-from cnr_store.errors import BadDtype, BadInput, BadShape
+from cnr_store.errors import BadDtype, BadInput, BadShape, CorruptStore
 from cnr_store.records import DenseEntry, SlotSchema, TableSchema
 from cnr_store.snapshot import Snapshot
+from cnr_store.training.document import TRAINER, OptimizerDocument, SlotDocument, TrainerDocument
 from cnr_store.training.state import (
     Optimized,
     StatePlan,
     dense_tensors,
-    is_inline,
     live_slots,
     optimizer_tensor_name,
 )
 from cnr_store.training.tensors import Array, as_tensor, table_dtype_name, windows, writable_array
 from cnr_store.writer import Writer
-
-Document = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +63,7 @@ class RestorePlan:
     tables: tuple[TableRestore, ...]
     dense: dict[str, torch.Tensor]
     optimizer_dense: dict[str, tuple[Optimized, str]]
-    optimizer_documents: tuple[Document | None, ...]
+    optimizer_documents: tuple[OptimizerDocument | None, ...]
     renamed: dict[str, str]
 
 
@@ -79,7 +77,7 @@ class Loaded:
 def plan_restore(
     schemas: Mapping[str, TableSchema],
     stored_dense: Mapping[str, DenseEntry],
-    trainer: Document | None,
+    trainer: TrainerDocument | None,
     plan: StatePlan,
     optimizers: Sequence[torch.optim.Optimizer],
     *,
@@ -100,10 +98,12 @@ def plan_restore(
     Raises
     ------
     BadInput, BadShape, BadDtype
+    CorruptStore
+        The document gives a slot a shape that its table does not have.
     """
     names = _names(schemas, plan, name_map or {}, strict)
     documents = _match_optimizers(trainer, optimizers, plan, names, strict)
-    layouts = (trainer or {}).get("slots", {})
+    layouts = {} if trainer is None else trainer.slots
     tables = tuple(
         _plan_table(schemas[stored], stored, mine, plan, optimizers, documents, layouts.get(stored, {}), strict)
         for stored, mine in names.items()
@@ -173,13 +173,14 @@ def apply_dense(
         if document is None:
             continue
         stored = plan.renamed.get(one.name, one.name) if one.is_table else one.name
-        _put_inline(one, document["state"].get(stored, {}), plan, optimizers[one.optimizer])
+        _put_inline(one, document.state.get(stored, {}), plan, optimizers[one.optimizer])
     for name, (one, key) in plan.optimizer_dense.items():
         value = as_tensor(loaded.dense[name], entries[name].dtype)
-        _put_tensor(optimizers[one.optimizer].state[one.parameter], key, value, one.parameter)
+        optimizer = optimizers[one.optimizer]
+        _put_tensor(optimizer.state[one.parameter], key, value, one.parameter, optimizer.param_groups[one.group])
     for optimizer, document in zip(optimizers, plan.optimizer_documents, strict=True):
-        for group, saved in zip(optimizer.param_groups, (document or {}).get("groups", ()), strict=False):
-            group.update(saved["options"])
+        for group, saved in zip(optimizer.param_groups, () if document is None else document.groups, strict=False):
+            group.update(saved.options)
 
 
 def _names(
@@ -211,26 +212,26 @@ def _refuse_unmatched(what: str, missing: list[str], extra: list[str]) -> None:
 
 
 def _match_optimizers(
-    trainer: Document | None,
+    trainer: TrainerDocument | None,
     optimizers: Sequence[torch.optim.Optimizer],
     plan: StatePlan,
     names: Mapping[str, str],
     strict: bool,
-) -> tuple[Document | None, ...]:
+) -> tuple[OptimizerDocument | None, ...]:
     """Return the stored document of each optimizer, None where class or parameters are not the same."""
-    stored: list[Document] = list((trainer or {}).get("optimizers", []))
+    stored = [] if trainer is None else trainer.optimizers
     mine = {id(one.parameter): one.name for one in plan.optimized}
-    matched: list[Document | None] = []
+    matched: list[OptimizerDocument | None] = []
     for index, optimizer in enumerate(optimizers):
         document = stored[index] if index < len(stored) else None
         groups = [[mine[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         fits = (
             document is not None
-            and document["class"] == type(optimizer).__name__
-            and [[names.get(p, p) for p in group["parameters"]] for group in document["groups"]] == groups
+            and document.kind == type(optimizer).__name__
+            and [[names.get(p, p) for p in group.parameters] for group in document.groups] == groups
         )
         if not fits and strict:
-            found = "none" if document is None else f"{document['class']} with {len(document['groups'])} groups"
+            found = "none" if document is None else f"{document.kind} with {len(document.groups)} groups"
             raise BadInput(
                 f"optimizer {index} is {type(optimizer).__name__} with {len(groups)} groups; the checkpoint has "
                 f"{found}, or other parameters in it. Give the optimizers in the order in which they were saved, or "
@@ -249,8 +250,8 @@ def _plan_table(
     mine: str,
     plan: StatePlan,
     optimizers: Sequence[torch.optim.Optimizer],
-    documents: Sequence[Document | None],
-    layouts: Mapping[str, Document],
+    documents: Sequence[OptimizerDocument | None],
+    layouts: Mapping[str, SlotDocument],
     strict: bool,
 ) -> TableRestore:
     weight = plan.tables[mine]
@@ -277,9 +278,7 @@ def _plan_table(
         )
     slots = {}
     for name, slot in chosen.items():
-        default = (schema.num_rows,) if slot.kind == "row" else (schema.num_rows, schema.dim)
-        layout = layouts.get(name, {"shape": default, "layout": "strided"})
-        shape = tuple(layout["shape"])
+        shape, layout = _slot_layout(schema, stored, name, layouts.get(name))
         held = live.get(name)
         fits_slot = held is None or (held.numel(), table_dtype_name(held, name)) == (math.prod(shape), slot.dtype)
         if held is not None and not fits_slot:
@@ -287,8 +286,25 @@ def _plan_table(
                 f"slot {name!r} of table {mine!r} is {tuple(held.shape)} {held.dtype}, stored {shape} {slot.dtype}",
                 table=mine, expected=shape, found=tuple(held.shape),
             )  # fmt: skip
-        slots[name] = (slot, shape, str(layout["layout"]))
+        slots[name] = (slot, shape, layout)
     return TableRestore(stored, mine, schema, weight, owner, slots)
+
+
+def _slot_layout(
+    schema: TableSchema, stored: str, name: str, found: SlotDocument | None
+) -> tuple[tuple[int, ...], str]:
+    """Shape and layout of a slot to fill. Memory is taken by them, so they must be those of the table."""
+    rows = schema.num_rows
+    allowed = ((rows,), (rows, 1)) if schema.slots[name].kind == "row" else ((rows, schema.dim),)
+    if found is None:
+        return allowed[0], "strided"
+    if found.shape not in allowed:
+        raise CorruptStore(
+            f"document {TRAINER} says that slot {name!r} of table {stored!r} has shape {found.shape}, its table has "
+            f"{allowed[0]}; restore another version",
+            path=TRAINER, table=stored, expected=allowed[0], found=found.shape,
+        )  # fmt: skip
+    return found.shape, found.layout
 
 
 def _check_dense(name: str, entry: DenseEntry, tensor: torch.Tensor) -> None:
@@ -307,7 +323,7 @@ def _check_dense(name: str, entry: DenseEntry, tensor: torch.Tensor) -> None:
 def _plan_optimizer_dense(
     stored_dense: Mapping[str, DenseEntry],
     plan: StatePlan,
-    documents: Sequence[Document | None],
+    documents: Sequence[OptimizerDocument | None],
     names: Mapping[str, str],
 ) -> dict[str, tuple[Optimized, str]]:
     stored_name = {mine: stored for stored, mine in names.items()}
@@ -376,7 +392,7 @@ def _as_rows(array: Array) -> Array:
     return array.reshape(-1) if array.ndim == 2 and array.shape[1] == 1 else array
 
 
-def _put_inline(one: Optimized, saved: Document, plan: RestorePlan, optimizer: torch.optim.Optimizer) -> None:
+def _put_inline(one: Optimized, saved: Mapping[str, Any], plan: RestorePlan, optimizer: torch.optim.Optimizer) -> None:
     """Make the optimizer's small state of a parameter what was saved: nothing more and nothing less."""
     row_state = next((set(table.slots) for table in plan.tables if table.owner is one), set())
     dense_keys = {key for owner, key in plan.optimizer_dense.values() if owner is one}
@@ -390,7 +406,7 @@ def _put_inline(one: Optimized, saved: Document, plan: RestorePlan, optimizer: t
             del state[key]
     for key, value in saved.items():
         if isinstance(value, torch.Tensor):
-            _put_tensor(state, key, value, one.parameter, group=optimizer.param_groups[one.group])
+            _put_tensor(state, key, value, one.parameter, optimizer.param_groups[one.group])
         else:
             state[key] = value
 
@@ -400,13 +416,13 @@ def _put_tensor(
     key: str,
     value: torch.Tensor,
     parameter: torch.Tensor,
-    *,
-    group: Mapping[str, Any] | None = None,
+    group: Mapping[str, Any],
 ) -> None:
     held = state.get(key)
     if isinstance(held, torch.Tensor) and held.shape == value.shape and held.dtype == value.dtype:
         held.copy_(value)
         return
-    # Step counters stay on the host unless the step itself runs on the device (torch.optim.Optimizer).
-    on_host = is_inline(value) and group is not None and not (group.get("capturable") or group.get("fused"))
+    # The step counter stays on the host unless the step itself runs on the device, everything else goes with its
+    # parameter, be it one number (torch.optim.Optimizer.load_state_dict).
+    on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
     state[key] = value.clone() if on_host else value.to(parameter.device, copy=True)
