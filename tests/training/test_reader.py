@@ -143,3 +143,35 @@ def test_a_reader_state_that_is_no_plain_data_names_the_leaf(tmp_path: Path) -> 
     manager.step(reader_state={"offset": 1})
     manager.save()
     manager.close()
+
+
+def test_a_reader_state_is_that_of_its_own_step(tmp_path: Path) -> None:
+    """One that was given to an earlier step was committed with a later one."""
+    reader, training = Numbered(), Training()
+    manager = manager_of(str(tmp_path), training, reader)
+    training.train(0)
+    manager.step(reader_state={"next": 1})
+    reader.next = 5
+    training.train(1)
+
+    manager.step()
+    manager.save()
+
+    assert manager.store.snapshot().read_document("reader/0")["state"]["next"] == 5
+    manager.close()
+
+
+def test_without_a_reader_every_step_names_its_state(tmp_path: Path) -> None:
+    training = Training()
+    manager = manager_of(str(tmp_path), training, None)
+    manager.step()
+    manager.step(reader_state={"batch": 1})
+
+    with pytest.raises(BadInput, match="reader_state"):
+        manager.step()
+
+    assert manager.current_step == 2
+    manager.step(reader_state={"batch": 2})
+    manager.save()
+    assert manager.store.snapshot().read_document("reader/0")["state"] == {"batch": 2}
+    manager.close()

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from cnr_store import (
@@ -20,7 +22,8 @@ from cnr_store import (
     TagNotFound,
     VersionNotFound,
 )
-from cnr_store.training import CheckpointManager, tensors
+from cnr_store.training import CheckpointManager, capture, tensors
+from cnr_store.training.restoring import _put_tensor
 from tests.training.runs import ROWS, Training, assert_same, uninterrupted
 
 
@@ -301,3 +304,140 @@ def test_a_run_that_forgot_to_restore_starts_with_a_full(url: str, caplog: pytes
     weight = manager.store.snapshot().table("user.weight").read()
     assert torch.equal(torch.from_numpy(weight), training.model.user.weight)
     manager.close()
+
+
+class Towers(nn.Module):
+    """A sparse table, and a dense layer that no loss reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(20, 4, sparse=True)
+        self.out = nn.Linear(2, 2)
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SparseAdam(self.rows.parameters(), lr=0.1), torch.optim.SGD(self.out.parameters(), lr=0.1)]
+
+
+def trained(model: Towers, optimizers: list[torch.optim.Optimizer], ids: list[int]) -> None:
+    model.rows(torch.tensor(ids)).pow(2).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_the_save_after_a_restore_that_is_not_strict_is_full(tmp_path: Path) -> None:
+    """The slots were not restored, and a delta wrote those of the touched rows alone."""
+    model = Towers()
+    optimizers = model.optimizers()
+    with CheckpointManager(str(tmp_path), model=model, optimizer=optimizers, options=TableOptions.exact()) as manager:
+        trained(model, optimizers, list(range(20)))
+        manager.save()
+    model = Towers()
+    optimizers = model.optimizers()[::-1]
+    manager = CheckpointManager(str(tmp_path), model=model, optimizer=optimizers, options=TableOptions.exact())
+
+    manager.restore(strict=False)
+    trained(model, optimizers, [0])
+    report = manager.save()
+
+    assert report is not None
+    assert report.kind == "full"
+    live = optimizers[1].state[model.rows.weight]["exp_avg"]
+    assert torch.equal(torch.from_numpy(manager.store.snapshot().table("rows.weight").read_slot("exp_avg")), live)
+    manager.close()
+
+
+@pytest.mark.parametrize(
+    ("key", "group", "device"),
+    [
+        ("exp_avg", {"capturable": False}, "meta"),
+        ("step", {"capturable": False}, "cpu"),
+        ("step", {"capturable": True}, "meta"),
+        ("step", {"fused": True}, "meta"),
+    ],
+)
+def test_only_the_step_counter_stays_on_the_host(key: str, group: dict[str, Any], device: str) -> None:
+    """State of a bias with one element was restored on the host, beside a parameter that is not there."""
+    state: dict[str, Any] = {}
+
+    _put_tensor(state, key, torch.ones(1), torch.empty(1, device="meta"), group)
+
+    assert state[key].device.type == device
+
+
+def hostile(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    """From now on, checkpoints have a trainer document that ``change`` had its way with."""
+    real = capture.trainer_document
+
+    def changed(*args: Any, **options: Any) -> dict[str, Any]:
+        document = real(*args, **options)
+        change(document)
+        return document
+
+    monkeypatch.setattr("cnr_store.training.manager.trainer_document", changed)
+
+
+def shape_of(*shape: int) -> Any:
+    return lambda document: document["slots"]["rows.weight"]["exp_avg"].update(shape=list(shape))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(shape_of(1 << 45), id="larger than memory"),
+        pytest.param(shape_of(80), id="as many, but no rows"),
+        pytest.param(shape_of(4, 20), id="transposed"),
+        pytest.param(shape_of(-20, -4), id="negative"),
+        pytest.param(lambda d: d["slots"]["rows.weight"]["exp_avg"].update(layout="jagged"), id="layout"),
+        pytest.param(lambda d: d.pop("extras"), id="no extras"),
+        pytest.param(lambda d: d["optimizers"][0]["groups"][0]["options"].update(params=[]), id="params"),
+        pytest.param(lambda d: d["optimizers"][0].update(groups=3), id="groups"),
+        pytest.param(lambda d: d["optimizers"][0].pop("class"), id="no class"),
+        pytest.param(lambda d: d.update(rng=[]), id="rng"),
+    ],
+)
+def test_a_hostile_trainer_document_changes_nothing(
+    change: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Towers()
+    optimizers = model.optimizers()
+    with monkeypatch.context() as patch:
+        hostile(patch, change)
+        with CheckpointManager(str(tmp_path), model=model, optimizer=optimizers) as manager:
+            trained(model, optimizers, [1])
+            manager.save()
+    model = Towers()
+    before = model.rows.weight.detach().clone()
+    optimizers = model.optimizers()
+    manager = CheckpointManager(str(tmp_path), model=model, optimizer=optimizers)
+
+    with pytest.raises(CorruptStore, match="trainer/0"):
+        manager.restore()
+
+    assert torch.equal(model.rows.weight, before)
+    assert optimizers[0].param_groups[0]["params"] == [model.rows.weight]
+    manager.close()
+
+
+def test_generators_that_cannot_be_set_are_corruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Towers()
+    with monkeypatch.context() as patch:
+        hostile(patch, lambda document: document["rng"].update(python={"version": 3}))
+        with CheckpointManager(str(tmp_path), model=model) as manager:
+            manager.save()
+    manager = CheckpointManager(str(tmp_path), model=Towers())
+
+    with pytest.raises(CorruptStore, match="random generators"):
+        manager.restore()
+
+    manager.close()
+
+
+@given(st.integers(0, 3), st.none() | st.integers(1, 3), st.booleans())
+@settings(max_examples=30, deadline=None)
+def test_the_kind_of_a_slot_is_that_of_its_rows(rows: int, width: int | None, is_sparse: bool) -> None:
+    slot = torch.zeros(rows) if width is None else torch.zeros(rows, width)
+
+    kind = tensors.slot_kind(slot.to_sparse(1) if is_sparse else slot)
+
+    assert kind == ("row" if tensors.flat_rows(slot).ndim == 1 else "element")

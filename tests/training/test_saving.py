@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 import threading
+import time
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -566,3 +571,231 @@ def test_a_report_says_what_a_save_cost(backend: Backend) -> None:
     assert report.stall_s > 0
     assert report.encode_s > 0
     assert report.commit_s > 0
+
+
+def test_an_interrupted_first_full_is_no_torn_one(backend: Backend) -> None:
+    """Ctrl-C left save() while the background was still reading the live tables."""
+    store, training = create(backend), Training()
+    manager = manager_of(store, training)
+    training.train(0)
+    manager.restore()
+    tables = {"user.weight": training.model.user.weight, "item.weight": training.model.item.weight}
+    expected = {name: weight.detach().clone() for name, weight in tables.items()}
+    backend.gate.clear()
+    interrupts = [threading.Timer(wait_s, os.kill, (os.getpid(), signal.SIGINT)) for wait_s in (0.3, 0.6)]
+    opened = threading.Timer(1.0, backend.gate.set)
+    for timer in (*interrupts, opened):
+        timer.start()
+
+    with pytest.raises(KeyboardInterrupt):
+        manager.save()
+    was_saving = manager.is_saving
+    training.train(1)
+    report = manager.wait()
+
+    assert not was_saving
+    assert report is not None
+    for name, weight in expected.items():
+        np.testing.assert_array_equal(store.snapshot().table(name).read(), weight.numpy())
+    manager.save()
+    assert_stored(store, training)
+    manager.close()
+
+
+def test_a_save_that_never_meets_a_step_boundary_is_told_once(backend: Backend) -> None:
+    store, training = create(backend), Training()
+    manager = manager_of(store, training, every_steps=1)
+    users, items, _ = training.batch(0)
+    training.model(users, items)
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(40):
+            manager.step()
+
+    assert len(told) == 1
+    assert "no checkpoint for 8 steps" in str(told[0].message)
+    assert "between forward and optimizer step" in str(told[0].message)
+    assert manager.history == []
+    training.train(0)
+    manager.step()
+    manager.close()
+    assert_stored(store, training)
+
+
+def test_the_loop_ends_only_behind_its_save(backend: Backend) -> None:
+    """step() said after SIGTERM that the state was saved although it had waited for a step boundary."""
+    store, training = create(backend), Training()
+    manager = manager_of(store, training)
+    users, items, _ = training.batch(0)
+    training.model(users, items)
+    manager.should_stop = True
+
+    assert manager.step() is False
+    assert manager.history == []
+    training.train(0)
+
+    assert manager.step() is True
+    assert_stored(store, training)
+    manager.close()
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_a_thread_that_does_not_start_takes_no_rows_along(
+    on_error: Any, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, training = create(backend), Training()
+    manager = manager_of(store, training, every_steps=1, on_error=on_error)
+    manager.save()
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    manager._background._pool._threads.clear()
+    monkeypatch.setattr(manager._background._pool, "_idle_semaphore", threading.Semaphore(0))
+    training.train(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        if on_error == "raise":
+            with pytest.raises(BackgroundSaveFailed, match="can't start new thread"):
+                manager.step()
+        else:
+            with pytest.warns(RuntimeWarning, match="can't start new thread"):
+                manager.step()
+    training.train(1)
+
+    report = manager.save()
+
+    assert report is not None
+    assert report.kind == "delta"
+    assert_stored(store, training)
+    manager.close()
+
+
+def test_rows_that_were_copied_for_a_save_that_could_not_begin_are_released(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, training = create(backend), Training()
+    manager = manager_of(store, training, first_full="copy")
+    training.train(0)
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manager, "_whole_table", fail)
+        with pytest.raises(MemoryError):
+            manager.save()
+
+    manager.save()
+
+    assert_stored(store, training)
+    manager.close()
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="the system cannot fork")
+@pytest.mark.parametrize("wanted", [True, "flag"])
+def test_forked_helpers_can_be_terminated(wanted: Any, backend: Backend) -> None:
+    """They inherited a handler that only set a flag."""
+    manager = manager_of(create(backend), Training(), save_on_sigterm=wanted)
+    forking = multiprocessing.get_context("fork")
+    is_up = forking.Event()
+    child = forking.Process(target=lambda: (is_up.set(), time.sleep(60)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about forking a process that has threads
+        child.start()
+    assert is_up.wait(20)  # Python itself drops signals that come while it forks
+
+    child.terminate()
+    child.join(20)
+
+    code = child.exitcode
+    child.kill()
+    assert code == -signal.SIGTERM
+    assert not manager.should_stop
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert manager.should_stop
+    manager.close()
+
+
+def test_sparse_momentum_is_not_made_dense_in_a_delta(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, model = create(backend), nn.Embedding(500, 4, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    manager = CheckpointManager(store, model=model, optimizer=optimizer, options=TableOptions.exact())
+    model(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+    manager.save()
+    model(torch.tensor([2, 3])).sum().backward()
+    optimizer.step()
+    made: list[int] = []
+    real = torch.Tensor.to_dense
+
+    def count(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        made.append(tensor.shape[0])
+        return real(tensor, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "to_dense", count)
+        report = manager.save()
+
+    assert report is not None
+    assert report.kind == "delta"
+    assert made
+    assert max(made) <= 3
+    expected = optimizer.state[model.weight]["momentum_buffer"].to_dense()
+    np.testing.assert_array_equal(store.snapshot().table("weight").read_slot("momentum_buffer"), expected.numpy())
+    manager.close()
+
+
+@pytest.mark.parametrize("policy", ["consecutive", "one_shot"])
+def test_a_commit_that_failed_behind_its_back_is_saved_and_followed_by_a_full(
+    policy: Any, backend: Backend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was told as "a checkpoint was not saved", which is false."""
+    store, training = create(backend), Training()
+    manager = manager_of(store, training, policy=policy)
+    manager.save()
+    training.train(0)
+
+    def fail(*_: object) -> None:
+        raise MemoryError("moving a mirror")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("cnr_store.changes.StagedRows.apply", fail)
+        report = manager.save()
+
+    assert report is not None
+    assert report.version == store.latest_version()
+    assert "is committed, but then failed" in caplog.text
+    assert_stored(store, training)
+    training.train(1)
+    after = manager.save()
+    assert after is not None
+    assert after.kind == "full"
+    assert_stored(store, training)
+    manager.close()
+
+
+def test_an_unknown_outcome_that_won_and_then_failed_is_not_taken_for_lost(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, training = create(backend), Training()
+    manager = manager_of(store, training)
+    manager.save()
+    training.train(0)
+    backend.loses_commits = True
+    with pytest.raises(BackgroundSaveFailed):
+        manager.save()
+    backend.loses_commits = False
+    training.train(1)
+
+    def fail(*_: object) -> None:
+        raise MemoryError("moving a mirror")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("cnr_store.changes.StagedRows.apply", fail)
+        manager.save()
+
+    assert [report.kind for report in manager.history] == ["full", "delta", "full"]
+    assert_stored(store, training)
+    manager.close()
