@@ -651,7 +651,7 @@ def test_a_thread_that_does_not_start_takes_no_rows_along(
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    manager._background._pool._threads.clear()
+    monkeypatch.setattr(manager._background._pool, "_threads", set())
     monkeypatch.setattr(manager._background._pool, "_idle_semaphore", threading.Semaphore(0))
     training.train(0)
     with monkeypatch.context() as patch:
@@ -700,7 +700,12 @@ def test_forked_helpers_can_be_terminated(wanted: Any, backend: Backend) -> None
     manager = manager_of(create(backend), Training(), save_on_sigterm=wanted)
     forking = multiprocessing.get_context("fork")
     is_up = forking.Event()
-    child = forking.Process(target=lambda: (is_up.set(), time.sleep(60)))
+
+    def stay() -> None:
+        is_up.set()
+        time.sleep(60)
+
+    child = forking.Process(target=stay)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about forking a process that has threads
         child.start()
