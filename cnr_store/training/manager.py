@@ -702,9 +702,12 @@ class CheckpointManager:
         CommitStateUnknown
             Still unknown. Its rows are kept apart until it is known.
         """
-        if self._held is None:
+        if self._writer is None:
             return
-        assert self._writer is not None  # it holds the save
+        if self._held is None:
+            # A commit may be unknown to the writer although its save ended in another error; its rows are dirty again.
+            self._writer.settle()
+            return
         before, failed = self._writer.head.record.v, None
         try:
             entry = self._writer.settle()
