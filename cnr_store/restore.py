@@ -36,12 +36,12 @@ def read_range(
         ``outputs`` then hold undefined values.
     """
     specs = array_specs(plan.schema)
-    if all(_holds_its_codes(specs[name], out) for name, out in outputs.items()):
-        windows = [(plan.start, plan.stop)]
-    else:
-        row_bytes = sum(specs[name].held_dtype.itemsize * specs[name].width for name in outputs)
-        span = max(1, WINDOW_BYTES // row_bytes)
-        windows = [(plan.start + a, plan.start + b) for a, b in blocks(plan.stop - plan.start, span)]
+    apart = [specs[name] for name, out in outputs.items() if not _holds_its_codes(specs[name], out)]
+    row_bytes = sum(spec.held_dtype.itemsize * spec.width for spec in apart)
+    # A chunk that crosses windows is decoded in each, so a window is as large as the codes held apart allow.
+    span = max(1, WINDOW_BYTES // row_bytes) if row_bytes else max(1, plan.stop - plan.start)
+    ranges = blocks(plan.stop - plan.start, span) or [(0, 0)]
+    windows = [(plan.start + low, plan.start + high) for low, high in ranges]
     names = set(outputs)
     total = 0
     for start, stop in windows:
@@ -135,9 +135,8 @@ def _clip(plan: TablePlan, start: int, stop: int) -> TablePlan:
 
 
 def _holds_its_codes(spec: ArraySpec, out: Array) -> bool:
-    """Whether codes fit the output's own memory; vectors are small enough to be held apart."""
-    same = out.itemsize == spec.held_dtype.itemsize and out.flags.c_contiguous
-    return bool(same)
+    """Whether the codes fit the output's own memory; the others are held apart, a window at a time."""
+    return bool(out.itemsize == spec.held_dtype.itemsize and out.flags.c_contiguous)
 
 
 def _codes_in(out: Array, spec: ArraySpec) -> Array:
