@@ -55,7 +55,14 @@ from cnr_store.training.background import (
 from cnr_store.training.capture import put_dense_state, rows_to_write, trainer_document
 from cnr_store.training.document import TRAINER, TrainerDocument, trainer_of
 from cnr_store.training.history import sizes_since_baseline
-from cnr_store.training.reader import READER, Stateful, check_stateful, reader_document, stored_reader_state
+from cnr_store.training.reader import (
+    READER,
+    IntervalReader,
+    Stateful,
+    check_stateful,
+    reader_document,
+    stored_reader_state,
+)
 from cnr_store.training.restoring import RestorePlan, apply_dense, plan_restore, read_dense, restore_tables
 from cnr_store.training.rng import restore_rng
 from cnr_store.training.state import (
@@ -231,6 +238,7 @@ class CheckpointManager:
         self._model = model
         self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         self._reader, self._extras, self._saves_rng = reader, dict(extras or {}), rng
+        self._intervals = reader if isinstance(reader, IntervalReader) else None
         self._tables = table_parameters(model, tables)
         self._options = options_by_table(options, self._tables)
         self._policy: Policy = policy
@@ -306,6 +314,8 @@ class CheckpointManager:
                 f"the step after {self.current_step} has no reader_state, but an earlier one had; give it at every "
                 "step, or give the manager a reader: a checkpoint would name batches that it has not seen"
             )
+        if self._intervals is not None:
+            self._intervals.trained()
         self.current_step = self.current_step + 1 if step is None else step
         self._reader_state = reader_state
         if self.should_stop:
@@ -525,7 +535,10 @@ class CheckpointManager:
             self._report_failure(self._take_finished(wait=False))
 
     def _waits_for_boundary(self) -> bool:
-        """Whether a save must wait for the optimizer's step; warns, once, if that step does not seem to come."""
+        """Whether a save must wait for reader or optimizer step; warns, once, if that step does not seem to come."""
+        if self._intervals is not None and self._reader_state is None and not self._intervals.is_ready:
+            self._intervals.prepare()
+            return True
         if self._tracker.at_step_boundary:
             self._steps_off_boundary = 0
             return False

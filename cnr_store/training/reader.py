@@ -1,7 +1,12 @@
-"""The reader's position: which samples were consumed, committed with the weights that consumed them."""
+"""The reader's position: which samples were consumed, committed with the weights that consumed them.
+
+The state of a loader is that of the last batch fetched. Behind anything that fetches ahead it must not be saved as it
+is: the batches between would be skipped. An `IntervalReader` says when its state is that of the last batch trained.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from cnr_store.errors import BadInput, CorruptStore
@@ -18,6 +23,21 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
         """Take the state back."""
+
+
+@runtime_checkable
+class IntervalReader(Stateful, Protocol):
+    """A reader that knows what of its batches was trained; a save that is due waits until it is ready."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether ``state_dict()`` is, now and until the next batch is trained, that of the last trained batch."""
+
+    def trained(self) -> None:
+        """Count one batch as trained; called once by each step, before a save."""
+
+    def prepare(self) -> None:
+        """A save is due and waits: become ready in as few batches as possible. Must not block."""
 
 
 def check_stateful(name: str, value: object) -> None:
@@ -59,3 +79,46 @@ def stored_reader_state(document: Any) -> Any:
     if not isinstance(document, dict) or "state" not in document:
         raise CorruptStore(f"document {READER} holds no reader state; restore another version", path=READER)
     return document["state"]
+
+
+def reader_states_for(
+    states: Sequence[Any], world: int, redistribute: Callable[[list[Any]], Sequence[Any]] | None = None
+) -> list[Any]:
+    """Return one reader state per rank of a training that resumes on ``world`` ranks. Pure, no I/O.
+
+    A reader's state says what one rank has read of its share. With another number of ranks the shares are others, and
+    only the caller knows how they are made; nothing is guessed.
+
+    Parameters
+    ----------
+    states
+        The saved states, by the rank that saved them; not changed.
+    world
+        Ranks that resume.
+    redistribute
+        Makes ``world`` states, by rank, of the saved ones; called only when their numbers differ.
+
+    Raises
+    ------
+    BadInput
+        The numbers differ and there is no ``redistribute``, or it returned another number of states.
+    """
+    if world < 1:
+        raise BadInput(f"a training resumes on 1 rank or more, not {world}", found=world)
+    if len(states) == world:
+        return list(states)
+    if redistribute is None:
+        raise BadInput(
+            f"the checkpoint holds the reader states of {len(states)} ranks, the training resumes on {world}; samples "
+            f"would be trained twice or skipped. Resume on {len(states)} ranks, or pass redistribute=, a function "
+            f"from the list of {len(states)} states to a list of {world}",
+            expected=len(states), found=world,
+        )  # fmt: skip
+    made = list(redistribute(list(states)))
+    if len(made) != world:
+        raise BadInput(
+            f"redistribute= made {len(made)} reader states of {len(states)}, the training resumes on {world} ranks; "
+            "return one per rank",
+            expected=world, found=len(made),
+        )  # fmt: skip
+    return made
