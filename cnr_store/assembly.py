@@ -13,6 +13,7 @@ import numpy as np
 
 from cnr_store.baseline import StagedTable
 from cnr_store.changes import StagedRows
+from cnr_store.placement import Shard
 from cnr_store.records import DenseEntry, PartEntry, RowListEntry, TableSchema
 from cnr_store.segment import SegmentWriter
 from cnr_store.snapshot import Snapshot
@@ -45,30 +46,31 @@ class Assembly:
     out
         The segment's writer.
     entries
-        Table to operation to the row list that was written.
+        Shard to operation to the row list that was written.
     """
 
     def __init__(self, out: SegmentWriter) -> None:
         self.out = out
-        self.entries: dict[str, dict[str, RowListEntry]] = {}
+        self.entries: dict[Shard, dict[str, RowListEntry]] = {}
         self._folders: set[str] = set()
 
-    def write_table(self, table: str, staged: StagedTable) -> None:
-        """Write all rows of a table: coded rows as ``set``, exact ones as ``escape``."""
-        entries = self.entries.setdefault(table, {})
+    def write_table(self, shard: Shard, staged: StagedTable) -> None:
+        """Write all rows of a shard: coded rows as ``set``, exact ones as ``escape``."""
+        entries = self.entries.setdefault(shard, {})
         lists = {"set": staged.rows, "escape": None if staged.escape is None else staged.escape.row_list()}
-        folder = self._group(table, staged.schema)
+        folder = self._group(shard, staged.schema)
         for operation, row_list in lists.items():
             if row_list is not None:
-                attributes = _attributes(table, staged.schema, operation)
+                attributes = _attributes(shard.table, staged.schema, operation)
                 entries[operation] = self.out.write_row_list(f"{folder}/{operation}", row_list, attributes)
 
-    def write_lists(self, table: str, schema: TableSchema, staged: StagedRows) -> None:
-        """Write the row lists of a delta; a table without any gets no object."""
-        entries = self.entries.setdefault(table, {})
+    def write_lists(self, shard: Shard, schema: TableSchema, staged: StagedRows) -> None:
+        """Write the row lists of a delta; a shard without any gets no object."""
+        entries = self.entries.setdefault(shard, {})
         for operation, item in staged.lists.items():
-            path = f"{self._group(table, schema)}/{operation}"
-            entries[operation] = self.out.write_row_list(path, item.row_list(), _attributes(table, schema, operation))
+            path = f"{self._group(shard, schema)}/{operation}"
+            attributes = _attributes(shard.table, schema, operation)
+            entries[operation] = self.out.write_row_list(path, item.row_list(), attributes)
 
     def write_dense(self, tensors: DenseTensors, before: Snapshot | None, kept: set[str]) -> None:
         """Write dense tensors that changed or whose bytes would leave the chain; reference the others.
@@ -100,22 +102,25 @@ class Assembly:
                 dtypes.setdefault(name, old.dtype)
         self.out.write_dense(changed, dtypes)
 
-    def part(self, table: str, schema: TableSchema, base_digest: int | None, state_digest: int | None) -> PartEntry:
+    def part(self, shard: Shard, schema: TableSchema, base_digest: int | None, state_digest: int | None) -> PartEntry:
         """Return the manifest's line for this writer's rectangle of a table."""
-        columns = (0, schema.dim)
+        rectangle = shard.rectangle_in(schema)
         return PartEntry(
-            table=table, folder=self.out.part_folder(table, columns, schema.dim), rows=(0, schema.num_rows),
-            columns=columns, base_digest=_hex(base_digest), state_digest=_hex(state_digest),
-            **self.entries.get(table, {}),
+            table=shard.table, folder=self._folder(shard, schema), rows=rectangle.rows, columns=rectangle.columns,
+            base_digest=_hex(base_digest), state_digest=_hex(state_digest), **self.entries.get(shard, {}),
         )  # fmt: skip
 
-    def _group(self, table: str, schema: TableSchema) -> str:
+    def _folder(self, shard: Shard, schema: TableSchema) -> str:
+        return self.out.part_folder(shard.table, shard.rectangle_in(schema), schema.num_rows, schema.dim)
+
+    def _group(self, shard: Shard, schema: TableSchema) -> str:
         """Put the part's group document once and return its folder."""
-        folder = self.out.part_folder(table, (0, schema.dim), schema.dim)
+        folder = self._folder(shard, schema)
         if folder not in self._folders:
             self._folders.add(folder)
-            rectangle = {"rows": [0, schema.num_rows], "columns": [0, schema.dim]}
-            self.out.write_group(folder, {"table": table, **rectangle, "schema": msgspec.to_builtins(schema)})
+            rectangle = shard.rectangle_in(schema)
+            place = {"rows": list(rectangle.rows), "columns": list(rectangle.columns)}
+            self.out.write_group(folder, {"table": shard.table, **place, "schema": msgspec.to_builtins(schema)})
         return folder
 
 

@@ -28,10 +28,11 @@ from cnr_store.encode import (
     unencodable,
 )
 from cnr_store.encodings import kernels, packing, widths
+from cnr_store.placement import whole_of
 from cnr_store.records import TableSchema
 from cnr_store.segment import Blocks, RowList
 from cnr_store.table_codes import ABSENT, CODED, ESCAPED, Allocate, Array, ArraySpec, TableCodes, array_specs
-from cnr_store.types import MAX_CODE, Affine, Lattice, RowIds
+from cnr_store.types import MAX_CODE, Affine, Lattice, Rectangle, RowIds
 from cnr_store.workers import Workers, blocks
 
 _BAD = kernels.BAD_ROW
@@ -62,13 +63,15 @@ def stage_table(
     allocate: Allocate | None,
     on_bad_rows: OnBadRows,
     workers: Workers,
+    rectangle: Rectangle | None = None,
 ) -> StagedTable:
-    """Encode all rows of a dense table, for a baseline or a new table.
+    """Encode all rows of a dense table, or of a rectangle of it, for a baseline or a new table.
 
     Parameters
     ----------
     values
-        Array name to anything with ``[start:stop]`` giving (rows, width) or (rows,) floats; read twice at most.
+        Array name to anything with ``[start:stop]`` giving (rows, width) or (rows,) floats of the rectangle's rows,
+        counted from its first; read twice at most.
     allocate
         Memory for the new mirror; None keeps none, and rows are encoded while they are written.
 
@@ -76,27 +79,32 @@ def stage_table(
     ------
     NonFiniteValues
     """
-    specs = array_specs(schema)
-    flags = np.zeros(schema.num_rows, np.uint8)
+    rectangle = rectangle or whole_of(schema)
+    first, stop = rectangle.rows
+    specs = array_specs(schema, rectangle.columns)
+    flags = np.zeros(rectangle.num_rows, np.uint8)
     mirror = None
     if allocate is not None and any(spec.is_additive for spec in specs.values()):
         names = tuple(name for name, spec in specs.items() if spec.is_additive)
-        mirror = TableCodes.allocate(schema, 0, schema.num_rows, names=names, mirror=True, allocate=allocate)
+        mirror = TableCodes.allocate(
+            schema, first, stop, names=names, mirror=True, allocate=allocate, columns=rectangle.columns
+        )
     dtypes = {name: _scan(spec, values[name], mirror, flags, workers) for name, spec in specs.items()}
     bad = flags == _BAD
     escape = None
     rows = np.empty(0, np.int64)
     if bad.any():
-        rows = np.flatnonzero(bad).astype(np.int64)
+        at = np.flatnonzero(bad).astype(np.int64)
+        rows = at + first
         if on_bad_rows == "refuse":
             raise refused_rows(table, int(rows[0]), len(rows))
-        escape = escape_list(specs, Given(rows, {name: _rows_of(values[name], rows) for name in specs}))
+        escape = escape_list(specs, Given(rows, {name: _rows_of(values[name], at) for name in specs}))
     if mirror is not None and escape is not None:
         held = {"codes" if n == "values" else n: columns_of(a) for n, a in escape.arrays.items()}
         mirror.mark(rows, ESCAPED)
         mirror.escapes.put(rows, {name: held[name] for name in mirror.arrays})
     coded = None if escape is None else np.flatnonzero(~bad).astype(np.int64)
-    row_list = _table_rows(schema, specs, values, mirror, dtypes, coded)
+    row_list = _table_rows(rectangle, specs, values, mirror, dtypes, coded)
     return StagedTable(schema, mirror, row_list, escape, None if mirror is None else mirror.digest(workers))
 
 
@@ -118,7 +126,7 @@ def stage_mirror(schema: TableSchema, mirror: TableCodes, staged: StagedRows | N
             values = {"codes" if n == "values" else n: columns_of(a) for n, a in change.arrays.items()}
             escapes.put(change.rows, {name: values[name] for name in mirror.arrays})
     coded = None if status is None else np.flatnonzero(status == CODED).astype(np.int64) + mirror.start
-    dtypes = {name: _overlaid_dtype(name, held, staged) for name, held in mirror.arrays.items()}
+    dtypes = {name: _overlaid_dtype(name, mirror, staged) for name in mirror.arrays}
     count = mirror.num_rows if coded is None else len(coded)
 
     def produce(start: int, stop: int) -> Blocks:
@@ -170,49 +178,52 @@ def _scan(
 
 
 def _table_rows(
-    schema: TableSchema,
+    rectangle: Rectangle,
     specs: Mapping[str, ArraySpec],
     values: Mapping[str, Any],
     mirror: TableCodes | None,
     dtypes: Mapping[str, np.dtype[Any]],
     coded: RowIds | None,
 ) -> RowList | None:
-    count = schema.num_rows if coded is None else len(coded)
+    count = rectangle.num_rows if coded is None else len(coded)
+    first = rectangle.rows[0]
     if count == 0:
         return None
 
     def produce(start: int, stop: int) -> Blocks:
-        rows = np.arange(start, stop, dtype=np.int64) if coded is None else coded[start:stop]
-        made: Blocks = {"rows": rows}
+        """Positions of the list; ``coded`` holds positions in the rectangle."""
+        at = np.arange(start, stop, dtype=np.int64) if coded is None else coded[start:stop]
+        made: Blocks = {"rows": at + first}
         for name, spec in specs.items():
             if mirror is not None and name in mirror.arrays:
                 held = mirror.arrays[name]
-                block = held[start:stop] if coded is None else held[rows]
+                block = held[start:stop] if coded is None else held[at]
                 made[name] = stored_shape(spec, block.astype(dtypes[name], copy=False))
             else:
-                floats = _block_of(values[name], start, stop) if coded is None else _rows_of(values[name], rows)
-                made |= encode_block(spec, schema, columns_of(np.ascontiguousarray(floats)), dtypes[name])
+                floats = _block_of(values[name], start, stop) if coded is None else _rows_of(values[name], at)
+                made |= encode_block(spec, columns_of(np.ascontiguousarray(floats)), dtypes[name])
         return made
 
-    return RowList(count, {"rows": (np.dtype(np.int64), None), **_stored_widths(schema, specs, dtypes)}, produce)
+    return RowList(count, {"rows": (np.dtype(np.int64), None), **_stored_widths(specs, dtypes)}, produce)
 
 
 def _stored_widths(
-    schema: TableSchema, specs: Mapping[str, ArraySpec], dtypes: Mapping[str, np.dtype[Any]]
+    specs: Mapping[str, ArraySpec], dtypes: Mapping[str, np.dtype[Any]]
 ) -> dict[str, tuple[np.dtype[Any], int | None]]:
     kinds: dict[str, tuple[np.dtype[Any], int | None]] = {}
     for name, spec in specs.items():
         if isinstance(spec.encoding, Affine):
             param = np.dtype(spec.encoding.param_dtype)
-            kinds["codes"] = (np.dtype(np.uint8), packing.packed_width(schema.dim, spec.encoding.bits))
+            kinds["codes"] = (np.dtype(np.uint8), packing.packed_width(spec.width, spec.encoding.bits))
             kinds["scale"] = kinds["zero_point"] = (param, None)
         else:
             kinds[name] = (dtypes[name], None if spec.is_vector else spec.width)
     return kinds
 
 
-def _overlaid_dtype(name: str, held: Array, staged: StagedRows | None) -> np.dtype[Any]:
+def _overlaid_dtype(name: str, mirror: TableCodes, staged: StagedRows | None) -> np.dtype[Any]:
     """int16 unless the mirror or what is laid over it may need int32."""
+    held = mirror.arrays[name]
     if held.dtype == np.int32:
         return np.dtype(np.int32)
     lists = [] if staged is None else [staged.lists[op] for op in ("add", "set") if op in staged.lists]
@@ -221,7 +232,7 @@ def _overlaid_dtype(name: str, held: Array, staged: StagedRows | None) -> np.dty
     limit = 0
     for item in lists:
         codes = columns_of(item.arrays[name]).astype(np.int32)
-        base = held[item.rows].astype(np.int32) if item is staged.lists.get("add") else 0  # type: ignore[union-attr]
+        base = held[item.rows - mirror.start].astype(np.int32) if item is staged.lists.get("add") else 0  # type: ignore[union-attr]
         limit = max(limit, int(np.abs(codes + base).max(initial=0)))
     return widths.narrowest(limit)
 

@@ -30,7 +30,7 @@ from cnr_store.encode import (
 )
 from cnr_store.encodings import digest, float_bits, kernels, widths
 from cnr_store.records import TableSchema
-from cnr_store.table_codes import ABSENT, CODED, ESCAPED, Array, ArraySpec, TableCodes, array_specs
+from cnr_store.table_codes import ABSENT, CODED, ESCAPED, Array, ArraySpec, TableCodes, array_specs, escape_bits
 from cnr_store.types import Lattice, RowIds, TableOptions
 from cnr_store.workers import Workers, blocks
 
@@ -91,7 +91,7 @@ def stage_rows(
     NonFiniteValues
         Names the table and the first row.
     """
-    specs = array_specs(schema)
+    specs = array_specs(schema, given.columns)
     staged = StagedRows(schema)
     try:
         return _stage(staged, specs, mirror, given, base_digest, absolute, workers)
@@ -166,7 +166,7 @@ def _stage_add(
     change = 0
     for name, spec in specs.items():
         if not spec.is_additive:
-            arrays |= encode_absolute(spec, staged.schema, given.values[name], workers)
+            arrays |= encode_absolute(spec, given.values[name], workers)
             continue
         arrays[name], changed = _differences(spec, mirror, given, flags, workers)
         change += changed
@@ -187,7 +187,7 @@ def _differences(
 ) -> tuple[Array, int]:
     """Return the differences to the mirror in the narrowest of int16 and int32, and the digest's change."""
     values = given.values[spec.name]
-    multipliers = spec.multipliers((0, mirror.schema.dim))
+    multipliers = spec.multipliers
     held = mirror.arrays[spec.name]
 
     def encode(out: Array, start: int, stop: int) -> tuple[int, int]:
@@ -219,10 +219,8 @@ def _arriving(specs: Mapping[str, ArraySpec], staged: StagedList) -> int:
     total = 0
     for name, spec in specs.items():
         if spec.is_additive:
-            presence = digest.PRESENCE_CODED if name == "codes" else digest.NO_PRESENCE
-            multipliers = spec.multipliers((0, specs["codes"].width))
             total += digest.digest_of_rows(
-                np.ascontiguousarray(staged.arrays[name]), staged.rows, multipliers, presence
+                np.ascontiguousarray(staged.arrays[name]), staged.rows, spec.multipliers, spec.presence()
             )
     return total
 
@@ -232,23 +230,19 @@ def _escaped(specs: Mapping[str, ArraySpec], staged: StagedList) -> int:
     total = 0
     for name, spec in specs.items():
         if spec.is_additive:
-            from cnr_store.table_codes import escape_bits
-
             values = columns_of(staged.arrays["values" if name == "codes" else name])
-            presence = digest.PRESENCE_ESCAPE if name == "codes" else digest.NO_PRESENCE
-            multipliers = spec.multipliers((0, specs["codes"].width))
-            total += digest.digest_of_rows(escape_bits(values, spec.dtype), staged.rows, multipliers, presence)
+            bits = escape_bits(values, spec.dtype)
+            total += digest.digest_of_rows(bits, staged.rows, spec.multipliers, spec.presence(escape=True))
     return total
 
 
 def _leaving(mirror: TableCodes, rows: RowIds) -> int:
     """What ``rows`` stop to add to the digest: minus their present contribution."""
     total = 0
-    columns = (0, mirror.schema.dim)
     coded = rows[mirror.is_coded(rows)]
-    multipliers = {name: mirror.specs[name].multipliers(columns) for name in mirror.arrays}
+    multipliers = {name: mirror.specs[name].multipliers for name in mirror.arrays}
     for name, held in mirror.arrays.items():
-        presence = digest.PRESENCE_CODED if name == "codes" else digest.NO_PRESENCE
+        presence = mirror.specs[name].presence()
         total += int(kernels.digest_gathered(held, coded, mirror.start, multipliers[name], presence))
     if len(mirror.escapes.rows):
         leaving = np.isin(mirror.escapes.rows, rows, assume_unique=True)

@@ -31,14 +31,18 @@ class FoundBadRows(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Rows as the caller gives them: sorted ids, and per array (n, width) floats in its own dtype."""
+    """Rows as the caller gives them: sorted ids, and per array (n, width) floats in its own dtype.
+
+    ``columns``: those of the table that the values are of; None means all.
+    """
 
     rows: RowIds
     values: dict[str, Array]
+    columns: tuple[int, int] | None = None
 
     def take(self, chosen: npt.NDArray[np.bool_]) -> Given:
         """Return the chosen rows (copied)."""
-        return Given(self.rows[chosen], {name: array[chosen] for name, array in self.values.items()})
+        return Given(self.rows[chosen], {name: array[chosen] for name, array in self.values.items()}, self.columns)
 
 
 @dataclass(slots=True)
@@ -62,29 +66,29 @@ class StagedList:
 
 def encode_rows(schema: TableSchema, given: Given, workers: Workers) -> StagedList:
     """Return rows in their absolute stored form (a ``set`` list); the rows are known to be encodable."""
-    specs = array_specs(schema)
+    specs = array_specs(schema, given.columns)
     arrays: dict[str, Array] = {}
     for name, spec in specs.items():
-        arrays |= encode_absolute(spec, schema, given.values[name], workers)
+        arrays |= encode_absolute(spec, given.values[name], workers)
     return StagedList(given.rows, arrays)
 
 
-def encode_absolute(spec: ArraySpec, schema: TableSchema, values: Array, workers: Workers) -> dict[str, Array]:
+def encode_absolute(spec: ArraySpec, values: Array, workers: Workers) -> dict[str, Array]:
     """Encode (n, width) floats into their stored arrays, on threads."""
     ranges = blocks(len(values), ENCODE_ROWS)
     dtype = spec.held_dtype
-    pieces = workers.run(partial(encode_block, spec, schema, values[a:b], dtype) for a, b in ranges)
+    pieces = workers.run(partial(encode_block, spec, values[a:b], dtype) for a, b in ranges)
     joined = {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
     if isinstance(spec.encoding, Lattice):
         joined[spec.name] = widths.narrowed(joined[spec.name])
     return joined
 
 
-def encode_block(spec: ArraySpec, schema: TableSchema, values: Array, dtype: np.dtype[Any]) -> dict[str, Array]:
+def encode_block(spec: ArraySpec, values: Array, dtype: np.dtype[Any]) -> dict[str, Array]:
     """Encode a block of (n, width) floats, all encodable, into fresh stored arrays."""
     if isinstance(spec.encoding, Affine):
         encoding = spec.encoding
-        codes = np.empty((len(values), packing.packed_width(schema.dim, encoding.bits)), np.uint8)
+        codes = np.empty((len(values), packing.packed_width(spec.width, encoding.bits)), np.uint8)
         scale = np.empty(len(values), encoding.param_dtype)
         zero_point = np.empty(len(values), encoding.param_dtype)
         bad = affine.encode(

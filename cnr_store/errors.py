@@ -35,7 +35,9 @@
     │   ├── UnknownFeature
     │   ├── ReadOnlyStore
     │   └── MissingDependency
-    └── BackgroundSaveFailed       a save behind training failed; its rows are still dirty
+    ├── BackgroundSaveFailed       a save behind training failed; its rows are still dirty
+    └── RankFailed                 another rank of the same training failed; nothing became visible
+        └── RankLost               it does not answer: restart the training from the last checkpoint
 
 ``kind`` is stable and append-only: scripts and the command line key on it. Details are attributes
 (``path``, ``table``, ``version``, ``expected``, ``found``), given by keyword and None when they do not apply.
@@ -284,3 +286,15 @@ class BackgroundSaveFailed(CnrStoreError):
     """A background save failed; ``__cause__`` says why. The rows it held are dirty again."""
 
     kind = "background_save_failed"
+
+
+class RankFailed(CnrStoreError):
+    """Another rank of the same training failed, so what all do together did not happen."""
+
+    kind = "rank_failed"
+
+
+class RankLost(RankFailed):
+    """Another rank does not answer: it died, or is slower than the ranks wait for each other."""
+
+    kind = "rank_lost"

@@ -19,15 +19,22 @@ MAX_ELEMENTS = 1 << 50
 """A table beyond this is refused by every reader."""
 
 
-def check_arrays(table: str, schema: TableSchema, rows: int, values: Any, slots: Mapping[str, Any]) -> dict[str, Any]:
-    """Check a table's values and slots against its schema; return array name to what was given.
+def check_arrays(
+    table: str,
+    schema: TableSchema,
+    rows: int,
+    values: Any,
+    slots: Mapping[str, Any],
+    columns: tuple[int, int] | None = None,
+) -> dict[str, Any]:
+    """Check values and slots of ``rows`` rows of some columns of a table (all if None); return array name to each.
 
     Raises
     ------
     BadInput, BadShape, BadDtype
     """
     given = {"codes": values, **{f"slots/{name}": array for name, array in slots.items()}}
-    specs = array_specs(schema)
+    specs = array_specs(schema, columns)
     if given.keys() != specs.keys():
         expected = sorted(schema.slots)
         raise BadInput(
@@ -50,14 +57,24 @@ def check_arrays(table: str, schema: TableSchema, rows: int, values: Any, slots:
     return given
 
 
-def own_row_ids(table: str, row_ids: RowIds, num_rows: int | None) -> RowIds:
-    """Check row ids and copy them: they are needed until the commit, and the caller may reuse the array."""
+def own_row_ids(table: str, row_ids: RowIds, bounds: tuple[int, int] | None) -> RowIds:
+    """Check row ids and copy them: they are needed until the commit, and the caller may reuse the array.
+
+    ``bounds``: rows [start, stop) that they must be in; None for hashed keys.
+    """
     if not isinstance(row_ids, np.ndarray):
         raise BadRowIds(
             f"row ids of table {table!r} must be an int64 array, found {type(row_ids).__name__}",
             table=table, expected="int64 (n,)", found=type(row_ids).__name__,
         )  # fmt: skip
-    return check_row_ids(row_ids, num_rows, table=table).copy()
+    checked = check_row_ids(row_ids, None if bounds is None else bounds[1], table=table)
+    if bounds is not None and len(checked) and checked[0] < bounds[0]:
+        raise BadRowIds(
+            f"row {int(checked[0])} of table {table!r} is not of this writer's rows {bounds[0]} to {bounds[1] - 1}; "
+            "row ids are those of the whole table",
+            table=table, expected=bounds, found=int(checked[0]),
+        )  # fmt: skip
+    return checked.copy()
 
 
 def checked_size(table: str, what: str, size: Any, *, dim: int = 1, least: int = 0) -> int:

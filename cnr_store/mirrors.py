@@ -1,4 +1,4 @@
-"""The code mirrors of a writer: one `TableCodes` per table, in memory, in files, or not at all."""
+"""The code mirrors of a writer: one `TableCodes` per shard that it holds, in memory, in files, or not at all."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from cnr_store.encodings.widths import narrowest
+from cnr_store.placement import Shard
 from cnr_store.records import TableSchema
 from cnr_store.table_codes import ABSENT, CODED, TASK_ROWS, Allocate, Array, TableCodes
 from cnr_store.types import MAX_CODE, TableOptions
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Mirrors:
-    """What each table's codes are at the head, and the state digest that goes with them."""
+    """What the codes of each shard are at the head, and the state digest that goes with them."""
 
     def __init__(self, mode: MirrorMode, folder: str | None) -> None:
         self.mode: MirrorMode = mode
@@ -31,12 +32,12 @@ class Mirrors:
         self.is_complete = True
         self._folder = folder
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
-        self._codes: dict[str, TableCodes] = {}
-        self._digests: dict[str, int | None] = {}
-        self._staged_resizes: dict[str, tuple[TableCodes, int]] = {}
+        self._codes: dict[Shard, TableCodes] = {}
+        self._digests: dict[Shard, int | None] = {}
+        self._staged_resizes: dict[Shard, tuple[TableCodes, int]] = {}
 
-    def __contains__(self, table: str) -> bool:
-        return table in self._codes
+    def __contains__(self, shard: Shard) -> bool:
+        return shard in self._codes
 
     @property
     def nbytes(self) -> int:
@@ -44,27 +45,27 @@ class Mirrors:
         # A copy: the thread that saves may add a table while another one asks.
         return sum(codes.nbytes for codes in list(self._codes.values()))
 
-    def get(self, table: str) -> TableCodes | None:
-        """Return a table's mirror as the open transaction sees it: with a staged resize, if there is one."""
-        if table in self._staged_resizes:
-            return self._staged_resizes[table][0]
-        return self._codes.get(table)
+    def get(self, shard: Shard) -> TableCodes | None:
+        """Return a shard's mirror as the open transaction sees it: with a staged resize, if there is one."""
+        if shard in self._staged_resizes:
+            return self._staged_resizes[shard][0]
+        return self._codes.get(shard)
 
-    def digest(self, table: str) -> int | None:
-        """Return the state digest of the mirror, None for a table without one."""
-        if table in self._staged_resizes:
-            return self._staged_resizes[table][1]
-        return self._digests.get(table)
+    def digest(self, shard: Shard) -> int | None:
+        """Return the state digest of the mirror, None for a shard without one."""
+        if shard in self._staged_resizes:
+            return self._staged_resizes[shard][1]
+        return self._digests.get(shard)
 
-    def committed_digest(self, table: str) -> int | None:
+    def committed_digest(self, shard: Shard) -> int | None:
         """Return the state digest of the head's state, without a staged resize."""
-        return self._digests.get(table)
+        return self._digests.get(shard)
 
-    def put(self, table: str, codes: TableCodes, digest: int | None) -> None:
-        """Set a table's mirror and digest."""
-        self._codes[table] = codes
-        self._digests[table] = digest
-        logger.debug("mirror of %s: %d bytes", table, codes.nbytes)
+    def put(self, shard: Shard, codes: TableCodes, digest: int | None) -> None:
+        """Set a shard's mirror and digest."""
+        self._codes[shard] = codes
+        self._digests[shard] = digest
+        logger.debug("mirror of %s: %d bytes", shard, codes.nbytes)
 
     def allocator(self) -> Allocate:
         """Return how memory for a mirror is made; zeroed."""
@@ -83,18 +84,18 @@ class Mirrors:
 
         return allocate
 
-    def release_for_full(self, table: str) -> None:
-        """Let a table's mirror go before it is encoded anew, so that two never stand side by side.
+    def release_for_full(self, shard: Shard) -> None:
+        """Let a shard's mirror go before it is encoded anew, so that two never stand side by side.
 
         From here until the commit has won the mirrors are incomplete: `is_complete` is False.
         """
         self.is_complete = False
-        self._codes.pop(table, None)
-        self._digests.pop(table, None)
+        self._codes.pop(shard, None)
+        self._digests.pop(shard, None)
 
-    def stage_resize(self, table: str, schema: TableSchema, workers: Workers) -> None:
+    def stage_resize(self, shard: Shard, schema: TableSchema, workers: Workers) -> None:
         """Make the mirror that a resized table will have: grown rows are absent, cut rows are gone."""
-        old = self._codes.get(table)
+        old = self._codes.get(shard)
         if old is None:
             return
         allocate = self.allocator()
@@ -103,21 +104,21 @@ class Mirrors:
         for name, held in old.arrays.items():
             arrays[name] = allocate((schema.num_rows, held.shape[1]), held.dtype)
             arrays[name][:kept] = held[:kept]
-        codes = TableCodes(schema, 0, schema.num_rows, arrays, allocate)
+        codes = TableCodes(schema, 0, schema.num_rows, arrays, allocate, old.columns)
         if old.status is not None or schema.num_rows > old.num_rows:
             status = codes.track_status(ABSENT)
             status[:kept] = 0 if old.status is None else old.status[:kept]
         alive = old.escapes.rows < schema.num_rows
         codes.escapes.rows = old.escapes.rows[alive]
         codes.escapes.values = {name: values[alive] for name, values in old.escapes.values.items()}
-        self._staged_resizes[table] = (codes, codes.digest(workers))
+        self._staged_resizes[shard] = (codes, codes.digest(workers))
 
-    def stage_refine(self, table: str, schema: TableSchema, halvings: int, workers: Workers) -> bool:
-        """Make the mirror that a table has at a finer scale: codes shifted left; False if one leaves the code range.
+    def stage_refine(self, shard: Shard, schema: TableSchema, halvings: int, workers: Workers) -> bool:
+        """Make the mirror that a shard has at a finer scale: codes shifted left; False if one leaves the code range.
 
         Memory until the outcome is known: a second copy of the table's codes.
         """
-        old = self.get(table)
+        old = self.get(shard)
         assert old is not None  # the transaction has asked
         held = old.arrays["codes"]
 
@@ -135,15 +136,15 @@ class Mirrors:
         finer = allocate(held.shape, np.result_type(held.dtype, narrowest(largest)))
         for start, stop in ranges:
             finer[start:stop] = block(start, stop) << halvings
-        codes = TableCodes(schema, 0, schema.num_rows, {**old.arrays, "codes": finer}, allocate)
+        codes = TableCodes(schema, old.start, old.stop, {**old.arrays, "codes": finer}, allocate, old.columns)
         codes.status, codes.escapes = old.status, old.escapes
-        self._staged_resizes[table] = (codes, codes.digest(workers))
+        self._staged_resizes[shard] = (codes, codes.digest(workers))
         return True
 
     def commit_resizes(self) -> None:
         """The transaction won: staged sizes become the mirrors'."""
-        for table, (codes, digest) in self._staged_resizes.items():
-            self.put(table, codes, digest)
+        for shard, (codes, digest) in self._staged_resizes.items():
+            self.put(shard, codes, digest)
         self._staged_resizes.clear()
 
     def drop_staged(self) -> None:
@@ -153,14 +154,15 @@ class Mirrors:
     def keep_only(self, tables: Iterable[str]) -> None:
         """Forget tables that are no longer there."""
         wanted = set(tables)
-        for table in {*self._codes, *self.options} - wanted:
-            self.forget(table)
-            self.options.pop(table, None)
+        for shard in [shard for shard in self._codes if shard.table not in wanted]:
+            self.forget(shard)
+        for table in self.options.keys() - wanted:
+            del self.options[table]
 
-    def forget(self, table: str) -> None:
-        """Drop a table's mirror: its new encoding has none."""
-        self._codes.pop(table, None)
-        self._digests.pop(table, None)
+    def forget(self, shard: Shard) -> None:
+        """Drop a shard's mirror: its new encoding has none."""
+        self._codes.pop(shard, None)
+        self._digests.pop(shard, None)
 
     def clear(self) -> None:
         """Free everything."""

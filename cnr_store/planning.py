@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from cnr_store.errors import BadInput, DoesNotApply
+from cnr_store.placement import check_placements
 from cnr_store.records import ChainEntry, CommitRecord, Generation, Manifest, PartEntry, Receipt, TableSchema
-from cnr_store.types import MAX_CHAIN, Lattice
+from cnr_store.types import MAX_CHAIN, Lattice, Rectangle
 
 
 def next_chain(head: CommitRecord, entry: ChainEntry, *, keep: int) -> tuple[ChainEntry, ...]:
@@ -35,11 +36,12 @@ def generations(tables: Mapping[str, TableSchema]) -> dict[str, Generation]:
     }
 
 
-def check_receipts(receipts: Sequence[Receipt], *, world: int, l0: int, base: Manifest | None) -> None:
+def check_receipts(receipts: Sequence[Receipt], *, txn: str, world: int, l0: int, base: Manifest | None) -> None:
     """Refuse receipts that do not start from the state the commit builds on (design, section 4, rules 1 and 2).
 
-    Every writer must be there, name the same ``l0``, and its parts must name the state digest that the base's parts
-    of the same table, rows and columns ended with. A resized table is compared by its columns.
+    Every writer must be there and name the same ``l0``. Where a part is cut as a part of the base is, it must name the
+    state digest which that one ended with; where a table is cut anew, the digests of its parts must add up to those of
+    the base's parts (digests of disjoint rectangles add up).
 
     Raises
     ------
@@ -51,22 +53,79 @@ def check_receipts(receipts: Sequence[Receipt], *, world: int, l0: int, base: Ma
     ranks = sorted(receipt.rank for receipt in receipts)
     if ranks != list(range(world)):
         raise BadInput(f"receipts of ranks {ranks} are there, expected {world} ranks", expected=world, found=ranks)
-    ends = {} if base is None else {_rectangle(part): part.state_digest for part in base.parts}
     for receipt in receipts:
+        if (receipt.txn, receipt.world) != (txn, world):
+            raise BadInput(
+                f"the receipt of rank {receipt.rank} is of transaction {receipt.txn} with {receipt.world} ranks, "
+                f"expected {txn} with {world}",
+                expected=txn, found=receipt.txn,
+            )  # fmt: skip
         if receipt.l0 != l0:
             raise DoesNotApply(
                 f"rank {receipt.rank} staged a delta from logical {receipt.l0}, the commit is on {l0}; restore first",
                 expected=l0, found=receipt.l0,
             )  # fmt: skip
+    if base is not None:
+        _check_digests(receipts, base)
+
+
+def _check_digests(receipts: Sequence[Receipt], base: Manifest) -> None:
+    ends: dict[str, dict[Rectangle, PartEntry]] = {}
+    starts: dict[str, dict[Rectangle, tuple[int, PartEntry]]] = {}
+    for part in base.parts:
+        ends.setdefault(part.table, {})[Rectangle(part.rows, part.columns)] = part
+    for receipt in receipts:
         for part in receipt.parts:
-            wanted = ends.get(_rectangle(part))
-            if part.base_digest is not None and wanted is not None and part.base_digest != wanted:
-                raise DoesNotApply(
-                    f"the mirror of table {part.table!r} (rank {receipt.rank}) starts from state digest "
-                    f"{part.base_digest}, the head's is {wanted}; restore first, or commit a full",
-                    table=part.table, expected=wanted, found=part.base_digest,
-                )  # fmt: skip
+            starts.setdefault(part.table, {})[Rectangle(part.rows, part.columns)] = (receipt.rank, part)
+    for table, mine in starts.items():
+        wanted = ends.get(table, {})
+        if len(mine) == len(wanted) == 1:  # a table in one part, which may have been resized
+            pairs = [(next(iter(mine.values())), next(iter(wanted.values())))]
+        else:
+            pairs = [(mine[rectangle], wanted[rectangle]) for rectangle in mine.keys() & wanted.keys()]
+        for (rank, part), end in pairs:
+            if None not in (part.base_digest, end.state_digest) and part.base_digest != end.state_digest:
+                raise _another_state(table, f"rank {rank}", end.state_digest, part.base_digest)
+        if not pairs and mine and wanted:
+            found = _sum_of([part.base_digest for _, part in mine.values()])
+            expected = _sum_of([part.state_digest for part in wanted.values()])
+            if found is not None and expected is not None and found != expected:
+                raise _another_state(table, "ranks together", expected, found)
 
 
-def _rectangle(part: PartEntry) -> tuple[str, int, tuple[int, int]]:
-    return part.table, part.rows[0], part.columns
+def _sum_of(digests: Sequence[str | None]) -> str | None:
+    if any(digest is None for digest in digests):
+        return None
+    return f"{sum(int(digest or '0', 16) for digest in digests) % (1 << 64):016x}"
+
+
+def _another_state(table: str, who: str, expected: str | None, found: str | None) -> DoesNotApply:
+    return DoesNotApply(
+        f"the mirror of table {table!r} ({who}) starts from state digest {found}, the head's is {expected}; restore "
+        "first, or commit a full",
+        table=table, expected=expected, found=found,
+    )  # fmt: skip
+
+
+def check_coverage(receipts: Sequence[Receipt], tables: Mapping[str, TableSchema]) -> None:
+    """Refuse receipts whose parts do not tile every table: a shard without a changed row has a part all the same.
+
+    Raises
+    ------
+    BadInput
+        Naming the table that a rank did not write, or that two ranks wrote.
+    """
+    parts: list[dict[str, list[Rectangle]]] = []
+    for receipt in sorted(receipts, key=lambda receipt: receipt.rank):
+        mine: dict[str, list[Rectangle]] = {}
+        for part in receipt.parts:
+            mine.setdefault(part.table, []).append(Rectangle(part.rows, part.columns))
+        parts.append(mine)
+    shapes = check_placements(parts)
+    for table, schema in tables.items():
+        if schema.keys == "dense" and shapes.get(table) != (schema.num_rows, schema.dim):
+            raise BadInput(
+                f"table {table!r} has {schema.num_rows} rows and {schema.dim} columns, the ranks wrote parts of "
+                f"{shapes.get(table)}; a table that no rank holds any more must be dropped",
+                table=table, expected=(schema.num_rows, schema.dim), found=shapes.get(table),
+            )  # fmt: skip

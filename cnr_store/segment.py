@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store import arrays, layout
-from cnr_store.errors import BadDtype, CorruptObject, CorruptStore, MissingObject, TableNotFound
+from cnr_store.errors import BadDtype, BadInput, CorruptObject, CorruptStore, MissingObject, TableNotFound
 from cnr_store.records import (
     ArrayEntry,
     ChainEntry,
@@ -29,11 +29,12 @@ from cnr_store.records import (
     Receipt,
     RowListEntry,
     canonical_json,
+    decode_document,
     decode_manifest,
     sha256,
 )
 from cnr_store.storage import Storage, object_digest, read_verified
-from cnr_store.types import JsonValue, Profile, RowIds
+from cnr_store.types import JsonValue, Profile, Rectangle, RowIds
 from cnr_store.workers import Throttle, Workers
 
 Blocks = dict[str, npt.NDArray[Any]]
@@ -89,9 +90,10 @@ class SegmentWriter:
         """Bytes put so far."""
         return sum(entry.size for entry in self._objects.values())
 
-    def part_folder(self, table: str, columns: tuple[int, int], dim: int) -> str:
-        """Return the folder of this writer's part of ``table``; a column shard carries its range."""
-        suffix = "" if columns == (0, dim) else f"/c{columns[0]}-{columns[1]}"
+    def part_folder(self, table: str, rectangle: Rectangle, num_rows: int, dim: int) -> str:
+        """Return the folder of this writer's part of ``table``; ranges that are not whole stand in it."""
+        ranges = {"r": (rectangle.rows, (0, num_rows)), "c": (rectangle.columns, (0, dim))}
+        suffix = "".join(f"/{kind}{own[0]}-{own[1]}" for kind, (own, whole) in ranges.items() if own != whole)
         return f"{self.folder}/{layout.encode_name(table)}{suffix}"
 
     def write_group(self, path: str, attributes: dict[str, JsonValue]) -> None:
@@ -160,8 +162,8 @@ class SegmentWriter:
 
     def finish(
         self, *, txn: str, rank: int, world: int, attempt: str, base: int, l0: int, parts: tuple[PartEntry, ...]
-    ) -> Receipt:
-        """Make everything durable, then put the receipt: the last object of this writer. Returns it."""
+    ) -> tuple[Receipt, str]:
+        """Make everything durable, then put the receipt: the last object of this writer. Returns it and its sha256."""
         self._storage.sync_folders(layout.segment_key(self.name, path) for path in self._objects)
         receipt = Receipt(
             txn=txn, rank=rank, world=world, attempt=attempt, base=base, l0=l0, parts=parts,
@@ -169,8 +171,9 @@ class SegmentWriter:
             objects=tuple(self._objects[path] for path in sorted(self._objects)),
         )  # fmt: skip
         key = layout.segment_key(self.name, f"{self.folder}/{layout.RECEIPT}")
-        self._storage.put(key, canonical_json(receipt))
-        return receipt
+        data = canonical_json(receipt)
+        self._storage.put(key, data)
+        return receipt, sha256(data)
 
     def _write_pack(
         self, dtype_name: str, tensors: list[tuple[str, npt.NDArray[Any]]], dtypes: Mapping[str, str]
@@ -238,12 +241,48 @@ def write_manifest(storage: Storage, name: str, manifest: Manifest) -> tuple[str
     return sha256(data), len(data)
 
 
+def read_receipt(storage: Storage, name: str, folder: str, digest: str) -> Receipt:
+    """Read the receipt that another writer of the segment put: one GET.
+
+    Raises
+    ------
+    MissingObject, CorruptObject
+        It is not there, or is not what that writer says it put.
+    CorruptStore
+        It cannot be parsed.
+    """
+    key = layout.segment_key(name, f"{folder}/{layout.RECEIPT}")
+    data = storage.read(key)
+    if data is None:
+        raise MissingObject(f"receipt {key} is missing, although its rank has written it", path=key)
+    if sha256(data) != digest:
+        raise CorruptObject(
+            f"receipt {key} has another sha256 than its rank says", path=key, expected=digest, found=sha256(data)
+        )
+    return decode_document(data, Receipt, key)
+
+
 def merge_receipts(receipts: list[Receipt]) -> dict[str, Any]:
     """Return the manifest fields that come from receipts: parts, dense, documents and the whole inventory. Pure.
 
     The receipts themselves stay out of the inventory: the manifest supersedes them.
+
+    Raises
+    ------
+    BadInput
+        Two writers have a document or a dense tensor of the same name.
     """
     ordered = sorted(receipts, key=lambda receipt: receipt.rank)
+    for kind in ("documents", "dense"):
+        owners: dict[str, int] = {}
+        for receipt in ordered:
+            for name in getattr(receipt, kind):
+                if owners.setdefault(name, receipt.rank) != receipt.rank:
+                    raise BadInput(
+                        f"ranks {owners[name]} and {receipt.rank} both saved {name!r} ({kind}); give it to one rank, "
+                        "or put the rank into its name",
+                        found=name,
+                    )
     return {
         "parts": tuple(part for receipt in ordered for part in receipt.parts),
         "dense": {name: entry for receipt in ordered for name, entry in receipt.dense.items()},

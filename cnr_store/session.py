@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
-from cnr_store.errors import CnrStoreError, Conflict, Fenced
+from cnr_store.errors import CnrStoreError, Conflict, Fenced, StorageFailure
 from cnr_store.log import CommitLog
 from cnr_store.mirrors import Mirrors
+from cnr_store.placement import Placement, Shard, shards_of
+from cnr_store.ranks import OneRank, Ranks, rank_zero, together
 from cnr_store.records import LogEntry, WriterInfo
 from cnr_store.segment import SegmentReader
 from cnr_store.snapshot import Snapshot
@@ -44,6 +47,11 @@ class Session:
         The transaction in the making, and the one whose outcome is unknown.
     is_restored
         Whether nothing was committed since the last restore.
+    ranks
+        The ranks that write together; rank 0 commits.
+    placement, shapes, cuts
+        What this rank holds of each table; the tables' shapes and column ranges over all ranks. Without a placement it
+        holds every table whole.
     """
 
     storage: Storage
@@ -58,6 +66,14 @@ class Session:
     open: Committable | None = None
     pending: Committable | None = None
     is_restored: bool = False
+    ranks: Ranks = field(default_factory=OneRank)
+    placement: Placement | None = None
+    shapes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    cuts: Mapping[str, set[tuple[int, int]]] = field(default_factory=dict)
+
+    def shards(self, tables: Iterable[str]) -> dict[str, tuple[Shard, ...]]:
+        """Return what this rank holds of the tables."""
+        return shards_of(self.placement, tables)
 
     @property
     def is_synced(self) -> bool:
@@ -67,21 +83,47 @@ class Session:
     def catch_up(self) -> None:
         """Move to the newest log entry: one request per record that others have added, and one more.
 
+        All ranks move to the one that rank 0 finds, so all of them call this.
+
         Raises
         ------
         Fenced
             Another writer took over: what follows is its business.
         CorruptRecord, StorageFailure
         """
-        while (entry := self.log.poll(self.head)) is not None:
-            record = entry.record
-            if record.epoch > self.head.record.epoch:
-                raise Fenced(
-                    f"commit record {record.v} ({record.kind}) has epoch {record.epoch}, this writer has "
-                    f"{self.head.record.epoch}: another writer took over; stop this one, or open the store again",
-                    version=record.v, expected=self.head.record.epoch, found=record.epoch,
-                )  # fmt: skip
-            self.head = entry
+        newest = rank_zero(self.ranks, self._move_to_newest)
+        if self.ranks.world > 1:
+            together(self.ranks, partial(self.move_to, newest))
+
+    def move_to(self, version: int) -> None:
+        """Move to a record that is known to be there."""
+        while self.head.record.v < version:
+            if not self._move():
+                raise StorageFailure(
+                    f"commit record {self.head.record.v + 1} cannot be seen, although another rank has read "
+                    f"record {version}; the storage does not show what it was given",
+                    version=self.head.record.v + 1,
+                )
+
+    def _move_to_newest(self) -> int:
+        while self._move():
+            pass
+        return self.head.record.v
+
+    def _move(self) -> bool:
+        """Move to the next record; False if there is none."""
+        entry = self.log.poll(self.head)
+        if entry is None:
+            return False
+        record = entry.record
+        if record.epoch > self.head.record.epoch:
+            raise Fenced(
+                f"commit record {record.v} ({record.kind}) has epoch {record.epoch}, this writer has "
+                f"{self.head.record.epoch}: another writer took over; stop this one, or open the store again",
+                version=record.v, expected=self.head.record.epoch, found=record.epoch,
+            )  # fmt: skip
+        self.head = entry
+        return True
 
     def won(self, transaction: Committable, entry: LogEntry) -> None:
         """The transaction is version ``entry.record.v``: move head, snapshot and mirrors to it.
@@ -105,7 +147,7 @@ class Session:
             transaction.move_mirrors(self.mirrors)
         except BaseException:
             # Half moved, the mirrors are no state at all: a delta against them would be acknowledged and unreadable.
-            self._forget()
+            self.forget()
             raise
         self.mirrors.is_complete = True
 
@@ -118,8 +160,9 @@ class Session:
         self.open = None
         self.mirrors.drop_staged()
         if isinstance(error, Conflict) or not self.mirrors.is_complete:
-            self._forget()
+            self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Give up what the mirrors hold: they are nobody's state."""
         self.mirrors.clear()
         self.snapshot = None

@@ -27,6 +27,8 @@ from cnr_store.errors import (
 )
 from cnr_store.log import CommitLog, RetryPolicy
 from cnr_store.mirrors import MirrorMode, Mirrors
+from cnr_store.placement import Placement, check_placements, column_cuts
+from cnr_store.ranks import OneRank, Ranks, rank_zero, together
 from cnr_store.rebase import (
     draft_after,
     draft_init,
@@ -52,7 +54,7 @@ from cnr_store.segment import SegmentReader
 from cnr_store.session import Session
 from cnr_store.snapshot import Snapshot
 from cnr_store.storage import CreateOutcome, Storage, open_storage
-from cnr_store.types import Profile
+from cnr_store.types import Profile, Rectangle
 from cnr_store.workers import Throttle, Workers
 from cnr_store.writer import Writer
 
@@ -275,8 +277,12 @@ class Store:
         mirror_folder: str | None = None,
         bytes_per_s: float | None = None,
         run_id: str | None = None,
+        ranks: Ranks | None = None,
+        shards: Placement | None = None,
     ) -> Writer:
         """Become the store's committer: every earlier writer is fenced. Blocks for a few requests.
+
+        With ``ranks``, all of them call this together and get writers that write one segment between them.
 
         The writer starts at the head without its mirrors: `Writer.restore` loads them, or begin with a ``full``.
 
@@ -285,12 +291,50 @@ class Store:
         mirror
             ``memory``, ``mmap`` (files under ``mirror_folder``) or ``none``.
         bytes_per_s
-            Cap on the bandwidth of saves.
+            Cap on the bandwidth of saves, of this rank.
+        ranks
+            The ranks that write together; None is this process alone.
+        shards
+            Table to the rectangles that this rank holds; the ranks' rectangles tile each table. None holds every table
+            whole, and is only for one rank.
 
         Raises
         ------
         ReadOnlyStore, UnsafeBackend, CommitStateUnknown
+        BadInput
+            The ranks' shards leave gaps, or overlap.
         """
+        ranks = OneRank() if ranks is None else ranks
+        if shards is None and ranks.world > 1:
+            raise BadInput("several ranks write together only shards: say with shards= what this rank holds")
+        info = _writer_info(run_id or uuid.uuid4().hex)
+        fenced: list[LogEntry] = []
+
+        def open_committer() -> int:
+            fenced.append(self._fence(info))
+            return fenced[0].record.v
+
+        version = rank_zero(ranks, open_committer)
+        placed = {table: [(one.rows, one.columns) for one in held] for table, held in (shards or {}).items()}
+        answers = together(ranks, lambda: placed)
+        placements = [
+            {table: [Rectangle(tuple(rows), tuple(columns)) for rows, columns in held] for table, held in one.items()}
+            for one in answers
+        ]
+        shapes = check_placements(placements)
+        heads: list[LogEntry] = []
+        together(ranks, lambda: heads.append(fenced[0] if fenced else self._entry(version)))
+        return Writer(
+            Session(
+                self.storage, self._log, heads[0], self.identity.profile, info, self._workers,
+                Mirrors(mirror, mirror_folder), Throttle(bytes_per_s),
+                ranks=ranks, placement=None if shards is None else placements[ranks.rank], shapes=shapes,
+                cuts=column_cuts(placements),
+            )
+        )  # fmt: skip
+
+    def _fence(self, info: WriterInfo) -> LogEntry:
+        """Commit a fence: no earlier writer commits any more."""
         head = self._settled_head()
         unknown = unknown_writer_features(head.record)
         if unknown:
@@ -306,16 +350,8 @@ class Store:
                 "pass unsafe_single_writer=True and make sure that no other process writes",
                 path=self.url,
             )
-        info = _writer_info(run_id or uuid.uuid4().hex)
-        fence = self._log.append(
-            head, draft_after(head.record, "fence", info, epoch=head.record.epoch + 1), rebase_fence
-        )
-        return Writer(
-            Session(
-                self.storage, self._log, fence, self.identity.profile, info, self._workers,
-                Mirrors(mirror, mirror_folder), Throttle(bytes_per_s),
-            )
-        )  # fmt: skip
+        draft = draft_after(head.record, "fence", info, epoch=head.record.epoch + 1)
+        return self._log.append(head, draft, rebase_fence)
 
     def tags(self) -> dict[str, int]:
         """Return tag names and their versions."""

@@ -35,9 +35,10 @@ Allocate = Callable[[tuple[int, ...], np.dtype[Any]], Array]
 
 @dataclass(frozen=True, slots=True)
 class ArraySpec:
-    """One array of a table: the weights (``codes``) or a slot.
+    """One array of a table, or of some of its columns: the weights (``codes``) or a slot.
 
-    ``is_additive``: codes are integers and an ``add`` row holds a difference. ``has_digest``: part of the state digest.
+    ``is_additive``: codes are integers, an ``add`` row holds a difference, and they count in the state digest.
+    ``columns``: those of the table that the array is of; a one-dimensional slot belongs to its whole column range.
     """
 
     name: str
@@ -47,6 +48,7 @@ class ArraySpec:
     is_vector: bool
     is_additive: bool
     fill: float
+    columns: tuple[int, int]
 
     @property
     def is_integer(self) -> bool:
@@ -79,27 +81,34 @@ class ArraySpec:
         """The dtype a mirror starts with: lattice codes fit int16 unless a table has extreme outliers."""
         return np.dtype(np.int16) if isinstance(self.encoding, Lattice) else self.held_dtype
 
-    def multipliers(self, columns: tuple[int, int]) -> npt.NDArray[np.uint64]:
-        """The digest multipliers of this array for a column range of the table."""
+    @property
+    def multipliers(self) -> npt.NDArray[np.uint64]:
+        """The digest multipliers of this array."""
+        start, stop = self.columns
         if self.name == "codes":
-            return digest.column_multipliers(*columns)
-        stop = columns[0] + 1 if self.is_vector else columns[1]
-        return digest.slot_multipliers(self.name.removeprefix("slots/"), columns[0], stop)
+            return digest.column_multipliers(start, stop)
+        return digest.slot_multipliers(self.name.removeprefix("slots/"), start, start + 1 if self.is_vector else stop)
+
+    def presence(self, *, escape: bool = False) -> np.uint64:
+        """The presence constant that a row of this array brings into the digest."""
+        return digest.presence(self.columns[0], escape=escape) if self.name == "codes" else digest.NO_PRESENCE
 
 
-def array_specs(schema: TableSchema) -> dict[str, ArraySpec]:
-    """Return the arrays of a table, weights first. Pure."""
+def array_specs(schema: TableSchema, columns: tuple[int, int] | None = None) -> dict[str, ArraySpec]:
+    """Return the arrays of a table, or of a column range of it, weights first. Pure."""
+    columns = columns or (0, schema.dim)
+    width = columns[1] - columns[0]
     scale_shift = 0.5**schema.shift
     encoding = schema.encoding
     if isinstance(encoding, Lattice):
         encoding = Lattice(scale=encoding.scale * scale_shift)
     additive = isinstance(encoding, Lattice | FloatBits) and schema.keys == "dense"
-    specs = {"codes": ArraySpec("codes", encoding, schema.dtype, schema.dim, False, additive, schema.fill)}
+    specs = {"codes": ArraySpec("codes", encoding, schema.dtype, width, False, additive, schema.fill, columns)}
     for name, slot in schema.slots.items():
         vector = slot.kind == "row"
         specs[f"slots/{name}"] = ArraySpec(
-            f"slots/{name}", slot.encoding, slot.dtype, 1 if vector else schema.dim, vector,
-            slot.mirror and additive, slot.fill,
+            f"slots/{name}", slot.encoding, slot.dtype, 1 if vector else width, vector,
+            slot.mirror and additive, slot.fill, columns,
         )  # fmt: skip
     return specs
 
@@ -131,19 +140,26 @@ class EscapeRows:
 
 
 class TableCodes:
-    """The state of rows [start, stop) of a dense table: codes, row status and escape rows.
+    """The state of rows [start, stop) of a dense table, or of some of its columns: codes, row status, escape rows.
 
     ``status`` is None while every row is coded; else uint8 per row: `CODED`, `ABSENT` (never set, or deleted) or
     `ESCAPED`.
     """
 
     def __init__(
-        self, schema: TableSchema, start: int, stop: int, arrays: dict[str, Array], allocate: Allocate = np.zeros
+        self,
+        schema: TableSchema,
+        start: int,
+        stop: int,
+        arrays: dict[str, Array],
+        allocate: Allocate = np.zeros,
+        columns: tuple[int, int] | None = None,
     ) -> None:
         self.schema = schema
         self.start = start
         self.stop = stop
-        self.specs = array_specs(schema)
+        self.columns = columns or (0, schema.dim)
+        self.specs = array_specs(schema, self.columns)
         self.arrays = arrays
         self._allocate = allocate
         self.status: npt.NDArray[np.uint8] | None = None
@@ -151,17 +167,25 @@ class TableCodes:
 
     @classmethod
     def allocate(
-        cls, schema: TableSchema, start: int, stop: int, *, names: tuple[str, ...], mirror: bool, allocate: Allocate
+        cls,
+        schema: TableSchema,
+        start: int,
+        stop: int,
+        *,
+        names: tuple[str, ...],
+        mirror: bool,
+        allocate: Allocate,
+        columns: tuple[int, int] | None = None,
     ) -> TableCodes:
         """Return codes for a row range in fresh memory from ``allocate(shape, dtype)``."""
-        specs = array_specs(schema)
+        specs = array_specs(schema, columns)
         arrays = {
             name: allocate(
                 (stop - start, specs[name].width), specs[name].mirror_dtype if mirror else specs[name].held_dtype
             )
             for name in names
         }
-        return cls(schema, start, stop, arrays, allocate)
+        return cls(schema, start, stop, arrays, allocate, columns)
 
     @property
     def num_rows(self) -> int:
@@ -209,7 +233,7 @@ class TableCodes:
     def digest(self, workers: Workers | None = None) -> int:
         """Return the state digest of the whole range (spec, section 4.5), recomputed from the codes."""
         names = [name for name, spec in self.specs.items() if spec.is_additive and name in self.arrays]
-        multipliers = {name: self.specs[name].multipliers((0, self.schema.dim)) for name in names}
+        multipliers = {name: self.specs[name].multipliers for name in names}
 
         def of_range(low: int, high: int) -> int:
             return sum(self.block_digest(name, low, high, multipliers[name]) for name in names)
@@ -223,7 +247,7 @@ class TableCodes:
 
     def block_digest(self, name: str, low: int, high: int, multipliers: npt.NDArray[np.uint64]) -> int:
         """Return what the coded rows at positions [low, high) of one array add to the digest."""
-        presence = digest.PRESENCE_CODED if name == "codes" else digest.NO_PRESENCE
+        presence = self.specs[name].presence()
         held = self.arrays[name]
         if self.status is None:
             return int(kernels.digest_block(held[low:high], self.start + low, multipliers, presence))
@@ -236,7 +260,7 @@ class TableCodes:
         for name, factors in multipliers.items():
             if len(escapes.rows):
                 bits = escape_bits(escapes.values[name], self.specs[name].dtype)
-                presence = digest.PRESENCE_ESCAPE if name == "codes" else digest.NO_PRESENCE
+                presence = self.specs[name].presence(escape=True)
                 total += digest.digest_of_rows(bits, escapes.rows, factors, presence)
         return digest.add_digests(total & ((1 << 64) - 1))
 

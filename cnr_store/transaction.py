@@ -7,8 +7,9 @@ position has been read.
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, get_args
@@ -17,6 +18,7 @@ import msgspec
 import numpy as np
 
 from cnr_store import tree
+from cnr_store.agreement import Proposal, agree, propose
 from cnr_store.assembly import Assembly, DenseTensors
 from cnr_store.baseline import StagedTable, is_fully_mirrored, stage_mirror, stage_table
 from cnr_store.changes import StagedRows, options_on_bad_rows, stage_delete, stage_rows
@@ -27,15 +29,21 @@ from cnr_store.errors import (
     BadInput,
     BadRowIds,
     BadShape,
+    CnrStoreError,
     CommitStateUnknown,
+    RankLost,
     StorageFailure,
     TableNotFound,
+    TransactionAborted,
+    Unsupported,
 )
 from cnr_store.inputs import check_arrays, check_json, checked_size, needs_sample, own_row_ids
 from cnr_store.layout import check_name, segment_name, writer_folder
 from cnr_store.mirrors import Mirrors
 from cnr_store.options import sample_of, table_dtype, table_schema
-from cnr_store.planning import check_receipts, generations, next_chain
+from cnr_store.placement import Shard
+from cnr_store.planning import check_coverage, check_receipts, generations, next_chain
+from cnr_store.ranks import described, rank_zero, rebuilt, together
 from cnr_store.rebase import draft_after, rebase_data
 from cnr_store.records import (
     MAJOR,
@@ -46,15 +54,63 @@ from cnr_store.records import (
     LogEntry,
     Manifest,
     PartEntry,
+    Receipt,
     TableSchema,
+    canonical_json,
+    sha256,
 )
 from cnr_store.restore import rows_since
-from cnr_store.segment import SegmentReader, SegmentWriter, check_dense_dtype, merge_receipts, write_manifest
+from cnr_store.segment import (
+    SegmentReader,
+    SegmentWriter,
+    check_dense_dtype,
+    merge_receipts,
+    read_receipt,
+    write_manifest,
+)
 from cnr_store.session import Session
 from cnr_store.table_codes import Array
-from cnr_store.types import JsonValue, Lattice, RowIds, TableDtype, TableOptions
+from cnr_store.types import JsonValue, Lattice, Rectangle, RowIds, TableDtype, TableOptions
 
 CommitKind = Literal["full", "delta"]
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """One shard that will be written whole: what `Transaction.write_table` will get, and how it shall be stored.
+
+    ``options`` None keeps what was asked for before.
+    """
+
+    values: Any
+    slots: Mapping[str, Any] = field(default_factory=dict)
+    options: TableOptions | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What rank 0 tells the others of the commit: the version, or the error and whether it may stand all the same."""
+
+    version: int | None
+    size_bytes: int
+    is_undecided: bool
+    error: dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Decision:
+    """What rank 0 knows of the commit: the record that won, or the error."""
+
+    entry: LogEntry | None = None
+    error: BaseException | None = None
+
+    def outcome(self, undecided: LogEntry | None, size_bytes: int) -> dict[str, Any]:
+        return {
+            "version": None if self.entry is None else self.entry.record.v,
+            "size_bytes": size_bytes,
+            "is_undecided": self.entry is None and undecided is not None,
+            "error": {} if self.error is None else described(self.error),
+        }
 
 
 class Transaction:
@@ -70,12 +126,17 @@ class Transaction:
         The committed version, once committed.
     undecided
         The record it sent, if `commit` could not learn whether that stands in the log.
+
+    Notes
+    -----
+    Where several ranks write together each has a transaction for its own shards, begun and committed by all of them.
+    ``rectangle=`` says which shard is meant; it can be left out where this rank holds one shard of the table.
     """
 
-    def __init__(self, session: Session, step: int, kind: CommitKind, keep: int) -> None:
+    def __init__(self, session: Session, step: int, kind: CommitKind, keep: int, txn: str) -> None:
         self.kind: CommitKind = kind
         self.step = step
-        self.txn = uuid.uuid4().hex
+        self.txn = txn
         self.version: int | None = None
         self.undecided: LogEntry | None = None
         self.size_bytes = 0
@@ -88,13 +149,14 @@ class Transaction:
         self._segment = segment_name(record.v, self.txn)
         self._attempt = self.txn[:8]
         out = SegmentWriter(
-            session.storage, self._segment, profile=session.profile, folder=writer_folder(0, self._attempt),
-            workers=session.workers, throttle=session.throttle,
+            session.storage, self._segment, profile=session.profile,
+            folder=writer_folder(session.ranks.rank, self._attempt), workers=session.workers, throttle=session.throttle,
         )  # fmt: skip
         self._assembly = Assembly(out)
-        self._rows: dict[str, list[StagedRows]] = {}
-        self._whole: dict[str, StagedTable] = {}
-        self._digests: dict[str, int | None] = {}
+        self._rows: dict[Shard, list[StagedRows]] = {}
+        self._whole: dict[Shard, StagedTable] = {}
+        self._digests: dict[Shard, int | None] = {}
+        self._declared: set[str] = set()
         self._bad_rows: dict[str, TableOptions] = {}
         self._dense = DenseTensors()
         self._created: set[str] = set()
@@ -104,6 +166,9 @@ class Transaction:
         self._documents: dict[str, Any] = {}
         self._manifest: Manifest | None = None
         self._ended = False
+        self._has_answered = False
+        self._decision: _Decision | None = None
+        self._receipt: Receipt | None = None
 
     def __enter__(self) -> Transaction:
         return self
@@ -118,26 +183,85 @@ class Transaction:
             self.abort()
 
     @property
+    def segment(self) -> str:
+        """The name of the segment it writes."""
+        return self._segment
+
+    @property
     def needs_whole_tables(self) -> list[str]:
-        """Tables of the head that this ``full`` cannot write from the mirror.
+        """Tables of the head that this rank cannot write its shards of from the mirror, in a ``full``.
 
         Give dense ones to `write_table` and all rows of hashed ones to `write_rows`, or drop them.
         """
         if self.kind == "delta":
             return []
-        mirrors = self._session.mirrors
         known = [
             name
-            for name, schema in self._tables.items()
-            if name not in self._whole
-            and not (name in mirrors and is_fully_mirrored(schema))
-            and not (schema.keys == "hashed" and (name in self._rows or name in self._created))
+            for name, shards in self._session.shards(self._tables).items()
+            if not all(self._can_write(shard) for shard in shards)
         ]
         if self._session.snapshot is not None:
             return known
         # Without a restore the head's tables are known by name alone; one that is left out must be dropped aloud.
         head = self._session.head.record.tables
         return [*known, *(name for name in head if name not in self._tables and name not in self._dropped)]
+
+    def _can_write(self, shard: Shard) -> bool:
+        """Whether a ``full`` has all rows of a shard: given, or in the mirror under the schema that it will have."""
+        schema = self._tables[shard.table]
+        if schema.keys == "hashed":
+            return shard in self._rows or shard.table in self._created
+        mirror = self._session.mirrors.get(shard)
+        is_current = mirror is not None and mirror.schema.generation == schema.generation
+        return shard in self._whole or (is_current and is_fully_mirrored(schema))
+
+    def declare_tables(self, tables: Mapping[str, Sequence[Declaration]]) -> None:
+        """Agree with all ranks on how tables are stored that `write_table` will write anew. Blocks; all ranks call it.
+
+        Only for writers with a placement, which need it for new tables and new encodings: one scale must hold for all
+        shards of a table (`cnr_store.agreement`).
+
+        Parameters
+        ----------
+        tables
+            What this rank holds: per table its shards, in any order. A rank without a shard of a table leaves it out.
+
+        Raises
+        ------
+        BadInput
+            The ranks disagree, or an option is wrong; the transaction is over on every rank.
+        """
+        self._check_open()
+        session = self._session
+        if session.placement is None:
+            raise BadInput("this writer holds whole tables; give options to write_table()")
+        answers = together(session.ranks, partial(self._propose, tables))
+        proposals: dict[str, list[Proposal]] = {}
+        for answer in answers:
+            for table, given in answer.items():
+                proposals.setdefault(table, []).extend(
+                    Proposal(msgspec.convert(schema, TableSchema), elements) for schema, elements in given
+                )
+        for table, given_by_all in sorted(proposals.items()):
+            self._tables[table] = agree(table, given_by_all)
+            self._declared.add(table)
+
+    def _propose(self, tables: Mapping[str, Sequence[Declaration]]) -> dict[str, list[tuple[Any, int]]]:
+        session = self._session
+        made: dict[str, list[tuple[Any, int]]] = {}
+        for table, declarations in tables.items():
+            check_name(table)
+            if table not in session.shapes:
+                raise BadInput(f"table {table!r} has no shard in the writer's placement", table=table)
+            for one in declarations:
+                chosen = one.options or session.mirrors.options.get(table) or TableOptions()
+                self._bad_rows[table] = chosen
+                proposal = propose(
+                    table, one.values, one.slots, chosen, shape=session.shapes[table],
+                    generation=self._next_generation(table), has_mirror=session.mirrors.mode != "none",
+                )  # fmt: skip
+                made.setdefault(table, []).append((msgspec.to_builtins(proposal.schema), proposal.elements))
+        return made
 
     def create_table(
         self,
@@ -158,6 +282,7 @@ class Transaction:
         BadInput, BadName, BadShape, BadDtype
         """
         self._check_open()
+        self._refuse_placed("create_table")
         check_name(table)
         if table in self._tables:
             raise BadInput(f"table {table!r} exists", table=table)
@@ -200,8 +325,11 @@ class Transaction:
         *,
         slots: Mapping[str, Any] | None = None,
         options: TableOptions | None = None,
+        rectangle: Rectangle | None = None,
     ) -> None:
         """Write every row of a table: in a ``full``, or as a new table of a delta. Blocks until it is written.
+
+        With a placement: every row of one shard of it, whose table was declared or stays stored as it was.
 
         Parameters
         ----------
@@ -233,18 +361,23 @@ class Transaction:
             raise BadInput(
                 f"table {table!r} exists; a delta takes its changed rows by write_rows(), or begin a full", table=table
             )
-        self._check_first(table)
+        shard = self._shard(table, rectangle)
+        self._check_first(shard)
         dtype = table_dtype(values, table)
         if len(values.shape) != 2 or values.shape[1] < 1:
             raise BadShape(f"table {table!r} has shape {tuple(values.shape)}; expected (num_rows, dim)", table=table)
         checked_size(table, "rows", values.shape[0], dim=values.shape[1])
-        schema = self._schema_for(table, values, dtype, slots, options)
-        arrays = check_arrays(table, schema, values.shape[0], values, slots)
-        staged = self._stage_whole(table, schema, arrays)
+        if self._session.placement is None:
+            schema = self._schema_for(table, values, dtype, slots, options)
+        else:
+            schema = self._agreed_schema(table, options)
+        place = shard.rectangle_in(schema)
+        arrays = check_arrays(table, schema, place.num_rows, values, slots, place.columns)
+        staged = self._stage_whole(shard, schema, arrays)
         try:
-            self._tables[table], self._digests[table] = staged.schema, staged.digest
-            self._whole[table] = staged
-            self._assembly.write_table(table, staged)
+            self._tables[table], self._digests[shard] = staged.schema, staged.digest
+            self._whole[shard] = staged
+            self._assembly.write_table(shard, staged)
         except BaseException:
             # Some of its objects are there and some are not: nothing can be put in their place.
             self.abort()
@@ -258,6 +391,7 @@ class Transaction:
         *,
         slots: Mapping[str, Array] | None = None,
         nonfinite: Literal["refuse", "escape"] | None = None,
+        rectangle: Rectangle | None = None,
     ) -> int:
         """Write touched rows of a table; returns how many the segment holds (unchanged rows leave). Blocks.
 
@@ -266,9 +400,9 @@ class Transaction:
         Parameters
         ----------
         row_ids
-            int64 (n,), sorted, unique, in range (any int64 for hashed tables); not kept.
+            int64 (n,), sorted, unique, in range (any int64 for hashed tables); rows of the whole table; not kept.
         values
-            (n, dim) in the table's dtype, not kept.
+            (n, dim) in the table's dtype, not kept; the shard's columns of it where it is sharded by column.
         slots
             Every slot of the table: (n,) or (n, dim).
         nonfinite
@@ -283,32 +417,37 @@ class Transaction:
         self._check_open()
         schema = self._schema(table)
         hashed = schema.keys == "hashed"
-        row_ids = own_row_ids(table, row_ids, None if hashed else schema.num_rows)
-        arrays = check_arrays(table, schema, len(row_ids), values, slots or {})
-        self._check_first(table, "add", "set", "escape")
-        self._check_disjoint(table, row_ids)
-        mirror = self._session.mirrors.get(table)
+        shard = self._shard(table, rectangle)
+        place = shard.rectangle_in(schema)
+        row_ids = own_row_ids(table, row_ids, None if hashed else place.rows)
+        arrays = check_arrays(table, schema, len(row_ids), values, slots or {}, place.columns)
+        self._check_first(shard, "add", "set", "escape")
+        self._check_disjoint(shard, row_ids)
+        mirror = self._session.mirrors.get(shard)
         if self.kind == "full" and not hashed and (mirror is None or not is_fully_mirrored(schema)):
             raise BadInput(
                 f"table {table!r} has no full mirror, so a full needs all its rows: use write_table()", table=table
             )
         if len(row_ids) == 0:
-            self._rows.setdefault(table, [])
+            self._rows.setdefault(shard, [])
             return 0
         options = self._bad_rows.get(table) or self._session.mirrors.options.get(table)
-        given = Given(row_ids, {name: np.asarray(array).reshape(len(row_ids), -1) for name, array in arrays.items()})
+        floats = {name: np.asarray(array).reshape(len(row_ids), -1) for name, array in arrays.items()}
+        given = Given(row_ids, floats, None if hashed else place.columns)
         staged = stage_rows(
             table, schema, mirror, given,
-            base_digest=self._session.mirrors.digest(table),
+            base_digest=self._session.mirrors.digest(shard),
             absolute=self.kind == "delta" and self._keep < len(self._session.head.record.chain),
             on_bad_rows=nonfinite or options_on_bad_rows(options),
             workers=self._session.workers,
         )  # fmt: skip
-        self._keep_rows(table, staged)
+        self._keep_rows(shard, staged)
         return sum(len(item.rows) for item in staged.lists.values())
 
-    def delete_rows(self, table: str, row_ids: RowIds) -> None:
+    def delete_rows(self, table: str, row_ids: RowIds, *, rectangle: Rectangle | None = None) -> None:
         """Delete rows: a dense table reads them as its fill, a hashed table no longer has them.
+
+        Of a table that is sharded by column every shard must delete them.
 
         Raises
         ------
@@ -317,17 +456,18 @@ class Transaction:
         self._check_open()
         schema = self._schema(table)
         hashed = schema.keys == "hashed"
-        row_ids = own_row_ids(table, row_ids, None if hashed else schema.num_rows)
-        self._check_first(table, "delete")
-        self._check_disjoint(table, row_ids)
-        if self.kind == "full" and not (table in self._session.mirrors and is_fully_mirrored(schema)):
+        shard = self._shard(table, rectangle)
+        row_ids = own_row_ids(table, row_ids, None if hashed else shard.rectangle_in(schema).rows)
+        self._check_first(shard, "delete")
+        self._check_disjoint(shard, row_ids)
+        if self.kind == "full" and not (shard in self._session.mirrors and is_fully_mirrored(schema)):
             raise BadInput(
                 f"table {table!r} has no full mirror, so a full needs all its rows: delete them in a delta", table=table
             )
         if len(row_ids) == 0:
             return
         mirrors = self._session.mirrors
-        self._keep_rows(table, stage_delete(schema, mirrors.get(table), row_ids, mirrors.digest(table)))
+        self._keep_rows(shard, stage_delete(schema, mirrors.get(shard), row_ids, mirrors.digest(shard)))
 
     def resize_table(self, table: str, num_rows: int) -> None:
         """Change a dense table's number of rows; new rows read as the fill until they are ``set``.
@@ -339,16 +479,17 @@ class Transaction:
         TableNotFound, BadShape, BadInput
         """
         self._check_open()
+        self._refuse_placed("resize_table")
         schema = self._schema(table)
         num_rows = checked_size(table, "rows", num_rows, dim=schema.dim)
         if schema.keys == "hashed":
             raise BadInput(f"table {table!r} has hashed keys and no number of rows", table=table)
         if self.kind == "full":
             raise BadInput(f"a full takes the new size from write_table(); resize {table!r} in a delta", table=table)
-        if table in self._rows or table in self._whole or table in self._refined:
+        if self._is_written(table) or table in self._refined:
             raise BadInput(f"resize table {table!r} before writing its rows", table=table)
         self._tables[table] = msgspec.structs.replace(schema, num_rows=num_rows)
-        self._session.mirrors.stage_resize(table, self._tables[table], self._session.workers)
+        self._session.mirrors.stage_resize(Shard(table), self._tables[table], self._session.workers)
 
     def refine_scale(self, table: str, halvings: int = 1) -> None:
         """Halve a lattice's step ``halvings`` times, from this delta on: later saves are that much more exact.
@@ -371,9 +512,10 @@ class Transaction:
             raise BadInput(
                 f"the scale of table {table!r} can be refined only in the first delta after a restore", table=table
             )
-        if not isinstance(schema.encoding, Lattice) or session.mirrors.get(table) is None:
+        shards = session.shards([table])[table]
+        if not isinstance(schema.encoding, Lattice) or any(session.mirrors.get(shard) is None for shard in shards):
             raise BadInput(f"table {table!r} is no lattice with a mirror; nothing to refine", table=table)
-        if table in self._rows or table in self._whole or table in self._refined:
+        if self._is_written(table) or table in self._refined:
             raise BadInput(f"refine table {table!r} once, before writing its rows", table=table)
         halvings = checked_size(table, "halvings", halvings, least=1)
         finer = msgspec.structs.replace(schema, shift=schema.shift + halvings)
@@ -381,7 +523,7 @@ class Transaction:
         if (
             finer.shift > MAX_SHIFT
             or smallest < MIN_SCALE
-            or not session.mirrors.stage_refine(table, finer, halvings, session.workers)
+            or not all(session.mirrors.stage_refine(shard, finer, halvings, session.workers) for shard in shards)
         ):
             raise BadInput(
                 f"table {table!r} cannot be refined by {halvings} halvings to a scale of {smallest:g}: codes or the "
@@ -401,7 +543,7 @@ class Transaction:
         self._check_open()
         if table in self._dropped or table not in self._session.head.record.tables:
             self._schema(table)
-        if table in self._rows or table in self._whole:
+        if self._is_written(table):
             raise BadInput(f"table {table!r} was written in this transaction", table=table)
         self._tables.pop(table, None)
         self._created.discard(table)
@@ -410,7 +552,8 @@ class Transaction:
     def put_dense(self, tensors: Mapping[str, Array], dtypes: Mapping[str, str] | None = None) -> None:
         """Save dense tensors; those whose bytes did not change are referenced, not written again.
 
-        Tensors that are not given keep their last value, as tables do; `drop_dense` ends one.
+        Tensors that are not given keep their last value, as tables do; `drop_dense` ends one. Of several ranks only
+        rank 0 saves them: they are the same everywhere.
         ``dtypes`` names the logical dtype where numpy has none (``bfloat16`` as uint16, ``bool`` as uint8). Arrays are
         kept until `commit`.
 
@@ -420,6 +563,7 @@ class Transaction:
             Nothing of the call was taken.
         """
         self._check_open()
+        self._refuse_unless_first("dense tensors")
         taken: dict[str, Array] = {}
         for name, tensor in tensors.items():
             check_name(name)
@@ -440,6 +584,7 @@ class Transaction:
         TableNotFound
         """
         self._check_open()
+        self._refuse_unless_first("dense tensors")
         snapshot = self._session.snapshot
         if snapshot is None or name not in snapshot.dense:
             raise TableNotFound(f"no dense tensor {name!r}", table=name)
@@ -450,19 +595,23 @@ class Transaction:
     def put_scalars(self, scalars: Mapping[str, JsonValue]) -> None:
         """Save step counters and other plain JSON values. Like documents they belong to this version alone.
 
+        Of several ranks rank 0 saves them.
+
         Raises
         ------
         BadInput
             A value that JSON cannot hold, NaN and Inf included.
         """
         self._check_open()
+        self._refuse_unless_first("scalars")
         check_json("scalars", scalars)
         self._scalars.update(scalars)
 
     def put_document(self, name: str, value: Any, default: tree.Default | None = None) -> None:
         """Save nested plain data (reader state, RNG state): dicts, lists, tuples, bytes, numbers, numpy arrays.
 
-        ``value`` is encoded now and not kept. ``default`` maps leaves of other kinds (tensors) to arrays.
+        ``value`` is encoded now and not kept. ``default`` maps leaves of other kinds (tensors) to arrays. Every
+        rank may save documents, under names of its own.
 
         Raises
         ------
@@ -475,10 +624,21 @@ class Transaction:
         self._documents[name] = tree.encode(value, default)
 
     def abort(self) -> None:
-        """Give the transaction up; its objects are orphans for garbage collection. A second call is harmless."""
-        if not self._ended:
-            self._ended = True
-            self._session.lost(RuntimeError("aborted"))
+        """Give the transaction up; its objects are orphans for garbage collection. A second call is harmless.
+
+        The other ranks are told, so it blocks until they commit or abort too.
+        """
+        if self._ended:
+            return
+        self._ended = True
+        self._session.lost(RuntimeError("aborted"))
+        if self._session.ranks.world > 1 and not self._has_answered:
+            self._has_answered = True
+            with contextlib.suppress(CnrStoreError):
+                together(self._session.ranks, self._refuse_to_commit)
+
+    def _refuse_to_commit(self) -> None:
+        raise TransactionAborted(f"rank {self._session.ranks.rank} gave up the save of step {self.step}")
 
     def commit(self, *, user: Mapping[str, JsonValue] | None = None) -> int:
         """Make the segment durable and visible; returns the version. Blocks.
@@ -494,9 +654,28 @@ class Transaction:
             else (a tag, say): then nothing of this was sent, `undecided` is None, and the rows are still to be saved.
         StorageFailure
             Nothing became visible.
+        RankFailed, RankLost
+            With several ranks: another one failed, and nothing became visible (errors of this library keep their
+            kind on every rank); or one does not answer, and nothing became visible unless this is rank 0 and
+            `version` is set. The transaction is over on every rank.
         """
         self._check_open()
-        session = self._session
+        ranks = self._session.ranks
+        if ranks.world == 1:
+            self._check_complete(user)
+        handed_over = False
+        try:
+            self._has_answered = True
+            answers = together(ranks, partial(self._write_share, user))
+            handed_over = True
+            outcome = rank_zero(ranks, partial(self._decide, answers, user))
+        except BaseException as error:
+            self._end_without_outcome(error, handed_over=handed_over)
+            raise
+        self._ended = True
+        return self._take_outcome(_Outcome(**outcome))
+
+    def _check_complete(self, user: Mapping[str, JsonValue] | None) -> None:
         missing = self.needs_whole_tables
         if missing:
             raise BadInput(
@@ -506,29 +685,92 @@ class Transaction:
             )
         check_json("user", user or {})
         self._check_one_shot()
+
+    def _write_share(self, user: Mapping[str, JsonValue] | None) -> dict[str, Any]:
+        """Write this rank's objects and its receipt; returns what rank 0 needs to find it."""
+        if self._session.ranks.world > 1:
+            self._check_complete(user)
+        digest = self._write_parts()
+        return {"attempt": self._attempt, "digest": digest, "tables": _digest_of(self._tables)}
+
+    def _decide(self, answers: Sequence[Mapping[str, Any]], user: Mapping[str, JsonValue] | None) -> dict[str, Any]:
+        """On rank 0: merge the receipts, write the manifest, append the record. Errors are part of what it returns."""
+        session = self._session
+        self._decision = decision = _Decision()
         try:
-            entry = self._write_segment()
+            entry = self._write_manifest([self._receipt_of(rank, answer) for rank, answer in enumerate(answers)])
             record = session.head.record
             draft = draft_after(
                 record, self.kind, session.info,
                 chain=next_chain(record, entry, keep=self._keep), logical=entry.l1, step=self.step,
                 tables=generations(self._tables), user=dict(user or {}),
             )  # fmt: skip
-            committed = self._append(draft)
-        except BaseException as error:
-            self._ended = True
-            if self.undecided is not None:
+            decision.entry = self._append(draft)
+        except BaseException as error:  # noqa: BLE001 (raised by `_take_outcome`, when the other ranks know)
+            decision.error = error
+        return decision.outcome(self.undecided, self.size_bytes)
+
+    def _take_outcome(self, outcome: _Outcome) -> int:
+        """Move on by what rank 0 has decided; returns the version, or raises what it raised."""
+        session, decision = self._session, self._decision
+        self.size_bytes = outcome.size_bytes or self.size_bytes
+        if outcome.version is None:
+            error = rebuilt(0, outcome.error) if decision is None or decision.error is None else decision.error
+            if outcome.is_undecided:
                 session.pending = self
             elif isinstance(error, CommitStateUnknown):
                 # Of a record that is not ours: the mirrors are still the state of the head that this writer knows.
                 session.lost(StorageFailure(str(error)))
             else:
                 session.lost(error)
+            raise error
+        self.version = outcome.version
+        if decision is not None and decision.entry is not None:
+            session.won(self, decision.entry)
+            return self.version
+        try:
+            session.move_to(self.version)
+        except BaseException:
+            # Acknowledged all the same; this rank no longer knows what its mirrors are.
+            session.open = None
+            session.forget()
             raise
-        self._ended = True
-        self.version = committed.record.v
-        session.won(self, committed)
+        session.won(self, session.head)
         return self.version
+
+    def _end_without_outcome(self, error: BaseException, *, handed_over: bool) -> None:
+        """Some exchange failed: what is known of the commit all the same."""
+        self._ended = True
+        session, decision = self._session, self._decision
+        if decision is not None:  # rank 0 knows what it did, although it could not say so
+            if decision.entry is not None:
+                self.version = decision.entry.record.v
+                session.won(self, decision.entry)
+            elif self.undecided is not None:
+                session.pending = self
+            else:
+                session.lost(decision.error or error)
+        elif session.ranks.rank > 0 and (handed_over or (self._receipt is not None and isinstance(error, RankLost))):
+            # Rank 0 may have every receipt, and may have committed: only the log can tell.
+            session.pending = self
+        else:
+            session.lost(error)
+
+    def _receipt_of(self, rank: int, answer: Mapping[str, Any]) -> Receipt:
+        """Read another rank's receipt back: what is committed is what the store shows, not what was said."""
+        if rank == self._session.ranks.rank:
+            assert self._receipt is not None  # written before anything is answered
+            receipt = self._receipt
+        else:
+            folder = writer_folder(rank, answer["attempt"])
+            receipt = read_receipt(self._session.storage, self._segment, folder, answer["digest"])
+        if answer["tables"] != _digest_of(self._tables):
+            raise BadInput(
+                f"rank {rank} stores the tables in another way than rank 0 (schemas differ); declare, refine and drop "
+                "tables on every rank alike",
+                found=rank,
+            )
+        return receipt
 
     def _append(self, draft: CommitRecord) -> LogEntry:
         """Append the record, and note it in `undecided` if its fate stays open."""
@@ -544,55 +786,67 @@ class Transaction:
 
     def written_reader(self) -> dict[str, SegmentReader]:
         """A reader of the segment this transaction wrote, by name; no I/O."""
-        assert self._manifest is not None  # the commit has won
+        if self._manifest is None:  # rank 0 wrote it
+            return {}
         return {self._segment: SegmentReader(self._session.storage, self._segment, self._manifest)}
 
     def move_mirrors(self, mirrors: Mirrors) -> None:
         """Apply what was staged to the mirrors; the commit has won."""
         mirrors.commit_resizes()
-        for table, whole in self._whole.items():
+        for shard, whole in self._whole.items():
             if whole.mirror is not None and whole.digest is not None:
-                mirrors.put(table, whole.mirror, whole.digest)
+                mirrors.put(shard, whole.mirror, whole.digest)
             else:
-                mirrors.forget(table)
-        for table, changes in self._rows.items():
-            mirror = mirrors.get(table)
+                mirrors.forget(shard)
+        for shard, changes in self._rows.items():
+            mirror = mirrors.get(shard)
             if mirror is not None:
                 for staged in changes:
                     staged.apply(mirror, self._session.workers)
-                mirrors.put(table, mirror, self._digests.get(table, mirrors.digest(table)))
+                mirrors.put(shard, mirror, self._digests.get(shard, mirrors.digest(shard)))
         mirrors.options.update(self._bad_rows)
         mirrors.keep_only(self._tables)
 
-    def _write_segment(self) -> ChainEntry:
+    def _write_parts(self) -> str:
+        """Write this rank's side of the segment; returns the digest of its receipt."""
         session, out = self._session, self._assembly.out
+        shards = session.shards(self._tables)
         if self.kind == "full":
-            for table in [name for name in self._tables if name not in self._whole]:
-                if self._tables[table].keys == "dense":
-                    self._write_from_mirror(table)
-        for table, changes in self._rows.items():
+            for shard in (shard for table in self._tables for shard in shards[table]):
+                if shard not in self._whole and self._tables[shard.table].keys == "dense":
+                    self._write_from_mirror(shard)
+        for shard, changes in self._rows.items():
             # The rows given of a hashed table are all it has in a full: it has no mirror to lay them over.
-            if self.kind == "delta" or self._tables[table].keys == "hashed":
+            if self.kind == "delta" or self._tables[shard.table].keys == "hashed":
                 for staged in changes:
-                    self._assembly.write_lists(table, self._tables[table], staged)
+                    self._assembly.write_lists(shard, self._tables[shard.table], staged)
         base = self._base_manifest()
-        parts = tuple(self._part(table, base) for table in self._tables)
-        kept = {entry.seg for entry in session.head.record.chain[: self._keep]} if self.kind == "delta" else set()
-        self._assembly.write_dense(self._dense, session.snapshot, kept)
+        parts = tuple(self._part(shard, base) for table in self._tables for shard in shards[table])
+        if session.ranks.rank == 0:
+            kept = {entry.seg for entry in session.head.record.chain[: self._keep]} if self.kind == "delta" else set()
+            self._assembly.write_dense(self._dense, session.snapshot, kept)
         for name, document in self._documents.items():
             out.write_document(name, document)
-        receipt = out.finish(
-            txn=self.txn, rank=0, world=1, attempt=self._attempt, base=session.head.record.v, l0=self._l0, parts=parts
-        )
-        check_receipts([receipt], world=1, l0=self._l0, base=base)
+        self._receipt, digest = out.finish(
+            txn=self.txn, rank=session.ranks.rank, world=session.ranks.world, attempt=self._attempt,
+            base=session.head.record.v, l0=self._l0, parts=parts,
+        )  # fmt: skip
+        return digest
+
+    def _write_manifest(self, receipts: list[Receipt]) -> ChainEntry:
+        """Check what all ranks wrote and put the manifest over it."""
+        session = self._session
+        world = session.ranks.world
+        check_receipts(receipts, txn=self.txn, world=world, l0=self._l0, base=self._base_manifest())
+        check_coverage(receipts, self._tables)
         l1 = max(session.head.record.logical, self._l0) + 1
         self._manifest = Manifest(
             format=MAJOR, profile=session.profile, txn=self.txn, base=session.head.record.v,
             kind="baseline" if self.kind == "full" else "delta", l0=self._l0, l1=l1, step=self.step,
-            tables=self._tables, scalars=self._scalars, **merge_receipts([receipt]),
+            tables=self._tables, scalars=self._scalars, **merge_receipts(receipts),
         )  # fmt: skip
         digest, size = write_manifest(session.storage, self._segment, self._manifest)
-        self.size_bytes = size + out.size_bytes
+        self.size_bytes = size + sum(entry.size for entry in self._manifest.objects)
         return ChainEntry(
             seg=self._segment, sha256=digest, kind=self._manifest.kind, l0=self._l0, l1=l1,
             bytes=self.size_bytes, rows=self._manifest.changed_rows,
@@ -605,24 +859,31 @@ class Transaction:
             return
         readers = session.snapshot.readers[self._keep - 1 :]
         for table, schema in self._tables.items():
-            if table in self._whole or table not in self._before:
+            shards = [shard for shard in session.shards([table])[table] if shard not in self._whole]
+            if not shards or table not in self._before:
                 continue
-            given = [item.rows for staged in self._rows.get(table, []) for item in staged.lists.values()]
-            missing = np.setdiff1d(rows_since(readers, table, schema), np.concatenate([np.empty(0, np.int64), *given]))
-            if len(missing):
+            changed = rows_since(readers, table, schema)
+            for shard in shards:
+                given = [item.rows for staged in self._rows.get(shard, []) for item in staged.lists.values()]
+                missing = np.setdiff1d(changed, np.concatenate([np.empty(0, np.int64), *given]))
+                if schema.keys == "dense":
+                    start, stop = shard.rectangle_in(schema).rows
+                    missing = missing[(missing >= start) & (missing < stop)]
+                if not len(missing):
+                    continue
                 raise BadInput(
                     f"row {int(missing[0])} of table {table!r} (and {len(missing) - 1} more) changed since the "
                     "baseline and was not given; a one-shot delta replaces the deltas since then, give all their rows",
                     table=table, found=int(missing[0]),
                 )  # fmt: skip
 
-    def _part(self, table: str, base: Manifest | None) -> PartEntry:
-        schema = self._tables[table]
+    def _part(self, shard: Shard, base: Manifest | None) -> PartEntry:
+        table, schema = shard.table, self._tables[shard.table]
         mirrors = self._session.mirrors
         before = None
         if base is not None and table in base.tables and base.tables[table].generation == schema.generation:
-            before = mirrors.committed_digest(table) if self._keep == len(self._session.head.record.chain) else None
-        return self._assembly.part(table, schema, before, self._digests.get(table, mirrors.digest(table)))
+            before = mirrors.committed_digest(shard) if self._keep == len(self._session.head.record.chain) else None
+        return self._assembly.part(shard, schema, before, self._digests.get(shard, mirrors.digest(shard)))
 
     def _base_manifest(self) -> Manifest | None:
         if self.kind == "full" or self._session.snapshot is None:
@@ -633,6 +894,54 @@ class Transaction:
         if table not in self._tables:
             raise TableNotFound(f"no table {table!r}; there are {sorted(self._tables)}", table=table)
         return self._tables[table]
+
+    def _shard(self, table: str, rectangle: Rectangle | None) -> Shard:
+        """Return which of this rank's shards of a table is meant.
+
+        Raises
+        ------
+        BadInput
+        """
+        if self._session.placement is None:
+            if rectangle is not None:
+                raise BadInput(
+                    f"this writer holds table {table!r} whole; open it with shards= to write rectangles", table=table
+                )
+            return Shard(table)
+        held = self._session.shards([table])[table]
+        chosen = [shard for shard in held if rectangle is None or shard.rectangle == rectangle]
+        if len(chosen) != 1:
+            raise BadInput(
+                f"rank {self._session.ranks.rank} holds {[str(shard) for shard in held]} of table {table!r}; "
+                f"found rectangle={rectangle}, name one of them",
+                table=table, expected=[shard.rectangle for shard in held], found=rectangle,
+            )  # fmt: skip
+        return chosen[0]
+
+    def _agreed_schema(self, table: str, options: TableOptions | None) -> TableSchema:
+        """The schema of a table that ranks write together: as they declared it, or as it was."""
+        if table not in self._declared and (options is not None or table not in self._tables):
+            raise BadInput(
+                f"table {table!r} is new or gets other options, and ranks write it together: all of them must call "
+                "declare_tables() first, which finds one scale for all rows",
+                table=table,
+            )
+        return self._tables[table]
+
+    def _refuse_placed(self, verb: str) -> None:
+        if self._session.placement is not None:
+            raise Unsupported(
+                f"{verb}() is not there for writers that hold shards; use a writer of whole tables on one rank"
+            )
+
+    def _refuse_unless_first(self, what: str) -> None:
+        if self._session.ranks.rank > 0:
+            raise BadInput(
+                f"{what} are the same on every rank and saved by rank 0; this is rank {self._session.ranks.rank}"
+            )
+
+    def _is_written(self, table: str) -> bool:
+        return any(shard.table == table for shard in (*self._rows, *self._whole))
 
     def _schema_for(
         self, table: str, values: Any, dtype: Any, slots: Mapping[str, Any], options: TableOptions | None
@@ -660,49 +969,51 @@ class Transaction:
         head = self._session.head.record.tables.get(table)
         return 1 + max([0, *known, head.generation if head else 0])
 
-    def _stage_whole(self, table: str, schema: TableSchema, arrays: Mapping[str, Any]) -> StagedTable:
-        mirrors = self._session.mirrors
-        if table in mirrors and self._session.is_synced and table in self._before:
+    def _stage_whole(self, shard: Shard, schema: TableSchema, arrays: Mapping[str, Any]) -> StagedTable:
+        table, mirrors = shard.table, self._session.mirrors
+        if shard in mirrors and self._session.is_synced and table in self._before:
             # The new codes take the old mirror's place in memory only if the old ones can be given up.
-            mirrors.release_for_full(table)
+            mirrors.release_for_full(shard)
         return stage_table(
             table, schema, arrays,
             allocate=None if mirrors.mode == "none" else mirrors.allocator(),
             on_bad_rows=options_on_bad_rows(self._bad_rows.get(table) or mirrors.options.get(table)),
             workers=self._session.workers,
+            rectangle=shard.rectangle_in(schema),
         )  # fmt: skip
 
-    def _write_from_mirror(self, table: str) -> None:
-        mirror = self._session.mirrors.get(table)
+    def _write_from_mirror(self, shard: Shard) -> None:
+        schema, mirror = self._tables[shard.table], self._session.mirrors.get(shard)
         assert mirror is not None  # needs_whole_tables has refused the others
-        merged = StagedRows(self._tables[table], digest=self._digests.get(table, self._session.mirrors.digest(table)))
-        for staged in self._rows.get(table, []):
+        merged = StagedRows(schema, digest=self._digests.get(shard, self._session.mirrors.digest(shard)))
+        for staged in self._rows.get(shard, []):
             merged.lists |= staged.lists
-        whole = stage_mirror(self._tables[table], mirror, merged)
-        self._digests[table] = whole.digest
-        self._assembly.write_table(table, whole)
+        whole = stage_mirror(schema, mirror, merged)
+        self._digests[shard] = whole.digest
+        self._assembly.write_table(shard, whole)
 
-    def _keep_rows(self, table: str, staged: StagedRows) -> None:
-        before = self._digests.get(table)
-        base = self._session.mirrors.digest(table)
+    def _keep_rows(self, shard: Shard, staged: StagedRows) -> None:
+        before = self._digests.get(shard)
+        base = self._session.mirrors.digest(shard)
         if before is not None and staged.digest is not None and base is not None:
             # Both changes were computed from the mirror's state; they touch disjoint rows, so they add up.
             staged.digest = (before + staged.digest - base) % (1 << 64)
-        self._digests[table] = staged.digest
-        self._rows.setdefault(table, []).append(staged)
+        self._digests[shard] = staged.digest
+        self._rows.setdefault(shard, []).append(staged)
 
-    def _check_first(self, table: str, *operations: str) -> None:
+    def _check_first(self, shard: Shard, *operations: str) -> None:
         wanted = set(operations)
-        done = {op for staged in self._rows.get(table, []) for op in staged.lists} | set(
-            self._assembly.entries.get(table, {})
+        done = {op for staged in self._rows.get(shard, []) for op in staged.lists} | set(
+            self._assembly.entries.get(shard, {})
         )
-        if table in self._whole or (done & wanted if wanted else done):
+        if shard in self._whole or (done & wanted if wanted else done):
             raise BadInput(
-                f"table {table!r} was written in this transaction already; give its rows at once", table=table
+                f"table {shard} was written in this transaction already; give its rows at once", table=shard.table
             )
 
-    def _check_disjoint(self, table: str, row_ids: RowIds) -> None:
-        for staged in self._rows.get(table, []):
+    def _check_disjoint(self, shard: Shard, row_ids: RowIds) -> None:
+        table = shard.table
+        for staged in self._rows.get(shard, []):
             for item in staged.lists.values():
                 both = np.intersect1d(item.rows, row_ids, assume_unique=True)
                 if len(both):
@@ -714,3 +1025,7 @@ class Transaction:
     def _check_open(self) -> None:
         if self._ended or self._session.open is not self:
             raise BadInput("the transaction has ended; begin another one")
+
+
+def _digest_of(tables: Mapping[str, TableSchema]) -> str:
+    return sha256(canonical_json(dict(sorted(tables.items()))))

@@ -86,6 +86,33 @@ class Precision:
     scale: float | None = None
 
 
+SlotsRule = Literal["exact", "mean", "drop"]
+"""What becomes of one-dimensional slots when a table is read in other column shards than it was stored in."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Rectangle:
+    """What one writer holds of a table: half-open ranges of rows and of columns, (start, stop) each."""
+
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in the rectangle."""
+        return self.rows[1] - self.rows[0]
+
+    @property
+    def width(self) -> int:
+        """Columns in the rectangle."""
+        return self.columns[1] - self.columns[0]
+
+    @property
+    def area(self) -> int:
+        """Elements in the rectangle."""
+        return self.num_rows * self.width
+
+
 @dataclass(frozen=True, slots=True)
 class RowRange:
     """Half-open range of rows [start, stop)."""

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
 
-from cnr_store.errors import BadInput, CommitStateUnknown, Conflict, DoesNotApply, SaveInProgress
+from cnr_store.errors import (
+    BadInput,
+    CnrStoreError,
+    CommitStateUnknown,
+    Conflict,
+    DoesNotApply,
+    RankLost,
+    SaveInProgress,
+    Unsupported,
+)
 from cnr_store.mirrors import Mirrors
+from cnr_store.placement import Shard
+from cnr_store.ranks import Ranks, rank_zero, together
 from cnr_store.records import (
     LogEntry,
     Manifest,
@@ -19,9 +33,13 @@ from cnr_store.session import Session
 from cnr_store.snapshot import Snapshot
 from cnr_store.table_codes import Array, array_specs
 from cnr_store.transaction import CommitKind, Transaction
-from cnr_store.types import MAX_CHAIN
+from cnr_store.types import MAX_CHAIN, Rectangle, SlotsRule
 
 Base = Literal["head", "baseline"]
+Outputs = (
+    Mapping[str, Mapping[str, Array]] | Mapping[Shard, Mapping[str, Array]] | Mapping[str | Shard, Mapping[str, Array]]
+)
+"""Preallocated arrays by table, or by shard: ``values`` and the slots by name."""
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +49,8 @@ class Writer:
 
     Not thread-safe: one thread at a time. Memory: the code mirrors (`mirror_nbytes`), and chunks in flight.
 
+    Where several ranks write together each has a writer for its shards; `restore`, `begin`, `settle` and what their
+    transactions do at the end are called by all of them, in the same order, and succeed or raise on all of them.
     """
 
     def __init__(self, session: Session) -> None:
@@ -88,7 +108,21 @@ class Writer:
             )
         return self._session.snapshot
 
-    def restore(self, outputs: Mapping[str, Mapping[str, Array]] | None = None) -> Snapshot:
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that write together."""
+        return self._session.ranks
+
+    def shards(self, tables: Iterable[str]) -> dict[str, tuple[Shard, ...]]:
+        """Return what this rank holds of the tables: the whole ones without a placement."""
+        return self._session.shards(tables)
+
+    def restore(
+        self,
+        outputs: Outputs | None = None,
+        *,
+        slots_rule: SlotsRule = "exact",
+    ) -> Snapshot:
         """Load the head's state: fill ``outputs`` and the mirrors in one pass; returns the snapshot. Blocks.
 
         The head is what the log says now, so this also follows a rollback. An open transaction ends.
@@ -96,8 +130,11 @@ class Writer:
         Parameters
         ----------
         outputs
-            Table to ``{"values": (num_rows, dim) array, slot name: array}``, preallocated, filled in place. Tables that
-            are not named only get their mirror.
+            Table, or `Shard` of a table, to ``{"values": (rows, columns) array, slot name: array}``, preallocated,
+            filled in place. What is not named only gets its mirror.
+        slots_rule
+            What becomes of one-dimensional slots of tables that were cut into other column shards
+            (`TableView.read_rectangle`). Unless it is ``exact``, the next save must be a full.
 
         Raises
         ------
@@ -110,39 +147,59 @@ class Writer:
         CorruptStore
             Outputs filled so far hold undefined values.
         """
+        session = self._session
         self._refuse_unsettled()
-        self._session.catch_up()
-        snapshot = Snapshot(self._session.storage, self.head, self._session.workers)
-        wanted = {
-            table: snapshot.table(table).check_outputs(
-                {"codes" if name == "values" else f"slots/{name}": array for name, array in arrays.items()}
-            )
-            for table, arrays in (outputs or {}).items()
-        }
+        session.catch_up()
+        loaded: list[Snapshot] = []
+        try:
+            together(session.ranks, lambda: loaded.append(self._load(outputs or {}, slots_rule)))
+        except BaseException:
+            if session.snapshot is None:  # what was loaded so far, here or on other ranks, is no state
+                session.forget()
+            raise
+        session.snapshot = loaded[0]
+        session.is_restored = True
+        return loaded[0]
+
+    def _load(self, outputs: Outputs, slots_rule: SlotsRule) -> Snapshot:
+        session = self._session
+        snapshot = Snapshot(session.storage, self.head, session.workers)
+        shards = session.shards(snapshot.tables)
+        wanted: dict[Shard, dict[str, Array]] = {}
+        for key, arrays in outputs.items():
+            shard = key if isinstance(key, Shard) else _only(key, shards.get(key, (Shard(key),)))
+            view = snapshot.table(shard.table)
+            named = {"codes" if name == "values" else f"slots/{name}": array for name, array in arrays.items()}
+            wanted[shard] = view.check_outputs(named, shard.rectangle_in(view.schema))
         self.mirrors.clear()
-        self._session.snapshot = None
-        self._session.open = None
-        for table, schema in snapshot.tables.items():
-            if schema.keys == "hashed":
-                continue
-            arrays = wanted.get(table, {})
-            view = snapshot.table(table)
-            if self.mirrors.mode == "none" or not any(s.is_additive for s in array_specs(schema).values()):
-                if arrays:
-                    view.read_arrays(arrays)
-                continue
-            codes = view.read_mirror(arrays, self.mirrors.allocator())
-            digest = _digest_at(snapshot.manifests[-1], table)
-            # Parts that a writer without a mirror wrote name none; this one keeps it from here on.
-            self.mirrors.put(table, codes, codes.digest(self._session.workers) if digest is None else digest)
-        self._session.snapshot = snapshot
-        self._session.is_restored = True
+        session.snapshot = None
+        session.open = None
+        for shard in (shard for table in snapshot.tables for shard in shards[table]):
+            self._load_shard(snapshot, shard, wanted.get(shard, {}), slots_rule)
         return snapshot
 
-    def begin(self, step: int, kind: CommitKind = "delta", *, base: Base = "head") -> Transaction:
-        """Start a transaction for training step ``step``.
+    def _load_shard(self, snapshot: Snapshot, shard: Shard, arrays: Mapping[str, Array], slots_rule: SlotsRule) -> None:
+        view = snapshot.table(shard.table)
+        if view.schema.keys == "hashed":
+            return
+        rectangle = shard.rectangle_in(view.schema)
+        codes = None
+        if self.mirrors.mode == "none" or not any(spec.is_additive for spec in array_specs(view.schema).values()):
+            if arrays:
+                view.read_arrays(arrays, rectangle, slots_rule)
+        else:
+            codes = view.read_mirror(arrays, self.mirrors.allocator(), rectangle, slots_rule)
+        if codes is None:
+            return
+        digest = _digest_at(snapshot.manifests[-1], shard.table, rectangle)
+        # Parts that a writer without a mirror wrote name none, and parts may be cut in another way.
+        self.mirrors.put(shard, codes, codes.digest(self._session.workers) if digest is None else digest)
 
-        A ``delta`` on an empty store, or on a chain at its cap, becomes a ``full``: look at `Transaction.kind`.
+    def begin(self, step: int, kind: CommitKind = "delta", *, base: Base = "head") -> Transaction:
+        """Start a transaction for training step ``step``; with several ranks, all of them do so. Blocks.
+
+        A ``delta`` becomes a ``full`` on an empty store, on a chain at its cap, if another rank asks for one, and where
+        a table with one-dimensional slots is cut into other column shards: look at `Transaction.kind`.
         ``base="baseline"`` makes a one-shot delta: it replaces the deltas since the baseline, so it must be given every
         row changed since then.
 
@@ -155,23 +212,59 @@ class Writer:
         SaveInProgress
             The transaction before has neither been committed nor aborted.
         BadInput
-            ``step`` is no integer of 0 or more.
+            ``step`` is no integer of 0 or more, or the ranks are at different steps.
         """
+        session = self._session
+        wishes = [_Wish(**given) for given in together(session.ranks, partial(self._wish, step, kind, base))]
+        if any(wish.kind == "full" for wish in wishes):
+            kind = "full"
+        steps, bases = {wish.step for wish in wishes}, {wish.base for wish in wishes}
+        if len(steps) > 1 or (kind == "delta" and len(bases) > 1):
+            raise BadInput(
+                f"the ranks want to save steps {sorted(steps)} on {sorted(bases)}; all must begin the same save",
+                found=sorted(steps),
+            )
+        if kind == "full" and not all(wish.is_synced for wish in wishes):
+            # What one rank does not know no rank may build on, or they would store different tables.
+            if session.snapshot is not None:
+                session.forget()
+            session.catch_up()
+        keep = 1 if base == "baseline" else len(self.head.record.chain)
+        transaction = Transaction(session, wishes[0].step, kind, keep if kind == "delta" else 0, wishes[0].txn)
+        session.open = transaction
+        return transaction
+
+    def _wish(self, step: int, kind: CommitKind, base: Base) -> dict[str, Any]:
+        """What this rank wants to begin, if it can."""
+        session = self._session
         self._refuse_unsettled()
         step = _checked_step(step)
-        if self._session.open is not None:
+        if session.open is not None:
             raise SaveInProgress("a transaction of this writer is still open; commit or abort it before the next")
-        if kind == "full" and self._session.snapshot is None:
-            self._session.catch_up()
         chain = self.head.record.chain
         keep = 1 if base == "baseline" else len(chain)
-        if kind == "delta" and (not chain or keep + 1 > MAX_CHAIN):
+        if kind == "delta" and (not chain or keep + 1 > MAX_CHAIN or self._is_cut_anew()):
             kind = "full"
         if kind == "delta":
             _ = self.snapshot
-        transaction = Transaction(self._session, step, kind, keep if kind == "delta" else 0)
-        self._session.open = transaction
-        return transaction
+        if session.placement is not None and session.snapshot is not None:
+            hashed = [name for name, schema in session.snapshot.tables.items() if schema.keys == "hashed"]
+            if hashed:
+                raise Unsupported(f"ranks cannot write hashed tables together, and the store has {hashed}")
+        wish = _Wish(step, kind, base, session.snapshot is not None, uuid.uuid4().hex)
+        return asdict(wish)
+
+    def _is_cut_anew(self) -> bool:
+        """Whether some table has other column shards than in the store, and a slot that exists once per shard."""
+        session = self._session
+        if session.snapshot is None:
+            return False
+        return any(
+            any(slot.kind == "row" for slot in schema.slots.values())
+            and session.cuts.get(table, {(0, schema.dim)}) != set(session.snapshot.table(table).column_cuts)
+            for table, schema in session.snapshot.tables.items()
+            if schema.keys == "dense"
+        )
 
     def settle(self) -> LogEntry | None:
         """Learn the outcome of a commit that ended unknown: its entry if it won, None if it lost. Blocks.
@@ -183,18 +276,52 @@ class Writer:
         CommitStateUnknown, CorruptStore, StorageFailure
             Still unknown.
         """
-        pending = self._session.pending
+        session = self._session
+        pending = session.pending
         if not isinstance(pending, Transaction):
             return None
-        # By the record it sent: a tag or another append of this store may have settled it, or be unknown itself.
-        entry = self._session.log.resolve(pending.undecided)
-        self._session.pending = None
+        resolved: list[LogEntry | None] = []
+
+        def resolve() -> int | None:
+            # By the record it sent: a tag or another append of this store may have settled it, or be unknown itself.
+            resolved.append(session.log.resolve(pending.undecided))
+            return None if resolved[0] is None else resolved[0].record.v
+
+        try:
+            version = rank_zero(session.ranks, resolve)
+        except RankLost:
+            if session.ranks.rank == 0 and not resolved:
+                raise
+            version = resolve() if session.ranks.rank == 0 and not resolved else self._find_committed(pending)
+        entry = resolved[0] if resolved else None
+        if version is not None and entry is None:
+            session.move_to(version)
+            entry = session.head
+        session.pending = None
         if entry is None:
-            self._session.lost(Conflict("another record took the log position"))
+            session.lost(Conflict("another record took the log position"))
             return None
         pending.version = entry.record.v
-        self._session.won(pending, entry)
+        session.won(pending, entry)
         return entry
+
+    def _find_committed(self, pending: Transaction) -> int | None:
+        """Look in the log for a commit whose outcome rank 0 could not tell: its version, None if it cannot come."""
+        session = self._session
+        head = session.head
+        try:
+            while (entry := session.log.poll(head)) is not None:
+                head = entry
+                if any(link.seg == pending.segment for link in head.record.chain):
+                    return head.record.v
+                if head.record.epoch > session.head.record.epoch:
+                    return None
+        except CnrStoreError as error:
+            raise CommitStateUnknown(f"the log could not be read: {error}") from error
+        raise CommitStateUnknown(
+            "rank 0 does not answer, and its commit is not in the log yet; restart the training from the last "
+            "checkpoint"
+        )
 
     def _refuse_unsettled(self) -> None:
         pending = self._session.pending
@@ -211,8 +338,35 @@ def _checked_step(step: Any) -> int:
     return int(step)
 
 
-def _digest_at(manifest: Manifest, table: str) -> int | None:
-    digests = [part.state_digest for part in manifest.parts if part.table == table]
-    if any(digest is None for digest in digests):
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """What a rank wants to begin."""
+
+    step: int
+    kind: CommitKind
+    base: Base
+    is_synced: bool
+    txn: str
+
+
+def _only(table: str, shards: tuple[Shard, ...]) -> Shard:
+    if len(shards) == 1:
+        return shards[0]
+    raise BadInput(
+        f"this rank holds {[str(shard) for shard in shards]} of table {table!r}; give outputs by Shard", table=table
+    )
+
+
+def _digest_at(manifest: Manifest, table: str, rectangle: Rectangle) -> int | None:
+    """The state digest that the manifest's parts name for a rectangle; None if they are cut so that they do not."""
+    (first, stop), (left, right) = rectangle.rows, rectangle.columns
+    inside = [
+        part
+        for part in manifest.parts
+        if part.table == table
+        and first <= part.rows[0] and part.rows[1] <= stop and left <= part.columns[0] and part.columns[1] <= right
+    ]  # fmt: skip
+    covered = sum((part.rows[1] - part.rows[0]) * (part.columns[1] - part.columns[0]) for part in inside)
+    if covered != rectangle.area or any(part.state_digest is None for part in inside):
         return None
-    return sum(int(digest or "0", 16) for digest in digests) % (1 << 64)
+    return sum(int(part.state_digest or "0", 16) for part in inside) % (1 << 64)

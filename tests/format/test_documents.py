@@ -109,12 +109,12 @@ def test_a_receipt_from_another_state_does_not_apply(store: Store) -> None:
     receipt = msgspec.json.decode(data or b"", type=Receipt)
     stale = msgspec.structs.replace(receipt.parts[0], base_digest="0" * 16)
 
-    check_receipts([receipt], world=1, l0=1, base=base)
+    check_receipts([receipt], txn=receipt.txn, world=1, l0=1, base=base)
 
     with pytest.raises(DoesNotApply):
-        check_receipts([receipt], world=1, l0=2, base=base)
+        check_receipts([receipt], txn=receipt.txn, world=1, l0=2, base=base)
     with pytest.raises(DoesNotApply):
-        check_receipts([msgspec.structs.replace(receipt, parts=(stale,))], world=1, l0=1, base=base)
+        check_receipts([msgspec.structs.replace(receipt, parts=(stale,))], txn=receipt.txn, world=1, l0=1, base=base)
 
 
 def test_versions_are_found_by_time_and_expired_ones_refused_unless_tagged(store: Store) -> None:

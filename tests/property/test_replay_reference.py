@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cnr_store import Store, TableOptions
+from cnr_store.placement import Shard
 from cnr_store.rows import AddMode, RowArrays, RowOps, RowState, apply, compose
 from cnr_store.segment import Scratch, SegmentReader
 from cnr_store.storage import storage_from_filesystem
@@ -111,13 +112,13 @@ def test_replay_equals_compose_and_apply(encoding: str, chunk_bytes: int, chain:
     if encoding != "raw":
         with store.writer() as writer:
             writer.restore()
-            mirror = writer.mirrors.get("t")
+            mirror = writer.mirrors.get(Shard("t"))
             assert mirror is not None
             for row, content in stepwise.items():
                 if not content.escaped:
                     assert np.array_equal(mirror.arrays["codes"][row], content.arrays["codes"])
             with Workers(1) as workers:
-                assert mirror.digest(workers) == writer.mirrors.digest("t")
+                assert mirror.digest(workers) == writer.mirrors.digest(Shard("t"))
     store.close()
 
 

@@ -35,6 +35,7 @@ from cnr_store import (
     Writer,
 )
 from cnr_store.log import RetryPolicy
+from cnr_store.placement import Shard
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.testing.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
 from tests.store_oracle import (
@@ -214,7 +215,7 @@ class StoreMachine(RuleBasedStateMachine):
     def refine(self, txn: Transaction, state: State) -> None:
         """Halve the scales of lattices behind a restore: what was restored is what is trained on."""
         for name, table in state.tables.items():
-            if table.kind not in ("lattice", "lattice_wide") or self.writer.mirrors.get(name) is None:
+            if table.kind not in ("lattice", "lattice_wide") or self.writer.mirrors.get(Shard(name)) is None:
                 continue
             try:
                 txn.refine_scale(name)
@@ -467,9 +468,9 @@ class StoreMachine(RuleBasedStateMachine):
             return
         mirrors = self.writer.mirrors
         for name in self.state.tables:
-            mirror = mirrors.get(name)
+            mirror = mirrors.get(Shard(name))
             if mirror is not None:
-                assert mirror.digest() == mirrors.digest(name), name
+                assert mirror.digest() == mirrors.digest(Shard(name)), name
                 assert len(mirror.arrays["codes"]) == self.state.tables[name].num_rows
 
 

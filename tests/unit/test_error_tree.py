@@ -47,6 +47,8 @@ TREE = [
     ("ReadOnlyStore", "Unsupported", "read_only_store"),
     ("MissingDependency", "Unsupported", "missing_dependency"),
     ("BackgroundSaveFailed", "CnrStoreError", "background_save_failed"),
+    ("RankFailed", "CnrStoreError", "rank_failed"),
+    ("RankLost", "RankFailed", "rank_lost"),
 ]
 
 # Second bases: what a caller who does not know this library would catch.

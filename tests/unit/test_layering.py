@@ -21,10 +21,13 @@ TOOLS = REPOSITORY / "tools" / "cnr_store_tools"
 WORDS = {"errors", "types"}
 DOCUMENTS = WORDS | {"layout", "records"}
 PARTS = DOCUMENTS | {"storage", "encodings", "rows", "arrays", "workers"}
-FORMAT = PARTS | {"rebase", "log", "segment", "table_codes", "replay", "tree"}
+FORMAT = PARTS | {"rebase", "log", "segment", "table_codes", "replay_plan", "replay", "tree"}
 CODEC = PARTS | {"segment", "table_codes"}
 READING = FORMAT | {"restore", "snapshot"}
-STAGING = READING | {"options", "encode", "changes", "baseline", "mirrors", "planning", "inputs", "assembly"}
+STAGING = READING | {
+    "placement", "agreement", "ranks", "options", "encode", "changes", "baseline", "mirrors", "planning", "inputs",
+    "assembly",
+}  # fmt: skip
 WRITING = STAGING | {"session", "transaction", "writer"}
 DECISIONS = {"policy", "retention", "planning"}
 ENGINE = WRITING | DECISIONS | {"store", "sizes"}
@@ -45,25 +48,29 @@ MAY_IMPORT: dict[str, set[str]] = {
     "workers": WORDS,
     "segment": PARTS,
     "table_codes": DOCUMENTS | {"encodings", "rows", "workers"},
-    "replay": PARTS | {"segment", "table_codes"},
+    "replay_plan": PARTS | {"table_codes"},
+    "replay": PARTS | {"segment", "table_codes", "replay_plan"},
     "policy": WORDS | {"records", "rows"},
     "retention": WORDS | {"records", "rows"},
-    "planning": WORDS | {"records", "rows"},
+    "ranks": WORDS,
+    "placement": WORDS | {"records"},
+    "planning": WORDS | {"records", "rows", "placement"},
+    "agreement": WORDS | {"records", "options"},
     "tree": WORDS,
     "sizes": DOCUMENTS,
     "tensor_file": WORDS,
     "exporting": READING | {"tensor_file"},
     "importing": WRITING | {"store", "tensor_file", "exporting"},
-    "restore": CODEC | {"replay"},
-    "snapshot": FORMAT | {"restore"},  # no writing below this line
+    "restore": CODEC | {"replay_plan", "replay"},
+    "snapshot": FORMAT | {"restore", "placement"},  # no writing below this line
     "options": WORDS | {"records", "encodings"},
     "encode": CODEC,
     "changes": CODEC | {"encode"},
-    "baseline": CODEC | {"encode", "changes"},
-    "mirrors": CODEC,
+    "baseline": CODEC | {"encode", "changes", "placement"},
+    "mirrors": CODEC | {"placement"},
     "inputs": CODEC,
-    "assembly": READING | {"encode", "changes", "baseline"},
-    "session": READING | {"mirrors"},
+    "assembly": READING | {"encode", "changes", "baseline", "placement"},
+    "session": READING | {"mirrors", "placement", "ranks"},
     "transaction": STAGING | {"session"},
     "writer": STAGING | {"session", "transaction"},
     "store": WRITING | DECISIONS,

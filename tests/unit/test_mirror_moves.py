@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cnr_store import Store, TableOptions, changes, encode
+from cnr_store.placement import Shard
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -29,10 +30,10 @@ def test_codes_beyond_int16_in_any_block_widen_the_mirror_once(
             values += 1
             with writer.begin(step) as txn:
                 txn.write_rows("t", rows, values)
-            mirror = writer.mirrors.get("t")
+            mirror = writer.mirrors.get(Shard("t"))
 
             assert mirror is not None
             assert np.array_equal(mirror.arrays["codes"], values.astype(np.int32))
             assert mirror.arrays["codes"].dtype == (np.int32 if outliers else np.int16)
-            assert mirror.digest() == writer.mirrors.digest("t")
+            assert mirror.digest() == writer.mirrors.digest(Shard("t"))
             assert np.array_equal(store.snapshot().table("t").read(), values)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cnr_store import Store, TableOptions, Writer
+from cnr_store.placement import Shard
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.testing.faulty import IsolatedMemoryFileSystem
 
@@ -26,7 +27,7 @@ def writer_of(mirror: Any = "memory", folder: Path | None = None) -> tuple[Store
 def test_memory_is_what_was_stated() -> None:
     _, writer = writer_of()
     assert writer.mirror_nbytes == 6 * 2 * 2 + 6 * 2 * 4
-    assert "a" not in writer.mirrors
+    assert Shard("a") not in writer.mirrors
     writer.close()
     assert writer.mirror_nbytes == 0
     assert writer_of("none")[1].mirror_nbytes == 0
@@ -34,7 +35,7 @@ def test_memory_is_what_was_stated() -> None:
 
 def test_files_of_a_mirror_lie_in_its_folder_and_go_with_the_writer(tmp_path: Path) -> None:
     store, writer = writer_of("mmap", tmp_path)
-    mirror = writer.mirrors.get("t")
+    mirror = writer.mirrors.get(Shard("t"))
     assert mirror is not None
     codes = mirror.arrays["codes"]
     assert isinstance(codes, np.memmap)
@@ -52,25 +53,25 @@ def test_files_of_a_mirror_lie_in_its_folder_and_go_with_the_writer(tmp_path: Pa
 @pytest.mark.parametrize("rows", [0, 3, 6, 9])
 def test_a_resize_is_seen_by_its_transaction_alone_until_it_wins(mirror: Any, rows: int) -> None:
     store, writer = writer_of(mirror)
-    before = writer.mirrors.digest("t")
+    before = writer.mirrors.digest(Shard("t"))
     txn = writer.begin(2)
     txn.resize_table("t", rows)
-    staged = writer.mirrors.get("t")
+    staged = writer.mirrors.get(Shard("t"))
     assert staged is not None
     assert staged.num_rows == rows
-    assert writer.mirrors.committed_digest("t") == before
-    assert (writer.mirrors.digest("t") == before) == (rows >= 6)
+    assert writer.mirrors.committed_digest(Shard("t")) == before
+    assert (writer.mirrors.digest(Shard("t")) == before) == (rows >= 6)
     txn.abort()
-    kept = writer.mirrors.get("t")
+    kept = writer.mirrors.get(Shard("t"))
     assert kept is not None
     assert kept.num_rows == 6
-    assert writer.mirrors.digest("t") == kept.digest() == before
+    assert writer.mirrors.digest(Shard("t")) == kept.digest() == before
     with writer.begin(3) as txn:
         txn.resize_table("t", rows)
-    grown = writer.mirrors.get("t")
+    grown = writer.mirrors.get(Shard("t"))
     assert grown is not None
     assert grown.num_rows == rows
-    assert grown.digest() == writer.mirrors.digest("t")
+    assert grown.digest() == writer.mirrors.digest(Shard("t"))
     expected = np.zeros((rows, 2), np.float32)
     expected[:6] = 1
     assert np.array_equal(store.snapshot().table("t").read(), expected)
@@ -87,7 +88,7 @@ def test_a_table_that_gets_an_encoding_without_a_mirror_loses_its_mirror() -> No
         txn.write_table("t", np.ones((6, 2), np.float32), options=TableOptions(encoding="affine", bits=4))
         txn.drop_table("e")
         txn.drop_table("a")
-    assert "t" not in writer.mirrors
+    assert Shard("t") not in writer.mirrors
     with writer.begin(4) as txn:
         txn.write_rows("t", np.asarray([2]), np.full((1, 2), 4, np.float32))
     assert store.snapshot().table("t").read()[:, 0].tolist() == [1, 1, 4, 1, 1, 1]

@@ -65,23 +65,23 @@ def test_a_record_says_each_tables_scale() -> None:
 
 def test_receipts_that_start_from_the_base_apply() -> None:
     base = manifest(part(state="aa"), part("u"))
-    check_receipts([receipt(0, 1, 3, part(base="aa"), part("u"), part("new"))], world=1, l0=3, base=base)
-    check_receipts([receipt(0, 1, 0, part(base=None))], world=1, l0=0, base=None)
-    check_receipts([receipt(1, 2), receipt(0, 2)], world=2, l0=3, base=base)
+    check_receipts([receipt(0, 1, 3, part(base="aa"), part("u"), part("new"))], txn="x", world=1, l0=3, base=base)
+    check_receipts([receipt(0, 1, 0, part(base=None))], txn="x", world=1, l0=0, base=None)
+    check_receipts([receipt(1, 2), receipt(0, 2)], txn="x", world=2, l0=3, base=base)
 
 
 def test_another_digest_or_start_does_not_apply() -> None:
     base = manifest(part(state="aa"))
     with pytest.raises(DoesNotApply, match=r"table 't'.* bb, the head's is aa"):
-        check_receipts([receipt(0, 1, 3, part(base="bb"))], world=1, l0=3, base=base)
+        check_receipts([receipt(0, 1, 3, part(base="bb"))], txn="x", world=1, l0=3, base=base)
     with pytest.raises(DoesNotApply, match="rank 1 staged a delta from logical 2"):
-        check_receipts([receipt(0, 2), receipt(1, 2, 2)], world=2, l0=3, base=base)
+        check_receipts([receipt(0, 2), receipt(1, 2, 2)], txn="x", world=2, l0=3, base=base)
     # A resized table starts at the same row and is compared all the same.
     with pytest.raises(DoesNotApply):
-        check_receipts([receipt(0, 1, 3, part(base="bb", rows=(0, 9)))], world=1, l0=3, base=base)
+        check_receipts([receipt(0, 1, 3, part(base="bb", rows=(0, 9)))], txn="x", world=1, l0=3, base=base)
 
 
 @pytest.mark.parametrize("ranks", [[0], [0, 0], [1, 2], [0, 1, 2]])
 def test_every_writer_must_be_there_once(ranks: list[int]) -> None:
     with pytest.raises(BadInput, match="receipts of ranks"):
-        check_receipts([receipt(rank, 2) for rank in ranks], world=2, l0=3, base=None)
+        check_receipts([receipt(rank, 2) for rank in ranks], txn="x", world=2, l0=3, base=None)

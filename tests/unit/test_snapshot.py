@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from cnr_store import BadDtype, BadInput, BadRowIds, BadShape, Store, TableNotFound, TableOptions, VersionNotFound
+from cnr_store.placement import Shard
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.testing.faulty import IsolatedMemoryFileSystem
 from tests.store_oracle import KINDS, TableModel, same_bits, training_slots, training_values
@@ -148,20 +149,20 @@ def test_codes_that_outgrow_int16_widen_the_mirror_in_a_delta_and_in_a_restore(m
         values[[1, 4]] = [[peak, 1], [2, peak]]
         with writer.begin(step) as txn:
             txn.write_rows("t", np.asarray([1, 4]), values[[1, 4]])
-        codes = writer.mirrors.get("t")
+        codes = writer.mirrors.get(Shard("t"))
         assert codes is not None
         assert codes.arrays["codes"].dtype == np.int32
-        assert codes.digest() == writer.mirrors.digest("t")
+        assert codes.digest() == writer.mirrors.digest(Shard("t"))
         assert isinstance(codes.arrays["codes"], np.memmap) == (mirror == "mmap")
         assert np.array_equal(store.snapshot().table("t").read(), values)
     again = store.writer(mirror=mirror)
     out = np.empty_like(values)
     again.restore({"t": {"values": out}})
     assert np.array_equal(out, values)
-    restored = again.mirrors.get("t")
+    restored = again.mirrors.get(Shard("t"))
     assert restored is not None
     assert restored.arrays["codes"].dtype == np.int32
-    assert restored.digest() == again.mirrors.digest("t")
+    assert restored.digest() == again.mirrors.digest(Shard("t"))
     again.close()
     writer.close()
 
@@ -210,9 +211,9 @@ def test_a_refined_scale_goes_over_exactly_and_is_finer_from_then_on(mirror: Any
         expected[rows] = np.float32(0.125) * (np.rint(fresh / np.float32(0.125)) + np.float32(0))
         assert same_bits(view.read(), expected)
         assert same_bits(view.read_rows(np.asarray([4, 0, 3])), expected[[4, 0, 3]])
-        codes = writer.mirrors.get("t")
+        codes = writer.mirrors.get(Shard("t"))
         assert codes is not None
-        assert codes.digest() == writer.mirrors.digest("t")
+        assert codes.digest() == writer.mirrors.digest(Shard("t"))
         with writer.begin(4) as txn:
             txn.write_rows("t", rows[:1], fresh[1:2])
         expected[0] = expected[5]

@@ -38,6 +38,7 @@ from cnr_store import (
     Writer,
 )
 from cnr_store.layout import IDENTITY, commit_key, segment_key
+from cnr_store.placement import Shard
 from cnr_store.records import canonical_json, sha256
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.testing.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
@@ -396,10 +397,10 @@ def test_a_writer_that_has_not_restored_writes_no_delta(world: World) -> None:
 
 
 def test_a_mirror_that_is_not_the_heads_is_refused_by_the_committer(world: World) -> None:
-    mirror = world.writer.mirrors.get("t")
+    mirror = world.writer.mirrors.get(Shard("t"))
     assert mirror is not None
     mirror.arrays["codes"][3, 1] += 1
-    world.writer.mirrors.put("t", mirror, mirror.digest())
+    world.writer.mirrors.put(Shard("t"), mirror, mirror.digest())
     txn = world.writer.begin(2)
     rows_of(txn, ids(3), 5 * ones(1))
     head = world.store.latest_version()

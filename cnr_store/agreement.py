@@ -1,0 +1,105 @@
+"""One schema per table from what several ranks propose, each from its own rows of it. Pure.
+
+A delta of one rank must mean the same as a delta of another, so all of them encode a table alike; only the choice of
+a scale depends on the rows that a rank sees.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from cnr_store.errors import BadInput
+from cnr_store.options import sample_of, table_dtype, table_schema
+from cnr_store.records import TableSchema
+from cnr_store.types import Affine, Lattice, TableOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """The schema that the rows of one shard ask for, and how many elements the shard has."""
+
+    schema: TableSchema
+    elements: int
+
+
+def propose(
+    table: str,
+    values: Any,
+    slots: Mapping[str, Any],
+    options: TableOptions,
+    *,
+    shape: tuple[int, int],
+    generation: int,
+    has_mirror: bool,
+) -> Proposal:
+    """Return the schema that fits one shard's rows.
+
+    Parameters
+    ----------
+    values, slots
+        The shard's weights (rows, columns) and slots, as for `Transaction.write_table`; a sample of them is read.
+    shape
+        (num_rows, dim) of the whole table.
+
+    Raises
+    ------
+    BadInput
+    """
+    dtype = table_dtype(values, table)
+    schema = table_schema(
+        table, options, num_rows=shape[0], dim=shape[1], dtype=dtype, sample=sample_of(values, dtype),
+        slots={name: array[0:1] for name, array in slots.items()}, generation=generation, has_mirror=has_mirror,
+    )  # fmt: skip
+    return Proposal(schema, math.prod(values.shape))
+
+
+def agree(table: str, proposals: Sequence[Proposal]) -> TableSchema:
+    """Return the one schema of a table; the same for every rank, whatever its own proposal was.
+
+    A lattice's scale is the root of the mean of the squared scales, weighted by elements: its square is 12 times the
+    mean squared error that was asked for, so this is the scale that the rows of all shards together ask for.
+
+    Raises
+    ------
+    BadInput
+        The ranks disagree in more than the scale: dtype, slots, options or mirrors.
+    """
+    merged: dict[str, Any] = {
+        "encoding": _agreed_encoding(proposals),
+        "generation": max(proposal.schema.generation for proposal in proposals),
+    }
+    candidates = {
+        msgspec.json.encode(msgspec.structs.replace(one.schema, **merged), order="sorted") for one in proposals
+    }
+    if len(candidates) > 1:
+        raise BadInput(
+            f"the ranks do not agree on table {table!r}: {sorted(c.decode() for c in candidates)}; give every rank the "
+            "same options, dtype and optimizer",
+            table=table,
+        )
+    return msgspec.structs.replace(proposals[0].schema, **merged)
+
+
+def _agreed_encoding(proposals: Sequence[Proposal]) -> Any:
+    first = proposals[0].schema.encoding
+    same_kind = [one for one in proposals if type(one.schema.encoding) is type(first)]
+    if len(same_kind) < len(proposals) or len({one.schema.encoding for one in proposals}) == 1:
+        return first
+    measured = [one for one in proposals if one.elements] or list(proposals)
+    if isinstance(first, Lattice):
+        total = sum(one.elements for one in measured) or len(measured)
+        lattices: list[tuple[float, int]] = [(one.schema.encoding.scale, one.elements or 1) for one in measured]  # type: ignore[union-attr]
+        squares = sum(scale**2 * elements for scale, elements in lattices)
+        return Lattice(scale=float(np.float32(math.sqrt(squares / total))))
+    if isinstance(first, Affine):
+        largest: Affine = max(measured, key=lambda one: one.elements).schema.encoding  # type: ignore[assignment]
+        encodings: list[Affine] = [one.schema.encoding for one in measured]  # type: ignore[misc]
+        is_wide = any(encoding.param_dtype == "float32" for encoding in encodings)
+        return msgspec.structs.replace(largest, param_dtype="float32") if is_wide else largest
+    return first
