@@ -1,4 +1,4 @@
-"""Replay a chain into the codes of a table: which chunks to read is planned purely, then executed on threads.
+"""Replay a chain into the codes of a table: what was planned is read, decoded and applied on threads.
 
 Row operations follow the algebra of the design (spec, section 4.4): segments in chain order, later set, delete or
 escape wins, an ``add`` is only legal on a row that has codes. Memory: the caller's arrays, and one chunk of each
@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from cnr_store.encodings import affine, digest, kernels
 from cnr_store.encodings.widths import carrier
-from cnr_store.errors import CorruptStore, TableNotFound, Unsupported
-from cnr_store.records import Manifest, PartEntry, RowListEntry, TableSchema
+from cnr_store.errors import CorruptStore
+from cnr_store.replay_plan import Batch, Step, TablePlan, by_columns
 from cnr_store.segment import Scratch, SegmentReader
 from cnr_store.table_codes import (
     ABSENT,
@@ -37,125 +36,6 @@ from cnr_store.table_codes import (
 from cnr_store.types import Affine, RowIds
 from cnr_store.workers import Workers, blocks
 
-Operation = Literal["add", "set", "delete", "escape"]
-OPERATIONS: tuple[Operation, ...] = ("add", "set", "delete", "escape")
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One chunk of one row list: the unit of reading, on its own thread."""
-
-    segment: int
-    part: PartEntry
-    operation: Operation
-    row_list: RowListEntry
-    chunk: int
-    left_shift: int
-
-    @property
-    def first(self) -> int:
-        """First row id of the chunk."""
-        return self.row_list.first[self.chunk]
-
-    @property
-    def last(self) -> int:
-        """Last row id of the chunk, inclusive."""
-        return self.row_list.last[self.chunk]
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The steps of one segment: disjoint rows, any order. ``num_rows`` is the table's size from here on."""
-
-    segment: int
-    num_rows: int
-    steps: tuple[Step, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TablePlan:
-    """What to read for rows [start, stop) of a table.
-
-    ``tracks_status`` says whether some row may be absent or escaped; ``parts`` are the last segment's parts, whose
-    state digests the result must match where it covers them.
-    """
-
-    table: str
-    schema: TableSchema
-    start: int
-    stop: int
-    batches: tuple[Batch, ...]
-    tracks_status: bool
-    parts: tuple[PartEntry, ...]
-
-
-def plan_table(
-    manifests: Sequence[Manifest], table: str, start: int = 0, stop: int | None = None, rows: RowIds | None = None
-) -> TablePlan:
-    """Decide which chunks give rows [start, stop) of a table (or just ``rows`` of them). Pure, no I/O.
-
-    Raises
-    ------
-    TableNotFound
-        If the last manifest does not have the table.
-    CorruptStore
-        If the chain never says how the table began.
-    """
-    last = manifests[-1]
-    if table not in last.tables:
-        raise TableNotFound(f"no table {table!r} at logical {last.l1}; there are {sorted(last.tables)}", table=table)
-    schema = last.tables[table]
-    hashed = schema.keys == "hashed"
-    stop = schema.num_rows if stop is None else stop
-    begin = _first_segment(manifests, table)
-    batches, sizes, complete = [], [], True
-    for index in range(begin, len(manifests)):
-        manifest = manifests[index]
-        here = manifest.tables[table]
-        parts = [part for part in manifest.parts if part.table == table]
-        shift = schema.shift - here.shift
-        if shift < 0:
-            raise CorruptStore(f"table {table!r}: shift goes back from {here.shift} to {schema.shift}", table=table)
-        steps = [
-            Step(index, part, operation, row_list, chunk, shift)
-            for part in parts
-            for operation in OPERATIONS
-            if (row_list := getattr(part, operation)) is not None
-            for chunk in range(len(row_list.first))
-        ]
-        complete = complete and not any(part.delete or part.escape for part in parts)
-        sizes.append(here.num_rows)
-        if index == begin:
-            covered = sum(part.set.count * (part.columns[1] - part.columns[0]) for part in parts if part.set)
-            complete = complete and covered == here.num_rows * here.dim
-        if not hashed:
-            steps = [step for step in steps if _is_wanted(step, start, stop, rows)]
-        batches.append(Batch(index, here.num_rows, tuple(steps)))
-    tracks = hashed or not complete or len(set(sizes)) > 1
-    ends = tuple(part for part in last.parts if part.table == table)
-    return TablePlan(table, schema, start, stop, tuple(batches), tracks, ends)
-
-
-def _first_segment(manifests: Sequence[Manifest], table: str) -> int:
-    """The segment in which this life of the table begins: after its last absence or change of generation."""
-    begin = len(manifests) - 1
-    generation = manifests[begin].tables[table].generation
-    while begin > 0:
-        before = manifests[begin - 1].tables.get(table)
-        if before is None or before.generation != generation:
-            break
-        begin -= 1
-    return begin
-
-
-def _is_wanted(step: Step, start: int, stop: int, rows: RowIds | None) -> bool:
-    if step.last < start or step.first >= stop:
-        return False
-    if rows is None:
-        return True
-    low, high = np.searchsorted(rows, [step.first, step.last + 1])
-    return bool(low < high)
-
 
 class Replay:
     """Executes plans over opened segments; shares decode memory between chunks, one set per thread."""
@@ -168,11 +48,15 @@ class Replay:
     def run(self, plan: TablePlan, codes: TableCodes, rows: RowIds | None = None) -> None:
         """Replay ``plan`` into ``codes``; blocks. With ``rows`` (sorted), position i of the arrays is row ``rows[i]``.
 
+        The plan's columns are those of ``codes``, and lie in one elementary interval.
+
         Raises
         ------
         CorruptStore, CorruptObject, MissingObject
             The contents of ``codes`` are then undefined.
         """
+        if len(by_columns(plan)) != 1 or plan.columns != codes.columns:
+            raise ValueError(f"a replay is of one column interval, found {plan.columns} for codes of {codes.columns}")
         target = _Target(codes, rows)
         if plan.tracks_status:
             codes.track_status(ABSENT)
@@ -201,7 +85,9 @@ class Replay:
             target.check_coded(index, plan, step)
         overflowed = []
         if step.operation == "escape":
-            target.escape(index, {n: self._values(reader, step, n)[positions].copy() for n in target.codes.arrays})
+            target.escape(
+                index, {n: self._values(reader, plan, step, n)[positions].copy() for n in target.codes.arrays}
+            )
         else:
             for name in target.codes.arrays:
                 if not self._store(reader, plan, step, name, target, index, positions):
@@ -223,14 +109,7 @@ class Replay:
         """Put or add one array's chunk; False when an int16 mirror is too narrow."""
         spec = target.codes.specs[name]
         held = target.codes.arrays[name]
-        values = self._values(reader, step, name)[positions]
-        columns = step.part.columns
-        if columns != (0, plan.schema.dim):
-            if spec.is_vector:
-                raise Unsupported(
-                    f"slot {name} of {plan.table!r} is stored per column shard; read it part by part", table=plan.table
-                )
-            held = held[:, columns[0] : columns[1]]
+        values = self._values(reader, plan, step, name)[positions]
         if not spec.is_integer:
             held[index] = values
             return True
@@ -253,8 +132,8 @@ class Replay:
             return False
         return _checked(bad, plan, step)
 
-    def _values(self, reader: SegmentReader, step: Step, name: str) -> Array:
-        """Decode one array of the step's chunk: integer codes, or floats for affine, raw and escape rows."""
+    def _values(self, reader: SegmentReader, plan: TablePlan, step: Step, name: str) -> Array:
+        """Decode the plan's columns of one array of the step's chunk: integer codes, or floats of other rows."""
         row_list = step.row_list
         stored = "values" if step.operation == "escape" and name == "codes" else name
         if stored not in row_list.arrays:
@@ -270,8 +149,11 @@ class Replay:
             width = step.part.columns[1] - step.part.columns[0]
             out = self._scratch("affine").take((len(chunk), width), np.dtype(np.float32))
             affine.decode(chunk, scale, zero, bits=schema.encoding.bits, dim=width, out=out)
-            return out
-        return chunk if chunk.ndim == 2 else chunk.reshape(-1, 1)
+            chunk = out
+        if chunk.ndim == 1:
+            return chunk.reshape(-1, 1)
+        low, high = (column - step.part.columns[0] for column in plan.columns)
+        return chunk if step.part.columns == plan.columns else chunk[:, low:high]
 
     def _scratch(self, name: str) -> Scratch:
         memory: dict[str, Scratch] = self._local.__dict__.setdefault("memory", {})
@@ -413,7 +295,7 @@ def finish(codes: TableCodes, outputs: Mapping[str, Array], workers: Workers, *,
     Block by block, so that both passes share the cache. An output may be the memory of its codes.
     """
     names = [name for name, spec in codes.specs.items() if spec.is_additive and name in codes.arrays]
-    multipliers = {name: codes.specs[name].multipliers((0, codes.schema.dim)) for name in names if with_digest}
+    multipliers = {name: codes.specs[name].multipliers for name in names if with_digest}
 
     def of_range(start: int, stop: int) -> int:
         total = 0
@@ -430,38 +312,6 @@ def finish(codes: TableCodes, outputs: Mapping[str, Array], workers: Workers, *,
     for name, output in outputs.items():
         codes.overlay(name, output)
     return digest.add_digests(*totals, escaped)
-
-
-def expected_digest(plan: TablePlan, names: set[str]) -> int | None:
-    """Return the state digest that rows [start, stop) must have, or None when it cannot be known. Pure.
-
-    It is known when the range is a union of whole parts that state one and ``names`` holds every mirrored array.
-    """
-    additive = {name for name, spec in array_specs(plan.schema).items() if spec.is_additive}
-    if not additive or not additive <= names:
-        return None
-    inside = [part for part in plan.parts if plan.start <= part.rows[0] and part.rows[1] <= plan.stop]
-    covered = sum((part.rows[1] - part.rows[0]) * (part.columns[1] - part.columns[0]) for part in inside)
-    if covered != (plan.stop - plan.start) * plan.schema.dim or any(part.state_digest is None for part in inside):
-        return None
-    return digest.add_digests(*(int(part.state_digest or "0", 16) for part in inside))
-
-
-def check_digest(plan: TablePlan, found: int, names: set[str]) -> None:
-    """Compare a recomputed state digest with the version's, where it is known.
-
-    Raises
-    ------
-    CorruptStore
-        A delta is wrong or missing, or codes are damaged.
-    """
-    wanted = expected_digest(plan, names)
-    if wanted is not None and found != wanted:
-        raise CorruptStore(
-            f"table {plan.table!r} decodes to state digest {found:016x}, the version names {wanted:016x}; "
-            "a delta is wrong or missing, run `cnr verify`",
-            table=plan.table, expected=f"{wanted:016x}", found=f"{found:016x}",
-        )  # fmt: skip
 
 
 def replay_hashed(
@@ -487,9 +337,9 @@ def replay_hashed(
             spec = specs[name]
             out = np.zeros((len(rows), spec.width), carrier(spec.dtype))
             if step.operation == "set":
-                decode_block(spec, np.ascontiguousarray(engine._values(reader, step, name)), out)
+                decode_block(spec, np.ascontiguousarray(engine._values(reader, plan, step, name)), out)
             elif step.operation == "escape":
-                out[...] = engine._values(reader, step, name)
+                out[...] = engine._values(reader, plan, step, name)
             floats[name] = out
         return rows, floats
 

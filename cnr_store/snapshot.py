@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -12,14 +12,16 @@ import numpy.typing as npt
 from cnr_store import tree
 from cnr_store.encodings.widths import carrier
 from cnr_store.errors import BadDtype, BadInput, BadRowIds, BadShape, CorruptStore, TableNotFound
+from cnr_store.placement import whole_of
 from cnr_store.records import CommitRecord, DenseEntry, LogEntry, Manifest, TableSchema
-from cnr_store.replay import TablePlan, plan_table, replay_hashed
+from cnr_store.replay import replay_hashed
+from cnr_store.replay_plan import TablePlan, plan_table
 from cnr_store.restore import read_mirror, read_range, read_rows, rows_since
 from cnr_store.rows import check_row_ids
 from cnr_store.segment import SegmentReader
 from cnr_store.storage import Storage
 from cnr_store.table_codes import Allocate, Array, ArraySpec, TableCodes, array_specs
-from cnr_store.types import JsonValue, RowIds
+from cnr_store.types import JsonValue, Rectangle, RowIds, SlotsRule
 from cnr_store.workers import Workers
 
 
@@ -134,9 +136,16 @@ class Snapshot:
             raise TableNotFound(f"version {self.version} has no document {name!r}", version=self.version)
         return tree.decode(self.readers[-1].read_document(name), tensor_hook)
 
-    def plan(self, table: str, start: int = 0, stop: int | None = None, rows: RowIds | None = None) -> TablePlan:
-        """Return which chunks a read of ``table`` needs; no I/O."""
-        return plan_table(self.manifests, table, start, stop, rows)
+    def plan(
+        self,
+        table: str,
+        start: int = 0,
+        stop: int | None = None,
+        rows: RowIds | None = None,
+        columns: tuple[int, int] | None = None,
+    ) -> TablePlan:
+        """Return which chunks a read of ``table``, or of some of its columns, needs; no I/O."""
+        return plan_table(self.manifests, table, start, stop, rows, columns)
 
     @property
     def workers(self) -> Workers:
@@ -145,7 +154,12 @@ class Snapshot:
 
 
 class TableView:
-    """One table of a snapshot. Reads block; bfloat16 values are uint16 arrays of their bits."""
+    """One table of a snapshot. Reads block; bfloat16 values are uint16 arrays of their bits.
+
+    A table whose columns several writers held has its one-dimensional slots once per column range (`column_cuts`). Read
+    at other columns, the whole table for one, such a slot is `Unsupported` unless a ``slots_rule`` is given: ``mean``
+    of the ranges that are met, weighted by their columns in the read, or ``drop``, which leaves the output as it is.
+    """
 
     def __init__(self, snapshot: Snapshot, name: str) -> None:
         self.name = name
@@ -158,6 +172,11 @@ class TableView:
         """(num_rows, dim)."""
         return self.schema.num_rows, self.schema.dim
 
+    @property
+    def column_cuts(self) -> tuple[tuple[int, int], ...]:
+        """The column ranges that the table's present life is stored in, (start, stop) each, in order."""
+        return self._plan(0, None).stored
+
     def read(self, start: int = 0, stop: int | None = None, *, out: Array | None = None) -> Array:
         """Return rows [start, stop) as (rows, dim) in the table's dtype, into ``out`` if given.
 
@@ -169,25 +188,98 @@ class TableView:
         read_range(self._snapshot.readers, self._plan(start, stop), outputs, self._snapshot.workers)
         return outputs["codes"] if out is None else out
 
-    def read_slot(self, slot: str, start: int = 0, stop: int | None = None, *, out: Array | None = None) -> Array:
-        """Return a slot's rows [start, stop): (rows,) or (rows, dim)."""
+    def read_slot(
+        self,
+        slot: str,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        out: Array | None = None,
+        slots_rule: Literal["exact", "mean"] = "exact",
+    ) -> Array:
+        """Return a slot's rows [start, stop): (rows,) or (rows, dim).
+
+        Raises
+        ------
+        TableNotFound, BadShape, BadDtype, CorruptStore
+        Unsupported
+            The slot is stored per column range; see `read_rectangle`.
+        """
         name = self._slot_array(slot)
         outputs = self._outputs(start, stop, {name: out})
-        read_range(self._snapshot.readers, self._plan(start, stop), outputs, self._snapshot.workers)
+        read_range(self._snapshot.readers, self._plan(start, stop), outputs, self._snapshot.workers, slots_rule)
         return self._shaped(name, outputs[name]) if out is None else out
 
-    def read_into(self, values: Array, slots: Mapping[str, Array] | None = None, *, start: int = 0) -> None:
+    def read_into(
+        self,
+        values: Array,
+        slots: Mapping[str, Array] | None = None,
+        *,
+        start: int = 0,
+        slots_rule: SlotsRule = "exact",
+    ) -> None:
         """Fill preallocated ``values`` (rows, dim) and ``slots`` from row ``start`` on, in one pass over the chain.
 
         The arrays are decoded in place; after an error their contents are undefined. When everything is read, the
         state digest is checked too.
         """
-        given = {"codes": values, **{self._slot_array(slot): out for slot, out in (slots or {}).items()}}
-        outputs = self._outputs(start, start + len(values), given)
-        plan = self._plan(start, start + len(values))
-        read_range(self._snapshot.readers, plan, outputs, self._snapshot.workers)
+        rows = (start, start + len(values))
+        self.read_rectangle(Rectangle(rows, (0, self.schema.dim)), values=values, slots=slots, slots_rule=slots_rule)
 
-    def read_rows(self, row_ids: RowIds, *, slot: str | None = None) -> Array:
+    def read_rectangle(
+        self,
+        rectangle: Rectangle,
+        *,
+        values: Array | None = None,
+        slots: Mapping[str, Array | None] | None = None,
+        slots_rule: SlotsRule = "exact",
+    ) -> dict[str, Array]:
+        """Read a rectangle in one pass over the chain; reads only chunks of parts that meet it.
+
+        Parameters
+        ----------
+        rectangle
+            Rows and columns, inside the table.
+        values
+            (rows, columns) of the rectangle, filled in place; any strides, so columns of a larger array will do. Left
+            out together with ``slots``, the values are allocated.
+        slots
+            Slot name to (rows,) or (rows, columns), filled in place; None allocates.
+        slots_rule
+            For one-dimensional slots where the columns are no stored range (`column_cuts`): ``exact`` refuses,
+            ``mean`` averages the ranges met by the width of the overlap (for a row-wise Adagrad that is the exact
+            state of the row as a whole), ``drop`` leaves the output as it is.
+
+        Returns
+        -------
+        dict
+            What was read: ``values`` and slots by name. Dropped slots are not in it.
+
+        Raises
+        ------
+        BadInput, BadShape, BadDtype, TableNotFound
+        Unsupported
+            One-dimensional slots of such columns are not stored, and the rule is ``exact``.
+        CorruptStore
+            The outputs are then undefined.
+        """
+        given: dict[str, Array | None] = {self._slot_array(slot): out for slot, out in (slots or {}).items()}
+        if values is not None or slots is None:
+            given["codes"] = values
+        start, stop = rectangle.rows
+        outputs = self._outputs(start, stop, given, rectangle.columns)
+        plan = self._plan(start, stop, rectangle.columns)
+        filled = read_range(self._snapshot.readers, plan, outputs, self._snapshot.workers, slots_rule)
+
+        def result(name: str) -> Array:
+            out = given[name]
+            return self._shaped(name, outputs[name]) if out is None else out
+
+        return {"values" if name == "codes" else name.removeprefix("slots/"): result(name) for name in filled}
+
+    def read_rows(
+        self, row_ids: RowIds, *, slot: str | None = None, slots_rule: Literal["exact", "mean"] = "exact"
+    ) -> Array:
         """Return the given rows, (len(row_ids), dim): any order, repeats allowed; reads only chunks that hold one.
 
         Raises
@@ -207,7 +299,7 @@ class TableView:
         spec = self._specs[name]
         out = np.empty((len(unique), spec.width), carrier(spec.dtype))
         plan = plan_table(self._snapshot.manifests, self.name, rows=unique)
-        read_rows(self._snapshot.readers, plan, unique, {name: out}, self._snapshot.workers)
+        read_rows(self._snapshot.readers, plan, unique, {name: out}, self._snapshot.workers, slots_rule)
         return self._shaped(name, out[inverse.reshape(-1)])
 
     def changed_rows(self) -> RowIds:
@@ -225,8 +317,8 @@ class TableView:
         }
         return keys, renamed
 
-    def check_outputs(self, outputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Return preallocated arrays of all rows, by array name, if a read could fill them. No I/O.
+    def check_outputs(self, outputs: Mapping[str, Array], rectangle: Rectangle | None = None) -> dict[str, Array]:
+        """Return preallocated arrays of a rectangle (of all rows if None), by array name, if a read could fill them.
 
         Raises
         ------
@@ -235,21 +327,50 @@ class TableView:
         for name in outputs:
             if name != "codes":
                 self._slot_array(name.removeprefix("slots/"))
-        self._outputs(0, None, dict(outputs))
+        place = rectangle or whole_of(self.schema)
+        self._outputs(*place.rows, dict(outputs), place.columns)
         return dict(outputs)
 
-    def read_arrays(self, outputs: Mapping[str, Array]) -> None:
-        """Fill preallocated arrays of all rows, by array name (``codes``, ``slots/<name>``), in one pass."""
-        prepared = self._outputs(0, None, dict(outputs))
-        read_range(self._snapshot.readers, self._plan(0, None), prepared, self._snapshot.workers)
+    def read_arrays(
+        self, outputs: Mapping[str, Array], rectangle: Rectangle | None = None, slots_rule: SlotsRule = "exact"
+    ) -> None:
+        """Fill preallocated arrays of a rectangle, by array name (``codes``, ``slots/<name>``), in one pass."""
+        place = rectangle or whole_of(self.schema)
+        prepared = self._outputs(*place.rows, dict(outputs), place.columns)
+        plan = self._plan(*place.rows, place.columns)
+        read_range(self._snapshot.readers, plan, prepared, self._snapshot.workers, slots_rule)
 
-    def read_mirror(self, outputs: Mapping[str, Array], allocate: Allocate) -> TableCodes:
-        """Return the codes of the whole table for a writer's mirror, filling ``outputs`` by array name."""
-        prepared = self._outputs(0, None, dict(outputs))
-        return read_mirror(self._snapshot.readers, self._plan(0, None), prepared, self._snapshot.workers, allocate)
+    def read_mirror(
+        self,
+        outputs: Mapping[str, Array],
+        allocate: Allocate,
+        rectangle: Rectangle | None = None,
+        slots_rule: SlotsRule = "exact",
+    ) -> TableCodes | None:
+        """Return the codes of a rectangle (the whole table if None) for a writer's mirror, and fill ``outputs``.
 
-    def _plan(self, start: int, stop: int | None) -> TablePlan:
-        return self._snapshot.plan(self.name, start, stop)
+        None, with ``outputs`` filled all the same, where no difference can be taken: a row is escaped or absent in some
+        columns of the rectangle only, or one-dimensional slots were averaged or dropped.
+
+        Parameters
+        ----------
+        outputs
+            ``codes`` and ``slots/<name>`` to preallocated arrays of the rectangle, any of them; as `read_rectangle`.
+        allocate
+            Where the mirror's memory comes from: (shape, dtype) to an array.
+
+        Raises
+        ------
+        BadInput, BadShape, BadDtype, Unsupported, CorruptStore
+            As `read_rectangle`; Unsupported also for slots that are not read, because a mirror holds every slot.
+        """
+        place = rectangle or whole_of(self.schema)
+        prepared = self._outputs(*place.rows, dict(outputs), place.columns)
+        plan = self._plan(*place.rows, place.columns)
+        return read_mirror(self._snapshot.readers, plan, prepared, self._snapshot.workers, allocate, slots_rule)
+
+    def _plan(self, start: int, stop: int | None, columns: tuple[int, int] | None = None) -> TablePlan:
+        return self._snapshot.plan(self.name, start, stop, columns=columns)
 
     def _slot_array(self, slot: str) -> str:
         if slot not in self.schema.slots:
@@ -258,7 +379,13 @@ class TableView:
             )
         return f"slots/{slot}"
 
-    def _outputs(self, start: int, stop: int | None, given: Mapping[str, Array | None]) -> dict[str, Array]:
+    def _outputs(
+        self,
+        start: int,
+        stop: int | None,
+        given: Mapping[str, Array | None],
+        columns: tuple[int, int] | None = None,
+    ) -> dict[str, Array]:
         """Check or allocate outputs and present each as (rows, width)."""
         self._refuse_hashed("read")
         stop = self.schema.num_rows if stop is None else stop
@@ -267,7 +394,14 @@ class TableView:
                 f"rows [{start}, {stop}) are outside table {self.name!r} of {self.schema.num_rows} rows",
                 table=self.name,
             )
-        return {name: self._output(self._specs[name], stop - start, out) for name, out in given.items()}
+        low, high = columns or (0, self.schema.dim)
+        if not 0 <= low < high <= self.schema.dim:
+            raise BadInput(
+                f"columns [{low}, {high}) are outside table {self.name!r} of {self.schema.dim} columns, or none",
+                table=self.name,
+            )
+        specs = self._specs if columns is None else array_specs(self.schema, columns)
+        return {name: self._output(specs[name], stop - start, out) for name, out in given.items()}
 
     def _output(self, spec: ArraySpec, rows: int, out: Array | None) -> Array:
         if out is None:

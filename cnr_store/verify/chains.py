@@ -9,6 +9,7 @@ from itertools import combinations
 import msgspec
 
 from cnr_store import layout
+from cnr_store.encodings.digest import add_digests
 from cnr_store.planning import generations
 from cnr_store.records import CommitRecord, DenseEntry, Manifest, PartEntry
 
@@ -47,7 +48,7 @@ def _check_parts(index: int, manifest: Manifest) -> Iterator[Contradiction]:
         if part.add is not None and manifest.tables[part.table].keys == "hashed":
             yield Contradiction(index, f"hashed table {part.table!r} has add rows; only set rows are legal", part.table)
     by_table: dict[str, list[PartEntry]] = {}
-    for part in manifest.parts:
+    for part in (part for part in manifest.parts if part.rows[0] < part.rows[1]):
         by_table.setdefault(part.table, []).append(part)
     for table, parts in by_table.items():
         if any(_meets(a.rows, b.rows) and _meets(a.columns, b.columns) for a, b in combinations(parts, 2)):
@@ -63,18 +64,39 @@ def _check_step(index: int, before: Manifest, after: Manifest) -> Iterator[Contr
             yield Contradiction(index, f"table {table!r} changes its shape or encoding within a generation", table)
         if schema.shift < old.shift:
             yield Contradiction(index, f"table {table!r}: shift goes back from {old.shift} to {schema.shift}", table)
-    ends = {(part.table, part.rows[0], part.columns): part.state_digest for part in before.parts}
+    ends: dict[str, list[PartEntry]] = {}
+    for part in before.parts:
+        ends.setdefault(part.table, []).append(part)
     for part in after.parts:
-        end = ends.get((part.table, part.rows[0], part.columns))
-        if part.table in before.tables and before.tables[part.table].shift != after.tables[part.table].shift:
-            continue  # It starts from the same codes in a finer unit, which have another digest.
-        if part.base_digest is not None and end is not None and part.base_digest != end:
+        old = before.tables.get(part.table)
+        if part.base_digest is None or old is None or old.shift != after.tables[part.table].shift:
+            continue  # Of another shift it starts from the same codes in a finer unit, which have another digest.
+        end = _end_of(part, after.tables[part.table].num_rows, ends.get(part.table, []), old.num_rows)
+        if end is not None and part.base_digest != end:
             yield Contradiction(
                 index,
                 f"a part of table {part.table!r} starts from state digest {part.base_digest}, the segment before it "
                 f"ends with {end}",
                 part.table,
             )
+
+
+def _end_of(part: PartEntry, num_rows: int, before: list[PartEntry], rows_before: int) -> str | None:
+    """The state digest that the parts before end with in the part's rectangle; None where they do not make it up.
+
+    The rectangle at the end of a table that was resized ended where the table did.
+    """
+    start, stop = part.rows[0], rows_before if part.rows[1] == num_rows else min(part.rows[1], rows_before)
+    low, high = part.columns
+    inside = [
+        one
+        for one in before
+        if start <= one.rows[0] < one.rows[1] <= stop and low <= one.columns[0] and one.columns[1] <= high
+    ]
+    covered = sum((one.rows[1] - one.rows[0]) * (one.columns[1] - one.columns[0]) for one in inside)
+    if stop < start or covered != (stop - start) * (high - low) or any(one.state_digest is None for one in inside):
+        return None
+    return f"{add_digests(*(int(one.state_digest or '0', 16) for one in inside)):016x}"
 
 
 def _check_dense(index: int, names: Sequence[str], manifests: Sequence[Manifest]) -> Iterator[Contradiction]:

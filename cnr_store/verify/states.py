@@ -15,9 +15,10 @@ import numpy as np
 from cnr_store.encodings.digest import add_digests
 from cnr_store.errors import CorruptStore
 from cnr_store.records import Manifest
-from cnr_store.replay import Batch, Replay, TablePlan, finish, plan_table
+from cnr_store.replay import Replay, finish
+from cnr_store.replay_plan import TablePlan, by_columns, clip, plan_table
 from cnr_store.segment import SegmentReader
-from cnr_store.table_codes import ABSENT, ESCAPED, Array, TableCodes, array_specs
+from cnr_store.table_codes import ABSENT, ESCAPED, Array, ArraySpec, TableCodes, array_specs
 from cnr_store.workers import Workers, blocks
 
 WINDOW_BYTES = 64 * 1024 * 1024
@@ -89,25 +90,32 @@ def _check_run(
 ) -> Iterator[WrongState | FailedReplay]:
     manifests = [reader.manifest for reader in readers]
     num_rows = _num_rows(manifests, table, run)
-    plan = plan_table(manifests, table, 0, num_rows)
-    specs = {name: spec for name, spec in array_specs(plan.schema).items() if spec.is_additive}
-    row_bytes = sum(spec.width * spec.held_dtype.itemsize for spec in specs.values())
+    try:
+        pieces = by_columns(plan_table(manifests, table, 0, num_rows))
+    except CorruptStore as error:
+        yield FailedReplay(run.stop - 1, error)
+        return
     found = dict.fromkeys(run, 0)
     engine = Replay(readers, workers)
-    for start, stop in blocks(num_rows, max(1, WINDOW_BYTES // row_bytes)):
-        window = _clip(plan, start, stop)
-        codes = TableCodes.allocate(
-            plan.schema, start, stop, names=tuple(specs), mirror=False, allocate=_zeros
-        )  # fmt: skip
-        for batch in window.batches:
-            try:
-                engine.run(replace(window, batches=(batch,)), codes)
-            except CorruptStore as error:
-                yield FailedReplay(batch.segment, error)
-                return
-            _drop_replaced_escapes(codes)
-            if batch.segment in found:
-                found[batch.segment] = add_digests(found[batch.segment], finish(codes, {}, workers, with_digest=True))
+    widest = max(sum(spec.width * spec.held_dtype.itemsize for spec in _additive(piece)) for piece in pieces)
+    for start, stop in blocks(num_rows, max(1, WINDOW_BYTES // widest)):
+        for piece in pieces:
+            # Statuses are kept even where the plan says that every row has codes: that is what is being checked.
+            window = replace(clip(piece, start, stop), tracks_status=True)
+            codes = TableCodes.allocate(
+                piece.schema, start, stop, names=tuple(spec.name for spec in _additive(piece)),
+                mirror=False, allocate=_zeros, columns=piece.columns,
+            )  # fmt: skip
+            for batch in window.batches:
+                try:
+                    engine.run(replace(window, batches=(batch,)), codes)
+                except CorruptStore as error:
+                    yield FailedReplay(batch.segment, error)
+                    return
+                _drop_replaced_escapes(codes)
+                if batch.segment in found:
+                    state = finish(codes, {}, workers, with_digest=True)
+                    found[batch.segment] = add_digests(found[batch.segment], state)
         advance(stop - start)
     for index in run:
         expected = _stated(manifests[index], table)
@@ -115,21 +123,13 @@ def _check_run(
             yield WrongState(index, table, f"{expected:016x}", f"{found[index]:016x}")
 
 
+def _additive(plan: TablePlan) -> list[ArraySpec]:
+    return [spec for spec in array_specs(plan.schema, plan.columns).values() if spec.is_additive]
+
+
 def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """Rows that no segment sets must not add what the memory held before."""
     return np.zeros(shape, dtype)
-
-
-def _clip(plan: TablePlan, start: int, stop: int) -> TablePlan:
-    batches = tuple(
-        Batch(
-            batch.segment, batch.num_rows,
-            tuple(step for step in batch.steps if step.last >= start and step.first < stop),
-        )
-        for batch in plan.batches
-    )  # fmt: skip
-    # Statuses are kept even where the plan says that every row has codes: that is what is being checked.
-    return replace(plan, start=start, stop=stop, batches=batches, tracks_status=True)
 
 
 def _drop_replaced_escapes(codes: TableCodes) -> None:
@@ -142,7 +142,7 @@ def _drop_replaced_escapes(codes: TableCodes) -> None:
 def _stated(manifest: Manifest, table: str) -> int | None:
     """The state digest that a segment's parts state together, None if one of them states none."""
     schema = manifest.tables[table]
-    parts = [part for part in manifest.parts if part.table == table]
+    parts = [part for part in manifest.parts if part.table == table and part.rows[0] < part.rows[1]]
     covered = sum((part.rows[1] - part.rows[0]) * (part.columns[1] - part.columns[0]) for part in parts)
     if covered != schema.num_rows * schema.dim or any(part.state_digest is None for part in parts):
         return None
