@@ -15,7 +15,9 @@ The reference path for the CPU; it needs torch and knows nothing of the store.
 
 from __future__ import annotations
 
-from cnr_store_gpu.bitmap import Cumulative, RowBitmap, Taken
+from cnr_store_gpu.bitmap import RowBitmap, Taken
+from cnr_store_gpu.cumulative import Cumulative
+from cnr_store_gpu.gather import RowRequest, gather_rows
 from cnr_store_gpu.optimizers import (
     Movement,
     RowMovement,
@@ -24,7 +26,8 @@ from cnr_store_gpu.optimizers import (
     rows_with_state,
     scalar_state,
 )
-from cnr_store_gpu.staging import RowRequest, Staged, StagingBuffers, gather_rows
+from cnr_store_gpu.staged import Staged
+from cnr_store_gpu.staging import StagingBuffers
 from cnr_store_gpu.tables import TablePlan, plan_tables
 from cnr_store_gpu.tracker import RowTracker
 from cnr_store_gpu.words import warmup

@@ -1,149 +1,74 @@
 """Copies of the touched rows, weights and slots alike, as they are at one instant: the only stall of a save.
 
-Why this module exists: everything after the gather (encode, compress, put) works on these copies while
-training goes on, so weights and slots must come from the same row list at the same step. Buffers are kept
-and reused, because a fresh gigabyte costs more in page faults than in copying.
+Why this module exists: everything after the gather (coding, copying to the host, compressing, putting) works on these
+copies while training goes on, so weights and slots must come from the same row list at the same step.
 
-It must never hand out memory that somebody may still be reading: a gather before the last one was released is
-refused. This is the CPU reference; nothing here uses streams.
+On the CPU the gather itself makes the host copies. On an accelerator it is queued on the training's own stream, and
+what follows runs behind it: the rows are coded if that is asked for, and cross to the host through a ring of pinned
+blocks. Training waits for nothing but the gather; whoever reads the copies waits until they are there.
+
+It must never hand out memory that somebody may still be reading or filling: memory is used again only when its copies
+have arrived *and* were released.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
-from cnr_store.errors import BadRowIds, BadShape, SaveInProgress
-from cnr_store.types import RowIds
-
-GROWTH = 1.125
-"""Spare room of a buffer that had to grow: row counts drift, and each growth pays page faults again."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowRequest:
-    """What to copy of one table: rows (int64, on the host) of tensors with the table's first dimension."""
-
-    row_ids: RowIds
-    tensors: Mapping[str, torch.Tensor]
+from cnr_store.errors import BadInput, SaveInProgress
+from cnr_store_gpu.delivery import Delivery, StagedIds, StagedRows, deliver
+from cnr_store_gpu.gather import RowRequest, check_range, common_rows, index_of, select_rows
+from cnr_store_gpu.kept import KeptMemory
+from cnr_store_gpu.pinned import PINNED_BYTES, TransitRing, block_sizes
+from cnr_store_gpu.quantize import Quantizer, check_codable
+from cnr_store_gpu.staged import Staged
+from cnr_store_gpu.transfer import Transfer, transfer_for
 
 
-@dataclass(slots=True)
-class Staged:
-    """Copies of rows at one instant; valid until ``release``.
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """The memory of one save, and what is on its way into it."""
 
-    Attributes
-    ----------
-    row_ids
-        By table: int64, as they were asked for.
-    tensors
-        By table and tensor name: ``(n, ...)``, contiguous, row i is row ``row_ids[i]`` of the source.
-        Views of buffers that the next gather overwrites.
-    stall_s
-        Seconds for which the caller was held up.
-    size_bytes
-        Bytes of the copies.
-    """
-
-    row_ids: dict[str, RowIds]
-    tensors: dict[str, dict[str, torch.Tensor]]
-    stall_s: float
-    size_bytes: int
-    _owner: StagingBuffers | None = field(repr=False, default=None)
-
-    def release(self) -> None:
-        """Let the next gather reuse the memory. A second call does nothing."""
-        owner, self._owner = self._owner, None
-        if owner is not None:
-            owner._in_use = False
-
-
-def _index_of(row_ids: RowIds | torch.Tensor) -> torch.Tensor:
-    if isinstance(row_ids, torch.Tensor):
-        index = row_ids
-    else:  # torch takes no read-only memory
-        index = torch.from_numpy(np.require(row_ids, requirements=["C", "W"]))
-    if index.ndim != 1 or index.dtype not in (torch.int64, torch.int32):
-        raise BadRowIds(
-            f"row ids: expected one dimension of int64, found {tuple(index.shape)} of {index.dtype}",
-            expected="int64",
-            found=str(index.dtype),
-        )
-    return index
-
-
-def gather_rows(
-    tensors: Mapping[str, torch.Tensor],
-    row_ids: RowIds | torch.Tensor,
-    *,
-    out: Mapping[str, torch.Tensor] | None = None,
-) -> dict[str, torch.Tensor]:
-    """Return copies of the same rows of every tensor: one ``index_select`` each, no autograd.
-
-    Parameters
-    ----------
-    tensors
-        Weights and slots ``(num_rows, ...)``, with the same first dimension. The copy of a sparse one is
-        dense.
-    row_ids
-        int64 ``(n,)`` in ``[0, num_rows)``, in the order in which the copies shall be.
-    out
-        Contiguous destinations ``(n, ...)`` by name, of the source's dtype and device; fresh memory for
-        names it lacks.
-
-    Raises
-    ------
-    BadShape
-        Tensors of different lengths.
-    BadRowIds
-        Ids of a wrong shape or dtype, or outside the tensors; nothing was written.
-    """
-    index = _index_of(row_ids)
-    lengths = {name: tensor.shape[0] if tensor.ndim else None for name, tensor in tensors.items()}
-    if None in lengths.values() or len(set(lengths.values())) > 1:
-        raise BadShape(
-            f"weights and slots of a table must have the same number of rows, found {lengths}", found=lengths
-        )
-    if tensors and index.numel():
-        num_rows = next(iter(lengths.values())) or 0
-        smallest, largest = (int(end) for end in torch.aminmax(index))
-        if smallest < 0 or largest >= num_rows:
-            raise BadRowIds(
-                f"rows to gather lie between {smallest} and {largest}, but the tensors have rows 0 to {num_rows - 1}",
-                expected=num_rows,
-                found=(smallest, largest),
-            )
-    copies: dict[str, torch.Tensor] = {}
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            source, rows = tensor.detach(), index.to(tensor.device)
-            target = None if out is None else out.get(name)
-            if source.is_sparse:  # the momentum of SGD under sparse gradients
-                chosen = torch.index_select(source, 0, rows).to_dense()
-                copies[name] = chosen if target is None else target.copy_(chosen)
-            elif target is None:
-                copies[name] = torch.index_select(source, 0, rows)
-            else:
-                copies[name] = torch.index_select(source, 0, rows, out=target)
-    return copies
+    memory: KeptMemory = field(default_factory=KeptMemory)
+    deliveries: list[Future[Delivery]] = field(default_factory=list)
 
 
 class StagingBuffers:
-    """Memory for one gather at a time, kept between gathers.
+    """Memory for the copies of a few saves, kept between gathers.
+
+    Parameters
+    ----------
+    count
+        Saves whose copies may be held at a time. Memory is taken as it is needed: who releases each before the next
+        gather never needs the second.
+    pinned_bytes
+        Page-locked host memory for each accelerator, taken with its first copy and kept.
+    quantize
+        By table: what to stage as codes instead of floats, `LatticeCodes` (2 bytes per element cross) or
+        `AffineCodes` (``bits / 8`` per element, 4 or 8 per row). Rows that cannot be coded cross as floats, as well
+        as codes that then are worth nothing.
+    transfer
+        How rows leave their device, for all devices; the default is by device, and none for host memory, where
+        there is nothing to copy. Its owner closes it.
 
     Attributes
     ----------
-    stall_s
-        Seconds that all gathers held up their caller.
-    last_stall_s
-        Seconds of the last one.
+    quantize
+        May be set between gathers: a scale belongs to a generation of its table.
+    stall_s, last_stall_s
+        Seconds that all gathers, and the last one, held up their caller.
+    wait_s
+        Seconds that all gathers waited for memory.
 
     Examples
     --------
+    >>> import numpy as np
     >>> buffers = StagingBuffers()
     >>> staged = buffers.gather({"t": RowRequest(np.array([2, 0]), {"weight": torch.arange(6.0).view(3, 2)})})
     >>> staged.tensors["t"]["weight"]
@@ -152,75 +77,212 @@ class StagingBuffers:
     >>> staged.release()
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        count: int = 2,
+        *,
+        pinned_bytes: int = PINNED_BYTES,
+        quantize: Mapping[str, Quantizer] | None = None,
+        transfer: Transfer | None = None,
+    ) -> None:
+        if count < 1:
+            raise BadInput(f"staging needs memory for at least one save, found count={count}", expected=1, found=count)
+        block_sizes(pinned_bytes)
+        self.quantize: dict[str, Quantizer] = dict(quantize or {})
         self.stall_s = 0.0
         self.last_stall_s = 0.0
-        self._flat: dict[tuple[str, str, torch.dtype, torch.device], torch.Tensor] = {}
-        self._in_use = False
+        self.wait_s = 0.0
+        self._count, self._pinned_bytes, self._given = count, pinned_bytes, transfer
+        self._ways: dict[torch.device, tuple[Transfer, TransitRing]] = {}
+        self._slots: list[_Slot] = []
+        self._free: list[_Slot] = []
+        self._released = threading.Condition()
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(flat.numel() * flat.element_size() for flat in self._flat.values())
+        """Bytes of all buffers, on devices and on the host, without the pinned ring."""
+        with self._released:
+            return sum(slot.memory.size_bytes for slot in self._slots)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of the rings that have been taken."""
+        return sum(ring.size_bytes for _, ring in self._ways.values())
 
     @property
     def in_use(self) -> bool:
-        """Whether the last gather has not been released."""
-        return self._in_use
+        """Whether copies are held or still on their way."""
+        with self._released:
+            return len(self._free) < len(self._slots)
 
-    def gather(self, requests: Mapping[str, RowRequest]) -> Staged:
-        """Copy the asked rows of all tables now; blocks until they are copied.
+    def gather(self, requests: Mapping[str, RowRequest], *, wait: bool = True) -> Staged:
+        """Copy the asked rows of all tables as they are now.
 
-        Call it at a step boundary, from the thread that trains: nothing may write the tables meanwhile.
+        Call it at a step boundary, from the thread that trains: nothing may write the tables until it returns. On the
+        CPU it blocks until the rows are copied; on an accelerator until the copying is queued on the current stream,
+        and later work of that stream comes behind it.
 
         Parameters
         ----------
         requests
             Rows and tensors by table. A table without rows yields tensors ``(0, ...)``.
+        wait
+            Whether to block while ``count`` earlier copies are held; they must be released from another thread.
 
         Raises
         ------
         SaveInProgress
-            The copies of the last gather were not released.
+            ``count`` earlier copies are held, and ``wait`` is False.
         BadShape, BadRowIds
-            As ``gather_rows``.
+            As ``gather_rows``. Ids on a device are checked behind the copy, by `Staged.wait`.
+        BadDtype, BadInput
+            A tensor that is to be coded cannot be; nothing was copied.
         """
-        if self._in_use:
-            raise SaveInProgress(
-                "the copies of the last save are still being read; release them first, or save less often"
-            )
+        slot, wait_s = self._take_slot(wait)
         started = time.perf_counter()
-        tensors: dict[str, dict[str, torch.Tensor]] = {}
-        for table, request in requests.items():
-            out = {
-                name: self._buffer(table, name, tensor, len(request.row_ids))
-                for name, tensor in request.tensors.items()
-                if tensor.ndim
-            }
-            tensors[table] = gather_rows(request.tensors, request.row_ids, out=out)
-        self.last_stall_s = time.perf_counter() - started
-        self.stall_s += self.last_stall_s
-        self._in_use = True
-        size_bytes = sum(t.numel() * t.element_size() for named in tensors.values() for t in named.values())
-        row_ids = {table: request.row_ids for table, request in requests.items()}
-        return Staged(row_ids, tensors, self.last_stall_s, size_bytes, self)
+        try:
+            order = {table: tuple(request.tensors) for table, request in requests.items()}
+            staged = Staged(order, lambda: self._free_when_done(slot))
+            self._stage(staged, slot, requests)
+        except BaseException:
+            self._free_when_done(slot)
+            raise
+        staged.stall_s, staged.wait_s = time.perf_counter() - started, wait_s
+        with self._released:
+            self.last_stall_s = staged.stall_s
+            self.stall_s += staged.stall_s
+            self.wait_s += wait_s
+        return staged
 
     def free(self) -> None:
-        """Give the memory back. Copies that nobody released stay valid, and are no longer reused."""
-        self._flat.clear()
-        self._in_use = False
+        """Give the memory back; blocks until copies under way are over.
 
-    def _buffer(self, table: str, name: str, tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
-        key = (table, name, tensor.dtype, tensor.device)
-        row_shape = tuple(tensor.shape[1:])
-        needed = num_rows * int(np.prod(row_shape, dtype=np.int64))
-        flat = self._flat.get(key)
-        if flat is None or flat.numel() < needed:
-            self._flat.pop(key, None)
-            del flat  # before the larger one is allocated, so that the peak is one buffer, not two
-            whole_table = tensor.numel()
-            flat = torch.empty(
-                min(int(needed * GROWTH), max(whole_table, needed)), dtype=tensor.dtype, device=tensor.device
+        Copies that nobody released stay valid, and are no longer reused.
+        """
+        with self._released:
+            self._slots.clear()
+            self._free.clear()
+            self._released.notify_all()
+        ways, self._ways = self._ways, {}
+        for transfer, _ in ways.values():
+            if transfer is not self._given:
+                transfer.close()
+
+    # ---- memory
+
+    def _take_slot(self, wait: bool) -> tuple[_Slot, float]:
+        started = time.perf_counter()
+        has_waited = False
+        with self._released:
+            while not self._free and len(self._slots) >= self._count:
+                if not wait:
+                    raise SaveInProgress(
+                        f"the copies of {self._count} earlier saves are still being read; release them first, or save "
+                        "less often",
+                        expected=self._count,
+                    )
+                has_waited = True
+                self._released.wait()
+            if not self._free:
+                self._slots.append(_Slot())
+                self._free.append(self._slots[-1])
+            # The one released last: who holds one at a time needs the memory of one.
+            slot = self._free.pop()
+        slot.deliveries = []
+        return slot, time.perf_counter() - started if has_waited else 0.0
+
+    def _free_when_done(self, slot: _Slot) -> None:
+        for delivery in slot.deliveries:
+            if not delivery.done():
+                delivery.add_done_callback(lambda _: self._free_when_done(slot))
+                return
+        with self._released:
+            if slot in self._slots and slot not in self._free:
+                self._free.append(slot)
+                self._released.notify()
+
+    # ---- copies
+
+    def _stage(self, staged: Staged, slot: _Slot, requests: Mapping[str, RowRequest]) -> None:
+        for table, request in requests.items():
+            self._check_quantizer(table, request)
+        here = Delivery()
+        by_device: dict[torch.device, tuple[list[StagedRows], list[StagedIds]]] = {}
+        for table, request in requests.items():
+            index, num_rows = index_of(request.row_ids), common_rows(request.tensors)
+            if index.device.type == "cpu":
+                here.row_ids[table] = index.numpy() if isinstance(request.row_ids, torch.Tensor) else request.row_ids
+            else:
+                index = index.clone()  # the caller may overwrite his
+                by_device.setdefault(index.device, ([], []))[1].append(StagedIds(table, index, num_rows))
+            for one in self._copy_rows(slot.memory, table, request, index, num_rows):
+                staged.size_bytes += one.rows.nbytes
+                if self._given is None and one.rows.device.type == "cpu" and one.quantizer is None:
+                    here.tensors[table, one.name] = one.rows
+                    here.size_bytes += one.rows.nbytes
+                else:
+                    by_device.setdefault(one.rows.device, ([], []))[0].append(one)
+        staged.expect(here)
+        for device, (rows, ids) in by_device.items():
+            slot.deliveries.append(self._send(device, rows, ids, slot.memory))
+            staged.expect(slot.deliveries[-1])
+
+    def _check_quantizer(self, table: str, request: RowRequest) -> None:
+        quantizer = self.quantize.get(table)
+        if quantizer is None:
+            return
+        if quantizer.tensor not in request.tensors:
+            raise BadInput(
+                f"table {table!r} is to be staged as codes of {quantizer.tensor!r}, but the request has "
+                f"{sorted(request.tensors)}; name another tensor in its quantizer",
+                table=table,
             )
-            self._flat[key] = flat
-        return flat[:needed].view(num_rows, *row_shape)
+        check_codable(table, quantizer, request.tensors[quantizer.tensor])
+
+    def _copy_rows(
+        self, memory: KeptMemory, table: str, request: RowRequest, index: torch.Tensor, num_rows: int
+    ) -> list[StagedRows]:
+        n = len(index)
+        if index.device.type == "cpu":
+            if request.tensors:
+                check_range(index, num_rows)
+        elif n and not num_rows:
+            check_range(index.new_zeros(1, device="cpu"), num_rows)
+        else:
+            # Not read here, which would wait for the device: rows outside are another row's until the ids are checked.
+            index = index.clamp(0, max(num_rows - 1, 0))
+        uploaded: dict[torch.device, torch.Tensor] = {index.device: index}
+
+        def rows_on(device: torch.device) -> torch.Tensor:
+            if device not in uploaded:
+                uploaded[device] = _upload(index, device, memory, table)
+            return uploaded[device]
+
+        out = {
+            name: memory.take(("rows", table, name), (n, *tensor.shape[1:]), tensor.dtype, tensor.device,
+                              at_most=tensor.numel())
+            for name, tensor in request.tensors.items()
+        }  # fmt: skip
+        quantizer = self.quantize.get(table)
+        return [
+            StagedRows(table, name, rows, quantizer if quantizer is not None and quantizer.tensor == name else None)
+            for name, rows in select_rows(request.tensors, rows_on, out).items()
+        ]
+
+    def _send(
+        self, device: torch.device, rows: list[StagedRows], ids: list[StagedIds], memory: KeptMemory
+    ) -> Future[Delivery]:
+        if device not in self._ways:
+            transfer = self._given or transfer_for(device)
+            self._ways[device] = (transfer, TransitRing(transfer, self._pinned_bytes))
+        transfer, ring = self._ways[device]
+        copy_to_host = None if self._given is None and device.type == "cpu" else ring.copy
+        return transfer.run(transfer.record(), lambda: deliver(rows, ids, memory, copy_to_host))
+
+
+def _upload(index: torch.Tensor, device: torch.device, memory: KeptMemory, table: str) -> torch.Tensor:
+    if device.type != "cuda" or index.device.type != "cpu":
+        return index.to(device)
+    # From ordinary memory the host would wait for all that the training has queued.
+    pinned = memory.take(("pinned ids", table, str(device)), tuple(index.shape), index.dtype, pinned=True)
+    return pinned.copy_(index).to(device, non_blocking=True)

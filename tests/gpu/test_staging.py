@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cnr_store.errors import BadRowIds, BadShape, SaveInProgress
+from cnr_store.errors import BadInput, BadRowIds, BadShape, SaveInProgress
 from cnr_store_gpu import RowRequest, StagingBuffers, gather_rows
+from cnr_store_gpu.transfer import HostTransfer
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -44,16 +47,56 @@ def test_staged_rows_equal_numpy_indexing_in_every_round(
         staged.release()
 
 
-def test_staged_rows_do_not_follow_later_training() -> None:
-    tensors = table(10, 3)
-    rows = np.array([1, 4])
-    before = tensors["weight"].detach()[rows].clone()
+@pytest.fixture(scope="module")
+def host_transfer() -> Iterator[HostTransfer]:
+    transfer = HostTransfer()
+    yield transfer
+    transfer.close()
 
-    staged = StagingBuffers().gather({"t": RowRequest(rows, tensors)})
-    with torch.no_grad():
-        tensors["weight"].add_(1)
 
-    assert torch.equal(staged.tensors["t"]["weight"], before)
+@st.composite
+def sources(draw: st.DrawFn) -> dict[str, torch.Tensor]:
+    """Weights and slots of one table, each of any dtype, contiguous or a view of columns of something wider."""
+    num_rows, dim = draw(st.integers(1, 40)), draw(st.integers(1, 70))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    tensors = {}
+    for name, shape in (("weight", (dim,)), ("row", ()), ("column", (1,)), ("element", (dim,))):
+        if name != "weight" and not draw(st.booleans()):
+            continue
+        wide = torch.randn((num_rows, *shape[:-1], 3 * shape[-1]) if shape else (num_rows, 3), generator=generator)
+        wide = wide.to(draw(st.sampled_from(DTYPES)))
+        chosen = wide[:, 1] if not shape else wide[:, shape[0] : 2 * shape[0]]
+        tensors[name] = chosen if draw(st.booleans()) else chosen.contiguous()
+    return tensors
+
+
+@pytest.mark.parametrize("through", ["the gather alone", "the ring"])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(tables=st.lists(sources(), min_size=1, max_size=3), data=st.data())
+def test_staged_rows_are_those_of_the_instant_of_the_gather(
+    host_transfer: HostTransfer, through: str, tables: list[dict[str, torch.Tensor]], data: st.DataObject
+) -> None:
+    requests, expected = {}, {}
+    for number, tensors in enumerate(tables):
+        num_rows = tensors["weight"].shape[0]
+        rows = np.array(data.draw(st.lists(st.integers(0, num_rows - 1), max_size=60)), np.int64)
+        requests[str(number)] = RowRequest(rows, tensors)
+        expected[str(number)] = {n: t.index_select(0, torch.from_numpy(rows)).clone() for n, t in tensors.items()}
+    # The smallest ring: blocks of 2048 bytes, so that arrays pass through it in pieces.
+    buffers = StagingBuffers(pinned_bytes=8192, transfer=host_transfer if through == "the ring" else None)
+
+    staged = buffers.gather(requests)
+    for tensors in tables:
+        for tensor in tensors.values():
+            tensor.fill_(-7)
+
+    for name, request in requests.items():
+        assert staged.row_ids[name].tolist() == np.asarray(request.row_ids).tolist()
+        assert list(staged.tensors[name]) == list(expected[name])
+        for key, copy in staged.tensors[name].items():
+            assert torch.equal(copy.view(torch.uint8), expected[name][key].view(torch.uint8))
+            assert copy.is_contiguous()
+    assert staged.host_bytes == staged.size_bytes
 
 
 def test_memory_is_reused_and_grows_only_when_needed() -> None:
@@ -73,14 +116,20 @@ def test_memory_is_reused_and_grows_only_when_needed() -> None:
 
 
 def test_gather_before_release_is_refused_and_changes_nothing() -> None:
-    buffers = StagingBuffers()
+    buffers = StagingBuffers(count=1)
     tensors = {"weight": torch.arange(12.0).view(6, 2)}
     staged = buffers.gather({"t": RowRequest(np.array([5]), tensors)})
 
     with pytest.raises(SaveInProgress, match="release"):
-        buffers.gather({"t": RowRequest(np.array([0]), tensors)})
+        buffers.gather({"t": RowRequest(np.array([0]), tensors)}, wait=False)
 
     assert staged.tensors["t"]["weight"].tolist() == [[10, 11]]
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_buffers_for_no_save_are_refused(count: int) -> None:
+    with pytest.raises(BadInput, match="at least one save"):
+        StagingBuffers(count)
 
 
 def test_second_release_does_not_free_a_later_gather() -> None:

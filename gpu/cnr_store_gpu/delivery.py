@@ -1,0 +1,134 @@
+"""What becomes of staged rows behind the training: coded on their device, brought to the host, checked there.
+
+Runs on a transfer's thread, beside the training; it touches copies only. Rows whose codes are worth nothing go as
+floats, which are still in the staging.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from cnr_store.types import RowIds
+from cnr_store_gpu.gather import check_range
+from cnr_store_gpu.kept import KeptMemory
+from cnr_store_gpu.quantize import AffineCodes, PackedRows, Quantizer, encode, parts_of
+
+CopyToHost = Callable[[Sequence[tuple[torch.Tensor, torch.Tensor]]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StagedRows:
+    """One array of the staging: the rows of one tensor, and how they are coded; None leaves them floats."""
+
+    table: str
+    name: str
+    rows: torch.Tensor
+    quantizer: Quantizer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StagedIds:
+    """Row ids that were on the device, and the rows that their table has; not checked yet."""
+
+    table: str
+    row_ids: torch.Tensor
+    num_rows: int
+
+
+@dataclass(slots=True)
+class Delivery:
+    """What has arrived: host tensors by table and name, codes by table, bytes that were handed out."""
+
+    tensors: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+    codes: dict[str, torch.Tensor] = field(default_factory=dict)
+    packed: dict[str, PackedRows] = field(default_factory=dict)
+    row_ids: dict[str, RowIds] = field(default_factory=dict)
+    size_bytes: int = 0
+
+
+def deliver(
+    staged: Sequence[StagedRows], ids: Sequence[StagedIds], memory: KeptMemory, copy_to_host: CopyToHost | None
+) -> Delivery:
+    """Code and copy the arrays of one device; blocks until they are in host memory.
+
+    Parameters
+    ----------
+    staged, ids
+        Contiguous tensors on one device. Read only.
+    memory
+        Where codes and host copies go; of this save alone.
+    copy_to_host
+        Copies (device, host) pairs and blocks; None if the tensors are in host memory, and are handed out as they are.
+
+    Raises
+    ------
+    BadRowIds
+        Ids outside their table. The rows were gathered all the same, so nothing of them may be used.
+    """
+    bring = _Bring(memory, copy_to_host)
+    coded: list[tuple[StagedRows, Quantizer, dict[str, torch.Tensor]]] = []
+    wanted = [one for one in staged if one.quantizer is not None]
+    flags = [torch.zeros(len(wanted), dtype=torch.int32, device=wanted[0].rows.device)] if wanted else []
+    delivery = Delivery()
+    for one in staged:
+        if one.quantizer is None:
+            delivery.tensors[one.table, one.name] = bring.add(("host", one.table, one.name), one.rows)
+            continue
+        parts = {
+            part.name: memory.take(
+                (f"device {part.name}", one.table, one.name),
+                (one.rows.shape[0], *part.row_shape),
+                part.dtype,
+                one.rows.device,
+            )
+            for part in parts_of(one.quantizer, tuple(one.rows.shape[1:]))
+        }
+        encode(one.quantizer, one.rows, parts, flags[0][len(coded) : len(coded) + 1])
+        on_host = {name: bring.add((f"host {name}", one.table, one.name), part) for name, part in parts.items()}
+        coded.append((one, one.quantizer, on_host))
+    host_ids = [bring.add(("host ids", one.table, ""), one.row_ids) for one in ids]
+    host_flags = [bring.add(("host flags", "", ""), flag) for flag in flags]
+    bring.wait()
+    for one_ids, arrived in zip(ids, host_ids, strict=True):
+        check_range(arrived, one_ids.num_rows)
+        delivery.row_ids[one_ids.table] = arrived.numpy().astype(np.int64, copy=False)
+    for number, (one, quantizer, parts) in enumerate(coded):
+        if int(host_flags[0][number]):
+            delivery.tensors[one.table, one.name] = bring.add(("host", one.table, one.name), one.rows)
+        elif isinstance(quantizer, AffineCodes):
+            delivery.packed[one.table] = PackedRows(
+                **parts, bits=quantizer.bits, dim=int(np.prod(one.rows.shape[1:], dtype=np.int64))
+            )
+        else:
+            delivery.codes[one.table] = parts["codes"]
+    bring.wait()
+    delivery.size_bytes = bring.size_bytes
+    return delivery
+
+
+class _Bring:
+    """Copies that are asked for one by one and made together."""
+
+    def __init__(self, memory: KeptMemory, copy_to_host: CopyToHost | None) -> None:
+        self._memory, self._copy_to_host = memory, copy_to_host
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.size_bytes = 0
+
+    def add(self, key: tuple[str, str, str], tensor: torch.Tensor) -> torch.Tensor:
+        """Return the host tensor that will hold the copy after `wait`."""
+        self.size_bytes += tensor.numel() * tensor.element_size()
+        if self._copy_to_host is None:
+            return tensor
+        target = self._memory.take(key, tuple(tensor.shape), tensor.dtype)
+        self._pairs.append((tensor, target))
+        return target
+
+    def wait(self) -> None:
+        """Block until everything asked for is there."""
+        pairs, self._pairs = self._pairs, []
+        if self._copy_to_host is not None and pairs:
+            self._copy_to_host(pairs)

@@ -1,0 +1,130 @@
+"""Staging from a GPU: the same rows, behind the training, through the same pinned blocks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from cnr_store.encodings import lattice
+from cnr_store.errors import BadRowIds
+from cnr_store_gpu import RowRequest, StagingBuffers
+from cnr_store_gpu.pinned import TransitRing
+from cnr_store_gpu.quantize import LatticeCodes
+from cnr_store_gpu.transfer import CudaTransfer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: torch.cuda.is_available() is False"),
+]
+
+
+def tensors_on_gpu(num_rows: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(num_rows, 48, generator=generator).to(dtype).cuda()
+    return {
+        "weight": torch.randn(num_rows, 16, generator=generator).to(dtype).cuda(),
+        "sum": torch.rand(num_rows, generator=generator).cuda(),
+        "row_var": torch.rand(num_rows, 1, generator=generator).cuda(),
+        "columns": wide[:, 8:24],
+        "transposed": torch.randn(8, num_rows, generator=generator).cuda().T,
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("ids_on_gpu", [False, True])
+@pytest.mark.parametrize("count", [0, 1, 777, 30_000])
+def test_rows_of_a_gpu_are_those_of_the_instant_on_the_host(dtype: torch.dtype, ids_on_gpu: bool, count: int) -> None:
+    tensors = tensors_on_gpu(5000, dtype)
+    ids = np.random.default_rng(count).integers(0, 5000, count)
+    expected = {name: tensor.cpu()[torch.from_numpy(ids)] for name, tensor in tensors.items()}
+    buffers = StagingBuffers(pinned_bytes=64 * 1024)
+
+    staged = buffers.gather({"t": RowRequest(torch.from_numpy(ids).cuda() if ids_on_gpu else ids, tensors)})
+    for tensor in tensors.values():
+        tensor.fill_(5)
+
+    for name, copy in staged.tensors["t"].items():
+        assert copy.device.type == "cpu"
+        assert torch.equal(copy, expected[name])
+    np.testing.assert_array_equal(staged.row_ids["t"], ids)
+    buffers.free()
+
+
+def test_training_goes_on_while_rows_are_copied() -> None:
+    weight = torch.randn(400_000, 64, device="cuda")
+    buffers = StagingBuffers(pinned_bytes=2**20)
+    buffers.gather(
+        {"t": RowRequest(np.arange(10), {"weight": weight})}
+    ).release()  # kernels, ring and threads are there
+    before = weight.cpu()
+
+    staged = buffers.gather({"t": RowRequest(np.arange(400_000), {"weight": weight})})
+    weight.zero_()
+    step_is_over = torch.cuda.Event()
+    step_is_over.record()
+    step_is_over.synchronize()
+    was_ready = staged.is_ready
+
+    # 100 MB through a ring of 1 MiB takes far longer than to clear them: the step did not wait for the copies.
+    assert not was_ready
+    assert torch.equal(staged.tensors["t"]["weight"], before)
+    buffers.free()
+
+
+def test_pinned_blocks_are_pinned_and_the_same_for_every_save() -> None:
+    transfer = CudaTransfer(torch.device("cuda"))
+    ring = TransitRing(transfer, 4 * 2**16)
+    addresses = set()
+    for size in (2**20, 3 * 2**20):
+        source = torch.randint(0, 255, (size,), dtype=torch.uint8, device="cuda")
+        target = torch.zeros(size, dtype=torch.uint8)
+        transfer.run(transfer.record(), lambda source=source, target=target: ring.copy([(source, target)])).result()
+        addresses.add(tuple(block.data_ptr() for block in ring.blocks))
+        assert torch.equal(source.cpu(), target)
+
+    assert len(addresses) == 1
+    assert all(block.is_pinned() for block in ring.blocks)
+    assert ring.size_bytes == 4 * 2**16
+    transfer.close()
+
+
+def test_two_saves_of_a_gpu_are_held_at_a_time() -> None:
+    weight = torch.zeros(1000, 8, device="cuda")
+    buffers = StagingBuffers(count=2)
+    held = []
+    for value in (1, 2):
+        weight.fill_(value)
+        held.append(buffers.gather({"t": RowRequest(np.arange(1000), {"weight": weight})}))
+    weight.fill_(3)
+
+    assert [one.tensors["t"]["weight"].unique().tolist() for one in reversed(held)] == [[2], [1]]
+    buffers.free()
+
+
+def test_codes_of_a_gpu_are_those_of_the_store_and_floats_where_there_are_none() -> None:
+    weight = torch.randn(3000, 64, device="cuda")
+    rows = weight.cpu().numpy()
+    buffers = StagingBuffers(quantize={"t": LatticeCodes(1e-3)})
+    requests = {"t": RowRequest(np.arange(3000), {"weight": weight})}
+
+    coded = buffers.gather(requests)
+    weight[17, 3] = float("nan")
+    fallen_back = buffers.gather(requests)
+
+    np.testing.assert_array_equal(coded.codes["t"].numpy(), lattice.encode(rows, 1e-3))
+    assert coded.host_bytes == 3000 * 64 * 2 + 4
+    assert fallen_back.codes == {}
+    assert fallen_back.tensors["t"]["weight"].isnan().sum() == 1
+    buffers.free()
+
+
+def test_ids_on_the_gpu_outside_the_table_are_refused_behind_the_copy() -> None:
+    weight = torch.randn(100, 4, device="cuda")
+    buffers = StagingBuffers()
+
+    staged = buffers.gather({"t": RowRequest(torch.tensor([5, 100], device="cuda"), {"weight": weight})})
+
+    with pytest.raises(BadRowIds, match="rows 0 to 99"):
+        staged.wait()
+    buffers.free()
