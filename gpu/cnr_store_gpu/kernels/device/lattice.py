@@ -1,0 +1,75 @@
+"""Lattice codes of rows, and adding code differences to decoded rows."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from cnr_store_gpu.kernels.device.rounding import round_half_even
+
+LAST_STORABLE = tl.constexpr(2097152.5)
+"""The largest quotient that rounds to a code of at most 2^21 (a tie goes to the even neighbour)."""
+
+
+@triton.jit(do_not_specialize=["num_coded", "table_rows", "scale"], do_not_specialize_on_alignment=["rows", "flag"])
+def lattice_codes(
+    source: tl.tensor,
+    rows: tl.tensor,
+    out: tl.tensor,
+    flag: tl.tensor,
+    num_coded: tl.int64,
+    table_rows: tl.int64,
+    scale: tl.float32,
+    dim: tl.constexpr,
+    source_stride: tl.constexpr,
+    gather: tl.constexpr,
+    narrow: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_dim: tl.constexpr,
+) -> None:
+    """Write ``rint(source[rows[i]] / scale)`` (or of row i) and OR what went wrong into ``flag``."""
+    at = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
+    column = tl.program_id(1) * block_dim + tl.arange(0, block_dim)
+    inside = at < num_coded
+    row = at
+    if gather:
+        row = tl.load(rows + at, mask=inside, other=-1)
+    is_read = ((row >= 0) & (row < table_rows) & inside)[:, None] & (column < dim)[None, :]
+    x = tl.load(source + row[:, None] * source_stride + column[None, :], mask=is_read, other=0.0).to(tl.float32)
+    t = tl.div_rn(x, tl.full((block_rows, block_dim), scale, tl.float32))
+    is_storable = tl.abs(t) <= LAST_STORABLE
+    code = round_half_even(tl.where(is_storable, t, 0.0)).to(tl.int32)
+    wrong = 1 - tl.min(tl.min(is_storable.to(tl.int32), axis=1), axis=0)
+    if narrow:
+        is_wide = tl.abs(code) > 32767
+        code = tl.where(is_wide, 0, code)
+        wrong += 2 * tl.max(tl.max(is_wide.to(tl.int32), axis=1), axis=0)
+    is_written = inside[:, None] & (column < dim)[None, :]
+    tl.store(out + at[:, None] * dim + column[None, :], code.to(out.dtype.element_ty), mask=is_written)
+    tl.atomic_or(flag, wrong, mask=wrong != 0, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["num_deltas", "table_rows", "scale"], do_not_specialize_on_alignment=["rows"])
+def lattice_add(
+    table: tl.tensor,
+    rows: tl.tensor,
+    deltas: tl.tensor,
+    num_deltas: tl.int64,
+    table_rows: tl.int64,
+    scale: tl.float32,
+    dim: tl.constexpr,
+    table_stride: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_dim: tl.constexpr,
+) -> None:
+    """Set ``table[rows[i]]`` to ``(rint(table[rows[i]] / scale) + deltas[i]) * scale``."""
+    at = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
+    column = tl.program_id(1) * block_dim + tl.arange(0, block_dim)
+    row = tl.load(rows + at, mask=at < num_deltas, other=-1)
+    inside = ((row >= 0) & (row < table_rows))[:, None] & (column < dim)[None, :]
+    place = table + row[:, None] * table_stride + column[None, :]
+    step = tl.full((block_rows, block_dim), scale, tl.float32)
+    code = round_half_even(tl.div_rn(tl.load(place, mask=inside, other=0.0), step))
+    delta = tl.load(deltas + at[:, None] * dim + column[None, :], mask=inside, other=0)
+    # Codes are at most 2^21, differences at most 2^22: their sum is exact in fp32.
+    tl.store(place, (code + delta.to(tl.float32)) * step, mask=inside)

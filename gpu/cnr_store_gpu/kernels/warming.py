@@ -1,0 +1,82 @@
+"""Compiling the kernels ahead of the first snapshot, which would otherwise pay for it (0.1 to 3 s each)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from cnr_store_gpu.kernels.affine import affine_quantize, gather_affine, packed_width
+from cnr_store_gpu.kernels.copying import gather_rows, set_rows
+from cnr_store_gpu.kernels.dispatch import uses_triton
+from cnr_store_gpu.kernels.lattice import gather_lattice, lattice_add, lattice_quantize
+from cnr_store_gpu.kernels.marking import mark, mark_slices
+from cnr_store_gpu.kernels.taking import take_rows
+
+
+def warmup(
+    device: torch.device | str,
+    *,
+    dims: Iterable[int] = (1, 16, 32, 64, 128),
+    dtypes: Sequence[torch.dtype] = (torch.float32,),
+    affine_bits: Sequence[int] = (),
+    num_tables: Iterable[int] = (1,),
+    num_slices: Iterable[int] = (),
+) -> None:
+    """Compile (or load from triton's cache) what a training run with these tables launches. Waits for the device.
+
+    Parameters
+    ----------
+    device
+        Where the tables live. Nothing is done where the torch reference runs.
+    dims
+        Columns of the tables, and 1 for row-wise slots. A kernel is compiled for each; rows that lie apart (column
+        views) compile on their own at their first use.
+    dtypes
+        dtypes of the tables.
+    affine_bits
+        Widths of affine codes that will be written, none for lattice alone.
+    num_tables, num_slices
+        How many tables `take_rows` is given at a time, and how many slices `mark_slices` is.
+    """
+    device = torch.device(device)
+    words = torch.zeros(64, dtype=torch.int32, device=device)
+    if not uses_triton(words):
+        return
+    for index_dtype in (torch.int64, torch.int32):
+        ids = torch.zeros(2, dtype=index_dtype, device=device)
+        mark(words, ids, 0, 64)
+        for count in num_slices:
+            places = torch.zeros(count + 1, dtype=torch.int64, device=device)
+            mark_slices(words, ids, places, places[1:], places[1:])
+    for count in num_tables:
+        many = torch.zeros(32 * count, dtype=torch.int32, device=device)
+        take_rows(many, [(32 * table, 32) for table in range(count)])
+    rows = torch.zeros(1, dtype=torch.int64, device=device)
+    for dim in dims:
+        for dtype in dtypes:
+            _warm_rows(torch.zeros((2, dim), dtype=dtype, device=device), rows, affine_bits)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _warm_rows(table: torch.Tensor, rows: torch.Tensor, affine_bits: Sequence[int]) -> None:
+    flag = torch.zeros(1, dtype=torch.int32, device=table.device)
+    copies = torch.empty_like(table[:1])
+    gather_rows(table, rows, copies)
+    set_rows(table, rows, copies)
+    for dtype in (torch.int16, torch.int32):
+        codes = torch.zeros(copies.shape, dtype=dtype, device=table.device)
+        lattice_quantize(copies, 1.0, codes, flag)
+        gather_lattice(table, rows, 1.0, codes, flag)
+        if table.dtype == torch.float32:
+            lattice_add(table, rows, codes, 1.0)
+    for bits in affine_bits:
+        out = torch.empty((1, packed_width(table.shape[1], bits)), dtype=torch.uint8, device=table.device)
+        for param_dtype in (torch.float16, torch.float32):
+            scale = torch.empty(1, dtype=param_dtype, device=table.device)
+            outputs = {"out": out, "out_scale": scale, "out_zero_point": scale.clone(), "flag": flag}
+            affine_quantize(copies, bits=bits, search="minmax", **outputs)
+            affine_quantize(copies, bits=bits, search="grid", **outputs)
+            gather_affine(table, rows, bits=bits, search="minmax", **outputs)
+            gather_affine(table, rows, bits=bits, search="grid", **outputs)

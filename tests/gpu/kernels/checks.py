@@ -1,0 +1,409 @@
+"""What each kernel must give, on any device: the launchers against numpy, the CPU codes and the torch reference.
+
+Run as a script under ``TRITON_INTERPRET=1`` it checks the Triton kernels without a GPU and prints one JSON object:
+the failure of each check, or null. That variable is read when the kernels are defined, so it needs its own process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cnr_store.encodings import affine, packing
+from cnr_store.encodings import kernels as cpu_kernels
+from cnr_store_gpu import kernels, words
+from cnr_store_gpu.kernels import reference
+
+SIZES = (0, 1, 31, 33, 1023, 1025)
+DIMS = (1, 3, 8, 13, 64)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+Array = npt.NDArray[Any]
+
+
+def _ints(array: Array, device: str, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device, dtype, copy=True)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1)).view(torch.uint8)
+
+
+def _values(random: np.random.Generator, shape: tuple[int, ...], device: str, dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(random.standard_normal(shape, np.float32)).to(device, dtype)
+
+
+def _same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert found.shape == expected.shape
+    assert found.dtype == expected.dtype
+    assert torch.equal(_bytes(found), _bytes(expected))
+
+
+def _as_float32(tensor: torch.Tensor) -> Array:
+    return np.ascontiguousarray(tensor.to(torch.float32).cpu().numpy())
+
+
+# ---- marks
+
+
+def marks_equal_the_cpu_kernel(device: str) -> None:
+    random = np.random.default_rng(0)
+    for size in SIZES:
+        for dtype, num_rows, skip_row in ((torch.int64, 1025, -1), (torch.int32, 31, 3), (torch.int64, 0, -1)):
+            ids = random.integers(-5, num_rows + 40, size)
+            expected = np.zeros(160, np.uint32)
+            expected[::7] = 0x80000001
+            found, by_torch = (_ints(expected.view(np.int32), device, torch.int32) for _ in range(2))
+
+            words.mark_words(expected, ids, 64, num_rows, skip_row)
+            kernels.mark(found, _ints(ids, device, dtype), 64, num_rows, skip_row)
+            reference.mark(by_torch, _ints(ids, device, dtype), 64, num_rows, skip_row)
+
+            np.testing.assert_array_equal(found.cpu().numpy().view(np.uint32), expected)
+            _same_bits(by_torch, found)
+
+
+def a_hot_row_is_marked_once_and_ids_outside_never(device: str) -> None:
+    found = torch.zeros(96, dtype=torch.int32, device=device)
+
+    kernels.mark(found, torch.full((20000,), 31, device=device), 32, 32)
+    kernels.mark(found, torch.tensor([-1, 32, -(2**40), 2**40, 2**62], device=device), 32, 32)
+
+    expected = torch.zeros(96, dtype=torch.int32)
+    expected[32] = -(2**31)
+    _same_bits(found, expected)
+
+
+def slices_are_marked_each_in_its_own_table(device: str) -> None:
+    random = np.random.default_rng(1)
+    firsts, sizes = np.array([0, 64, 0, 96, 64]), np.array([2048, 33, 2048, 1, 33])
+    for ends in (
+        [0, 0, 9000, 9000, 9400, 9999],
+        [5, 5, 5, 5, 5, 5],
+        [3, 4, 700, 701, 8000, 9000],
+        [0, 1, 2, 3, 4, 20000],
+    ):
+        for dtype in (torch.int32, torch.int64):
+            ids = random.integers(-5, 2100, 9999)
+            expected = np.zeros(128, np.uint32)
+            for k in range(5):
+                words.mark_words(expected, ids[ends[k] : ends[k + 1]], int(firsts[k]), int(sizes[k]))
+
+            found, by_torch = (torch.zeros(128, dtype=torch.int32, device=device) for _ in range(2))
+            kernels.mark_slices(found, _ints(ids, device, dtype), ends, firsts.tolist(), _ints(sizes, device))
+            reference.mark_slices(
+                by_torch,
+                _ints(ids, device, dtype),
+                torch.tensor(ends, device=device),
+                _ints(firsts, device),
+                _ints(sizes, device),
+            )
+
+            np.testing.assert_array_equal(found.cpu().numpy().view(np.uint32), expected)
+            _same_bits(by_torch, found)
+
+
+def taken_rows_are_sorted_and_cleared(device: str) -> None:
+    random = np.random.default_rng(2)
+    layouts = [[1], [0, 31, 33], [1023, 0, 1024, 1025, 0], [300_000, 5, 33_000]]
+    for table_rows in layouts:
+        for share in (0.0, 0.001, 0.3, 1.0):
+            tables, first = [], 0
+            for num_rows in table_rows:
+                tables.append((first, words.words_of_rows(num_rows)))
+                first += words.aligned_words(num_rows)
+            bits = np.zeros(first, np.uint32)
+            for (start, _), num_rows in zip(tables, table_rows, strict=True):
+                words.mark_words(bits, np.flatnonzero(random.random(num_rows) < share), start, num_rows)
+            live = _ints(bits.view(np.int32), device, torch.int32)
+
+            rows, before = kernels.take_rows(live, tables)
+
+            assert int(live.count_nonzero()) == 0
+            np.testing.assert_array_equal(before.cpu().numpy().view(np.uint32), bits)
+            for found, (start, size) in zip(rows, tables, strict=True):
+                assert found.dtype == torch.int64
+                np.testing.assert_array_equal(found.cpu().numpy(), words.rows_of(bits[start : start + size]))
+
+
+def taking_some_tables_leaves_the_others(device: str) -> None:
+    live = torch.full((192,), -1, dtype=torch.int32, device=device)
+
+    rows, before = kernels.take_rows(live, [(32, 32), (96, 64)])
+
+    assert [len(found) for found in rows] == [1024, 2048]
+    taken = torch.zeros(192, dtype=torch.bool)
+    taken[32:64] = taken[96:160] = True
+    _same_bits(before, torch.where(taken, -1, 0).to(torch.int32))
+    _same_bits(live, torch.where(taken, 0, -1).to(torch.int32))
+
+
+# ---- rows
+
+
+def gathered_and_set_rows_keep_every_bit(device: str) -> None:
+    random = np.random.default_rng(3)
+    dtypes = (torch.uint8, torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.float64)
+    cases = [(dtype, dim, 1025) for dtype in dtypes for dim in DIMS] + [(torch.float32, 300, 33)]
+    cases += [(torch.float32, 8, size) for size in SIZES]
+    for dtype, dim, size in cases:
+        width = torch.empty(0, dtype=dtype).element_size()
+        # Random bytes: NaN with payloads too. A bool holds 0 or 1 only.
+        raw = torch.from_numpy(random.integers(0, 2 if dtype == torch.bool else 256, (700, dim * width), np.uint8))
+        table = raw.view(dtype).to(device)
+        wide = torch.zeros((700, dim + 5), dtype=dtype, device=device)
+        columns = wide[:, 2 : 2 + dim]
+        columns.copy_(table)
+        rows = _ints(random.integers(0, 700, size), device)
+        out, from_columns = (torch.empty((size, dim), dtype=dtype, device=device) for _ in range(2))
+
+        kernels.gather_rows(table, rows, out)
+        kernels.gather_rows(columns, rows, from_columns)
+
+        _same_bits(out, table.cpu()[rows.cpu()])
+        _same_bits(from_columns, out)
+
+        unique = torch.unique(rows)
+        target, source = torch.zeros_like(wide), table[: len(unique)].contiguous()
+        kernels.set_rows(target[:, 2 : 2 + dim], unique, source)
+        expected = torch.zeros_like(wide)
+        expected[:, 2 : 2 + dim][unique] = source
+        _same_bits(target, expected)
+
+
+def slots_gather_and_set_like_columns(device: str) -> None:
+    wide = torch.arange(4000, dtype=torch.float32, device=device).view(1000, 4)
+    rows = torch.tensor([999, 0, 17, 500], device=device)
+    for slot in (wide.reshape(-1), wide[:, 2]):
+        out = torch.empty(4, device=device)
+        kernels.gather_rows(slot, rows, out)
+        _same_bits(out, slot[rows])
+        kernels.set_rows(slot, rows, -out)
+        _same_bits(slot[rows], -out)
+
+
+# ---- lattice
+
+
+def lattice_codes_equal_the_cpu_kernel(device: str) -> None:
+    random = np.random.default_rng(4)
+    cases = [(dtype, dim, 257) for dtype in FLOATS for dim in DIMS] + [(torch.float32, 13, size) for size in SIZES]
+    for dtype, dim, size in cases:
+        scale = float(np.float32(random.uniform(1e-4, 1e-2)))
+        table = _values(random, (size + 9, dim + 3), device, dtype)[:, 1 : 1 + dim]
+        table[:1] = torch.tensor(scale) * 2.5  # near ties
+        rows = _ints(random.permutation(size + 9)[:size], device)
+        values = table[rows]
+        expected, flags = np.empty((size, dim), np.int32), np.zeros(size, np.uint8)
+        cpu_kernels.lattice_encode(_as_float32(values), np.float32(scale), expected, flags)
+        for code_dtype in (torch.int16, torch.int32):
+            coded, gathered, by_torch = (torch.empty((size, dim), dtype=code_dtype, device=device) for _ in range(3))
+            flag = torch.zeros(1, dtype=torch.int32, device=device)
+
+            kernels.lattice_quantize(values, scale, coded, flag)
+            kernels.gather_lattice(table, rows, scale, gathered, flag)
+            reference.lattice_quantize(values, scale, by_torch, flag)
+
+            is_wide = code_dtype == torch.int16 and size > 0 and int(np.abs(expected).max()) > 32767
+            assert int(flag) == (kernels.TOO_WIDE if is_wide else 0)
+            if not is_wide:
+                np.testing.assert_array_equal(coded.cpu().numpy(), expected)
+            _same_bits(gathered, coded)
+            _same_bits(by_torch, coded)
+
+
+def lattice_ties_go_to_even_and_slots_code_like_columns(device: str) -> None:
+    values = torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, -2.5, -0.0, 32766.5], device=device)
+    out, flag = torch.empty(8, dtype=torch.int16, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+
+    kernels.lattice_quantize(values, 1.0, out, flag)
+
+    assert out.tolist() == [0, 2, 2, 0, -2, -2, 0, 32766]
+    assert int(flag) == 0
+
+
+def lattice_flags_what_it_cannot_store(device: str) -> None:
+    edge = float(2**21)
+    cases = [
+        ([1.0, float("nan")], torch.int32, kernels.UNSTORABLE, [1, 0]),
+        ([float("-inf"), 2.0], torch.int16, kernels.UNSTORABLE, [0, 2]),
+        ([edge, -edge - 0.5, edge + 0.5], torch.int32, 0, [2**21, -(2**21), 2**21]),
+        ([edge + 0.75, 1.0], torch.int32, kernels.UNSTORABLE, [0, 1]),
+        ([32767.0, -32767.0], torch.int16, 0, [32767, -32767]),
+        ([-32768.0, 7.0], torch.int16, kernels.TOO_WIDE, [0, 7]),
+        ([-32768.0, float("inf")], torch.int16, kernels.TOO_WIDE | kernels.UNSTORABLE, [0, 0]),
+    ]
+    for values, dtype, expected, codes in cases:
+        for quantize in (kernels.lattice_quantize, reference.lattice_quantize):
+            out = torch.empty((1, len(values)), dtype=dtype, device=device)
+            flag = torch.zeros(1, dtype=torch.int32, device=device)
+            quantize(torch.tensor([values], device=device), 1.0, out, flag)
+            assert (int(flag), out.tolist()) == (expected, [codes]), values
+
+
+def added_differences_equal_decoding_the_sum(device: str) -> None:
+    random = np.random.default_rng(5)
+    for dim, size, dtype in [(dim, 300, np.int16) for dim in DIMS] + [(8, size, np.int32) for size in SIZES]:
+        scale = np.float32(random.uniform(1e-6, 1.0))
+        codes = random.integers(-(2**20), 2**20, (size + 5, dim)).astype(np.int32)
+        rows = random.permutation(size + 5)[:size]
+        deltas = random.integers(-30000, 30000, (size, dim)).astype(dtype)
+        table, expected = (np.zeros((size + 5, dim + 2), np.float32) for _ in range(2))
+        table[:, 1:-1] = codes.astype(np.float32) * scale
+        codes[rows] += deltas
+        expected[:, 1:-1] = codes.astype(np.float32) * scale
+        found, by_torch = torch.from_numpy(table).to(device, copy=True), torch.from_numpy(table).to(device, copy=True)
+
+        for add, target in ((kernels.lattice_add, found), (reference.lattice_add, by_torch)):
+            add(target[:, 1:-1], _ints(rows, device), torch.from_numpy(deltas).to(device), float(scale))
+
+        _same_bits(found, torch.from_numpy(expected))
+        _same_bits(by_torch, found)
+
+
+# ---- affine
+
+
+def _affine(values: torch.Tensor, bits: int, search: Any, half: bool, rows: torch.Tensor | None = None) -> Any:
+    size = len(values) if rows is None else len(rows)
+    dtype = torch.float16 if half else torch.float32
+    out = torch.empty((size, kernels.packed_width(values.shape[1], bits)), dtype=torch.uint8, device=values.device)
+    scale, zero_point = (torch.empty(size, dtype=dtype, device=values.device) for _ in range(2))
+    flag = torch.zeros(1, dtype=torch.int32, device=values.device)
+    outputs = {"out": out, "out_scale": scale, "out_zero_point": zero_point, "flag": flag}
+    if rows is None:
+        kernels.affine_quantize(values, bits=bits, search=search, **outputs)
+    else:
+        kernels.gather_affine(values, rows, bits=bits, search=search, **outputs)
+    return out, scale, zero_point, int(flag)
+
+
+def _affine_on_cpu(values: Array, bits: int, search: Any, half: bool) -> tuple[Array, Array, Array]:
+    dtype = np.float16 if half else np.float32
+    codes = np.empty((len(values), packing.packed_width(values.shape[1], bits)), np.uint8)
+    scale, zero_point = np.empty(len(values), dtype), np.empty(len(values), dtype)
+    bad_row = affine.encode(
+        values,
+        bits=bits,
+        search=search,
+        param_dtype="float16" if half else "float32",
+        out_codes=codes,
+        out_scale=scale,
+        out_zero_point=zero_point,
+    )
+    assert bad_row == -1
+    return codes, scale, zero_point
+
+
+def _mean_squared_error(codes: Array, scale: Array, zero_point: Array, values: Array, bits: int) -> float:
+    decoded = np.empty_like(values)
+    affine.decode(codes, scale, zero_point, bits=bits, dim=values.shape[1], out=decoded)
+    return float(np.mean(np.square(decoded.astype(np.float64) - values)))
+
+
+def minmax_codes_equal_the_cpu(device: str) -> None:
+    random = np.random.default_rng(6)
+    cases = [(bits, dim, 130, bits % 2 == 0) for bits in (2, 3, 4, 8) for dim in DIMS]
+    cases += [(4, 13, size, False) for size in SIZES]
+    for bits, dim, size, half in cases:
+        table = _values(random, (size + 4, dim + 1), device, torch.float32)[:, :dim]
+        table[:2] = torch.tensor([[-0.0], [3.25]], device=device)  # constant rows
+        rows = _ints(random.permutation(size + 4)[:size], device)
+
+        direct = _affine(table, bits, "minmax", half)
+        gathered = _affine(table, bits, "minmax", half, rows)
+
+        for found, values in ((direct, table), (gathered, table[rows])):
+            expected = _affine_on_cpu(_as_float32(values), bits, "minmax", half)
+            for tensor, array in zip(found[:3], expected, strict=True):
+                _same_bits(tensor, torch.from_numpy(array))
+            assert found[3] == 0
+
+
+def minmax_of_extreme_rows_equals_the_cpu(device: str) -> None:
+    tiny = 1e-42
+    rows = np.array(
+        [[0.0, -0.0, 0.0, 0.0], [1e-9, 2e-9, 0, 1e-9], [-60000, 65504, 3, 1], [-1e-9, 1, 1, 0], [tiny, 2 * tiny, 0, 0]],
+        np.float32,
+    )
+    for half in (True, False):
+        values = rows if half else np.concatenate([rows, np.array([[-(2.0**126), 2.0**126, 0, 1]], np.float32)])
+        for bits in (2, 3, 4, 8):
+            found = _affine(torch.from_numpy(values).to(device), bits, "minmax", half)
+            for tensor, array in zip(found, _affine_on_cpu(values, bits, "minmax", half), strict=False):
+                _same_bits(tensor, torch.from_numpy(array))
+
+
+def grid_search_is_as_good_as_the_cpu_and_codes_follow_the_parameters(device: str) -> None:
+    random = np.random.default_rng(7)
+    for bits in (2, 3, 4, 8):
+        for dim, half, dtype in ((13, True, torch.float32), (64, False, torch.bfloat16), (1, True, torch.float32)):
+            table = _values(random, (300, dim), device, dtype)
+            rows = _ints(random.permutation(300)[:257], device)
+            values = _as_float32(table[rows])
+
+            codes, scale, zero_point, flag = _affine(table, bits, "grid", half, rows)
+
+            found = codes.cpu().numpy(), scale.cpu().numpy(), zero_point.cpu().numpy()
+            own = _mean_squared_error(*found, values, bits)
+            cpu = _mean_squared_error(*_affine_on_cpu(values, bits, "grid", half), values, bits)
+            assert own <= 1.01 * cpu + 1e-12, (bits, dim, own, cpu)
+            assert flag == 0
+            unpacked = np.zeros((257, packing.padded_dim(dim)), np.uint8)
+            affine.quantize(values, found[1], found[2], bits=bits, out=unpacked)
+            expected = np.empty_like(found[0])
+            packing.pack(unpacked, bits=bits, out=expected)
+            np.testing.assert_array_equal(found[0], expected)
+
+
+def affine_flags_what_it_cannot_store(device: str) -> None:
+    for value, half, expected in ((70000.0, True, 1), (70000.0, False, 0), (float("nan"), False, 1), (-1e38, False, 1)):
+        values = torch.zeros((40, 8), device=device)
+        values[33, 5] = value
+        assert _affine(values, 4, "minmax", half)[3] == expected, value
+
+
+CHECKS: dict[str, Callable[[str], None]] = {
+    check.__name__: check
+    for check in (
+        marks_equal_the_cpu_kernel,
+        a_hot_row_is_marked_once_and_ids_outside_never,
+        slices_are_marked_each_in_its_own_table,
+        taken_rows_are_sorted_and_cleared,
+        taking_some_tables_leaves_the_others,
+        gathered_and_set_rows_keep_every_bit,
+        slots_gather_and_set_like_columns,
+        lattice_codes_equal_the_cpu_kernel,
+        lattice_ties_go_to_even_and_slots_code_like_columns,
+        lattice_flags_what_it_cannot_store,
+        added_differences_equal_decoding_the_sum,
+        minmax_codes_equal_the_cpu,
+        minmax_of_extreme_rows_equals_the_cpu,
+        grid_search_is_as_good_as_the_cpu_and_codes_follow_the_parameters,
+        affine_flags_what_it_cannot_store,
+    )
+}
+
+
+def main() -> None:
+    """Run the named checks (or all) on the CPU and print what failed."""
+    failures: dict[str, str | None] = {}
+    for name in sys.argv[1:] or CHECKS:
+        try:
+            CHECKS[name]("cpu")
+            failures[name] = None
+        except Exception:  # noqa: BLE001 - every failure is reported by name, whatever it is
+            failures[name] = traceback.format_exc()
+    triton_ran = kernels.uses_triton(torch.empty(0))
+    json.dump({"triton_ran": triton_ran, "failures": failures}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
