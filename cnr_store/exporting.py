@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store.encodings.widths import to_float32
-from cnr_store.errors import BadInput, StorageFailure, TableNotFound
+from cnr_store.errors import BadInput, StorageFailure, TableNotFound, Unsupported
 from cnr_store.layout import encode_name
 from cnr_store.records import canonical_json
 from cnr_store.snapshot import Snapshot, TableView
@@ -112,6 +112,8 @@ def export_snapshot(
         A name or pattern fits no table.
     BadInput
         ``path`` exists (or is a folder that no export made), or two tensors would get one name.
+    Unsupported
+        A one-dimensional slot is stored per column range; export such a table without slots.
     CorruptStore, StorageFailure
     """
     target = Path(path)
@@ -163,7 +165,13 @@ def matching_tables(snapshot: Snapshot, patterns: Sequence[str] | None) -> list[
 def planned_tensors(
     snapshot: Snapshot, tables: Sequence[str], *, slots: bool = True, dense: bool = True
 ) -> list[ExportedTensor]:
-    """Return what an export holds. Hashed tables have 0 rows here: their keys are known when they are read. Pure."""
+    """Return what an export holds. Hashed tables have 0 rows here: their keys are known when they are read. Pure.
+
+    Raises
+    ------
+    Unsupported
+        A one-dimensional slot is stored per column range, so that it has no one value per row.
+    """
     planned = []
     for name in tables:
         schema = snapshot.tables[name]
@@ -172,6 +180,12 @@ def planned_tensors(
             planned.append(ExportedTensor(f"{name}/row_ids", "keys", "int64", (0,), name))
         planned.append(ExportedTensor(name, "table", schema.dtype, (rows, schema.dim), name))
         for slot, kind in schema.slots.items() if slots else ():
+            if kind.kind == "row" and len(cuts := snapshot.table(name).column_cuts) > 1:
+                raise Unsupported(
+                    f"slot {slot!r} of table {name!r} has one value per row and column range, stored for columns "
+                    f"{list(cuts)}; a file has one per row: export without slots, or read it with slots_rule='mean'",
+                    table=name, found=cuts,
+                )  # fmt: skip
             shape = (rows,) if kind.kind == "row" else (rows, schema.dim)
             planned.append(ExportedTensor(f"{name}/{slot}", "slot", kind.dtype, shape, name, slot))
     if dense:

@@ -589,6 +589,8 @@ def _part_problems(part: PartEntry, schema: TableSchema, known: set[str]) -> Any
     start, stop = part.columns
     if not 0 <= start < stop <= schema.dim:
         yield f"part {part.folder} has columns {part.columns} of {schema.dim}"
+    if schema.keys == "hashed" and part.columns != (0, schema.dim):
+        yield f"part {part.folder} of a hashed table has columns {part.columns} of {schema.dim}"
     if schema.keys == "dense" and not 0 <= part.rows[0] <= part.rows[1] <= schema.num_rows:
         yield f"part {part.folder} has rows {part.rows} of {schema.num_rows}"
     for op in ("add", "set", "delete", "escape"):

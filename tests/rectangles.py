@@ -184,20 +184,16 @@ class Parts:
             ranges = f"r{tile.rows[0]}-{tile.rows[1]}/c{tile.columns[0]}-{tile.columns[1]}"
             folder = f"{out.folder}/{layout.encode_name(TABLE)}/{ranges}"
             lists = self._write_part(out, folder, tile, full=full)
-            part = PartEntry(table=TABLE, folder=folder, rows=tile.rows, columns=tile.columns, **lists)
+            known = states_digest and not self.model.is_raw
+            digest = f"{self.model.digest(tile):016x}" if known else None
+            part = PartEntry(
+                table=TABLE, folder=folder, rows=tile.rows, columns=tile.columns, state_digest=digest, **lists
+            )  # fmt: skip
             receipt, _ = out.finish(
                 txn=txn, rank=rank, world=len(tiles), attempt="0" * 8, base=self._head.record.v, l0=l0, parts=(part,)
             )
             receipts.append(receipt)
-        merged = merge_receipts(receipts)
-        if states_digest and not self.model.is_raw:
-            merged["parts"] = tuple(
-                msgspec.structs.replace(
-                    part, state_digest=f"{self.model.digest(Rectangle(part.rows, part.columns)):016x}"
-                )
-                for part in merged["parts"]
-            )
-        self.commit(name, txn, merged, chain, l0, full=full)
+        self.commit(name, txn, merge_receipts(receipts), chain, l0, full=full)
         self.tiles = tiles
 
     def commit(self, name: str, txn: str, merged: dict[str, Any], chain: Any, l0: int, *, full: bool) -> None:

@@ -5,6 +5,7 @@ import json
 import math
 import re
 from decimal import Decimal
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ CARRIER = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 EXACT_BITS = {"float32": 23, "float16": 10, "bfloat16": 7}
 DTYPES = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)} | {"float16", "float32", "float64"}
 PATH = re.compile(r"(?!\.+(/|$))[A-Za-z0-9._%-]+(/(?!\.+(/|$))[A-Za-z0-9._%-]+)*")
-ABSENT, CODED, ESCAPED, OPS = 0, 1, 2, ("add", "set", "delete", "escape")
+ABSENT, CODED, ESCAPED, OPS, INTEGER = 0, 1, 2, ("add", "set", "delete", "escape"), ("lattice", "float_bits")
 U, GOLDEN, MASK = np.uint64, 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
@@ -167,41 +168,45 @@ class Snapshot:
     def read_document(self, name):  # [4.7], with its $ tags
         return json.loads(self.segments[-1].read(self.last["documents"][name]))
 
-    def read_table(self, name):  # {"values", slots, and "keys" of a hashed table}
-        table = Table(name, self.tables[name], self.segments)
-        for part in self.last["parts"]:
-            same = part["table"] != name or part["state_digest"] in (None, table.digest(part))
-            need(same, "corrupt_store", f"table {name}: state digest")
-        return table.decode()
+    def read_table(self, name):  # {"values", slots, and "keys" of a hashed table}; (n, ranges) if a slot has several
+        schema, named = self.tables[name], [s.manifest["tables"].get(name, {}) for s in self.segments]
+        begin = max((k + 1 for k, x in enumerate(named) if x.get("generation") != schema["generation"]), default=0)
+        parts = [(s, part) for s in self.segments[begin:] for part in s.manifest["parts"] if part["table"] == name]
+        ranges = {tuple(part["columns"]) for _, part in parts if part["rows"][0] < part["rows"][1]}
+        cuts = list(pairwise(sorted({0, schema["dim"]}.union(*ranges))))  # the elementary column intervals
+        is_law = ranges <= set(cuts) or all(slot["kind"] != "row" for slot in schema["slots"].values())
+        need(is_law and cuts[0][0] == 0 and cuts[-1][1] == schema["dim"], "corrupt_store", f"{name}: ranges {ranges}")
+        tables = [Table(name, schema, self.segments[begin:], parts, *columns) for columns in cuts]
+        for part in (part for part in self.last["parts"] if part["table"] == name and part["state_digest"]):
+            digest = sum(t.digest(*part["rows"]) for t in tables if part["columns"][0] <= t.low < part["columns"][1])
+            need(part["state_digest"] == f"{digest & MASK:016x}", "corrupt_store", f"table {name}: state digest")
+        found = [table.decode() for table in tables]
+        return found[0] if len(found) == 1 else {key: np.column_stack([one[key] for one in found]) for key in found[0]}
 
 
-class Table:
-    def __init__(self, name, schema, segments):
-        self.where, self.schema, self.hashed = f"table {name}", schema, schema["keys"] == "hashed"
-        begin = len(segments) - 1
-        while begin and segments[begin - 1].manifest["tables"].get(name, {}).get("generation") == schema["generation"]:
-            begin -= 1
-        adds = schema["encoding"]["encoding"] in ("lattice", "float_bits") and not self.hashed
+class Table:  # columns [low, high) of one
+    def __init__(self, name, schema, segments, parts, low, high):
+        self.where, self.hashed, self.low, self.high = f"table {name}", schema["keys"] == "hashed", low, high
+        self.schema, adds = schema, schema["encoding"]["encoding"] in INTEGER and not self.hashed
         # name -> (encoding, dtype, one-dimensional, whether an add row holds a difference, fill)
         self.arrays = {"codes": (schema["encoding"], schema["dtype"], False, adds, schema["fill"])} | {
             f"slots/{slot}": (s["encoding"], s["dtype"], s["kind"] == "row", adds and s["mirror"], s["fill"])
             for slot, s in schema["slots"].items()
         }
-        tables = [(segment, segment.manifest["tables"][name]) for segment in segments[begin:]]
-        work = [(s, part, op) for s, _ in tables for part in s.manifest["parts"] if part["table"] == name for op in OPS]
-        work = [(s, part, op, self.row_ids(s, part, part[op])) for s, part, op in work if part[op]]
+        tables = [(segment, segment.manifest["tables"][name]) for segment in segments]
+        parts = [(s, part) for s, part in parts if part["columns"][0] < high and low < part["columns"][1]]
+        work = [(s, part, op, self.row_ids(s, part, part[op])) for s, part in parts for op in OPS if part[op]]
         keys = np.concatenate([np.empty(0, np.int64), *(rows for *_, rows in work)])
         self.ids = np.unique(keys) if self.hashed else np.arange(max(table["num_rows"] for _, table in tables))
         self.status, self.held, self.exact = np.zeros(len(self.ids), np.uint8), {}, {}
         for array, (encoding, dtype, vector, *_) in self.arrays.items():
-            self.exact[array] = np.zeros((len(self.ids), 1 if vector else schema["dim"]), CARRIER[dtype])
-            is_integer = encoding["encoding"] in ("lattice", "float_bits")
-            self.held[array] = self.exact[array].astype(np.int64 if is_integer else CARRIER[dtype])
+            self.exact[array] = np.zeros((len(self.ids), 1 if vector else high - low), CARRIER[dtype])
+            self.held[array] = self.exact[array].astype(np.int64 if encoding["encoding"] in INTEGER else CARRIER[dtype])
         for segment, table in tables:  # [4.4]
             self.status[len(self.ids) if self.hashed else table["num_rows"] :] = ABSENT
-            seen = {}
+            twice = self.status * 0
             for _, part, op, rows in (item for item in work if item[0] is segment):
-                at, twice = np.searchsorted(self.ids, rows), seen.setdefault(tuple(part["columns"]), self.status * 0)
+                at = np.searchsorted(self.ids, rows)
                 need(not twice[at].any(), "corrupt_store", f"{self.where}: a row in two lists")
                 twice[at] = 1
                 self.apply(segment, part, op, at, schema["shift"] - table["shift"])
@@ -229,33 +234,34 @@ class Table:
                 values = narrow(zero + scale * codes[:, : high - low].astype(np.float32), dtype)
             known = (np.int16, np.int32) if target.dtype == np.int64 else (target.dtype,)
             fits = values.dtype in known and values.shape == ((len(at),) if vector else (len(at), high - low))
-            need(fits and (not vector or high - low == self.schema["dim"]), "corrupt_store", f"{where}: {name}")
-            values, cut = values.reshape(len(at), -1).astype(target.dtype), slice(None) if vector else slice(low, high)
+            need(fits and low <= self.low and self.high <= high, "corrupt_store", f"{where}: {name}")
+            values, first = values.reshape(len(at), -1).astype(target.dtype), 0 if vector else self.low - low
+            values = values[:, first : first + target.shape[1]]
             if name == "codes" and target.dtype == np.int64:
                 values <<= shift
             if op == "add" and adds:
-                values += target[at, cut]
+                values += target[at]
                 values = values.astype(np.int32) if encoding["encoding"] == "float_bits" else values  # modulo 2^32
                 need(np.array_equal(values, values.astype(np.int32)), "corrupt_store", f"{where}: codes leave int32")
-            target[at, cut] = values
+            target[at] = values
 
-    def digest(self, part):  # [4.5]
-        (start, stop), (low, high), total = part["rows"], part["columns"], 0
+    def digest(self, start, stop):  # [4.5]
+        low, total = self.low, 0
         for status, held, constant in ((CODED, self.held, 3), (ESCAPED, self.exact, 5)):
             rows = (start + np.flatnonzero(self.status[start:stop] == status)).view(U)
             total += int(mix(rows ^ U(constant * GOLDEN & MASK)).sum()) if low == 0 else 0
             for name, (_, dtype, vector, adds, _) in self.arrays.items():
                 seed = U(int.from_bytes(hashlib.sha256(b"slot:" + name[6:].encode()).digest()[:8], "little"))
-                columns = np.arange(low, low + 1 if vector else high, dtype=U)
+                columns = np.arange(low, low + 1 if vector else self.high, dtype=U)
                 factors = mix(columns ^ U(1 << 63) if name == "codes" else columns + seed) | U(1)
-                codes = held[name][rows.view(np.int64)][:, slice(None) if vector else slice(low, high)]
+                codes = held[name][rows.view(np.int64)]
                 if status == ESCAPED:
                     floats = codes.astype(np.uint32) << 16 if dtype == "bfloat16" else codes.astype(np.float32)
                     codes = floats.view(np.int32)
                 if adds:
                     sums = (codes.astype(np.int64).view(U) * factors).sum(axis=1)
                     total += int(((mix(rows) | U(1)) * sums).sum())
-        return f"{total & MASK:016x}"
+        return total
 
     def decode(self):  # [5]
         present = self.status != ABSENT

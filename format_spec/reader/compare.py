@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from cnr_store import Snapshot, Store, VersionExpired, tree
+from cnr_store.snapshot import TableView
+from cnr_store.types import Rectangle
 from format_spec.reader import cnr_read
 
 
@@ -63,7 +65,16 @@ def _read(snapshot: Snapshot, table: str) -> dict[str, Any]:
     if view.schema.keys == "hashed":
         keys, arrays = view.read_all(slots=True)
         return {"keys": keys, **arrays}
-    return {"values": view.read(), **{slot: view.read_slot(slot) for slot in view.schema.slots}}
+    return {"values": view.read(), **{slot: _read_slot(view, slot) for slot in view.schema.slots}}
+
+
+def _read_slot(view: TableView, slot: str) -> Any:
+    """A slot; of a one-dimensional one that is stored per column range, a column for each range."""
+    if view.schema.slots[slot].kind == "element" or len(view.column_cuts) == 1:
+        return view.read_slot(slot)
+    rows = (0, view.shape[0])
+    pieces = [view.read_rectangle(Rectangle(rows, columns), slots={slot: None})[slot] for columns in view.column_cuts]
+    return np.column_stack(pieces)
 
 
 def _same(ours: Any, theirs: Any, where: str) -> None:
