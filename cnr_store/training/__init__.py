@@ -13,6 +13,18 @@
 from __future__ import annotations
 
 from cnr_store.training.background import SaveReport
+from cnr_store.training.carried import CarriedBatch, CarryingReader
+from cnr_store.training.intervals import GrantedReader
 from cnr_store.training.manager import CheckpointManager, RestoredState
+from cnr_store.training.reader import IntervalReader, reader_states_for
 
-__all__ = ["CheckpointManager", "RestoredState", "SaveReport"]
+__all__ = [
+    "CheckpointManager",
+    "RestoredState",
+    "SaveReport",
+    "CarriedBatch",
+    "CarryingReader",
+    "GrantedReader",
+    "IntervalReader",
+    "reader_states_for",
+]

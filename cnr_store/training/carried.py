@@ -58,8 +58,9 @@ class CarryingReader(Generic[T]):
     ``manager.step(reader_state=carried.state)``. A save that is due at a batch without a state waits for the next one
     that has it.
 
-    The state is copied, for readers whose state is that of live objects (`StatefulDataLoader` without workers): about
-    0.1 ms per batch that carries one. With workers each batch brings its worker's state anyway.
+    The state is copied, for what `StatefulDataLoader` gives without workers is made of live objects: some 0.1 to 0.2 ms
+    for a batch that carries one, and more as the dataset's own state grows (30 ms for 100,000 integers). Between these
+    batches ``every`` saves that; ``snapshot_every_n_steps`` of the loader does the same for what workers send along.
 
     Parameters
     ----------

@@ -78,8 +78,8 @@ class GrantedReader(Generic[T]):
         self._loader: Any = loader
         self._lock = threading.Lock()
         self._epoch: Iterator[T] | None = None
-        self._current: _Interval[T] | None = None
-        self._is_open = False
+        self._serial = 0  # of the current interval; a reference to it would be a cycle that keeps workers alive
+        self._is_open, self._was_asked = False, True
         self._left = 0
         self._in_flight = 0
 
@@ -155,8 +155,9 @@ class GrantedReader(Generic[T]):
         """
         with self._lock:
             self._loader.load_state_dict(state_dict)
-            self._epoch = self._current = None
-            self._is_open = False
+            self._epoch = None
+            self._serial += 1
+            self._is_open, self._was_asked = False, True
             self._left = self._in_flight = 0
 
     def _is_drained(self) -> bool:
@@ -170,18 +171,24 @@ class GrantedReader(Generic[T]):
                     "them first and call step() after each, or load_state_dict() to give them up",
                     expected=0, found=self._in_flight,
                 )  # fmt: skip
-            if self._current is not None and not self._current.was_asked:
-                raise BadInput("an interval was asked for and not read; iterate each one: for batch in interval")
+            if not self._was_asked:
+                raise BadInput(
+                    "an interval was asked for and not read; iterate each one (for batch in interval), and make the "
+                    "pipeline anew for each if it does not go on with another iterator"
+                )
             if self._left == 0:
                 self._left = self.grant
-            self._current, self._is_open = _Interval(self), True
-            return self._current
+            self._serial += 1
+            self._is_open, self._was_asked = True, False
+            return _Interval(self, self._serial)
 
-    def _fetch(self, interval: _Interval[T]) -> T:
-        """Fetch one batch for ``interval``; counted as in flight before it is read, or its state could be taken."""
+    def _fetch(self, serial: int) -> T:
+        """Fetch one batch; it counts as in flight before it is read, so that no state is taken meanwhile."""
         with self._lock:
             epoch = self._epoch
-            if interval is not self._current or not self._is_open or self._left == 0 or epoch is None:
+            is_current = serial == self._serial
+            self._was_asked |= is_current
+            if not is_current or not self._is_open or self._left == 0 or epoch is None:
                 raise StopIteration
             self._left -= 1
             self._in_flight += 1
@@ -189,7 +196,7 @@ class GrantedReader(Generic[T]):
             return next(epoch)
         except BaseException as error:
             with self._lock:
-                if interval is self._current:
+                if serial == self._serial:
                     self._in_flight -= 1
                     self._left += 1
                     if isinstance(error, StopIteration):
@@ -200,10 +207,8 @@ class GrantedReader(Generic[T]):
 class _Interval(Iterator[T]):
     """What is left of a grant; ends with it, with the epoch, and when another interval has begun."""
 
-    def __init__(self, reader: GrantedReader[T]) -> None:
-        self._reader = reader
-        self.was_asked = False
+    def __init__(self, reader: GrantedReader[T], serial: int) -> None:
+        self._reader, self._serial = reader, serial
 
     def __next__(self) -> T:
-        self.was_asked = True
-        return self._reader._fetch(self)
+        return self._reader._fetch(self._serial)

@@ -13,6 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from cnr_store import BadInput
 from cnr_store.training import CheckpointManager
+from cnr_store.training.reader import reader_states_for
 from tests.training.runs import Training
 
 SAMPLES, BATCH = 48, 4
@@ -175,3 +176,35 @@ def test_without_a_reader_every_step_names_its_state(tmp_path: Path) -> None:
     manager.save()
     assert manager.store.snapshot().read_document("reader/0")["state"] == {"batch": 2}
     manager.close()
+
+
+def test_as_many_ranks_as_before_read_on() -> None:
+    states = [{"rank": 0}, {"rank": 1}]
+
+    assert reader_states_for(states, 2, lambda _: pytest.fail("nothing to redistribute")) == states
+
+
+def test_another_number_of_ranks_is_refused_and_says_what_to_do() -> None:
+    with pytest.raises(BadInput, match=r"of 4 ranks, the training resumes on 2; .*redistribute=") as refused:
+        reader_states_for([{}] * 4, 2)
+
+    assert (refused.value.expected, refused.value.found) == (4, 2)
+
+
+def test_states_are_redistributed_as_the_caller_says() -> None:
+    states = [{"shards": [rank, rank + 4]} for rank in range(4)]
+
+    def to_two(saved: list[Any]) -> list[Any]:
+        return [{"shards": saved[rank]["shards"] + saved[rank + 2]["shards"]} for rank in range(2)]
+
+    assert reader_states_for(states, 2, to_two) == [{"shards": [0, 4, 2, 6]}, {"shards": [1, 5, 3, 7]}]
+
+
+def test_a_redistribution_to_another_number_of_ranks_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"made 3 reader states of 4, .* 2 ranks"):
+        reader_states_for([{}] * 4, 2, lambda saved: saved[:3])
+
+
+def test_a_training_on_no_ranks_is_refused() -> None:
+    with pytest.raises(BadInput, match="1 rank or more"):
+        reader_states_for([{}], 0)
