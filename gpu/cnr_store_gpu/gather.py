@@ -77,7 +77,11 @@ def check_range(index: torch.Tensor, num_rows: int) -> None:
     """Raise BadRowIds unless all ids lie in ``[0, num_rows)``; waits for the device that the ids are on."""
     if index.numel() == 0:
         return
-    smallest, largest = (int(end) for end in torch.aminmax(index))
+    if index.device.type == "cpu":  # 100k ids: torch.aminmax 1 to 3 ms, numpy 0.1 ms
+        ids = index.numpy()
+        smallest, largest = int(ids.min()), int(ids.max())
+    else:
+        smallest, largest = (int(end) for end in torch.aminmax(index))
     if smallest < 0 or largest >= num_rows:
         raise BadRowIds(
             f"rows to gather lie between {smallest} and {largest}, but the tensors have rows 0 to {num_rows - 1}",

@@ -164,9 +164,10 @@ class StagingBuffers:
             self._free.clear()
             self._released.notify_all()
         ways, self._ways = self._ways, {}
-        for transfer, _ in ways.values():
+        for transfer, ring in ways.values():
             if transfer is not self._given:
                 transfer.close()
+                ring.close()
 
     # ---- memory
 

@@ -155,6 +155,7 @@ def bench_ring(report: Report, size_bytes: int, device: torch.device, repeats: i
     low, middle, high = spread([size_bytes / seconds / 1e9 for seconds in times["ring"].wall])
     report.note(f"      {middle:.1f} GB/s through the ring ({low:.1f} to {high:.1f}), {size_bytes / MIB:.0f} MiB")
     transfer.close()
+    ring.close()
 
 
 def bench_behind(report: Report, request: dict[str, RowRequest]) -> None:

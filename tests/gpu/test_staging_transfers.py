@@ -98,19 +98,21 @@ def test_a_ring_too_small_to_copy_through_is_refused_before_any_save() -> None:
         StagingBuffers(pinned_bytes=SMALLEST_RING - 1)
 
 
-def test_the_ring_has_the_same_blocks_for_every_save_whatever_its_size() -> None:
+@pytest.mark.parametrize(("ring_bytes", "threads"), [(SMALLEST_RING, 1), (256 * 1024, 1), (256 * 1024, 3)])
+def test_the_ring_has_the_same_blocks_for_every_save_whatever_its_size(ring_bytes: int, threads: int) -> None:
     transfer = HostTransfer()
-    ring = TransitRing(transfer, SMALLEST_RING)
+    ring = TransitRing(transfer, ring_bytes, threads=threads)
     addresses = []
-    for size in (10_000, 50_000, 100):
+    for size in (1_000_003, 500_000, 5 * ring_bytes, ring_bytes):
         source, target = torch.randint(0, 255, (size,), dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
         transfer.run(None, lambda source=source, target=target: ring.copy([(source, target)])).result()
         addresses.append([block.data_ptr() for block in ring.blocks])
         assert torch.equal(source, target)
 
     transfer.close()
-    assert addresses[0] == addresses[1] == addresses[2]
-    assert ring.size_bytes == SMALLEST_RING
+    ring.close()
+    assert addresses[1:] == addresses[:-1]
+    assert ring.size_bytes == ring_bytes
 
 
 def test_the_ring_of_a_transfer_is_taken_with_the_first_copy_only(transfer: GatedTransfer) -> None:
