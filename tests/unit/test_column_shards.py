@@ -11,7 +11,7 @@ import pytest
 
 from cnr_store import BadInput, BadShape, CorruptStore, Store, Unsupported, verify_store
 from cnr_store.exporting import export_snapshot
-from cnr_store.records import Manifest
+from cnr_store.records import Manifest, canonical_json, decode_manifest
 from cnr_store.replay_plan import by_columns, expected_digest, plan_table
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.testing.faulty import FaultyFileSystem, IsolatedMemoryFileSystem
@@ -227,3 +227,20 @@ def test_an_export_refuses_slots_that_have_no_one_value_per_row(tmp_path: Any) -
     assert list(tmp_path.iterdir()) == []
     report = export_snapshot(snapshot, tmp_path / "weights.safetensors", slots=False)
     assert [tensor.name for tensor in report.tensors] == [TABLE]
+
+
+def test_parts_that_overlap_or_cut_a_hashed_table_are_refused() -> None:
+    parts = new_parts(IsolatedMemoryFileSystem(), 10)
+    parts.save(column_wise(10), full=True)
+    manifest = parts.store.snapshot().manifests[-1]
+    moved = [
+        msgspec.structs.replace(part, columns=(part.columns[0] // 2, part.columns[0] // 2 + 4))
+        for part in manifest.parts
+    ]
+    schema = msgspec.structs.replace(manifest.tables[TABLE], keys="hashed", num_rows=0)
+
+    decode_manifest(canonical_json(manifest), "manifest")
+    with pytest.raises(CorruptStore, match="overlap"):
+        decode_manifest(canonical_json(msgspec.structs.replace(manifest, parts=tuple(moved))), "manifest")
+    with pytest.raises(CorruptStore, match="hashed table has columns"):
+        decode_manifest(canonical_json(msgspec.structs.replace(manifest, tables={TABLE: schema})), "manifest")
