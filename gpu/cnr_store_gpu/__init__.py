@@ -1,6 +1,6 @@
 """Knowing which rows changed, and copying them at one instant: the collectors of cnr_store.
 
-The reference path for the CPU; it needs torch and knows nothing of the store.
+It needs torch and knows nothing of the store.
 
     tracker = RowTracker(model, optimizers=[optimizer])
     buffers = StagingBuffers()
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from cnr_store_gpu.bitmap import RowBitmap, Taken
 from cnr_store_gpu.cumulative import Cumulative
+from cnr_store_gpu.devices import DeviceBitmaps
 from cnr_store_gpu.gather import RowRequest, gather_rows
 from cnr_store_gpu.optimizers import (
     Movement,
@@ -26,6 +27,7 @@ from cnr_store_gpu.optimizers import (
     rows_with_state,
     scalar_state,
 )
+from cnr_store_gpu.shards import RowSource, WatchedShard
 from cnr_store_gpu.staged import Staged
 from cnr_store_gpu.staging import StagingBuffers
 from cnr_store_gpu.tables import TablePlan, plan_tables
@@ -34,15 +36,18 @@ from cnr_store_gpu.words import warmup
 
 __all__ = [
     "Cumulative",
+    "DeviceBitmaps",
     "Movement",
     "RowBitmap",
     "RowMovement",
     "RowRequest",
+    "RowSource",
     "RowTracker",
     "Staged",
     "StagingBuffers",
     "TablePlan",
     "Taken",
+    "WatchedShard",
     "gather_rows",
     "plan_tables",
     "row_movement",

@@ -4,16 +4,15 @@ Why this module exists: the rows of a delta must be known exactly, at a cost tha
 All tables share one linearised tensor of packed words, so an interval's marks are one small array however
 many lookups there were. Bits only go from 0 to 1 between two ``take`` calls.
 
-It must never lose a mark: an id outside its table sets nothing, taken words can be given back after a
-failed save, and ``Cumulative`` keeps on the host what one_shot deltas need. Marking twice, or too much, is
-always safe.
+It must never lose a mark: an id outside its table sets nothing, and taken words can be given back after a
+failed save. Marking twice, or too much, is always safe.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
@@ -43,12 +42,16 @@ class Taken:
         int64, sorted, unique: the marked rows.
     words
         uint32 ``(ceil(num_rows / 32),)``: the same rows as bits; a copy, nobody writes it.
+    device_rows
+        ``row_ids`` on the device of a bitmap that is not on the CPU, so that a gather there needs no copy of
+        them; None on the CPU.
     """
 
     table: str
     num_rows: int
     row_ids: RowIds
     words: Words = field(repr=False)
+    device_rows: torch.Tensor | None = field(default=None, repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.row_ids)
@@ -61,7 +64,8 @@ class _Place:
     num_rows: int
 
 
-def _check_words(table: str, words: npt.NDArray[Any] | torch.Tensor, num_rows: int) -> Words:
+def check_words(table: str, words: npt.NDArray[Any] | torch.Tensor, num_rows: int) -> Words:
+    """Return words of a table as uint32, or raise BadShape or BadRowIds."""
     array = words.detach().cpu().numpy() if isinstance(words, torch.Tensor) else np.asarray(words)
     if array.dtype not in (np.dtype(np.uint32), np.dtype(np.int32)) or array.shape != (packed.words_of_rows(num_rows),):
         raise BadShape(
@@ -81,7 +85,7 @@ def _check_words(table: str, words: npt.NDArray[Any] | torch.Tensor, num_rows: i
     return bits
 
 
-def _flat_ids(table: str, ids: Ids) -> torch.Tensor | npt.NDArray[Any]:
+def flat_ids(table: str, ids: Ids) -> torch.Tensor | npt.NDArray[Any]:
     """Return the ids one-dimensional, int32 or int64, where they are; a view when they are contiguous."""
     if isinstance(ids, torch.Tensor):
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
@@ -106,6 +110,13 @@ def _not_integers(table: str, found: str) -> BadRowIds:
     )
 
 
+def _kernels() -> ModuleType:
+    # Only where a bitmap is not on the CPU: it needs kernels that a training on the CPU does not.
+    from cnr_store_gpu import kernels
+
+    return kernels
+
+
 class RowBitmap:
     """One bit per row of every table, in one tensor of packed int32 words on ``device``.
 
@@ -114,11 +125,15 @@ class RowBitmap:
     table_rows
         Rows of each table, by name. Memory is one bit per row, rounded up to 1024 rows (128 bytes) per table.
     device
-        Where the words live. On the CPU marking is a numba kernel; elsewhere it is torch operations (the
-        reference).
+        Where the words live. On the CPU marking is a numba kernel, elsewhere a launcher of
+        ``cnr_store_gpu.kernels``: Triton on a GPU.
+    on_host
+        Whether the CPU's path is taken. None: if ``device`` is the CPU. False there runs the path of the other
+        devices on CPU tensors, which is how it is tested without one.
 
-    Every method may be called from any thread; a mark and a take never overlap. ``words`` is the live
-    tensor: its storage is fixed for the life of the bitmap.
+    Every method may be called from any thread; a mark and a take never overlap on the CPU, and follow the
+    order of the stream elsewhere. ``words`` is the live tensor: its storage is fixed for the life of the bitmap,
+    so a CUDA graph may hold its address. ``mark`` with ``out_of_range="ignore"`` may be captured; a take may not.
 
     Examples
     --------
@@ -130,7 +145,9 @@ class RowBitmap:
     False
     """
 
-    def __init__(self, table_rows: Mapping[str, int], device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, table_rows: Mapping[str, int], device: torch.device | str = "cpu", *, on_host: bool | None = None
+    ) -> None:
         self._places: dict[str, _Place] = {}
         first_word = 0
         for table, num_rows in table_rows.items():
@@ -140,14 +157,19 @@ class RowBitmap:
             first_word += packed.aligned_words(num_rows)
         self.device = torch.device(device)
         self.words = torch.zeros(first_word, dtype=torch.int32, device=self.device)
+        uses_host = self.device.type == "cpu" if on_host is None else on_host
         # The view shares the tensor's memory; None where the host cannot see it.
-        self._host: Words | None = self.words.numpy().view(np.uint32) if self.device.type == "cpu" else None
-        self._lock = threading.Lock()
+        self._host: Words | None = self.words.numpy().view(np.uint32) if uses_host else None
 
     @property
     def table_rows(self) -> dict[str, int]:
         """Rows of each table, by name, in the order of the words."""
         return {table: place.num_rows for table, place in self._places.items()}
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether marking runs on the CPU's path."""
+        return self._host is not None
 
     @property
     def size_bytes(self) -> int:
@@ -176,26 +198,45 @@ class RowBitmap:
             Ids that are no integers, or outside the table; the ids inside it are marked all the same.
         """
         place = self._place(table)
-        flat = _flat_ids(table, ids)
+        flat = flat_ids(table, ids)
         skip = packed.NO_ROW if skip_row is None else skip_row
         if self._host is not None:
             array = flat.cpu().numpy() if isinstance(flat, torch.Tensor) else flat
-            with self._lock:
+            with packed.LOCK:
                 outside = packed.mark_words(self._host, array, place.first_word, place.num_rows, skip)
             if outside and out_of_range == "raise":
                 raise self._outside(table, outside, int(array.min()), int(array.max()))
             return
-        tensor = (flat if isinstance(flat, torch.Tensor) else torch.from_numpy(flat)).to(self.device)
-        if tensor.numel() == 0 or place.num_rows == 0:
-            outside = tensor.numel()
-        else:
-            with self._lock:
-                packed.mark_words_torch(self.words, tensor, place.first_word, place.num_rows, skip)
-            outside = 0
-            if out_of_range == "raise":
-                outside = int(((tensor < 0) | (tensor >= place.num_rows)).sum())
-        if outside and out_of_range == "raise":
-            raise self._outside(table, outside, int(tensor.min()), int(tensor.max()))
+        tensor = (flat if isinstance(flat, torch.Tensor) else torch.from_numpy(flat)).to(self.device).contiguous()
+        if tensor.numel() == 0:
+            return
+        with packed.LOCK:
+            _kernels().mark(self.words, tensor, place.first_word, place.num_rows, skip)
+        if out_of_range == "raise":
+            outside = int(((tensor < 0) | (tensor >= place.num_rows)).sum())
+            if outside:
+                raise self._outside(table, outside, int(tensor.min()), int(tensor.max()))
+
+    def mark_mask(self, table: str, mask: torch.Tensor) -> None:
+        """Mark the rows where ``mask``, bool ``(num_rows,)``, is true; waits for no device but the mask's own.
+
+        Raises
+        ------
+        BadShape
+            A mask of another length or dtype; nothing was marked.
+        """
+        place = self._place(table)
+        if mask.dtype != torch.bool or tuple(mask.shape) != (place.num_rows,):
+            raise BadShape(
+                f"mask of table {table!r}: expected ({place.num_rows},) of bool, found {tuple(mask.shape)} of "
+                f"{mask.dtype}",
+                table=table,
+                expected=(place.num_rows,),
+                found=tuple(mask.shape),
+            )
+        bits = packed.pack_mask(mask).to(self.device)
+        with packed.LOCK:
+            self._slice(place).bitwise_or_(bits)
 
     def mark_all(self, table: str) -> None:
         """Mark every row of the table."""
@@ -210,8 +251,8 @@ class RowBitmap:
             Words of another shape, or with a bit past the last row; nothing was marked.
         """
         place = self._place(table)
-        bits = _check_words(table, words, place.num_rows)
-        with self._lock:
+        bits = check_words(table, words, place.num_rows)
+        with packed.LOCK:
             if self._host is not None:
                 self._host[place.first_word : place.first_word + place.num_words] |= bits
             else:
@@ -220,8 +261,8 @@ class RowBitmap:
     def load_words(self, table: str, words: npt.NDArray[Any] | torch.Tensor) -> None:
         """Make the table's marks exactly the bits of ``words``; shape and errors as in ``or_words``."""
         place = self._place(table)
-        bits = _check_words(table, words, place.num_rows)
-        with self._lock:
+        bits = check_words(table, words, place.num_rows)
+        with packed.LOCK:
             if self._host is not None:
                 self._host[place.first_word : place.first_word + place.num_words] = bits
             else:
@@ -229,7 +270,7 @@ class RowBitmap:
 
     def copy_words(self, table: str) -> Words:
         """Return a copy of the table's words, uint32 ``(ceil(num_rows / 32),)`` on the host; marks stay."""
-        with self._lock:
+        with packed.LOCK:
             return self._copy(self._place(table))
 
     def row_ids(self, table: str) -> RowIds:
@@ -238,14 +279,18 @@ class RowBitmap:
 
     def take(self, table: str) -> RowIds:
         """Return the marked rows, int64, sorted, and clear them. Waits for a device other than the CPU."""
-        return self._take(table).row_ids
+        return self.take_all([table])[table].row_ids
 
     def take_all(self, tables: Iterable[str] | None = None) -> dict[str, Taken]:
         """Return the marked rows of every table (or of ``tables``), none too, and clear them.
 
-        Keep the result until the save has won, and ``give_back`` what it held when it has not.
+        Keep the result until the save has won, and ``give_back`` what it held when it has not. On a device other
+        than the CPU it waits for the counts of all tables at once, and for the copies of rows and words.
         """
-        return {table: self._take(table) for table in (self._places if tables is None else tables)}
+        places = {table: self._place(table) for table in (self._places if tables is None else tables)}
+        if self._host is None:
+            return self._take_from_device(places)
+        return {table: self._take_from_host(table, place) for table, place in places.items()}
 
     def give_back(self, taken: Taken | Mapping[str, Taken]) -> None:
         """Mark taken rows again. Marks made since then stay, and a second call changes nothing."""
@@ -262,15 +307,32 @@ class RowBitmap:
 
     def clear(self, table: str | None = None) -> None:
         """Forget the marks of a table, or of all."""
-        with self._lock:
+        with packed.LOCK:
             (self.words if table is None else self._slice(self._place(table))).zero_()
 
-    def _take(self, table: str) -> Taken:
-        place = self._place(table)
-        with self._lock:
+    def _take_from_host(self, table: str, place: _Place) -> Taken:
+        with packed.LOCK:
             words = self._copy(place)
             self._slice(place).zero_()
         return Taken(table, place.num_rows, packed.rows_of(words), words)
+
+    def _take_from_device(self, places: Mapping[str, _Place]) -> dict[str, Taken]:
+        in_order = sorted(places, key=lambda table: places[table].first_word)
+        with packed.LOCK:
+            rows, before = _kernels().take_rows(
+                self.words, [(places[table].first_word, places[table].num_words) for table in in_order]
+            )
+        # Two copies, however many tables there are.
+        all_rows = torch.cat(rows).cpu().numpy() if rows else np.empty(0, np.int64)
+        all_words: Words = before.cpu().numpy().view(np.uint32)
+        taken: dict[str, Taken] = {}
+        start = 0
+        for table, on_device in zip(in_order, rows, strict=True):
+            place, stop = places[table], start + len(on_device)
+            words = all_words[place.first_word : place.first_word + place.num_words]
+            taken[table] = Taken(table, place.num_rows, all_rows[start:stop], words, on_device)
+            start = stop
+        return {table: taken[table] for table in places}
 
     def _copy(self, place: _Place) -> Words:
         # clone first: .cpu() of a CPU tensor is the tensor itself, and the marks are about to be cleared.
@@ -279,6 +341,11 @@ class RowBitmap:
 
     def _slice(self, place: _Place) -> torch.Tensor:
         return self.words[place.first_word : place.first_word + place.num_words]
+
+    def span(self, table: str) -> tuple[int, int]:
+        """Return (first word, number of rows) of a table: what a marking operator needs beside ``words``."""
+        place = self._place(table)
+        return place.first_word, place.num_rows
 
     def _place(self, table: str) -> _Place:
         try:
@@ -297,91 +364,3 @@ class RowBitmap:
             expected=num_rows,
             found=outside,
         )
-
-
-class Cumulative:
-    """The union of taken rows, kept on the host: what changed since a baseline, or ever.
-
-    Parameters
-    ----------
-    table_rows
-        Rows of each table, by name. Memory is one bit per row of the tables that were ever added to.
-
-    Adding is idempotent and commutes. Not for use from two threads at once.
-
-    Examples
-    --------
-    >>> bitmap, since_baseline = RowBitmap({"t": 10}), Cumulative({"t": 10})
-    >>> for ids in ([1, 2], [2, 5]):
-    ...     bitmap.mark("t", ids)
-    ...     since_baseline.add(bitmap.take_all())
-    >>> since_baseline.row_ids("t")
-    array([1, 2, 5])
-    """
-
-    def __init__(self, table_rows: Mapping[str, int]) -> None:
-        self._rows = dict(table_rows)
-        self._words: dict[str, Words] = {}
-
-    def add(self, taken: Taken | Mapping[str, Taken]) -> None:
-        """Add taken rows."""
-        for one in (taken,) if isinstance(taken, Taken) else taken.values():
-            self.add_words(one.table, one.words)
-
-    def add_words(self, table: str, words: npt.NDArray[Any] | torch.Tensor) -> None:
-        """Add the rows whose bits are set; shape and errors as in ``RowBitmap.or_words``."""
-        bits = _check_words(table, words, self._num_rows(table))
-        known = self._words.get(table)
-        if known is None:
-            self._words[table] = bits.copy()
-        else:
-            np.bitwise_or(known, bits, out=known)
-
-    def add_rows(self, table: str, ids: Ids) -> None:
-        """Add row ids.
-
-        Raises
-        ------
-        BadRowIds
-            Ids that are no integers, or outside the table; the ids inside it are added all the same.
-        """
-        num_rows = self._num_rows(table)
-        flat = _flat_ids(table, ids)
-        array = flat.cpu().numpy() if isinstance(flat, torch.Tensor) else flat
-        words = self._words.setdefault(table, np.zeros(packed.words_of_rows(num_rows), np.uint32))
-        outside = packed.mark_words(words, array, 0, num_rows)
-        if outside:
-            raise BadRowIds(
-                f"table {table!r} has rows 0 to {num_rows - 1}, but {outside} of the ids to add are outside",
-                table=table,
-                expected=num_rows,
-                found=outside,
-            )
-
-    def row_ids(self, table: str) -> RowIds:
-        """Return the rows added so far, int64, sorted."""
-        return packed.rows_of(self.words(table))
-
-    def words(self, table: str) -> Words:
-        """Return a copy of the table's words, uint32 ``(ceil(num_rows / 32),)``."""
-        num_words = packed.words_of_rows(self._num_rows(table))
-        known = self._words.get(table)
-        return np.zeros(num_words, np.uint32) if known is None else known.copy()
-
-    def count(self, table: str) -> int:
-        """Return how many rows were added."""
-        return packed.count_bits(self.words(table))
-
-    def clear(self, table: str | None = None) -> None:
-        """Forget one table's rows, or all (a new baseline)."""
-        if table is None:
-            self._words.clear()
-        else:
-            self._num_rows(table)
-            self._words.pop(table, None)
-
-    def _num_rows(self, table: str) -> int:
-        try:
-            return self._rows[table]
-        except KeyError:
-            raise TableNotFound(f"no table {table!r} here; there are {sorted(self._rows)}", table=table) from None

@@ -128,18 +128,26 @@ def _plan_one(table: str, weight: nn.Parameter, uses: list[tuple[str, nn.Module]
 _BITS_BY_SIZE = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
-def rows_with_gradient(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a gradient ``(num_rows, dim)`` that are not zero, int64, on its device.
+def gradient_mask(gradient: torch.Tensor) -> torch.Tensor:
+    """Return which rows of a dense gradient ``(num_rows, dim)`` are not zero: bool ``(num_rows,)``, on its device.
 
-    Sorted for a dense gradient, which is read once; for a sparse one as they come, with repeats. A row of
-    -0.0 may count: its bits are not zero. Waits for the device of a dense gradient.
+    Reads it once and waits for no device. A row of -0.0 may count: its bits are not zero.
     """
-    if gradient.is_sparse:
-        return gradient._indices()[0]
     gradient = gradient.detach()
     if gradient.is_contiguous() and gradient.numel():
         row_bytes, start_bytes = (n * gradient.itemsize for n in (gradient.shape[1], gradient.storage_offset()))
         size = next(size for size in _BITS_BY_SIZE if row_bytes % size == 0 and start_bytes % size == 0)
         # Flat first: a single row may have any stride, and a wider view refuses odd ones.
         gradient = gradient.view(-1).view(_BITS_BY_SIZE[size]).view(gradient.shape[0], -1)
-    return gradient.any(dim=1).nonzero().squeeze(1)
+    return gradient.any(dim=1)
+
+
+def rows_with_gradient(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a gradient ``(num_rows, dim)`` that are not zero, int64, on its device.
+
+    Sorted for a dense gradient, which is read once; for a sparse one as they come, with repeats. Waits for the device
+    of a dense gradient: ``gradient_mask`` does not.
+    """
+    if gradient.is_sparse:
+        return gradient._indices()[0]
+    return gradient_mask(gradient).nonzero().squeeze(1)

@@ -12,41 +12,25 @@ unknown optimizer) makes it mark more, with a warning. It writes no weights.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import nn
 
 from cnr_store.errors import BadInput, TableNotFound
-from cnr_store_gpu.bitmap import Cumulative, Ids, OutOfRange, RowBitmap, Taken
-from cnr_store_gpu.optimizers import Movement, RowMovement, row_movement, row_slots, rows_with_state
-from cnr_store_gpu.tables import Lookup, TablePlan, plan_tables, rows_with_gradient
+from cnr_store_gpu import operators
+from cnr_store_gpu.bitmap import Ids, OutOfRange, Taken
+from cnr_store_gpu.devices import DeviceBitmaps
+from cnr_store_gpu.following import Following, OnBypass
+from cnr_store_gpu.optimizers import Movement, RowMovement, row_slots
+from cnr_store_gpu.pending import KeptLookup, LookupLedger
+from cnr_store_gpu.shards import RowSource, Slices, WatchedShard, bounds_of, check_shards, tensor_of
+from cnr_store_gpu.tables import plan_tables
 from cnr_store_gpu.verify import RowProbe
+from cnr_store_gpu.watched import Watched, stamp_of
 
-OnBypass = Literal["warn", "raise"]
-
-
-@dataclass(slots=True, eq=False)
-class _Watched:
-    """What the hooks know of one table."""
-
-    plan: TablePlan
-    stamp: tuple[int, int]
-    optimizer: torch.optim.Optimizer | None = None
-    movement: RowMovement | None = None
-    pending: int = 0  # lookups that learn, since the last step
-    declared: bool = False  # the caller marked rows, so a change of version until the next step or take is theirs
-    reach: Movement = Movement.TOUCHED  # the furthest that a step reached since the last take
-    keeps_ever: bool = False
-    stepped: bool = False  # the running step has a gradient for it
-
-
-def _stamp(weight: torch.Tensor) -> tuple[int, int]:
-    """Return what changes with in-place writes (but those through ``.data``) and with another storage."""
-    return weight._version, weight.data_ptr()
+InFlight = Literal["refuse", "remark"]
 
 
 class RowTracker:
@@ -55,7 +39,8 @@ class RowTracker:
     Parameters
     ----------
     model
-        Its ``nn.Embedding`` and ``nn.EmbeddingBag`` modules get forward hooks.
+        Its ``nn.Embedding`` and ``nn.EmbeddingBag`` modules get forward hooks, which ``torch.compile`` traces
+        without a graph break (but for ``max_norm``). Attach before the first compiled call.
     tables
         Name to parameter or module; None means every embedding of the model (``plan_tables``). A parameter
         that other code than an embedding uses is tracked all the same, by its gradient.
@@ -63,6 +48,14 @@ class RowTracker:
         Attached at once; see ``attach_optimizer``. Each of their steps reads a dense gradient once, because
         forward does not show every row that gets one. Once there is one, a table that none of them has is
         expected to stand still: a write to it counts as one that no hook saw.
+    shards
+        Tables that something else looks up, and tells of with ``lookup`` and ``updated``.
+    in_flight
+        What ``take`` does while lookups wait for their update: ``"refuse"``, or ``"remark"`` to take all the same
+        and mark their rows again for the next interval. A training that looks up the next batch before the step of
+        this one needs ``"remark"``; it keeps references to the ids of those lookups.
+    steps_ahead
+        With ``"remark"``: how many batches are looked up before the step of an earlier one.
     allow_dense
         Accept optimizers that move every row in every step. Every delta is then a full save of such a table.
     assume
@@ -75,7 +68,12 @@ class RowTracker:
     seed
         Seed of that sample.
     device
-        Where the bitmap lives.
+        Where rows are marked. None: where each table is, one bitmap per device.
+
+    Notes
+    -----
+    No hook waits for an accelerator; ``take`` does. A captured CUDA graph marks rows on each replay, but its lookups
+    are not counted and its steps not seen: take right after the replay of a whole step.
 
     Examples
     --------
@@ -94,29 +92,56 @@ class RowTracker:
         tables: Mapping[str, nn.Parameter | nn.Module] | None = None,
         *,
         optimizers: Iterable[torch.optim.Optimizer] = (),
+        shards: Sequence[WatchedShard] = (),
+        in_flight: InFlight = "refuse",
+        steps_ahead: int = 1,
         allow_dense: bool = False,
         assume: Mapping[str, Movement] | None = None,
         on_bypass: OnBypass = "warn",
         verify_rows: int = 0,
         seed: int = 0,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
     ) -> None:
+        if in_flight not in ("refuse", "remark") or steps_ahead < 0:
+            raise BadInput(
+                f"in_flight={in_flight!r}, steps_ahead={steps_ahead}: expected 'refuse' or 'remark', and 0 or more",
+                found=in_flight,
+            )
         plans = plan_tables(model, tables)
-        self._watched = {plan.table: _Watched(plan, _stamp(plan.weight)) for plan in plans}
+        check_shards(shards, [plan.table for plan in plans], [plan.weight for plan in plans])
+        weights: dict[str, torch.Tensor | None] = {plan.table: plan.weight for plan in plans}
+        weights.update({shard.name: shard.weight for shard in shards})
+        places = {plan.table: (plan.weight.shape[0], torch.device(device or plan.weight.device)) for plan in plans}
+        for shard in shards:
+            own = shard.device or (shard.weight.device if shard.weight is not None else "cpu")
+            places[shard.name] = (shard.num_rows, torch.device(device or own))
+        self.bitmap = DeviceBitmaps(places)
+        self._remarks = in_flight == "remark"
+        self._ledger = LookupLedger(list(places), keeps_ids=self._remarks, steps_ahead=steps_ahead)
+        shard_of = {shard.name: shard for shard in shards}
+        self._watched: dict[str, Watched] = {}
+        for place, (table, weight) in enumerate(weights.items()):
+            bitmap = self.bitmap.of(table)
+            first_word, num_rows = bitmap.span(table)
+            watched = Watched(table, num_rows, weight, bitmap, first_word, place, is_shard=table in shard_of)
+            watched.stamp = stamp_of(weight)
+            if table in shard_of:
+                watched.movement = shard_of[table].movement
+            self._watched[table] = watched
+        _join_mates([one for one in self._watched.values() if one.is_shard])
         self._names = {alias: plan.table for plan in plans for alias in plan.aliases}
-        self._names.update({plan.table: plan.table for plan in plans})
-        self._by_weight = {id(plan.weight): self._watched[plan.table] for plan in plans}
-        self.bitmap = RowBitmap({plan.table: plan.weight.shape[0] for plan in plans}, device)
-        self._ever = Cumulative(self.bitmap.table_rows)
-        self._allow_dense, self._assume, self._on_bypass = allow_dense, assume, on_bypass
-        weights = {plan.table: plan.weight for plan in plans}
-        self._probe = RowProbe(weights, rows_per_table=verify_rows, seed=seed) if verify_rows else None
-        self._follows_steps = False
-        self._handles: list[Any] = []
+        self._names.update({table: table for table in self._watched})
+        self._sources: dict[str, list[RowSource]] = {}
+        self._slices: dict[tuple[str, ...], Slices] = {}
+        checked = {table: weight for table, weight in weights.items() if weight is not None}
+        self._probe = RowProbe(checked, rows_per_table=verify_rows, seed=seed) if verify_rows else None
+        self._following = Following(
+            list(self._watched.values()), self._ledger, assume=assume, allow_dense=allow_dense, on_bypass=on_bypass
+        )
         try:
             for plan in plans:
                 for module in plan.lookups:
-                    self._attach_lookup(self._watched[plan.table], module)
+                    self._following.attach_lookup(self._watched[plan.table], module)
             for optimizer in optimizers:
                 self.attach_optimizer(optimizer)
         except BaseException:
@@ -126,35 +151,115 @@ class RowTracker:
     # ---- what the caller says
 
     @property
-    def weights(self) -> dict[str, nn.Parameter]:
-        """The tables' parameters by name; live."""
-        return {table: watched.plan.weight for table, watched in self._watched.items()}
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The tables' weights by name, of all that have some; live."""
+        return {table: watched.weight for table, watched in self._watched.items() if watched.weight is not None}
 
     def slots(self, table: str) -> dict[str, torch.Tensor]:
         """Return the table's live slots; empty without an attached optimizer, or before its first step."""
-        watched = self._watched[self._table(table)]
-        return {} if watched.optimizer is None else row_slots(watched.optimizer, watched.plan.weight)
+        watched = self._find(table)
+        if watched.optimizer is None or watched.weight is None:
+            return {}
+        return row_slots(watched.optimizer, watched.weight)
 
     def movement(self, table: str) -> RowMovement | None:
-        """Return what the attached optimizer does to the table, as of its last step; None without one."""
-        return self._watched[self._table(table)].movement
+        """Return what the table's optimizer does to it, as of its last step; None without one."""
+        return self._find(table).movement
 
     def mark(self, table: str, ids: Ids, *, out_of_range: OutOfRange = "raise") -> None:
         """Mark rows that the caller writes, now or before the next step or ``take``.
 
         For writers that no hook sees: loading rows, clipping, eviction, averaging, kernels of your own. A
         write after that step or ``take`` needs another call.
-        ``table`` may be any name of tied weights. Errors as in ``RowBitmap.mark``.
+        ``table`` may be any name of tied weights. Errors as in ``RowBitmap.mark``; its default waits for the
+        device of a table that is not on the CPU.
         """
-        watched = self._watched[self._table(table)]
-        watched.declared = True
-        self.bitmap.mark(watched.plan.table, ids, out_of_range=out_of_range)
+        watched = self._find(table)
+        watched.declared = watched.marked = True
+        watched.bitmap.mark(watched.table, ids, out_of_range=out_of_range)
 
     def mark_all(self, table: str) -> None:
         """Mark every row of the table, as ``mark``."""
-        watched = self._watched[self._table(table)]
+        watched = self._find(table)
         watched.declared = True
-        self.bitmap.mark_all(watched.plan.table)
+        self._following.mark_all(watched)
+
+    def lookup(self, name: str, ids: Ids, *, learns: bool = True) -> None:
+        """Say that rows are looked up whose update is still to come; for what no hook sees, shards above all.
+
+        Parameters
+        ----------
+        name
+            A shard or table.
+        ids
+            Integers of any shape, local to the shard; those outside it mark nothing. Kept until the update with
+            ``in_flight="remark"``: do not overwrite them (if you do, the whole table is marked at the next take).
+        learns
+            Whether an update follows. It ends with ``updated``, or the step of the attached optimizer that has the
+            weight; no row may be taken before then. Without it the rows are marked only.
+
+        Waits for no device if the ids are on the table's. ``torch.compile`` traces it without a graph break.
+
+        Raises
+        ------
+        BadRowIds
+            Ids that are no integers.
+        """
+        watched = self._find(name)
+        tensor = tensor_of(name, ids)
+        if not torch.compiler.is_compiling():
+            self._following.check_bypass(watched)
+        self._following.looked_up(watched, tensor, learns=learns)
+
+    def lookup_slices(
+        self, names: Sequence[str], ids: Ids, ends: Sequence[int] | torch.Tensor, *, learns: bool = True
+    ) -> None:
+        """Say that slices of ``ids`` are looked up, each in its own shard, as ``lookup``: one operator, one launch.
+
+        Parameters
+        ----------
+        names
+            The shard of each slice, all on one device; names may repeat.
+        ids
+            The ids of all slices, one after the other.
+        ends
+            Where each slice ends, ascending. A tensor is not checked, so that nothing waits for its device; numbers
+            are copied to it.
+
+        Raises
+        ------
+        BadShape
+            Not one end per name, or ends that are not ascending within the ids; nothing was marked.
+        BadInput
+            Shards on several devices; call it once per device.
+        """
+        slices = self._slices_of(tuple(names))
+        tensor = tensor_of(", ".join(names), ids)
+        bounds = bounds_of(ends, len(slices.places), tensor.numel(), slices.words.device)
+        if not torch.compiler.is_compiling():
+            for name in dict.fromkeys(names):
+                self._following.check_bypass(self._find(name))
+        operators.mark_slices(slices.words, tensor, bounds, slices.first_words, slices.num_rows)
+        if learns:
+            counts, key, is_traced = self._ledger.counts, self._ledger.key, torch.compiler.is_compiling()
+            operators.note_lookup(counts, tensor, bounds, list(slices.places), operators.NO_ROW, key, is_traced)
+
+    def updated(self, name: str) -> None:
+        """Say that the outstanding updates of a table are written: a fused optimizer's backward is over.
+
+        Ends its pending lookups (with ``in_flight="remark"`` those that are ``steps_ahead`` updates old), and adds
+        the rows that its ``movement`` moves. Blocks for nothing.
+        """
+        self._following.updated(self._find(name))
+
+    def add_source(self, name: str, source: RowSource) -> None:
+        """Take rows of a table from something that knows itself what changed, too: at each ``take`` it is asked.
+
+        Writes to the table are then the source's to tell: they are not looked for.
+        """
+        watched = self._find(name)
+        watched.has_source = True
+        self._sources.setdefault(watched.table, []).append(source)
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Follow an optimizer's steps: each ends its tables' pending lookups and adds the rows it moves.
@@ -164,63 +269,31 @@ class RowTracker:
         BadInput
             It moves every row of a table (weight decay) and ``allow_dense`` is not set.
         """
-        found = [
-            (watched, row_movement(optimizer, group, watched.plan.weight, assume=self._assume))
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if (watched := self._by_weight.get(id(parameter))) is not None
-        ]
-        for watched, movement in found:
-            if not movement.is_known:
-                warnings.warn(
-                    f"table {watched.plan.table!r}: {movement.explanation}, and every save will be a full "
-                    f"one. Say what it does with "
-                    f"assume={{{type(optimizer).__name__!r}: Movement.TOUCHED}}, and check it with "
-                    f"verify_rows=1000",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-            elif movement.rows is Movement.ALL and not self._allow_dense:
-                raise BadInput(
-                    f"table {watched.plan.table!r}: {movement.explanation}, so no delta is smaller than a "
-                    f"full save. Put tables into a group without weight decay, or accept it with "
-                    f"allow_dense=True",
-                    table=watched.plan.table,
-                    found=movement.explanation,
-                )
-        self._follows_steps = True
-        for watched, movement in found:
-            watched.optimizer, watched.movement = optimizer, movement
-            if movement.rows is Movement.EVER_TOUCHED:
-                self._keep_ever(watched)
-        self._handles.append(optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step)))
-        self._handles.append(optimizer.register_step_post_hook(torch.compiler.disable(self._after_step)))
-        self._handles.append(optimizer.register_load_state_dict_post_hook(self._after_load))
+        self._following.attach_optimizer(optimizer)
 
     def detach(self) -> None:
         """Remove every hook. Marks stay; a second call does nothing."""
-        while self._handles:
-            self._handles.pop().remove()
+        self._following.detach()
 
     # ---- step boundaries
 
     @property
     def pending(self) -> int:
-        """Lookups that may still change rows: made while learning, since their optimizer's last step.
+        """Lookups that may still change rows: made while learning, since their table's last update.
 
-        With optimizers attached, only those in tables that one of them has: no step would end the others.
+        With optimizers attached, only those in tables that one of them has, and in shards: no step would end the
+        others.
         """
         return sum(self._waiting().values())
 
     @property
     def at_step_boundary(self) -> bool:
-        """Whether a save would be whole now: no lookup waits for its step."""
-        return self.pending == 0
+        """Whether a save would be whole now: no lookup waits for its update, or its rows would be marked again."""
+        return self._remarks or self.pending == 0
 
     def declare_boundary(self) -> None:
         """Say that no update is outstanding: a step was skipped, or no attached optimizer makes them."""
-        for watched in self._watched.values():
-            watched.pending = 0
+        self._ledger.settle_all()
 
     def check_boundary(self) -> None:
         """Return if a save would be whole now.
@@ -228,223 +301,125 @@ class RowTracker:
         Raises
         ------
         BadInput
-            Lookups wait for their optimizer's step: a save now would lose their update from both deltas.
+            Lookups wait for their update: a save now would lose it from both deltas.
         """
-        waiting = self._waiting()
+        waiting = {} if self._remarks else self._waiting()
         if waiting:
             raise BadInput(
                 f"between forward and optimizer step: lookups that wait for their step, by table: "
                 f"{waiting}. Save right after optimizer.step(); after a skipped step, or an update that no "
-                f"attached optimizer makes, call declare_boundary() first",
+                f"attached optimizer makes, call declare_boundary() first, or updated(name) where it is made; where "
+                f"batches are always in flight, use in_flight='remark'",
                 table=next(iter(waiting)),
                 found=waiting,
             )
 
     def _waiting(self) -> dict[str, int]:
         return {
-            table: watched.pending
+            table: waiting
             for table, watched in self._watched.items()
-            if watched.pending and (watched.optimizer is not None or not self._follows_steps)
+            if (waiting := self._ledger.pending(watched.place)) and self._following.ends_lookups(watched)
         }
 
     # ---- handing rows out
 
     def take(self) -> dict[str, Taken]:
-        """Return, for every table, the rows to save, and start the next interval.
+        """Return, for every table and shard, the rows to save, and start the next interval.
 
-        The rows are the marked ones, those that the optimizer moves besides (EVER_TOUCHED, ALL), and whole
-        tables that were written behind the tracker. Gather right after it, before training goes on, and
-        ``give_back`` the result if the save does not win.
+        The rows are the marked ones, those of the sources, those that the optimizer moves besides (EVER_TOUCHED,
+        ALL), and whole tables that were written behind the tracker. Gather right after it, before training goes on,
+        and ``give_back`` the result if the save does not win. Waits once for each device that has tables.
 
         Raises
         ------
         BadInput
             Not at a step boundary, a bypassing write with ``on_bypass="raise"``, or a row that changed
             without a mark (``verify_rows``). All marks are kept.
+        BadRowIds
+            A source gave rows that its table does not have; the others are marked.
         """
         self.check_boundary()
+        for table, sources in self._sources.items():
+            for source in sources:
+                self.bitmap.mark(table, source.take())
         for watched in self._watched.values():
-            self._check_bypass(watched)
+            self._following.check_bypass(watched)
             # A write that left the version alone (through `.data`) must not excuse one of a later interval.
             watched.declared = False
         self._check_sample()
         for watched in self._watched.values():
-            self._add_moved(watched)
+            self._following.add_moved(watched)
         taken = self.bitmap.take_all()
+        self._ledger.begin_interval()
         for table, watched in self._watched.items():
-            watched.reach = Movement.TOUCHED
+            watched.reach, watched.marked = Movement.TOUCHED, False
             if watched.keeps_ever:
-                self._ever.add(taken[table])
+                self._following.ever.add(taken[table])
+        for lookup in self._ledger.in_flight():
+            self._mark_again(lookup)
         if self._probe is not None:
             self._probe.resample()
         return taken
 
     def give_back(self, taken: Taken | Mapping[str, Taken]) -> None:
         """Mark taken rows again, after a save that did not win."""
-        self.bitmap.give_back(taken)
+        for one in (taken,) if isinstance(taken, Taken) else taken.values():
+            self._find(one.table).marked = True
+            self.bitmap.give_back(one)
 
     def reset(self) -> None:
         """Start anew from the present weights: after a restore, or after warm-up before the baseline.
 
         Call it when weights and optimizer state are in place. Marks are cleared, present weights are taken
-        as known, and the rows that momentum still moves are found again from the slots that are not zero.
+        as known, what sources have is dropped, and the rows that momentum still moves are found again from the
+        slots that are not zero.
         """
         self.declare_boundary()
+        for sources in self._sources.values():
+            for source in sources:
+                source.take()
         self.bitmap.clear()
-        self._ever.clear()
+        self._ledger.begin_interval()
+        self._following.ever.clear()
         for watched in self._watched.values():
-            watched.reach, watched.declared, watched.stamp = (
-                Movement.TOUCHED,
-                False,
-                _stamp(watched.plan.weight),
-            )
+            watched.reach, watched.declared, watched.marked = Movement.TOUCHED, False, False
+            watched.restamp()
             if watched.keeps_ever:
-                watched.keeps_ever = False
-                self._keep_ever(watched)
+                self._following.keep_ever(watched)
         if self._probe is not None:
             self._probe.resample()
 
-    # ---- hooks
-
-    def _attach_lookup(self, watched: _Watched, module: Lookup) -> None:
-        # Dynamo cannot trace a numba kernel: under torch.compile the hook is a graph break, and runs in each call.
-        on_lookup = partial(torch.compiler.disable(self._on_lookup), watched)
-        self._handles.append(module.register_forward_pre_hook(on_lookup, with_kwargs=True))
-        if module.max_norm is not None:
-            self._handles.append(
-                module.register_forward_hook(partial(torch.compiler.disable(self._after_renorm), watched))
-            )
-
-    def _on_lookup(self, watched: _Watched, module: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        learns = torch.is_grad_enabled() and module.weight.requires_grad
-        if module.weight is not watched.plan.weight:
-            raise BadInput(
-                f"table {watched.plan.table!r}: its module got another parameter after the tracker was "
-                f"attached; detach this tracker, and attach a new one",
-                table=watched.plan.table,
-            )
-        rewrites = module.max_norm is not None  # in every forward, even in eval, and the padding row too
-        if rewrites:
-            self._check_bypass(watched)
-        if not (learns or rewrites):
-            return
-        if learns and not module.training and not rewrites:
-            # Usually an evaluation without no_grad. Should a gradient come of it, the step reads the rows
-            # from there.
-            return
-        ids = args[0] if args else kwargs["input"]
-        skip = None if rewrites else module.padding_idx
-        # Forward itself refuses ids outside the table.
-        self.bitmap.mark(watched.plan.table, ids, skip_row=skip, out_of_range="ignore")
-        if learns and module.training:
-            watched.pending += 1
-
-    def _after_renorm(self, watched: _Watched, *_: Any) -> None:
-        watched.stamp = _stamp(watched.plan.weight)
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for watched, group in self._tables_of(optimizer):
-            self._check_bypass(watched)
-            watched.optimizer = optimizer
-            watched.stepped = watched.plan.weight.grad is not None or _has_closure(args, kwargs)
-            if not watched.stepped:
-                continue
-            self._follow_movement(watched, row_movement(optimizer, group, watched.plan.weight, assume=self._assume))
-            self._mark_gradient(watched)
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for watched, _ in self._tables_of(optimizer):
-            if _has_closure(args, kwargs):  # its gradients came to be inside the step
-                self._mark_gradient(watched)
-            # A step leaves weights without a gradient alone; one that does not will be found by their stamp.
-            if watched.stepped:
-                watched.stamp = _stamp(watched.plan.weight)
-            watched.pending, watched.declared = 0, False
-
-    def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
-        for watched, _ in self._tables_of(optimizer):
-            if row_slots(optimizer, watched.plan.weight):  # all of them may differ now, and they are saved by row
-                self.bitmap.mark_all(watched.plan.table)
-            if watched.keeps_ever:
-                self._keep_ever(watched)
-
-    def _tables_of(self, optimizer: torch.optim.Optimizer) -> list[tuple[_Watched, dict[str, Any]]]:
-        return [
-            (watched, group)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if (watched := self._by_weight.get(id(parameter))) is not None
-        ]
-
-    def _mark_gradient(self, watched: _Watched) -> None:
-        gradient = watched.plan.weight.grad
-        if gradient is None or watched.reach is Movement.ALL:  # then the whole table is taken anyway
-            return
-        # Also where forward marked rows: weights that are used outside their module, and gradients that were
-        # kept over a save, move rows that no lookup of this interval showed.
-        self.bitmap.mark(watched.plan.table, rows_with_gradient(gradient), out_of_range="ignore")
-
-    # ---- what the rows' movement asks for
-
-    def _follow_movement(self, watched: _Watched, movement: RowMovement) -> None:
-        before = watched.movement
-        watched.movement = movement
-        if movement.rows is Movement.ALL and before is not None and before.rows is not Movement.ALL:
+    def _mark_again(self, lookup: KeptLookup) -> None:
+        tables = list(self._watched)
+        names = tuple(tables[place] for place in lookup.places)
+        for name in names:
+            self._watched[name].marked = True
+        if lookup.is_overwritten:
+            for name in dict.fromkeys(names):
+                self._watched[name].bitmap.mark_all(name)
             warnings.warn(
-                f"table {watched.plan.table!r}: {movement.explanation} now; its saves are full from here on",
+                f"the ids of a lookup in {', '.join(names)} were overwritten before its update; all rows count as "
+                f"changed. Give ids that stay as they are",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
-        if movement.rows is Movement.EVER_TOUCHED and not watched.keeps_ever:
-            self._keep_ever(watched)
-        watched.reach = max(watched.reach, movement.rows)
-
-    def _keep_ever(self, watched: _Watched) -> None:
-        watched.keeps_ever = True
-        if watched.optimizer is not None:
-            rows = rows_with_state(watched.optimizer, watched.plan.weight)
-            self._ever.add_rows(watched.plan.table, rows)
-
-    def _add_moved(self, watched: _Watched) -> None:
-        if watched.reach is Movement.ALL:
-            self.bitmap.mark_all(watched.plan.table)
-        elif watched.reach is Movement.EVER_TOUCHED:
-            self.bitmap.or_words(watched.plan.table, self._ever.words(watched.plan.table))
-
-    # ---- what no hook saw
-
-    def _check_bypass(self, watched: _Watched) -> None:
-        now = _stamp(watched.plan.weight)
-        if now == watched.stamp:
-            return
-        # Without any attached optimizer every update looks like this; it is a bypass only if nothing was
-        # marked either.
-        expected = watched.declared or (not self._follows_steps and self.bitmap.count(watched.plan.table) > 0)
-        watched.stamp, watched.declared = now, False
-        if expected:
-            return
-        self.bitmap.mark_all(watched.plan.table)
-        message = (
-            f"table {watched.plan.table!r} was written by something that no hook saw (loading, clipping, "
-            f"an optimizer that is not attached, a replaced tensor)"
-        )
-        if self._on_bypass == "raise":
-            raise BadInput(
-                f"{message}; call mark(table, ids) or mark_all(table) where it is written, or reset() after a restore",
-                table=watched.plan.table,
-            )
-        warnings.warn(f"{message}; all its rows count as changed", RuntimeWarning, stacklevel=3)
+        elif lookup.ends is None:
+            watched = self._watched[names[0]]
+            operators.mark(watched.bitmap.words, lookup.ids, watched.first_word, watched.num_rows, lookup.skip_row)
+        else:
+            slices = self._slices_of(names)
+            operators.mark_slices(slices.words, lookup.ids, lookup.ends, slices.first_words, slices.num_rows)
 
     def _check_sample(self) -> None:
         if self._probe is None:
             return
         for table, watched in self._watched.items():
-            if watched.reach is Movement.ALL:
+            if watched.reach is Movement.ALL or watched.weight is None:
                 continue
-            self._add_moved(watched)
+            self._following.add_moved(watched)
             silent = self._probe.silent_changes(table, self.bitmap.row_ids(table))
             if len(silent):
-                self.bitmap.mark_all(watched.plan.table)
+                self._following.mark_all(watched)
                 explanation = watched.movement.explanation if watched.movement else "no optimizer is attached"
                 raise BadInput(
                     f"table {table!r}: {len(silent)} sampled rows changed without a mark (first: row "
@@ -454,15 +429,39 @@ class RowTracker:
                     found=silent[:10].tolist(),
                 )
 
-    def _table(self, name: str) -> str:
-        try:
-            return self._names[name]
-        except KeyError:
-            raise TableNotFound(
-                f"no table {name!r} is tracked; there are {sorted(self._watched)}", table=name
-            ) from None
+    # ---- names
+
+    def _find(self, name: str) -> Watched:
+        table = self._names.get(name)
+        if table is None:
+            raise TableNotFound(f"no table {name!r} is tracked; there are {sorted(self._watched)}", table=name)
+        return self._watched[table]
+
+    def _slices_of(self, names: tuple[str, ...]) -> Slices:
+        known = self._slices.get(names)
+        if known is not None:
+            return known
+        watched = [self._find(name) for name in names]
+        bitmaps = {id(one.bitmap): one.bitmap for one in watched}
+        if len(bitmaps) != 1:
+            raise BadInput(
+                f"slices of {len(bitmaps)} devices in one lookup: {sorted(set(names))}; give at least one slice, and "
+                f"call it once per device",
+                found=[str(bitmap.device) for bitmap in bitmaps.values()],
+            )
+        words = watched[0].bitmap.words
+        first_words = torch.tensor([one.first_word for one in watched], dtype=torch.int64).to(words.device)
+        num_rows = torch.tensor([one.num_rows for one in watched], dtype=torch.int64).to(words.device)
+        found = Slices(words, first_words, num_rows, tuple(one.place for one in watched))
+        self._slices[names] = found
+        return found
 
 
-def _has_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    # The step hooks get the optimizer itself as the first positional argument.
-    return any(callable(value) and not isinstance(value, torch.optim.Optimizer) for value in (*args, *kwargs.values()))
+def _join_mates(shards: Sequence[Watched]) -> None:
+    by_memory: dict[int, list[Watched]] = {}
+    for one in shards:
+        if one.weight is not None and one.num_rows:
+            by_memory.setdefault(one.weight.untyped_storage().data_ptr(), []).append(one)
+    for mates in by_memory.values():
+        for one in mates:
+            one.mates = tuple(other for other in mates if other is not one)

@@ -6,11 +6,12 @@ reference made of torch operations, which is also the oracle that the tests hold
 
 Row r of a table is bit ``r % 32`` of word ``first_word + r // 32``. Bits past a table's last row are
 always zero. The functions know words and ids only; they take no lock and hold no state, so each can stand
-behind a torch operator. The kernels release the GIL.
+behind a torch operator. The kernels release the GIL: callers hold ``LOCK`` around what reads or writes live words.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numba
@@ -26,6 +27,9 @@ TABLE_ALIGNMENT_ROWS = 1024
 
 Words = npt.NDArray[np.uint32]
 NO_ROW = -1
+
+LOCK = threading.RLock()
+"""Held while live words are read or written. One for the process: an operator gets words, not their owner."""
 
 
 def words_of_rows(num_rows: int) -> int:
@@ -49,6 +53,14 @@ def _mark(words: Any, ids: Any, first_word: int, num_rows: int, skip_row: int) -
         elif row != skip_row:
             words[first_word + (row >> 5)] |= np.uint32(1) << np.uint32(row & 31)
     return outside
+
+
+@numba.njit(nogil=True, cache=True)
+def _mark_slices(words: Any, ids: Any, ends: Any, first_words: Any, num_rows: Any) -> None:
+    for k in range(first_words.size):
+        start, stop = max(ends[k], 0), min(ends[k + 1], ids.size)
+        if start < stop:
+            _mark(words, ids[start:stop], first_words[k], num_rows[k], -1)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -99,6 +111,27 @@ def mark_words(words: Words, ids: npt.NDArray[Any], first_word: int, num_rows: i
     return int(_mark(words, ids, first_word, num_rows, skip_row))
 
 
+def mark_slices_words(
+    words: Words,
+    ids: npt.NDArray[Any],
+    ends: npt.NDArray[np.int64],
+    first_words: npt.NDArray[np.int64],
+    num_rows: npt.NDArray[np.int64],
+) -> None:
+    """Set the bits of slice k, ``ids[ends[k]:ends[k + 1]]``, in the table at ``first_words[k]``.
+
+    Parameters
+    ----------
+    words, ids
+        As for ``mark_words``; nothing tells of ids outside their table.
+    ends
+        int64 ``(num_slices + 1,)``, ascending.
+    first_words, num_rows
+        int64 ``(num_slices,)``; a table may have several slices.
+    """
+    _mark_slices(words, ids, ends, first_words, num_rows)
+
+
 def mark_words_torch(words: torch.Tensor, ids: torch.Tensor, first_word: int, num_rows: int, skip_row: int) -> None:
     """Set the bits of ``ids`` with torch operations alone: the reference of ``mark_words``, on any device.
 
@@ -114,6 +147,19 @@ def mark_words_torch(words: torch.Tensor, ids: torch.Tensor, first_word: int, nu
     is_new = inside & ((words[at] & bits) == 0)
     # Rows are distinct and clear, so each bit is added once: the sum (modulo 2^32) is the OR.
     words.index_add_(0, at, torch.where(is_new, bits, torch.zeros_like(bits)))
+
+
+def pack_mask(mask: torch.Tensor) -> torch.Tensor:
+    """Return a mask as words, int32 ``(ceil(num_rows / 32),)``, on its device; waits for nothing.
+
+    ``mask`` is bool ``(num_rows,)``. Built byte by byte, which needs a byte per row meanwhile.
+    """
+    num_rows = mask.numel()
+    padded = torch.zeros(words_of_rows(num_rows) * BITS, dtype=torch.uint8, device=mask.device)
+    padded[:num_rows] = mask
+    shifts = torch.arange(8, dtype=torch.uint8, device=mask.device)
+    # Each bit is there once, so the sum is the OR; words are little-endian wherever torch runs.
+    return (padded.view(-1, 8) << shifts).sum(dim=1, dtype=torch.uint8).view(torch.int32)
 
 
 def count_bits(words: Words) -> int:
@@ -141,4 +187,6 @@ def warmup() -> None:
     words = np.zeros(1, np.uint32)
     for dtype in (np.int32, np.int64):
         mark_words(words, np.zeros(1, dtype), 0, 1)
+        one = np.ones(1, np.int64)
+        mark_slices_words(words, np.zeros(1, dtype), np.array([0, 1]), np.zeros(1, np.int64), one)
     rows_of(words)

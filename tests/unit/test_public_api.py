@@ -33,7 +33,8 @@ PUBLIC = {
         export_snapshot ExportReport ExportedTensor import_tensors ImportReport
     """,
     "cnr_store_gpu": """
-        RowTracker RowBitmap Cumulative Taken warmup
+        RowTracker RowBitmap DeviceBitmaps Cumulative Taken warmup
+        WatchedShard RowSource
         TablePlan plan_tables
         Movement RowMovement row_movement row_slots rows_with_state scalar_state
         RowRequest Staged StagingBuffers gather_rows
