@@ -1,0 +1,71 @@
+"""TorchRec's own names, looked up in one place.
+
+Why this module exists: what shows the lookups of a sharded module is private in TorchRec and has moved between
+releases. A name that is missing must end in an error that names the version, not in rows that nobody marks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cnr_store.errors import MissingDependency, Unsupported
+
+TESTED = "1.8.0"
+
+try:
+    import torchrec
+except ImportError as error:
+    raise MissingDependency(
+        'sharded tables need torchrec; pip install "cnr-store[torchrec]", then torchrec and fbgemm-gpu themselves',
+        found="torchrec",
+    ) from error
+
+try:
+    from torchrec.distributed.embedding import ShardedEmbeddingCollection
+    from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+    from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+    from torchrec.distributed.model_parallel import get_unwrapped_module
+    from torchrec.optim.fused import FusedOptimizer
+    from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
+except ImportError as error:
+    raise Unsupported(
+        f"torchrec {getattr(torchrec, '__version__', '?')} lacks a name that cnr_store needs ({error}); cnr_store was "
+        f"tested with torchrec {TESTED}",
+        found=getattr(torchrec, "__version__", None),
+        expected=TESTED,
+    ) from error
+
+SHARDED_COLLECTIONS = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
+
+
+def private(owner: Any, name: str) -> Any:
+    """Return an attribute that TorchRec or FBGEMM does not promise.
+
+    Raises
+    ------
+    Unsupported
+        This version does not have it.
+    """
+    try:
+        return getattr(owner, name)
+    except AttributeError as error:
+        version = getattr(torchrec, "__version__", "?")
+        raise Unsupported(
+            f"{type(owner).__name__} of torchrec {version} has no {name!r}, which shows the lookups of its tables; "
+            f"cnr_store was tested with torchrec {TESTED}",
+            found=version,
+            expected=TESTED,
+        ) from error
+
+
+__all__ = [
+    "SHARDED_COLLECTIONS",
+    "CombinedOptimizer",
+    "EmbeddingComputeKernel",
+    "FusedOptimizer",
+    "KeyedOptimizer",
+    "KeyedOptimizerWrapper",
+    "OptimizerWrapper",
+    "get_unwrapped_module",
+    "private",
+]

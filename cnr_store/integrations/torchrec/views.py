@@ -1,0 +1,97 @@
+"""Live views of what an FBGEMM kernel holds: weights, row state of its fused optimizer, and its counters.
+
+Why this module exists: ``state_dict()`` shows the same memory as sharded tensors whose layout depends on the
+sharding (under column-wise sharding the row state of all shards is one long vector). The kernel has one tensor
+per shard, which is what a checkpoint needs. Which rows an optimizer moves was checked row by row for those that run
+on a CPU (tests/training/torchrec); the others run on a GPU only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from cnr_store.integrations.torchrec.names import private
+from cnr_store.training.shards import Scalars, Slots
+from cnr_store_gpu import Movement, RowMovement
+
+# Their backward visits the rows of the batch and no others, weight decay included.
+_LAZY = {
+    "exact_sgd", "exact_adagrad", "exact_row_wise_adagrad", "lars_sgd", "adam", "partial_row_wise_adam", "lamb",
+    "partial_row_wise_lamb",
+}  # fmt: skip
+# These rewrite whole tables in forward every so many steps.
+_SWEEPING = {"ensemble_row_wise_adagrad", "ema_in_place_row_wise_adagrad"}
+
+
+def fused_movement(kernel: nn.Module) -> RowMovement:
+    """Return which rows a step of the kernel's fused optimizer changes. No side effects."""
+    name = str(private(kernel, "optimizer"))
+    if name in _LAZY:
+        return RowMovement(
+            Movement.TOUCHED, Movement.TOUCHED, f"fused {name}: its backward visits only the rows of the batch"
+        )
+    if name in _SWEEPING:
+        return RowMovement(Movement.ALL, Movement.ALL, f"fused {name}: it rewrites whole tables every so many steps")
+    return RowMovement(
+        Movement.ALL, Movement.ALL, f"fused {name}: it is not known here, so every row may move", is_known=False
+    )
+
+
+def fused_slots(kernel: nn.Module, position: int) -> Callable[[], Slots]:
+    """Return what asks the kernel for the row state of its table number ``position``, live.
+
+    The names are TorchRec's: ``momentum1`` for the first slot of every optimizer, then the optimizer's own.
+    """
+
+    def slots() -> Slots:
+        states = private(kernel, "get_optimizer_state")()
+        if not states:  # an optimizer without state, such as SGD
+            return {}
+        num_rows = private(kernel, "split_embedding_weights")()[position].shape[0]
+        named = {
+            name if number else "momentum1": value for number, (name, value) in enumerate(states[position].items())
+        }
+        # The counter of steps stands among them for some optimizers; a table of one row has it too.
+        return {
+            name: value
+            for name, value in named.items()
+            if name != "iter" and value.ndim > 0 and value.shape[0] == num_rows
+        }
+
+    return slots
+
+
+def fused_scalars(kernel: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], Scalars]:
+    """Return what reads the kernel's counters and its learning rate. Waits for the kernel's device when called."""
+
+    def scalars() -> Scalars:
+        found: Scalars = {
+            "iter": int(private(kernel, "iter").item()),
+            "learning_rate": float(optimizer.param_groups[0]["lr"]),
+        }
+        if isinstance(counter := getattr(kernel, "max_counter", None), torch.Tensor) and counter.numel():
+            found["max_counter"] = float(counter[0])
+        return found
+
+    return scalars
+
+
+def put_fused_scalars(kernel: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Mapping[str, Any]], None]:
+    """Return what writes values of `fused_scalars` into the kernel."""
+
+    def put(values: Mapping[str, Any]) -> None:
+        if "iter" in values:
+            private(kernel, "iter").fill_(int(values["iter"]))
+            # The kernel counts with this one, and looks at the other only while this is zero.
+            private(kernel, "iter_cpu").fill_(int(values["iter"]))
+        if "learning_rate" in values:
+            optimizer.param_groups[0]["lr"] = values["learning_rate"]
+            private(kernel, "set_learning_rate")(values["learning_rate"])
+        if "max_counter" in values and isinstance(getattr(kernel, "max_counter", None), torch.Tensor):
+            private(kernel, "max_counter").fill_(values["max_counter"])
+
+    return put

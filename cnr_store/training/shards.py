@@ -1,0 +1,232 @@
+"""The pieces of tables that this rank holds, whoever placed them there, and how their lookups are followed.
+
+Why this module exists: a plain model has whole tables, a sharding library gives each rank rectangles of them, with
+optimizers that have no ``step``. Saving and restoring know one record for both. Libraries that shard tables stand
+behind the registry at the end of this file, each in a module of its own that is loaded only when the caller uses
+that library.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from cnr_store_gpu import RowMovement, RowTracker, WatchedShard, row_slots, scalar_state
+
+Slots = dict[str, torch.Tensor]
+Scalars = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalShard:
+    """One rectangle of a table on this rank: live views, nothing is copied.
+
+    Attributes
+    ----------
+    table
+        Owner-qualified name of the table, as in the model's ``state_dict()``.
+    index
+        Number of this shard among the table's shards on this rank, in the order of (first row, first column).
+    num_rows, dim
+        Shape of the whole table.
+    rows, columns
+        The rectangle: first (inclusive) and last (exclusive) row and column.
+    weight
+        ``(rows, columns)`` of the rectangle, live: a write shows in the next forward.
+    is_replicated
+        Every rank holds the whole table, and its updates are the same on all of them.
+    parameter
+        What an optimizer of the caller steps; None when the optimizer is fused into backward.
+    movement
+        What a fused optimizer changes besides the rows of the batch; None where `parameter` is set.
+    slots
+        Row state that exists now, live: ``(rows,)`` or ``(rows, columns)`` each, or the optimizer's own
+        ``(rows, 1)``. The names do not depend on the sharding. Under column-wise sharding each shard has its own
+        vector of a slot with one value per row, and they differ.
+    scalars
+        Other optimizer state as of now: numbers, and tensors of other shapes (those are live).
+    put_scalars
+        Writes values of `scalars` back, from this or another process; names that it does not know are left out.
+        Shards that share a fused optimizer share its scalars.
+    """
+
+    table: str
+    index: int
+    num_rows: int
+    dim: int
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    weight: torch.Tensor
+    is_replicated: bool
+    parameter: torch.Tensor | None
+    movement: RowMovement | None
+    slots: Callable[[], Slots]
+    scalars: Callable[[], Scalars]
+    put_scalars: Callable[[Mapping[str, Any]], None]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the rectangle is the table."""
+        return self.rows == (0, self.num_rows) and self.columns == (0, self.dim)
+
+    @property
+    def name(self) -> str:
+        """Name within this rank: the table's if it is whole, else with the number of the shard."""
+        return self.table if self.is_whole else f"{self.table}#{self.index}"
+
+
+def watched_shard(shard: LocalShard) -> WatchedShard:
+    """Return a shard as a tracker watches it, under `LocalShard.name`."""
+    weight = shard.weight if shard.parameter is None else shard.parameter
+    return WatchedShard(shard.name, shard.rows[1] - shard.rows[0], weight, shard.movement)
+
+
+def whole_shard(
+    table: str,
+    parameter: torch.Tensor,
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    weight: torch.Tensor | None = None,
+    is_replicated: bool = False,
+) -> LocalShard:
+    """Return a table that this rank holds whole, as one parameter that one of the optimizers may step.
+
+    Parameters
+    ----------
+    parameter
+        ``(num_rows, dim)``, the object that the optimizer has.
+    weight
+        The same memory as a plain tensor; by default ``parameter.detach()``.
+    """
+
+    def owner() -> torch.optim.Optimizer | None:
+        # Asked each time: a group may be added to an optimizer while training.
+        groups = ((one, group) for one in optimizers for group in one.param_groups)
+        return next((one for one, group in groups if any(p is parameter for p in group["params"])), None)
+
+    def slots() -> Slots:
+        optimizer = owner()
+        # Subclasses of Tensor pass on to the state that is made like them; their memory is what counts.
+        found = {} if optimizer is None else row_slots(optimizer, parameter)
+        return {name: slot.as_subclass(torch.Tensor) for name, slot in found.items()}
+
+    def scalars() -> Scalars:
+        optimizer = owner()
+        return {} if optimizer is None else scalar_state(optimizer, parameter)
+
+    def put_scalars(values: Mapping[str, Any]) -> None:
+        optimizer = owner()
+        if optimizer is None:
+            return
+        state = optimizer.state[parameter]
+        for name, value in values.items():
+            present = state.get(name)
+            if isinstance(present, torch.Tensor):
+                present.copy_(torch.as_tensor(value))
+            elif name in state:
+                state[name] = value
+
+    num_rows, dim = parameter.shape
+    live = parameter.detach().as_subclass(torch.Tensor) if weight is None else weight
+    return LocalShard(
+        table, 0, num_rows, dim, (0, num_rows), (0, dim), live, is_replicated, parameter, None, slots, scalars,
+        put_scalars,
+    )  # fmt: skip
+
+
+class Handle(Protocol):
+    """What undoes a registration, as torch's hooks return."""
+
+    def remove(self) -> None:
+        """Undo it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardingLibrary:
+    """How the tables of a library that shards models are found and followed.
+
+    Attributes
+    ----------
+    find
+        Returns the shards that this rank has of a model; empty if the model has none of this library.
+    follow
+        Makes the lookups of those shards tell a tracker, which watches them under `LocalShard.name`, until the
+        returned handles are removed.
+    unwrap
+        Returns the plain optimizers inside an optimizer of the library, None if it is none of the library's.
+    """
+
+    find: Callable[[nn.Module, Sequence[torch.optim.Optimizer]], list[LocalShard]]
+    follow: Callable[[nn.Module, RowTracker], list[Handle]]
+    unwrap: Callable[[torch.optim.Optimizer], list[torch.optim.Optimizer] | None]
+
+
+# Package of a library to the module that knows it; that module registers itself.
+_KNOWN = {"torchrec": "cnr_store.integrations.torchrec"}
+_REGISTERED: dict[str, ShardingLibrary] = {}
+
+
+def register_library(package: str, library: ShardingLibrary) -> None:
+    """Make a sharding library known under its package name; a second registration replaces the first."""
+    _REGISTERED[package] = library
+
+
+def _libraries() -> list[ShardingLibrary]:
+    for package, module in _KNOWN.items():
+        # A model of a library that was never imported cannot exist, and importing one may take seconds.
+        if package in sys.modules and package not in _REGISTERED:
+            importlib.import_module(module)
+    return list(_REGISTERED.values())
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside DistributedDataParallel and torch.compile, whose names are the same on every rank."""
+    while isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model._orig_mod
+    return model
+
+
+def find_shards(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()) -> list[LocalShard]:
+    """Return the shards that this rank has of tables that a sharding library placed. Changes nothing.
+
+    Tables of plain modules are not among them (an unsharded ``EmbeddingBagCollection`` is plain): ``plan_tables``
+    finds those.
+
+    Parameters
+    ----------
+    optimizers
+        Those of the caller, wrapped or not: the slots of tables without a fused optimizer are found in them.
+
+    Raises
+    ------
+    Unsupported
+        A kernel or a version of the library that cannot be followed.
+    """
+    plain = plain_optimizers(optimizers)
+    return [shard for library in _libraries() for shard in library.find(model, plain)]
+
+
+def follow_lookups(model: nn.Module, tracker: RowTracker) -> list[Handle]:
+    """Make the lookups of `find_shards`' shards tell a tracker which rows they read, until the handles are removed.
+
+    The tracker has to watch each shard under its `LocalShard.name`. Own hooks: trackers of the library keep working.
+    """
+    return [handle for library in _libraries() for handle in library.follow(model, tracker)]
+
+
+def plain_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    """Return the torch optimizers inside those of sharding libraries, in order, each once; others as they are.
+
+    Fused optimizers have no ``step`` of their own and are left out: their state belongs to the shards.
+    """
+    found: list[torch.optim.Optimizer] = []
+    for optimizer in optimizers:
+        inner = next((inside for lib in _libraries() if (inside := lib.unwrap(optimizer)) is not None), [optimizer])
+        found += [one for one in inner if all(one is not other for other in found)]
+    return found
