@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from cnr_store.errors import BadInput, DoesNotApply
-from cnr_store.placement import check_placements
+from cnr_store.placement import check_placements, column_cuts
 from cnr_store.records import ChainEntry, CommitRecord, Generation, Manifest, PartEntry, Receipt, TableSchema
 from cnr_store.types import MAX_CHAIN, Lattice, Rectangle
 
@@ -122,10 +123,24 @@ def check_coverage(receipts: Sequence[Receipt], tables: Mapping[str, TableSchema
             mine.setdefault(part.table, []).append(Rectangle(part.rows, part.columns))
         parts.append(mine)
     shapes = check_placements(parts)
+    cuts = column_cuts(parts)
     for table, schema in tables.items():
+        if any(slot.kind == "row" for slot in schema.slots.values()):
+            _check_cuts(table, cuts.get(table, set()))
         if schema.keys == "dense" and shapes.get(table) != (schema.num_rows, schema.dim):
             raise BadInput(
                 f"table {table!r} has {schema.num_rows} rows and {schema.dim} columns, the ranks wrote parts of "
                 f"{shapes.get(table)}; a table that no rank holds any more must be dropped",
                 table=table, expected=(schema.num_rows, schema.dim), found=shapes.get(table),
+            )  # fmt: skip
+
+
+def _check_cuts(table: str, ranges: set[tuple[int, int]]) -> None:
+    """A one-dimensional slot has a value per column range: ranges that overlap would leave rows without one."""
+    for a, b in pairwise(sorted(ranges)):
+        if b[0] < a[1]:
+            raise BadInput(
+                f"table {table!r} has one-dimensional slots, and is cut at columns {a} in some rows, at {b} in others; "
+                "give all rows the same column shards",
+                table=table, found=(a, b),
             )  # fmt: skip

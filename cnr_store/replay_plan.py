@@ -172,7 +172,8 @@ def check_row_slots(plan: TablePlan, names: Iterable[str], rule: SlotsRule) -> l
         slot = lost[0].removeprefix("slots/")
         raise Unsupported(
             f"slot {slot!r} of table {plan.table!r} has one value per row and column range, stored for columns "
-            f"{list(plan.stored)}; columns {plan.columns} are none of them: read those, or say 'mean' or 'drop'",
+            f"{list(plan.stored)}; columns {plan.columns} are none of them: read those, or pass "
+            "slots_rule='mean' or 'drop'",
             table=plan.table, expected=plan.stored, found=plan.columns,
         )  # fmt: skip
     return [name for name in names if rule != "drop" or name not in lost]

@@ -118,7 +118,7 @@ def test_a_mirror_of_other_columns_needs_every_one_dimensional_slot() -> None:
     parts.save(column_wise(6), full=True)
     view = parts.store.snapshot().table(TABLE)
 
-    with pytest.raises(Unsupported, match="'mean' or 'drop'"):
+    with pytest.raises(Unsupported, match="slots_rule='mean' or 'drop'"):
         view.read_mirror({}, np.zeros)
     assert view.read_mirror({}, np.zeros, slots_rule="drop") is None
     slot = np.empty(6, np.float32)
