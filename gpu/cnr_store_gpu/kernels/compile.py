@@ -84,7 +84,7 @@ def _bitmap_builds() -> Iterator[Build]:
         types = {"words": "*i32", "ids": f"*{ids}", **numbers}
         yield Build(f"mark_ids {ids}", mark.mark_ids, types, blocks, frozenset(), is_representative=ids == "i64")
     types = {"words": "*i32", "ids": "*i64", "ends": "*i64", "first_words": "*i64", "num_rows": "*i64"}
-    types |= {"num_ids": "i64", "num_slices": "i64"}
+    types |= {"num_bits": "i64", "num_ids": "i64", "num_slices": "i64"}
     yield Build("mark_slices", mark.mark_slices, types, {"steps": 5, **blocks}, frozenset())
     constants = {"steps": 5, "block": taking.BLOCK}
     types = {"words": "*i32", "places": "*i64", "counts": "*i32", "num_tables": "i64"}

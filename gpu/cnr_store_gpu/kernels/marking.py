@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from cnr_store.errors import BadShape
+from cnr_store.errors import BadInput, BadShape
 from cnr_store_gpu.kernels import reference
 from cnr_store_gpu.kernels.dispatch import (
     INT_DTYPES,
@@ -59,6 +59,12 @@ def mark(words: torch.Tensor, ids: torch.Tensor, first_word: int, num_rows: int,
     check_vector("words", words, (torch.int32,))
     check_vector("ids", ids)
     check_same_device(words, ids=ids)
+    if first_word < 0 or first_word * 32 + num_rows > len(words) * 32:
+        raise BadInput(
+            f"a table of {num_rows} rows from word {first_word} on does not fit a bitmap of {len(words)} words",
+            expected=len(words) * 32,
+            found=[first_word, num_rows],
+        )
     if ids.numel() == 0 or num_rows == 0:
         return
     if not uses_triton(words):
@@ -97,7 +103,7 @@ def mark_slices(words: torch.Tensor, ids: torch.Tensor, ends: Places, first_word
     ends
         (num_slices + 1,), ascending.
     first_words, num_rows
-        (num_slices,). Tables may repeat.
+        (num_slices,). Tables may repeat. A table that reaches beyond ``words`` is marked as far as they go.
 
     Raises
     ------
@@ -138,6 +144,7 @@ def mark_slices(words: torch.Tensor, ids: torch.Tensor, ends: Places, first_word
             ends,
             first_words,
             num_rows,
+            len(words) * 32,
             ids.numel(),
             num_slices,
             steps=num_slices.bit_length(),

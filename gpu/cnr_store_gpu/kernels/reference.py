@@ -35,7 +35,9 @@ def mark_slices(
     is_id = (piece >= 0) & (piece < len(first_words))
     piece = piece.clamp(0, len(first_words) - 1)
     rows = ids.to(torch.int64)
-    _set_bits(words, first_words[piece] * BITS + rows, is_id & (rows >= 0) & (rows < num_rows[piece]))
+    bits = first_words[piece] * BITS + rows
+    is_id &= (rows >= 0) & (rows < num_rows[piece]) & (bits >= 0)
+    _set_bits(words, bits, is_id)
 
 
 def _set_bits(words: torch.Tensor, bits: torch.Tensor, inside: torch.Tensor) -> None:

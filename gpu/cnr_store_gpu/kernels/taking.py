@@ -30,7 +30,7 @@ def take_rows(words: torch.Tensor, tables: Sequence[tuple[int, int]]) -> tuple[l
         int32 (num_words,), contiguous, num_words a multiple of 32. The words of ``tables`` are zero afterwards, the
         others stay.
     tables
-        (first word, number of words) of each table, ascending and disjoint; first words are multiples of 32. Bits past
+        (first word, number of words) of each table, disjoint, in any order; first words are multiples of 32. Bits past
         a table's last row, up to the next multiple of 32 words, must be zero.
 
     Returns
@@ -88,10 +88,10 @@ def _check_tables(tables: Sequence[tuple[int, int]], num_words: int) -> None:
             found=[num_words],
         )
     end = 0
-    for first, size in tables:
+    for first, size in sorted(tables):
         if first % ALIGNMENT or first < end or size < 0 or first + size > num_words:
             raise BadInput(
-                f"tables of a bitmap of {num_words} words are ascending and disjoint and start at multiples of "
+                f"tables of a bitmap of {num_words} words are disjoint and start at multiples of "
                 f"{ALIGNMENT}; found first word {first} with {size} words behind one that ends at {end}",
                 found=[first, size],
             )

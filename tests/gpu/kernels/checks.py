@@ -110,6 +110,17 @@ def slices_are_marked_each_in_its_own_table(device: str) -> None:
             _same_bits(by_torch, found)
 
 
+def slices_beyond_the_bitmap_mark_nothing_there(device: str) -> None:
+    memory = torch.zeros(96, dtype=torch.int32, device=device)
+    ids = torch.arange(2048, device=device)
+
+    kernels.mark_slices(memory[:32], ids, [0, 1024, 2048], [0, 64], [2**40, 2**40])
+
+    expected = torch.zeros(96, dtype=torch.int32)
+    expected[:32] = -1
+    _same_bits(memory, expected)
+
+
 def taken_rows_are_sorted_and_cleared(device: str) -> None:
     random = np.random.default_rng(2)
     layouts = [[1], [0, 31, 33], [1023, 0, 1024, 1025, 0], [300_000, 5, 33_000]]
@@ -136,9 +147,9 @@ def taken_rows_are_sorted_and_cleared(device: str) -> None:
 def taking_some_tables_leaves_the_others(device: str) -> None:
     live = torch.full((192,), -1, dtype=torch.int32, device=device)
 
-    rows, before = kernels.take_rows(live, [(32, 32), (96, 64)])
+    rows, before = kernels.take_rows(live, [(96, 64), (32, 32)])
 
-    assert [len(found) for found in rows] == [1024, 2048]
+    assert [len(found) for found in rows] == [2048, 1024]
     taken = torch.zeros(192, dtype=torch.bool)
     taken[32:64] = taken[96:160] = True
     _same_bits(before, torch.where(taken, -1, 0).to(torch.int32))
@@ -370,12 +381,21 @@ def affine_flags_what_it_cannot_store(device: str) -> None:
         assert _affine(values, 4, "minmax", half)[3] == expected, value
 
 
+# ---- all
+
+
+def warmup_launches_every_kernel_on_small_tables(device: str) -> None:
+    dtypes = (torch.float32, torch.bfloat16)
+    kernels.warmup(device, dims=(1, 8), dtypes=dtypes, affine_bits=(2, 3), num_tables=(2,), num_slices=(3,))
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
     check.__name__: check
     for check in (
         marks_equal_the_cpu_kernel,
         a_hot_row_is_marked_once_and_ids_outside_never,
         slices_are_marked_each_in_its_own_table,
+        slices_beyond_the_bitmap_mark_nothing_there,
         taken_rows_are_sorted_and_cleared,
         taking_some_tables_leaves_the_others,
         gathered_and_set_rows_keep_every_bit,
@@ -388,12 +408,14 @@ CHECKS: dict[str, Callable[[str], None]] = {
         minmax_of_extreme_rows_equals_the_cpu,
         grid_search_is_as_good_as_the_cpu_and_codes_follow_the_parameters,
         affine_flags_what_it_cannot_store,
+        warmup_launches_every_kernel_on_small_tables,
     )
 }
 
 
 def main() -> None:
     """Run the named checks (or all) on the CPU and print what failed."""
+    is_triton_imported = "triton" in sys.modules
     failures: dict[str, str | None] = {}
     for name in sys.argv[1:] or CHECKS:
         try:
@@ -401,8 +423,8 @@ def main() -> None:
             failures[name] = None
         except Exception:  # noqa: BLE001 - every failure is reported by name, whatever it is
             failures[name] = traceback.format_exc()
-    triton_ran = kernels.uses_triton(torch.empty(0))
-    json.dump({"triton_ran": triton_ran, "failures": failures}, sys.stdout)
+    ran = {"triton_ran": kernels.uses_triton(torch.empty(0)), "triton_imported_early": is_triton_imported}
+    json.dump({**ran, "failures": failures}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def mark_ids(
 
 
 @triton.jit(
-    do_not_specialize=["num_ids", "num_slices"],
+    do_not_specialize=["num_bits", "num_ids", "num_slices"],
     do_not_specialize_on_alignment=["words", "ids", "ends", "first_words", "num_rows"],
 )
 def mark_slices(
@@ -53,6 +53,7 @@ def mark_slices(
     ends: tl.tensor,
     first_words: tl.tensor,
     num_rows: tl.tensor,
+    num_bits: tl.int64,
     num_ids: tl.int64,
     num_slices: tl.int64,
     steps: tl.constexpr,
@@ -77,5 +78,7 @@ def mark_slices(
         # Before the first slice the search ends at -1.
         low = tl.maximum(low, 0)
         row = tl.load(ids + at, mask=is_id, other=-1).to(tl.int64)
-        inside = (row >= 0) & (row < tl.load(num_rows + low))
-        _set_bits(words, tl.load(first_words + low) * 32 + row, inside)
+        bit = tl.load(first_words + low) * 32 + row
+        # Where the tables lie is known on the device only: what is outside the bitmap is left out here.
+        inside = (row >= 0) & (row < tl.load(num_rows + low)) & (bit >= 0) & (bit < num_bits)
+        _set_bits(words, bit, inside)
