@@ -22,6 +22,7 @@ import torch
 from cnr_store.errors import BadInput, BadRowIds, BadShape, TableNotFound
 from cnr_store.types import RowIds
 from cnr_store_gpu import words as packed
+from cnr_store_gpu.operators import mark_here
 from cnr_store_gpu.words import Words
 
 OutOfRange = Literal["raise", "ignore"]
@@ -216,6 +217,19 @@ class RowBitmap:
             outside = int(((tensor < 0) | (tensor >= place.num_rows)).sum())
             if outside:
                 raise self._outside(table, outside, int(tensor.min()), int(tensor.max()))
+
+    def mark_looked_up(self, first_word: int, num_rows: int, ids: torch.Tensor, skip_row: int = packed.NO_ROW) -> None:
+        """Mark row ids of the table at ``first_word`` (``span``): ``mark`` without checks, for each lookup.
+
+        ``ids`` is int32 or int64 of any shape; those outside the table mark nothing. Waits for nothing if they are on
+        the device of the words.
+        """
+        if self._host is None or not ids.is_cpu or ids.dtype not in (torch.int64, torch.int32):
+            mark_here(self.words, ids, first_word, num_rows, skip_row)
+            return
+        array = ids.numpy().reshape(-1)
+        with packed.LOCK:
+            packed.mark_words(self._host, array, first_word, num_rows, skip_row)
 
     def mark_mask(self, table: str, mask: torch.Tensor) -> None:
         """Mark the rows where ``mask``, bool ``(num_rows,)``, is true; waits for no device but the mask's own.

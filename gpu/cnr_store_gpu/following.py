@@ -165,10 +165,14 @@ class Following:
 
     def looked_up(self, watched: Watched, ids: torch.Tensor, *, learns: bool, skip_row: int = NO_ROW) -> None:
         """Mark the rows of one lookup, and count it if it learns. Traced by ``torch.compile``; eager works too."""
-        first_word, num_rows = watched.first_word, watched.num_rows
-        operators.mark(watched.bitmap.words, ids, first_word, num_rows, skip_row)
+        is_traced = torch.compiler.is_compiling()
+        if type(ids) is torch.Tensor and not is_traced:  # what the operators do, without the way there
+            watched.bitmap.mark_looked_up(watched.first_word, watched.num_rows, ids, skip_row)
+            if learns:
+                self._ledger.note(ids, None, (watched.place,), skip_row, is_copy=False)
+            return
+        operators.mark(watched.bitmap.words, ids, watched.first_word, watched.num_rows, skip_row)
         if learns:
-            is_traced = torch.compiler.is_compiling()
             counts, key = self._ledger.counts, self._ledger.key
             operators.note_lookup(counts, ids, None, [watched.place], skip_row, key, is_traced)
 
@@ -229,7 +233,7 @@ class Following:
         # kept over a save, move rows that no lookup of this interval showed.
         watched.marked = True
         if gradient.is_sparse or watched.bitmap.is_on_host:
-            watched.bitmap.mark(watched.table, rows_with_gradient(gradient), out_of_range="ignore")
+            watched.bitmap.mark_looked_up(watched.first_word, watched.num_rows, rows_with_gradient(gradient))
         else:  # listing the rows would wait for the device
             watched.bitmap.mark_mask(watched.table, gradient_mask(gradient))
 

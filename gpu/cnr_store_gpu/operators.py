@@ -108,7 +108,7 @@ def _flat(words: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     flat = ids.detach().reshape(-1)
     if flat.dtype not in (torch.int32, torch.int64):
         flat = flat.to(torch.int64)
-    return flat.to(words.device).contiguous()
+    return flat if flat.device == words.device and flat.is_contiguous() else flat.to(words.device).contiguous()
 
 
 def _note_lookup(

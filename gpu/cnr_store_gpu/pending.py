@@ -76,9 +76,20 @@ class LookupLedger:
     def __init__(self, tables: Sequence[str], *, keeps_ids: bool = False, steps_ahead: int = 1) -> None:
         self.counts = torch.zeros(max(len(tables), 1), dtype=torch.int64)
         """Lookups ever made, by place: written by ``note_lookup``."""
+        self._counts = self.counts.numpy()
         self._tables = [_Table() for _ in tables]
         self._keeps_ids, self._steps_ahead = keeps_ids, steps_ahead
         self.key = register_keeper(self) if keeps_ids else NO_LEDGER
+
+    def note(
+        self, ids: torch.Tensor, ends: torch.Tensor | None, places: Sequence[int], skip_row: int, *, is_copy: bool
+    ) -> None:
+        """Count a lookup, and keep its ids if ids are kept: what ``note_lookup`` does, for eager code."""
+        with packed.LOCK:
+            for place in places:
+                self._counts[place] += 1
+        if self._keeps_ids:
+            self.keep(ids, ends, places, skip_row, is_copy)
 
     def keep(
         self, ids: torch.Tensor, ends: torch.Tensor | None, places: Sequence[int], skip_row: int, is_copy: bool
@@ -104,7 +115,7 @@ class LookupLedger:
         table = self._tables[place]
         if self._keeps_ids and table.is_followed:
             return len(table.in_flight)
-        return int(self.counts[place]) - table.settled
+        return int(self._counts[place]) - table.settled
 
     def in_flight(self) -> list[KeptLookup]:
         """Return the lookups whose ids are kept, each once."""
@@ -116,7 +127,7 @@ class LookupLedger:
         table = self._tables[place]
         with packed.LOCK:
             table.updates += 1
-            table.settled = int(self.counts[place])
+            table.settled = int(self._counts[place])
             while table.in_flight and table.updates - table.in_flight[0][0] > self._steps_ahead:
                 table.in_flight.popleft()
 
@@ -124,14 +135,14 @@ class LookupLedger:
         """Say that no update of any table is outstanding."""
         with packed.LOCK:
             for place, table in enumerate(self._tables):
-                table.settled = int(self.counts[place])
+                table.settled = int(self._counts[place])
                 table.in_flight.clear()
 
     def begin_interval(self) -> None:
         """Forget which tables were looked up."""
         for place, table in enumerate(self._tables):
-            table.at_take = int(self.counts[place])
+            table.at_take = int(self._counts[place])
 
     def saw(self, place: int) -> bool:
         """Return whether the table was looked up in this interval."""
-        return int(self.counts[place]) != self._tables[place].at_take
+        return int(self._counts[place]) != self._tables[place].at_take
