@@ -174,8 +174,12 @@ class Writer:
         self.mirrors.clear()
         session.snapshot = None
         session.open = None
-        for shard in (shard for table in snapshot.tables for shard in shards[table]):
+        held = [shard for table in snapshot.tables for shard in shards[table]]
+        for shard in held:
             self._load_shard(snapshot, shard, wanted.get(shard, {}), slots_rule)
+        for shard in wanted.keys() - set(held):  # a copy that another rank saves
+            view = snapshot.table(shard.table)
+            view.read_arrays(wanted[shard], shard.rectangle_in(view.schema), slots_rule)
         return snapshot
 
     def _load_shard(self, snapshot: Snapshot, shard: Shard, arrays: Mapping[str, Array], slots_rule: SlotsRule) -> None:

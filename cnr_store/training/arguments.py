@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import FrameType
 from typing import Any, Literal
-
-from torch import nn
 
 from cnr_store.errors import BadInput, NotAStore
 from cnr_store.store import Store
@@ -48,7 +46,7 @@ def movements_of(assume: Mapping[str, Moves]) -> dict[str, Movement]:
 
 
 def options_by_table(
-    options: TableOptions | Mapping[str, TableOptions] | None, tables: Mapping[str, nn.Parameter]
+    options: TableOptions | Mapping[str, TableOptions] | None, tables: Collection[str]
 ) -> dict[str, TableOptions]:
     """Return the options of every table.
 
@@ -59,7 +57,7 @@ def options_by_table(
     """
     if not isinstance(options, Mapping):
         return dict.fromkeys(tables, options or TableOptions())
-    unknown = sorted(options.keys() - tables.keys())
+    unknown = sorted(options.keys() - set(tables))
     if unknown:
         raise BadInput(f"options= names tables {unknown}; the model has {sorted(tables)}", table=unknown[0])
     return {table: options.get(table, TableOptions()) for table in tables}

@@ -17,8 +17,9 @@ from typing import Literal
 import torch
 
 from cnr_store.errors import CommitStateUnknown
+from cnr_store.placement import Shard
 from cnr_store.training.tensors import TensorRows, as_array, flat_rows
-from cnr_store.transaction import Transaction
+from cnr_store.transaction import Declaration, Transaction
 from cnr_store.types import RowIds, TableOptions
 from cnr_store_gpu import Staged, Taken
 
@@ -45,11 +46,12 @@ class SaveReport:
     version, step, kind
         Position in the log, training step, ``full`` or ``delta``.
     rows
-        Touched rows that were handed over, of all tables; all rows of tables that were written whole.
+        Touched rows that this rank handed over, of all tables; all rows of tables that were written whole.
     size_bytes
-        Bytes of the segment.
+        Bytes of the segment, of all ranks.
     stall_s
-        Seconds for which the training thread copied rows (and encoded and wrote, if it was asked to stall).
+        Seconds for which the training thread copied rows (and encoded and wrote, if it was asked to stall), and agreed
+        with other ranks.
     wait_s
         Seconds for which it waited for the save before.
     encode_s, commit_s
@@ -68,24 +70,37 @@ class SaveReport:
 
 
 @dataclass(slots=True, eq=False)
-class WholeTable:
-    """A table to be written whole; tensors are live or copies, as the caller chose. ``options`` None keeps them."""
+class WholeShard:
+    """A shard to be written whole; tensors are live or copies, as the caller chose. ``options`` None keeps them."""
 
+    key: Shard
     weight: torch.Tensor
     slots: Mapping[str, torch.Tensor]
     options: TableOptions | None
 
 
+@dataclass(frozen=True, slots=True)
+class TouchedRows:
+    """Touched rows of one shard: their ids in the whole table; the copies are in the staging."""
+
+    key: Shard
+    row_ids: RowIds
+
+
 @dataclass(slots=True, eq=False)
 class SaveJob:
-    """Everything one save needs, of one instant; dense tensors and documents are in the transaction already."""
+    """Everything one save needs, of one instant; dense tensors and documents are in the transaction already.
+
+    ``taken``, ``rows``, ``whole`` and the staging go by name of the shard. ``declares``: ranks must agree on schemas.
+    """
 
     transaction: Transaction
     taken: Mapping[str, Taken]
     staged: Staged
-    rows: Mapping[str, RowIds]
-    whole: Mapping[str, WholeTable]
+    rows: Mapping[str, TouchedRows]
+    whole: Mapping[str, WholeShard]
     drops: tuple[str, ...]
+    declares: bool = False
     stall_s: float = 0.0
     wait_s: float = 0.0
     encode_s: float = 0.0
@@ -94,7 +109,8 @@ class SaveJob:
     @property
     def row_count(self) -> int:
         """Rows handed over."""
-        return sum(len(rows) for rows in self.rows.values()) + sum(t.weight.shape[0] for t in self.whole.values())
+        touched = sum(len(rows.row_ids) for rows in self.rows.values())
+        return touched + sum(one.weight.shape[0] for one in self.whole.values())
 
     def report(self, version: int) -> SaveReport:
         """Return the report of this save, committed as ``version``."""
@@ -121,20 +137,33 @@ def run_save(job: SaveJob) -> None:
     with transaction:
         for table in job.drops:
             transaction.drop_table(table)
-        for table, whole in job.whole.items():
-            whole_slots = {name: TensorRows(flat_rows(slot.detach())) for name, slot in whole.slots.items()}
-            transaction.write_table(table, TensorRows(whole.weight), slots=whole_slots, options=whole.options)
-        for table, row_ids in job.rows.items():
-            if len(row_ids) == 0:
+        shards = [Declaration(TensorRows(one.weight), _slot_rows(one), one.options) for one in job.whole.values()]
+        if job.declares:
+            declared: dict[str, list[Declaration]] = {}
+            for one, shard in zip(job.whole.values(), shards, strict=True):
+                if one.options is not None:
+                    declared.setdefault(one.key.table, []).append(shard)
+            transaction.declare_tables(declared)
+        for one, shard in zip(job.whole.values(), shards, strict=True):
+            options = None if job.declares else shard.options
+            transaction.write_table(
+                one.key.table, shard.values, slots=shard.slots, options=options, rectangle=one.key.rectangle
+            )
+        for name, rows in job.rows.items():
+            if len(rows.row_ids) == 0:
                 continue
-            copies = dict(job.staged.tensors[table])
+            copies = dict(job.staged.tensors[name])
             values = as_array(copies.pop(WEIGHT))
-            slots = {name: as_array(flat_rows(tensor)) for name, tensor in copies.items()}
-            transaction.write_rows(table, row_ids, values, slots=slots)
+            slots = {slot: as_array(flat_rows(tensor)) for slot, tensor in copies.items()}
+            transaction.write_rows(rows.key.table, rows.row_ids, values, slots=slots, rectangle=rows.key.rectangle)
         job.encode_s = time.perf_counter() - started
         started = time.perf_counter()
         transaction.commit()
     job.commit_s = time.perf_counter() - started
+
+
+def _slot_rows(one: WholeShard) -> dict[str, TensorRows]:
+    return {name: TensorRows(flat_rows(slot.detach())) for name, slot in one.slots.items()}
 
 
 def _fulfil(future: Future[None], run: Callable[[SaveJob], None], job: SaveJob) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from cnr_store.policy import Decision
+from cnr_store.training.document import FORMAT
 from cnr_store.training.reader import Stateful
 from cnr_store.training.rng import capture_rng
-from cnr_store.training.state import StatePlan, dense_tensors, optimizer_documents, slot_documents
+from cnr_store.training.state import StatePlan, dense_tensors, optimizer_documents
 from cnr_store.training.tensors import as_array, dense_dtype_name, host_copy
 from cnr_store.transaction import Transaction
 from cnr_store.types import RowIds
@@ -33,19 +34,29 @@ def put_dense_state(
 def trainer_document(
     plan: StatePlan,
     optimizers: Sequence[torch.optim.Optimizer],
-    slots: Mapping[str, Mapping[str, torch.Tensor]],
+    tables: Mapping[str, Mapping[str, Any]],
     extras: Mapping[str, Stateful],
     *,
     with_rng: bool,
 ) -> dict[str, Any]:
-    """Return everything that is no tensor of its own: hyperparameters, step counters, generators, extras; live."""
+    """Return everything that is no tensor of its own: hyperparameters, step counters, generators, extras; live.
+
+    ``tables``: ``slots`` and ``fused`` of the tables on all ranks.
+    """
     return {
-        "format": 1,
+        "format": FORMAT,
         "optimizers": optimizer_documents(plan, optimizers),
-        "slots": slot_documents(slots),
+        "slots": tables["slots"],
+        "fused": tables["fused"],
         "rng": capture_rng() if with_rng else {},
         "extras": {name: extra.state_dict() for name, extra in extras.items()},
     }
+
+
+def rank_document(*, with_rng: bool) -> dict[str, Any]:
+    """Return what a rank other than 0 says: its generators."""
+    rng = capture_rng() if with_rng else {}
+    return {"format": FORMAT, "optimizers": [], "slots": {}, "fused": {}, "rng": rng, "extras": {}}
 
 
 def rows_to_write(taken: Taken, decision: Decision, changed: Cumulative) -> RowIds:

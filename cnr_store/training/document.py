@@ -40,13 +40,23 @@ class SlotDocument(msgspec.Struct, frozen=True):
 
 
 class TrainerDocument(msgspec.Struct, frozen=True):
-    """Everything of a training state that is no tensor of its own. ``slots``: by table and slot name."""
+    """Everything of a training state that is no tensor of its own. ``slots``: by table and slot name.
+
+    Rank 0 says it for all, but for the generators: ``trainer/<rank>`` of the other ranks hold theirs. ``fused``: by
+    table, state of optimizers that are fused into backward.
+    """
 
     format: int
     optimizers: list[OptimizerDocument]
     slots: dict[str, dict[str, SlotDocument]]
     rng: dict[str, Any]
     extras: dict[str, Any]
+    fused: dict[str, dict[str, Any]] = {}
+
+
+def trainer_name(rank: int) -> str:
+    """Return the name of a rank's document."""
+    return f"trainer/{rank}"
 
 
 def trainer_of(value: Any) -> TrainerDocument:

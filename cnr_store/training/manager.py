@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 
+from cnr_store import tree
 from cnr_store.errors import (
     BackgroundSaveFailed,
     BadInput,
@@ -30,6 +32,7 @@ from cnr_store.errors import (
 )
 from cnr_store.mirrors import MirrorMode
 from cnr_store.policy import CheckpointSize, Decision, Policy, decide
+from cnr_store.ranks import Ranks, rank_zero, together
 from cnr_store.snapshot import Snapshot
 from cnr_store.store import Store
 from cnr_store.training.arguments import (
@@ -50,36 +53,46 @@ from cnr_store.training.background import (
     Outcome,
     SaveJob,
     SaveReport,
-    WholeTable,
+    TouchedRows,
+    WholeShard,
 )
-from cnr_store.training.capture import put_dense_state, rows_to_write, trainer_document
-from cnr_store.training.document import TRAINER, TrainerDocument, trainer_of
+from cnr_store.training.capture import put_dense_state, rank_document, rows_to_write, trainer_document
+from cnr_store.training.document import TRAINER, TrainerDocument, trainer_name, trainer_of
 from cnr_store.training.history import sizes_since_baseline
+from cnr_store.training.holdings import Holding, find_local_shards, hold
+from cnr_store.training.marks import taken_words, union_of, words_of
+from cnr_store.training.ranks import ranks_of_this_training
 from cnr_store.training.reader import (
-    READER,
     IntervalReader,
+    Redistribute,
     Stateful,
     check_stateful,
     reader_document,
+    reader_name,
     stored_reader_state,
 )
 from cnr_store.training.restoring import RestorePlan, apply_dense, plan_restore, read_dense, restore_tables
 from cnr_store.training.rng import restore_rng
+from cnr_store.training.shards import Slots, follow_lookups, plain_optimizers, unwrapped, watched_shard
 from cnr_store.training.state import (
     StatePlan,
+    fused_documents,
     live_slots,
     mirror_estimate,
     needs_new_schema,
     plan_state,
-    table_parameters,
+    slot_documents,
 )
 from cnr_store.training.tensors import leaf_of, tensor_of
 from cnr_store.transaction import Transaction
-from cnr_store.types import TableOptions
+from cnr_store.types import SlotsRule, TableOptions
 from cnr_store.writer import Writer
-from cnr_store_gpu import Cumulative, RowRequest, RowTracker, StagingBuffers, warmup
+from cnr_store_gpu import Cumulative, RowRequest, RowTracker, StagingBuffers, Taken, warmup
+from cnr_store_gpu.tracker import InFlight
 
 _SIGTERM_EXIT = 128 + signal.SIGTERM
+_STEPS_BETWEEN_SIGNALS = 16
+"""How often several ranks ask each other whether one was told to stop; asking costs a message to all of them."""
 _STEPS_UNTIL_WARNING = 8
 """Steps for which a save may be overdue in silence; micro-batches that are counted one by one make it wait too."""
 
@@ -106,9 +119,19 @@ class RestoredState:
     tables: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Planned:
+    """A restore that every rank has agreed to."""
+
+    plan: RestorePlan
+    state: StatePlan
+    trainer: TrainerDocument | None
+    reader_state: Any
+
+
 @dataclass(slots=True)
 class _Lineage:
-    """What the manager knows of the checkpoints it continues: sizes, and rows changed since the baseline."""
+    """What the manager knows of the checkpoints it continues: sizes, and rows changed since the baseline, by shard."""
 
     changed: Cumulative
     sizes: list[CheckpointSize] = field(default_factory=list)
@@ -128,6 +151,10 @@ class CheckpointManager:
 
     Call it from the thread that trains. One save at a time runs in the background; the training stalls for one copy
     of the touched rows.
+
+    Where several ranks train under ``torch.distributed`` every rank makes one, with the same arguments, and calls its
+    methods at the same steps: each saves what it holds, all in one checkpoint, and each save wins or fails on all of
+    them. Tables that all ranks hold (DistributedDataParallel) are saved by one.
 
     Parameters
     ----------
@@ -160,7 +187,15 @@ class CheckpointManager:
     rng
         Whether the random generators of Python, numpy and torch are saved and restored.
     save_on_sigterm
-        On SIGTERM the next `step` saves and raises SystemExit(143); with ``"flag"`` it saves and returns True.
+        On SIGTERM the next `step` saves and raises SystemExit(143); with ``"flag"`` it saves and returns True. Several
+        ranks do so together, at the next step that is a multiple of 16 after one of them got it.
+    ranks
+        The ranks that train together; by default all of ``torch.distributed``, or this process alone.
+    redistribute
+        What becomes of the ranks' reader states when another number of ranks resumes: a function from the list of
+        saved states to a list with one for each rank. Without it such a restore is refused.
+    in_flight
+        As for `cnr_store_gpu.RowTracker`: ``remark`` where a pipeline always has batches between lookup and step.
 
     Attributes
     ----------
@@ -219,6 +254,9 @@ class CheckpointManager:
         extras: Mapping[str, Stateful] | None = None,
         rng: bool = True,
         save_on_sigterm: bool | Literal["flag"] = False,
+        ranks: Ranks | None = None,
+        redistribute: Redistribute | None = None,
+        in_flight: InFlight = "refuse",
     ) -> None:
         check_one_of("first_full", first_full, ("stall", "copy"))
         check_one_of("when_busy", when_busy, ("wait", "skip", "refuse"))
@@ -235,47 +273,77 @@ class CheckpointManager:
         self.history: list[SaveReport] = []
         self.current_step = 0
         self.should_stop = False
-        self._model = model
-        self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        self._ranks = ranks_of_this_training() if ranks is None else ranks
+        if every_seconds is not None and self._ranks.world > 1:
+            raise BadInput(
+                "every_seconds= is for one rank: the clocks of several differ, and they must save at the same step; "
+                "give every_steps="
+            )
+        self._model = model = unwrapped(model)
+        given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        self._optimizers = plain_optimizers(given)
         self._reader, self._extras, self._saves_rng = reader, dict(extras or {}), rng
         self._intervals = reader if isinstance(reader, IntervalReader) else None
-        self._tables = table_parameters(model, tables)
-        self._options = options_by_table(options, self._tables)
+        self._redistribute = redistribute
+        plain, shards = find_local_shards(model, self._optimizers, list(tables), self._ranks)
+        self._holdings = hold(shards, self._ranks)
+        self._options = options_by_table(options, self._holdings.tables)
         self._policy: Policy = policy
         self._every_steps, self._every_seconds = every_steps, every_seconds
         self._copies_whole = first_full == "copy"
         self._when_busy, self._on_error = when_busy, on_error
-        self._log_memory(plan_state(model, self._optimizers, self._tables), mirror)
+        self._plan_state()  # refuses what cannot be saved
+        self._log_memory(mirror)
         self._tracker = RowTracker(
-            model, dict(self._tables), optimizers=self._optimizers, allow_dense=allow_dense,
-            assume=movements_of(assume or {}), on_bypass=on_bypass, verify_rows=verify_rows,
+            model, dict(plain), optimizers=self._optimizers, allow_dense=allow_dense,
+            assume=movements_of(assume or {}), on_bypass=on_bypass, verify_rows=verify_rows, in_flight=in_flight,
+            shards=[watched_shard(shard) for shard in shards if shard.table not in plain],
         )  # fmt: skip
+        self._lookups = follow_lookups(model, self._tracker)
         warmup()  # compiled code is loaded now, rather than in the stall of the first save
         self._buffers = StagingBuffers()
         self._background = BackgroundSave()
-        self._lineage = _Lineage(Cumulative({name: weight.shape[0] for name, weight in self._tables.items()}))
+        self._lineage = _Lineage(Cumulative({shard.name: shard.rows[1] - shard.rows[0] for shard in shards}))
         self._whole_next: set[str] = set()
         self._held: Finished | None = None
         self._fenced: BaseException | None = None
+        self._stops_together = False
         self._reader_state: Any = None
+        self._steps_taken = 0
+        self._hears_sigterm = save_on_sigterm is not False
         self._is_overdue = False
         self._steps_off_boundary, self._has_warned = 0, False
         self._last_save_step, self._last_save_s = 0, time.monotonic()
         self._is_closed = False
         self._writer: Writer | None = None
         self._open_writer_with: Callable[[Store], Writer] = lambda opened: opened.writer(
-            mirror=mirror, mirror_folder=mirror_folder, bytes_per_s=bytes_per_s
-        )
+            mirror=mirror, mirror_folder=mirror_folder, bytes_per_s=bytes_per_s, ranks=self._ranks,
+            shards=self._holdings.placement,
+        )  # fmt: skip
         self._owns_store = not isinstance(store, Store)
         try:
-            self._store = store if isinstance(store, Store) else open_or_create(store, storage_options, threads)
+            self._control = self._ranks.another()
+            self._store = self._open_store(store, storage_options, threads)
             self._exits_on_sigterm = save_on_sigterm is True
             self._previous_handler: Any = None
             if save_on_sigterm:
                 self._previous_handler = catch_sigterm(self._on_sigterm)
         except BaseException:
-            self._tracker.detach()
+            self._detach()
             raise
+
+    def _open_store(self, store: str | Store, storage_options: Mapping[str, Any] | None, threads: int | None) -> Store:
+        if isinstance(store, Store):
+            return store
+        opened: list[Store] = []
+
+        def open_here() -> None:
+            opened.append(open_or_create(store, storage_options, threads))
+
+        rank_zero(self._control, open_here)  # it may have to create it, which only one can
+        if not opened:
+            open_here()
+        return opened[0]
 
     # ---- the loop
 
@@ -318,8 +386,9 @@ class CheckpointManager:
             self._intervals.trained()
         self.current_step = self.current_step + 1 if step is None else step
         self._reader_state = reader_state
-        if self.should_stop:
-            if self._waits_for_boundary():
+        self._steps_taken += 1
+        if self._shall_stop():
+            if self._some_rank_waits():
                 return False
             self._save_last()
             if self._exits_on_sigterm:
@@ -328,7 +397,7 @@ class CheckpointManager:
         self._report_failure(self._take_finished(wait=False))
         if self._is_overdue or self._is_due():
             self._is_overdue = True
-            if not self._waits_for_boundary():
+            if not self._some_rank_waits():
                 self._save_due()
         return False
 
@@ -402,6 +471,7 @@ class CheckpointManager:
         tag: str | None = None,
         tables: Mapping[str, str] | None = None,
         strict: bool = True,
+        slots_rule: SlotsRule = "exact",
     ) -> RestoredState | None:
         """Put a checkpoint into the model, the optimizers, the reader and the generators, in place. Blocks.
 
@@ -415,8 +485,12 @@ class CheckpointManager:
         tables
             Stored name to mine, for tables that are named differently.
         strict
-            Refuse when the checkpoint and the model differ in tables, dense tensors or optimizers; else restore what
-            both have. The next save is then a full one.
+            Refuse when the checkpoint and the model differ in tables, dense tensors or optimizers, or the number of
+            reader states and ranks; else restore what both have. The next save is then a full one.
+        slots_rule
+            For tables sharded by column, and slots with one value per row and shard, where the shards are cut
+            otherwise than in the checkpoint: refuse, take the ``mean`` over a row's shards, or ``drop`` them (they stay
+            as they are).
 
         Returns
         -------
@@ -433,55 +507,70 @@ class CheckpointManager:
         self._check_open()
         self._report_failure(self._take_finished(wait=True))
         self._settle()
-        snapshot = self._store.snapshot(version, step=step, tag=tag)
-        if snapshot.is_empty:
-            if version is not None or tag is not None:
-                raise VersionNotFound(f"version {snapshot.version} holds no checkpoint", version=snapshot.version)
+        chosen = rank_zero(self._control, lambda: self._choose(version, step, tag))
+        if chosen is None:
             self._ready_writer()  # now, rather than in the stall of the first save
             return None
-        plan, state, trainer = self._plan_restore(snapshot, tables, strict)
-        if snapshot.record.chain != self._store.head().record.chain:
-            self._store.rollback(snapshot.version)
+        snapshot = self._store.snapshot(chosen)
+        planned = self._plan_together(snapshot, tables, strict)
+        rank_zero(self._control, lambda: self._roll_back_to(snapshot))
         writer = self._new_writer()
         if writer.head.record.chain != snapshot.record.chain:
             # Somebody committed between our look and the fence that keeps everybody else out.
             snapshot = self._store.snapshot(writer.head.record.v)
-            plan, state, trainer = self._plan_restore(snapshot, tables, strict)
-        restored = self._restore(writer, snapshot, plan, state, trainer)
-        if not strict:
-            self._whole_next |= self._tables.keys()  # what was left out is not what the mirrors hold
+            planned = self._plan_together(snapshot, tables, strict)
+        restored = self._restore(writer, snapshot, planned, slots_rule)
+        if not strict or slots_rule != "exact":
+            self._whole_next |= self._holdings.tables.keys()  # what was left out is not what the mirrors hold
         return restored
 
-    def _plan_restore(
-        self, snapshot: Snapshot, tables: Mapping[str, str] | None, strict: bool
-    ) -> tuple[RestorePlan, StatePlan, TrainerDocument | None]:
+    def _choose(self, version: int | None, step: int | None, tag: str | None) -> int | None:
+        """The version to restore, None if the store is empty."""
+        snapshot = self._store.snapshot(version, step=step, tag=tag)
+        if not snapshot.is_empty:
+            return snapshot.version
+        if version is not None or tag is not None:
+            raise VersionNotFound(f"version {snapshot.version} holds no checkpoint", version=snapshot.version)
+        return None
+
+    def _roll_back_to(self, snapshot: Snapshot) -> None:
+        if snapshot.record.chain != self._store.head().record.chain:
+            self._store.rollback(snapshot.version)
+
+    def _plan_together(self, snapshot: Snapshot, tables: Mapping[str, str] | None, strict: bool) -> _Planned:
+        """Plan on every rank before anything is changed on one."""
+        planned: list[_Planned] = []
+        together(self._control, lambda: planned.append(self._plan_restore(snapshot, tables, strict)))
+        return planned[0]
+
+    def _plan_restore(self, snapshot: Snapshot, tables: Mapping[str, str] | None, strict: bool) -> _Planned:
         trainer = None
         if TRAINER in snapshot.documents:
             trainer = trainer_of(snapshot.read_document(TRAINER, tensor_of))
-        state = plan_state(self._model, self._optimizers, self._tables)
+        state = self._plan_state()
         plan = plan_restore(
-            snapshot.tables, snapshot.dense, trainer, state, self._optimizers, name_map=tables, strict=strict
-        )
+            snapshot.tables, snapshot.dense, trainer, state, self._holdings, self._optimizers, name_map=tables,
+            strict=strict,
+        )  # fmt: skip
         if strict and trainer is not None and set(trainer.extras) != set(self._extras):
             raise BadInput(
                 f"the checkpoint has extras {sorted(trainer.extras)}, the manager {sorted(self._extras)}",
                 expected=sorted(trainer.extras), found=sorted(self._extras),
             )  # fmt: skip
-        return plan, state, trainer
+        reader_state = stored_reader_state(snapshot, self._ranks, self._redistribute, strict=strict)
+        return _Planned(plan, state, trainer, reader_state)
 
-    def _restore(
-        self, writer: Writer, snapshot: Snapshot, plan: RestorePlan, state: StatePlan, trainer: TrainerDocument | None
-    ) -> RestoredState:
+    def _restore(self, writer: Writer, snapshot: Snapshot, planned: _Planned, slots_rule: SlotsRule) -> RestoredState:
+        plan, state, trainer, reader_state = planned.plan, planned.state, planned.trainer, planned.reader_state
         loaded = read_dense(snapshot, plan)
-        reader = snapshot.read_document(READER, tensor_of) if READER in snapshot.documents else None
-        reader_state = stored_reader_state(reader)
+        rng = self._stored_rng(snapshot, trainer)
         if self._policy in ("one_shot", "intermittent"):
             records = self._store.log()
             sizes = sizes_since_baseline(self._policy, records)
             changed = {name: snapshot.table(stored).changed_rows() for name, stored in plan.renamed.items()}
         else:
             sizes, changed = sizes_since_baseline(self._policy, [snapshot.record]), {}
-        restore_tables(writer, plan, self._optimizers)
+        restore_tables(writer, plan, self._optimizers, slots_rule)
         apply_dense(plan, loaded, snapshot.dense, state, self._optimizers)
         for name, extra in self._extras.items():
             if trainer is not None and name in trainer.extras:
@@ -493,17 +582,39 @@ class CheckpointManager:
         self._writer, self._fenced = writer, None
         self._lineage.sizes = sizes
         self._lineage.changed.clear()
-        for table, rows in changed.items():
-            self._lineage.changed.add_rows(table, rows)
-        self._whole_next = {name for name in self._tables if plan.renamed.get(name) != name}
+        for name, holding in self._holdings.by_name.items():
+            first, stop = holding.shard.rows
+            rows = changed.get(holding.table, np.empty(0, np.int64))
+            self._lineage.changed.add_rows(name, rows[(rows >= first) & (rows < stop)] - first)
+        self._whole_next = {name for name in self._holdings.tables if plan.renamed.get(name) != name}
         self.current_step = self._last_save_step = snapshot.step
         self._last_save_s, self._is_overdue, self._reader_state = time.monotonic(), False, None
-        if self._saves_rng and trainer is not None:
-            restore_rng(trainer.rng)  # last: nothing that restores may draw from what it set
+        if self._saves_rng and rng is not None:
+            restore_rng(rng)  # last: nothing that restores may draw from what it set
         logger.info("restored step %d from version %d of %s", snapshot.step, snapshot.version, self._store.url)
         return RestoredState(snapshot.step, snapshot.version, reader_state, tuple(plan.renamed))
 
+    def _stored_rng(self, snapshot: Snapshot, trainer: TrainerDocument | None) -> dict[str, Any] | None:
+        """The generators of this rank; None if the ranks that saved were fewer."""
+        if self._ranks.rank == 0 or trainer is None:
+            return None if trainer is None else trainer.rng
+        name = trainer_name(self._ranks.rank)
+        if name not in snapshot.documents:
+            logger.warning("%s: rank %d had no random generators when this was saved", name, self._ranks.rank)
+            return None
+        return trainer_of(snapshot.read_document(name, tensor_of)).rng
+
     # ---- one save
+
+    def _plan_state(self) -> StatePlan:
+        return plan_state(self._model, self._optimizers, self._holdings.shards, self._holdings.tables)
+
+    def _shall_stop(self) -> bool:
+        """Whether SIGTERM has come, to any rank: all ranks hear of it at the same step."""
+        if self._ranks.world > 1 and self._hears_sigterm and self._steps_taken % _STEPS_BETWEEN_SIGNALS == 0:
+            self._stops_together = any(together(self._control, lambda: self.should_stop))
+            self.should_stop = self.should_stop or self._stops_together
+        return self.should_stop and (self._ranks.world == 1 or self._stops_together)
 
     def _is_due(self) -> bool:
         if self._every_steps is not None and self.current_step - self._last_save_step >= self._every_steps:
@@ -513,7 +624,9 @@ class CheckpointManager:
     def _save_due(self) -> None:
         """Begin the save that is due, as ``when_busy`` and ``on_error`` say."""
         started = time.perf_counter()
-        if self._background.is_running:
+        # What one rank cannot save now no rank can; with "wait" nobody needs to ask.
+        is_busy = self._when_busy != "wait" and any(together(self._control, lambda: self._background.is_running))
+        if is_busy:
             if self._when_busy == "refuse":
                 raise SaveInProgress(
                     f"the save before step {self.current_step} is still under way; save less often, or choose "
@@ -533,6 +646,10 @@ class CheckpointManager:
             return
         if not self._background.is_running:  # a first full that stalled: its failure is news of this step
             self._report_failure(self._take_finished(wait=False))
+
+    def _some_rank_waits(self) -> bool:
+        """Whether a save that is due must wait on some rank, and so on all."""
+        return any(together(self._control, self._waits_for_boundary))
 
     def _waits_for_boundary(self) -> bool:
         """Whether a save must wait for reader or optimizer step; warns, once, if that step does not seem to come."""
@@ -560,13 +677,13 @@ class CheckpointManager:
         self._settle()
         self._tracker.check_boundary()
         writer = self._ready_writer()
-        plan = plan_state(self._model, self._optimizers, self._tables)
-        slots = {table: live_slots(plan, self._optimizers, table) for table in self._tables}
-        decision = self._decide(writer, slots)
+        plan = self._plan_state()
+        slots = {name: live_slots(shard) for name, shard in plan.shards.items()}
+        decision, tables = self._decide_together(writer, plan, slots)
         transaction = writer.begin(self.current_step, decision.kind, base=decision.base)
         job: SaveJob | None = None
         try:
-            job = self._stage(transaction, decision, writer, plan, slots)
+            job = self._stage(transaction, decision, writer, plan, slots, tables)
             job.wait_s = wait_s
             job.stall_s = time.perf_counter() - started
             self._start(job)
@@ -594,17 +711,42 @@ class CheckpointManager:
         except Exception as error:  # no thread, no memory: the training may go on
             raise BackgroundSaveFailed(_failure_message(error)) from error
 
-    def _decide(self, writer: Writer, slots: Mapping[str, Mapping[str, torch.Tensor]]) -> Decision:
+    def _decide_together(
+        self, writer: Writer, plan: StatePlan, slots: Mapping[str, Slots]
+    ) -> tuple[Decision, dict[str, Any]]:
+        """Return what all ranks save now, and what they know of the tables between them (``slots`` and ``fused``)."""
+        decisions: list[Decision] = []
+
+        def share() -> dict[str, Any]:
+            decisions.append(self._decide(writer, plan, slots))
+            known = {"slots": slot_documents(plan.shards, slots), "fused": fused_documents(plan.shards.values())}
+            return {
+                "kind": decisions[0].kind, "base": decisions[0].base, "whole": sorted(self._whole_next),
+                "tables": tree.encode(known, leaf_of),
+            }  # fmt: skip
+
+        answers = together(self._control, share)
+        self._whole_next.update(*(answer["whole"] for answer in answers))
+        known: dict[str, Any] = {"slots": {}, "fused": {}}
+        for answer in reversed(answers):
+            given = tree.decode(answer["tables"], tensor_of)
+            for name, of_tables in known.items():
+                of_tables.update(given[name])
+        decision = decisions[0]
+        if any(answer["kind"] == "full" for answer in answers):
+            decision = Decision("full", "baseline", "a rank needs it")
+        return decision, known
+
+    def _decide(self, writer: Writer, plan: StatePlan, slots: Mapping[str, Slots]) -> Decision:
         schemas = writer.snapshot.tables if writer.is_synced else {}
-        whole = {
-            table
-            for table, weight in self._tables.items()
-            if needs_new_schema(schemas.get(table), weight, slots[table], self._options[table])
+        self._whole_next |= {
+            shard.table
+            for name, shard in plan.shards.items()
+            if needs_new_schema(schemas.get(shard.table), shard, slots[name], self._options[shard.table])
         }
-        self._whole_next |= whole
         if not writer.is_synced:
             return Decision("full", "baseline", "the writer does not know the head's state")
-        if self._whole_next or schemas.keys() - self._tables.keys():
+        if self._whole_next or schemas.keys() - self._holdings.tables.keys():
             return Decision("full", "baseline", f"tables {sorted(self._whole_next)} must be written whole")
         return decide(self._policy, self._lineage.sizes, chain_length=len(writer.head.record.chain))
 
@@ -614,39 +756,68 @@ class CheckpointManager:
         decision: Decision,
         writer: Writer,
         plan: StatePlan,
-        slots: Mapping[str, Mapping[str, torch.Tensor]],
+        slots: Mapping[str, Slots],
+        tables: Mapping[str, Any],
     ) -> SaveJob:
         schemas = writer.snapshot.tables if writer.is_synced else {}
-        drops = tuple(sorted((schemas.keys() | set(transaction.needs_whole_tables)) - self._tables.keys()))
-        whole = set(self._whole_next) | (set(transaction.needs_whole_tables) & set(self._tables))
-        put_dense_state(transaction, writer.snapshot.dense if writer.is_synced else (), plan, self._optimizers)
-        transaction.put_scalars({"step": self.current_step})
-        trainer = trainer_document(plan, self._optimizers, slots, self._extras, with_rng=self._saves_rng)
-        transaction.put_document(TRAINER, trainer, leaf_of)
-        reader = reader_document(self._reader, self._reader_state)
-        if reader is not None:
-            transaction.put_document(READER, reader, leaf_of)
-        taken, staged = self._tracker.take(), None
+        mine = self._holdings.tables.keys()
+        drops = tuple(sorted((schemas.keys() | set(transaction.needs_whole_tables)) - mine))
+        whole = set(self._whole_next) | (set(transaction.needs_whole_tables) & mine)
+        taken: dict[str, Taken] = {}
+        staged = None
+
+        def share() -> dict[str, str]:
+            self._put_state(transaction, writer, plan, tables)
+            taken.update(self._tracker.take())
+            return words_of(taken, self._holdings.replicated)
+
         try:
-            rows = {
-                t: rows_to_write(one, decision, self._lineage.changed) for t, one in taken.items() if t not in whole
+            # Here, so that a rank that cannot take part is known to the others before they stage anything.
+            marked = union_of(together(self._control, share))
+            rows: dict[str, TouchedRows] = {}
+            requests: dict[str, RowRequest] = {}
+            for name, holding in self._holdings.owned.items():
+                if holding.table in marked:
+                    taken[name] = taken_words(name, taken[name].num_rows, marked[holding.table])
+                if holding.table in whole:
+                    continue
+                local = rows_to_write(taken[name], decision, self._lineage.changed)
+                rows[name] = TouchedRows(holding.key, local + holding.shard.rows[0])
+                requests[name] = RowRequest(local, {WEIGHT: holding.shard.weight, **slots[name]})
+            staged = self._buffers.gather(requests)
+            written = {
+                name: self._whole_shard(holding, slots[name])
+                for name, holding in self._holdings.owned.items()
+                if holding.table in whole
             }
-            staged = self._buffers.gather(
-                {t: RowRequest(ids, {WEIGHT: self._tables[t], **slots[t]}) for t, ids in rows.items()}
-            )
-            written = {t: self._whole_table(t, slots[t], is_new=t in self._whole_next) for t in sorted(whole)}
         except BaseException:
             self._tracker.give_back(taken)
             if staged is not None:
                 staged.release()
             raise
-        return SaveJob(transaction, taken, staged, rows, written, drops)
+        declares = self._holdings.placement is not None and bool(self._whole_next)
+        return SaveJob(transaction, taken, staged, rows, written, drops, declares)
 
-    def _whole_table(self, table: str, slots: Mapping[str, torch.Tensor], *, is_new: bool) -> WholeTable:
-        weight: torch.Tensor = self._tables[table].detach()
+    def _put_state(self, transaction: Transaction, writer: Writer, plan: StatePlan, tables: Mapping[str, Any]) -> None:
+        """Hand over what is no row of a table: rank 0 says it for all, but for generators and readers."""
+        rank = self._ranks.rank
+        if rank == 0:
+            put_dense_state(transaction, writer.snapshot.dense if writer.is_synced else (), plan, self._optimizers)
+            transaction.put_scalars({"step": self.current_step})
+            document = trainer_document(plan, self._optimizers, tables, self._extras, with_rng=self._saves_rng)
+        else:
+            document = rank_document(with_rng=self._saves_rng)
+        transaction.put_document(trainer_name(rank), document, leaf_of)
+        reader = reader_document(self._reader, self._reader_state)
+        if reader is not None:
+            transaction.put_document(reader_name(rank), reader, leaf_of)
+
+    def _whole_shard(self, holding: Holding, slots: Slots) -> WholeShard:
+        weight = holding.shard.weight.detach()
         if self._copies_whole:
             weight, slots = weight.clone(), {name: slot.detach().clone() for name, slot in slots.items()}
-        return WholeTable(weight, slots, self._options[table] if is_new else None)
+        is_new = holding.table in self._whole_next
+        return WholeShard(holding.key, weight, slots, self._options[holding.table] if is_new else None)
 
     def _save_last(self) -> None:
         """Save because the process is about to be ended; a failure before this one must not prevent it."""
@@ -681,11 +852,13 @@ class CheckpointManager:
     def _won(self, job: SaveJob, version: int, error: BaseException | None = None) -> None:
         """``error``: what failed behind the commit, which nothing takes back."""
         job.staged.release()
-        self._whole_next -= job.whole.keys()
+        # What ranks write anew they write on all of them, in one save.
+        whole = {one.key.table for one in job.whole.values()}
+        self._whole_next -= self._holdings.tables.keys() if job.declares else whole
         self._lineage.add(job)
         if error is not None:
             # The mirrors may be half moved, so nothing can be a delta against them.
-            self._whole_next |= self._tables.keys()
+            self._whole_next |= self._holdings.tables.keys()
             logger.warning("version %d is committed, but then failed (%r); the next save is a full", version, error)
         report = job.report(version)
         self.history.append(report)
@@ -699,7 +872,7 @@ class CheckpointManager:
         job.staged.release()
         self._tracker.give_back(job.taken)
         # A whole table's old mirror is given up before the new one is written, so only a whole one can follow.
-        self._whole_next |= job.whole.keys()
+        self._whole_next |= {one.key.table for one in job.whole.values()}
         if isinstance(error, Fenced):
             self._fenced = error
         elif isinstance(error, Conflict) and self._writer is not None:
@@ -762,7 +935,7 @@ class CheckpointManager:
                     "%s holds checkpoints that were not restored; the next save is a full one of the live state",
                     self._store.url,
                 )
-                self._whole_next |= self._tables.keys()
+                self._whole_next |= self._holdings.tables.keys()
         return self._writer
 
     def _new_writer(self) -> Writer:
@@ -812,12 +985,17 @@ class CheckpointManager:
             self._report_failure(error)
         finally:
             self._background.close()
-            self._tracker.detach()
+            self._detach()
             self._buffers.free()
             if self._writer is not None:
                 self._writer.close()
             if self._owns_store:
                 self._store.close()
+
+    def _detach(self) -> None:
+        self._tracker.detach()
+        while self._lookups:
+            self._lookups.pop().remove()
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         # Only a flag: the signal may come in the middle of an optimizer step.
@@ -829,13 +1007,11 @@ class CheckpointManager:
         if self._is_closed:
             raise BadInput("the checkpoint manager is closed; make another one")
 
-    def _log_memory(self, plan: StatePlan, mirror: MirrorMode) -> None:
-        total = sum(
-            mirror_estimate(weight, live_slots(plan, self._optimizers, table), self._options[table])
-            for table, weight in self._tables.items()
-        )
+    def _log_memory(self, mirror: MirrorMode) -> None:
+        owned = [holding.shard for holding in self._holdings.owned.values()]
+        total = sum(mirror_estimate(one.weight, live_slots(one), self._options[one.table]) for one in owned)
         where = {"memory": "in memory", "mmap": "on disk", "none": "not kept"}[mirror]
-        logger.info("%d tables, code mirrors of about %.1f MiB (%s)", len(self._tables), total / 2**20, where)
+        logger.info("%d shards of tables, code mirrors of about %.1f MiB (%s)", len(owned), total / 2**20, where)
 
 
 def _failure_message(error: BaseException) -> str:

@@ -10,8 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from cnr_store.errors import BadInput, CorruptStore
+from cnr_store.ranks import Ranks
+from cnr_store.snapshot import Snapshot
+from cnr_store.training.tensors import tensor_of
 
-READER = "reader/0"
+Redistribute = Callable[[list[Any]], Sequence[Any]]
+"""From the saved states, by rank, to one for each rank that resumes."""
 
 
 @runtime_checkable
@@ -66,24 +70,42 @@ def reader_document(reader: Stateful | None, given: Any) -> dict[str, Any] | Non
     return None if reader is None else {"state": reader.state_dict()}
 
 
-def stored_reader_state(document: Any) -> Any:
-    """Return the reader's state from the document, None if none was saved.
+def reader_name(rank: int) -> str:
+    """Return the name of the document that holds a rank's reader state."""
+    return f"reader/{rank}"
+
+
+def stored_reader_state(
+    snapshot: Snapshot, ranks: Ranks, redistribute: Redistribute | None, *, strict: bool = True
+) -> Any:
+    """Return this rank's reader state, None if none was saved. Blocks; reads one document if the ranks are as many.
 
     Raises
     ------
+    BadInput
+        Another number of ranks has saved, and there is no ``redistribute`` (without ``strict``: None is returned).
     CorruptStore
-        The document is not what `reader_document` makes.
+        A document is not what `reader_document` makes.
     """
-    if document is None:
+    saved = [name for name in snapshot.documents if name.startswith("reader/")]
+    if not saved:
         return None
+    if len(saved) == ranks.world:
+        return _state_in(snapshot, reader_name(ranks.rank))
+    if redistribute is None and not strict:
+        return None
+    states = [_state_in(snapshot, reader_name(rank)) for rank in range(len(saved))]
+    return reader_states_for(states, ranks.world, redistribute)[ranks.rank]
+
+
+def _state_in(snapshot: Snapshot, name: str) -> Any:
+    document = snapshot.read_document(name, tensor_of) if name in snapshot.documents else None
     if not isinstance(document, dict) or "state" not in document:
-        raise CorruptStore(f"document {READER} holds no reader state; restore another version", path=READER)
+        raise CorruptStore(f"document {name} holds no reader state; restore another version", path=name)
     return document["state"]
 
 
-def reader_states_for(
-    states: Sequence[Any], world: int, redistribute: Callable[[list[Any]], Sequence[Any]] | None = None
-) -> list[Any]:
+def reader_states_for(states: Sequence[Any], world: int, redistribute: Redistribute | None = None) -> list[Any]:
     """Return one reader state per rank of a training that resumes on ``world`` ranks. Pure, no I/O.
 
     A reader's state says what one rank has read of its share. With another number of ranks the shares are others, and

@@ -7,7 +7,7 @@ fit. Everything but the tables is read into host memory before the first tensor 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +16,12 @@ import torch
 
 from cnr_store.encodings.widths import carrier
 from cnr_store.errors import BadDtype, BadInput, BadShape, CorruptStore
+from cnr_store.placement import Shard
 from cnr_store.records import DenseEntry, SlotSchema, TableSchema
 from cnr_store.snapshot import Snapshot
 from cnr_store.training.document import TRAINER, OptimizerDocument, SlotDocument, TrainerDocument
+from cnr_store.training.holdings import Holding, Holdings
+from cnr_store.training.shards import LocalShard
 from cnr_store.training.state import (
     Optimized,
     StatePlan,
@@ -26,20 +29,33 @@ from cnr_store.training.state import (
     live_slots,
     optimizer_tensor_name,
 )
-from cnr_store.training.tensors import Array, as_tensor, table_dtype_name, windows, writable_array
+from cnr_store.training.tensors import Array, as_array, as_tensor, table_dtype_name, windows, writable_array
+from cnr_store.types import Rectangle, SlotsRule
 from cnr_store.writer import Writer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TableRestore:
-    """One stored table and where it goes. ``slots``: stored schema, shape and layout of each slot to fill."""
+class ShardRestore:
+    """One shard of a stored table and where it goes.
+
+    ``slots``: stored schema, shape on this rank, and layout of each slot to fill.
+    """
 
     stored: str
-    table: str
+    holding: Holding
     schema: TableSchema
-    weight: torch.Tensor
     owner: Optimized | None
     slots: dict[str, tuple[SlotSchema, tuple[int, ...], str]]
+
+    @property
+    def shard(self) -> LocalShard:
+        """Where it goes."""
+        return self.holding.shard
+
+    @property
+    def key(self) -> Shard:
+        """The shard under the table's stored name."""
+        return Shard(self.stored, self.holding.key.rectangle)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,8 +64,10 @@ class RestorePlan:
 
     Attributes
     ----------
-    tables
-        Tables with their slots.
+    shards
+        Shards of tables with their slots.
+    fused
+        Shards and what their fused optimizers get back besides slots.
     dense
         Stored dense tensors to the model's parameters and buffers.
     optimizer_dense
@@ -60,7 +78,8 @@ class RestorePlan:
         My name to the stored name of each table that is restored.
     """
 
-    tables: tuple[TableRestore, ...]
+    shards: tuple[ShardRestore, ...]
+    fused: tuple[tuple[LocalShard, dict[str, Any]], ...]
     dense: dict[str, torch.Tensor]
     optimizer_dense: dict[str, tuple[Optimized, str]]
     optimizer_documents: tuple[OptimizerDocument | None, ...]
@@ -79,6 +98,7 @@ def plan_restore(
     stored_dense: Mapping[str, DenseEntry],
     trainer: TrainerDocument | None,
     plan: StatePlan,
+    holdings: Holdings,
     optimizers: Sequence[torch.optim.Optimizer],
     *,
     name_map: Mapping[str, str] | None = None,
@@ -101,12 +121,23 @@ def plan_restore(
     CorruptStore
         The document gives a slot a shape that its table does not have.
     """
-    names = _names(schemas, plan, name_map or {}, strict)
+    names = _names(schemas, holdings.tables, name_map or {}, strict)
     documents = _match_optimizers(trainer, optimizers, plan, names, strict)
     layouts = {} if trainer is None else trainer.slots
-    tables = tuple(
-        _plan_table(schemas[stored], stored, mine, plan, optimizers, documents, layouts.get(stored, {}), strict)
+    held = [
+        (stored, holding)
         for stored, mine in names.items()
+        for holding in holdings.by_name.values()
+        if holding.table == mine
+    ]
+    shards = tuple(
+        _plan_shard(schemas[stored], stored, holding, plan, documents, layouts.get(stored, {}), strict)
+        for stored, holding in held
+    )
+    fused = tuple(
+        (holding.shard, trainer.fused[stored])
+        for stored, holding in held
+        if trainer is not None and holding.shard.parameter is None and stored in trainer.fused
     )
     wanted = dense_tensors(plan, optimizers)
     dense = {name: plan.dense[name] for name in stored_dense if name in plan.dense}
@@ -117,7 +148,7 @@ def plan_restore(
         missing = sorted(name for name in plan.dense if name not in stored_dense)
         extra = sorted(n for n in stored_dense if n not in plan.dense and n not in state and n not in wanted)
         _refuse_unmatched("dense tensors", missing, extra)
-    return RestorePlan(tables, dense, state, documents, {mine: stored for stored, mine in names.items()})
+    return RestorePlan(shards, fused, dense, state, documents, {mine: stored for stored, mine in names.items()})
 
 
 def read_dense(snapshot: Snapshot, plan: RestorePlan) -> Loaded:
@@ -125,16 +156,18 @@ def read_dense(snapshot: Snapshot, plan: RestorePlan) -> Loaded:
     return Loaded({name: snapshot.read_dense(name) for name in (*plan.dense, *plan.optimizer_dense)})
 
 
-def restore_tables(writer: Writer, plan: RestorePlan, optimizers: Sequence[torch.optim.Optimizer]) -> Snapshot:
+def restore_tables(
+    writer: Writer, plan: RestorePlan, optimizers: Sequence[torch.optim.Optimizer], slots_rule: SlotsRule
+) -> Snapshot:
     """Fill weights and slots and the writer's mirrors from the head. Blocks; returns the head's snapshot.
 
     Host tensors are decoded in place, others by windows of rows.
     """
-    outputs: dict[str, dict[str, Array]] = {}
-    windowed: list[tuple[str, dict[str, torch.Tensor]]] = []
-    sparse: list[tuple[TableRestore, str, torch.Tensor]] = []
-    for one in plan.tables:
-        targets = {"values": one.weight.detach()}
+    outputs: dict[Shard, dict[str, Array]] = {}
+    windowed: list[tuple[ShardRestore, dict[str, torch.Tensor]]] = []
+    sparse: list[tuple[ShardRestore, str, torch.Tensor]] = []
+    for one in plan.shards:
+        targets = {"values": one.shard.weight.detach()}
         for slot, (schema, shape, layout) in one.slots.items():
             target = _slot_target(one, slot, schema, shape, layout, optimizers)
             targets[slot] = target
@@ -143,15 +176,15 @@ def restore_tables(writer: Writer, plan: RestorePlan, optimizers: Sequence[torch
         arrays = {name: writable_array(tensor) for name, tensor in targets.items()}
         held = {name: _as_rows(array) for name, array in arrays.items() if array is not None}
         if "values" in held:
-            outputs[one.stored] = held
+            outputs[one.key] = held
             rest = {name: tensor for name, tensor in targets.items() if name not in held}
         else:
             rest = targets
         if rest:
-            windowed.append((one.stored, rest))
-    snapshot = writer.restore(outputs)
-    for stored, tensors in windowed:
-        _restore_windows(snapshot, stored, tensors)
+            windowed.append((one, rest))
+    snapshot = writer.restore(outputs, slots_rule=slots_rule)
+    for one, tensors in windowed:
+        _restore_windows(snapshot, one, tensors, slots_rule)
     for one, slot, target in sparse:
         _state_of(one, optimizers)[slot] = _sparse_rows(target)
     return snapshot
@@ -178,25 +211,27 @@ def apply_dense(
         value = as_tensor(loaded.dense[name], entries[name].dtype)
         optimizer = optimizers[one.optimizer]
         _put_tensor(optimizer.state[one.parameter], key, value, one.parameter, optimizer.param_groups[one.group])
+    for shard, scalars in plan.fused:
+        shard.put_scalars(scalars)
     for optimizer, document in zip(optimizers, plan.optimizer_documents, strict=True):
         for group, saved in zip(optimizer.param_groups, () if document is None else document.groups, strict=False):
             group.update(saved.options)
 
 
 def _names(
-    schemas: Mapping[str, TableSchema], plan: StatePlan, name_map: Mapping[str, str], strict: bool
+    schemas: Mapping[str, TableSchema], tables: Collection[str], name_map: Mapping[str, str], strict: bool
 ) -> dict[str, str]:
     for stored, mine in name_map.items():
         if stored not in schemas:
             raise BadInput(f"tables= names stored table {stored!r}, the store has {sorted(schemas)}", table=stored)
-        if mine not in plan.tables:
-            raise BadInput(f"tables= names {mine!r}, the model has tables {sorted(plan.tables)}", table=mine)
+        if mine not in tables:
+            raise BadInput(f"tables= names {mine!r}, the model has tables {sorted(tables)}", table=mine)
     names = {stored: name_map.get(stored, stored) for stored in schemas}
-    matched = {stored: mine for stored, mine in names.items() if mine in plan.tables}
+    matched = {stored: mine for stored, mine in names.items() if mine in tables}
     if len(set(matched.values())) < len(matched):
         raise BadInput(f"two stored tables would go to one of mine: {matched}; check tables=", found=matched)
     if strict:
-        missing = sorted(set(plan.tables) - set(matched.values()))
+        missing = sorted(set(tables) - set(matched.values()))
         extra = sorted(set(schemas) - set(matched))
         _refuse_unmatched("tables", missing, extra)
     return matched
@@ -244,50 +279,53 @@ def _match_optimizers(
     return tuple(matched)
 
 
-def _plan_table(
+def _plan_shard(
     schema: TableSchema,
     stored: str,
-    mine: str,
+    holding: Holding,
     plan: StatePlan,
-    optimizers: Sequence[torch.optim.Optimizer],
     documents: Sequence[OptimizerDocument | None],
     layouts: Mapping[str, SlotDocument],
     strict: bool,
-) -> TableRestore:
-    weight = plan.tables[mine]
+) -> ShardRestore:
+    shard, mine = holding.shard, holding.table
+    shape = (shard.num_rows, shard.dim)
     if schema.keys == "hashed":
         raise BadInput(f"stored table {stored!r} has hashed keys and fits no parameter", table=stored)
-    if tuple(weight.shape) != (schema.num_rows, schema.dim):
+    if shape != (schema.num_rows, schema.dim):
         raise BadShape(
-            f"table {mine!r} has shape {tuple(weight.shape)}, stored {stored!r} has {(schema.num_rows, schema.dim)}",
-            table=mine, expected=(schema.num_rows, schema.dim), found=tuple(weight.shape),
+            f"table {mine!r} has shape {shape}, stored {stored!r} has {(schema.num_rows, schema.dim)}",
+            table=mine, expected=(schema.num_rows, schema.dim), found=shape,
         )  # fmt: skip
-    if table_dtype_name(weight, mine) != schema.dtype:
+    if table_dtype_name(shard.weight, mine) != schema.dtype:
         raise BadDtype(
-            f"table {mine!r} is {weight.dtype}, stored {stored!r} is {schema.dtype}; use a model of that dtype",
-            table=mine, expected=schema.dtype, found=str(weight.dtype),
+            f"table {mine!r} is {shard.weight.dtype}, stored {stored!r} is {schema.dtype}; use a model of that dtype",
+            table=mine, expected=schema.dtype, found=str(shard.weight.dtype),
         )  # fmt: skip
     owner = plan.owner(mine)
-    live = live_slots(plan, optimizers, mine)
-    fits = owner is not None and documents[owner.optimizer] is not None
+    live = live_slots(shard)
+    is_fused = shard.parameter is None
+    fits = not is_fused and owner is not None and documents[owner.optimizer] is not None
     # An optimizer of the stored class makes slots that it does not have yet; of another one only what is there counts.
     chosen = schema.slots if fits else {name: slot for name, slot in schema.slots.items() if name in live}
-    if strict and schema.slots and not fits:
-        raise BadInput(
-            f"stored table {stored!r} has slots {sorted(schema.slots)}, but no optimizer has {mine!r}", table=mine
-        )
+    if strict and not fits and schema.slots.keys() - live.keys():
+        has = "no optimizer has it" if owner is None and not is_fused else f"its optimizer has {sorted(live)}"
+        raise BadInput(f"stored table {stored!r} has slots {sorted(schema.slots)}; of {mine!r}, {has}", table=mine)
     slots = {}
     for name, slot in chosen.items():
-        shape, layout = _slot_layout(schema, stored, name, layouts.get(name))
+        whole, layout = _slot_layout(schema, stored, name, layouts.get(name))
+        local = (shard.rows[1] - shard.rows[0], *whole[1:])
+        if slot.kind == "element":
+            local = (local[0], shard.columns[1] - shard.columns[0])
         held = live.get(name)
-        fits_slot = held is None or (held.numel(), table_dtype_name(held, name)) == (math.prod(shape), slot.dtype)
+        fits_slot = held is None or (held.numel(), table_dtype_name(held, name)) == (math.prod(local), slot.dtype)
         if held is not None and not fits_slot:
             raise BadShape(
-                f"slot {name!r} of table {mine!r} is {tuple(held.shape)} {held.dtype}, stored {shape} {slot.dtype}",
-                table=mine, expected=shape, found=tuple(held.shape),
+                f"slot {name!r} of table {mine!r} is {tuple(held.shape)} {held.dtype}, stored {local} {slot.dtype}",
+                table=mine, expected=local, found=tuple(held.shape),
             )  # fmt: skip
-        slots[name] = (slot, shape, layout)
-    return TableRestore(stored, mine, schema, weight, owner, slots)
+        slots[name] = (slot, local, layout)
+    return ShardRestore(stored, holding, schema, owner, slots)
 
 
 def _slot_layout(
@@ -340,7 +378,7 @@ def _plan_optimizer_dense(
 
 
 def _slot_target(
-    one: TableRestore,
+    one: ShardRestore,
     slot: str,
     schema: SlotSchema,
     shape: tuple[int, ...],
@@ -348,36 +386,37 @@ def _slot_target(
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> torch.Tensor:
     """The tensor that a slot is read into: the optimizer's own if it can be filled, else a new one in its place."""
-    assert one.owner is not None  # the plan has refused slots without an owner
-    state = _state_of(one, optimizers)
-    held = state.get(slot)
-    if isinstance(held, torch.Tensor) and held.layout is torch.strided and layout == "strided":
+    held = one.shard.slots().get(slot)
+    if held is not None and held.layout is torch.strided and layout == "strided":
         return held.detach()
-    made = torch.zeros(shape, dtype=getattr(torch, schema.dtype), device=one.weight.device)
+    made = torch.zeros(shape, dtype=getattr(torch, schema.dtype), device=one.shard.weight.device)
     if layout == "strided":
-        state[slot] = made
+        _state_of(one, optimizers)[slot] = made
     return made
 
 
-def _state_of(one: TableRestore, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+def _state_of(one: ShardRestore, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
     assert one.owner is not None  # the plan has refused slots without an owner
     state: dict[str, Any] = optimizers[one.owner.optimizer].state[one.owner.parameter]
     return state
 
 
-def _restore_windows(snapshot: Snapshot, stored: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Read a table that does not lie in host memory, a window of rows at a time."""
-    view = snapshot.table(stored)
+def _restore_windows(
+    snapshot: Snapshot, one: ShardRestore, tensors: Mapping[str, torch.Tensor], slots_rule: SlotsRule
+) -> None:
+    """Read a shard that does not lie in host memory, a window of rows at a time."""
+    view = snapshot.table(one.stored)
+    first, columns = one.shard.rows[0], one.shard.columns
     specs = {name: view.schema.dtype if name == "values" else view.schema.slots[name].dtype for name in tensors}
     flat = {name: tensor.reshape(tensor.shape[0], -1) for name, tensor in tensors.items()}
     row_bytes = sum(tensor.shape[1] * tensor.element_size() for tensor in flat.values())
-    for start, stop in windows(view.schema.num_rows, row_bytes):
+    for start, stop in windows(one.shard.rows[1] - first, row_bytes):
         for name, tensor in flat.items():
             array = np.empty((stop - start, tensor.shape[1]), carrier(specs[name]))
-            if name == "values":
-                view.read(start, stop, out=array)
-            else:
-                view.read_slot(name, start, stop, out=array)
+            if slots_rule == "drop" and name != "values":
+                array[...] = as_array(tensor[start:stop])  # what is not read stays
+            stored = "codes" if name == "values" else f"slots/{name}"
+            view.read_arrays({stored: array}, Rectangle((first + start, first + stop), columns), slots_rule)
             tensor[start:stop].copy_(as_tensor(array, specs[name]))
 
 
@@ -394,7 +433,7 @@ def _as_rows(array: Array) -> Array:
 
 def _put_inline(one: Optimized, saved: Mapping[str, Any], plan: RestorePlan, optimizer: torch.optim.Optimizer) -> None:
     """Make the optimizer's small state of a parameter what was saved: nothing more and nothing less."""
-    row_state = next((set(table.slots) for table in plan.tables if table.owner is one), set())
+    row_state = next((set(shard.slots) for shard in plan.shards if shard.owner is one), set())
     dense_keys = {key for owner, key in plan.optimizer_dense.values() if owner is one}
     if not saved and not row_state and not dense_keys:
         # Saved before the optimizer's first step: it must make its state anew.

@@ -112,9 +112,10 @@ def whole_shard(
 
     def slots() -> Slots:
         optimizer = owner()
-        # Subclasses of Tensor pass on to the state that is made like them; their memory is what counts.
         found = {} if optimizer is None else row_slots(optimizer, parameter)
-        return {name: slot.as_subclass(torch.Tensor) for name, slot in found.items()}
+        # Subclasses of Tensor pass on to the state that is made like them; their memory is what counts. A sparse
+        # tensor has no such memory.
+        return {name: slot if slot.is_sparse else slot.as_subclass(torch.Tensor) for name, slot in found.items()}
 
     def scalars() -> Scalars:
         optimizer = owner()
@@ -187,9 +188,12 @@ def _libraries() -> list[ShardingLibrary]:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside DistributedDataParallel and torch.compile, whose names are the same on every rank."""
-    while isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
-        model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model._orig_mod
-    return model
+    while True:
+        inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else None
+        inner = getattr(model, "_orig_mod", None) if inner is None else inner
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
 
 
 def find_shards(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()) -> list[LocalShard]:

@@ -6,7 +6,7 @@ dense tensors; numbers, hyperparameters and the layout of the optimizers go into
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,10 @@ from torch import nn
 from cnr_store.encodings import float_bits
 from cnr_store.errors import BadInput, TableNotFound
 from cnr_store.records import TableSchema
+from cnr_store.training.shards import LocalShard, Slots
 from cnr_store.training.tensors import slot_kind, table_dtype_name
 from cnr_store.types import Affine, FloatBits, Lattice, Raw, TableOptions
-from cnr_store_gpu import plan_tables, row_slots, scalar_state
+from cnr_store_gpu import plan_tables, scalar_state
 
 INLINE_ELEMENTS = 1
 """Optimizer tensors of at most so many elements (step counters) stand in the trainer document."""
@@ -41,21 +42,26 @@ class StatePlan:
 
     Attributes
     ----------
-    tables
-        Table name to weights.
+    shards
+        What this rank holds of tables, by name of the shard.
     dense
         Name to parameter or persistent buffer that is no table.
     optimized
         Every parameter that an optimizer has.
     """
 
-    tables: dict[str, nn.Parameter]
+    shards: dict[str, LocalShard]
     dense: dict[str, torch.Tensor]
     optimized: tuple[Optimized, ...]
 
     def owner(self, table: str) -> Optimized | None:
-        """Return the optimizer's side of a table, None if no optimizer has it."""
+        """Return the optimizer's side of a table, None if no optimizer has it or it is fused into backward."""
         return next((one for one in self.optimized if one.is_table and one.name == table), None)
+
+    @property
+    def tables(self) -> set[str]:
+        """Names of the tables that this rank holds something of."""
+        return {shard.table for shard in self.shards.values()}
 
 
 def table_parameters(model: nn.Module, declared: Iterable[str] = ()) -> dict[str, nn.Parameter]:
@@ -77,22 +83,29 @@ def table_parameters(model: nn.Module, declared: Iterable[str] = ()) -> dict[str
 
 
 def plan_state(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], tables: Mapping[str, nn.Parameter]
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    shards: Iterable[LocalShard],
+    tables: Collection[str],
 ) -> StatePlan:
     """Return where the model's and the optimizers' state belongs. Reads names and identities only.
+
+    Parameters
+    ----------
+    tables
+        Names of all tables, also those that this rank holds nothing of.
 
     Raises
     ------
     BadInput
         A parameter with two optimizers or an optimizer's parameter that the model does not have.
-    BadDtype
-        A table of a dtype that tables cannot have.
     """
-    for name, weight in tables.items():
-        table_dtype_name(weight, name)
-    is_table = {id(weight): name for name, weight in tables.items()}
+    held = {shard.name: shard for shard in shards}
+    is_table = {id(shard.parameter): shard.table for shard in held.values() if shard.parameter is not None}
     dense: dict[str, torch.Tensor] = {
-        name: parameter for name, parameter in model.named_parameters() if id(parameter) not in is_table
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if id(parameter) not in is_table and name not in tables
     }
     persistent = set(model.state_dict(keep_vars=True))
     dense |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
@@ -110,7 +123,7 @@ def plan_state(
                     raise BadInput(f"parameter {names[id(parameter)]!r} is in two optimizers; it can have one state")
                 name = names[id(parameter)]
                 optimized[id(parameter)] = Optimized(name, parameter, index, number, id(parameter) in is_table)
-    return StatePlan(dict(tables), dense, tuple(optimized.values()))
+    return StatePlan(held, dense, tuple(optimized.values()))
 
 
 def optimizer_tensor_name(optimizer: int, parameter: str, key: str) -> str:
@@ -123,12 +136,11 @@ def is_inline(value: Any) -> bool:
     return not isinstance(value, torch.Tensor) or value.numel() <= INLINE_ELEMENTS
 
 
-def live_slots(plan: StatePlan, optimizers: Sequence[torch.optim.Optimizer], table: str) -> dict[str, torch.Tensor]:
-    """Return the row state that a table has now, by the optimizer's names; live tensors in the optimizer's shapes."""
-    owner = plan.owner(table)
-    slots = {} if owner is None else row_slots(optimizers[owner.optimizer], owner.parameter)
+def live_slots(shard: LocalShard) -> dict[str, torch.Tensor]:
+    """Return the row state that a shard has now, by the optimizer's names; live tensors in the optimizer's shapes."""
+    slots = shard.slots()
     for name, slot in slots.items():
-        table_dtype_name(slot, f"{table}, slot {name}")
+        table_dtype_name(slot, f"{shard.table}, slot {name}")
     return slots
 
 
@@ -166,30 +178,41 @@ def optimizer_documents(plan: StatePlan, optimizers: Sequence[torch.optim.Optimi
     return documents
 
 
-def slot_documents(slots: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any]:
-    """Return per table and slot the shape and layout that the optimizer keeps it in."""
+def slot_documents(shards: Mapping[str, LocalShard], slots: Mapping[str, Slots]) -> dict[str, Any]:
+    """Return per table and slot the shape that it has for the whole table, and the layout, as the optimizer keeps it.
+
+    ``slots``: by name of the shard.
+    """
     return {
-        table: {
-            name: {"shape": list(slot.shape), "layout": "strided" if slot.layout is torch.strided else "sparse"}
-            for name, slot in named.items()
+        shards[name].table: {
+            slot: {
+                "shape": [shards[name].num_rows, *_row_shape(tensor, shards[name].dim)],
+                "layout": "strided" if tensor.layout is torch.strided else "sparse",
+            }
+            for slot, tensor in named.items()
         }
-        for table, named in slots.items()
+        for name, named in slots.items()
     }
 
 
+def fused_documents(shards: Iterable[LocalShard]) -> dict[str, dict[str, Any]]:
+    """Return per table the state of optimizers that are fused into backward, without what travels by row."""
+    return {shard.table: shard.scalars() for shard in shards if shard.parameter is None}
+
+
 def needs_new_schema(
-    schema: TableSchema | None, weight: torch.Tensor, slots: Mapping[str, torch.Tensor], options: TableOptions
+    schema: TableSchema | None, shard: LocalShard, slots: Mapping[str, torch.Tensor], options: TableOptions
 ) -> bool:
     """Whether a table can only be saved whole: it is new, its slots came or went, or another encoding is asked for.
 
     A lattice stays what it is, whatever precision is asked for now: its scale is chosen once.
     """
-    if schema is None or (schema.num_rows, schema.dim) != tuple(weight.shape):
+    if schema is None or (schema.num_rows, schema.dim) != (shard.num_rows, shard.dim):
         return True
     kinds = {name: (slot_kind(slot), table_dtype_name(slot, name)) for name, slot in slots.items()}
     if kinds != {name: (slot.kind, slot.dtype) for name, slot in schema.slots.items()}:
         return True
-    dtype = table_dtype_name(weight, "table")
+    dtype = table_dtype_name(shard.weight, shard.table)
     if schema.dtype != dtype or _wanted_slot_bits(schema, options):
         return True
     match options.encoding or ("lattice" if dtype == "float32" else "float_bits"):
@@ -227,6 +250,13 @@ def _wanted_slot_bits(schema: TableSchema, options: TableOptions) -> bool:
         and slot.encoding.mantissa_bits != options.slot_mantissa_bits
         for slot in schema.slots.values()
     )
+
+
+def _row_shape(slot: torch.Tensor, dim: int) -> list[int]:
+    """The shape of one row of a slot of the whole table."""
+    if slot.ndim == 1 or slot_kind(slot) == "row":
+        return list(slot.shape[1:])
+    return [dim]
 
 
 def _other_state(one: Optimized, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:

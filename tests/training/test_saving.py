@@ -683,7 +683,7 @@ def test_rows_that_were_copied_for_a_save_that_could_not_begin_are_released(
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(manager, "_whole_table", fail)
+        patch.setattr(manager, "_whole_shard", fail)
         with pytest.raises(MemoryError):
             manager.save()
 

@@ -1,0 +1,87 @@
+"""The ranks of a training that runs under ``torch.distributed``: messages over a gloo group of their own.
+
+A group of their own, because the default one may be NCCL, whose messages would wait for the device, and because its
+time limit is another: a save may take minutes. Only bytes travel, never pickled objects.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+
+import torch
+import torch.distributed as dist
+
+from cnr_store.errors import BadInput, RankLost
+from cnr_store.ranks import OneRank, Ranks
+
+TIMEOUT_S = 1800.0
+"""How long ranks wait for the slowest one's share of a save."""
+
+
+class ProcessRanks:
+    """One rank of a ``torch.distributed`` job. Made by all ranks of the group together; blocks until they are there.
+
+    Parameters
+    ----------
+    group
+        The processes that train together; None for all.
+    timeout_s
+        Seconds to wait for the slowest rank, for its whole share of a save.
+
+    Raises
+    ------
+    BadInput
+        ``torch.distributed`` is not initialised, or this process is not in the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = TIMEOUT_S) -> None:
+        if not dist.is_initialized():
+            raise BadInput("torch.distributed is not initialised: call init_process_group() first, or leave out ranks=")
+        if dist.get_rank(group) < 0:
+            raise BadInput("this process is not in the group that it was given")
+        self._members = dist.get_process_group_ranks(group)
+        self._timeout_s = timeout_s
+        self._is_broken = False
+        self._line = dist.new_group(
+            self._members,
+            timeout=dt.timedelta(seconds=timeout_s),
+            backend="gloo",
+            use_local_synchronization=len(self._members) < dist.get_world_size(),
+        )
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.world = len(self._members)
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """See `cnr_store.ranks.Ranks.exchange`. Two gathers: lengths, then bytes."""
+        if self._is_broken:
+            raise RankLost("a rank did not answer earlier; restart the training from the last checkpoint")
+        try:
+            lengths = self._gather(torch.tensor([len(message)], dtype=torch.int64))
+            sizes = [int(length) for length in lengths]
+            padded = torch.zeros(max(sizes), dtype=torch.uint8)
+            padded[: len(message)] = torch.frombuffer(bytearray(message or b"\0"), dtype=torch.uint8)[: len(message)]
+            given = self._gather(padded)
+        except RuntimeError as error:  # torch's DistError too
+            self._is_broken = True
+            raise RankLost(
+                f"another rank does not answer (waited up to {self._timeout_s:g} s): {error}; restart the training "
+                "from the last checkpoint"
+            ) from error
+        return [tensor[:size].numpy().tobytes() for tensor, size in zip(given, sizes, strict=True)]
+
+    def another(self) -> ProcessRanks:
+        """See `cnr_store.ranks.Ranks.another`."""
+        return ProcessRanks(self._group, timeout_s=self._timeout_s)
+
+    def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        found = [torch.empty_like(tensor) for _ in range(self.world)]
+        dist.all_gather(found, tensor, group=self._line)
+        return found
+
+
+def ranks_of_this_training() -> Ranks:
+    """Return all ranks of ``torch.distributed`` where it is initialised with several, else this process alone."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return ProcessRanks()
+    return OneRank()
