@@ -52,7 +52,7 @@ def gather_rows(source: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> 
     if uses_triton(source) and rows_are_contiguous(matrix):
         _launch(matrix, rows, target, table_rows=len(matrix), scatter=False)
     else:
-        reference.gather_rows(source, rows, out)
+        reference.gather_rows(source.detach(), rows, out)
 
 
 def set_rows(target: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
@@ -82,7 +82,7 @@ def set_rows(target: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> 
     if uses_triton(target) and rows_are_contiguous(matrix):
         _launch(source, rows, matrix, table_rows=len(matrix), scatter=True)
     else:
-        reference.set_rows(target, rows, values)
+        reference.set_rows(target.detach(), rows, values.detach())
 
 
 def _check_copy(table: torch.Tensor, rows: torch.Tensor, name: str, copies: torch.Tensor) -> None:

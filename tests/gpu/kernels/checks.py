@@ -200,6 +200,39 @@ def slots_gather_and_set_like_columns(device: str) -> None:
         _same_bits(slot[rows], -out)
 
 
+def weights_that_require_gradients_are_copied_without_them(device: str) -> None:
+    weight = torch.nn.Parameter(torch.arange(12.0, device=device).view(4, 3))
+    rows, out = torch.tensor([2, 0], device=device), torch.empty((2, 3), device=device)
+
+    kernels.gather_rows(weight, rows, out)
+    kernels.set_rows(weight, rows, -out)
+    kernels.lattice_add(weight, rows, torch.ones((2, 3), dtype=torch.int16, device=device), 1.0)
+
+    assert not out.requires_grad
+    assert out.tolist() == [[6, 7, 8], [0, 1, 2]]
+    assert weight.tolist() == [[1, 0, -1], [3, 4, 5], [-5, -6, -7], [9, 10, 11]]
+
+
+def places_beyond_two_billion_elements_are_reached(device: str) -> None:
+    # Zeros that nobody touches take address space, not memory.
+    table = torch.zeros((2**25 + 4, 64), dtype=torch.uint8, device=device)
+    rows = torch.tensor([2**25 + 3, 0, 2**25], device=device)
+    values = torch.arange(3 * 64, dtype=torch.uint8, device=device).view(3, 64)
+    out = torch.empty_like(values)
+    kernels.set_rows(table, rows, values)
+    kernels.gather_rows(table, rows, out)
+    _same_bits(out, values)
+    _same_bits(table[2**25], values[2])
+
+    words = torch.zeros(2**26 + 32, dtype=torch.int32, device=device)
+    kernels.mark(words, torch.tensor([2**31 + 1023, 2**31 + 31], device=device), 0, 2**31 + 1024)
+    kernels.mark_slices(words, torch.tensor([5], device=device), [0, 1], [2**26], [6])
+    (taken,), before = kernels.take_rows(words[2**26 :], [(0, 32)])
+    assert taken.tolist() == [5, 31, 1023]
+    assert before[0].item() == 32 - 2**31
+    assert words[2**26 :].count_nonzero() == 0
+
+
 # ---- lattice
 
 
@@ -400,6 +433,8 @@ CHECKS: dict[str, Callable[[str], None]] = {
         taking_some_tables_leaves_the_others,
         gathered_and_set_rows_keep_every_bit,
         slots_gather_and_set_like_columns,
+        weights_that_require_gradients_are_copied_without_them,
+        places_beyond_two_billion_elements_are_reached,
         lattice_codes_equal_the_cpu_kernel,
         lattice_ties_go_to_even_and_slots_code_like_columns,
         lattice_flags_what_it_cannot_store,
