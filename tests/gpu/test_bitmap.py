@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cnr_store.errors import BadInput, BadRowIds, BadShape, TableNotFound
-from cnr_store_gpu import Cumulative, RowBitmap
-from cnr_store_gpu.words import mark_words, mark_words_torch, rows_of, words_full, words_of_rows
+from cnr_store_gpu import Cumulative, DeviceBitmaps, RowBitmap
+from cnr_store_gpu.words import mark_words, mark_words_torch, pack_mask, rows_of, words_full, words_of_rows
 
 ODD_SIZES = [0, 1, 31, 32, 33, 1023, 1024, 1025, 5000]
 
@@ -29,17 +29,22 @@ def inside(ids: list[int], num_rows: int) -> set[int]:
 @given(tables=st.lists(sizes, min_size=1, max_size=4), data=st.data())
 def test_bitmap_equals_a_set_per_table(tables: list[int], data: st.DataObject) -> None:
     rows = {f"t{i}": size for i, size in enumerate(tables)}
-    bitmap = RowBitmap(rows)
-    if data.draw(st.booleans()):
-        bitmap._host = None  # the path of other devices, which sees no host memory, run on the CPU
+    # False: the path of other devices, run on the CPU.
+    bitmap = RowBitmap(rows, on_host=data.draw(st.sampled_from([None, False])))
     model: dict[str, set[int]] = {table: set() for table in rows}
 
     for _ in range(data.draw(st.integers(1, 12))):
         table = data.draw(st.sampled_from(sorted(rows)))
-        action = data.draw(st.sampled_from(["mark", "mark", "mark", "all", "take", "clear", "give_back"]))
+        action = data.draw(st.sampled_from(["mark", "mark", "mark", "mask", "all", "take", "clear", "give_back"]))
         if action == "mark":
             ids = data.draw(raw_ids)
             bitmap.mark(table, torch.tensor(ids, dtype=torch.int64), out_of_range="ignore")
+            model[table] |= inside(ids, rows[table])
+        elif action == "mask":
+            ids = data.draw(raw_ids)
+            mask = torch.zeros(rows[table], dtype=torch.bool)
+            mask[sorted(inside(ids, rows[table]))] = True
+            bitmap.mark_mask(table, mask)
             model[table] |= inside(ids, rows[table])
         elif action == "all":
             bitmap.mark_all(table)
@@ -107,9 +112,10 @@ def test_all_rows_and_no_more(num_rows: int) -> None:
     assert len(words_full(num_rows)) == words_of_rows(num_rows)
 
 
+@pytest.mark.parametrize("on_host", [True, False])
 @pytest.mark.parametrize("outside", [-1, 5, 2**31, -(2**62)])
-def test_id_outside_is_named_and_marks_nothing_anywhere(outside: int) -> None:
-    bitmap = RowBitmap({"a": 5, "b": 2000})
+def test_id_outside_is_named_and_marks_nothing_anywhere(outside: int, on_host: bool) -> None:
+    bitmap = RowBitmap({"a": 5, "b": 2000}, on_host=on_host)
 
     with pytest.raises(BadRowIds, match="1 of the ids") as caught:
         bitmap.mark("a", torch.tensor([2, outside]))
@@ -176,6 +182,62 @@ def test_unknown_table_is_named() -> None:
 def test_negative_table_is_refused() -> None:
     with pytest.raises(BadInput, match="-1 rows"):
         RowBitmap({"t": -1})
+
+
+def test_rows_taken_from_a_device_stay_there_too() -> None:
+    on_host, on_device = RowBitmap({"a": 100, "b": 5}), RowBitmap({"a": 100, "b": 5}, on_host=False)
+    for bitmap in (on_host, on_device):
+        bitmap.mark("a", [1, 99])
+        bitmap.mark("b", [4])
+
+    taken = on_device.take_all(["b", "a"])
+
+    assert list(taken) == ["b", "a"]
+    assert all(torch.equal(one.device_rows, torch.from_numpy(one.row_ids)) for one in taken.values())
+    for table, one in on_host.take_all().items():
+        assert one.device_rows is None
+        np.testing.assert_array_equal(one.words, taken[table].words)
+        np.testing.assert_array_equal(one.row_ids, taken[table].row_ids)
+
+
+@law
+@given(mask=st.lists(st.booleans(), max_size=130))
+def test_packed_mask_is_what_numpy_packs(mask: list[bool]) -> None:
+    packed = pack_mask(torch.tensor(mask, dtype=torch.bool))
+
+    padded = mask + [False] * (-len(mask) % 32)
+    np.testing.assert_array_equal(packed.numpy().view(np.uint8), np.packbits(np.array(padded, bool), bitorder="little"))
+
+
+@pytest.mark.parametrize("mask", [torch.ones(6, dtype=torch.bool), torch.ones(5), torch.ones(5, 1, dtype=torch.bool)])
+def test_mask_of_another_form_is_refused(mask: torch.Tensor) -> None:
+    bitmap = RowBitmap({"t": 5})
+
+    with pytest.raises(BadShape, match=r"\(5,\)"):
+        bitmap.mark_mask("t", mask)
+
+    assert not bitmap.any()
+
+
+def test_tables_of_several_devices_are_one_set_of_names() -> None:
+    devices = {"a": torch.device("cpu"), "b": torch.device("cpu", 0), "c": torch.device("cpu")}
+    bitmaps = DeviceBitmaps({table: (40 * (n + 1), device) for n, (table, device) in enumerate(devices.items())})
+    assert bitmaps.of("a") is bitmaps.of("c") is not bitmaps.of("b")
+
+    for row, table in enumerate(devices):
+        bitmaps.mark(table, [row])
+    bitmaps.mark_all("a")
+    taken = bitmaps.take_all()
+
+    assert {table: len(one) for table, one in taken.items()} == {"a": 40, "b": 1, "c": 1}
+    assert list(taken) == list(devices) == list(bitmaps.table_rows)
+    assert not bitmaps.any()
+    bitmaps.give_back({"b": taken["b"]})
+    assert bitmaps.any()
+    assert bitmaps.take("b").tolist() == [1]
+    with pytest.raises(TableNotFound, match="'d'"):
+        bitmaps.mark("d", [1])
+    assert bitmaps.size_bytes == sum(one.size_bytes for one in bitmaps.by_device.values())
 
 
 def test_taken_words_survive_later_marks() -> None:
