@@ -16,6 +16,7 @@ from cnr_store.replay_plan import by_columns, expected_digest, plan_table
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.testing.faulty import FaultyFileSystem, IsolatedMemoryFileSystem
 from cnr_store.types import Rectangle
+from cnr_store.verify.chains import check_chain_statements
 from tests.rectangles import TABLE, Model, Parts, schema_of
 
 HALVES = ((0, 4), (4, 8))
@@ -244,3 +245,43 @@ def test_parts_that_overlap_or_cut_a_hashed_table_are_refused() -> None:
         decode_manifest(canonical_json(msgspec.structs.replace(manifest, parts=tuple(moved))), "manifest")
     with pytest.raises(CorruptStore, match="hashed table has columns"):
         decode_manifest(canonical_json(msgspec.structs.replace(manifest, tables={TABLE: schema})), "manifest")
+
+
+def test_ranks_without_rows_cut_nothing() -> None:
+    parts = new_parts(IsolatedMemoryFileSystem(), 6, row_slot=True, ranges=HALVES)
+    parts.save(column_wise(6), full=True)
+    parts.save(column_wise(6))
+    reader = (snapshot := parts.store.snapshot()).readers[-1]
+    empty = msgspec.structs.replace(
+        reader.manifest.parts[0], rows=(6, 6), columns=(0, 8), state_digest=None, add=None, set=None, delete=None,
+        escape=None,
+    )  # fmt: skip
+    reader.manifest = msgspec.structs.replace(reader.manifest, parts=(*reader.manifest.parts, empty))
+    view = snapshot.table(TABLE)
+
+    assert view.column_cuts == HALVES
+    assert np.array_equal(view.read(), parts.model.values(), equal_nan=True)
+    plan = plan_table(snapshot.manifests, TABLE)
+    assert expected_digest(plan, {"codes", "slots/m"}) == sum(map(parts.model.digest, column_wise(6))) % (1 << 64)
+    assert list(check_chain_statements([r.name for r in snapshot.readers], snapshot.manifests)) == []
+
+
+def test_a_check_names_a_part_that_starts_from_another_state_however_it_was_cut() -> None:
+    parts = new_parts(IsolatedMemoryFileSystem(), 10)
+    parts.save([Rectangle(rows, columns) for rows in ((0, 5), (5, 10)) for columns in HALVES], full=True)
+    whole, below = parts.model.digest(Rectangle((0, 10), (0, 8))), parts.model.digest(Rectangle((5, 10), (0, 8)))
+    parts.save(row_wise(10, 8, 1))
+    before, after = parts.store.snapshot().manifests
+
+    def contradictions(rows: tuple[int, int], num_rows: int, digest: int) -> int:
+        part = msgspec.structs.replace(after.parts[0], rows=rows, base_digest=f"{digest:016x}")
+        schema = msgspec.structs.replace(after.tables[TABLE], num_rows=num_rows)
+        moved = msgspec.structs.replace(after, parts=(part,), tables={TABLE: schema})
+        return len(list(check_chain_statements(["a", "b"], [before, moved])))
+
+    assert contradictions((0, 10), 10, whole) == contradictions((5, 10), 10, below) == 0
+    assert contradictions((0, 10), 10, whole ^ 1) == contradictions((5, 10), 10, whole) == 1
+    for num_rows in (8, 13):  # the table was resized: its last rows start from what the last rows ended with
+        assert contradictions((0, num_rows), num_rows, whole) == contradictions((5, num_rows), num_rows, below) == 0
+        assert contradictions((0, num_rows), num_rows, below) == contradictions((5, num_rows), num_rows, whole) == 1
+    assert contradictions((3, 10), 10, 1) == 0  # of no union of parts, so nothing is known
