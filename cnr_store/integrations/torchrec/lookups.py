@@ -7,6 +7,7 @@ that node says that they are written. TorchRec's tracker callbacks are single sl
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,9 @@ from cnr_store.errors import Unsupported
 from cnr_store.integrations.torchrec.names import private
 from cnr_store.integrations.torchrec.shards import Kernel, Lookup, Sharded
 from cnr_store.training.shards import Handle
+
+_PATIENCE = 3
+"""Backwards of other forwards that one in a pipeline may wait for without a look for garbage, which takes time."""
 
 
 class Tracker(Protocol):
@@ -61,6 +65,7 @@ class _Forward:
     ids: torch.Tensor
     ends: list[int]
     is_told: bool
+    outlived: int = 0  # backwards of other forwards
 
 
 class _Follower:
@@ -113,9 +118,22 @@ class _Follower:
     def _settle(self, number: int) -> None:
         for name in dict.fromkeys(self._names(number)):
             self._tracker.updated(name)
+        if self._outlive(number):
+            gc.collect()
         for forward in list(self._waiting[number]):
             if forward.is_told:
                 self._tell(number, forward)
+
+    def _outlive(self, number: int) -> bool:
+        """Count for the forwards that still wait, and return whether one of them waits for suspiciously long.
+
+        TorchRec's graphs over several ranks are reference cycles: a dropped one waits until they are collected.
+        """
+        found = False
+        for forward in self._waiting[number]:
+            forward.outlived += 1
+            found |= forward.outlived == _PATIENCE
+        return found
 
     def _tell(self, number: int, forward: _Forward) -> None:
         self._tracker.lookup_slices(self._names(number), forward.ids, forward.ends)

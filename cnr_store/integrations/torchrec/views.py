@@ -73,8 +73,8 @@ def fused_scalars(kernel: nn.Module, optimizer: torch.optim.Optimizer) -> Callab
             "iter": int(private(kernel, "iter").item()),
             "learning_rate": float(optimizer.param_groups[0]["lr"]),
         }
-        if isinstance(counter := getattr(kernel, "max_counter", None), torch.Tensor) and counter.numel():
-            found["max_counter"] = float(counter[0])
+        if getattr(kernel, "_used_rowwise_adagrad_with_counter", False):
+            found["max_counter"] = float(private(kernel, "max_counter")[0])
         return found
 
     return scalars
@@ -91,7 +91,7 @@ def put_fused_scalars(kernel: nn.Module, optimizer: torch.optim.Optimizer) -> Ca
         if "learning_rate" in values:
             optimizer.param_groups[0]["lr"] = values["learning_rate"]
             private(kernel, "set_learning_rate")(values["learning_rate"])
-        if "max_counter" in values and isinstance(getattr(kernel, "max_counter", None), torch.Tensor):
+        if "max_counter" in values and getattr(kernel, "_used_rowwise_adagrad_with_counter", False):
             private(kernel, "max_counter").fill_(values["max_counter"])
 
     return put

@@ -34,6 +34,8 @@ Sharding = Literal["row_wise", "table_wise", "column_wise", "data_parallel", "ta
 SHARDINGS: tuple[Sharding, ...] = ("row_wise", "table_wise", "column_wise", "data_parallel", "mixed")
 CPU = torch.device("cpu")
 SEQUENCE_DIM = 8
+TINY = 3
+"""Rows of a table that leaves the last of four ranks without any, if it is sharded by rows."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ def random_spec(seed: int) -> ModelSpec:
         return tuple(
             TableSpec(
                 name,
-                draw.randint(3, 40),
+                draw.choice([4, 7, 8, *range(10, 40)]),
                 draw.choice(dims),
                 tuple(sorted(draw.sample(features, draw.randint(1, min(2, len(features)))))),
             )
@@ -141,7 +143,11 @@ def random_spec(seed: int) -> ModelSpec:
     names = [f"t{number}" for number in range(draw.randint(1, 3))]
     return ModelSpec(
         {
-            "sparse.pooled": (*tables(names, [8, 16]), TableSpec("t_last", draw.randint(3, 9), 8, features)),
+            "sparse.pooled": (
+                *tables(names, [8, 16]),
+                TableSpec("t_tiny", TINY, 8, features[:1]),  # not last: FBGEMM fails on an empty last table
+                TableSpec("t_all", draw.choice([4, 7, 8]), 8, features),
+            ),
             "sparse.sequence": tables(names, [SEQUENCE_DIM]),
         },
         features,
@@ -150,6 +156,8 @@ def random_spec(seed: int) -> ModelSpec:
 
 def _placement(sharding: Sharding, table: TableSpec, world: int, draw: random.Random) -> tuple[str, Any]:
     kind = draw.choice(SHARDINGS[:-1]) if sharding == "mixed" else sharding
+    if table.num_rows == TINY and (sharding, kind) != ("row_wise", "row_wise") and kind.endswith("row_wise"):
+        kind = "table_wise"  # FBGEMM runs no kernel whose tables are all empty; under row_wise another shares it
     match kind:
         case "row_wise":
             return kind, row_wise(compute_kernel="fused")
