@@ -6,7 +6,7 @@ Build on all ranks with the same arguments: placing tables is a collective act.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -82,20 +82,23 @@ class Built:
         self.optimizer.step()
 
 
+def pooled(tables: Sequence[TableSpec]) -> torchrec.EmbeddingBagCollection:
+    """Return an unsharded collection."""
+    configs = [
+        torchrec.EmbeddingBagConfig(
+            name=t.name, num_embeddings=t.num_rows, embedding_dim=t.dim, feature_names=list(t.features)
+        )
+        for t in tables
+    ]
+    return torchrec.EmbeddingBagCollection(device=CPU, tables=configs)
+
+
 class Sparse(nn.Module):
     """Two kinds of collections."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.pooled = torchrec.EmbeddingBagCollection(
-            device=CPU,
-            tables=[
-                torchrec.EmbeddingBagConfig(
-                    name=t.name, num_embeddings=t.num_rows, embedding_dim=t.dim, feature_names=list(t.features)
-                )
-                for t in spec.collections["sparse.pooled"]
-            ],
-        )
+        self.pooled = pooled(spec.collections["sparse.pooled"])
         self.sequence = torchrec.EmbeddingCollection(
             device=CPU,
             tables=[

@@ -34,13 +34,17 @@ CHECKS: dict[str, tuple[int, ...]] = {
     "torchrecs_own_tracker_works_beside": (2,),
     "hooks_that_are_removed_tell_nothing": (1,),
     "a_missing_private_name_is_told_with_the_version": (1,),
+    "several_shards_behind_a_dense_kernel_are_refused": (1,),
     "unsharded_collections_are_plain_models": (1,),
 }
 """What the worker checks, and on how many ranks."""
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("torchrec") is None, reason="torchrec and fbgemm-gpu are not installed"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("torchrec") is None, reason="torchrec and fbgemm-gpu are not installed"
+    ),
+]
 
 
 @pytest.fixture(scope="session")
