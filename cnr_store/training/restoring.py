@@ -206,6 +206,8 @@ def apply_dense(
         if document is None:
             continue
         stored = plan.renamed.get(one.name, one.name) if one.is_table else one.name
+        if one.is_table and not _has_parameter(document, stored):
+            continue  # it was stepped inside backward, or not at all: there is nothing to put back
         _put_inline(one, document.state.get(stored, {}), plan, optimizers[one.optimizer])
     for name, (one, key) in plan.optimizer_dense.items():
         value = as_tensor(loaded.dense[name], entries[name].dtype)
@@ -255,15 +257,16 @@ def _match_optimizers(
 ) -> tuple[OptimizerDocument | None, ...]:
     """Return the stored document of each optimizer, None where class or parameters are not the same."""
     stored = [] if trainer is None else trainer.optimizers
-    mine = {id(one.parameter): one.name for one in plan.optimized}
+    # Whether a table is stepped by an optimizer or inside backward may change with its sharding.
+    mine = {id(one.parameter): one.name for one in plan.optimized if not one.is_table}
     matched: list[OptimizerDocument | None] = []
     for index, optimizer in enumerate(optimizers):
         document = stored[index] if index < len(stored) else None
-        groups = [[mine[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        groups = [[mine[id(p)] for p in group["params"] if id(p) in mine] for group in optimizer.param_groups]
         fits = (
             document is not None
             and document.kind == type(optimizer).__name__
-            and [[names.get(p, p) for p in group.parameters] for group in document.groups] == groups
+            and [[p for p in group.parameters if p not in names] for group in document.groups] == groups
         )
         if not fits and strict:
             found = "none" if document is None else f"{document.kind} with {len(document.groups)} groups"
@@ -305,7 +308,7 @@ def _plan_shard(
     owner = plan.owner(mine)
     live = live_slots(shard)
     is_fused = shard.parameter is None
-    fits = not is_fused and owner is not None and documents[owner.optimizer] is not None
+    fits = owner is not None and _has_parameter(documents[owner.optimizer], stored)
     # An optimizer of the stored class makes slots that it does not have yet; of another one only what is there counts.
     chosen = schema.slots if fits else {name: slot for name, slot in schema.slots.items() if name in live}
     if strict and not fits and schema.slots.keys() - live.keys():
@@ -326,6 +329,11 @@ def _plan_shard(
             )  # fmt: skip
         slots[name] = (slot, local, layout)
     return ShardRestore(stored, holding, schema, owner, slots)
+
+
+def _has_parameter(document: OptimizerDocument | None, name: str) -> bool:
+    """Whether the optimizer that the document is of had a parameter."""
+    return document is not None and any(name in group.parameters for group in document.groups)
 
 
 def _slot_layout(
