@@ -3,7 +3,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
-EXTRAS := test,train,s3,azure,gcs
+EXTRAS := test,train,gpu,torchrec,s3,azure,gcs
 # Two workers: the tests start servers and training processes of their own.
 WORKERS ?= 2
 DEMO_ARGS ?=
@@ -27,6 +27,7 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps torchrec fbgemm-gpu-cpu
 	@$(BIN)/python -c 'import os, sys, torch; cpu = torch.__version__.endswith("+cpu"); note = f"torch {torch.__version__} is not the CPU build that the tests were pinned with"; cpu or print("warning:", note, file=sys.stderr); sys.exit(not cpu and os.environ.get("CI") == "true")'
 	@touch $@
 
