@@ -22,10 +22,11 @@ from cnr_store.types import Affine, Lattice, TableOptions
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """The schema that the rows of one shard ask for, and how many elements the shard has."""
+    """The schema that the rows of one shard ask for, how many elements the shard has, and the options it came from."""
 
     schema: TableSchema
     elements: int
+    options: str = ""
 
 
 def propose(
@@ -56,7 +57,7 @@ def propose(
         table, options, num_rows=shape[0], dim=shape[1], dtype=dtype, sample=sample_of(values, dtype),
         slots={name: array[0:1] for name, array in slots.items()}, generation=generation, has_mirror=has_mirror,
     )  # fmt: skip
-    return Proposal(schema, math.prod(values.shape))
+    return Proposal(schema, math.prod(values.shape), msgspec.json.encode(options, order="sorted").decode())
 
 
 def agree(table: str, proposals: Sequence[Proposal]) -> TableSchema:
@@ -70,6 +71,12 @@ def agree(table: str, proposals: Sequence[Proposal]) -> TableSchema:
     BadInput
         The ranks disagree in more than the scale: dtype, slots, options or mirrors.
     """
+    asked = sorted({proposal.options for proposal in proposals})
+    if len(asked) > 1:
+        raise BadInput(
+            f"the ranks ask for different ways to store table {table!r}: {asked}; give all ranks the same options",
+            table=table, found=asked,
+        )  # fmt: skip
     merged: dict[str, Any] = {
         "encoding": _agreed_encoding(proposals),
         "generation": max(proposal.schema.generation for proposal in proposals),

@@ -87,7 +87,7 @@ def _check_digests(receipts: Sequence[Receipt], base: Manifest) -> None:
         for (rank, part), end in pairs:
             if None not in (part.base_digest, end.state_digest) and part.base_digest != end.state_digest:
                 raise _another_state(table, f"rank {rank}", end.state_digest, part.base_digest)
-        if not pairs and mine and wanted:
+        if mine and wanted and len(pairs) < max(len(mine), len(wanted)):
             found = _sum_of([part.base_digest for _, part in mine.values()])
             expected = _sum_of([part.state_digest for part in wanted.values()])
             if found is not None and expected is not None and found != expected:

@@ -75,16 +75,15 @@ def together(ranks: Ranks, share: Callable[[], Any]) -> list[Any]:
     """
     if ranks.world == 1:
         return [share()]
-    answer: dict[str, Any]
     mine: BaseException | None = None
     try:
-        answer = {"ok": share()}
+        answer = msgspec.json.encode({"ok": share()})
     except RankLost:
         raise
     except BaseException as error:  # noqa: BLE001 (raised again below, when the others know)
-        answer, mine = {"error": described(error)}, error
+        answer, mine = msgspec.json.encode({"error": described(error)}), error
     try:
-        answers = [_DECODER.decode(message) for message in ranks.exchange(msgspec.json.encode(answer))]
+        answers = [_DECODER.decode(message) for message in ranks.exchange(answer)]
     except RankLost:
         if mine is not None:
             raise mine from None
@@ -109,8 +108,16 @@ def _nothing() -> None:
 def described(error: BaseException) -> dict[str, Any]:
     """Return an error as plain JSON, for other ranks."""
     if isinstance(error, CnrStoreError):
-        return {"kind": error.kind, "message": str(error), "table": error.table, "version": error.version}
-    return {"kind": RankFailed.kind, "message": f"{type(error).__name__}: {error}", "table": None, "version": None}
+        version = None if error.version is None else int(error.version)
+        table = None if error.table is None else _sendable(error.table)
+        return {"kind": error.kind, "message": _sendable(error), "table": table, "version": version}
+    message = f"{type(error).__name__}: {_sendable(error)}"
+    return {"kind": RankFailed.kind, "message": message, "table": None, "version": None}
+
+
+def _sendable(text: object) -> str:
+    """Text with no half of a surrogate pair, as paths that are not UTF-8 have: it could not be sent, nor the error."""
+    return str(text).encode("utf-8", "backslashreplace").decode()
 
 
 def rebuilt(rank: int, error: Mapping[str, Any]) -> CnrStoreError:

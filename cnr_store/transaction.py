@@ -235,20 +235,27 @@ class Transaction:
         session = self._session
         if session.placement is None:
             raise BadInput("this writer holds whole tables; give options to write_table()")
-        answers = together(session.ranks, partial(self._propose, tables))
-        proposals: dict[str, list[Proposal]] = {}
-        for answer in answers:
-            for table, given in answer.items():
-                proposals.setdefault(table, []).extend(
-                    Proposal(msgspec.convert(schema, TableSchema), elements) for schema, elements in given
-                )
-        for table, given_by_all in sorted(proposals.items()):
-            self._tables[table] = agree(table, given_by_all)
-            self._declared.add(table)
+        try:
+            answers = together(session.ranks, partial(self._propose, tables))
+            proposals: dict[str, list[Proposal]] = {}
+            for answer in answers:
+                for table, given in answer.items():
+                    proposals.setdefault(table, []).extend(
+                        Proposal(msgspec.convert(schema, TableSchema), elements, options)
+                        for schema, elements, options in given
+                    )
+            for table, given_by_all in sorted(proposals.items()):
+                self._tables[table] = agree(table, given_by_all)
+                self._declared.add(table)
+        except BaseException:
+            # Every rank is here, or has told the others that it gave up: nobody waits for an answer any more.
+            self._has_answered = True
+            self.abort()
+            raise
 
-    def _propose(self, tables: Mapping[str, Sequence[Declaration]]) -> dict[str, list[tuple[Any, int]]]:
+    def _propose(self, tables: Mapping[str, Sequence[Declaration]]) -> dict[str, list[tuple[Any, int, str]]]:
         session = self._session
-        made: dict[str, list[tuple[Any, int]]] = {}
+        made: dict[str, list[tuple[Any, int, str]]] = {}
         for table, declarations in tables.items():
             check_name(table)
             if table not in session.shapes:
@@ -260,7 +267,8 @@ class Transaction:
                     table, one.values, one.slots, chosen, shape=session.shapes[table],
                     generation=self._next_generation(table), has_mirror=session.mirrors.mode != "none",
                 )  # fmt: skip
-                made.setdefault(table, []).append((msgspec.to_builtins(proposal.schema), proposal.elements))
+                schema = msgspec.to_builtins(proposal.schema)
+                made.setdefault(table, []).append((schema, proposal.elements, proposal.options))
         return made
 
     def create_table(
@@ -754,7 +762,8 @@ class Transaction:
             # Rank 0 may have every receipt, and may have committed: only the log can tell.
             session.pending = self
         else:
-            session.lost(error)
+            # Before all shares were there nothing went into the log: the mirrors are the head's state as before.
+            session.lost(error if handed_over else RuntimeError("a rank failed"))
 
     def _receipt_of(self, rank: int, answer: Mapping[str, Any]) -> Receipt:
         """Read another rank's receipt back: what is committed is what the store shows, not what was said."""

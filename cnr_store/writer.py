@@ -228,7 +228,14 @@ class Writer:
                 f"the ranks want to save steps {sorted(steps)} on {sorted(bases)}; all must begin the same save",
                 found=sorted(steps),
             )
-        if kind == "full" and not all(wish.is_synced for wish in wishes):
+        heads = {wish.head for wish in wishes if wish.is_synced}
+        if kind == "delta" and len(heads) > 1:
+            raise DoesNotApply(
+                f"the ranks' mirrors are the states of versions {sorted(heads)}: some missed a commit; call restore() "
+                "first, or commit a full",
+                expected=max(heads), found=min(heads),
+            )  # fmt: skip
+        if kind == "full" and not (all(wish.is_synced for wish in wishes) and len(heads) == 1):
             # What one rank does not know no rank may build on, or they would store different tables.
             if session.snapshot is not None:
                 session.forget()
@@ -255,7 +262,7 @@ class Writer:
             hashed = [name for name, schema in session.snapshot.tables.items() if schema.keys == "hashed"]
             if hashed:
                 raise Unsupported(f"ranks cannot write hashed tables together, and the store has {hashed}")
-        wish = _Wish(step, kind, base, session.snapshot is not None, uuid.uuid4().hex)
+        wish = _Wish(step, kind, base, session.snapshot is not None, self.head.record.v, uuid.uuid4().hex)
         return asdict(wish)
 
     def _is_cut_anew(self) -> bool:
@@ -296,7 +303,10 @@ class Writer:
         except RankLost:
             if session.ranks.rank == 0 and not resolved:
                 raise
-            version = resolve() if session.ranks.rank == 0 and not resolved else self._find_committed(pending)
+            if resolved:  # rank 0 knows it, although it could not say so
+                version = None if resolved[0] is None else resolved[0].record.v
+            else:
+                version = self._find_committed(pending)
         entry = resolved[0] if resolved else None
         if version is not None and entry is None:
             session.move_to(version)
@@ -350,6 +360,7 @@ class _Wish:
     kind: CommitKind
     base: Base
     is_synced: bool
+    head: int
     txn: str
 
 

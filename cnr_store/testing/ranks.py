@@ -20,6 +20,7 @@ class _Line:
     messages: dict[int, dict[int, bytes]] = field(default_factory=dict)
     read: dict[int, int] = field(default_factory=dict)
     is_broken: bool = False
+    has_left: bool = False
     others: list[_Line] = field(default_factory=list)
 
 
@@ -42,6 +43,8 @@ class ThreadRank:
         line, number = self._line, self._round
         self._round += 1
         with line.lock:
+            if line.is_broken:
+                raise RankLost("other ranks have given this line up; restart the training from the last checkpoint")
             given = line.messages.setdefault(number, {})
             given[self.rank] = message
             line.lock.notify_all()
@@ -61,14 +64,17 @@ class ThreadRank:
         """See `cnr_store.ranks.Ranks.another`."""
         with self._line.lock:
             if self._lines == len(self._line.others):
-                self._line.others.append(_Line(self._line.world, self._line.timeout_s))
+                line = _Line(self._line.world, self._line.timeout_s, is_broken=self._line.has_left)
+                self._line.others.append(line)
             line = self._line.others[self._lines]
             self._lines += 1
         return ThreadRank(self.rank, line)
 
     def leave(self) -> None:
         """Die: the others stop waiting for this rank, on every line."""
-        lines = [self._line, *self._line.others]
+        with self._line.lock:
+            self._line.has_left = True
+            lines = [self._line, *self._line.others]
         for line in lines:
             with line.lock:
                 line.is_broken = True
