@@ -23,6 +23,7 @@ from cnr_store.encode import (
     encode_absolute,
     encode_rows,
     escape_list,
+    holds_codes,
     not_finite,
     refused_rows,
     stored_shape,
@@ -143,7 +144,7 @@ def stage_delete(schema: TableSchema, mirror: TableCodes | None, rows: RowIds, b
 
 
 def _find_bad(specs: Mapping[str, ArraySpec], given: Given, workers: Workers) -> npt.NDArray[np.bool_]:
-    """Which rows some array cannot encode: one pass over the floats."""
+    """Which rows some array cannot encode: one pass over what was given."""
     bad = np.zeros(len(given.rows), np.bool_)
 
     def check(start: int, stop: int) -> None:
@@ -193,7 +194,11 @@ def _differences(
     def encode(out: Array, start: int, stop: int) -> tuple[int, int]:
         block = np.ascontiguousarray(values[start:stop])
         rows = given.rows[start:stop]
-        if isinstance(spec.encoding, Lattice):
+        if holds_codes(spec, block):
+            largest, _, _, change = kernels.codes_delta(
+                block, rows, held, mirror.start, multipliers, out[start:stop], flags[start:stop]
+            )
+        elif isinstance(spec.encoding, Lattice):
             floats = widths.to_float32(block, spec.dtype)
             largest, _, _, change = kernels.lattice_delta(
                 floats, rows, held, mirror.start, spec.scale, multipliers, out[start:stop], flags[start:stop]

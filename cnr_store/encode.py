@@ -14,8 +14,8 @@ from cnr_store.encodings import affine, float_bits, kernels, packing, widths
 from cnr_store.errors import NonFiniteValues
 from cnr_store.records import TableSchema
 from cnr_store.segment import Blocks, RowList
-from cnr_store.table_codes import Array, ArraySpec, array_specs
-from cnr_store.types import Affine, Lattice, RowIds
+from cnr_store.table_codes import Array, ArraySpec, array_specs, decode_block
+from cnr_store.types import MAX_CODE, Affine, Lattice, RowIds
 from cnr_store.workers import Workers, blocks
 
 ENCODE_ROWS = 16_384
@@ -33,6 +33,7 @@ class FoundBadRows(Exception):
 class Given:
     """Rows as the caller gives them: sorted ids, and per array (n, width) floats in its own dtype.
 
+    The weights of a lattice may be given as their codes instead, int16 or int32 (`holds_codes`).
     ``columns``: those of the table that the values are of; None means all.
     """
 
@@ -74,9 +75,9 @@ def encode_rows(schema: TableSchema, given: Given, workers: Workers) -> StagedLi
 
 
 def encode_absolute(spec: ArraySpec, values: Array, workers: Workers) -> dict[str, Array]:
-    """Encode (n, width) floats into their stored arrays, on threads."""
+    """Encode (n, width) floats, or codes, into their stored arrays, on threads."""
     ranges = blocks(len(values), ENCODE_ROWS)
-    dtype = spec.held_dtype
+    dtype = values.dtype if holds_codes(spec, values) else spec.held_dtype
     pieces = workers.run(partial(encode_block, spec, values[a:b], dtype) for a, b in ranges)
     joined = {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
     if isinstance(spec.encoding, Lattice):
@@ -85,7 +86,7 @@ def encode_absolute(spec: ArraySpec, values: Array, workers: Workers) -> dict[st
 
 
 def encode_block(spec: ArraySpec, values: Array, dtype: np.dtype[Any]) -> dict[str, Array]:
-    """Encode a block of (n, width) floats, all encodable, into fresh stored arrays."""
+    """Encode a block of (n, width) floats or codes, all encodable, into fresh stored arrays."""
     if isinstance(spec.encoding, Affine):
         encoding = spec.encoding
         codes = np.empty((len(values), packing.packed_width(spec.width, encoding.bits)), np.uint8)
@@ -125,6 +126,12 @@ def unencodable(spec: ArraySpec, values: Array) -> npt.NDArray[np.bool_]:
 def scan_block(spec: ArraySpec, values: Array, out: Array | None, flags: npt.NDArray[np.uint8]) -> int:
     """Encode a block into ``out`` (or nowhere), flag bad rows and return the largest |code| (0 for floats)."""
     block = columns_of(np.ascontiguousarray(values))
+    if holds_codes(spec, block):
+        beyond = (block > MAX_CODE) | (block < -MAX_CODE)
+        flags[beyond.any(axis=1)] = _BAD
+        if out is not None:
+            np.copyto(out, block)
+        return int(max(block.max(initial=0), -int(block.min(initial=0))))
     if isinstance(spec.encoding, Lattice):
         floats = widths.to_float32(block, spec.dtype)
         out = np.empty(floats.shape, np.int32) if out is None else out
@@ -135,6 +142,11 @@ def scan_block(spec: ArraySpec, values: Array, out: Array | None, flags: npt.NDA
     return 0
 
 
+def holds_codes(spec: ArraySpec, values: Array) -> bool:
+    """Return whether rows are given as lattice codes (int16, int32) rather than floats; pure."""
+    return isinstance(spec.encoding, Lattice) and values.dtype in widths.CODE_DTYPES
+
+
 def not_finite(block: Array, spec: ArraySpec) -> npt.NDArray[np.uint8]:
     """`BAD_ROW` for rows with NaN or Inf, which float_bits could keep but a checkpoint should not hide."""
     finite = np.isfinite(widths.to_float32(block, spec.dtype)).all(axis=1)
@@ -142,11 +154,15 @@ def not_finite(block: Array, spec: ArraySpec) -> npt.NDArray[np.uint8]:
 
 
 def escape_list(specs: Mapping[str, ArraySpec], given: Given) -> StagedList:
-    """Return rows in their exact stored form: ``values`` and the slots, as floats."""
-    return StagedList(
-        given.rows,
-        {"values" if n == "codes" else n: stored_shape(specs[n], array) for n, array in given.values.items()},
-    )
+    """Return rows in their exact stored form: ``values`` and the slots, as floats; codes as what they stand for."""
+    arrays: dict[str, Array] = {}
+    for name, array in given.values.items():
+        spec, floats = specs[name], array
+        if holds_codes(spec, array):
+            floats = np.empty(array.shape, widths.carrier(spec.dtype))
+            decode_block(spec, np.ascontiguousarray(array), floats)
+        arrays["values" if name == "codes" else name] = stored_shape(spec, floats)
+    return StagedList(given.rows, arrays)
 
 
 def refused_rows(table: str, row: int, count: int) -> NonFiniteValues:

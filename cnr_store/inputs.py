@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from cnr_store.encodings.widths import carrier
+from cnr_store.encodings.widths import CODE_DTYPES, carrier
 from cnr_store.errors import BadDtype, BadInput, BadRowIds, BadShape
 from cnr_store.records import TableSchema, canonical_json
 from cnr_store.rows import check_row_ids
 from cnr_store.table_codes import array_specs
-from cnr_store.types import JsonValue, RowIds, TableOptions
+from cnr_store.types import JsonValue, Lattice, RowIds, TableOptions
 
 MAX_ELEMENTS = 1 << 50
 """A table beyond this is refused by every reader."""
@@ -28,6 +28,8 @@ def check_arrays(
     columns: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
     """Check values and slots of ``rows`` rows of some columns of a table (all if None); return array name to each.
+
+    Values are floats in the table's dtype or, of a lattice, its codes as int16 or int32.
 
     Raises
     ------
@@ -49,10 +51,12 @@ def check_arrays(
                 f"{name} of table {table!r} has shape {tuple(array.shape)}, expected {shape}",
                 table=table, expected=shape, found=tuple(array.shape),
             )  # fmt: skip
-        if np.dtype(array.dtype) != carrier(spec.dtype):
+        takes_codes = name == "codes" and isinstance(spec.encoding, Lattice)
+        if np.dtype(array.dtype) != carrier(spec.dtype) and not (takes_codes and np.dtype(array.dtype) in CODE_DTYPES):
+            expected_dtype = f"{carrier(spec.dtype)}{', or its codes as int16 or int32' if takes_codes else ''}"
             raise BadDtype(
-                f"{name} of table {table!r} has dtype {array.dtype}, expected {carrier(spec.dtype)}",
-                table=table, expected=str(carrier(spec.dtype)), found=str(array.dtype),
+                f"{name} of table {table!r} has dtype {array.dtype}, expected {expected_dtype}",
+                table=table, expected=expected_dtype, found=str(array.dtype),
             )  # fmt: skip
     return given
 

@@ -410,12 +410,15 @@ class Transaction:
         row_ids
             int64 (n,), sorted, unique, in range (any int64 for hashed tables); rows of the whole table; not kept.
         values
-            (n, dim) in the table's dtype, not kept; the shard's columns of it where it is sharded by column.
+            (n, dim) in the table's dtype, not kept; the shard's columns of it where it is sharded by column. Of a
+            lattice also its codes, int16 or int32: ``rint(x / scale)`` at the scale that the table has now, ``scale *
+            2^-shift`` of its schema, which is the same for every shard. What is stored is that of the floats.
         slots
             Every slot of the table: (n,) or (n, dim).
         nonfinite
             What to do with rows that hold NaN, Inf or values beyond the code range. None does as the table's options
-            say; a writer that has restored the table knows no options, and refuses.
+            say; a writer that has restored the table knows no options, and refuses. Rows given as codes can escape only
+            as what their codes stand for.
 
         Raises
         ------

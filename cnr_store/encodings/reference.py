@@ -29,6 +29,12 @@ def lattice_codes(values: npt.NDArray[np.float32], scale: float) -> tuple[npt.ND
     return codes, bad
 
 
+def storable_codes(codes: Integers) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+    """Return ``(codes, bad)`` as `lattice_codes` does, of rows (n, d) that are codes already."""
+    bad: npt.NDArray[np.bool_] = np.asarray((np.abs(codes.astype(np.int64)) > MAX_CODE).any(axis=1))
+    return np.where(bad[:, None], 0, codes).astype(np.int32), bad
+
+
 def lattice_values(codes: Integers, scale: float) -> npt.NDArray[np.float32]:
     """Return the decoded float32 values."""
     return np.float32(scale) * codes.astype(np.float32)

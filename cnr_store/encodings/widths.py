@@ -22,6 +22,9 @@ _CARRIERS: dict[str, np.dtype[Any]] = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(np.uint16),
 }
+CODE_DTYPES = (np.dtype(np.int16), np.dtype(np.int32))
+"""What lattice codes are given and held in; no float is carried in one of them."""
+
 _LARGEST_BFLOAT16 = np.uint32(0x7F7F)
 
 

@@ -113,6 +113,46 @@ def test_delta_kernel_equals_reference(shape: tuple[int, int], mirror_dtype: typ
     np.testing.assert_array_equal(mirror, before)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("codes_dtype", [np.int16, np.int32])
+@pytest.mark.parametrize("mirror_dtype", [np.int16, np.int32])
+def test_delta_of_codes_equals_reference_and_the_delta_of_their_values(
+    shape: tuple[int, int], codes_dtype: type, mirror_dtype: type
+) -> None:
+    n, d = shape
+    rng = np.random.default_rng(n * 100 + d)
+    limit = np.iinfo(codes_dtype)
+    codes = rng.integers(max(limit.min, -MAX_CODE), min(limit.max, MAX_CODE) + 1, shape).astype(codes_dtype)
+    rows = np.sort(rng.choice(3 * n + 1, n, replace=False)).astype(np.int64) + 1000
+    mirror = rng.integers(-500, 500, (3 * n + 1, d)).astype(mirror_dtype)
+    if n > 1:
+        codes[1] = mirror[rows[1] - 1000]
+    if n > 4 and codes_dtype == np.int32:
+        codes[2, 0], codes[3, d // 2], codes[4, d - 1] = MAX_CODE + 1, limit.min, limit.max
+    multipliers = column_multipliers(0, d)
+    out, flags = np.full(shape, 99, np.int32), np.zeros(n, np.uint8)
+    before = codes.copy()
+
+    found = kernels.codes_delta(codes, rows, mirror, 1000, multipliers, out, flags)
+
+    good, bad = reference.storable_codes(codes)
+    expected = reference.delta(good, bad, rows, mirror, 1000, multipliers)
+    np.testing.assert_array_equal(out, expected.differences)
+    np.testing.assert_array_equal(flags, expected.flags)
+    assert int(found[3]) == expected.digest_change
+    assert found[0] == np.abs(expected.differences).max(initial=0)
+    assert found[1] == np.abs(expected.codes).max(initial=0)
+    assert found[2] == (int(np.argmax(bad)) if bad.any() else -1)
+    np.testing.assert_array_equal(codes, before)
+    values = np.float32(0.25) * codes.astype(np.float32)
+    of_values, flags_of_values = np.full(shape, 99, np.int32), np.zeros(n, np.uint8)
+    assert found == kernels.lattice_delta(
+        values, rows, mirror, 1000, np.float32(0.25), multipliers, of_values, flags_of_values
+    )
+    np.testing.assert_array_equal(out, of_values)
+    np.testing.assert_array_equal(flags, flags_of_values)
+
+
 def test_delta_flags_only_add_to_what_another_array_of_the_row_found() -> None:
     rows = np.arange(3, dtype=np.int64)
     flags = np.array([0, 1, 255], np.uint8)
@@ -146,6 +186,18 @@ def test_delta_reports_a_row_outside_the_mirror() -> None:
         flags,
     )
 
+    assert result[2] == 1
+    np.testing.assert_array_equal(flags, [1, 255])
+    flags[:] = 0
+    result = kernels.codes_delta(
+        np.ones((2, 1), np.int16),
+        np.array([4, 9], np.int64),
+        np.zeros((5, 1), np.int16),
+        4,
+        column_multipliers(0, 1),
+        out,
+        flags,
+    )
     assert result[2] == 1
     np.testing.assert_array_equal(flags, [1, 255])
 
