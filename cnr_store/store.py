@@ -315,7 +315,10 @@ class Store:
             return fenced[0].record.v
 
         version = rank_zero(ranks, open_committer)
-        placed = {table: [(one.rows, one.columns) for one in held] for table, held in (shards or {}).items()}
+        placed = {
+            table: [[[int(end) for end in ends] for ends in (one.rows, one.columns)] for one in held]
+            for table, held in (shards or {}).items()
+        }
         answers = together(ranks, lambda: placed)
         placements = [
             {table: [Rectangle(tuple(rows), tuple(columns)) for rows, columns in held] for table, held in one.items()}
