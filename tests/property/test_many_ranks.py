@@ -776,3 +776,38 @@ def test_a_commit_of_four_ranks_costs_their_objects_and_a_receipt_each() -> None
     assert {record, "_segment.json", "latest.json"} <= set(puts[0])
     assert sorted(reads[0]) == ["_receipt.json"] * 3
     assert [sorted(of_rank) for of_rank in reads[1:]] == [sorted([record, "_segment.json"])] * 3
+
+
+def test_rank_zero_learns_alone_that_its_commit_lost() -> None:
+    """It raised that the outcome is unknown, because the others could not be told."""
+    files, models, placements = new_files(), one_table(), row_wise(2)
+    started(files, placements, models)
+    change = touch(models, 1)
+    at = last_record_put(files, placements, models, change)
+    rival = open_store(files)
+
+    class Beaten(FaultyFileSystem):
+        """Another record takes the position, and the storage is dark until the test says so."""
+
+        cachable = False
+        is_dark = True
+
+        def _hit(self, call: Any) -> Any:
+            if call.index == at:
+                rival.tag("rival", rival.latest_version())
+            return FaultKind.FAIL_BEFORE if self.is_dark and call.index >= at else None
+
+    view = Beaten(files)
+
+    def after(rank: ThreadRank, writer: Writer, error: BaseException | None) -> Any:
+        assert isinstance(error, CommitStateUnknown), error
+        if rank.rank:
+            rank.leave()
+            with pytest.raises(CommitStateUnknown):
+                writer.settle()
+            return None
+        view.is_dark = False
+        return writer.settle(), writer._session.pending
+
+    assert restored_and_saved(view, placements, models, change, after)[0] == (None, None)
+    rival.close()

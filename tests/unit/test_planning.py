@@ -85,3 +85,18 @@ def test_another_digest_or_start_does_not_apply() -> None:
 def test_every_writer_must_be_there_once(ranks: list[int]) -> None:
     with pytest.raises(BadInput, match="receipts of ranks"):
         check_receipts([receipt(rank, 2) for rank in ranks], txn="x", world=2, l0=3, base=None)
+
+
+def test_parts_that_are_cut_anew_must_add_up_even_beside_some_that_are_not() -> None:
+    """A part that nobody had cut so before was not looked at, if another part of the table was cut as before."""
+    ends = manifest(part(state="03", rows=(0, 4)), part(state="05", rows=(4, 8)))
+
+    def starts(*digests: str) -> list[Receipt]:
+        rows = [(0, 4), (4, 6), (6, 8)]
+        parts = [part(base=digest, rows=range_) for digest, range_ in zip(digests, rows, strict=True)]
+        return [receipt(0, 2, 3, parts[0], parts[1]), receipt(1, 2, 3, parts[2])]
+
+    check_receipts(starts("03", "01", "04"), txn="x", world=2, l0=3, base=ends)
+    for wrong in (("03", "02", "04"), ("04", "01", "03")):
+        with pytest.raises(DoesNotApply):
+            check_receipts(starts(*wrong), txn="x", world=2, l0=3, base=ends)
