@@ -31,6 +31,7 @@ from cnr_store.errors import (
     BadShape,
     CnrStoreError,
     CommitStateUnknown,
+    DoesNotApply,
     RankLost,
     StorageFailure,
     TableNotFound,
@@ -997,7 +998,16 @@ class Transaction:
     def _write_from_mirror(self, shard: Shard) -> None:
         schema, mirror = self._tables[shard.table], self._session.mirrors.get(shard)
         assert mirror is not None  # needs_whole_tables has refused the others
-        merged = StagedRows(schema, digest=self._digests.get(shard, self._session.mirrors.digest(shard)))
+        known = self._session.mirrors.digest(shard)
+        # One pass over memory, far cheaper than the compression that follows: a baseline must not carry on what a
+        # fault of the memory, or a stray write, has changed.
+        if known is not None and (found := mirror.digest(self._session.workers)) != known:
+            raise DoesNotApply(
+                f"the mirror of table {shard} has state digest {found:016x}, kept up to date it was {known:016x}: its "
+                "memory was changed behind the writer; restore first, or write the table whole",
+                table=shard.table, expected=f"{known:016x}", found=f"{found:016x}",
+            )  # fmt: skip
+        merged = StagedRows(schema, digest=self._digests.get(shard, known))
         for staged in self._rows.get(shard, []):
             merged.lists |= staged.lists
         whole = stage_mirror(schema, mirror, merged)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cnr_store import Store, TableOptions, Writer
+from cnr_store import DoesNotApply, Store, TableOptions, Writer
 from cnr_store.placement import Shard
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.testing.faulty import IsolatedMemoryFileSystem
@@ -92,6 +92,26 @@ def test_a_table_that_gets_an_encoding_without_a_mirror_loses_its_mirror() -> No
     with writer.begin(4) as txn:
         txn.write_rows("t", np.asarray([2]), np.full((1, 2), 4, np.float32))
     assert store.snapshot().table("t").read()[:, 0].tolist() == [1, 1, 4, 1, 1, 1]
+
+
+def test_a_full_refuses_a_mirror_whose_memory_was_changed() -> None:
+    """A baseline written from it would have carried the damage on under a digest that hides it until the next read."""
+    store, writer = writer_of()
+    with writer.begin(2) as txn:
+        txn.drop_table("a")
+    version = writer.head.record.v
+    mirror = writer.mirrors.get(Shard("t"))
+    assert mirror is not None
+    mirror.arrays["codes"][3, 1] += 1
+
+    with pytest.raises(DoesNotApply, match=r"'t' has state digest .* restore first"):
+        writer.begin(3, "full").commit()
+
+    assert store.snapshot().version == version
+    writer.restore()
+    with writer.begin(3, "full"):
+        pass
+    assert (store.snapshot().table("t").read() == 1).all()
 
 
 def test_options_end_with_their_table() -> None:
