@@ -11,7 +11,7 @@ run outside compiled code. No hook waits for a device.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,7 +20,14 @@ from torch import nn
 from cnr_store.errors import BadInput
 from cnr_store_gpu import operators
 from cnr_store_gpu.cumulative import Cumulative
-from cnr_store_gpu.optimizers import Movement, RowMovement, row_movement, row_slots, rows_with_state
+from cnr_store_gpu.optimizers import (
+    MOVING_HYPERPARAMETERS,
+    Movement,
+    RowMovement,
+    row_movement,
+    row_slots,
+    rows_with_state,
+)
 from cnr_store_gpu.pending import LookupLedger
 from cnr_store_gpu.tables import Lookup, gradient_mask, rows_with_gradient
 from cnr_store_gpu.watched import Watched, stamp_of
@@ -112,13 +119,13 @@ class Following:
                 self._check_movement(watched, movement)
         self.follows_steps = True
         for watched, movement in found:
-            watched.optimizer, watched.movement = optimizer, movement
+            watched.optimizer, watched.movement, watched.is_stepped = optimizer, movement, True
             if movement.rows is Movement.EVER_TOUCHED:
                 self.keep_ever(watched)
         for watched in self._watched:
             self._ledger.follow(watched.place, is_followed=self.ends_lookups(watched))
-        self._handles.append(optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step)))
-        self._handles.append(optimizer.register_step_post_hook(torch.compiler.disable(self._after_step)))
+        self._handles.append(optimizer.register_step_pre_hook(_outside_graphs(self._before_step)))
+        self._handles.append(optimizer.register_step_post_hook(_outside_graphs(self._after_step)))
         self._handles.append(optimizer.register_load_state_dict_post_hook(self._after_load))
 
     def detach(self) -> None:
@@ -143,46 +150,54 @@ class Following:
     # ---- lookups
 
     def _on_lookup(self, watched: Watched, module: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        learns = torch.is_grad_enabled() and module.weight.requires_grad
-        self._check_same(watched, module)
-        if not (learns and module.training):
+        weight = module.weight
+        if weight is not watched.weight:
+            raise self._replaced(watched)
+        if not (module.training and weight.requires_grad and torch.is_grad_enabled()):
             # Learning without training mode is usually an evaluation without no_grad. Should a gradient come of it,
             # the step reads the rows from there.
             return
         ids = args[0] if args else kwargs["input"]
+        # A sparse gradient names its rows, so where a step will read it forward need only be counted.
+        marks = not (module.sparse and watched.is_stepped)
         # The padding row gets no gradient. Forward itself refuses ids outside the table.
-        self.looked_up(watched, ids, learns=True, skip_row=NO_ROW if module.padding_idx is None else module.padding_idx)
+        skip_row = NO_ROW if module.padding_idx is None else module.padding_idx
+        self.looked_up(watched, ids, learns=True, skip_row=skip_row, marks=marks)
 
     def _on_rewriting_lookup(
         self, watched: Watched, module: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """``max_norm`` rewrites the rows in every forward, even in evaluation, and the padding row too."""
-        self._check_same(watched, module)
+        if module.weight is not watched.weight:
+            raise self._replaced(watched)
         self.check_bypass(watched)
         watched.marked = True
         learns = torch.is_grad_enabled() and module.weight.requires_grad and module.training
         self.looked_up(watched, args[0] if args else kwargs["input"], learns=learns)
 
-    def looked_up(self, watched: Watched, ids: torch.Tensor, *, learns: bool, skip_row: int = NO_ROW) -> None:
+    def looked_up(
+        self, watched: Watched, ids: torch.Tensor, *, learns: bool, skip_row: int = NO_ROW, marks: bool = True
+    ) -> None:
         """Mark the rows of one lookup, and count it if it learns. Traced by ``torch.compile``; eager works too."""
         is_traced = torch.compiler.is_compiling()
         if type(ids) is torch.Tensor and not is_traced:  # what the operators do, without the way there
-            watched.bitmap.mark_looked_up(watched.first_word, watched.num_rows, ids, skip_row)
+            if marks:
+                watched.bitmap.mark_looked_up(watched.first_word, watched.num_rows, ids, skip_row)
             if learns:
                 self._ledger.note(ids, None, (watched.place,), skip_row, is_copy=False)
             return
-        operators.mark(watched.bitmap.words, ids, watched.first_word, watched.num_rows, skip_row)
+        if marks:
+            operators.mark(watched.bitmap.words, ids, watched.first_word, watched.num_rows, skip_row)
         if learns:
             counts, key = self._ledger.counts, self._ledger.key
             operators.note_lookup(counts, ids, None, [watched.place], skip_row, key, is_traced)
 
-    def _check_same(self, watched: Watched, module: Lookup) -> None:
-        if module.weight is not watched.weight:
-            raise BadInput(
-                f"table {watched.table!r}: its module got another parameter after the tracker was "
-                f"attached; detach this tracker, and attach a new one",
-                table=watched.table,
-            )
+    def _replaced(self, watched: Watched) -> BadInput:
+        return BadInput(
+            f"table {watched.table!r}: its module got another parameter after the tracker was "
+            f"attached; detach this tracker, and attach a new one",
+            table=watched.table,
+        )
 
     # ---- steps
 
@@ -191,12 +206,18 @@ class Following:
             assert watched.weight is not None
             self.check_bypass(watched)
             if watched.optimizer is not optimizer:
-                watched.optimizer = optimizer
+                watched.optimizer, watched.is_stepped, watched.group_key = optimizer, True, ()
                 self._ledger.follow(watched.place, is_followed=True)
             watched.stepped = watched.weight.grad is not None or _has_closure(args, kwargs)
             if not watched.stepped:
                 continue
-            self.follow_movement(watched, row_movement(optimizer, group, watched.weight, assume=self._assume))
+            key = _hyperparameters(group)
+            if key != watched.group_key or watched.movement is None:
+                movement = row_movement(optimizer, group, watched.weight, assume=self._assume)
+                watched.group_key = key
+            else:
+                movement = watched.movement
+            self.follow_movement(watched, movement)
             self._mark_gradient(watched)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -320,6 +341,29 @@ class Following:
         # Without anything that tells of updates each of them looks like this; it is a bypass only if nothing was
         # marked either.
         return any(one.marked or self._ledger.saw(one.place) for one in group)
+
+
+def _outside_graphs(hook: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
+    """Return the hook so that compiled code breaks for it; the wrapper of torch alone costs more than the hook."""
+    disabled = torch.compiler.disable(hook)
+
+    def call(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            disabled(optimizer, args, kwargs)
+        else:
+            hook(optimizer, args, kwargs)
+
+    return call
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> tuple[object, ...]:
+    """Return all that a rule of ``optimizers`` reads of a group."""
+    return tuple(_plain(group.get(name)) for name in MOVING_HYPERPARAMETERS)
+
+
+def _plain(value: object) -> object:
+    # A tensor is compared by its value, and not by itself: it may be changed in place.
+    return value.item() if isinstance(value, torch.Tensor) else value
 
 
 def _has_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -57,6 +57,9 @@ class RowMovement:
         return max(self.weights, self.slots)
 
 
+MOVING_HYPERPARAMETERS = ("weight_decay", "momentum")
+"""All of a parameter group that the rules below decide by: while these stay, so does the movement."""
+
 Group = Mapping[str, Any]
 _Rule = Callable[[Group], tuple[Movement, Movement, str]]
 

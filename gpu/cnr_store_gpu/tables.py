@@ -149,5 +149,6 @@ def rows_with_gradient(gradient: torch.Tensor) -> torch.Tensor:
     of a dense gradient: ``gradient_mask`` does not.
     """
     if gradient.is_sparse:
-        return gradient._indices()[0]
+        indices = gradient._indices()
+        return indices.view(-1) if len(indices) == 1 else indices[0]
     return gradient_mask(gradient).nonzero().squeeze(1)

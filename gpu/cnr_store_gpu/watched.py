@@ -28,6 +28,8 @@ class Watched:
     stamp: tuple[int, int] | None = None
     mates: tuple[Watched, ...] = ()  # shards in the same memory: a write to one counts as a version of all
     optimizer: torch.optim.Optimizer | None = None
+    is_stepped: bool = False  # whether there is an optimizer, for code that dynamo traces
+    group_key: tuple[object, ...] = ()  # what `movement` was decided from
     movement: RowMovement | None = None
     declared: bool = False  # the caller marked rows, so a change of version until the next step or take is theirs
     marked: bool = False  # rows were marked in this interval by other than a lookup

@@ -1,108 +1,173 @@
-"""What tracking costs: marking against ``unique``, memory per row, take, hooks against the lookup they watch.
+"""What tracking costs: a share of the demo's step, marking against `unique`, bits per row, the end of an interval.
 
-Run: ``python tests/benchmarks/bench_tracking.py``. One process, median and spread (10th to 90th
-percentile) of repeated rounds; ratios are between figures of the same run.
+``python tests/benchmarks/bench_tracking.py``: two DLRMs of the demo, equal but for the tracker, take every batch in
+turn, in changing order, on one thread. Then 200,000 ids are marked in a bitmap of ``--rows`` rows, and listed with
+`torch.unique`, which is what a tracker without a bitmap would have to do to them.
 """
 
 from __future__ import annotations
 
-import os
-import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
 
+import harness
 import numpy as np
+import numpy.typing as npt
 import torch
-from torch import nn
 
-from cnr_store_gpu import RowBitmap, RowRequest, RowTracker, StagingBuffers, warmup
+from cnr_store_gpu import Movement, RowBitmap, RowRequest, RowTracker, StagingBuffers, warmup
+from cnr_store_tools.demo.batches import Batch, TimeOrderedBatches
+from cnr_store_tools.demo.click_log import ClickLog, split_by_time
+from cnr_store_tools.demo.model import SmallDLRM
+from cnr_store_tools.demo.presets import RunConfig, demo_config, trace_config
+from cnr_store_tools.demo.traffic import generate_clicks
+from cnr_store_tools.demo.train import make_optimizers, train_step
 
-NUM_ROWS, NUM_IDS, DIM, ROUNDS = 10_000_000, 200_000, 64, 31
+NUM_IDS, DIM = 200_000, 64
+WARM = 20
+"""Steps that are not counted: allocators and caches are cold."""
 
-
-def measure(work: Callable[[], object], before: Callable[[], object] | None = None) -> tuple[float, float, float]:
-    """Median, 10th and 90th percentile in milliseconds; ``before`` runs ahead of each round, untimed."""
-    times = []
-    for _ in range(ROUNDS + 1):
-        if before is not None:
-            before()
-        started = time.perf_counter()
-        work()
-        times.append((time.perf_counter() - started) * 1e3)
-    low, middle, high = np.percentile(times[1:], [10, 50, 90])
-    return float(middle), float(low), float(high)
+SHARE_OF_STEP, UNIQUE_TO_MARK, SHARE_OF_TABLE = 1.0, 5.0, 0.05
+"""Goals: percent at most, times at least, percent at most."""
 
 
-def line(name: str, result: tuple[float, float, float], ratio: str = "") -> None:
-    middle, low, high = result
-    print(f"  {name:<46} {middle:9.3f} ms  ({low:.3f} to {high:.3f})  {ratio}")
+class Side:
+    """A model in training, with or without a tracker."""
+
+    def __init__(self, config: RunConfig, log: ClickLog, *, is_tracked: bool) -> None:
+        self.model = SmallDLRM(config.model_config(log))
+        self.optimizers = make_optimizers(self.model, table_lr=config.table_lr, dense_lr=config.dense_lr)
+        self.timings = harness.Timings([], [])
+        self.tracker: RowTracker | None = None
+        if is_tracked:
+            assume = {"RowWiseAdagrad": Movement.TOUCHED}
+            self.tracker = RowTracker(self.model, optimizers=self.optimizers, assume=assume, on_bypass="raise")
+
+    def step(self, batch: Batch) -> None:
+        """Train on a batch and time it."""
+        cpu, wall = time.process_time(), time.perf_counter()
+        train_step(self.model, self.optimizers, batch)
+        self.timings.wall.append(time.perf_counter() - wall)
+        self.timings.cpu.append(time.process_time() - cpu)
 
 
-def bench_mark(name: str, ids: torch.Tensor) -> None:
-    bitmap = RowBitmap({"t": NUM_ROWS})
-    flags = torch.zeros(NUM_ROWS, dtype=torch.uint8)
-    unique = measure(lambda: torch.unique(ids))
-    fresh = measure(lambda: bitmap.mark("t", ids), before=lambda: bitmap.clear())
-    again = measure(lambda: bitmap.mark("t", ids))
-    as_bytes = measure(lambda: flags.index_fill_(0, ids, 1), before=lambda: flags.zero_())
-    print(f"{NUM_IDS} {name} ids into {NUM_ROWS} rows")
-    line("torch.unique", unique)
-    line("mark, first time in an interval", fresh, f"unique / mark = {unique[0] / fresh[0]:.1f} (goal: at least 5)")
-    line("mark, rows already marked", again, f"unique / mark = {unique[0] / again[0]:.1f}")
-    line("one byte per row, index_fill_", as_bytes, f"bytes / mark = {as_bytes[0] / fresh[0]:.1f}")
-
-
-def bench_take(ids: torch.Tensor) -> None:
-    bitmap = RowBitmap({"t": NUM_ROWS})
-    taken = measure(lambda: bitmap.take_all(), before=lambda: bitmap.mark("t", ids))
-    print("the end of an interval")
-    line(f"take_all of {len(torch.unique(ids))} marked rows", taken)
-    share = bitmap.size_bytes / (NUM_ROWS * DIM * 4)
-    print(
-        f"  memory: {bitmap.size_bytes} bytes for {NUM_ROWS} rows = {bitmap.size_bytes * 8 / NUM_ROWS:.4f} "
-        f"bits per row, {share:.4%} of {DIM}-dim fp32 weights"
+def bench_steps(report: harness.Report, name: str, config: RunConfig, steps: int, goal: float | None) -> None:
+    """Train both sides on the same batches in turn; the share is of the medians over all steps."""
+    assert config.traffic is not None
+    threads = torch.get_num_threads()
+    torch.set_num_threads(config.num_threads)
+    log, _ = split_by_time(generate_clicks(config.traffic), config.test_share)
+    batches = list(TimeOrderedBatches(log, config.batch_size, max_batches=config.steps))
+    bare, tracked = (Side(config, log, is_tracked=is_tracked) for is_tracked in (False, True))
+    assert tracked.tracker is not None
+    take_s, rows = [], 0
+    for number in range(steps):
+        for side in (bare, tracked) if number % 2 == 0 else (tracked, bare):
+            side.step(batches[number % len(batches)])
+        if number % config.save_every == config.save_every - 1:
+            started = time.perf_counter()
+            rows = sum(len(one) for one in tracked.tracker.take().values())
+            take_s.append(time.perf_counter() - started)
+    torch.set_num_threads(threads)
+    _add_share(report, f"{name}: tracking, share of the step", tracked.timings.wall, bare.timings.wall, goal)
+    _add_share(report, f"{name}: the same in CPU time", tracked.timings.cpu, bare.timings.cpu, None)
+    step_ms = 1e3 * float(np.median(bare.timings.wall))
+    report.note(
+        f"      {steps} steps of {step_ms:.2f} ms without a tracker; take of {rows} rows every {config.save_every} "
+        f"steps {1e3 * float(np.median(take_s)):.2f} ms; {tracked.tracker.bitmap.size_bytes} bytes of words"
     )
 
 
-def bench_hooks(ids: torch.Tensor) -> None:
-    model = nn.EmbeddingBag(1_000_000, DIM, mode="sum", sparse=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    bags = (ids[:65536] % 1_000_000).view(-1, 16)
+def _add_share(
+    report: harness.Report, name: str, tracked: Sequence[float], bare: Sequence[float], goal: float | None
+) -> None:
+    def share(tracked: npt.NDArray[np.float64], bare: npt.NDArray[np.float64]) -> float:
+        return 100 * float(np.median(tracked) / np.median(bare) - 1)
 
-    def step() -> None:
-        optimizer.zero_grad()
-        model(bags).sum().backward()
-        optimizer.step()
+    first, second = np.array(tracked[WARM:]), np.array(bare[WARM:])
+    tenths = [share(first[start::10], second[start::10]) for start in range(10)]
+    report.add(name, share(first, second), goal=goal, unit="%", low=min(tenths), high=max(tenths))
 
-    bare = measure(step)
-    tracker = RowTracker(model, optimizers=[optimizer])
-    tracked = measure(step)
-    print("a step of one EmbeddingBag alone (1M x 64, 65536 ids, sparse SGD)")
-    line("without tracker", bare)
-    line("with tracker", tracked, f"tracked / bare = {tracked[0] / bare[0]:.3f}")
 
-    buffers, weight = StagingBuffers(), model.weight.detach()
-    taken = tracker.take()["weight"]
-    request = {"weight": RowRequest(taken.row_ids, {"weight": model.weight})}
-    index = torch.from_numpy(taken.row_ids)
-    bare = measure(lambda: torch.index_select(weight, 0, index))
-    staged = measure(lambda: buffers.gather(request).release())
-    print(f"gather of {len(taken)} rows")
-    line("index_select into fresh memory", bare)
-    line("StagingBuffers.gather", staged, f"staged / bare = {staged[0] / bare[0]:.2f}")
+def bench_marks(report: harness.Report, num_rows: int, repeats: int) -> None:
+    """Mark ids in a bitmap that has none of them, and in one that has all; list them with `unique`."""
+    random = np.random.default_rng(0)
+    for name, ids in (
+        ("uniform", torch.from_numpy(random.integers(0, num_rows, NUM_IDS))),
+        ("Zipf 1.2", torch.from_numpy((random.zipf(1.2, NUM_IDS) - 1) % num_rows)),
+    ):
+        fresh, full = RowBitmap({"t": num_rows}), RowBitmap({"t": num_rows})
+        full.mark("t", ids)
+        flags = torch.zeros(num_rows, dtype=torch.uint8)
+        sides: dict[str, Callable[[], object]] = {
+            "unique": partial(torch.unique, ids),
+            "fresh": partial(fresh.mark, "t", ids),
+            "full": partial(full.mark, "t", ids),
+            "bytes": partial(flags.index_fill_, 0, ids, 1),
+        }
+        for work in sides.values():
+            work()
+        clear = partial(_clear, fresh, flags)
+        found = harness.alternating(sides, repeats, before_each=clear)
+        for side, against, label, goal in (
+            ("unique", "fresh", "unique / mark, first time in an interval", UNIQUE_TO_MARK),
+            ("unique", "full", "unique / mark, all marked already", None),
+            ("bytes", "fresh", "one byte per row / mark", None),
+        ):
+            _add_speedup(report, f"{name}: {label}", found[side], found[against], goal)
+
+
+def _clear(bitmap: RowBitmap, flags: torch.Tensor) -> None:
+    bitmap.clear()
+    flags.zero_()
+
+
+def _add_speedup(
+    report: harness.Report, name: str, slow: harness.Timings, fast: harness.Timings, goal: float | None
+) -> None:
+    ratios = [a / b for a, b in zip(slow.wall, fast.wall, strict=True)]
+    value = float(np.median(slow.wall) / np.median(fast.wall))
+    report.add(name, value, goal=goal, sense="at least", low=min(ratios), high=max(ratios))
+    report.note(f"      {slow} against {fast}")
+
+
+def bench_interval(report: harness.Report, num_rows: int, repeats: int) -> None:
+    """The end of an interval, and what the words cost all along."""
+    bitmap = RowBitmap({"t": num_rows})
+    ids = torch.from_numpy(np.random.default_rng(0).integers(0, num_rows, NUM_IDS))
+    share = 100 * bitmap.words.untyped_storage().nbytes() / (num_rows * DIM * 4)
+    report.add(f"memory: words / fp32 table of {num_rows} x {DIM}", share, goal=SHARE_OF_TABLE, unit="%")
+    rows = torch.randn(num_rows // 10, DIM)
+    bitmap.mark("t", ids % len(rows))
+    taken = bitmap.take_all()["t"]
+    buffers, index = StagingBuffers(), torch.from_numpy(taken.row_ids)
+    request = {"t": RowRequest(taken.row_ids, {"weight": rows})}
+    sides: dict[str, Callable[[], object]] = {
+        "take": bitmap.take_all,
+        "select": partial(torch.index_select, rows, 0, index),
+        "gather": lambda: buffers.gather(request).release(),
+    }
+    for work in chain(sides.values(), sides.values()):
+        work()
+    found = harness.alternating(sides, repeats, before_each=lambda: bitmap.mark("t", ids % len(rows)))
+    report.add_ratio(f"take of {len(taken)} rows / index_select of them", found["take"], found["select"])
+    report.add_ratio("StagingBuffers.gather / index_select", found["gather"], found["select"])
 
 
 def main() -> None:
+    parser = harness.arguments(__doc__, rows=10_000_000, repeats=31)
+    parser.add_argument("--steps", type=int, default=1500, help="of the demo's model; a third of it of the larger one")
+    options = parser.parse_args()
     warmup()
-    threads = f"{torch.get_num_threads()} torch threads of {os.cpu_count()} CPUs"
-    print(f"{platform.machine()}, {threads}, torch {torch.__version__}, median of {ROUNDS} (10 % to 90 %)")
-    random = np.random.default_rng(0)
-    uniform = torch.from_numpy(random.integers(0, NUM_ROWS, NUM_IDS))
-    zipf = torch.from_numpy((random.zipf(1.2, NUM_IDS) - 1) % NUM_ROWS)
-    bench_mark("uniform", uniform)
-    bench_mark("Zipf (1.2)", zipf)
-    bench_take(uniform)
-    bench_hooks(uniform)
+    report = harness.Report(f"tracking: {NUM_IDS} ids, {options.rows} rows, steps of the demo's DLRM")
+    report.start()
+    bench_steps(report, "demo, 85,000 x 16", demo_config(), options.steps, SHARE_OF_STEP)
+    bench_steps(report, "trace, 376,000 x 32", trace_config(steps=options.steps // 3), options.steps // 3, None)
+    bench_marks(report, options.rows, options.repeats)
+    bench_interval(report, options.rows, options.repeats)
+    report.finish(options.json)
 
 
 if __name__ == "__main__":
