@@ -149,11 +149,12 @@ def run_save(job: SaveJob) -> None:
             transaction.write_table(
                 one.key.table, shard.values, slots=shard.slots, options=options, rectangle=one.key.rectangle
             )
+        tensors, codes = job.staged.tensors, job.staged.codes
         for name, rows in job.rows.items():
             if len(rows.row_ids) == 0:
                 continue
-            copies = dict(job.staged.tensors[name])
-            values = as_array(copies.pop(WEIGHT))
+            copies = dict(tensors[name])
+            values = as_array(codes[name] if name in codes else copies.pop(WEIGHT))
             slots = {slot: as_array(flat_rows(tensor)) for slot, tensor in copies.items()}
             transaction.write_rows(rows.key.table, rows.row_ids, values, slots=slots, rectangle=rows.key.rectangle)
         job.encode_s = time.perf_counter() - started

@@ -57,6 +57,7 @@ from cnr_store.training.background import (
     WholeShard,
 )
 from cnr_store.training.capture import put_dense_state, rank_document, rows_to_write, trainer_document
+from cnr_store.training.devices import compile_kernels, rows_as_codes
 from cnr_store.training.document import TRAINER, TrainerDocument, trainer_name, trainer_of
 from cnr_store.training.history import sizes_since_baseline
 from cnr_store.training.holdings import Holding, find_local_shards, hold
@@ -196,6 +197,11 @@ class CheckpointManager:
         saved states to a list with one for each rank. Without it such a restore is refused.
     in_flight
         As for `cnr_store_gpu.RowTracker`: ``remark`` where a pipeline always has batches between lookup and step.
+    quantize_on_device
+        Turn the touched rows of tables that are stored as a lattice (``bits=``, ``max_error=``, ``scale=``) into codes
+        before they leave the device: 2 bytes per element cross to the host instead of 4, and the background has
+        divisions less to do. What is stored is the same. For tables on an accelerator; those with
+        ``nonfinite="escape"`` and rows with a code beyond 16 bits cross as floats as before.
 
     Attributes
     ----------
@@ -257,6 +263,7 @@ class CheckpointManager:
         ranks: Ranks | None = None,
         redistribute: Redistribute | None = None,
         in_flight: InFlight = "refuse",
+        quantize_on_device: bool = False,
     ) -> None:
         check_one_of("first_full", first_full, ("stall", "copy"))
         check_one_of("when_busy", when_busy, ("wait", "skip", "refuse"))
@@ -302,6 +309,7 @@ class CheckpointManager:
         self._lookups = follow_lookups(model, self._tracker)
         warmup()  # compiled code is loaded now, rather than in the stall of the first save
         self._buffers = StagingBuffers()
+        self._codes_on_device = quantize_on_device
         self._background = BackgroundSave()
         self._lineage = _Lineage(Cumulative({shard.name: shard.rows[1] - shard.rows[0] for shard in shards}))
         self._whole_next: set[str] = set()
@@ -322,6 +330,7 @@ class CheckpointManager:
         )  # fmt: skip
         self._owns_store = not isinstance(store, Store)
         try:
+            compile_kernels(shards)
             self._control = self._ranks.another()
             self._store = self._open_store(store, storage_options, threads)
             self._exits_on_sigterm = save_on_sigterm is True
@@ -784,6 +793,9 @@ class CheckpointManager:
                 local = rows_to_write(taken[name], decision, self._lineage.changed)
                 rows[name] = TouchedRows(holding.key, local + holding.shard.rows[0])
                 requests[name] = RowRequest(local, {WEIGHT: holding.shard.weight, **slots[name]})
+            if self._codes_on_device:
+                coming = {name: self._holdings.owned[name].shard for name in requests}
+                self._buffers.quantize = dict(rows_as_codes(coming, schemas, self._options))
             staged = self._buffers.gather(requests)
             written = {
                 name: self._whole_shard(holding, slots[name])

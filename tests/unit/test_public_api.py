@@ -38,10 +38,14 @@ PUBLIC = {
         TablePlan plan_tables
         Movement RowMovement row_movement row_slots rows_with_state scalar_state
         RowRequest Staged StagingBuffers gather_rows
+        LatticeCodes AffineCodes PackedRows
     """,
     "cnr_store.integrations": "StateDict load_state_dict",
     "cnr_store.testing": "",
-    "cnr_store.training": "CheckpointManager RestoredState SaveReport",
+    "cnr_store.training": """
+        CheckpointManager RestoredState SaveReport
+        CarriedBatch CarryingReader GrantedReader IntervalReader reader_states_for
+    """,
     "cnr_store_tools": "",
 }
 
