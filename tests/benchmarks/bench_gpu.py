@@ -1,8 +1,9 @@
-"""What collecting costs on a GPU: mark, compact and clear, gather and quantize, copy to the host.
+"""What collecting costs on a GPU: mark, compact and clear, gather and quantize, copy to the host; and of a whole step.
 
 Run: ``python tests/benchmarks/bench_gpu.py [--json FILE]``. Each figure is a time and a ratio to its byte floor: the
-bytes that must be read and written, over the bandwidth of a large copy on the same GPU in the same run. Without a GPU
-it says so and ends.
+bytes that must be read and written, over the bandwidth of a large copy on the same GPU in the same run. The last one
+is the share of tracking in the step of a DLRM: two models, equal but for the tracker, train on the same batches in
+turn. Without a GPU it says so and ends.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
-from harness import Report, spread
+from harness import Report, Timings, alternating, spread
+from torch import nn
 
-from cnr_store_gpu import kernels
+from cnr_store_gpu import RowTracker, kernels
 
 DIM, FEATURES, BATCH = 64, 26, 65_536
 TOUCHED = 0.10
@@ -25,6 +28,11 @@ SECTOR = 32
 """Bytes that a GPU reads or writes at least: one touched bit costs a sector, not a bit."""
 RUN_AHEAD_CYCLES = 2_000_000
 """The GPU spins this long before the clock starts, so that it never waits for Python to launch."""
+STEP_ROWS, DENSE, STEPS_AT_A_TIME = 1_000_000, 13, 10
+"""The step's rows per table, dense features, and steps between two looks at the clock: training does not wait for the
+GPU after each of its steps."""
+SHARE_OF_STEP = 1.0
+"""Goal: percent of the step at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +233,110 @@ def bench_host_copy(report: Report, gpu: Gpu, repeats: int) -> None:
         report.add(f"pinning once / copying once, {size >> 20} MiB", pinning / fast)
 
 
+class Dlrm(nn.Module):
+    """Tables of one lookup per feature, an MLP of the dense features, all pairwise products, an MLP over them."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(
+            nn.EmbeddingBag(rows, DIM, mode="sum", sparse=True, device=device) for _ in range(FEATURES)
+        )
+        first, second = torch.triu_indices(FEATURES + 1, FEATURES + 1, 1, device=device)
+        self.register_buffer("pairs", first * (FEATURES + 1) + second)
+        self.bottom = _mlp((DENSE, 512, 256, DIM), device)
+        self.top = _mlp((DIM + len(first), 1024, 1024, 512, 256, 1), device)
+
+    def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Return logits (batch,) of dense features (batch, DENSE) and ids (FEATURES, batch, 1)."""
+        below = self.bottom(dense)
+        vectors = torch.stack([below, *(table(one) for table, one in zip(self.tables, ids, strict=True))], dim=1)
+        products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1).index_select(1, self.pairs)
+        logits: torch.Tensor = self.top(torch.cat([below, products], dim=1)).squeeze(1)
+        return logits
+
+
+def _mlp(sizes: tuple[int, ...], device: torch.device) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for number, (size, after) in enumerate(pairwise(sizes)):
+        layers += [nn.ReLU()] if number else []
+        layers.append(nn.Linear(size, after, device=device))
+    return nn.Sequential(*layers)
+
+
+class Side:
+    """A model in training, with or without a tracker; it takes the same batches in the same order again and again."""
+
+    def __init__(self, rows: int, batches: list[tuple[torch.Tensor, ...]], *, is_tracked: bool) -> None:
+        self.device = batches[0][0].device
+        self.model = Dlrm(rows, self.device)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        self.tracker = RowTracker(self.model, optimizers=[self.optimizer]) if is_tracked else None
+        self._batches, self._next = batches, 0
+
+    def train(self) -> None:
+        """Take some steps and wait for them."""
+        for _ in range(STEPS_AT_A_TIME):
+            dense, ids, labels = self._batches[self._next % len(self._batches)]
+            self._next += 1
+            self.optimizer.zero_grad()
+            nn.functional.binary_cross_entropy_with_logits(self.model(dense, ids), labels).backward()
+            self.optimizer.step()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def step_batches(rows: int, batch: int, device: torch.device, *, count: int = 8) -> list[tuple[torch.Tensor, ...]]:
+    """Return batches of (dense features, ids, labels); ids are drawn by Zipf's law, in another order in each batch."""
+    ids = lookups("Zipf 1.05", rows, device).view(FEATURES, BATCH, 1)
+    made: list[tuple[torch.Tensor, ...]] = []
+    for number in range(count):
+        chosen = ids.roll(number * (BATCH // count), 1)[:, :batch].contiguous() if batch < BATCH else ids
+        shifted = (chosen + number * 7) % rows
+        labels = (torch.rand(batch, device=device) < 0.3).float()
+        made.append((torch.randn(batch, DENSE, device=device), shifted, labels))
+    return made
+
+
+def bench_step(report: Report, device: torch.device, rows: int, batch: int, repeats: int) -> None:
+    """Train two models in turn, one of them tracked; the share is of the medians."""
+    batches = step_batches(rows, batch, device)
+    bare, tracked = (Side(rows, batches, is_tracked=is_tracked) for is_tracked in (False, True))
+    assert tracked.tracker is not None
+    sides = {"bare": bare.train, "tracked": tracked.train}
+    for work in (*sides.values(), *sides.values()):
+        work()
+    tracked.tracker.take()
+    take_s: list[float] = []
+
+    def take() -> None:
+        started = time.perf_counter()
+        tracked.tracker.take()
+        take_s.append(time.perf_counter() - started)
+
+    found: dict[str, Timings] = alternating(sides, repeats, before_round=take)
+    shares = [100 * (a / b - 1) for a, b in zip(found["tracked"].wall, found["bare"].wall, strict=True)]
+    share = 100 * (statistics.median(found["tracked"].wall) / statistics.median(found["bare"].wall) - 1)
+    name = "tracking, share of the step"
+    report.add(name, share, goal=SHARE_OF_STEP, unit="%", low=min(shares), high=max(shares))
+    step_ms = 1e3 * statistics.median(found["bare"].wall) / STEPS_AT_A_TIME
+    report.note(
+        f"      steps of {step_ms:.2f} ms without a tracker; take of the rows of {STEPS_AT_A_TIME} steps "
+        f"{1e3 * statistics.median(take_s[1:] or take_s):.2f} ms"
+    )
+
+
+def bench_full_step(report: Report, gpu: Gpu, repeats: int) -> None:
+    """Measure the step of a DLRM of the size that fits."""
+    free_bytes, _ = torch.cuda.mem_get_info()
+    # Two models, and half of the memory for activations and gradients.
+    rows = min(STEP_ROWS, free_bytes // 4 // (FEATURES * DIM * 4))
+    batch = BATCH if free_bytes > 40e9 else BATCH // 8
+    report.note(
+        f"\na step of a DLRM, {FEATURES} tables of {rows:.1e} x {DIM}, batch {batch}, SGD with sparse gradients"
+    )
+    bench_step(report, gpu.device, rows, batch, repeats)
+
+
 def main() -> None:
     """Run all of it on the first GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -245,6 +357,8 @@ def main() -> None:
     bench_gather(report, gpu, options.rows, options.repeats)
     torch.cuda.empty_cache()
     bench_host_copy(report, gpu, options.repeats)
+    torch.cuda.empty_cache()
+    bench_full_step(report, gpu, options.repeats)
     report.finish(options.json)
 
 
