@@ -11,7 +11,7 @@ from cnr_store.policy import Decision
 from cnr_store.training.document import FORMAT
 from cnr_store.training.reader import Stateful
 from cnr_store.training.rng import capture_rng
-from cnr_store.training.state import StatePlan, dense_tensors, optimizer_documents
+from cnr_store.training.state import StatePlan, add_stepped, dense_tensors, optimizer_documents
 from cnr_store.training.tensors import as_array, dense_dtype_name, host_copy
 from cnr_store.transaction import Transaction
 from cnr_store.types import RowIds
@@ -41,11 +41,13 @@ def trainer_document(
 ) -> dict[str, Any]:
     """Return everything that is no tensor of its own: hyperparameters, step counters, generators, extras; live.
 
-    ``tables``: ``slots`` and ``fused`` of the tables on all ranks.
+    ``tables``: ``slots``, ``fused`` and ``stepped`` of the tables on all ranks.
     """
+    documents = optimizer_documents(plan, optimizers)
+    add_stepped(documents, tables["stepped"])
     return {
         "format": FORMAT,
-        "optimizers": optimizer_documents(plan, optimizers),
+        "optimizers": documents,
         "slots": tables["slots"],
         "fused": tables["fused"],
         "rng": capture_rng() if with_rng else {},

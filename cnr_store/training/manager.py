@@ -27,7 +27,9 @@ from cnr_store.errors import (
     CommitStateUnknown,
     Conflict,
     Fenced,
+    RankLost,
     SaveInProgress,
+    TransactionAborted,
     VersionNotFound,
 )
 from cnr_store.mirrors import MirrorMode
@@ -83,6 +85,7 @@ from cnr_store.training.state import (
     needs_new_schema,
     plan_state,
     slot_documents,
+    stepped_documents,
 )
 from cnr_store.training.tensors import leaf_of, tensor_of
 from cnr_store.transaction import Transaction
@@ -314,6 +317,7 @@ class CheckpointManager:
         self._lineage = _Lineage(Cumulative({shard.name: shard.rows[1] - shard.rows[0] for shard in shards}))
         self._whole_next: set[str] = set()
         self._held: Finished | None = None
+        self._untold: BaseException | None = None  # a failure that waits for the step at which all ranks are asked
         self._fenced: BaseException | None = None
         self._stops_together = False
         self._reader_state: Any = None
@@ -377,7 +381,8 @@ class CheckpointManager:
         Raises
         ------
         BackgroundSaveFailed
-            An earlier save failed, once; its rows are saved with the next one.
+            An earlier save failed, once; its rows are saved with the next one. Several ranks raise at the same step:
+            that of the next save.
         BadInput
             Without a reader, no ``reader_state`` although an earlier step had one; the step is not counted.
         SaveInProgress
@@ -403,7 +408,11 @@ class CheckpointManager:
             if self._exits_on_sigterm:
                 raise SystemExit(_SIGTERM_EXIT)
             return True
-        self._report_failure(self._take_finished(wait=False))
+        error = self._take_finished(wait=False)
+        if self._ranks.world == 1:
+            self._report_failure(error)
+        else:
+            self._untold = error  # another rank may not know of it yet
         if self._is_overdue or self._is_due():
             self._is_overdue = True
             if not self._some_rank_waits():
@@ -426,7 +435,8 @@ class CheckpointManager:
             Between forward and optimizer step.
         """
         self._check_open()
-        self._raise_failure(self._take_finished(wait=True))
+        self._raise_together(self._take_finished(wait=True))
+        together(self._control, self._tracker.check_boundary)
         self._begin_save(wait_s=0.0)
         if not wait:
             return None
@@ -442,7 +452,7 @@ class CheckpointManager:
             It failed; whatever ``on_error`` says.
         """
         self._check_open()
-        self._raise_failure(self._take_finished(wait=True))
+        self._raise_together(self._take_finished(wait=True))
         return self.last_save
 
     @property
@@ -514,7 +524,7 @@ class CheckpointManager:
             Weights may be half restored: restore again, another version if need be.
         """
         self._check_open()
-        self._report_failure(self._take_finished(wait=True))
+        self._report_together(self._take_finished(wait=True))
         self._settle()
         chosen = rank_zero(self._control, lambda: self._choose(version, step, tag))
         if chosen is None:
@@ -644,16 +654,16 @@ class CheckpointManager:
             if self._when_busy == "skip":
                 self._mark_saved()
                 return
-        self._report_failure(self._take_finished(wait=True))
+        self._report_together(self._take_finished(wait=True))
         try:
-            self._begin_save(wait_s=time.perf_counter() - started)
+            is_over = self._begin_save(wait_s=time.perf_counter() - started)
         except CnrStoreError as error:
             if self._on_error == "raise":
                 raise
             self._mark_saved()
             warnings.warn(f"no checkpoint at step {self.current_step}: {error}", RuntimeWarning, stacklevel=3)
             return
-        if not self._background.is_running:  # a first full that stalled: its failure is news of this step
+        if self._ranks.world == 1 and is_over:  # a first full that stalled: its failure is news of this step
             self._report_failure(self._take_finished(wait=False))
 
     def _some_rank_waits(self) -> bool:
@@ -680,15 +690,15 @@ class CheckpointManager:
                 )  # fmt: skip
         return True
 
-    def _begin_save(self, *, wait_s: float) -> None:
-        """Copy what is to be saved and hand it to the background; the only part that holds the training up."""
+    def _begin_save(self, *, wait_s: float) -> bool:
+        """Copy what is to be saved and hand it to the background; the only part that holds the training up.
+
+        Returns whether the save is over, because it read live tables.
+        """
         started = time.perf_counter()
         self._settle()
-        self._tracker.check_boundary()
         writer = self._ready_writer()
-        plan = self._plan_state()
-        slots = {name: live_slots(shard) for name, shard in plan.shards.items()}
-        decision, tables = self._decide_together(writer, plan, slots)
+        plan, slots, decision, tables = self._decide_together(writer)
         transaction = writer.begin(self.current_step, decision.kind, base=decision.base)
         job: SaveJob | None = None
         try:
@@ -701,6 +711,8 @@ class CheckpointManager:
                 self._background.wait()
                 job.stall_s = time.perf_counter() - started
         except BaseException:
+            if self._ranks.world > 1:
+                self._mark_saved()  # others may have begun theirs: the next save must be due on all at the same step
             if job is None:
                 transaction.abort()
             elif not self._background.has(job):
@@ -710,6 +722,7 @@ class CheckpointManager:
                 # Training that went on now would tear what is being read.
                 self._background.wait_to_the_end()
             raise
+        return self._reads_live(job)
 
     def _reads_live(self, job: SaveJob) -> bool:
         return bool(job.whole) and not self._copies_whole
@@ -720,31 +733,38 @@ class CheckpointManager:
         except Exception as error:  # no thread, no memory: the training may go on
             raise BackgroundSaveFailed(_failure_message(error)) from error
 
-    def _decide_together(
-        self, writer: Writer, plan: StatePlan, slots: Mapping[str, Slots]
-    ) -> tuple[Decision, dict[str, Any]]:
-        """Return what all ranks save now, and what they know of the tables between them (``slots`` and ``fused``)."""
-        decisions: list[Decision] = []
+    def _decide_together(self, writer: Writer) -> tuple[StatePlan, dict[str, Slots], Decision, dict[str, Any]]:
+        """Return this rank's state and its slots by shard, and of all ranks: what they save now, their tables.
+
+        The tables are what the ranks know of them between them: ``slots``, ``fused`` and ``stepped``.
+        """
+        found: list[tuple[StatePlan, dict[str, Slots], Decision]] = []
 
         def share() -> dict[str, Any]:
-            decisions.append(self._decide(writer, plan, slots))
-            known = {"slots": slot_documents(plan.shards, slots), "fused": fused_documents(plan.shards.values())}
+            plan = self._plan_state()
+            slots = {name: live_slots(shard) for name, shard in plan.shards.items()}
+            mine = self._decide(writer, plan, slots)
+            found.append((plan, slots, mine))
+            known = {
+                "slots": slot_documents(plan.shards, slots), "fused": fused_documents(plan.shards.values()),
+                "stepped": stepped_documents(plan, self._optimizers),
+            }  # fmt: skip
             return {
-                "kind": decisions[0].kind, "base": decisions[0].base, "whole": sorted(self._whole_next),
+                "kind": mine.kind, "base": mine.base, "whole": sorted(self._whole_next),
                 "tables": tree.encode(known, leaf_of),
             }  # fmt: skip
 
         answers = together(self._control, share)
         self._whole_next.update(*(answer["whole"] for answer in answers))
-        known: dict[str, Any] = {"slots": {}, "fused": {}}
+        known: dict[str, Any] = {"slots": {}, "fused": {}, "stepped": {}}
         for answer in reversed(answers):
             given = tree.decode(answer["tables"], tensor_of)
             for name, of_tables in known.items():
                 of_tables.update(given[name])
-        decision = decisions[0]
+        plan, slots, decision = found[0]
         if any(answer["kind"] == "full" for answer in answers):
             decision = Decision("full", "baseline", "a rank needs it")
-        return decision, known
+        return plan, slots, decision, known
 
     def _decide(self, writer: Writer, plan: StatePlan, slots: Mapping[str, Slots]) -> Decision:
         schemas = writer.snapshot.tables if writer.is_synced else {}
@@ -846,6 +866,9 @@ class CheckpointManager:
 
     def _take_finished(self, *, wait: bool) -> BaseException | None:
         """Take notice of a save that is over; returns its error if it is not known to be committed."""
+        if self._untold is not None:
+            error, self._untold = self._untold, None
+            return error
         finished = self._background.collect(wait=wait)
         if finished is None:
             return None
@@ -887,6 +910,8 @@ class CheckpointManager:
         self._whole_next |= {one.key.table for one in job.whole.values()}
         if isinstance(error, Fenced):
             self._fenced = error
+        elif isinstance(error, TransactionAborted) and self._ranks.world > 1:
+            pass  # a rank gave up before anything was appended: the mirrors are the head's, on all ranks
         elif isinstance(error, Conflict) and self._writer is not None:
             # The head is not what our mirrors are: the next save is a full one behind a fence of its own.
             self._writer.close()
@@ -925,6 +950,18 @@ class CheckpointManager:
         if self._on_error == "raise" or not isinstance(error, Exception):
             self._raise_failure(error)
         warnings.warn(_failure_message(error), RuntimeWarning, stacklevel=3)
+
+    def _report_together(self, error: BaseException | None) -> None:
+        """As `_report_failure`, on all ranks what one has to tell: they save next, or not, together."""
+        try:
+            self._raise_together(error)
+        except BackgroundSaveFailed as failure:
+            if self._on_error == "raise":
+                raise
+            warnings.warn(str(failure), RuntimeWarning, stacklevel=3)
+
+    def _raise_together(self, error: BaseException | None) -> None:
+        together(self._control, lambda: self._raise_failure(error))
 
     def _raise_failure(self, error: BaseException | None) -> None:
         if error is None:
@@ -1029,4 +1066,6 @@ class CheckpointManager:
 def _failure_message(error: BaseException) -> str:
     if isinstance(error, CommitStateUnknown):
         return f"whether a checkpoint was committed is not known yet ({error}); it is looked up before the next save"
+    if isinstance(error, RankLost):
+        return f"this rank has lost the others, and does not know whether the last checkpoint was committed ({error})"
     return f"a checkpoint was not saved ({error}); its rows are saved with the next one"

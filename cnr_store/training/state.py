@@ -178,6 +178,27 @@ def optimizer_documents(plan: StatePlan, optimizers: Sequence[torch.optim.Optimi
     return documents
 
 
+def stepped_documents(plan: StatePlan, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, dict[str, Any]]:
+    """Return of each table here that an optimizer steps: whose it is (``optimizer``, ``group``), its step counters."""
+    return {
+        one.name: {
+            "optimizer": one.optimizer, "group": one.group,
+            "state": {key: value for key, value in _other_state(one, optimizers).items() if is_inline(value)},
+        }
+        for one in plan.optimized
+        if one.is_table
+    }  # fmt: skip
+
+
+def add_stepped(documents: Sequence[dict[str, Any]], stepped: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add to `optimizer_documents` the tables of `stepped_documents` that only other ranks have."""
+    for table, given in stepped.items():
+        document = documents[given["optimizer"]]
+        if table not in document["state"]:
+            document["groups"][given["group"]]["parameters"].append(table)
+            document["state"][table] = given["state"]
+
+
 def slot_documents(shards: Mapping[str, LocalShard], slots: Mapping[str, Slots]) -> dict[str, Any]:
     """Return per table and slot the shape that it has for the whole table, and the layout, as the optimizer keeps it.
 

@@ -1,0 +1,194 @@
+"""Scenarios of saves that fail on one rank, or that ranks must decide upon together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cnr_store import BadInput, Store
+from cnr_store.errors import BackgroundSaveFailed
+from cnr_store.training import CheckpointManager
+from tests.training.ranks.copies import EXACT, Run, spoiled
+from tests.training.ranks.scenarios import Place, WatchedStorage, scenario
+from tests.training.runs import assert_same
+
+
+def watched(place: Place, name: str) -> WatchedStorage:
+    """A store that is there, through a storage that this rank can make fail."""
+    if place.rank == 0:
+        Store.create(place.url(name)).close()
+    place.gather(None)
+    return WatchedStorage(place.url(name))
+
+
+def assert_saved(place: Place, run: Run, manager: CheckpointManager) -> None:
+    """What stands in the store is what the ranks train."""
+    reached = run.state()
+    other = spoiled(Run(place))
+    manager.close()
+    reading = other.manager(manager.store.url)
+    reading.restore()
+    assert_same(other.state(), reached)
+    reading.close()
+
+
+@scenario(1, 2)
+def what_one_rank_cannot_write_no_rank_has_saved(place: Place) -> None:
+    for failing in (0, 1):
+        storage = watched(place, f"failing{failing}")
+        run = Run(place)
+        manager = run.manager(storage.open())
+        run.train(0, manager)
+        manager.save()
+        version = manager.store.head().record.v
+        run.train(1, manager)
+        storage.fails = place.rank == failing
+        with pytest.raises(BackgroundSaveFailed, match="disk is gone") as raised:
+            manager.save()
+        if place.rank != failing:
+            assert f"rank {failing}" in str(raised.value)
+        assert manager.store.head().record.v == version
+        run.train(2, manager)
+        storage.fails = False
+        report = manager.save()
+        assert report.step == 3
+        assert_saved(place, run, manager)
+
+
+@scenario(1, 2)
+def a_failure_behind_the_training_is_told_to_all_at_the_same_step(place: Place) -> None:
+    for on_error in ("raise", "warn"):
+        storage = watched(place, f"behind-{on_error}")
+        run = Run(place)
+        manager = run.manager(storage.open(), every_steps=2, on_error=on_error)
+        told: list[int] = []
+        for number in range(8):
+            if number == 3:
+                manager.wait()
+                storage.fails = place.rank == 1
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always", RuntimeWarning)
+                try:
+                    run.train(number, manager)
+                except BackgroundSaveFailed:
+                    told.append(number)
+            if any("not saved" in str(one.message) for one in caught):
+                told.append(number)
+            if number == 4:
+                place.gather(None)
+                manager._background.wait()
+                storage.fails = False
+        manager.wait()
+        assert place.gather(told) == [told, told]
+        assert told == [5]
+        assert manager.history[-1].step > 4
+        assert place.gather([one.step for one in manager.history]) == 2 * [[one.step for one in manager.history]]
+        manager.save()
+        assert_saved(place, run, manager)
+
+
+@scenario(1, 2)
+def what_one_rank_cannot_stage_no_rank_has_saved(place: Place) -> None:
+    run = Run(place)
+    manager = run.manager(place.url("staging"), every_steps=2)
+    told: list[int] = []
+    for number in range(8):
+        if number == 3 and place.rank == 1:
+            gather, manager._buffers.gather = manager._buffers.gather, no_memory  # type: ignore[method-assign]
+        try:
+            run.train(number, manager)
+        except (BackgroundSaveFailed, MemoryError):
+            told.append(number)
+        if number == 3 and place.rank == 1:
+            manager._buffers.gather = gather  # type: ignore[method-assign]
+    assert place.gather(told) == [[5], [3, 5]]
+    manager.save()
+    assert_saved(place, run, manager)
+
+
+def no_memory(*_: Any) -> Any:
+    raise MemoryError("no memory for the copies")
+
+
+@scenario(1, 2)
+def a_rank_that_cannot_take_part_is_named(place: Place) -> None:
+    run = Run(place)
+    manager = run.manager(place.url("refusing"))
+    run.train(0, manager)
+    manager.save()
+    version = manager.store.head().record.v
+    loss = run.model(torch.tensor([[1, 2]])) if place.rank == 1 else None
+    with pytest.raises(BadInput, match="wait") as raised:
+        manager.save()
+    if place.rank == 0:
+        assert "rank 1" in str(raised.value)
+    assert manager.store.head().record.v == version
+    del loss
+    if place.rank == 1:
+        manager.tracker.declare_boundary()
+    run.train(1, manager)
+    manager.save()
+    assert_saved(place, run, manager)
+
+
+@scenario(1, 2)
+def a_save_is_skipped_by_all_or_by_none(place: Place) -> None:
+    storage = watched(place, "skipping")
+    run = Run(place)
+    manager = run.manager(storage.open(), every_steps=1, when_busy="skip", first_full="copy")
+    if place.rank == 1:
+        storage.may_put.clear()
+    for number in range(3):
+        run.train(number, manager)
+    assert manager.is_saving
+    place.gather(None)
+    storage.may_put.set()
+    manager.wait()
+    run.train(3, manager)
+    manager.wait()
+    steps = [report.step for report in manager.history]
+    assert steps == [1, 4]
+    assert place.gather(steps) == [steps, steps]
+    assert_saved(place, run, manager)
+
+
+@scenario(1, 2)
+def ranks_that_are_told_to_end_save_together(place: Place) -> None:
+    run = Run(place)
+    with run.manager(place.url("sigterm"), save_on_sigterm="flag") as manager:
+        for number in range(20):
+            if number == 4 and place.rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if run.train(number, manager):
+                break
+        assert manager.should_stop
+        assert [(report.step, report.kind) for report in manager.history] == [(16, "full")]
+    with run.manager(place.url("sigterm-exit"), save_on_sigterm=True) as manager:
+        for number in range(15):
+            assert not run.train(number, manager)
+        if place.rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(SystemExit) as ended:
+            run.train(15, manager)
+        assert ended.value.code == 143
+        assert manager.current_step == manager.store.snapshot().step == 16
+
+
+@scenario(1, 2)
+def clocks_of_several_ranks_are_no_measure(place: Place) -> None:
+    run = Run(place)
+    with pytest.raises(BadInput, match="every_steps"):
+        run.manager(place.url("clocks"), every_seconds=1.0)
+
+
+@scenario(1, 2)
+def ranks_with_different_tables_of_a_name_are_refused(place: Place) -> None:
+    model = nn.Embedding(5 + place.rank, 2)
+    with pytest.raises(BadInput, match="same model"):
+        CheckpointManager(place.url("unlike"), model=model, options=EXACT)

@@ -1,0 +1,110 @@
+"""Trainings on 4, 2 and 1 ranks, on real processes: saved together, ended, restored on as many ranks or on others."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+PROCESSES = {1: 4, 2: 2}
+"""By round; the first round trains and ends, the second one restores."""
+SHARDED = {
+    "row_wise_on_four_ranks": 1,
+    "table_wise_on_two_ranks": 2,
+    "one_process_reads_what_ranks_have_saved": 2,
+    "an_unsharded_model_takes_what_ranks_have_saved": 2,
+    "trainings_end_behind_their_last_save": 1,
+    "resumed_is_uninterrupted": 2,
+    "quantized_trainings_resume_alike": 2,
+    "columns_cut_anew_are_refused_or_averaged": 2,
+}
+"""What runs on models of TorchRec, by round."""
+PLAIN = {
+    "copies_are_saved_once": 1,
+    "copies_resume_on_the_same_ranks": 2,
+    "one_process_takes_what_copies_have_saved": 2,
+    "a_table_of_one_rank_alone": 1,
+    "a_table_of_one_rank_alone_resumes": 2,
+    "ranks_without_anything_to_save_take_part": 1,
+    "readers_end_with_their_process": 1,
+    "readers_go_on_with_the_next_sample": 2,
+    "another_number_of_readers_is_the_callers_matter": 2,
+    "what_one_rank_cannot_write_no_rank_has_saved": 1,
+    "a_failure_behind_the_training_is_told_to_all_at_the_same_step": 1,
+    "what_one_rank_cannot_stage_no_rank_has_saved": 1,
+    "a_rank_that_cannot_take_part_is_named": 1,
+    "a_save_is_skipped_by_all_or_by_none": 1,
+    "ranks_that_are_told_to_end_save_together": 1,
+    "clocks_of_several_ranks_are_no_measure": 1,
+    "ranks_with_different_tables_of_a_name_are_refused": 1,
+}
+HAS_TORCHREC = importlib.util.find_spec("torchrec") is not None
+
+pytestmark = pytest.mark.slow
+needs_torchrec = pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec and fbgemm-gpu are not installed")
+
+Reports = dict[int, list[dict[str, str]]]
+
+
+def run_round(stage: int, folder: Path) -> list[dict[str, str]]:
+    """Results of all processes of a round: scenario to what failed."""
+    paths = os.pathsep.join(str(REPOSITORY / part) for part in ("", "gpu", "tools"))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.training.ranks.worker", str(stage), str(rank), str(folder)],
+            cwd=REPOSITORY,
+            env=os.environ | {"PYTHONPATH": paths},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(PROCESSES[stage])
+    ]
+    try:
+        outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    files = [folder / f"round{stage}-rank{rank}.json" for rank in range(PROCESSES[stage])]
+    for rank, output, file in zip(ranks, outputs, files, strict=True):
+        assert rank.returncode == 0, output
+        assert file.exists(), output
+    return [json.loads(file.read_text()) for file in files]
+
+
+@pytest.fixture(scope="session")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    """Results by round."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return {stage: run_round(stage, folder) for stage in PROCESSES}
+
+
+def check(name: str, reports: list[dict[str, str]]) -> None:
+    told = [text for report in reports for text in report.values() if text]
+    problems = [report[name] for report in reports if report.get(name)]
+
+    assert not problems, "\n".join(problems)
+    assert any(name in report for report in reports), "not run: " + "\n".join(told)
+
+
+@needs_torchrec
+@pytest.mark.parametrize("name", SHARDED)
+def test_sharded_models(name: str, reports: Reports) -> None:
+    check(name, reports[SHARDED[name]])
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_models_that_every_rank_has(name: str, reports: Reports) -> None:
+    check(name, reports[PLAIN[name]])
+
+
+def test_every_scenario_is_reported(reports: Reports) -> None:
+    run = {(name, stage) for stage, of_round in reports.items() for report in of_round for name in report}
+
+    assert run == {*PLAIN.items(), *(SHARDED.items() if HAS_TORCHREC else ())}
