@@ -236,6 +236,8 @@ def bench_host_copy(report: Report, gpu: Gpu, repeats: int) -> None:
 class Dlrm(nn.Module):
     """Tables of one lookup per feature, an MLP of the dense features, all pairwise products, an MLP over them."""
 
+    pairs: torch.Tensor
+
     def __init__(self, rows: int, device: torch.device) -> None:
         super().__init__()
         self.tables = nn.ModuleList(
@@ -301,16 +303,17 @@ def bench_step(report: Report, device: torch.device, rows: int, batch: int, repe
     """Train two models in turn, one of them tracked; the share is of the medians."""
     batches = step_batches(rows, batch, device)
     bare, tracked = (Side(rows, batches, is_tracked=is_tracked) for is_tracked in (False, True))
-    assert tracked.tracker is not None
+    tracker = tracked.tracker
+    assert tracker is not None
     sides = {"bare": bare.train, "tracked": tracked.train}
     for work in (*sides.values(), *sides.values()):
         work()
-    tracked.tracker.take()
+    tracker.take()
     take_s: list[float] = []
 
     def take() -> None:
         started = time.perf_counter()
-        tracked.tracker.take()
+        tracker.take()
         take_s.append(time.perf_counter() - started)
 
     found: dict[str, Timings] = alternating(sides, repeats, before_round=take)

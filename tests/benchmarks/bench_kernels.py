@@ -40,6 +40,7 @@ def cases(rows: int, dim: int, table_rows: int) -> list[tuple[str, int, Callable
     mirror16, mirror32 = np.zeros((table_rows, dim), np.int16), np.zeros((table_rows, dim), np.int32)
     out16, out32 = np.zeros((rows, dim), np.int16), np.zeros((rows, dim), np.int32)
     zero16 = np.zeros_like(out16)
+    codes16 = np.rint(100 * values).astype(np.int16)
     flags = np.zeros(rows, np.uint8)
     columns = digest.column_multipliers(0, dim)
     bits, out_bits = float_bits.as_bits(values), float_bits.as_bits(floats)
@@ -62,6 +63,11 @@ def cases(rows: int, dim: int, table_rows: int) -> list[tuple[str, int, Callable
             "lattice_delta int16 mirror -> int32",
             10 * n,
             lambda: k.lattice_delta(values, ids, mirror16, 0, step, columns, out32, flags),
+        ),
+        (
+            "codes_delta int16 mirror -> int16",
+            6 * n,
+            lambda: k.codes_delta(codes16, ids, mirror16, 0, columns, out16, flags),
         ),
         ("lattice_decode int16", 6 * n, lambda: k.lattice_decode(zero16, step, floats)),
         ("lattice_decode int32", 8 * n, lambda: k.lattice_decode(out32, step, floats)),
