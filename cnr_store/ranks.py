@@ -85,11 +85,11 @@ def together(ranks: Ranks, share: Callable[[], Any]) -> list[Any]:
     try:
         answers = [_DECODER.decode(message) for message in ranks.exchange(answer)]
     except RankLost:
-        if mine is not None:
-            raise mine from None
-        raise
+        if mine is None:
+            raise
+        answers = []
     if mine is not None:
-        raise mine
+        raise mine  # not in the handler, nor "from" something: it keeps its own cause
     for rank, given in enumerate(answers):
         if "error" in given:
             raise rebuilt(rank, given["error"])

@@ -7,6 +7,7 @@ time limit is another: a save may take minutes. Only bytes travel, never pickled
 from __future__ import annotations
 
 import datetime as dt
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,16 @@ from cnr_store.ranks import OneRank, Ranks
 
 TIMEOUT_S = 1800.0
 """How long ranks wait for the slowest one's share of a save."""
+_ADVICE = "find out why in the output of all ranks, then restart the training from the last checkpoint"
+_HANG_UP = dt.timedelta(milliseconds=1)
+
+
+@dataclass(slots=True)
+class _Lines:
+    """All lines of one rank: when one breaks, all do."""
+
+    groups: list[dist.ProcessGroup] = field(default_factory=list)
+    is_broken: bool = False
 
 
 class ProcessRanks:
@@ -41,21 +52,22 @@ class ProcessRanks:
             raise BadInput("this process is not in the group that it was given")
         self._members = dist.get_process_group_ranks(group)
         self._timeout_s = timeout_s
-        self._is_broken = False
+        self._lines = _Lines()
         self._line = dist.new_group(
             self._members,
             timeout=dt.timedelta(seconds=timeout_s),
             backend="gloo",
             use_local_synchronization=len(self._members) < dist.get_world_size(),
         )
+        self._lines.groups.append(self._line)
         self._group = group
         self.rank = dist.get_rank(group)
         self.world = len(self._members)
 
     def exchange(self, message: bytes) -> list[bytes]:
         """See `cnr_store.ranks.Ranks.exchange`. Two gathers: lengths, then bytes."""
-        if self._is_broken:
-            raise RankLost("a rank did not answer earlier; restart the training from the last checkpoint")
+        if self._lines.is_broken:
+            raise RankLost(f"a rank did not answer earlier; {_ADVICE}")
         try:
             lengths = self._gather(torch.tensor([len(message)], dtype=torch.int64))
             sizes = [int(length) for length in lengths]
@@ -63,16 +75,34 @@ class ProcessRanks:
             padded[: len(message)] = torch.frombuffer(bytearray(message or b"\0"), dtype=torch.uint8)[: len(message)]
             given = self._gather(padded)
         except RuntimeError as error:  # torch's DistError too
-            self._is_broken = True
+            self._hang_up()
+            reason = str(error).split(". This is typically")[0]  # gloo goes on with advice of its own
             raise RankLost(
-                f"another rank does not answer (waited up to {self._timeout_s:g} s): {error}; restart the training "
-                "from the last checkpoint"
+                f"another rank ended, or did not answer within {self._timeout_s:g} s ({reason}); {_ADVICE}"
             ) from error
         return [tensor[:size].numpy().tobytes() for tensor, size in zip(given, sizes, strict=True)]
 
     def another(self) -> ProcessRanks:
-        """See `cnr_store.ranks.Ranks.another`."""
-        return ProcessRanks(self._group, timeout_s=self._timeout_s)
+        """See `cnr_store.ranks.Ranks.another`. It breaks when this one does."""
+        other = ProcessRanks(self._group, timeout_s=self._timeout_s)
+        other._lines = self._lines
+        self._lines.groups.append(other._line)
+        return other
+
+    def _hang_up(self) -> None:
+        """Close this rank's connections on all lines: ranks far from the lost one would wait for their time limit."""
+        self._lines.is_broken = True
+        for line in self._lines.groups:
+            for peer in range(self.world):
+                if peer == self.rank:
+                    continue
+                try:
+                    # A receive that times out closes all connections of a gloo group; there is no call for it.
+                    work = dist.irecv(torch.zeros(1), group=line, group_src=peer)
+                    if work is not None:
+                        work.wait(_HANG_UP)
+                except RuntimeError:
+                    continue  # it is closed: now, or already
 
     def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         found = [torch.empty_like(tensor) for _ in range(self.world)]

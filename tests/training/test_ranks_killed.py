@@ -1,0 +1,238 @@
+"""One of four ranks killed, damaged or asleep in a save: what was acknowledged is there, and the training goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cnr_store import Store, TableOptions, verify_store
+from cnr_store.ranks import OneRank
+from cnr_store.training import CheckpointManager
+from tests.training.ranks_program import RankTraining, When, logged_state, noted
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+STEPS = 4
+"""Steps, and saves, of a training that is killed. It is resumed for one more."""
+
+pytestmark = pytest.mark.slow
+
+KILLS: dict[str, tuple[int, str, int, When, int]] = {
+    "chunk": (2, "/add/codes/c/", 1, "before", 1),
+    "receipt": (2, "/_receipt.json", 2, "after", 1),
+    "manifest": (0, "/_segment.json", 3, "after", 2),
+    "commit": (0, "create commits/", 3, "before", 2),
+    "committed": (0, "create commits/", 2, "after", 2),
+}
+"""Rank, storage call, which of those calls, killed before or after its effect, and the step that is there then."""
+
+
+@dataclass
+class Launcher:
+    """The process that forks the ranks of each run."""
+
+    process: subprocess.Popen[str]
+
+    def run(self, folder: Path, name: str, steps: int = STEPS, **job: Any) -> list[int | None]:
+        """Exit codes of the four ranks; None for one that hung."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"folder": str(folder), "name": name, "steps": steps, **job}) + "\n")
+        self.process.stdin.flush()
+        codes: list[int | None] = json.loads(self.process.stdout.readline())["codes"]
+        return codes
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[Launcher]:
+    paths = os.pathsep.join(str(REPOSITORY / part) for part in ("", "gpu", "tools"))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.training.ranks_program"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        text=True, cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo"},
+    )  # fmt: skip
+    with process:
+        yield Launcher(process)
+
+
+@dataclass
+class Calm:
+    """A run that nobody disturbed, one step longer than the others: its values, and each rank's storage calls."""
+
+    folder: Path
+    calls: list[list[str]]
+
+    def of_saves(self, rank: int) -> int:
+        """How many calls the saves of `STEPS` steps take."""
+        ends = [index for index, call in enumerate(self.calls[rank]) if "_receipt.json" in call and "put" in call]
+        last = ends[STEPS - 1]
+        return last + 1 if rank else next(i for i in range(last, len(self.calls[0])) if "hint" in self.calls[0][i]) + 1
+
+    def index(self, rank: int, part: str, occurrence: int) -> int:
+        found = [index for index, call in enumerate(self.calls[rank]) if part in call and not call.startswith("read")]
+        return found[occurrence - 1]
+
+
+@pytest.fixture(scope="module")
+def calm(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Calm:
+    folder = tmp_path_factory.mktemp("calm")
+    codes = launcher.run(folder, "calm", STEPS + 1)
+    assert codes == [0] * 4, outputs(folder)
+    calls = [noted(folder, "calm", rank, "calls")[0] for rank in range(4)]
+    assert sum(call.startswith("create commits/") for call in calls[0]) == STEPS + 1
+    assert not any(call.startswith("create") for rank in (1, 2, 3) for call in calls[rank])
+    return Calm(folder, calls)
+
+
+def outputs(folder: Path) -> str:
+    return "\n".join(path.read_text() for path in sorted(folder.glob("*.txt")))
+
+
+def same(found: Any, expected: Any, what: str) -> None:
+    assert np.array_equal(np.asarray(found).view(np.uint8), np.asarray(expected).view(np.uint8)), what
+
+
+def check_what_is_stored(folder: Path, run: str) -> int:
+    """The last version is what the training had at its step, and holds what was acknowledged; returns the step."""
+    acknowledged = [tuple(one) for rank in range(4) for one in noted(folder, run, rank, "acknowledged")]
+    with Store.open(str(folder / "store")) as store:
+        assert verify_store(store, deep=True).problems == ()
+        last = store.snapshot()
+        if last.is_empty:
+            assert not acknowledged
+            return 0
+        for version, step in acknowledged:
+            assert store.snapshot(version).step == step
+        assert last.step >= max((step for _, step in acknowledged), default=0)
+    training = RankTraining(0, 1)
+    manager = CheckpointManager(
+        str(folder / "store"), model=training.model, optimizer=training.optimizers, options=TableOptions.exact(),
+        assume={"RowWiseAdagrad": "touched"}, ranks=OneRank(), redistribute=lambda states: states[:1],
+    )  # fmt: skip
+    restored = manager.restore()
+    manager.close()
+    assert restored is not None
+    assert (restored.version, restored.step) == (last.version, last.step)
+    assert restored.reader_state == {"next": last.step}
+    ranks = [logged_state(folder, run, rank, last.step) for rank in range(4)]
+    found = training.state()
+    for name in ("user.weight", "user.momentum1"):
+        same(found[name], np.concatenate([state[name] for state in ranks]), name)
+    for name in ranks[0].keys() - {"user.weight", "user.momentum1"}:
+        same(found[name], ranks[0][name], name)
+    return last.step
+
+
+def check_resumed(launcher: Launcher, folder: Path, calm: Calm, step: int) -> None:
+    """Four new processes go on and end where the run ended that nobody disturbed."""
+    codes = launcher.run(folder, "resumed", STEPS + 1)
+    assert codes == [0] * 4, outputs(folder)
+    for rank in range(4):
+        assert noted(folder, "resumed", rank, "restored") == [step]
+        expected = logged_state(calm.folder, "calm", rank, STEPS + 1)
+        found = logged_state(folder, "resumed", rank, STEPS + 1)
+        assert found.keys() == expected.keys()
+        for name, array in expected.items():
+            same(found[name], array, f"rank {rank}, {name}")
+
+
+def check_survivors(folder: Path, run: str, ranks: set[int]) -> None:
+    """Each was told what happened and what to do, and closed its manager."""
+    for rank in ranks:
+        told = [*noted(folder, run, rank, "error"), *noted(folder, run, rank, "close")]
+        assert "RankLost" in str(told), f"rank {rank}: {told}"
+        assert "restart the training from the last checkpoint" in str(told)
+        assert noted(folder, run, rank, "calls")  # it came to its end
+
+
+def killed(launcher: Launcher, folder: Path, calm: Calm, rank: int, index: int, when: When) -> tuple[str, int]:
+    """Kill a rank at a storage call and check everything; returns the call and the step that was restored."""
+    codes = launcher.run(folder, "killed", kill=[rank, index, when])
+    assert codes == [-9 if one == rank else 1 for one in range(4)], outputs(folder)
+    check_survivors(folder, "killed", set(range(4)) - {rank})
+    step = check_what_is_stored(folder, "killed")
+    check_resumed(launcher, folder, calm, step)
+    return calm.calls[rank][index], step
+
+
+@pytest.mark.parametrize("name", KILLS)
+def test_a_rank_killed_in_a_save_leaves_the_last_version_whole(
+    launcher: Launcher, calm: Calm, tmp_path: Path, name: str
+) -> None:
+    rank, part, occurrence, when, expected = KILLS[name]
+
+    _, step = killed(launcher, tmp_path, calm, rank, calm.index(rank, part, occurrence), when)
+
+    assert step == expected
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_a_rank_killed_at_fifty_storage_calls_leaves_the_last_version_whole(
+    launcher: Launcher, calm: Calm, tmp_path: Path
+) -> None:
+    places: list[tuple[int, int, When]] = []
+    for rank, count in ((0, 30), (2, 20)):
+        ways: list[tuple[int, int, When]] = [
+            (rank, index, when) for index in range(calm.of_saves(rank)) for when in ("before", "after")
+        ]
+        places += [ways[int(place)] for place in np.linspace(0, len(ways) - 1, count)]
+    assert len(set(places)) == 50
+    failures, steps, calls = [], Counter[int](), Counter[str]()
+    for number, (rank, index, when) in enumerate(places):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        try:
+            call, step = killed(launcher, folder, calm, rank, index, when)
+        except AssertionError as error:
+            failures.append(f"rank {rank} {when} call {index} ({calm.calls[rank][index]}): {error}")
+            continue
+        steps[step] += 1
+        calls[f"rank {rank}: {call.split(' ')[0]} {call.rsplit('/', 1)[1]}"] += 1
+    counts = [
+        f"{len(places)} kills, {len(failures)} failures; by restored step {dict(steps)}",
+        *map(str, calls.items()),
+    ]
+    report = "\n".join([*counts, *failures])
+    print(report)  # noqa: T201  shown with -rA
+    assert not failures, report
+
+
+def test_a_rank_whose_mirror_is_damaged_is_refused_on_all_ranks_until_a_restore(
+    launcher: Launcher, calm: Calm, tmp_path: Path
+) -> None:
+    codes = launcher.run(tmp_path, "damaged", damage=2)
+
+    assert codes == [0] * 4, outputs(tmp_path)
+    for rank in range(4):
+        (refused,) = noted(tmp_path, "damaged", rank, "refused")
+        assert refused[:2] == ["BackgroundSaveFailed", "DoesNotApply"]
+        assert "table 'user.weight' (rank 2)" in refused[2]
+        assert "restore" in refused[2]
+        ((before, after),) = noted(tmp_path, "damaged", rank, "versions")
+        assert before == after
+        assert [step for _, step in noted(tmp_path, "damaged", rank, "acknowledged")] == [1, 2, 3, 4]
+    assert check_what_is_stored(tmp_path, "damaged") == STEPS
+    check_resumed(launcher, tmp_path, calm, STEPS)
+
+
+def test_a_rank_that_is_too_slow_ends_the_save_on_all_ranks(launcher: Launcher, calm: Calm, tmp_path: Path) -> None:
+    index = calm.index(3, "/_receipt.json", 2)
+
+    codes = launcher.run(tmp_path, "slow", slow=[3, index, "before"], sleep_s=10, timeout_s=4)
+
+    assert codes == [1] * 4, outputs(tmp_path)
+    check_survivors(tmp_path, "slow", {0, 1, 2, 3})
+    (woke,) = noted(tmp_path, "slow", 3, "woke")
+    for rank in range(3):
+        assert all(when < woke for when, *_ in noted(tmp_path, "slow", rank, "error"))
+    assert check_what_is_stored(tmp_path, "slow") == 1
+    check_resumed(launcher, tmp_path, calm, 1)
