@@ -74,7 +74,17 @@ from cnr_store.training.reader import (
     reader_name,
     stored_reader_state,
 )
-from cnr_store.training.restoring import RestorePlan, apply_dense, plan_restore, read_dense, restore_tables
+from cnr_store.training.restoring import (
+    Loaded,
+    RestorePlan,
+    Targets,
+    apply_dense,
+    check_columns,
+    finish_tables,
+    plan_restore,
+    read_dense,
+    restore_targets,
+)
 from cnr_store.training.rng import restore_rng
 from cnr_store.training.shards import Slots, follow_lookups, plain_optimizers, unwrapped, watched_shard
 from cnr_store.training.state import (
@@ -89,7 +99,7 @@ from cnr_store.training.state import (
 )
 from cnr_store.training.tensors import leaf_of, tensor_of
 from cnr_store.transaction import Transaction
-from cnr_store.types import SlotsRule, TableOptions
+from cnr_store.types import RowIds, SlotsRule, TableOptions
 from cnr_store.writer import Writer
 from cnr_store_gpu import Cumulative, RowRequest, RowTracker, StagingBuffers, Taken, warmup
 from cnr_store_gpu.tracker import InFlight
@@ -127,10 +137,22 @@ class RestoredState:
 class _Planned:
     """A restore that every rank has agreed to."""
 
+    snapshot: Snapshot
     plan: RestorePlan
     state: StatePlan
     trainer: TrainerDocument | None
     reader_state: Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Read:
+    """What a restore reads before the tables, and where those go."""
+
+    loaded: Loaded
+    rng: dict[str, Any] | None
+    sizes: list[CheckpointSize]
+    changed: Mapping[str, RowIds]
+    targets: Targets
 
 
 @dataclass(slots=True)
@@ -530,15 +552,13 @@ class CheckpointManager:
         if chosen is None:
             self._ready_writer()  # now, rather than in the stall of the first save
             return None
-        snapshot = self._store.snapshot(chosen)
-        planned = self._plan_together(snapshot, tables, strict)
-        rank_zero(self._control, lambda: self._roll_back_to(snapshot))
+        planned = self._plan_together(chosen, tables, strict, slots_rule)
+        rank_zero(self._control, lambda: self._roll_back_to(planned.snapshot))
         writer = self._new_writer()
-        if writer.head.record.chain != snapshot.record.chain:
+        if writer.head.record.chain != planned.snapshot.record.chain:
             # Somebody committed between our look and the fence that keeps everybody else out.
-            snapshot = self._store.snapshot(writer.head.record.v)
-            planned = self._plan_together(snapshot, tables, strict)
-        restored = self._restore(writer, snapshot, planned, slots_rule)
+            planned = self._plan_together(writer.head.record.v, tables, strict, slots_rule)
+        restored = self._restore(writer, planned, slots_rule)
         if not strict or slots_rule != "exact":
             self._whole_next |= self._holdings.tables.keys()  # what was left out is not what the mirrors hold
         return restored
@@ -556,13 +576,18 @@ class CheckpointManager:
         if snapshot.record.chain != self._store.head().record.chain:
             self._store.rollback(snapshot.version)
 
-    def _plan_together(self, snapshot: Snapshot, tables: Mapping[str, str] | None, strict: bool) -> _Planned:
+    def _plan_together(
+        self, version: int, tables: Mapping[str, str] | None, strict: bool, slots_rule: SlotsRule
+    ) -> _Planned:
         """Plan on every rank before anything is changed on one."""
         planned: list[_Planned] = []
-        together(self._control, lambda: planned.append(self._plan_restore(snapshot, tables, strict)))
+        together(self._control, lambda: planned.append(self._plan_restore(version, tables, strict, slots_rule)))
         return planned[0]
 
-    def _plan_restore(self, snapshot: Snapshot, tables: Mapping[str, str] | None, strict: bool) -> _Planned:
+    def _plan_restore(
+        self, version: int, tables: Mapping[str, str] | None, strict: bool, slots_rule: SlotsRule
+    ) -> _Planned:
+        snapshot = self._store.snapshot(version)
         trainer = None
         if TRAINER in snapshot.documents:
             trainer = trainer_of(snapshot.read_document(TRAINER, tensor_of))
@@ -571,25 +596,46 @@ class CheckpointManager:
             snapshot.tables, snapshot.dense, trainer, state, self._holdings, self._optimizers, name_map=tables,
             strict=strict,
         )  # fmt: skip
+        if slots_rule == "exact":
+            check_columns(snapshot, plan)
         if strict and trainer is not None and set(trainer.extras) != set(self._extras):
             raise BadInput(
                 f"the checkpoint has extras {sorted(trainer.extras)}, the manager {sorted(self._extras)}",
                 expected=sorted(trainer.extras), found=sorted(self._extras),
             )  # fmt: skip
         reader_state = stored_reader_state(snapshot, self._ranks, self._redistribute, strict=strict)
-        return _Planned(plan, state, trainer, reader_state)
+        return _Planned(snapshot, plan, state, trainer, reader_state)
 
-    def _restore(self, writer: Writer, snapshot: Snapshot, planned: _Planned, slots_rule: SlotsRule) -> RestoredState:
-        plan, state, trainer, reader_state = planned.plan, planned.state, planned.trainer, planned.reader_state
+    def _restore(self, writer: Writer, planned: _Planned, slots_rule: SlotsRule) -> RestoredState:
+        read: list[_Read] = []
+        together(self._control, lambda: read.append(self._read_all_but_tables(planned)))
+        filled = writer.restore(read[0].targets.outputs, slots_rule=slots_rule)
+        restored: list[RestoredState] = []
+
+        def apply() -> None:
+            finish_tables(filled, read[0].targets, self._optimizers, slots_rule)
+            restored.append(self._apply(writer, planned, read[0]))
+
+        together(self._control, apply)
+        self._writer, self._fenced = writer, None
+        if self._saves_rng and read[0].rng is not None:
+            restore_rng(read[0].rng)  # last: nothing that restores may draw from what it set
+        return restored[0]
+
+    def _read_all_but_tables(self, planned: _Planned) -> _Read:
+        snapshot, plan = planned.snapshot, planned.plan
         loaded = read_dense(snapshot, plan)
-        rng = self._stored_rng(snapshot, trainer)
+        rng = self._stored_rng(snapshot, planned.trainer)
         if self._policy in ("one_shot", "intermittent"):
-            records = self._store.log()
-            sizes = sizes_since_baseline(self._policy, records)
+            sizes = sizes_since_baseline(self._policy, self._store.log())
             changed = {name: snapshot.table(stored).changed_rows() for name, stored in plan.renamed.items()}
         else:
             sizes, changed = sizes_since_baseline(self._policy, [snapshot.record]), {}
-        restore_tables(writer, plan, self._optimizers, slots_rule)
+        return _Read(loaded, rng, sizes, changed, restore_targets(plan, self._optimizers))
+
+    def _apply(self, writer: Writer, planned: _Planned, read: _Read) -> RestoredState:
+        snapshot, plan, state, trainer = planned.snapshot, planned.plan, planned.state, planned.trainer
+        reader_state, loaded = planned.reader_state, read.loaded
         apply_dense(plan, loaded, snapshot.dense, state, self._optimizers)
         for name, extra in self._extras.items():
             if trainer is not None and name in trainer.extras:
@@ -598,18 +644,15 @@ class CheckpointManager:
             self._reader.load_state_dict(reader_state)
         self._tracker.reset()
         writer.mirrors.options.update(self._options)
-        self._writer, self._fenced = writer, None
-        self._lineage.sizes = sizes
+        self._lineage.sizes = read.sizes
         self._lineage.changed.clear()
         for name, holding in self._holdings.by_name.items():
             first, stop = holding.shard.rows
-            rows = changed.get(holding.table, np.empty(0, np.int64))
+            rows = read.changed.get(holding.table, np.empty(0, np.int64))
             self._lineage.changed.add_rows(name, rows[(rows >= first) & (rows < stop)] - first)
         self._whole_next = {name for name in self._holdings.tables if plan.renamed.get(name) != name}
         self.current_step = self._last_save_step = snapshot.step
         self._last_save_s, self._is_overdue, self._reader_state = time.monotonic(), False, None
-        if self._saves_rng and rng is not None:
-            restore_rng(rng)  # last: nothing that restores may draw from what it set
         logger.info("restored step %d from version %d of %s", snapshot.step, snapshot.version, self._store.url)
         return RestoredState(snapshot.step, snapshot.version, reader_state, tuple(plan.renamed))
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from cnr_store.encodings.widths import carrier
-from cnr_store.errors import BadDtype, BadInput, BadShape, CorruptStore
+from cnr_store.errors import BadDtype, BadInput, BadShape, CorruptStore, Unsupported
 from cnr_store.placement import Shard
 from cnr_store.records import DenseEntry, SlotSchema, TableSchema
 from cnr_store.snapshot import Snapshot
@@ -31,7 +31,6 @@ from cnr_store.training.state import (
 )
 from cnr_store.training.tensors import Array, as_array, as_tensor, table_dtype_name, windows, writable_array
 from cnr_store.types import Rectangle, SlotsRule
-from cnr_store.writer import Writer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,13 +155,39 @@ def read_dense(snapshot: Snapshot, plan: RestorePlan) -> Loaded:
     return Loaded({name: snapshot.read_dense(name) for name in (*plan.dense, *plan.optimizer_dense)})
 
 
-def restore_tables(
-    writer: Writer, plan: RestorePlan, optimizers: Sequence[torch.optim.Optimizer], slots_rule: SlotsRule
-) -> Snapshot:
-    """Fill weights and slots and the writer's mirrors from the head. Blocks; returns the head's snapshot.
+@dataclass(frozen=True, slots=True, eq=False)
+class Targets:
+    """Where tables are read to: host memory in one pass, other tensors by windows of rows, sparse slots in the end."""
 
-    Host tensors are decoded in place, others by windows of rows.
+    outputs: dict[Shard, dict[str, Array]]
+    windowed: list[tuple[ShardRestore, dict[str, torch.Tensor]]]
+    sparse: list[tuple[ShardRestore, str, torch.Tensor]]
+
+
+def check_columns(snapshot: Snapshot, plan: RestorePlan) -> None:
+    """Return if every shard's columns are stored as they are held, where slots have one value per row. Reads nothing.
+
+    Raises
+    ------
+    Unsupported
+        They are cut otherwise: such a slot can only be averaged or left out.
     """
+    for one in plan.shards:
+        rows, columns = one.shard.rows, one.shard.columns
+        per_row = sorted(name for name, slot in one.schema.slots.items() if slot.kind == "row")
+        if not per_row or rows[0] == rows[1]:
+            continue
+        cuts = snapshot.table(one.stored).column_cuts
+        if columns not in cuts:
+            raise Unsupported(
+                f"table {one.stored!r} has slots {per_row} once per row and column shard, for columns {list(cuts)}; "
+                f"this rank holds columns {columns}. Restore with slots_rule='mean' or 'drop'",
+                table=one.stored, expected=cuts, found=columns,
+            )  # fmt: skip
+
+
+def restore_targets(plan: RestorePlan, optimizers: Sequence[torch.optim.Optimizer]) -> Targets:
+    """Return where everything of the tables is read to; makes optimizer state that is not there yet."""
     outputs: dict[Shard, dict[str, Array]] = {}
     windowed: list[tuple[ShardRestore, dict[str, torch.Tensor]]] = []
     sparse: list[tuple[ShardRestore, str, torch.Tensor]] = []
@@ -182,12 +207,17 @@ def restore_tables(
             rest = targets
         if rest:
             windowed.append((one, rest))
-    snapshot = writer.restore(outputs, slots_rule=slots_rule)
-    for one, tensors in windowed:
+    return Targets(outputs, windowed, sparse)
+
+
+def finish_tables(
+    snapshot: Snapshot, targets: Targets, optimizers: Sequence[torch.optim.Optimizer], slots_rule: SlotsRule
+) -> None:
+    """Read what ``Writer.restore`` with the ``outputs`` has not filled. Blocks."""
+    for one, tensors in targets.windowed:
         _restore_windows(snapshot, one, tensors, slots_rule)
-    for one, slot, target in sparse:
+    for one, slot, target in targets.sparse:
         _state_of(one, optimizers)[slot] = _sparse_rows(target)
-    return snapshot
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from cnr_store import BadInput, Store
-from cnr_store.errors import BackgroundSaveFailed
+from cnr_store.errors import BackgroundSaveFailed, StorageFailure
 from cnr_store.training import CheckpointManager
 from tests.training.ranks.copies import EXACT, Run, spoiled
 from tests.training.ranks.scenarios import Place, WatchedStorage, scenario
@@ -178,6 +178,30 @@ def ranks_that_are_told_to_end_save_together(place: Place) -> None:
             run.train(15, manager)
         assert ended.value.code == 143
         assert manager.current_step == manager.store.snapshot().step == 16
+
+
+@scenario(1, 2)
+def what_one_rank_cannot_read_no_rank_goes_on_with(place: Place) -> None:
+    storage = watched(place, "unreadable")
+    run = Run(place)
+    manager = run.manager(storage.open())
+    run.train(0, manager)
+    manager.save()
+    reached = run.state()
+    run.train(1, manager)
+    for unreadable in ("_segment.json", "trainer", "dense", "/codes/"):
+        storage.unreadable = unreadable if place.rank == 1 else None
+        with pytest.raises(StorageFailure, match="disk is gone") as raised:
+            manager.restore()
+        if place.rank == 0:
+            assert "rank 1" in str(raised.value)
+    storage.unreadable = None
+    spoiled(run)
+    assert manager.restore() is not None
+    assert_same(run.state(), reached)
+    run.train(1, manager)
+    manager.save()
+    assert_saved(place, run, manager)
 
 
 @scenario(1, 2)

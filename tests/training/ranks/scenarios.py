@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from cnr_store import Store
+from cnr_store.errors import StorageFailure
 from cnr_store.storage.local import LocalStorage
 from tests.training.runs import assert_same
 
@@ -77,10 +78,14 @@ class WatchedStorage(LocalStorage):
         super().__init__(root, fsync=False)
         self.reads: dict[str, int] = {}
         self.fails = False
+        self.unreadable: str | None = None
+        """Objects with this in their name cannot be read."""
         self.may_put = threading.Event()
         self.may_put.set()
 
     def _read(self, key: str, start: int, stop: int | None) -> bytes | None:
+        if self.unreadable is not None and self.unreadable in key:
+            raise StorageFailure(f"{key}: the disk is gone")
         data = super()._read(key, start, stop)
         self.reads[key] = self.reads.get(key, 0) + len(data or b"")
         return data

@@ -22,7 +22,8 @@ SHARDED = {
     "trainings_end_behind_their_last_save": 1,
     "resumed_is_uninterrupted": 2,
     "quantized_trainings_resume_alike": 2,
-    "columns_cut_anew_are_refused_or_averaged": 2,
+    "other_columns_are_refused_before_anything_changes": 2,
+    "columns_cut_anew_are_averaged": 2,
 }
 """What runs on models of TorchRec, by round."""
 PLAIN = {
@@ -41,6 +42,7 @@ PLAIN = {
     "a_rank_that_cannot_take_part_is_named": 1,
     "a_save_is_skipped_by_all_or_by_none": 1,
     "ranks_that_are_told_to_end_save_together": 1,
+    "what_one_rank_cannot_read_no_rank_goes_on_with": 1,
     "clocks_of_several_ranks_are_no_measure": 1,
     "ranks_with_different_tables_of_a_name_are_refused": 1,
 }
