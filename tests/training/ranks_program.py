@@ -34,7 +34,7 @@ import torch.nn.functional as F  # noqa: N812 (its usual name)
 from torch import nn
 
 from cnr_store import TableOptions
-from cnr_store.errors import CnrStoreError
+from cnr_store.errors import CnrStoreError, RankLost
 from cnr_store.placement import Shard
 from cnr_store.ranks import OneRank
 from cnr_store.storage.local import LocalStorage
@@ -237,15 +237,40 @@ def logged_state(folder: Path, run: str, rank: int, step: int) -> dict[str, np.n
         return dict(file)
 
 
+def join(job: dict[str, Any], rank: int, world: int) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{job['folder']}/{job['name']}-meet", rank=rank, world_size=world,
+        timeout=dt.timedelta(seconds=DEADLINE_S),
+    )  # fmt: skip
+
+
+def lose_rank_one(job: dict[str, Any], rank: int, world: int) -> int:
+    """Two lines, on one of which every rank waits for rank 1; nobody leaves before all the others know it is lost."""
+    join(job, rank, world)
+    line = ProcessRanks(timeout_s=DEADLINE_S)
+    other = line.another()
+    for one in (line, other):
+        one.exchange(b"here")
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        (other if rank == 3 else line).exchange(b"and now?")
+    except RankLost as error:
+        note(job, rank, "error", str(error))
+    deadline = time.monotonic() + DEADLINE_S / 2
+    while not all(noted(Path(job["folder"]), job["name"], one, "error") for one in (0, 2, 3)):
+        if time.monotonic() > deadline:
+            return 1
+        time.sleep(0.01)
+    return 0
+
+
 def run_rank(job: dict[str, Any], rank: int, world: int) -> int:
     """Restore what there is, train to ``job["steps"]``, save each step; 1 if it ended early, which is noted."""
     calls = Calls(job, rank)
     calls.patch()
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{job['folder']}/{job['name']}-meet", rank=rank, world_size=world,
-        timeout=dt.timedelta(seconds=DEADLINE_S),
-    )  # fmt: skip
+    join(job, rank, world)
     training = RankTraining(rank, world)
     timeout_s = job.get("timeout_s", DEADLINE_S)
     manager = CheckpointManager(
@@ -330,7 +355,7 @@ def fork_rank(job: dict[str, Any], rank: int, world: int) -> int:
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        code = run_rank(job, rank, world)
+        code = (lose_rank_one if job.get("lines") else run_rank)(job, rank, world)
     except BaseException:  # noqa: BLE001 (the test shows the file)
         traceback.print_exc()
     finally:
