@@ -1,13 +1,7 @@
-"""One segment in the making: rows are encoded and written as they are given, and made visible by `commit`.
-
-The order of a commit (spec, section 7.2): objects, receipt, manifest, log position, and only then the mirror. A
-failure before the log position leaves orphans and nothing else; an unknown outcome freezes the writer until the
-position has been read.
-"""
+"""One segment in the making: rows are encoded and written as they are given; `committing` makes them visible."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +16,7 @@ from cnr_store.agreement import Proposal, agree, propose
 from cnr_store.assembly import Assembly, DenseTensors
 from cnr_store.baseline import StagedTable, is_fully_mirrored, stage_mirror, stage_table
 from cnr_store.changes import StagedRows, options_on_bad_rows, stage_delete, stage_rows
+from cnr_store.committing import Commit, CommitKind, Draft
 from cnr_store.encode import Given
 from cnr_store.encodings.widths import carrier
 from cnr_store.errors import (
@@ -29,13 +24,8 @@ from cnr_store.errors import (
     BadInput,
     BadRowIds,
     BadShape,
-    CnrStoreError,
-    CommitStateUnknown,
     DoesNotApply,
-    RankLost,
-    StorageFailure,
     TableNotFound,
-    TransactionAborted,
     Unsupported,
 )
 from cnr_store.inputs import check_arrays, check_json, checked_size, needs_sample, own_row_ids
@@ -43,37 +33,25 @@ from cnr_store.layout import check_name, segment_name, writer_folder
 from cnr_store.mirrors import Mirrors
 from cnr_store.options import sample_of, table_dtype, table_schema
 from cnr_store.placement import Shard
-from cnr_store.planning import check_coverage, check_receipts, generations, next_chain
-from cnr_store.ranks import described, rank_zero, rebuilt, together
-from cnr_store.rebase import draft_after, rebase_data
+from cnr_store.ranks import together
 from cnr_store.records import (
-    MAJOR,
     MAX_SHIFT,
     MIN_SCALE,
-    ChainEntry,
-    CommitRecord,
     LogEntry,
     Manifest,
     PartEntry,
     Receipt,
     TableSchema,
-    canonical_json,
-    sha256,
 )
 from cnr_store.restore import rows_since
 from cnr_store.segment import (
     SegmentReader,
     SegmentWriter,
     check_dense_dtype,
-    merge_receipts,
-    read_receipt,
-    write_manifest,
 )
 from cnr_store.session import Session
 from cnr_store.table_codes import Array
 from cnr_store.types import JsonValue, Lattice, Rectangle, RowIds, TableDtype, TableOptions
-
-CommitKind = Literal["full", "delta"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,32 +66,6 @@ class Declaration:
     options: TableOptions | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """What rank 0 tells the others of the commit: the version, or the error and whether it may stand all the same."""
-
-    version: int | None
-    size_bytes: int
-    is_undecided: bool
-    error: dict[str, Any]
-
-
-@dataclass(slots=True)
-class _Decision:
-    """What rank 0 knows of the commit: the record that won, or the error."""
-
-    entry: LogEntry | None = None
-    error: BaseException | None = None
-
-    def outcome(self, undecided: LogEntry | None, size_bytes: int) -> dict[str, Any]:
-        return {
-            "version": None if self.entry is None else self.entry.record.v,
-            "size_bytes": size_bytes,
-            "is_undecided": self.entry is None and undecided is not None,
-            "error": {} if self.error is None else described(self.error),
-        }
-
-
 class Transaction:
     """One segment in the making. Use as a context manager: it commits at the end, or aborts on an exception.
 
@@ -123,10 +75,6 @@ class Transaction:
     ----------
     kind
         ``full`` or ``delta``.
-    version
-        The committed version, once committed.
-    undecided
-        The record it sent, if `commit` could not learn whether that stands in the log.
 
     Notes
     -----
@@ -138,19 +86,17 @@ class Transaction:
         self.kind: CommitKind = kind
         self.step = step
         self.txn = txn
-        self.version: int | None = None
-        self.undecided: LogEntry | None = None
-        self.size_bytes = 0
         self._session = session
         self._keep = keep
         self._before = session.snapshot.tables if session.snapshot is not None else {}
         self._tables: dict[str, TableSchema] = {} if session.snapshot is None else dict(self._before)
         record = session.head.record
-        self._l0 = 0 if kind == "full" else record.chain[keep - 1].l1
-        self._segment = segment_name(record.v, self.txn)
+        l0 = 0 if kind == "full" else record.chain[keep - 1].l1
+        self._draft = Draft(kind, step, txn, segment_name(record.v, txn), keep, l0)
+        self._commit = Commit(session, self._draft, self)
         self._attempt = self.txn[:8]
         out = SegmentWriter(
-            session.storage, self._segment, profile=session.profile,
+            session.storage, self._draft.segment, profile=session.profile,
             folder=writer_folder(session.ranks.rank, self._attempt), workers=session.workers, throttle=session.throttle,
         )  # fmt: skip
         self._assembly = Assembly(out)
@@ -165,11 +111,7 @@ class Transaction:
         self._dropped: set[str] = set()
         self._scalars: dict[str, JsonValue] = {}
         self._documents: dict[str, Any] = {}
-        self._manifest: Manifest | None = None
         self._ended = False
-        self._has_answered = False
-        self._decision: _Decision | None = None
-        self._receipt: Receipt | None = None
 
     def __enter__(self) -> Transaction:
         return self
@@ -184,9 +126,33 @@ class Transaction:
             self.abort()
 
     @property
-    def segment(self) -> str:
-        """The name of the segment it writes."""
-        return self._segment
+    def version(self) -> int | None:
+        """The committed version, once committed."""
+        return self._commit.version
+
+    @property
+    def undecided(self) -> LogEntry | None:
+        """The record that rank 0 sent, if `commit` could not learn whether that stands in the log."""
+        return self._commit.undecided
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the segment, of all ranks, once it was written."""
+        return self._commit.size_bytes
+
+    @property
+    def tables(self) -> Mapping[str, TableSchema]:
+        """Every table as it will be."""
+        return self._tables
+
+    @property
+    def scalars(self) -> Mapping[str, JsonValue]:
+        """What `put_scalars` was given."""
+        return self._scalars
+
+    def settle(self) -> LogEntry | None:
+        """Learn an outcome that was left unknown; see `Writer.settle`."""
+        return self._commit.settle()
 
     @property
     def needs_whole_tables(self) -> list[str]:
@@ -250,7 +216,7 @@ class Transaction:
                 self._declared.add(table)
         except BaseException:
             # Every rank is here, or has told the others that it gave up: nobody waits for an answer any more.
-            self._has_answered = True
+            self._commit.leave()
             self.abort()
             raise
 
@@ -644,13 +610,7 @@ class Transaction:
             return
         self._ended = True
         self._session.lost(RuntimeError("aborted"))
-        if self._session.ranks.world > 1 and not self._has_answered:
-            self._has_answered = True
-            with contextlib.suppress(CnrStoreError):
-                together(self._session.ranks, self._refuse_to_commit)
-
-    def _refuse_to_commit(self) -> None:
-        raise TransactionAborted(f"rank {self._session.ranks.rank} gave up the save of step {self.step}")
+        self._commit.refuse()
 
     def commit(self, *, user: Mapping[str, JsonValue] | None = None) -> int:
         """Make the segment durable and visible; returns the version. Blocks.
@@ -672,22 +632,13 @@ class Transaction:
             `version` is set. The transaction is over on every rank.
         """
         self._check_open()
-        ranks = self._session.ranks
-        if ranks.world == 1:
-            self._check_complete(user)
-        handed_over = False
-        try:
-            self._has_answered = True
-            answers = together(ranks, partial(self._write_share, user))
-            handed_over = True
-            outcome = rank_zero(ranks, partial(self._decide, answers, user))
-        except BaseException as error:
-            self._end_without_outcome(error, handed_over=handed_over)
-            raise
+        if self._session.ranks.world == 1:
+            self.check_complete(user)  # it can go on after that
         self._ended = True
-        return self._take_outcome(_Outcome(**outcome))
+        return self._commit.run(user)
 
-    def _check_complete(self, user: Mapping[str, JsonValue] | None) -> None:
+    def check_complete(self, user: Mapping[str, JsonValue] | None) -> None:
+        """See `cnr_store.committing.Share`."""
         missing = self.needs_whole_tables
         if missing:
             raise BadInput(
@@ -698,110 +649,9 @@ class Transaction:
         check_json("user", user or {})
         self._check_one_shot()
 
-    def _write_share(self, user: Mapping[str, JsonValue] | None) -> dict[str, Any]:
-        """Write this rank's objects and its receipt; returns what rank 0 needs to find it."""
-        if self._session.ranks.world > 1:
-            self._check_complete(user)
-        digest = self._write_parts()
-        return {"attempt": self._attempt, "digest": digest, "tables": _digest_of(self._tables)}
-
-    def _decide(self, answers: Sequence[Mapping[str, Any]], user: Mapping[str, JsonValue] | None) -> dict[str, Any]:
-        """On rank 0: merge the receipts, write the manifest, append the record. Errors are part of what it returns."""
-        session = self._session
-        self._decision = decision = _Decision()
-        try:
-            entry = self._write_manifest([self._receipt_of(rank, answer) for rank, answer in enumerate(answers)])
-            record = session.head.record
-            draft = draft_after(
-                record, self.kind, session.info,
-                chain=next_chain(record, entry, keep=self._keep), logical=entry.l1, step=self.step,
-                tables=generations(self._tables), user=dict(user or {}),
-            )  # fmt: skip
-            decision.entry = self._append(draft)
-        except BaseException as error:  # noqa: BLE001 (raised by `_take_outcome`, when the other ranks know)
-            decision.error = error
-        return decision.outcome(self.undecided, self.size_bytes)
-
-    def _take_outcome(self, outcome: _Outcome) -> int:
-        """Move on by what rank 0 has decided; returns the version, or raises what it raised."""
-        session, decision = self._session, self._decision
-        self.size_bytes = outcome.size_bytes or self.size_bytes
-        if outcome.version is None:
-            error = rebuilt(0, outcome.error) if decision is None or decision.error is None else decision.error
-            if outcome.is_undecided:
-                session.pending = self
-            elif isinstance(error, CommitStateUnknown):
-                # Of a record that is not ours: the mirrors are still the state of the head that this writer knows.
-                session.lost(StorageFailure(str(error)))
-            else:
-                session.lost(error)
-            raise error
-        self.version = outcome.version
-        if decision is not None and decision.entry is not None:
-            session.won(self, decision.entry)
-            return self.version
-        try:
-            session.move_to(self.version)
-        except BaseException:
-            # Acknowledged all the same; this rank no longer knows what its mirrors are.
-            session.open = None
-            session.forget()
-            raise
-        session.won(self, session.head)
-        return self.version
-
-    def _end_without_outcome(self, error: BaseException, *, handed_over: bool) -> None:
-        """Some exchange failed: what is known of the commit all the same."""
-        self._ended = True
-        session, decision = self._session, self._decision
-        if decision is not None:  # rank 0 knows what it did, although it could not say so
-            if decision.entry is not None:
-                self.version = decision.entry.record.v
-                session.won(self, decision.entry)
-            elif self.undecided is not None:
-                session.pending = self
-            else:
-                session.lost(decision.error or error)
-        elif session.ranks.rank > 0 and (handed_over or (self._receipt is not None and isinstance(error, RankLost))):
-            # Rank 0 may have every receipt, and may have committed: only the log can tell.
-            session.pending = self
-        else:
-            # Before all shares were there nothing went into the log: the mirrors are the head's state as before.
-            session.lost(error if handed_over else RuntimeError("a rank failed"))
-
-    def _receipt_of(self, rank: int, answer: Mapping[str, Any]) -> Receipt:
-        """Read another rank's receipt back: what is committed is what the store shows, not what was said."""
-        if rank == self._session.ranks.rank:
-            assert self._receipt is not None  # written before anything is answered
-            receipt = self._receipt
-        else:
-            folder = writer_folder(rank, answer["attempt"])
-            receipt = read_receipt(self._session.storage, self._segment, folder, answer["digest"])
-        if answer["tables"] != _digest_of(self._tables):
-            raise BadInput(
-                f"rank {rank} stores the tables in another way than rank 0 (schemas differ); declare, refine and drop "
-                "tables on every rank alike",
-                found=rank,
-            )
-        return receipt
-
-    def _append(self, draft: CommitRecord) -> LogEntry:
-        """Append the record, and note it in `undecided` if its fate stays open."""
-        log = self._session.log
-        with log.exclusive():
-            leftover = log.unresolved_entry
-            try:
-                return log.append(self._session.head, draft, partial(rebase_data, txn=self.txn))
-            except BaseException:
-                if log.unresolved_entry is not leftover:
-                    self.undecided = log.unresolved_entry
-                raise
-
     def written_reader(self) -> dict[str, SegmentReader]:
-        """A reader of the segment this transaction wrote, by name; no I/O."""
-        if self._manifest is None:  # rank 0 wrote it
-            return {}
-        return {self._segment: SegmentReader(self._session.storage, self._segment, self._manifest)}
+        """A reader of the segment, by name, where this rank wrote its manifest; no I/O."""
+        return self._commit.written_reader()
 
     def move_mirrors(self, mirrors: Mirrors) -> None:
         """Apply what was staged to the mirrors; the commit has won."""
@@ -820,8 +670,8 @@ class Transaction:
         mirrors.options.update(self._bad_rows)
         mirrors.keep_only(self._tables)
 
-    def _write_parts(self) -> str:
-        """Write this rank's side of the segment; returns the digest of its receipt."""
+    def write_parts(self) -> tuple[Receipt, str]:
+        """See `cnr_store.committing.Share`."""
         session, out = self._session, self._assembly.out
         shards = session.shards(self._tables)
         if self.kind == "full":
@@ -833,36 +683,16 @@ class Transaction:
             if self.kind == "delta" or self._tables[shard.table].keys == "hashed":
                 for staged in changes:
                     self._assembly.write_lists(shard, self._tables[shard.table], staged)
-        base = self._base_manifest()
+        base = self.base_manifest()
         parts = tuple(self._part(shard, base) for table in self._tables for shard in shards[table])
         if session.ranks.rank == 0:
             kept = {entry.seg for entry in session.head.record.chain[: self._keep]} if self.kind == "delta" else set()
             self._assembly.write_dense(self._dense, session.snapshot, kept)
         for name, document in self._documents.items():
             out.write_document(name, document)
-        self._receipt, digest = out.finish(
+        return out.finish(
             txn=self.txn, rank=session.ranks.rank, world=session.ranks.world, attempt=self._attempt,
-            base=session.head.record.v, l0=self._l0, parts=parts,
-        )  # fmt: skip
-        return digest
-
-    def _write_manifest(self, receipts: list[Receipt]) -> ChainEntry:
-        """Check what all ranks wrote and put the manifest over it."""
-        session = self._session
-        world = session.ranks.world
-        check_receipts(receipts, txn=self.txn, world=world, l0=self._l0, base=self._base_manifest())
-        check_coverage(receipts, self._tables)
-        l1 = max(session.head.record.logical, self._l0) + 1
-        self._manifest = Manifest(
-            format=MAJOR, profile=session.profile, txn=self.txn, base=session.head.record.v,
-            kind="baseline" if self.kind == "full" else "delta", l0=self._l0, l1=l1, step=self.step,
-            tables=self._tables, scalars=self._scalars, **merge_receipts(receipts),
-        )  # fmt: skip
-        digest, size = write_manifest(session.storage, self._segment, self._manifest)
-        self.size_bytes = size + sum(entry.size for entry in self._manifest.objects)
-        return ChainEntry(
-            seg=self._segment, sha256=digest, kind=self._manifest.kind, l0=self._l0, l1=l1,
-            bytes=self.size_bytes, rows=self._manifest.changed_rows,
+            base=session.head.record.v, l0=self._draft.l0, parts=parts,
         )  # fmt: skip
 
     def _check_one_shot(self) -> None:
@@ -898,7 +728,8 @@ class Transaction:
             before = mirrors.committed_digest(shard) if self._keep == len(self._session.head.record.chain) else None
         return self._assembly.part(shard, schema, before, self._digests.get(shard, mirrors.digest(shard)))
 
-    def _base_manifest(self) -> Manifest | None:
+    def base_manifest(self) -> Manifest | None:
+        """See `cnr_store.committing.Share`."""
         if self.kind == "full" or self._session.snapshot is None:
             return None
         return self._session.snapshot.manifests[self._keep - 1]
@@ -1047,7 +878,3 @@ class Transaction:
     def _check_open(self) -> None:
         if self._ended or self._session.open is not self:
             raise BadInput("the transaction has ended; begin another one")
-
-
-def _digest_of(tables: Mapping[str, TableSchema]) -> str:
-    return sha256(canonical_json(dict(sorted(tables.items()))))

@@ -12,19 +12,17 @@ from typing import Any, Literal
 
 import numpy as np
 
+from cnr_store.committing import CommitKind
 from cnr_store.errors import (
     BadInput,
-    CnrStoreError,
     CommitStateUnknown,
-    Conflict,
     DoesNotApply,
-    RankLost,
     SaveInProgress,
     Unsupported,
 )
 from cnr_store.mirrors import Mirrors
 from cnr_store.placement import Shard
-from cnr_store.ranks import Ranks, rank_zero, together
+from cnr_store.ranks import Ranks, together
 from cnr_store.records import (
     LogEntry,
     Manifest,
@@ -32,7 +30,7 @@ from cnr_store.records import (
 from cnr_store.session import Session
 from cnr_store.snapshot import Snapshot
 from cnr_store.table_codes import Array, array_specs
-from cnr_store.transaction import CommitKind, Transaction
+from cnr_store.transaction import Transaction
 from cnr_store.types import MAX_CHAIN, Rectangle, SlotsRule
 
 Base = Literal["head", "baseline"]
@@ -287,55 +285,8 @@ class Writer:
         CommitStateUnknown, CorruptStore, StorageFailure
             Still unknown.
         """
-        session = self._session
-        pending = session.pending
-        if not isinstance(pending, Transaction):
-            return None
-        resolved: list[LogEntry | None] = []
-
-        def resolve() -> int | None:
-            # By the record it sent: a tag or another append of this store may have settled it, or be unknown itself.
-            resolved.append(session.log.resolve(pending.undecided))
-            return None if resolved[0] is None else resolved[0].record.v
-
-        try:
-            version = rank_zero(session.ranks, resolve)
-        except RankLost:
-            if session.ranks.rank == 0 and not resolved:
-                raise
-            if resolved:  # rank 0 knows it, although it could not say so
-                version = None if resolved[0] is None else resolved[0].record.v
-            else:
-                version = self._find_committed(pending)
-        entry = resolved[0] if resolved else None
-        if version is not None and entry is None:
-            session.move_to(version)
-            entry = session.head
-        session.pending = None
-        if entry is None:
-            session.lost(Conflict("another record took the log position"))
-            return None
-        pending.version = entry.record.v
-        session.won(pending, entry)
-        return entry
-
-    def _find_committed(self, pending: Transaction) -> int | None:
-        """Look in the log for a commit whose outcome rank 0 could not tell: its version, None if it cannot come."""
-        session = self._session
-        head = session.head
-        try:
-            while (entry := session.log.poll(head)) is not None:
-                head = entry
-                if any(link.seg == pending.segment for link in head.record.chain):
-                    return head.record.v
-                if head.record.epoch > session.head.record.epoch:
-                    return None
-        except CnrStoreError as error:
-            raise CommitStateUnknown(f"the log could not be read: {error}") from error
-        raise CommitStateUnknown(
-            "rank 0 does not answer, and its commit is not in the log yet; restart the training from the last "
-            "checkpoint"
-        )
+        pending = self._session.pending
+        return pending.settle() if isinstance(pending, Transaction) else None
 
     def _refuse_unsettled(self) -> None:
         pending = self._session.pending

@@ -28,7 +28,7 @@ STAGING = READING | {
     "placement", "agreement", "ranks", "options", "encode", "changes", "baseline", "mirrors", "planning", "inputs",
     "assembly",
 }  # fmt: skip
-WRITING = STAGING | {"session", "transaction", "writer"}
+WRITING = STAGING | {"session", "committing", "transaction", "writer"}
 DECISIONS = {"policy", "retention", "planning"}
 ENGINE = WRITING | DECISIONS | {"store", "sizes"}
 MAINTENANCE = {"compaction", "gc", "verify"}
@@ -71,8 +71,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "inputs": CODEC,
     "assembly": READING | {"encode", "changes", "baseline", "placement"},
     "session": READING | {"mirrors", "placement", "ranks"},
-    "transaction": STAGING | {"session"},
-    "writer": STAGING | {"session", "transaction"},
+    "committing": READING | {"planning", "ranks", "session"},
+    "transaction": STAGING | {"session", "committing"},
+    "writer": STAGING | {"session", "committing", "transaction"},
     "store": WRITING | DECISIONS,
     "compaction": ENGINE,
     "gc": ENGINE,

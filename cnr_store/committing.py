@@ -1,0 +1,347 @@
+"""One commit, by one writer or by all ranks of a training: shares, receipts, manifest, log position, outcome.
+
+The order (spec, section 7.2): every rank writes its share and then its receipt; rank 0 reads the receipts back, puts
+the manifest over them and takes the log position; all ranks learn the outcome; and only then mirrors move. A failure
+before the log position leaves orphans and nothing else. An unknown outcome freezes the writer until the position has
+been read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, Protocol
+
+from cnr_store.errors import (
+    BadInput,
+    CnrStoreError,
+    CommitStateUnknown,
+    Conflict,
+    RankLost,
+    StorageFailure,
+    TransactionAborted,
+)
+from cnr_store.layout import writer_folder
+from cnr_store.planning import check_coverage, check_receipts, generations, next_chain
+from cnr_store.ranks import described, rank_zero, rebuilt, together
+from cnr_store.rebase import draft_after, rebase_data
+from cnr_store.records import (
+    MAJOR,
+    ChainEntry,
+    CommitRecord,
+    LogEntry,
+    Manifest,
+    Receipt,
+    TableSchema,
+    canonical_json,
+    sha256,
+)
+from cnr_store.segment import SegmentReader, merge_receipts, read_receipt, write_manifest
+from cnr_store.session import Committable, Session
+from cnr_store.types import JsonValue
+
+CommitKind = Literal["full", "delta"]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What a segment will be: its kind and step, its name, and the ``keep`` segments of the chain it goes behind."""
+
+    kind: CommitKind
+    step: int
+    txn: str
+    segment: str
+    keep: int
+    l0: int
+
+
+class Share(Committable, Protocol):
+    """A transaction, as far as its commit goes."""
+
+    @property
+    def tables(self) -> Mapping[str, TableSchema]:
+        """Every table as it will be; the same on all ranks."""
+
+    @property
+    def scalars(self) -> Mapping[str, JsonValue]:
+        """Plain values of the manifest; those of rank 0 count."""
+
+    def check_complete(self, user: Mapping[str, JsonValue] | None) -> None:
+        """Raise `BadInput` if something is missing that a commit needs."""
+
+    def write_parts(self) -> tuple[Receipt, str]:
+        """Write this rank's objects and its receipt; return the receipt and its digest."""
+
+    def base_manifest(self) -> Manifest | None:
+        """The manifest that the segment is a delta to."""
+
+
+class Commit:
+    """The commit of one transaction.
+
+    Attributes
+    ----------
+    version
+        The committed version, once it is known.
+    undecided
+        The record that rank 0 sent, if it could not learn whether that stands in the log.
+    size_bytes
+        Bytes of the segment, of all ranks.
+    """
+
+    def __init__(self, session: Session, draft: Draft, share: Share) -> None:
+        self.version: int | None = None
+        self.undecided: LogEntry | None = None
+        self.size_bytes = 0
+        self._session, self._draft, self._share = session, draft, share
+        self._has_answered = False
+        self._receipt: Receipt | None = None
+        self._manifest: Manifest | None = None
+        self._decision: _Decision | None = None
+
+    # ---- before and instead of it
+
+    def leave(self) -> None:
+        """Say that the other ranks wait for no answer of this one any more: they know that the save is over."""
+        self._has_answered = True
+
+    def refuse(self) -> None:
+        """Tell the other ranks, unless they know, that this one gives up; blocks until they commit or abort too."""
+        ranks = self._session.ranks
+        if ranks.world > 1 and not self._has_answered:
+            self._has_answered = True
+            with contextlib.suppress(CnrStoreError):
+                together(ranks, self._give_up)
+
+    def _give_up(self) -> None:
+        raise TransactionAborted(f"rank {self._session.ranks.rank} gave up the save of step {self._draft.step}")
+
+    # ---- the commit
+
+    def run(self, user: Mapping[str, JsonValue] | None) -> int:
+        """Commit with all ranks; returns the version, or raises as `Transaction.commit` says. Blocks."""
+        ranks = self._session.ranks
+        self._has_answered = True
+        handed_over = False
+        try:
+            answers = together(ranks, partial(self._write_share, user))
+            handed_over = True
+            outcome = rank_zero(ranks, partial(self._decide, answers, user))
+        except BaseException as error:
+            self._end_without_outcome(error, handed_over=handed_over)
+            raise
+        return self._take(_Outcome(**outcome))
+
+    def _write_share(self, user: Mapping[str, JsonValue] | None) -> dict[str, Any]:
+        """Write this rank's objects and its receipt; returns what rank 0 needs to find it."""
+        if self._session.ranks.world > 1:
+            self._share.check_complete(user)
+        self._receipt, digest = self._share.write_parts()
+        return {"attempt": self._receipt.attempt, "digest": digest, "tables": _digest_of(self._share.tables)}
+
+    def _decide(self, answers: Sequence[Mapping[str, Any]], user: Mapping[str, JsonValue] | None) -> dict[str, Any]:
+        """On rank 0: merge the receipts, write the manifest, append the record. Errors are part of what it returns."""
+        session = self._session
+        self._decision = decision = _Decision()
+        try:
+            entry = self._write_manifest([self._receipt_of(rank, answer) for rank, answer in enumerate(answers)])
+            record = session.head.record
+            draft = draft_after(
+                record, self._draft.kind, session.info,
+                chain=next_chain(record, entry, keep=self._draft.keep), logical=entry.l1, step=self._draft.step,
+                tables=generations(self._share.tables), user=dict(user or {}),
+            )  # fmt: skip
+            decision.entry = self._append(draft)
+        except BaseException as error:  # noqa: BLE001 (raised by `_take`, when the other ranks know)
+            decision.error = error
+        return decision.outcome(self.undecided, self.size_bytes)
+
+    def _receipt_of(self, rank: int, answer: Mapping[str, Any]) -> Receipt:
+        """Read another rank's receipt back: what is committed is what the store shows, not what was said."""
+        if rank == self._session.ranks.rank:
+            assert self._receipt is not None  # written before anything is answered
+            receipt = self._receipt
+        else:
+            folder = writer_folder(rank, answer["attempt"])
+            receipt = read_receipt(self._session.storage, self._draft.segment, folder, answer["digest"])
+        if answer["tables"] != _digest_of(self._share.tables):
+            raise BadInput(
+                f"rank {rank} stores the tables in another way than rank 0 (schemas differ); declare, refine and drop "
+                "tables on every rank alike",
+                found=rank,
+            )
+        return receipt
+
+    def _write_manifest(self, receipts: list[Receipt]) -> ChainEntry:
+        """Check what all ranks wrote and put the manifest over it."""
+        session, draft = self._session, self._draft
+        check_receipts(
+            receipts, txn=draft.txn, world=session.ranks.world, l0=draft.l0, base=self._share.base_manifest()
+        )
+        check_coverage(receipts, self._share.tables)
+        l1 = max(session.head.record.logical, draft.l0) + 1
+        self._manifest = manifest = Manifest(
+            format=MAJOR, profile=session.profile, txn=draft.txn, base=session.head.record.v,
+            kind="baseline" if draft.kind == "full" else "delta", l0=draft.l0, l1=l1, step=draft.step,
+            tables=dict(self._share.tables), scalars=dict(self._share.scalars), **merge_receipts(receipts),
+        )  # fmt: skip
+        digest, size = write_manifest(session.storage, draft.segment, manifest)
+        self.size_bytes = size + sum(entry.size for entry in manifest.objects)
+        return ChainEntry(
+            seg=draft.segment, sha256=digest, kind=manifest.kind, l0=draft.l0, l1=l1,
+            bytes=self.size_bytes, rows=manifest.changed_rows,
+        )  # fmt: skip
+
+    def _append(self, draft: CommitRecord) -> LogEntry:
+        """Append the record, and note it in `undecided` if its fate stays open."""
+        log = self._session.log
+        with log.exclusive():
+            leftover = log.unresolved_entry
+            try:
+                return log.append(self._session.head, draft, partial(rebase_data, txn=self._draft.txn))
+            except BaseException:
+                if log.unresolved_entry is not leftover:
+                    self.undecided = log.unresolved_entry
+                raise
+
+    # ---- its outcome
+
+    def _take(self, outcome: _Outcome) -> int:
+        """Move on by what rank 0 has decided; returns the version, or raises what it raised."""
+        session, decision = self._session, self._decision
+        self.size_bytes = outcome.size_bytes or self.size_bytes
+        if outcome.version is None:
+            error = rebuilt(0, outcome.error) if decision is None or decision.error is None else decision.error
+            if outcome.is_undecided:
+                session.pending = self._share
+            elif isinstance(error, CommitStateUnknown):
+                # Of a record that is not ours: the mirrors are still the state of the head that this writer knows.
+                session.lost(StorageFailure(str(error)))
+            else:
+                session.lost(error)
+            raise error
+        self.version = outcome.version
+        if decision is not None and decision.entry is not None:
+            session.won(self._share, decision.entry)
+            return self.version
+        try:
+            session.move_to(self.version)
+        except BaseException:
+            # Acknowledged all the same; this rank no longer knows what its mirrors are.
+            session.open = None
+            session.forget()
+            raise
+        session.won(self._share, session.head)
+        return self.version
+
+    def _end_without_outcome(self, error: BaseException, *, handed_over: bool) -> None:
+        """Some exchange failed: what is known of the commit all the same."""
+        session, decision = self._session, self._decision
+        if decision is not None:  # rank 0 knows what it did, although it could not say so
+            if decision.entry is not None:
+                self.version = decision.entry.record.v
+                session.won(self._share, decision.entry)
+            elif self.undecided is not None:
+                session.pending = self._share
+            else:
+                session.lost(decision.error or error)
+        elif session.ranks.rank > 0 and (handed_over or (self._receipt is not None and isinstance(error, RankLost))):
+            # Rank 0 may have every receipt, and may have committed: only the log can tell.
+            session.pending = self._share
+        else:
+            # Before all shares were there nothing went into the log: the mirrors are the head's state as before.
+            session.lost(error if handed_over else RuntimeError("a rank failed"))
+
+    def settle(self) -> LogEntry | None:
+        """Learn an outcome that was left unknown, and move on by it: the entry if it won, None if it lost. Blocks.
+
+        Raises
+        ------
+        CommitStateUnknown, CorruptStore, StorageFailure
+            Still unknown.
+        """
+        session = self._session
+        resolved: list[LogEntry | None] = []
+
+        def resolve() -> int | None:
+            # By the record it sent: a tag or another append of this store may have settled it, or be unknown itself.
+            resolved.append(session.log.resolve(self.undecided))
+            return None if resolved[0] is None else resolved[0].record.v
+
+        try:
+            version = rank_zero(session.ranks, resolve)
+        except RankLost:
+            if session.ranks.rank == 0 and not resolved:
+                raise
+            if resolved:  # rank 0 knows it, although it could not say so
+                version = None if resolved[0] is None else resolved[0].record.v
+            else:
+                version = self._find_in_log()
+        entry = resolved[0] if resolved else None
+        if version is not None and entry is None:
+            session.move_to(version)
+            entry = session.head
+        session.pending = None
+        if entry is None:
+            session.lost(Conflict("another record took the log position"))
+            return None
+        self.version = entry.record.v
+        session.won(self._share, entry)
+        return entry
+
+    def _find_in_log(self) -> int | None:
+        """Look for a commit whose outcome rank 0 could not tell: its version, None if it cannot come any more."""
+        session = self._session
+        head = session.head
+        try:
+            while (entry := session.log.poll(head)) is not None:
+                head = entry
+                if any(link.seg == self._draft.segment for link in head.record.chain):
+                    return head.record.v
+                if head.record.epoch > session.head.record.epoch:
+                    return None
+        except CnrStoreError as error:
+            raise CommitStateUnknown(f"the log could not be read: {error}") from error
+        raise CommitStateUnknown(
+            "rank 0 does not answer, and its commit is not in the log yet; restart the training from the last "
+            "checkpoint"
+        )
+
+    def written_reader(self) -> dict[str, SegmentReader]:
+        """A reader of the segment, by name, where this rank wrote its manifest; no I/O."""
+        if self._manifest is None:
+            return {}
+        segment = self._draft.segment
+        return {segment: SegmentReader(self._session.storage, segment, self._manifest)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What rank 0 tells the others of the commit: the version, or the error and whether it may stand all the same."""
+
+    version: int | None
+    size_bytes: int
+    is_undecided: bool
+    error: dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Decision:
+    """What rank 0 knows of the commit: the record that won, or the error."""
+
+    entry: LogEntry | None = None
+    error: BaseException | None = None
+
+    def outcome(self, undecided: LogEntry | None, size_bytes: int) -> dict[str, Any]:
+        return {
+            "version": None if self.entry is None else self.entry.record.v,
+            "size_bytes": size_bytes,
+            "is_undecided": self.entry is None and undecided is not None,
+            "error": {} if self.error is None else described(self.error),
+        }
+
+
+def _digest_of(tables: Mapping[str, TableSchema]) -> str:
+    return sha256(canonical_json(dict(sorted(tables.items()))))
