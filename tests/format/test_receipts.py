@@ -1,0 +1,45 @@
+"""The committer believes the store, not the message: a receipt that is not the one its writer named is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cnr_store.errors import CorruptObject, MissingObject
+from cnr_store.segment import SegmentWriter, read_receipt
+from cnr_store.storage import Storage, open_storage
+from cnr_store.workers import Throttle, Workers
+
+SEGMENT, FOLDER, TXN = "00000000000000000001-" + "a" * 32, "r00001-" + "b" * 8, "a" * 32
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> tuple[Storage, str]:
+    """A storage with the receipt of rank 1 of 2, and the receipt's digest."""
+    storage = open_storage(str(tmp_path))
+    with Workers(1) as workers:
+        writer = SegmentWriter(
+            storage, SEGMENT, profile="portable", folder=FOLDER, workers=workers, throttle=Throttle(None)
+        )
+        writer.write_document("reader/1", {"yielded": 7})
+        _, digest = writer.finish(txn=TXN, rank=1, world=2, attempt="b" * 8, base=1, l0=0, parts=())
+    return storage, digest
+
+
+def test_the_receipt_that_its_writer_named_is_read_back(written: tuple[Storage, str]) -> None:
+    receipt = read_receipt(written[0], SEGMENT, FOLDER, written[1])
+
+    assert (receipt.rank, receipt.world, receipt.txn) == (1, 2, TXN)
+    assert list(receipt.documents) == ["reader/1"]
+    assert [entry.path for entry in receipt.objects] == [f"{FOLDER}/reader/1.json"]
+
+
+def test_another_receipt_than_its_writer_named_is_refused(written: tuple[Storage, str]) -> None:
+    with pytest.raises(CorruptObject, match="has another sha256 than its rank says"):
+        read_receipt(written[0], SEGMENT, FOLDER, "0" * 64)
+
+
+def test_a_receipt_that_is_not_there_is_refused(written: tuple[Storage, str]) -> None:
+    with pytest.raises(MissingObject, match=r"r00002-.*_receipt.json is missing"):
+        read_receipt(written[0], SEGMENT, "r00002-" + "b" * 8, written[1])
