@@ -833,6 +833,7 @@ class Transaction:
         # One pass over memory, far cheaper than the compression that follows: a baseline must not carry on what a
         # fault of the memory, or a stray write, has changed.
         if known is not None and (found := mirror.digest(self._session.workers)) != known:
+            self._session.mirrors.is_complete = False  # nor may a delta build on it
             raise DoesNotApply(
                 f"the mirror of table {shard} has state digest {found:016x}, kept up to date it was {known:016x}: its "
                 "memory was changed behind the writer; restore first, or write the table whole",

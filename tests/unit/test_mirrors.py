@@ -108,6 +108,8 @@ def test_a_full_refuses_a_mirror_whose_memory_was_changed() -> None:
         writer.begin(3, "full").commit()
 
     assert store.snapshot().version == version
+    with pytest.raises(DoesNotApply):
+        writer.begin(3, "delta")
     writer.restore()
     with writer.begin(3, "full"):
         pass
