@@ -90,7 +90,8 @@ class CarryingReader(Generic[T]):
         self.every = every
         self._loader: Any = loader
         self._is_wanted = threading.Event()
-        self._fetched = self._trained = self._last_state_at = 0
+        self._was_asked = False
+        self._fetched = self._last_state_at = 0
 
     def __iter__(self) -> Iterator[CarriedBatch[T]]:
         """Yield what is left of the epoch. The thread that iterates may be another one than the one that trains."""
@@ -100,7 +101,6 @@ class CarryingReader(Generic[T]):
                 yield CarriedBatch(batch, None)
                 continue
             self._last_state_at = self._fetched
-            self._is_wanted.clear()
             yield CarriedBatch(batch, copy.deepcopy(self._loader.state_dict()))
 
     @property
@@ -109,13 +109,15 @@ class CarryingReader(Generic[T]):
         return False
 
     def trained(self) -> None:
-        """Count a batch, so that `prepare` knows whether a state is under way."""
-        self._trained += 1
+        """Learn whether a save still waits."""
+        if not self._was_asked:
+            self._is_wanted.clear()
+        self._was_asked = False
 
     def prepare(self) -> None:
-        """Let the next batch that is fetched carry its state, unless one that was fetched and not trained does."""
-        if self._last_state_at <= self._trained:
-            self._is_wanted.set()
+        """Let every batch that is fetched carry its state, until the first step that does not ask for it."""
+        self._was_asked = True
+        self._is_wanted.set()
 
     def state_dict(self) -> Any:
         """Refuse: the loader's state may count batches that were not trained.
@@ -132,5 +134,6 @@ class CarryingReader(Generic[T]):
     def load_state_dict(self, state_dict: Any) -> None:
         """Continue behind the batch of ``state_dict``; begin a new iteration afterwards."""
         self._loader.load_state_dict(state_dict)
-        self._fetched = self._trained = self._last_state_at = 0
+        self._fetched = self._last_state_at = 0
+        self._was_asked = False
         self._is_wanted.clear()

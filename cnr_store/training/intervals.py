@@ -80,6 +80,7 @@ class GrantedReader(Generic[T]):
         self._epoch: Iterator[T] | None = None
         self._serial = 0  # of the current interval; a reference to it would be a cycle that keeps workers alive
         self._is_open, self._was_asked = False, True
+        self._save_waits = False
         self._left = 0
         self._in_flight = 0
 
@@ -124,11 +125,16 @@ class GrantedReader(Generic[T]):
                     expected=self._in_flight, found=batches,
                 )  # fmt: skip
             self._in_flight -= batches
+            self._save_waits = False
 
     def prepare(self) -> None:
-        """End the interval with the optimizer step of what was fetched: a save is due. The next one is a whole one."""
+        """End the interval with the optimizer step of what was fetched: a save is due.
+
+        Where the save waits for others although the state may be taken, the next interval is one optimizer step.
+        """
         with self._lock:
             self._left %= self._micro_batches
+            self._save_waits = True
 
     def state_dict(self) -> Any:
         """Return the loader's state, which is that after exactly the trained batches.
@@ -146,6 +152,7 @@ class GrantedReader(Generic[T]):
                     "or end it with prepare() and train what was fetched",
                     expected=0, found=self._in_flight,
                 )  # fmt: skip
+            self._save_waits = False
             return self._loader.state_dict()
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -158,6 +165,7 @@ class GrantedReader(Generic[T]):
             self._epoch = None
             self._serial += 1
             self._is_open, self._was_asked = False, True
+            self._save_waits = False
             self._left = self._in_flight = 0
 
     def _is_drained(self) -> bool:
@@ -177,7 +185,7 @@ class GrantedReader(Generic[T]):
                     "pipeline anew for each if it does not go on with another iterator"
                 )
             if self._left == 0:
-                self._left = self.grant
+                self._left = self._micro_batches if self._save_waits else self.grant
             self._serial += 1
             self._is_open, self._was_asked = True, False
             return _Interval(self, self._serial)

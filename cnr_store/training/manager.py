@@ -711,13 +711,17 @@ class CheckpointManager:
 
     def _some_rank_waits(self) -> bool:
         """Whether a save that is due must wait on some rank, and so on all."""
-        return any(together(self._control, self._waits_for_boundary))
+        waits = any(together(self._control, self._waits_for_boundary))
+        if waits and self._intervals is not None:
+            self._intervals.prepare()  # where the reader is ready already, it stays so for the others
+        return waits
 
     def _waits_for_boundary(self) -> bool:
         """Whether a save must wait for reader or optimizer step; warns, once, if that step does not seem to come."""
         if self._intervals is not None and self._reader_state is None and not self._intervals.is_ready:
             self._intervals.prepare()
-            return True
+            if not self._intervals.is_ready:
+                return True
         if self._tracker.at_step_boundary:
             self._steps_off_boundary = 0
             return False

@@ -41,7 +41,11 @@ class IntervalReader(Stateful, Protocol):
         """Count one batch as trained; called once by each step, before a save."""
 
     def prepare(self) -> None:
-        """A save is due and waits: become ready in as few batches as possible. Must not block."""
+        """A save is due and waits: become ready in as few batches as possible, perhaps at once. Must not block.
+
+        Called again at every step while it waits, also on a ready reader: another rank's may not be. Until the first
+        step without it the reader is best ready at each.
+        """
 
 
 def check_stateful(name: str, value: object) -> None:

@@ -2,21 +2,73 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import pytest
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from cnr_store import BadInput
+from cnr_store.training import CarriedBatch, CarryingReader, CheckpointManager, GrantedReader
 from tests.training.ranks.copies import Run, spoiled
 from tests.training.ranks.scenarios import Place, scenario
 from tests.training.runs import assert_same
 
+T = TypeVar("T")
 SAMPLES, BATCH = 40, 2
 
 
-def loader_of(rank: int, world: int) -> StatefulDataLoader[int]:
-    return StatefulDataLoader(list(range(SAMPLES))[rank::world], batch_size=BATCH)
+def loader_of(rank: int, world: int, batch_size: int = BATCH) -> StatefulDataLoader[int]:
+    return StatefulDataLoader(list(range(SAMPLES))[rank::world], batch_size=batch_size)
+
+
+def ahead(batches: Iterable[T], depth: int) -> Iterator[T]:
+    """Fetch so many batches ahead of the training."""
+    queue: deque[T] = deque()
+    for batch in batches:
+        queue.append(batch)
+        if len(queue) > depth:
+            yield queue.popleft()
+    yield from queue
+
+
+def train_ahead(reader: Any, depth: int, run: Run, manager: CheckpointManager) -> list[int]:
+    """Train on what is left of the epoch; the samples in the order in which they were trained."""
+    seen: list[int] = []
+    epochs = [reader] if isinstance(reader, CarryingReader) else reader
+    for epoch in epochs:
+        for given in ahead(epoch, depth):
+            carried = given if isinstance(given, CarriedBatch) else CarriedBatch(given, None)
+            run.train(manager.current_step)
+            seen += carried.batch.tolist()
+            manager.step(reader_state=carried.state)
+    return seen
+
+
+@scenario(1, 2)
+def readers_that_fetch_ahead_differently_save_at_the_same_step(place: Place) -> None:
+    kinds: dict[str, Callable[[StatefulDataLoader[int]], Any]] = {
+        "granted": lambda loader: GrantedReader(loader, grant=7),
+        "carried": lambda loader: CarryingReader(loader, every=4),
+    }
+    share = list(range(SAMPLES))[place.rank :: place.world]
+    for name, make in kinds.items():
+        run, reader = Run(place), make(loader_of(place.rank, place.world, 1))
+        manager = run.manager(place.url(name), reader=reader, every_steps=5)
+        assert train_ahead(reader, 1 + 2 * place.rank, run, manager) == share
+        manager.wait()
+        steps = [report.step for report in manager.history]
+        assert len(steps) >= 2, steps
+        assert place.gather(steps) == [steps, steps]
+        again, reader = spoiled(Run(place)), make(loader_of(place.rank, place.world, 1))
+        manager.close()
+        manager = again.manager(place.url(name), reader=reader)
+        restored = manager.restore(step=steps[-2])
+        assert restored is not None
+        assert train_ahead(reader, 0, again, manager) == share[restored.step :]
+        assert_same(again.state(), run.state())
+        manager.close()
 
 
 @scenario(1, 2)

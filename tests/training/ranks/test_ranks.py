@@ -33,6 +33,7 @@ PLAIN = {
     "a_table_of_one_rank_alone": 1,
     "a_table_of_one_rank_alone_resumes": 2,
     "ranks_without_anything_to_save_take_part": 1,
+    "readers_that_fetch_ahead_differently_save_at_the_same_step": 1,
     "readers_end_with_their_process": 1,
     "readers_go_on_with_the_next_sample": 2,
     "another_number_of_readers_is_the_callers_matter": 2,
