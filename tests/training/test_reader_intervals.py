@@ -261,16 +261,14 @@ def test_a_reader_that_knows_nothing_of_the_training_skips_what_was_fetched() ->
 def test_a_save_due_at_another_batch_comes_as_soon_as_it_is_exact(
     way: Callable[[int, int], Any], pipeline: Pipeline
 ) -> None:
-    """As one that is due by the clock."""
+    """As one that is due by the clock; at most a queue of batches later, with one at either end of it."""
     url = url_of()
     run = Run(url, way(0, 10), every_steps=4).until(22, pipeline)
     saves = run.saves
     again = Run(url, way(0, 10), every_steps=4).until(TOTAL, pipeline)
 
-    assert len(saves) >= 3
-    assert (
-        max(late - early for early, late in pairwise([0, *saves])) <= 4 + DEPTH + 2
-    )  # a queue, and a batch at either end of it
+    assert len(saves) >= 2
+    assert max(late - early for early, late in pairwise([0, *saves])) <= 4 + DEPTH + 2
     assert again.seen == uninterrupted(0)[saves[-1] :]
 
 
