@@ -234,7 +234,7 @@ def test_a_rank_whose_mirror_is_damaged_is_refused_on_all_ranks_until_a_restore(
 def test_a_rank_that_is_too_slow_ends_the_save_on_all_ranks(launcher: Launcher, calm: Calm, tmp_path: Path) -> None:
     index = calm.index(3, "/_receipt.json", 2)
 
-    codes = launcher.run(tmp_path, "slow", slow=[3, index, "before"], sleep_s=10, timeout_s=4)
+    codes = launcher.run(tmp_path, "slow", slow=[3, index, "before"], sleep_s=13, timeout_s=6)
 
     assert codes == [1] * 4, outputs(tmp_path)
     check_survivors(tmp_path, "slow", {0, 1, 2, 3})
