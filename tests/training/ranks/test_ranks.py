@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-PROCESSES = {1: 4, 2: 2}
-"""By round; the first round trains and ends, the second one restores."""
+PROCESSES = {1: 4, 2: 2, 3: 4}
+"""By round; the first one trains and ends, the second one restores, the third one is the soak."""
 SHARDED = {
     "row_wise_on_four_ranks": 1,
     "table_wise_on_two_ranks": 2,
@@ -85,7 +85,7 @@ def run_round(stage: int, folder: Path) -> list[dict[str, str]]:
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     """Results by round."""
     folder = tmp_path_factory.mktemp("ranks")
-    return {stage: run_round(stage, folder) for stage in PROCESSES}
+    return {stage: run_round(stage, folder) for stage in (1, 2)}
 
 
 def check(name: str, reports: list[dict[str, str]]) -> None:
@@ -111,3 +111,14 @@ def test_every_scenario_is_reported(reports: Reports) -> None:
     run = {(name, stage) for stage, of_round in reports.items() for report in of_round for name in report}
 
     assert run == {*PLAIN.items(), *(SHARDED.items() if HAS_TORCHREC else ())}
+
+
+@needs_torchrec
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+def test_every_sharding_is_restored_as_every_other(tmp_path: Path) -> None:
+    reports = run_round(3, tmp_path)
+
+    assert reports[0].keys() == {"saved_in_every_way", "restored_in_every_other_way"}
+    for name in reports[0]:
+        check(name, reports)

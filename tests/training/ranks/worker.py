@@ -23,16 +23,16 @@ import torch.distributed as dist
 
 from tests.training.ranks.scenarios import SCENARIOS, Place
 
-WORLDS = {1: (4, 2), 2: (2, 1)}
-"""By round: the numbers of ranks, one after the other; the first is how many processes there are."""
+WORLDS = {1: (4, 2), 2: (2, 1), 3: (4, 2)}
+"""By round: the numbers of ranks, one after the other; the first is how many processes there are. 3 is the soak."""
 MODULES = ("sharded", "copies", "failing", "readers")
 
 
-def load(stage: int) -> None:
+def load() -> None:
     for name in MODULES:
         if name != "sharded" or importlib.util.find_spec("torchrec") is not None:
             importlib.import_module(f"tests.training.ranks.{name}")
-    assert SCENARIOS.keys() <= {(stage, world) for stage, worlds in WORLDS.items() for world in worlds}
+    assert SCENARIOS.keys() <= {(number, world) for number, worlds in WORLDS.items() for world in worlds}
 
 
 def join(stage: int, place: Place) -> None:
@@ -52,7 +52,7 @@ def main(stage: int, rank: int, folder: Path) -> None:
     warnings.filterwarnings("error", module="cnr_store")
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    load(stage)
+    load()
     problems: dict[str, str] = {}
     for world in WORLDS[stage]:
         if rank >= world:
