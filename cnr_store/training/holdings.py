@@ -7,7 +7,7 @@ are chosen so that ranks have about equally much to write, and stay as long as t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from cnr_store.errors import BadInput
 from cnr_store.placement import Placement, Shard, assign_owners
 from cnr_store.ranks import Ranks, together
 from cnr_store.training.shards import LocalShard, find_shards, whole_shard
-from cnr_store.training.state import table_parameters
+from cnr_store.training.state import StatePlan, table_parameters
 from cnr_store.training.tensors import table_dtype_name
 from cnr_store.types import Rectangle
 
@@ -130,6 +130,37 @@ def hold(shards: Sequence[LocalShard], ranks: Ranks) -> Holdings:
             placement.setdefault(holding.table, []).append(holding.rectangle)
     replicated = tuple(sorted(table for table, holders in copies.items() if len(holders) > 1))
     return Holdings(held, dict(sorted(shapes.items())), replicated, placement if needs_place else None)
+
+
+def check_alike(plan: Callable[[], StatePlan], optimizers: Sequence[torch.optim.Optimizer], ranks: Ranks) -> None:
+    """Return if all ranks have the dense tensors and optimizers of rank 0, which saves them. Blocks; all ranks call it.
+
+    Raises
+    ------
+    BadInput
+        Names the first difference; or what ``plan`` raised on a rank.
+    """
+    answers = together(
+        ranks,
+        lambda: {
+            "dense tensors": {name: list(tensor.shape) for name, tensor in plan().dense.items()},
+            "optimizers": {
+                str(number): [type(optimizer).__name__, len(optimizer.param_groups)]
+                for number, optimizer in enumerate(optimizers)
+            },
+        },
+    )
+    for rank, answer in enumerate(answers):
+        for what, given in answer.items():
+            expected = answers[0][what]
+            differ = sorted(name for name in given.keys() | expected.keys() if given.get(name) != expected.get(name))
+            if differ:
+                raise BadInput(
+                    f"rank {rank} has other {what} than rank 0, which saves them for all: {differ[0]!r} is "
+                    f"{given.get(differ[0], 'not there')}, on rank 0 {expected.get(differ[0], 'not there')}; only "
+                    "tables may be on some ranks alone",
+                    expected=expected.get(differ[0]), found=given.get(differ[0]),
+                )  # fmt: skip
 
 
 def _owners(

@@ -62,7 +62,7 @@ from cnr_store.training.capture import put_dense_state, rank_document, rows_to_w
 from cnr_store.training.devices import compile_kernels, rows_as_codes
 from cnr_store.training.document import TRAINER, TrainerDocument, trainer_name, trainer_of
 from cnr_store.training.history import sizes_since_baseline
-from cnr_store.training.holdings import Holding, find_local_shards, hold
+from cnr_store.training.holdings import Holding, check_alike, find_local_shards, hold
 from cnr_store.training.marks import taken_words, union_of, words_of
 from cnr_store.training.ranks import ranks_of_this_training
 from cnr_store.training.reader import (
@@ -324,7 +324,7 @@ class CheckpointManager:
         self._every_steps, self._every_seconds = every_steps, every_seconds
         self._copies_whole = first_full == "copy"
         self._when_busy, self._on_error = when_busy, on_error
-        self._plan_state()  # refuses what cannot be saved
+        check_alike(self._plan_state, self._optimizers, self._ranks)  # refuses what cannot be saved, too
         self._log_memory(mirror)
         self._tracker = RowTracker(
             model, dict(plain), optimizers=self._optimizers, allow_dense=allow_dense,

@@ -212,7 +212,18 @@ def clocks_of_several_ranks_are_no_measure(place: Place) -> None:
 
 
 @scenario(1, 2)
-def ranks_with_different_tables_of_a_name_are_refused(place: Place) -> None:
-    model = nn.Embedding(5 + place.rank, 2)
+def ranks_with_different_models_are_refused(place: Place) -> None:
+    model: nn.Module = nn.Embedding(5 + place.rank, 2)
     with pytest.raises(BadInput, match="same model"):
         CheckpointManager(place.url("unlike"), model=model, options=EXACT)
+    for unlike in ([nn.Linear(2, 1 + place.rank)], [nn.Linear(2, 1) for _ in range(1 + place.rank)]):
+        with pytest.raises(BadInput, match="rank 1 has other dense tensors"):
+            CheckpointManager(place.url("unlike"), model=nn.Sequential(nn.Embedding(5, 2), *unlike), options=EXACT)
+    model = nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 1))
+    kinds = (torch.optim.SGD, torch.optim.Adam)
+    for optimizers in (
+        [kinds[place.rank](model.parameters(), lr=0.1)],
+        [torch.optim.SGD(one.parameters(), lr=0.1) for one in list(model)[: 1 + place.rank]],
+    ):
+        with pytest.raises(BadInput, match="rank 1 has other optimizers"):
+            CheckpointManager(place.url("unlike"), model=model, optimizer=optimizers, options=EXACT)

@@ -45,7 +45,7 @@ PLAIN = {
     "ranks_that_are_told_to_end_save_together": 1,
     "what_one_rank_cannot_read_no_rank_goes_on_with": 1,
     "clocks_of_several_ranks_are_no_measure": 1,
-    "ranks_with_different_tables_of_a_name_are_refused": 1,
+    "ranks_with_different_models_are_refused": 1,
 }
 HAS_TORCHREC = importlib.util.find_spec("torchrec") is not None
 
