@@ -280,9 +280,9 @@ class Commit:
             else:
                 version = self._find_in_log()
         entry = resolved[0] if resolved else None
-        if version is not None and entry is None:
-            session.move_to(version)
-            entry = session.head
+        if version is not None:
+            self._follow(version, is_known=entry is not None)
+            entry = entry or session.head
         session.pending = None
         if entry is None:
             session.lost(Conflict("another record took the log position"))
@@ -290,6 +290,22 @@ class Commit:
         self.version = entry.record.v
         session.won(self._share, entry)
         return entry
+
+    def _follow(self, version: int, *, is_known: bool) -> None:
+        """Move to the record that has won, on all ranks or on none: a rank that cannot read it asks again with all."""
+        session, before = self._session, self._session.head
+
+        def move() -> None:
+            if not is_known:
+                session.move_to(version)
+
+        try:
+            together(session.ranks, move)
+        except RankLost:
+            return  # this rank has moved
+        except BaseException:
+            session.head = before
+            raise
 
     def _find_in_log(self) -> int | None:
         """Look for a commit whose outcome rank 0 could not tell: its version, None if it cannot come any more."""

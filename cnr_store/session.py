@@ -83,7 +83,8 @@ class Session:
     def catch_up(self) -> None:
         """Move to the newest log entry: one request per record that others have added, and one more.
 
-        All ranks move to the one that rank 0 finds, so all of them call this.
+        All ranks move to the one that rank 0 finds, so all of them call this. Where the chain is another one then, the
+        mirrors are given up: they are not its state.
 
         Raises
         ------
@@ -91,9 +92,14 @@ class Session:
             Another writer took over: what follows is its business.
         CorruptRecord, StorageFailure
         """
-        newest = rank_zero(self.ranks, self._move_to_newest)
-        if self.ranks.world > 1:
-            together(self.ranks, partial(self.move_to, newest))
+        try:
+            newest = rank_zero(self.ranks, self._move_to_newest)
+            if self.ranks.world > 1:
+                together(self.ranks, partial(self.move_to, newest))
+        finally:
+            if self.snapshot is not None and self.snapshot.record.chain != self.head.record.chain:
+                self.open = None
+                self.forget()
 
     def move_to(self, version: int) -> None:
         """Move to a record that is known to be there."""

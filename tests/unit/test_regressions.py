@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cnr_store import CorruptStore, DoesNotApply, Store, TableOptions
+from cnr_store import BadInput, BadShape, CorruptStore, DoesNotApply, Store, TableOptions
 
 
 @pytest.fixture
@@ -197,3 +197,23 @@ def test_a_document_too_deep_to_parse_is_corruption_not_a_crash(store: Store) ->
     with monkey.context(), pytest.raises(CorruptStore, match="cannot be parsed"):
         reader.read_document("reader/0")
     monkey.undo()
+
+
+def test_a_refused_restore_after_a_rollback_leaves_no_state_that_was_rolled_back(store: Store) -> None:
+    """The head had moved, the mirrors had not: the next full committed what the rollback had taken back."""
+    writer = store.writer()
+    with writer.begin(1) as txn:
+        txn.write_table("t", np.ones((4, 2), np.float32), options=TableOptions(scale=1.0))
+    with writer.begin(2) as txn:
+        txn.write_rows("t", np.arange(4), np.full((4, 2), 2, np.float32))
+    unfinished = writer.begin(3)
+    unfinished.write_rows("t", np.asarray([0]), np.full((1, 2), 3, np.float32))
+    store.rollback(2)
+
+    with pytest.raises(BadShape):
+        writer.restore({"t": {"values": np.empty((3, 2), np.float32)}})
+
+    assert not writer.is_synced
+    with pytest.raises(BadInput, match="has ended"):
+        unfinished.commit()
+    assert writer.begin(3, "full").needs_whole_tables == ["t"]

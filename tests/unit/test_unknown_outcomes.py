@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import uuid
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,9 @@ from cnr_store import CommitStateUnknown, StorageFailure, Store, TableOptions, W
 from cnr_store.layout import COMMITS
 from cnr_store.log import RetryPolicy
 from cnr_store.storage import CreateOutcome, Storage, open_storage
+from cnr_store.testing.ranks import ThreadRank, thread_ranks
+from cnr_store.transaction import Declaration
+from cnr_store.types import Rectangle
 
 
 class Network:
@@ -179,3 +184,50 @@ def test_a_rollback_with_an_unknown_outcome_can_be_asked_for_again(
     store.rollback(2)
 
     assert np.array_equal(store.snapshot().table("t").read(), VALUES)
+
+
+def test_ranks_settle_together_where_one_of_them_cannot_read_the_log(storage: Storage, store: Store) -> None:
+    """Rank 0 was done with an unknown commit, the rank without the record asked again alone: they were out of step."""
+    networks: dict[int, Network] = {0: Network(storage)}
+
+    def heard(writer: Writer) -> Any:
+        try:
+            entry = writer.settle()
+        except StorageFailure as error:
+            return type(error)
+        return entry and entry.record.v
+
+    def train(rank: ThreadRank) -> tuple[list[Any], list[bool]]:
+        tile = Rectangle((0, 5), (0, 2)) if rank.rank == 0 else Rectangle((5, 10), (0, 2))
+        mine = VALUES[slice(*tile.rows)]
+        if rank.rank == 0:
+            opened = store
+        else:
+            others = open_storage(storage.url)
+            opened, networks[1] = Store.open_on(others, threads=1), Network(others)
+        writer = opened.writer(ranks=rank, shards={"t": [tile]})
+        with writer.begin(1) as txn:
+            txn.declare_tables({"t": [Declaration(mine, {}, TableOptions.exact())]})
+            txn.write_table("t", mine)
+        txn = writer.begin(2)
+        txn.write_rows("t", np.asarray([tile.rows[0]]), mine[:1] + 2)
+        networks[rank.rank].cut(lands=True)
+        with pytest.raises(CommitStateUnknown):
+            txn.commit()
+        if rank.rank == 0:
+            networks[0].heal()
+        else:
+            networks[1].is_silent = True
+        outcomes, synced = [heard(writer)], [writer.is_synced]
+        networks[rank.rank].heal()
+        outcomes.append(heard(writer))
+        synced.append(writer.is_synced)
+        with writer.begin(3) as txn:
+            txn.write_rows("t", np.asarray([tile.rows[0]]), mine[:1] + 3)
+        return outcomes, synced
+
+    with ThreadPoolExecutor(2) as pool:
+        ends = list(pool.map(train, thread_ranks(2, timeout_s=20)))
+
+    assert ends == [([StorageFailure, 3], [False, True])] * 2
+    assert np.array_equal(store.snapshot().table("t").read(), expected(_0=3, _5=3))
