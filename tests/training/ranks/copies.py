@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -14,20 +16,22 @@ from tests.training.runs import assert_same
 SMALL, ROWS, DIM, BATCH = 24, 200, 4, 6
 """How many small tables; rows of the two others: each rank looks up its own share of them."""
 EXACT = TableOptions.exact()
+TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 class Copies(nn.Module):
-    """A bag with sparse gradients, one whose optimizer moves it for as long as it lives, small ones, a dense layer."""
+    """A bag with sparse gradients, one whose rows never stop to move, a table of plain SGD, small ones, a layer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sparse = nn.EmbeddingBag(ROWS, DIM, sparse=True, mode="sum")
         self.full = nn.EmbeddingBag(ROWS, DIM, mode="sum")
+        self.plain = nn.Embedding(ROWS, DIM)
         self.small = nn.ModuleList(nn.EmbeddingBag(5 + n, DIM, sparse=True, mode="sum") for n in range(SMALL))
         self.out = nn.Linear(DIM, 2)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        rows = self.sparse(ids) + self.full(ids)
+        rows = self.sparse(ids) + self.full(ids) + self.plain(ids).sum(dim=1)
         for table in self.small:
             rows = rows + table(ids % table.num_embeddings)
         result: torch.Tensor = self.out(rows)
@@ -42,12 +46,14 @@ class Run:
         self.place = place
         self.model = Copies() if model is None else model
         self.wrapped = DistributedDataParallel(self.model) if place.world > 1 else self.model
-        tables = [module for module in self.model.modules() if isinstance(module, nn.EmbeddingBag)]
-        sparse = [table.weight for table in tables if table.sparse]
-        others = [one for one in self.model.parameters() if all(one is not table for table in sparse)]
-        self.optimizers: list[torch.optim.Optimizer] = [torch.optim.Adam(others, lr=0.01)]
-        if sparse:
-            self.optimizers.append(torch.optim.Adagrad(sparse, lr=0.1))
+        tables = [one for one in self.model.modules() if isinstance(one, TABLES)]
+        kinds: list[tuple[Callable[..., torch.optim.Optimizer], list[nn.Parameter]]] = [
+            (torch.optim.Adagrad, [table.weight for table in tables if table.sparse]),
+            (torch.optim.SGD, [table.weight for table in tables if isinstance(table, nn.Embedding)]),
+        ]
+        taken = {id(parameter) for _, parameters in kinds for parameter in parameters}
+        kinds.append((torch.optim.Adam, [one for one in self.model.parameters() if id(one) not in taken]))
+        self.optimizers = [kind(parameters, lr=0.05) for kind, parameters in kinds if parameters]
 
     def train(self, number: int, manager: CheckpointManager | None = None) -> bool:
         """Train on a batch of this rank's share of the rows."""
@@ -96,12 +102,13 @@ def copies_are_saved_once(place: Place) -> None:
     full = manager.save()
     before = run.state()
     run.train(3, manager)
+    rewrite(run, manager)
     delta = manager.save()
     after = run.state()
     assert [full.kind, delta.kind] == ["full", "delta"]
     assert_same(*place.gather(after))
     head = manager.store.snapshot()
-    tables = [name for name, module in run.model.named_modules() if isinstance(module, nn.EmbeddingBag)]
+    tables = [name for name, module in run.model.named_modules() if isinstance(module, TABLES)]
     assert sorted(head.tables) == sorted(f"{name}.weight" for name in tables)
     for table in head.tables:
         changed = changed_rows(before, after, names_of(after, table))
@@ -115,6 +122,16 @@ def copies_are_saved_once(place: Place) -> None:
     run.train(4, manager)
     manager.save()
     place.keep("copies", run.state())
+
+
+@torch.no_grad()
+def rewrite(run: Run, manager: CheckpointManager | None = None) -> None:
+    """Every rank writes two rows of each table, and says so of one of them."""
+    for name, module in run.model.named_modules():
+        if isinstance(module, TABLES):
+            module.weight[:2] += 1
+            if manager is not None:
+                manager.tracker.mark(f"{name}.weight", torch.tensor([run.place.rank]))
 
 
 def assert_each_table_has_one_owner(store: Store) -> None:
@@ -142,6 +159,8 @@ def copies_resume_on_the_same_ranks(place: Place) -> None:
     expected = Run(place)
     for number in range(7):
         expected.train(number)
+        if number == 3:
+            rewrite(expected)
     run = spoiled(Run(place))
     manager = run.manager(place.url("copies"))
     assert manager.restore() is not None

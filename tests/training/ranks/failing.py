@@ -72,6 +72,8 @@ def a_failure_behind_the_training_is_told_to_all_at_the_same_step(place: Place) 
             if number == 3:
                 manager.wait()
                 storage.fails = place.rank == 1
+            if number == 4 and place.rank == 0:
+                manager._background.wait()  # it is over here before the step, elsewhere perhaps not
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always", RuntimeWarning)
                 try:
