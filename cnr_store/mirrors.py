@@ -147,9 +147,12 @@ class Mirrors:
             self.put(shard, codes, digest)
         self._staged_resizes.clear()
 
-    def drop_staged(self) -> None:
-        """The transaction lost: forget staged sizes."""
-        self._staged_resizes.clear()
+    def drop_staged(self, shard: Shard | None = None) -> None:
+        """Forget a shard's staged size or scale; those of all, where the transaction lost."""
+        if shard is None:
+            self._staged_resizes.clear()
+        else:
+            self._staged_resizes.pop(shard, None)
 
     def keep_only(self, tables: Iterable[str]) -> None:
         """Forget tables that are no longer there."""

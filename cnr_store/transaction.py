@@ -498,11 +498,15 @@ class Transaction:
         halvings = checked_size(table, "halvings", halvings, least=1)
         finer = msgspec.structs.replace(schema, shift=schema.shift + halvings)
         smallest = schema.encoding.scale * 0.5**finer.shift
-        if (
-            finer.shift > MAX_SHIFT
-            or smallest < MIN_SCALE
-            or not all(session.mirrors.stage_refine(shard, finer, halvings, session.workers) for shard in shards)
-        ):
+        is_in_range = finer.shift <= MAX_SHIFT and smallest >= MIN_SCALE
+        refined: list[Shard] = []
+        for shard in shards if is_in_range else ():
+            if not session.mirrors.stage_refine(shard, finer, halvings, session.workers):
+                break
+            refined.append(shard)
+        if not is_in_range or len(refined) < len(shards):
+            for shard in refined:  # the table stays as it was, and the transaction may go on
+                session.mirrors.drop_staged(shard)
             raise BadInput(
                 f"table {table!r} cannot be refined by {halvings} halvings to a scale of {smallest:g}: codes or the "
                 "scale would leave their range",

@@ -272,7 +272,7 @@ class Writer:
             any(slot.kind == "row" for slot in schema.slots.values())
             and session.cuts.get(table, {(0, schema.dim)}) != set(session.snapshot.table(table).column_cuts)
             for table, schema in session.snapshot.tables.items()
-            if schema.keys == "dense"
+            if schema.keys == "dense" and schema.num_rows  # without a row there is no slot that could be cut
         )
 
     def settle(self) -> LogEntry | None:

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from cnr_store import BadInput, BadShape, CorruptStore, DoesNotApply, Store, TableOptions
+from cnr_store.transaction import Declaration
+from cnr_store.types import Rectangle
 
 
 @pytest.fixture
@@ -217,3 +219,37 @@ def test_a_refused_restore_after_a_rollback_leaves_no_state_that_was_rolled_back
     with pytest.raises(BadInput, match="has ended"):
         unfinished.commit()
     assert writer.begin(3, "full").needs_whole_tables == ["t"]
+
+
+def test_a_refused_refinement_of_one_shard_leaves_the_others_as_they_were(store: Store) -> None:
+    """The shards before it kept codes of the finer scale: their next rows were committed and could not be read."""
+    tiles = [Rectangle((0, 4), (0, 2)), Rectangle((4, 8), (0, 2))]
+    parts = [np.full((4, 2), 3, np.float32), np.full((4, 2), 2**20, np.float32)]
+    writer = store.writer(shards={"t": tiles})
+    with writer.begin(1) as txn:
+        txn.declare_tables({"t": [Declaration(part, {}, TableOptions(scale=1.0)) for part in parts]})
+        for tile, part in zip(tiles, parts, strict=True):
+            txn.write_table("t", part, rectangle=tile)
+    writer.restore()
+
+    with writer.begin(2) as txn:
+        with pytest.raises(BadInput, match="cannot be refined"):
+            txn.refine_scale("t", 4)
+        for tile, part in zip(tiles, parts, strict=True):
+            txn.write_rows("t", np.asarray([tile.rows[0]]), part[:1] + 2, rectangle=tile)
+
+    expected = np.concatenate(parts)
+    expected[[0, 4]] += 2
+    assert np.array_equal(store.snapshot().table("t").read(), expected)
+
+
+def test_a_table_without_rows_does_not_make_every_save_a_full(store: Store) -> None:
+    """Its one-dimensional slot seemed to be cut into other column shards than in the store."""
+    tile = Rectangle((0, 0), (0, 4))
+    writer = store.writer(shards={"empty": [tile]})
+    with writer.begin(1) as txn:
+        values, slots = np.empty((0, 4), np.float32), {"m": np.empty(0, np.float32)}
+        txn.declare_tables({"empty": [Declaration(values, slots, TableOptions(scale=1.0))]})
+        txn.write_table("empty", values, slots=slots)
+
+    assert writer.begin(2).kind == "delta"
