@@ -821,6 +821,7 @@ class CheckpointManager:
             if needs_new_schema(schemas.get(shard.table), shard, slots[name], self._options[shard.table])
         }
         if not writer.is_synced:
+            self._whole_next |= self._holdings.tables.keys()  # also those of other ranks, which forget them with us
             return Decision("full", "baseline", "the writer does not know the head's state")
         if self._whole_next or schemas.keys() - self._holdings.tables.keys():
             return Decision("full", "baseline", f"tables {sorted(self._whole_next)} must be written whole")
