@@ -446,7 +446,7 @@ def _restore_windows(
     view = snapshot.table(one.stored)
     first, columns = one.shard.rows[0], one.shard.columns
     specs = {name: view.schema.dtype if name == "values" else view.schema.slots[name].dtype for name in tensors}
-    flat = {name: tensor.reshape(tensor.shape[0], -1) for name, tensor in tensors.items()}
+    flat = {name: _as_matrix(tensor) for name, tensor in tensors.items()}
     row_bytes = sum(tensor.shape[1] * tensor.element_size() for tensor in flat.values())
     for start, stop in windows(one.shard.rows[1] - first, row_bytes):
         for name, tensor in flat.items():
@@ -459,10 +459,15 @@ def _restore_windows(
 
 
 def _sparse_rows(dense: torch.Tensor) -> torch.Tensor:
-    rows = (dense != 0).reshape(dense.shape[0], -1).any(dim=1).nonzero().squeeze(1)
+    rows = _as_matrix(dense != 0).any(dim=1).nonzero().squeeze(1)
     return torch.sparse_coo_tensor(
         rows.unsqueeze(0), dense[rows], dense.shape, is_coalesced=True, check_invariants=False
     )
+
+
+def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:
+    """A view, one row per row; `reshape` refuses to tell the width of none."""
+    return tensor.unsqueeze(1) if tensor.ndim == 1 else tensor.flatten(1)
 
 
 def _as_rows(array: Array) -> Array:

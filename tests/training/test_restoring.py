@@ -291,6 +291,34 @@ def test_tables_outside_host_memory_are_read_by_windows(url: str, monkeypatch: p
     manager.close()
 
 
+@pytest.mark.parametrize("where", ["in windows", "as a sparse slot"])
+def test_a_table_without_rows_is_restored(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a rank has it under uneven row-wise sharding: on an accelerator, or with a sparse slot, it could not be."""
+    if where == "in windows":
+        monkeypatch.setattr("cnr_store.training.restoring.writable_array", lambda _: None)
+
+    def run(steps: int) -> torch.Tensor:
+        empty, item = nn.Embedding(0, 4, sparse=True), nn.Embedding(6, 4, sparse=True)
+        nn.init.zeros_(item.weight)
+        model = nn.ModuleDict({"empty": empty, "item": item})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+        with CheckpointManager(
+            str(tmp_path / "store"), model=model, optimizer=optimizer, options=TableOptions.exact(), every_steps=1
+        ) as manager:
+            manager.restore()
+            while manager.current_step < steps:
+                optimizer.zero_grad()
+                (empty(torch.zeros(0, dtype=torch.long)).sum() + item(torch.tensor([1, 2])).sum()).backward()
+                optimizer.step()
+                manager.step()
+        return item.weight.detach()
+
+    run(2)
+
+    # lr 0.5, and momentum makes steps of 1, 1.5 and 1.75 gradients
+    assert torch.equal(run(3)[1:3], torch.full((2, 4), -2.125))
+
+
 def test_a_run_that_forgot_to_restore_starts_with_a_full(url: str, caplog: pytest.LogCaptureFixture) -> None:
     training = Training()
     manager = manager_of(url, training)
