@@ -231,6 +231,15 @@ class RowBitmap:
         with packed.LOCK:
             packed.mark_words(self._host, array, first_word, num_rows, skip_row)
 
+    def mark_parts(self, parts: npt.NDArray[np.int64]) -> None:
+        """Mark ids that lie in several places of the host's memory: ``packed.mark_parts_words``.
+
+        Only where ``is_on_host``. Ids outside their table mark nothing.
+        """
+        assert self._host is not None
+        with packed.LOCK:
+            packed.mark_parts_words(self._host, parts)
+
     def mark_mask(self, table: str, mask: torch.Tensor) -> None:
         """Mark the rows where ``mask``, bool ``(num_rows,)``, is true; waits for no device but the mask's own.
 

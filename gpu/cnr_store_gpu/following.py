@@ -29,6 +29,7 @@ from cnr_store_gpu.optimizers import (
     rows_with_state,
 )
 from cnr_store_gpu.pending import LookupLedger
+from cnr_store_gpu.stepped import SteppedTables
 from cnr_store_gpu.tables import Lookup, gradient_mask, rows_with_gradient
 from cnr_store_gpu.watched import Watched, stamp_of
 from cnr_store_gpu.words import NO_ROW, words_full
@@ -63,6 +64,7 @@ class Following:
         self._assume, self._allow_dense, self._on_bypass = assume, allow_dense, on_bypass
         self.ever = Cumulative({one.table: one.num_rows for one in watched})
         self.follows_steps = False
+        self._stepped: dict[int, SteppedTables] = {}
         self._handles: list[Any] = []
         for one in watched:
             if one.movement is not None:
@@ -100,9 +102,11 @@ class Following:
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Follow the optimizer's steps; errors and warnings as ``RowTracker.attach_optimizer``."""
+        stepped = SteppedTables(optimizer, self._by_weight)
         found = [
             (watched, row_movement(optimizer, group, watched.weight, assume=self._assume))
-            for watched, group in self._tables_of(optimizer)
+            for group, tables in stepped.groups
+            for watched in tables
             if watched.weight is not None
         ]
         for watched, movement in found:
@@ -118,6 +122,7 @@ class Following:
             else:
                 self._check_movement(watched, movement)
         self.follows_steps = True
+        self._stepped[id(optimizer)] = stepped  # which keeps the optimizer, so its id stays its own
         for watched, movement in found:
             watched.optimizer, watched.movement, watched.is_stepped = optimizer, movement, True
             if movement.rows is Movement.EVER_TOUCHED:
@@ -150,8 +155,8 @@ class Following:
     # ---- lookups
 
     def _on_lookup(self, watched: Watched, module: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        weight = module.weight
-        if weight is not watched.weight:
+        weight = module._parameters.get("weight")  # the attribute is found a microsecond later
+        if weight is None or weight is not watched.weight:
             raise self._replaced(watched)
         if not (module.training and weight.requires_grad and torch.is_grad_enabled()):
             # Learning without training mode is usually an evaluation without no_grad. Should a gradient come of it,
@@ -180,7 +185,7 @@ class Following:
     ) -> None:
         """Mark the rows of one lookup, and count it if it learns. Traced by ``torch.compile``; eager works too."""
         is_traced = torch.compiler.is_compiling()
-        if type(ids) is torch.Tensor and not is_traced:  # what the operators do, without the way there
+        if not is_traced and type(ids) is torch.Tensor:  # what the operators do, without the way there
             if marks:
                 watched.bitmap.mark_looked_up(watched.first_word, watched.num_rows, ids, skip_row)
             if learns:
@@ -202,61 +207,70 @@ class Following:
     # ---- steps
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for watched, group in self._tables_of(optimizer):
-            assert watched.weight is not None
-            self.check_bypass(watched)
-            if watched.optimizer is not optimizer:
-                watched.optimizer, watched.is_stepped, watched.group_key = optimizer, True, ()
-                self._ledger.follow(watched.place, is_followed=True)
-            watched.stepped = watched.weight.grad is not None or _has_closure(args, kwargs)
-            if not watched.stepped:
-                continue
+        stepped = self._stepped[id(optimizer)]
+        stepped.refresh()
+        has_closure = _has_closure(args, kwargs)
+        gradients = []
+        for group, tables in stepped.groups:
             key = _hyperparameters(group)
-            if key != watched.group_key or watched.movement is None:
-                movement = row_movement(optimizer, group, watched.weight, assume=self._assume)
-                watched.group_key = key
-            else:
+            for watched in tables:
+                weight = watched.weight
+                assert weight is not None
+                if stamp_of(weight) != watched.stamp:
+                    self.check_bypass(watched)
+                if watched.optimizer is not optimizer:
+                    watched.optimizer, watched.is_stepped, watched.group_key = optimizer, True, ()
+                    self._ledger.follow(watched.place, is_followed=True)
+                gradient = weight.grad
+                watched.stepped = gradient is not None or has_closure
+                if not watched.stepped:
+                    continue
                 movement = watched.movement
-            self.follow_movement(watched, movement)
-            self._mark_gradient(watched)
+                if key != watched.group_key or movement is None:
+                    movement = row_movement(optimizer, group, weight, assume=self._assume)
+                    watched.group_key = key
+                if movement is not watched.followed:
+                    self.follow_movement(watched, movement)
+                if gradient is not None:
+                    gradients.append((watched, gradient))
+        self._mark_gradients(stepped, gradients)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for watched, _ in self._tables_of(optimizer):
-            if _has_closure(args, kwargs):  # its gradients came to be inside the step
-                self._mark_gradient(watched)
+        stepped = self._stepped[id(optimizer)]
+        if not stepped.groups:
+            return
+        tables = stepped.tables
+        if _has_closure(args, kwargs):  # their gradients came to be inside the step
+            found = [(one, one.weight.grad) for one in tables if one.weight is not None]
+            self._mark_gradients(stepped, [(one, gradient) for one, gradient in found if gradient is not None])
+        for watched in tables:
             # A step leaves weights without a gradient alone; one that does not will be found by their stamp.
             if watched.stepped:
-                watched.restamp()
+                watched.stamp = stamp_of(watched.weight)
             watched.declared = False
-            self._ledger.settle(watched.place)
+        self._ledger.settle(*stepped.places)
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
-        for watched, _ in self._tables_of(optimizer):
+        stepped = self._stepped[id(optimizer)]
+        stepped.refresh()
+        for watched in stepped.tables:
             assert watched.weight is not None
             if row_slots(optimizer, watched.weight):  # all of them may differ now, and they are saved by row
                 self.mark_all(watched)
             if watched.keeps_ever:
                 self.keep_ever(watched)
 
-    def _tables_of(self, optimizer: torch.optim.Optimizer) -> list[tuple[Watched, dict[str, Any]]]:
-        return [
-            (watched, group)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if (watched := self._by_weight.get(id(parameter))) is not None
-        ]
-
-    def _mark_gradient(self, watched: Watched) -> None:
-        gradient = None if watched.weight is None else watched.weight.grad
-        if gradient is None or watched.reach is Movement.ALL:  # then the whole table is taken anyway
-            return
+    def _mark_gradients(self, stepped: SteppedTables, gradients: list[tuple[Watched, torch.Tensor]]) -> None:
         # Also where forward marked rows: weights that are used outside their module, and gradients that were
         # kept over a save, move rows that no lookup of this interval showed.
-        watched.marked = True
-        if gradient.is_sparse or watched.bitmap.is_on_host:
-            watched.bitmap.mark_looked_up(watched.first_word, watched.num_rows, rows_with_gradient(gradient))
-        else:  # listing the rows would wait for the device
-            watched.bitmap.mark_mask(watched.table, gradient_mask(gradient))
+        wanted = [one for one in gradients if one[0].reach is not Movement.ALL]  # else the whole table is taken anyway
+        for watched, _ in wanted:
+            watched.marked = True
+        for watched, gradient in stepped.mark_sparse(wanted):
+            if gradient.is_sparse or watched.bitmap.is_on_host:
+                watched.bitmap.mark_looked_up(watched.first_word, watched.num_rows, rows_with_gradient(gradient))
+            else:  # listing the rows would wait for the device
+                watched.bitmap.mark_mask(watched.table, gradient_mask(gradient))
 
     def updated(self, watched: Watched) -> None:
         """Note that the table's outstanding updates are written, without a step that a hook sees."""
@@ -281,7 +295,7 @@ class Following:
             )
         if movement.rows is Movement.EVER_TOUCHED and not watched.keeps_ever:
             self.keep_ever(watched)
-        watched.reach = max(watched.reach, movement.rows)
+        watched.reach, watched.followed = max(watched.reach, movement.rows), movement
 
     def keep_ever(self, watched: Watched) -> None:
         """Remember every row that is ever taken, and find those that already move."""
@@ -358,7 +372,7 @@ def _outside_graphs(hook: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any
 
 def _hyperparameters(group: Mapping[str, Any]) -> tuple[object, ...]:
     """Return all that a rule of ``optimizers`` reads of a group."""
-    return tuple(_plain(group.get(name)) for name in MOVING_HYPERPARAMETERS)
+    return tuple([_plain(group.get(name)) for name in MOVING_HYPERPARAMETERS])
 
 
 def _plain(value: object) -> object:
@@ -368,4 +382,6 @@ def _plain(value: object) -> object:
 
 def _has_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     # The step hooks get the optimizer itself as the first positional argument.
+    if len(args) == 1 and not kwargs:
+        return False
     return any(callable(value) and not isinstance(value, torch.optim.Optimizer) for value in (*args, *kwargs.values()))

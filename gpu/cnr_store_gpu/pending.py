@@ -122,14 +122,15 @@ class LookupLedger:
         with packed.LOCK:
             return list(dict.fromkeys(lookup for table in self._tables for _, lookup in table.in_flight))
 
-    def settle(self, place: int) -> None:
-        """Say that an update of the table has been made."""
-        table = self._tables[place]
+    def settle(self, *places: int) -> None:
+        """Say that an update of each of these tables has been made."""
         with packed.LOCK:
-            table.updates += 1
-            table.settled = int(self._counts[place])
-            while table.in_flight and table.updates - table.in_flight[0][0] > self._steps_ahead:
-                table.in_flight.popleft()
+            for place in places:
+                table = self._tables[place]
+                table.updates += 1
+                table.settled = self._counts.item(place)
+                while table.in_flight and table.updates - table.in_flight[0][0] > self._steps_ahead:
+                    table.in_flight.popleft()
 
     def settle_all(self) -> None:
         """Say that no update of any table is outstanding."""

@@ -352,7 +352,7 @@ class RowTracker:
         taken = self.bitmap.take_all()
         self._ledger.begin_interval()
         for table, watched in self._watched.items():
-            watched.reach, watched.marked = Movement.TOUCHED, False
+            watched.begin_interval()
             if watched.keeps_ever:
                 self._following.ever.add(taken[table])
         for lookup in self._ledger.in_flight():
@@ -382,7 +382,8 @@ class RowTracker:
         self._ledger.begin_interval()
         self._following.ever.clear()
         for watched in self._watched.values():
-            watched.reach, watched.declared, watched.marked = Movement.TOUCHED, False, False
+            watched.begin_interval()
+            watched.declared = False
             watched.restamp()
             if watched.keeps_ever:
                 self._following.keep_ever(watched)

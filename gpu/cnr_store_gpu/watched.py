@@ -36,8 +36,13 @@ class Watched:
     says_updated: bool = False  # the caller tells of its updates
     has_source: bool = False
     reach: Movement = Movement.TOUCHED  # the furthest that a step reached since the last take
+    followed: RowMovement | None = None  # the movement that `reach` already has
     keeps_ever: bool = False
     stepped: bool = False  # the running step has a gradient for it
+
+    def begin_interval(self) -> None:
+        """Forget what steps and writers did in the last one."""
+        self.reach, self.followed, self.marked = Movement.TOUCHED, None, False
 
     def restamp(self) -> None:
         """Take the present weights as known."""

@@ -18,6 +18,8 @@ import numba
 import numpy as np
 import numpy.typing as npt
 import torch
+from numba import carray, types  # type: ignore[attr-defined]
+from numba.extending import intrinsic
 
 from cnr_store.types import RowIds
 
@@ -61,6 +63,21 @@ def _mark_slices(words: Any, ids: Any, ends: Any, first_words: Any, num_rows: An
         start, stop = max(ends[k], 0), min(ends[k + 1], ids.size)
         if start < stop:
             _mark(words, ids[start:stop], first_words[k], num_rows[k], -1)
+
+
+@intrinsic
+def _pointer(_context: Any, address: Any) -> Any:  # numba's arrays over foreign memory start from a pointer
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(types.int64)(address), generate  # type: ignore[no-untyped-call]
+
+
+@numba.njit(nogil=True, cache=True)
+def _mark_parts(words: Any, parts: Any) -> None:
+    for k in range(parts.shape[0]):
+        ids = carray(_pointer(parts[k, 0]), (parts[k, 1],))  # type: ignore[call-arg]
+        _mark(words, ids, parts[k, 2], parts[k, 3], -1)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -132,6 +149,20 @@ def mark_slices_words(
     _mark_slices(words, ids, ends, first_words, num_rows)
 
 
+def mark_parts_words(words: Words, parts: npt.NDArray[np.int64]) -> None:
+    """Set the bits of ids that lie in several places: ``mark_words`` for each, in one call.
+
+    Parameters
+    ----------
+    words
+        As for ``mark_words``.
+    parts
+        int64 ``(num_parts, 4)``: address of the first id, how many (int64, contiguous), ``first_word``, ``num_rows``.
+        The caller keeps the ids alive; nothing checks the addresses.
+    """
+    _mark_parts(words, parts)
+
+
 def mark_words_torch(words: torch.Tensor, ids: torch.Tensor, first_word: int, num_rows: int, skip_row: int) -> None:
     """Set the bits of ``ids`` with torch operations alone: the reference of ``mark_words``, on any device.
 
@@ -189,4 +220,5 @@ def warmup() -> None:
         mark_words(words, np.zeros(1, dtype), 0, 1)
         one = np.ones(1, np.int64)
         mark_slices_words(words, np.zeros(1, dtype), np.array([0, 1]), np.zeros(1, np.int64), one)
+    mark_parts_words(words, np.zeros((0, 4), np.int64))
     rows_of(words)

@@ -426,6 +426,56 @@ def test_table_that_joins_an_attached_optimizer_late_is_followed() -> None:
     assert taken(tracker) == {"a.weight": [1], "b.weight": [2]}
 
 
+def test_parameter_that_is_replaced_in_a_group_is_followed() -> None:
+    model = nn.ModuleDict({"a": nn.Embedding(20, 3), "b": nn.Embedding(20, 3, sparse=True)})
+    optimizer = sgd(model["a"])
+    tracker = RowTracker(model, optimizers=[optimizer], on_bypass="raise")
+    (model["a"](ids(1)) * model["b"](ids(2))).sum().backward()
+    optimizer.step()
+    tracker.declare_boundary()
+    tracker.take()
+    optimizer.param_groups[0]["params"][0] = model["b"].weight
+    before = model["b"].weight.detach().clone()
+
+    optimizer.step()
+
+    assert taken(tracker) == {"a.weight": [], "b.weight": changed_rows(before, model["b"].weight)}
+    assert changed_rows(before, model["b"].weight) == [2]
+
+
+def test_weight_decay_switched_on_for_one_group_moves_its_tables_whole() -> None:
+    model = nn.ModuleDict({"a": nn.Embedding(20, 3), "b": nn.Embedding(20, 3)})
+    optimizer = torch.optim.SGD([{"params": [model[name].weight]} for name in "ab"], lr=0.1)
+    tracker = RowTracker(model, optimizers=[optimizer], on_bypass="raise")
+    for decay in (0.0, 0.1):
+        optimizer.param_groups[1]["weight_decay"] = torch.tensor(decay)
+        (model["a"](ids(1)) * model["b"](ids(2))).sum().backward()
+        if decay:
+            with pytest.warns(RuntimeWarning, match="full from here on"):
+                optimizer.step()
+        else:
+            optimizer.step()
+
+    assert taken(tracker) == {"a.weight": [1], "b.weight": list(range(20))}
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_sparse_gradients_of_several_tables_are_marked_each_in_its_own(contiguous: bool) -> None:
+    model = nn.ModuleDict({name: nn.Embedding(2000, 3) for name in "abc"})
+    optimizer = sgd(model)
+    tracker = RowTracker(model, optimizers=[optimizer], on_bypass="raise")
+    rows = {"a": [1999, 1, 1], "b": [], "c": [40, 3]}
+    for name, found in rows.items():
+        spread = torch.tensor([[row, 7] for row in found], dtype=torch.int64).reshape(-1, 2).T[:1]
+        indices = spread.contiguous() if contiguous else spread
+        values = torch.ones(len(found), 3)
+        model[name].weight.grad = torch.sparse_coo_tensor(indices, values, (2000, 3))
+
+    optimizer.step()
+
+    assert taken(tracker) == {f"{name}.weight": sorted(set(found)) for name, found in rows.items()}
+
+
 @pytest.mark.parametrize("sparse", [False, True])
 def test_step_with_a_closure_is_followed(sparse: bool) -> None:
     model = Functional(sparse)
