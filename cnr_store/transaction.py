@@ -227,6 +227,10 @@ class Transaction:
             check_name(table)
             if table not in session.shapes:
                 raise BadInput(f"table {table!r} has no shard in the writer's placement", table=table)
+            if self.kind == "delta" and table in self._before:
+                raise BadInput(f"table {table!r} exists; a delta cannot store it anew, begin a full", table=table)
+            if self._is_written(table) or table in self._refined:
+                raise BadInput(f"declare table {table!r} once, before writing its rows", table=table)
             for one in declarations:
                 chosen = one.options or session.mirrors.options.get(table) or TableOptions()
                 self._bad_rows[table] = chosen
@@ -622,7 +626,8 @@ class Transaction:
         Raises
         ------
         BadInput
-            A full lacks tables, a one-shot delta lacks rows, or ``user`` is no JSON; the transaction can go on.
+            A full lacks tables, a declared table was not written, a one-shot delta lacks rows, or ``user`` is no JSON;
+            the transaction can go on.
         Fenced, Conflict, DoesNotApply, TransactionAborted
             Nothing became visible; the rows are still to be saved.
         CommitStateUnknown
@@ -649,6 +654,13 @@ class Transaction:
                 f"a full needs every row of tables {missing}: they have no mirror; use write_table() "
                 "(write_rows() for hashed keys) or drop_table()",
                 table=missing[0],
+            )
+        declared = self._session.shards(sorted(self._declared & self._tables.keys()))
+        unwritten = [shard for shards in declared.values() for shard in shards if shard not in self._whole]
+        if unwritten:
+            raise BadInput(
+                f"table {unwritten[0]} was declared and not written: its rows would be gone; use write_table()",
+                table=unwritten[0].table,
             )
         check_json("user", user or {})
         self._check_one_shot()

@@ -253,3 +253,37 @@ def test_a_table_without_rows_does_not_make_every_save_a_full(store: Store) -> N
         txn.write_table("empty", values, slots=slots)
 
     assert writer.begin(2).kind == "delta"
+
+
+HALVES = [Rectangle((0, 2), (0, 2)), Rectangle((2, 4), (0, 2))]
+
+
+@pytest.mark.parametrize("order", ["in a delta", "in a delta, after its rows", "after a shard", "and a shard left out"])
+def test_a_table_that_was_declared_out_of_order_is_never_committed(order: str, store: Store) -> None:
+    """The commit was acknowledged; the table could not be read, had another scale, or lacked rows."""
+    values = np.full((2, 2), 3, np.float32)
+    old, new = ([Declaration(values, {}, TableOptions(scale=scale))] * 2 for scale in (1.0, 0.25))
+    writer = store.writer(shards={"t": HALVES, "u": HALVES})
+    with writer.begin(1) as txn:
+        txn.declare_tables({"t": old})
+        for tile in HALVES:
+            txn.write_table("t", values, rectangle=tile)
+    txn = writer.begin(2)
+
+    def save() -> None:
+        if order == "in a delta, after its rows":
+            txn.write_rows("t", np.asarray([0]), values[:1] + 2, rectangle=HALVES[0])
+        if order.startswith("in a delta"):
+            txn.declare_tables({"t": new})
+        txn.declare_tables({"u": old})
+        txn.write_table("u", values, rectangle=HALVES[0])
+        if order == "after a shard":
+            txn.declare_tables({"u": new})
+        txn.commit()
+
+    with pytest.raises(BadInput, match=r"begin a full|before writing|not written"):
+        save()
+    txn.abort()
+
+    assert np.array_equal(store.snapshot().table("t").read(), np.full((4, 2), 3))
+    assert store.snapshot().step == 1
