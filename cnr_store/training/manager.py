@@ -86,7 +86,15 @@ from cnr_store.training.restoring import (
     restore_targets,
 )
 from cnr_store.training.rng import restore_rng
-from cnr_store.training.shards import Slots, follow_lookups, plain_optimizers, unwrapped, watched_shard
+from cnr_store.training.shards import (
+    Handle,
+    LocalShard,
+    Slots,
+    follow_lookups,
+    plain_optimizers,
+    unwrapped,
+    watched_shard,
+)
 from cnr_store.training.state import (
     StatePlan,
     fused_documents,
@@ -317,7 +325,11 @@ class CheckpointManager:
         self._reader, self._extras, self._saves_rng = reader, dict(extras or {}), rng
         self._intervals = reader if isinstance(reader, IntervalReader) else None
         self._redistribute = redistribute
-        plain, shards = find_local_shards(model, self._optimizers, list(tables), self._ranks)
+        found: list[tuple[dict[str, nn.Parameter], list[LocalShard]]] = []
+        declared = list(tables)
+        # Where one rank cannot go on the others hear of it now, rather than wait for it.
+        together(self._ranks, lambda: found.append(find_local_shards(model, self._optimizers, declared, self._ranks)))
+        plain, shards = found[0]
         self._holdings = hold(shards, self._ranks)
         self._options = options_by_table(options, self._holdings.tables)
         self._policy: Policy = policy
@@ -326,12 +338,30 @@ class CheckpointManager:
         self._when_busy, self._on_error = when_busy, on_error
         check_alike(self._plan_state, self._optimizers, self._ranks)  # refuses what cannot be saved, too
         self._log_memory(mirror)
-        self._tracker = RowTracker(
-            model, dict(plain), optimizers=self._optimizers, allow_dense=allow_dense,
-            assume=movements_of(assume or {}), on_bypass=on_bypass, verify_rows=verify_rows, in_flight=in_flight,
-            shards=[watched_shard(shard) for shard in shards if shard.table not in plain],
-        )  # fmt: skip
-        self._lookups = follow_lookups(model, self._tracker)
+        self._lookups: list[Handle] = []
+        trackers: list[RowTracker] = []
+
+        def attach() -> None:
+            trackers.append(
+                RowTracker(
+                    model, dict(plain), optimizers=self._optimizers, allow_dense=allow_dense,
+                    assume=movements_of(assume or {}), on_bypass=on_bypass, verify_rows=verify_rows,
+                    in_flight=in_flight,
+                    shards=[watched_shard(shard) for shard in shards if shard.table not in plain],
+                )
+            )  # fmt: skip
+            self._lookups = follow_lookups(model, trackers[0])
+            compile_kernels(shards)
+
+        try:
+            together(self._ranks, attach)
+        except BaseException:
+            for handle in self._lookups:
+                handle.remove()
+            for tracker in trackers:
+                tracker.detach()
+            raise
+        self._tracker = trackers[0]
         warmup()  # compiled code is loaded now, rather than in the stall of the first save
         self._buffers = StagingBuffers()
         self._codes_on_device = quantize_on_device
@@ -356,7 +386,6 @@ class CheckpointManager:
         )  # fmt: skip
         self._owns_store = not isinstance(store, Store)
         try:
-            compile_kernels(shards)
             self._control = self._ranks.another()
             self._store = self._open_store(store, storage_options, threads)
             self._exits_on_sigterm = save_on_sigterm is True

@@ -335,7 +335,7 @@ def _plan_shard(
             f"table {mine!r} is {shard.weight.dtype}, stored {stored!r} is {schema.dtype}; use a model of that dtype",
             table=mine, expected=schema.dtype, found=str(shard.weight.dtype),
         )  # fmt: skip
-    owner = plan.owner(mine)
+    owner = None if shard.parameter is None else plan.owner(shard.parameter)
     live = live_slots(shard)
     is_fused = shard.parameter is None
     fits = owner is not None and _has_parameter(documents[owner.optimizer], stored)

@@ -54,9 +54,9 @@ class StatePlan:
     dense: dict[str, torch.Tensor]
     optimized: tuple[Optimized, ...]
 
-    def owner(self, table: str) -> Optimized | None:
-        """Return the optimizer's side of a table, None if no optimizer has it or it is fused into backward."""
-        return next((one for one in self.optimized if one.is_table and one.name == table), None)
+    def owner(self, parameter: torch.Tensor) -> Optimized | None:
+        """Return the optimizer's side of a table's parameter, None if no optimizer has it."""
+        return next((one for one in self.optimized if one.parameter is parameter), None)
 
     @property
     def tables(self) -> set[str]:

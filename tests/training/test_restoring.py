@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from cnr_store import (
     TagNotFound,
     VersionNotFound,
 )
-from cnr_store.training import CheckpointManager, capture, tensors
+from cnr_store.training import CheckpointManager, capture, shards, tensors
 from cnr_store.training.restoring import _put_tensor
 from tests.training.runs import ROWS, Training, assert_same, uninterrupted
 
@@ -469,3 +471,38 @@ def test_the_kind_of_a_slot_is_that_of_its_rows(rows: int, width: int | None, is
     kind = tensors.slot_kind(slot.to_sparse(1) if is_sparse else slot)
 
     assert kind == ("row" if tensors.flat_rows(slot).ndim == 1 else "element")
+
+
+def test_two_shards_of_one_table_on_a_rank_get_their_own_slots_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimizer's side was looked up by the table's name: the second shard's slots were dropped."""
+
+    class TwoPieces(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Parameter(torch.zeros(4, 2)), nn.Parameter(torch.zeros(4, 2))
+
+    def find(model: Any, optimizers: Any) -> list[shards.LocalShard]:
+        pieces = ((model.first, (0, 4)), (model.second, (4, 8)))
+        return [
+            dataclasses.replace(shards.whole_shard("t", piece, optimizers), index=index, num_rows=8, rows=rows)
+            for index, (piece, rows) in enumerate(pieces)
+        ]
+
+    library = shards.ShardingLibrary(find=find, follow=lambda *_: [], unwrap=lambda _: None)
+    monkeypatch.setitem(shards._REGISTERED, "pieces", library)
+    url = f"memory://{uuid.uuid4().hex}"
+    saved, restored = TwoPieces(), TwoPieces()
+    optimizer, fresh = (torch.optim.Adagrad(model.parameters(), lr=0.5) for model in (saved, restored))
+    with CheckpointManager(url, model=saved, optimizer=optimizer, options=TableOptions.exact()) as manager:
+        manager.restore()
+        saved.first.grad, saved.second.grad = torch.ones(4, 2), torch.full((4, 2), 2.0)
+        optimizer.step()
+        manager.step()
+        manager.save()
+
+    with CheckpointManager(url, model=restored, optimizer=fresh, options=TableOptions.exact()) as manager:
+        manager.restore()
+
+    for mine, theirs in ((restored.first, saved.first), (restored.second, saved.second)):
+        assert torch.equal(mine, theirs)
+        assert torch.equal(fresh.state[mine]["sum"], optimizer.state[theirs]["sum"])
