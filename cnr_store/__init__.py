@@ -37,6 +37,8 @@ from cnr_store.errors import (
     NonFiniteValues,
     NotAStore,
     NotFound,
+    RankFailed,
+    RankLost,
     ReadOnlyStore,
     SaveInProgress,
     StorageFailure,
@@ -53,11 +55,13 @@ from cnr_store.errors import (
 )
 from cnr_store.exporting import ExportedTensor, ExportReport, export_snapshot
 from cnr_store.importing import ImportReport, import_tensors
+from cnr_store.placement import Shard
+from cnr_store.ranks import Ranks
 from cnr_store.sizes import SegmentSizes, fp32_bytes, segment_sizes, total_sizes
 from cnr_store.snapshot import Snapshot, TableView
 from cnr_store.store import Store
-from cnr_store.transaction import Transaction
-from cnr_store.types import TableOptions
+from cnr_store.transaction import Declaration, Transaction
+from cnr_store.types import Rectangle, TableOptions
 from cnr_store.verify import Problem, VerifyReport, verify_store
 from cnr_store.writer import Writer
 
@@ -82,6 +86,11 @@ __all__ = [
     "TableOptions",
     "Store",
     "Snapshot",
+    # Several ranks that write one store together.
+    "Ranks",
+    "Shard",
+    "Rectangle",
+    "Declaration",
     # Errors, in the order of their tree.
     "CnrStoreError",
     "NotFound",
@@ -117,4 +126,6 @@ __all__ = [
     "ReadOnlyStore",
     "MissingDependency",
     "BackgroundSaveFailed",
+    "RankFailed",
+    "RankLost",
 ]

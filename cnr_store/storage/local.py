@@ -207,7 +207,8 @@ class LocalStorage(Storage):
                 # Missing, or removed by a delete that emptied it between the two calls.
                 if attempt == _FOLDER_ATTEMPTS - 1:
                     raise
-                with contextlib.suppress(FileNotFoundError):
+                # makedirs says "exists" of a folder that goes between its own two looks, too.
+                with contextlib.suppress(FileNotFoundError, FileExistsError):
                     self._make_root()
                     os.makedirs(folder, exist_ok=True)
         raise AssertionError("unreachable: the last attempt returns or raises")

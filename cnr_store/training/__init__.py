@@ -16,12 +16,14 @@ from cnr_store.training.background import SaveReport
 from cnr_store.training.carried import CarriedBatch, CarryingReader
 from cnr_store.training.intervals import GrantedReader
 from cnr_store.training.manager import CheckpointManager, RestoredState
+from cnr_store.training.ranks import ProcessRanks
 from cnr_store.training.reader import IntervalReader, reader_states_for
 
 __all__ = [
     "CheckpointManager",
     "RestoredState",
     "SaveReport",
+    "ProcessRanks",
     "CarriedBatch",
     "CarryingReader",
     "GrantedReader",

@@ -20,7 +20,7 @@ ERRORS = """
     CorruptStore CorruptRecord CorruptObject MissingObject
     StorageFailure AccessDenied UnsafeBackend
     Unsupported NewerFormat UnknownFeature ReadOnlyStore MissingDependency
-    BackgroundSaveFailed
+    BackgroundSaveFailed RankFailed RankLost
 """
 
 # One entry for each package that exists; its names, separated by blanks.
@@ -28,6 +28,7 @@ PUBLIC = {
     "cnr_store": ERRORS
     + """
         Snapshot Store TableOptions TableView Transaction Writer
+        Ranks Shard Rectangle Declaration
         verify_store VerifyReport Problem
         segment_sizes total_sizes fp32_bytes SegmentSizes
         export_snapshot ExportReport ExportedTensor import_tensors ImportReport
@@ -43,7 +44,7 @@ PUBLIC = {
     "cnr_store.integrations": "StateDict load_state_dict",
     "cnr_store.testing": "",
     "cnr_store.training": """
-        CheckpointManager RestoredState SaveReport
+        CheckpointManager RestoredState SaveReport ProcessRanks
         CarriedBatch CarryingReader GrantedReader IntervalReader reader_states_for
     """,
     "cnr_store_tools": "",

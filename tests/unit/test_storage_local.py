@@ -255,6 +255,23 @@ def test_writing_and_deleting_in_one_folder_at_once_loses_nothing(storage: Stora
     assert failures == []
 
 
+def test_a_folder_that_goes_while_it_is_made_is_made_again(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`os.makedirs` says that a folder exists if it is deleted between its two looks; the put failed of it."""
+    real, calls = os.makedirs, []
+
+    def makedirs(folder: str, mode: int = 0o777, exist_ok: bool = False) -> None:
+        calls.append(folder)
+        if len(calls) <= 2:
+            raise FileExistsError(17, "File exists", folder)
+        real(folder, mode, exist_ok)
+
+    monkeypatch.setattr(os, "makedirs", makedirs)
+
+    storage.put("data/s/x", b"x")
+
+    assert storage.read("data/s/x") == b"x"
+
+
 def test_foreign_names_are_not_listed(storage: Storage, root: Path) -> None:
     storage.put("data/x", b"x")
     (root / "data" / "my notes.txt").write_text("mine")

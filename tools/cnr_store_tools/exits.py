@@ -24,6 +24,7 @@ from cnr_store import (
     Conflict,
     CorruptStore,
     NotFound,
+    RankFailed,
     StorageFailure,
     Unsupported,
 )
@@ -66,6 +67,7 @@ _BY_CLASS: tuple[tuple[type[CnrStoreError], ExitCode], ...] = (
     (CorruptStore, ExitCode.CORRUPT),
     (StorageFailure, ExitCode.STORAGE),
     (BackgroundSaveFailed, ExitCode.STORAGE),
+    (RankFailed, ExitCode.CONFLICT),
     (Unsupported, ExitCode.UNSUPPORTED),
 )
 
