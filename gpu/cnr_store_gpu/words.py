@@ -46,14 +46,16 @@ def aligned_words(num_rows: int) -> int:
 
 @numba.njit(nogil=True, cache=True)
 def _mark(words: Any, ids: Any, first_word: int, num_rows: int, skip_row: int) -> int:
+    # Unsigned: a negative id is a huge one, so one comparison checks both bounds, and no index is taken from the end.
+    end, first, skip = np.uint64(num_rows), np.uint64(first_word), np.uint64(np.int64(skip_row))
     outside = 0
     for i in range(ids.size):
-        row = np.int64(ids[i])
+        row = np.uint64(np.int64(ids[i]))
         # Bounds before anything else: an id outside would set a bit of the neighbouring table.
-        if row < 0 or row >= num_rows:
+        if row >= end:
             outside += 1
-        elif row != skip_row:
-            words[first_word + (row >> 5)] |= np.uint32(1) << np.uint32(row & 31)
+        elif row != skip:
+            words[first + (row >> np.uint64(5))] |= np.uint32(1) << np.uint32(row & np.uint64(31))
     return outside
 
 
