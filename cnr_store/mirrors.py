@@ -34,7 +34,7 @@ class Mirrors:
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._codes: dict[Shard, TableCodes] = {}
         self._digests: dict[Shard, int | None] = {}
-        self._staged_resizes: dict[Shard, tuple[TableCodes, int]] = {}
+        self._staged: dict[Shard, tuple[TableCodes, int]] = {}
 
     def __contains__(self, shard: Shard) -> bool:
         return shard in self._codes
@@ -47,14 +47,14 @@ class Mirrors:
 
     def get(self, shard: Shard) -> TableCodes | None:
         """Return a shard's mirror as the open transaction sees it: with a staged resize, if there is one."""
-        if shard in self._staged_resizes:
-            return self._staged_resizes[shard][0]
+        if shard in self._staged:
+            return self._staged[shard][0]
         return self._codes.get(shard)
 
     def digest(self, shard: Shard) -> int | None:
         """Return the state digest of the mirror, None for a shard without one."""
-        if shard in self._staged_resizes:
-            return self._staged_resizes[shard][1]
+        if shard in self._staged:
+            return self._staged[shard][1]
         return self._digests.get(shard)
 
     def committed_digest(self, shard: Shard) -> int | None:
@@ -111,7 +111,7 @@ class Mirrors:
         alive = old.escapes.rows < schema.num_rows
         codes.escapes.rows = old.escapes.rows[alive]
         codes.escapes.values = {name: values[alive] for name, values in old.escapes.values.items()}
-        self._staged_resizes[shard] = (codes, codes.digest(workers))
+        self._staged[shard] = (codes, codes.digest(workers))
 
     def stage_refine(self, shard: Shard, schema: TableSchema, halvings: int, workers: Workers) -> bool:
         """Make the mirror that a shard has at a finer scale: codes shifted left; False if one leaves the code range.
@@ -138,21 +138,21 @@ class Mirrors:
             finer[start:stop] = block(start, stop) << halvings
         codes = TableCodes(schema, old.start, old.stop, {**old.arrays, "codes": finer}, allocate, old.columns)
         codes.status, codes.escapes = old.status, old.escapes
-        self._staged_resizes[shard] = (codes, codes.digest(workers))
+        self._staged[shard] = (codes, codes.digest(workers))
         return True
 
-    def commit_resizes(self) -> None:
-        """The transaction won: staged sizes become the mirrors'."""
-        for shard, (codes, digest) in self._staged_resizes.items():
+    def commit_staged(self) -> None:
+        """The transaction won: staged sizes and scales become the mirrors'."""
+        for shard, (codes, digest) in self._staged.items():
             self.put(shard, codes, digest)
-        self._staged_resizes.clear()
+        self._staged.clear()
 
     def drop_staged(self, shard: Shard | None = None) -> None:
         """Forget a shard's staged size or scale; those of all, where the transaction lost."""
         if shard is None:
-            self._staged_resizes.clear()
+            self._staged.clear()
         else:
-            self._staged_resizes.pop(shard, None)
+            self._staged.pop(shard, None)
 
     def keep_only(self, tables: Iterable[str]) -> None:
         """Forget tables that are no longer there."""
@@ -172,7 +172,7 @@ class Mirrors:
         self.is_complete = True
         self._codes.clear()
         self._digests.clear()
-        self._staged_resizes.clear()
+        self._staged.clear()
         if self._scratch is not None:
             self._scratch.cleanup()
             self._scratch = None

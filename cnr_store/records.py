@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -15,7 +16,7 @@ import msgspec
 
 from cnr_store.errors import BadName, CorruptRecord, CorruptStore, NewerFormat, UnknownFeature
 from cnr_store.layout import check_relative_path, check_segment_name, state_key
-from cnr_store.types import MAX_CHAIN, Affine, Encoding, FloatBits, JsonValue, Lattice, Profile, TableDtype
+from cnr_store.types import MAX_CHAIN, Affine, Encoding, FloatBits, JsonValue, Lattice, Profile, Rectangle, TableDtype
 
 FORMAT = "cnr-store"
 MAJOR = 1
@@ -281,6 +282,24 @@ class LogEntry:
 _DECODERS: dict[type[Any], msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind) for kind in (dict, Identity, CommitRecord, Overflow, Receipt, Manifest, Hint)
 }
+
+
+def stated_digest(parts: Iterable[PartEntry], rectangle: Rectangle) -> int | None:
+    """Return the state digest that parts of one table state for a rectangle of it, by their sum. Pure.
+
+    None where the parts inside do not make the rectangle up, or one of them states none. Parts without rows do not
+    count.
+    """
+    (first, stop), (left, right) = rectangle.rows, rectangle.columns
+    covered = total = 0
+    for part in parts:
+        (start, end), (low, high) = part.rows, part.columns
+        if first <= start < end <= stop and left <= low and high <= right:
+            if part.state_digest is None:
+                return None
+            covered += (end - start) * (high - low)
+            total += int(part.state_digest, 16)
+    return total % (1 << 64) if covered == rectangle.area else None
 
 
 def canonical_json(document: Any) -> bytes:

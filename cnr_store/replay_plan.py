@@ -16,9 +16,9 @@ import numpy as np
 
 from cnr_store.encodings import digest
 from cnr_store.errors import CorruptStore, TableNotFound, Unsupported
-from cnr_store.records import Manifest, PartEntry, RowListEntry, TableSchema
+from cnr_store.records import Manifest, PartEntry, RowListEntry, TableSchema, stated_digest
 from cnr_store.table_codes import array_specs
-from cnr_store.types import RowIds, SlotsRule
+from cnr_store.types import Rectangle, RowIds, SlotsRule
 
 Operation = Literal["add", "set", "delete", "escape"]
 OPERATIONS: tuple[Operation, ...] = ("add", "set", "delete", "escape")
@@ -187,18 +187,7 @@ def expected_digest(plan: TablePlan, names: set[str]) -> int | None:
     additive = {name for name, spec in array_specs(plan.schema).items() if spec.is_additive}
     if not additive or not additive <= names:
         return None
-    inside = [
-        part
-        for part in plan.parts
-        if part.rows[0] < part.rows[1]
-        and plan.start <= part.rows[0] and part.rows[1] <= plan.stop
-        and plan.columns[0] <= part.columns[0] and part.columns[1] <= plan.columns[1]
-    ]  # fmt: skip
-    covered = sum((part.rows[1] - part.rows[0]) * (part.columns[1] - part.columns[0]) for part in inside)
-    area = (plan.stop - plan.start) * (plan.columns[1] - plan.columns[0])
-    if covered != area or any(part.state_digest is None for part in inside):
-        return None
-    return digest.add_digests(*(int(part.state_digest or "0", 16) for part in inside))
+    return stated_digest(plan.parts, Rectangle((plan.start, plan.stop), plan.columns))
 
 
 def check_digest(plan: TablePlan, found: Sequence[tuple[Columns, int]], names: set[str]) -> None:

@@ -671,7 +671,7 @@ class Transaction:
 
     def move_mirrors(self, mirrors: Mirrors) -> None:
         """Apply what was staged to the mirrors; the commit has won."""
-        mirrors.commit_resizes()
+        mirrors.commit_staged()
         for shard, whole in self._whole.items():
             if whole.mirror is not None and whole.digest is not None:
                 mirrors.put(shard, whole.mirror, whole.digest)

@@ -23,15 +23,12 @@ from cnr_store.errors import (
 from cnr_store.mirrors import Mirrors
 from cnr_store.placement import Shard
 from cnr_store.ranks import Ranks, together
-from cnr_store.records import (
-    LogEntry,
-    Manifest,
-)
+from cnr_store.records import LogEntry, stated_digest
 from cnr_store.session import Session
 from cnr_store.snapshot import Snapshot
 from cnr_store.table_codes import Array, array_specs
 from cnr_store.transaction import Transaction
-from cnr_store.types import MAX_CHAIN, Rectangle, SlotsRule
+from cnr_store.types import MAX_CHAIN, SlotsRule
 
 Base = Literal["head", "baseline"]
 Outputs = (
@@ -193,7 +190,8 @@ class Writer:
             codes = view.read_mirror(arrays, self.mirrors.allocator(), rectangle, slots_rule)
         if codes is None:
             return
-        digest = _digest_at(snapshot.manifests[-1], shard.table, rectangle)
+        parts = [part for part in snapshot.manifests[-1].parts if part.table == shard.table]
+        digest = stated_digest(parts, rectangle)
         # Parts that a writer without a mirror wrote name none, and parts may be cut in another way.
         self.mirrors.put(shard, codes, codes.digest(self._session.workers) if digest is None else digest)
 
@@ -321,18 +319,3 @@ def _only(table: str, shards: tuple[Shard, ...]) -> Shard:
     raise BadInput(
         f"this rank holds {[str(shard) for shard in shards]} of table {table!r}; give outputs by Shard", table=table
     )
-
-
-def _digest_at(manifest: Manifest, table: str, rectangle: Rectangle) -> int | None:
-    """The state digest that the manifest's parts name for a rectangle; None if they are cut so that they do not."""
-    (first, stop), (left, right) = rectangle.rows, rectangle.columns
-    inside = [
-        part
-        for part in manifest.parts
-        if part.table == table
-        and first <= part.rows[0] and part.rows[1] <= stop and left <= part.columns[0] and part.columns[1] <= right
-    ]  # fmt: skip
-    covered = sum((part.rows[1] - part.rows[0]) * (part.columns[1] - part.columns[0]) for part in inside)
-    if covered != rectangle.area or any(part.state_digest is None for part in inside):
-        return None
-    return sum(int(part.state_digest or "0", 16) for part in inside) % (1 << 64)

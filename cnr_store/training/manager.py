@@ -657,7 +657,10 @@ class CheckpointManager:
         rng = self._stored_rng(snapshot, planned.trainer)
         if self._policy in ("one_shot", "intermittent"):
             sizes = sizes_since_baseline(self._policy, self._store.log())
-            changed = {name: snapshot.table(stored).changed_rows() for name, stored in plan.renamed.items()}
+            mine = {holding.table for holding in self._holdings.by_name.values()}
+            changed = {
+                name: snapshot.table(stored).changed_rows() for name, stored in plan.renamed.items() if name in mine
+            }
         else:
             sizes, changed = sizes_since_baseline(self._policy, [snapshot.record]), {}
         return _Read(loaded, rng, sizes, changed, restore_targets(plan, self._optimizers))

@@ -9,9 +9,9 @@ from itertools import combinations
 import msgspec
 
 from cnr_store import layout
-from cnr_store.encodings.digest import add_digests
 from cnr_store.planning import generations
-from cnr_store.records import CommitRecord, DenseEntry, Manifest, PartEntry
+from cnr_store.records import CommitRecord, DenseEntry, Manifest, PartEntry, stated_digest
+from cnr_store.types import Rectangle
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +87,10 @@ def _end_of(part: PartEntry, num_rows: int, before: list[PartEntry], rows_before
     The rectangle at the end of a table that was resized ended where the table did.
     """
     start, stop = part.rows[0], rows_before if part.rows[1] == num_rows else min(part.rows[1], rows_before)
-    low, high = part.columns
-    inside = [
-        one
-        for one in before
-        if start <= one.rows[0] < one.rows[1] <= stop and low <= one.columns[0] and one.columns[1] <= high
-    ]
-    covered = sum((one.rows[1] - one.rows[0]) * (one.columns[1] - one.columns[0]) for one in inside)
-    if stop < start or covered != (stop - start) * (high - low) or any(one.state_digest is None for one in inside):
+    if stop < start:
         return None
-    return f"{add_digests(*(int(one.state_digest or '0', 16) for one in inside)):016x}"
+    end = stated_digest(before, Rectangle((start, stop), part.columns))
+    return None if end is None else f"{end:016x}"
 
 
 def _check_dense(index: int, names: Sequence[str], manifests: Sequence[Manifest]) -> Iterator[Contradiction]:

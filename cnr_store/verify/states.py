@@ -14,11 +14,12 @@ import numpy as np
 
 from cnr_store.encodings.digest import add_digests
 from cnr_store.errors import CorruptStore
-from cnr_store.records import Manifest
+from cnr_store.records import Manifest, stated_digest
 from cnr_store.replay import Replay, finish
 from cnr_store.replay_plan import TablePlan, by_columns, clip, plan_table
 from cnr_store.segment import SegmentReader
 from cnr_store.table_codes import ABSENT, ESCAPED, Array, ArraySpec, TableCodes, array_specs
+from cnr_store.types import Rectangle
 from cnr_store.workers import Workers, blocks
 
 WINDOW_BYTES = 64 * 1024 * 1024
@@ -142,8 +143,5 @@ def _drop_replaced_escapes(codes: TableCodes) -> None:
 def _stated(manifest: Manifest, table: str) -> int | None:
     """The state digest that a segment's parts state together, None if one of them states none."""
     schema = manifest.tables[table]
-    parts = [part for part in manifest.parts if part.table == table and part.rows[0] < part.rows[1]]
-    covered = sum((part.rows[1] - part.rows[0]) * (part.columns[1] - part.columns[0]) for part in parts)
-    if covered != schema.num_rows * schema.dim or any(part.state_digest is None for part in parts):
-        return None
-    return add_digests(*(int(part.state_digest or "0", 16) for part in parts))
+    parts = (part for part in manifest.parts if part.table == table)
+    return stated_digest(parts, Rectangle((0, schema.num_rows), (0, schema.dim)))
