@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import typer
@@ -25,10 +26,14 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 Version = Annotated[int | None, typer.Option("--version", help="A version; the newest if not given.", min=0)]
 Step = Annotated[int | None, typer.Option("--step", help="The newest version of this training step.")]
 Tag = Annotated[str | None, typer.Option("--tag", help="The version that a tag names.")]
+Branch = Annotated[str | None, typer.Option("--branch", help="The log of a branch instead of the store's own.")]
 
 Bits = Literal[2, 3, 4, 8]
 _BITS: dict[int, Bits] = {2: 2, 3: 3, 4: 4, 8: 8}
 _WORDS = {"true": True, "false": False, "null": None}
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+_BYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)([A-Za-z]+)", re.ASCII)
 
 
 def parse_storage_options(texts: Sequence[str] | None) -> dict[str, Any]:
@@ -81,6 +86,41 @@ def check_bits(bits: int) -> Bits:
     if bits not in _BITS:
         raise BadInput(f"--bits is 2, 3, 4 or 8, found {bits}", found=bits)
     return _BITS[bits]
+
+
+def parse_duration(text: str, option: str) -> float:
+    """Return a time in seconds; its unit is part of the text, and ``0`` alone needs none.
+
+    >>> parse_duration("90s", "--grace"), parse_duration("1.5h", "--grace"), parse_duration("7d", "--grace")
+    (90.0, 5400.0, 604800.0)
+
+    Raises
+    ------
+    BadInput
+    """
+    return _amount(text, option, _SECONDS, "a time like 90s, 30m, 12h, 7d or 2w")
+
+
+def parse_size(text: str, option: str) -> int:
+    """Return a size in bytes; its unit is part of the text, and ``0`` alone needs none.
+
+    >>> parse_size("64MiB", "--bandwidth")
+    67108864
+
+    Raises
+    ------
+    BadInput
+    """
+    return int(_amount(text, option, _BYTES, "a size like 500KiB, 64MiB or 2GiB"))
+
+
+def _amount(text: str, option: str, units: Mapping[str, int], wanted: str) -> float:
+    if text == "0":
+        return 0.0
+    match = _AMOUNT.fullmatch(text)
+    if match is None or match.group(2) not in units:
+        raise BadInput(f"{option} takes {wanted}, found {text!r}", found=text)
+    return float(match.group(1)) * units[match.group(2)]
 
 
 def open_store(url: str, storage_options: Sequence[str] | None) -> Store:
