@@ -8,7 +8,9 @@
     │   ├── VersionNotFound
     │   ├── VersionExpired
     │   ├── TableNotFound
-    │   └── TagNotFound
+    │   ├── TagNotFound
+    │   ├── ChannelNotFound
+    │   └── BranchNotFound
     ├── BadInput (ValueError)      fix the argument; nothing was written
     │   ├── BadName
     │   ├── BadShape
@@ -20,6 +22,7 @@
     │   ├── TransactionAborted
     │   ├── DoesNotApply
     │   ├── TagExists
+    │   ├── BranchExists
     │   ├── StoreExists
     │   ├── SaveInProgress
     │   └── CommitStateUnknown
@@ -123,6 +126,18 @@ class TagNotFound(NotFound):
     kind = "tag_not_found"
 
 
+class ChannelNotFound(NotFound):
+    """No channel of that name."""
+
+    kind = "channel_not_found"
+
+
+class BranchNotFound(NotFound):
+    """No branch of that name, or it has ended."""
+
+    kind = "branch_not_found"
+
+
 class BadInput(CnrStoreError, ValueError):
     """An argument cannot be stored as it is; nothing was written."""
 
@@ -187,6 +202,12 @@ class TagExists(Conflict):
     """Tags are immutable, and this one exists with another version."""
 
     kind = "tag_exists"
+
+
+class BranchExists(Conflict):
+    """A branch of that name exists already."""
+
+    kind = "branch_exists"
 
 
 class StoreExists(Conflict):

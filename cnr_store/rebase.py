@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from cnr_store.errors import (
+    BranchExists,
     Conflict,
     DoesNotApply,
     Fenced,
@@ -29,9 +30,10 @@ from cnr_store.records import (
     LogEntry,
     RecordKind,
     WriterInfo,
+    is_live,
 )
 
-_COMMUTING_KINDS: frozenset[str] = frozenset({"compact", "tag", "untag", "expire", "fork"})
+_COMMUTING_KINDS: frozenset[str] = frozenset({"compact", "tag", "untag", "channel", "expire", "fork"})
 """Kinds that leave the training state as it is, so a data record may follow them unchanged."""
 
 
@@ -49,7 +51,6 @@ def draft_after(head: CommitRecord, kind: RecordKind, writer: WriterInfo, **chan
         parent_digest="",
         ts_ms=0,
         state=None,
-        delete_after_ms=None,
         target=None,
         name=None,
         user={},
@@ -141,6 +142,10 @@ def rebase_tag(draft: CommitRecord, intervening: LogEntry) -> CommitRecord:
     record = intervening.record
     _check_target_lives(draft, record)
     name, target = _named(draft)
+    if name in record.channels:
+        raise TagExists(
+            f"{name!r} is a channel since commit record {record.v}; a tag needs a name of its own", version=record.v
+        )
     if record.tags.get(name, target) != target:
         raise TagExists(
             f"tag {name!r} points to version {record.tags[name]} since commit record {record.v}; "
@@ -168,6 +173,31 @@ def rebase_untag(draft: CommitRecord, intervening: LogEntry) -> CommitRecord:
     return _adopt(draft, record, tags={key: v for key, v in record.tags.items() if key != draft.name})
 
 
+def rebase_channel(draft: CommitRecord, intervening: LogEntry) -> CommitRecord:
+    """Return a ``channel`` draft (``name``, ``target``; no target removes it) behind any record. Pure.
+
+    A channel moves: behind another move of the same one this draft is the later one, and wins.
+
+    Raises
+    ------
+    VersionExpired
+        The record expired the target.
+    TagExists
+        The name is a tag since that record.
+    """
+    record = intervening.record
+    _check_target_lives(draft, record)
+    name = draft.name or ""
+    if name in record.tags:
+        raise TagExists(
+            f"{name!r} is a tag since commit record {record.v}; a channel needs a name of its own",
+            version=record.v,
+            found=record.tags[name],
+        )
+    others = {key: version for key, version in record.channels.items() if key != name}
+    return _adopt(draft, record, channels=others if draft.target is None else {**others, name: draft.target})
+
+
 def rebase_fork(draft: CommitRecord, intervening: LogEntry) -> CommitRecord:
     """Return a ``fork`` draft (``name`` = branch uuid, ``target``) behind any record. Pure.
 
@@ -175,11 +205,18 @@ def rebase_fork(draft: CommitRecord, intervening: LogEntry) -> CommitRecord:
     ------
     VersionExpired
         The record expired the target.
+    BranchExists
+        Another branch of that name was forked meanwhile.
     """
     record = intervening.record
     _check_target_lives(draft, record)
-    name, target = _named(draft)
-    return _adopt(draft, record, pins={**record.pins, name: target})
+    branch, _ = _named(draft)
+    pin = draft.pins[branch]
+    if any(other.name == pin.name for other in record.pins.values()):
+        raise BranchExists(
+            f"branch {pin.name!r} was forked by commit record {record.v}; choose another name", version=record.v
+        )
+    return _adopt(draft, record, pins={**record.pins, branch: pin})
 
 
 def rebase_compact(
@@ -247,7 +284,6 @@ def _adopt(draft: CommitRecord, newest: CommitRecord, **own: Any) -> CommitRecor
     changes: dict[str, Any] = {
         "name": draft.name,
         "target": draft.target,
-        "delete_after_ms": draft.delete_after_ms,
         "user": draft.user,
         "reader_features": _union(newest.reader_features, draft.reader_features),
         "writer_features": _union(newest.writer_features, draft.writer_features),
@@ -283,7 +319,7 @@ def _check_commutes(draft: CommitRecord, record: CommitRecord) -> None:
 
 def _check_target_lives(draft: CommitRecord, record: CommitRecord) -> None:
     target = draft.target
-    if target is not None and (target < record.floor or target in record.expired):
+    if target is not None and not is_live(record, target):
         raise VersionExpired(
             f"version {target} expired with commit record {record.v}; choose a later one",
             version=target,

@@ -38,7 +38,9 @@ MAX_SHIFT = 31
 MIN_SCALE, MAX_SCALE = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127 / 2.0**22
 """The scales that decode every code to a finite, normal number or zero."""
 
-RecordKind = Literal["init", "fence", "full", "delta", "compact", "rollback", "tag", "untag", "expire", "fork"]
+RecordKind = Literal[
+    "init", "fence", "full", "delta", "compact", "rollback", "tag", "untag", "channel", "expire", "fork"
+]
 DATA_KINDS: frozenset[str] = frozenset({"full", "delta", "rollback"})
 """Kinds that change the training state a reader sees."""
 
@@ -80,6 +82,14 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     shift: int = 0
 
 
+class Pin(msgspec.Struct, frozen=True, kw_only=True):
+    """What keeps a version for a branch: the fork point, the branch's name, and when the branch ends (None: never)."""
+
+    version: int
+    name: str
+    expires_ms: int | None = None
+
+
 class WriterInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Who wrote the record; for people, never for decisions."""
 
@@ -91,8 +101,10 @@ class WriterInfo(msgspec.Struct, frozen=True, kw_only=True):
 class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One position of the commit log (spec, section 3).
 
-    ``tags``, ``pins``, ``expired``, ``aborted`` and ``tables`` move to a side object named by ``state``
-    (its sha256) when together they exceed `OVERFLOW_BYTES`.
+    The fields of `Overflow` move to a side object named by ``state`` (its sha256) when together they exceed
+    `OVERFLOW_BYTES`. ``kept`` are versions below ``floor`` that stay, ``expired`` those above it that are gone.
+    ``aborted`` names the transactions that may never commit or whose segments no live version needs, each with the
+    time (ms) from which its objects may be deleted.
     """
 
     v: int
@@ -107,11 +119,12 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     chain: tuple[ChainEntry, ...] = ()
     tables: dict[str, Generation] = {}
     tags: dict[str, int] = {}
-    pins: dict[str, int] = {}
+    channels: dict[str, int] = {}
+    pins: dict[str, Pin] = {}
     floor: int = 0
+    kept: tuple[int, ...] = ()
     expired: tuple[int, ...] = ()
-    aborted: tuple[str, ...] = ()
-    delete_after_ms: int | None = None
+    aborted: dict[str, int] = {}
     state: str | None = None
     target: int | None = None
     name: str | None = None
@@ -125,9 +138,11 @@ class Overflow(msgspec.Struct, frozen=True, kw_only=True):
     """``state/<sha256>.json``: the lists of a record that outgrew it."""
 
     tags: dict[str, int]
-    pins: dict[str, int]
+    channels: dict[str, int]
+    pins: dict[str, Pin]
+    kept: tuple[int, ...]
     expired: tuple[int, ...]
-    aborted: tuple[str, ...]
+    aborted: dict[str, int]
     tables: dict[str, Generation]
 
 
@@ -411,6 +426,16 @@ def check_chain(record: CommitRecord) -> None:
         check_segment_name(entry.seg)
 
 
+def is_live(head: CommitRecord, version: int) -> bool:
+    """Whether readers may open ``version``, by the newest record: it has not expired (spec, section 7.1). Pure."""
+    if version in head.expired:
+        return False
+    if version >= head.floor or version in head.kept:
+        return True
+    named = (*head.tags.values(), *head.channels.values(), *(pin.version for pin in head.pins.values()))
+    return version in named
+
+
 def unknown_writer_features(record: CommitRecord) -> list[str]:
     """Return the writer features that make the store read-only for this library."""
     return [name for name in record.writer_features if name not in KNOWN_WRITER_FEATURES]
@@ -421,18 +446,12 @@ def split_overflow(record: CommitRecord) -> tuple[CommitRecord, bytes | None]:
 
     Returns the record to write and the side object's bytes, which must be put first, or None.
     """
-    overflow = Overflow(
-        tags=record.tags,
-        pins=record.pins,
-        expired=record.expired,
-        aborted=record.aborted,
-        tables=record.tables,
-    )
+    overflow = Overflow(**{name: getattr(record, name) for name in Overflow.__struct_fields__})
     data = canonical_json(overflow)
     if len(data) <= OVERFLOW_BYTES:
         return msgspec.structs.replace(record, state=None), None
-    slim = msgspec.structs.replace(record, tags={}, pins={}, expired=(), aborted=(), tables={}, state=sha256(data))
-    return slim, data
+    emptied = {name: type(value)() for name, value in msgspec.structs.asdict(overflow).items()}
+    return msgspec.structs.replace(record, state=sha256(data), **emptied), data
 
 
 def merge_overflow(record: CommitRecord, data: bytes) -> CommitRecord:
@@ -451,15 +470,7 @@ def merge_overflow(record: CommitRecord, data: bytes) -> CommitRecord:
             found=sha256(data),
         )
     overflow = decode_document(data, Overflow, f"side object of commit record {record.v}")
-    return msgspec.structs.replace(
-        record,
-        tags=overflow.tags,
-        pins=overflow.pins,
-        expired=overflow.expired,
-        aborted=overflow.aborted,
-        tables=overflow.tables,
-        state=None,
-    )
+    return msgspec.structs.replace(record, state=None, **msgspec.structs.asdict(overflow))
 
 
 def decode_identity(data: bytes, where: str) -> Identity:

@@ -48,6 +48,7 @@ from cnr_store.records import (
     WriterInfo,
     canonical_json,
     decode_identity,
+    is_live,
     unknown_writer_features,
 )
 from cnr_store.segment import SegmentReader
@@ -146,7 +147,7 @@ class Store:
         )
         storage.sync_folders([layout.ROOT_GROUP])
         store = cls(storage, identity, threads=threads, retry=retry)
-        store._log.append_first(draft_init(_writer_info(uuid.uuid4().hex)))
+        store._log.append_first(draft_init(writer_info(uuid.uuid4().hex)))
         return store
 
     @classmethod
@@ -205,6 +206,16 @@ class Store:
     def uuid(self) -> str:
         """The store's own uuid."""
         return self.identity.store_uuid
+
+    @property
+    def commit_log(self) -> CommitLog:
+        """The log that this store appends to; for maintenance."""
+        return self._log
+
+    @property
+    def workers(self) -> Workers:
+        """The threads that this store works on."""
+        return self._workers
 
     def head(self) -> LogEntry:
         """Return the newest log entry; a few GETs, no listing."""
@@ -307,7 +318,7 @@ class Store:
         ranks = OneRank() if ranks is None else ranks
         if shards is None and ranks.world > 1:
             raise BadInput("several ranks write together only shards: say with shards= what this rank holds")
-        info = _writer_info(run_id or uuid.uuid4().hex)
+        info = writer_info(run_id or uuid.uuid4().hex)
         fenced: list[LogEntry] = []
 
         def open_committer() -> int:
@@ -377,7 +388,7 @@ class Store:
                 version=head.record.tags[name],
             )
         tags = {**head.record.tags, name: target}
-        draft = draft_after(head.record, "tag", _writer_info(""), name=name, target=target, tags=tags)
+        draft = draft_after(head.record, "tag", writer_info(""), name=name, target=target, tags=tags)
         return self._log.append(head, draft, rebase_tag).record.v
 
     def untag(self, name: str) -> int:
@@ -391,7 +402,7 @@ class Store:
         if name not in head.record.tags:
             raise TagNotFound(f"no tag {name!r}; there are {sorted(head.record.tags)}", found=name)
         tags = {key: value for key, value in head.record.tags.items() if key != name}
-        draft = draft_after(head.record, "untag", _writer_info(""), name=name, tags=tags)
+        draft = draft_after(head.record, "untag", writer_info(""), name=name, tags=tags)
         return self._log.append(head, draft, rebase_untag).record.v
 
     def rollback(self, version: int) -> int:
@@ -407,7 +418,7 @@ class Store:
         target = self._entry(version).record
         self._open_snapshot(head.record, LogEntry(target, ""))
         draft = draft_after(
-            head.record, "rollback", _writer_info(""),
+            head.record, "rollback", writer_info(""),
             target=version, chain=target.chain, tables=target.tables, logical=target.logical, step=target.step,
         )  # fmt: skip
         return self._log.append(head, draft, rebase_rollback).record.v
@@ -416,7 +427,7 @@ class Store:
         """Write position 0 for a process that died between identity and first record; never into a log with a hole."""
         has_hint = self.storage.read(layout.HINT) is not None
         if not has_hint and next(iter(self.storage.list_objects(layout.COMMITS)), None) is None:
-            self._log.append_first(draft_init(_writer_info(uuid.uuid4().hex)))
+            self._log.append_first(draft_init(writer_info(uuid.uuid4().hex)))
             return
         # Its creator was faster than we looked, or the first record was deleted. What can still be found may be read,
         # and `cnr verify` names the hole; else this raises that position 0 is empty.
@@ -473,7 +484,7 @@ class Store:
 
     def _open_snapshot(self, head: CommitRecord, entry: LogEntry) -> Snapshot:
         version = entry.record.v
-        if version in head.expired or (version < head.floor and version not in head.tags.values()):
+        if not is_live(head, version):
             raise VersionExpired(
                 f"version {version} of {self.url} has expired; the floor is {head.floor}", version=version
             )
@@ -485,5 +496,6 @@ def open_segment(store: Store, version: int, index: int = -1) -> SegmentReader:
     return SegmentReader.open(store.storage, store.record(version).chain[index])
 
 
-def _writer_info(run_id: str) -> WriterInfo:
+def writer_info(run_id: str = "") -> WriterInfo:
+    """Return who writes a record: host, process and library."""
     return WriterInfo(host=f"{socket.gethostname()}:{os.getpid()}", lib=LIBRARY, run_id=run_id)

@@ -24,6 +24,7 @@ from cnr_store.records import (
     Identity,
     LogEntry,
     decode_record,
+    is_live,
     merge_overflow,
     sha256,
 )
@@ -169,11 +170,6 @@ def _take(view: LogView, entry: LogEntry, *, version: int | None, every: bool) -
     for item in record.chain:
         view.users.setdefault(item.seg, []).append(record.v)
     view.enders.setdefault(record.chain[-1].seg, []).append(record.v)
-
-
-def is_live(head: CommitRecord, version: int) -> bool:
-    """Whether readers may still open ``version``: it has not expired. Pure."""
-    return version not in head.expired and (version >= head.floor or version in head.tags.values())
 
 
 def distinct_chains(entries: Iterable[LogEntry]) -> list[LogEntry]:

@@ -7,12 +7,12 @@ from threading import Lock
 
 from cnr_store import arrays, layout
 from cnr_store.errors import CorruptObject, MissingObject, VersionExpired, VersionNotFound
-from cnr_store.records import FORMAT, MAJOR, MINOR, LogEntry
+from cnr_store.records import FORMAT, MAJOR, MINOR, LogEntry, is_live
 from cnr_store.segment import SegmentReader
 from cnr_store.storage import Storage
 from cnr_store.store import Store
 from cnr_store.verify.chains import check_chain_statements, check_record
-from cnr_store.verify.log import LogView, distinct_chains, is_live, read_log
+from cnr_store.verify.log import LogView, distinct_chains, read_log
 from cnr_store.verify.report import Findings, Problem, ProgressCallback, VerifyReport
 from cnr_store.verify.segments import check_objects, open_segment
 from cnr_store.verify.states import FailedReplay, WrongState, check_states, replayed_rows

@@ -68,13 +68,11 @@ class Store:  # in a local folder; records[v] is (record, sha256 of its bytes)
 
     def record(self, version):  # [3.3]
         key, bad = f"commits/{version:020d}.json", "corrupt_record"
-        data = self.object(key, "corrupt_store")
-        record = parse(data, bad, key)
+        record = parse(data := self.object(key, "corrupt_store"), bad, key)
         need(not record.get("reader_features"), "unknown_feature", f"{key}: {record.get('reader_features')}")
         need(canonical(record).encode() == data and len(data) <= 65536, bad, f"{key}: not canonical, or too large")
         need(record["store_uuid"] == self.identity["store_uuid"], "corrupt_store", f"{key}: of another store")
-        follows = record["v"] == version and record["parent_digest"] == (self.records[-1][1] if version else "")
-        need(follows, bad, f"{key}: v or parent digest")
+        need((record["v"], record["parent_digest"]) == (version, self.records[-1][1] if version else ""), bad, key)
         if record["state"] is not None:
             need(re.fullmatch("[0-9a-f]{64}", record["state"]), bad, f"{key}: state")
             side = self.object(f"state/{record['state']}.json", sha256=record["state"])
@@ -90,8 +88,10 @@ class Store:  # in a local folder; records[v] is (record, sha256 of its bytes)
         version = len(self.records) - 1 if version is None else version
         need(0 <= version < len(self.records), "version_not_found", f"version {version}")
         head, record = self.records[-1][0], self.records[version][0]
-        gone = version in head["expired"] or (version < head["floor"] and version not in head["tags"].values())
-        need(not gone, "version_expired", f"version {version}")
+        pinned = [pin["version"] for pin in head["pins"].values()]
+        stays = [*head["kept"], *head["tags"].values(), *head["channels"].values(), *pinned]
+        is_live = version not in head["expired"] and (version >= head["floor"] or version in stays)
+        need(is_live, "version_expired", f"version {version}")
         return Snapshot([Segment(self, entry) for entry in record["chain"]], record)
 
 

@@ -170,7 +170,7 @@ class LargeLists(OneWriter):
     def prepare(self, fs: fsspec.AbstractFileSystem) -> None:
         log = open_log(fs)
         first = log.append_first(draft_init(WRITER))
-        aborted = tuple(txn(10**6 + number) for number in range(300))
+        aborted = {txn(10**6 + number): 0 for number in range(300)}
         log.append(first, draft_after(first.record, "expire", WRITER, aborted=aborted), rebase_fence)
 
 

@@ -49,6 +49,9 @@ TREE = [
     ("BackgroundSaveFailed", "CnrStoreError", "background_save_failed"),
     ("RankFailed", "CnrStoreError", "rank_failed"),
     ("RankLost", "RankFailed", "rank_lost"),
+    ("ChannelNotFound", "NotFound", "channel_not_found"),
+    ("BranchNotFound", "NotFound", "branch_not_found"),
+    ("BranchExists", "Conflict", "branch_exists"),
 ]
 
 # Second bases: what a caller who does not know this library would catch.

@@ -277,7 +277,7 @@ def test_growing_lists_move_to_a_side_object_and_come_back(inner: IsolatedMemory
 def test_side_object_is_put_before_its_record(inner: IsolatedMemoryFileSystem) -> None:
     head = with_versions(inner, 2)
     fs = calm(inner)
-    aborted = tuple(txn(n) for n in range(400))
+    aborted = {txn(n): n for n in range(400)}
 
     open_log(fs).append(head, draft_after(head.record, "expire", WRITER, aborted=aborted), no_rebase)
 
@@ -297,7 +297,7 @@ def test_side_object_is_durable_before_its_record(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(local, "_sync_folder", lambda path: note("sync", path) and sync(path))
     monkeypatch.setattr(os, "link", lambda a, b, **options: note("link", b) and link(a, b, **options))
     monkeypatch.setattr(os, "replace", lambda a, b: note("rename", b) and replace(a, b))
-    aborted = tuple(txn(n) for n in range(400))
+    aborted = {txn(n): n for n in range(400)}
 
     log.append(head, draft_after(head.record, "expire", WRITER, aborted=aborted), no_rebase)
 
@@ -309,7 +309,7 @@ def test_side_object_is_durable_before_its_record(tmp_path: Path, monkeypatch: p
 def test_missing_or_changed_side_object_is_named(inner: IsolatedMemoryFileSystem) -> None:
     head = with_versions(inner, 2)
     log = open_log(calm(inner))
-    aborted = tuple(txn(n) for n in range(400))
+    aborted = {txn(n): n for n in range(400)}
     log.append(head, draft_after(head.record, "expire", WRITER, aborted=aborted), no_rebase)
     state = decode_record(inner.cat_file(f"{ROOT}/{commit_key(2)}"), 2).record.state
     assert state is not None
@@ -415,7 +415,7 @@ def test_an_aborted_transaction_cannot_commit(inner: IsolatedMemoryFileSystem) -
     log = open_log(calm(inner))
     head = log.append_first(draft_init(WRITER))
     gc = open_log(calm(inner))
-    gc.append(head, draft_after(head.record, "expire", WRITER, aborted=(txn(2),)), no_rebase)
+    gc.append(head, draft_after(head.record, "expire", WRITER, aborted={txn(2): 0}), no_rebase)
 
     with pytest.raises(TransactionAborted):
         append_delta(log, head, 2)
@@ -665,7 +665,7 @@ def test_denial_that_hid_a_success_is_a_success(inner: IsolatedMemoryFileSystem)
 def test_failing_side_object_means_nothing_was_committed(inner: IsolatedMemoryFileSystem) -> None:
     head = with_versions(inner, 2)
     log = open_log(FaultyFileSystem(inner, fault=Fault(FaultKind.DISK_FULL, at=0)))
-    draft = draft_after(head.record, "expire", WRITER, aborted=tuple(txn(n) for n in range(400)))
+    draft = draft_after(head.record, "expire", WRITER, aborted={txn(n): n for n in range(400)})
 
     with pytest.raises(StorageFailure):
         log.append(head, draft, no_rebase)

@@ -14,9 +14,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 ERRORS = """
     CnrStoreError
-    NotFound NotAStore VersionNotFound VersionExpired TableNotFound TagNotFound
+    NotFound NotAStore VersionNotFound VersionExpired TableNotFound TagNotFound ChannelNotFound
+    BranchNotFound
     BadInput BadName BadShape BadDtype BadRowIds NonFiniteValues
-    Conflict Fenced TransactionAborted DoesNotApply TagExists StoreExists SaveInProgress CommitStateUnknown
+    Conflict Fenced TransactionAborted DoesNotApply TagExists BranchExists StoreExists SaveInProgress
+    CommitStateUnknown
     CorruptStore CorruptRecord CorruptObject MissingObject
     StorageFailure AccessDenied UnsafeBackend
     Unsupported NewerFormat UnknownFeature ReadOnlyStore MissingDependency

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from cnr_store.errors import (
+    BranchExists,
     Conflict,
     DoesNotApply,
     Fenced,
@@ -22,6 +23,7 @@ from cnr_store.layout import segment_name
 from cnr_store.rebase import (
     draft_after,
     draft_init,
+    rebase_channel,
     rebase_compact,
     rebase_data,
     rebase_expire,
@@ -37,6 +39,7 @@ from cnr_store.records import (
     CommitRecord,
     Generation,
     LogEntry,
+    Pin,
     RecordKind,
     WriterInfo,
     check_chain,
@@ -65,6 +68,10 @@ def own_segment(l0: int, l1: int) -> ChainEntry:
     return msgspec.structs.replace(segment(9, l0, l1), seg=segment_name(9, MINE))
 
 
+def pin(version: int, name: str = "") -> Pin:
+    return Pin(version=version, name=name or f"of {version}")
+
+
 def head_record(**changes: Any) -> CommitRecord:
     """Version 9, epoch 2: a baseline and three deltas."""
     chain = (segment(1, 0, 1), segment(2, 1, 2), segment(3, 2, 3), segment(4, 3, 4))
@@ -76,7 +83,7 @@ def head_record(**changes: Any) -> CommitRecord:
         tags={"old": 3},
         floor=2,
         expired=(5,),
-        pins={"b": 6},
+        pins={"b": pin(6)},
     )
     return msgspec.structs.replace(record, **changes)
 
@@ -102,15 +109,13 @@ def after(head: CommitRecord, kind: RecordKind, **changes: Any) -> LogEntry:
 
 
 def test_draft_carries_everything_over_but_what_is_the_records_own() -> None:
-    head = head_record(
-        aborted=("a" * 32,), writer_features=("w",), user={"x": 1}, name="n", target=1, delete_after_ms=5
-    )
+    head = head_record(aborted={"a" * 32: 5}, writer_features=("w",), user={"x": 1}, name="n", target=1)
 
     draft = draft_after(head, "tag", WRITER, name="t", target=9)
 
     carried = ("chain", "tables", "tags", "pins", "floor", "expired", "aborted", "logical", "step", "epoch")
     assert all(getattr(draft, field) == getattr(head, field) for field in (*carried, "writer_features"))
-    assert (draft.name, draft.target, draft.user, draft.delete_after_ms) == ("t", 9, {}, None)
+    assert (draft.name, draft.target, draft.user) == ("t", 9, {})
     assert draft.writer == WRITER
 
 
@@ -118,7 +123,7 @@ def test_draft_carries_everything_over_but_what_is_the_records_own() -> None:
 def test_delta_follows_records_that_leave_the_state_alone(kind: RecordKind) -> None:
     head = head_record()
     draft = delta_draft(head)
-    changes = {"tags": {"new": 9}, "floor": 3, "expired": (5, 6), "aborted": ("a" * 32,), "pins": {}}
+    changes = {"tags": {"new": 9}, "floor": 3, "expired": (5, 6), "aborted": {"a" * 32: 0}, "pins": {}}
 
     moved = rebase_data(draft, after(head, kind, **changes), txn=MINE)
 
@@ -203,7 +208,7 @@ def test_fence_of_the_same_epoch_stops_too() -> None:
 
 def test_aborted_transaction_stops_its_data_and_its_compaction() -> None:
     head = head_record()
-    expired = after(head, "expire", aborted=("a" * 32, MINE))
+    expired = after(head, "expire", aborted={"a" * 32: 0, MINE: 0})
 
     with pytest.raises(TransactionAborted):
         rebase_data(delta_draft(head), expired, txn=MINE)
@@ -262,12 +267,20 @@ def test_same_tag_twice_is_one_tag() -> None:
 def test_target_that_expired_meanwhile_is_refused(
     rebase: Callable[[CommitRecord, LogEntry], CommitRecord], changes: dict[str, Any]
 ) -> None:
-    head = head_record()
+    head = head_record(tags={})
+    draft = msgspec.structs.replace(tag_draft(head, "t", 3), pins={"t": pin(3)})
 
     with pytest.raises(VersionExpired) as refused:
-        rebase(tag_draft(head, "t", 3), after(head, "expire", **changes))
+        rebase(draft, after(head, "expire", tags={}, pins={}, **changes))
 
     assert refused.value.version == 3
+
+
+@pytest.mark.parametrize("keeper", [{"kept": (3,)}, {"channels": {"c": 3}}, {"pins": {"b": Pin(version=3, name="x")}}])
+def test_target_below_the_floor_that_something_keeps_is_taken(keeper: dict[str, Any]) -> None:
+    head = head_record(tags={})
+
+    assert rebase_tag(tag_draft(head, "t", 3), after(head, "expire", tags={}, floor=4, **keeper)).tags == {"t": 3}
 
 
 def test_untag_removes_its_name_alone() -> None:
@@ -281,9 +294,46 @@ def test_untag_removes_its_name_alone() -> None:
 
 def test_fork_adds_its_pin() -> None:
     head = head_record()
-    draft = draft_after(head, "fork", WRITER, name="branch", target=8)
+    draft = draft_after(head, "fork", WRITER, name="branch", target=8, pins={**head.pins, "branch": pin(8)})
 
-    assert rebase_fork(draft, after(head, "fork", pins={"b": 6, "c": 7})).pins == {"b": 6, "c": 7, "branch": 8}
+    moved = rebase_fork(draft, after(head, "fork", pins={"b": pin(6), "c": pin(7)}))
+
+    assert moved.pins == {"b": pin(6), "c": pin(7), "branch": pin(8)}
+
+
+def test_fork_of_a_name_that_was_taken_meanwhile_is_refused() -> None:
+    head = head_record()
+    draft = draft_after(head, "fork", WRITER, name="branch", target=8, pins={"branch": pin(8, "trial")})
+
+    with pytest.raises(BranchExists):
+        rebase_fork(draft, after(head, "fork", pins={"c": pin(7, "trial")}))
+
+
+def test_a_channel_moves_behind_another_move_of_it_and_keeps_the_others() -> None:
+    head = head_record(channels={"serving": 3})
+    draft = draft_after(head, "channel", WRITER, name="serving", target=8, channels={"serving": 8})
+
+    moved = rebase_channel(draft, after(head, "channel", channels={"serving": 7, "canary": 9}))
+
+    assert moved.channels == {"serving": 8, "canary": 9}
+
+
+def test_a_channel_without_target_is_removed() -> None:
+    head = head_record(channels={"serving": 3})
+    draft = draft_after(head, "channel", WRITER, name="serving", channels={})
+
+    assert rebase_channel(draft, after(head, "tag", channels={"serving": 3, "canary": 9})).channels == {"canary": 9}
+
+
+def test_tags_and_channels_do_not_share_a_name() -> None:
+    head = head_record()
+    channel = draft_after(head, "channel", WRITER, name="x", target=8, channels={"x": 8})
+    tag = draft_after(head, "tag", WRITER, name="x", target=8, tags={"x": 8})
+
+    with pytest.raises(TagExists):
+        rebase_channel(channel, after(head, "tag", tags={"x": 9}))
+    with pytest.raises(TagExists):
+        rebase_tag(tag, after(head, "channel", channels={"x": 9}))
 
 
 def test_rollback_keeps_its_targets_state_behind_a_compaction() -> None:
