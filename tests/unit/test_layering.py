@@ -78,12 +78,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "compaction": ENGINE,
     "gc": ENGINE,
     "verify": ENGINE,
+    "status": DOCUMENTS | {"storage", "store"},  # for monitors; decides nothing
+    "maintenance": ENGINE | MAINTENANCE | {"status"},
     "training": ENGINE,
     "consume": ENGINE,
     "integrations": ENGINE | {"training", "consume", "tensor_file"},
     "testing": WORDS | {"layout", "storage"},
     # The face of the library: whatever loads no torch.
-    "__init__": ENGINE | MAINTENANCE | {"exporting", "importing"},
+    "__init__": ENGINE | MAINTENANCE | {"exporting", "importing", "status", "maintenance"},
 }
 
 WITH_TORCH = {"training", "consume", "integrations"}
