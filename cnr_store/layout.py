@@ -9,7 +9,9 @@ from cnr_store.errors import BadName
 IDENTITY = "cnr.json"
 ROOT_GROUP = "zarr.json"
 HINT = "hint/latest.json"
+LAST_MAINTENANCE = "hint/maintenance.json"
 COMMITS = "commits/"
+BRANCHES = "branches/"
 DATA = "data/"
 STATE = "state/"
 MANIFEST = "_segment.json"
@@ -23,19 +25,32 @@ MAX_NODE_BYTES = 255
 
 _SAFE = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-")
 _POSITION = re.compile(r"^commits/(\d{20})\.json$")
+_BRANCH = re.compile(r"^[0-9a-f]{32}$")
 _SEGMENT = re.compile(r"^\d{20}-[0-9a-f]{32}$")
 _RELATIVE_PATH = re.compile(r"^[A-Za-z0-9._%-]+(/[A-Za-z0-9._%-]+)*$")
 
 
-def commit_key(version: int) -> str:
-    """Return the key of a log position: ``commits/<20 digits>.json``."""
-    return f"{COMMITS}{version:020d}.json"
+def commit_key(version: int, prefix: str = "") -> str:
+    """Return the key of a log position: ``commits/<20 digits>.json``, below ``prefix`` (`branch_prefix`)."""
+    return f"{prefix}{COMMITS}{version:020d}.json"
 
 
-def commit_version(key: str) -> int | None:
-    """Return the version whose record ``key`` is, or None if it is no log position."""
-    match = _POSITION.match(key)
+def commit_version(key: str, prefix: str = "") -> int | None:
+    """Return the version whose record ``key`` is in the log below ``prefix``, or None if it is no log position."""
+    match = _POSITION.match(key.removeprefix(prefix)) if key.startswith(prefix) else None
     return int(match.group(1)) if match else None
+
+
+def hint_key(prefix: str = "") -> str:
+    """Return the key of the hint of the log below ``prefix``."""
+    return f"{prefix}{HINT}"
+
+
+def branch_prefix(branch: str) -> str:
+    """Return ``branches/<uuid>/``, where the log of a branch is; ``branch`` is 32 hex digits."""
+    if not _BRANCH.match(branch):
+        raise BadName(f"{branch[:80]!r} is not the uuid of a branch; expected 32 hex digits", found=branch[:80])
+    return f"{BRANCHES}{branch}/"
 
 
 def segment_name(base: int, txn: str) -> str:
@@ -104,7 +119,7 @@ def encode_name(name: str) -> str:
 
 
 def check_name(name: str) -> None:
-    """Raise `BadName` unless ``name`` can name a table, tensor, slot or tag."""
+    """Raise `BadName` unless ``name`` can name a table, tensor, slot, tag, channel or branch."""
     try:
         size = len(name.encode())
     except UnicodeEncodeError as error:

@@ -1,0 +1,124 @@
+"""What a monitor asks of a store: heads, chains, ages, and how the last maintenance ended. Reads a few small objects.
+
+Nothing here decides anything: `LastMaintenance` is advisory, may be stale or absent, and no reader needs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from cnr_store import layout
+from cnr_store.records import CommitRecord, canonical_json
+from cnr_store.store import Store
+
+CHECKPOINT_KINDS = frozenset({"full", "delta"})
+
+
+class LastMaintenance(msgspec.Struct, frozen=True, kw_only=True):
+    """How a store's last maintenance ended: one small object that each run replaces.
+
+    Attributes
+    ----------
+    ended_ms
+        When, in milliseconds since 1970, by the clock of the machine that ran it.
+    duration_s
+        How long it took.
+    outcome
+        ``done``, ``stopped`` or ``failed``.
+    rewritten_bytes
+        Bytes of the segments that compaction made.
+    deleted_bytes
+        Bytes of the segments that garbage collection deleted.
+    """
+
+    ended_ms: int
+    duration_s: float
+    outcome: str
+    rewritten_bytes: int
+    deleted_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeadStatus:
+    """One log's newest state.
+
+    Attributes
+    ----------
+    branch
+        The branch; None is the store's own log.
+    version, step, logical
+        Of the newest record.
+    checkpoint_ms
+        When the newest checkpoint was committed; None if nothing was ever saved. Maintenance moves the head, not this.
+    chain_length
+        Segments that a restore of the head reads.
+    chain_bytes
+        Their bytes.
+    baseline_bytes
+        Those of the baseline alone; 0 without one.
+    live_versions
+        Versions that readers may open.
+    doomed
+        Transactions whose objects may be deleted, now or later.
+    """
+
+    branch: str | None
+    version: int
+    step: int
+    logical: int
+    checkpoint_ms: int | None
+    chain_length: int
+    chain_bytes: int
+    baseline_bytes: int
+    live_versions: int
+    doomed: int
+
+    @property
+    def restore_ratio(self) -> float | None:
+        """Bytes that a restore reads, as a multiple of the baseline's; None before the first save."""
+        return self.chain_bytes / self.baseline_bytes if self.baseline_bytes else None
+
+
+def head_status(store: Store, branch: str | None = None) -> HeadStatus:
+    """Return the state of the log that ``store`` is opened on. Blocks for a few GETs.
+
+    One GET for each record behind the newest checkpoint: tags, fences, compactions.
+    """
+    head = store.head().record
+    checkpoint = next((record for record in store.log() if record.kind in CHECKPOINT_KINDS), None)
+    return HeadStatus(
+        branch=branch, version=head.v, step=head.step, logical=head.logical,
+        checkpoint_ms=None if checkpoint is None else checkpoint.ts_ms,
+        chain_length=len(head.chain), chain_bytes=sum(entry.bytes for entry in head.chain),
+        baseline_bytes=head.chain[0].bytes if head.chain else 0,
+        live_versions=count_live(head), doomed=len(head.aborted),
+    )  # fmt: skip
+
+
+def count_live(head: CommitRecord) -> int:
+    """Return how many versions readers may open, by the newest record. Pure; O(named versions), not O(versions)."""
+    named = {*head.kept, *head.tags.values(), *head.channels.values(), *(pin.version for pin in head.pins.values())}
+    gone = set(head.expired)
+    below = sum(version < head.floor and version not in gone for version in named)
+    return below + head.v + 1 - head.floor - sum(head.floor <= version <= head.v for version in gone)
+
+
+def read_last_maintenance(store: Store) -> LastMaintenance | None:
+    """Return how the last maintenance ended; None if there was none, or what is there cannot be read. One GET."""
+    data = store.storage.read(layout.LAST_MAINTENANCE)
+    try:
+        return None if data is None else msgspec.json.decode(data, type=LastMaintenance)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def put_last_maintenance(store: Store, last: LastMaintenance) -> None:
+    """Say how a maintenance ended. One PUT.
+
+    Raises
+    ------
+    StorageFailure
+    """
+    store.storage.put(layout.LAST_MAINTENANCE, canonical_json(last))
