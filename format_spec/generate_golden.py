@@ -325,7 +325,7 @@ def halved_scale(golden, scale, user, momentum, expected, slot, note, other) -> 
     codes = TableCodes(schema, 0, mirror.stop, {**mirror.arrays, "codes": mirror.arrays["codes"] * np.int16(2)})
     codes.status, codes.escapes = mirror.status, mirror.escapes
     golden.writer.mirrors.put(Shard("user"), codes, codes.digest())
-    with mock.patch("cnr_store.transaction.check_receipts"), golden.writer.begin(step=6) as txn:
+    with mock.patch("cnr_store.committing.check_receipts"), golden.writer.begin(step=6) as txn:
         txn._tables["user"] = schema
         rows = np.asarray([1, 6])
         txn.write_rows("user", rows, user[rows], slots={"momentum": momentum[rows]})

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from cnr_store import Snapshot, Store, tree
+from format_spec import generate_golden
 
 GOLDEN = Path(__file__).resolve().parents[2] / "format_spec" / "golden"
 CASES = sorted(path.parent.name for path in GOLDEN.glob("*/expected.json"))
@@ -119,3 +120,14 @@ def test_a_one_shot_delta_takes_the_place_of_the_one_before() -> None:
     assert len(second) == len(third) == 2
     assert second[0] == third[0]
     assert second[1] != third[1]
+
+
+def test_the_generator_still_writes_the_golden_stores(tmp_path: Path) -> None:
+    generate_golden.generate(tmp_path)
+
+    for case in generate_golden.CASES:
+        written, golden = (
+            {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+            for root in (tmp_path / case, GOLDEN / case)
+        )
+        assert written == golden, case
