@@ -15,6 +15,7 @@ import msgspec
 
 from cnr_store.errors import (
     BranchExists,
+    BranchNotFound,
     Conflict,
     DoesNotApply,
     Fenced,
@@ -41,7 +42,14 @@ def draft_after(head: CommitRecord, kind: RecordKind, writer: WriterInfo, **chan
     """Return a draft of ``kind`` that carries over everything of ``head`` but the given ``changes``.
 
     Position, uuid, parent digest and time are filled in by the append. Pure.
+
+    Raises
+    ------
+    BranchNotFound
+        The head closes a branch: nothing follows it.
     """
+    if head.kind == "close":
+        raise BranchNotFound(f"the branch was dropped with its commit record {head.v}; fork another", version=head.v)
     carried = msgspec.structs.replace(
         head,
         kind=kind,
@@ -53,6 +61,7 @@ def draft_after(head: CommitRecord, kind: RecordKind, writer: WriterInfo, **chan
         state=None,
         target=None,
         name=None,
+        supersedes=None,
         user={},
     )
     return msgspec.structs.replace(carried, **changes)
@@ -71,6 +80,25 @@ def draft_init(writer: WriterInfo) -> CommitRecord:
         step=0,
         ts_ms=0,
         writer=writer,
+    )
+
+
+def draft_branch(point: CommitRecord, branch: str, writer: WriterInfo) -> CommitRecord:
+    """Return the draft of position 0 of the branch of uuid ``branch``, which goes on from ``point``. Pure.
+
+    The state and its features are the fork point's. Its names, pins and expiries are about versions of its own log.
+    """
+    return msgspec.structs.replace(
+        draft_init(writer),
+        kind="fork",
+        name=branch,
+        target=point.v,
+        chain=point.chain,
+        tables=point.tables,
+        logical=point.logical,
+        step=point.step,
+        reader_features=point.reader_features,
+        writer_features=point.writer_features,
     )
 
 
@@ -199,7 +227,7 @@ def rebase_channel(draft: CommitRecord, intervening: LogEntry) -> CommitRecord:
 
 
 def rebase_fork(draft: CommitRecord, intervening: LogEntry) -> CommitRecord:
-    """Return a ``fork`` draft (``name`` = branch uuid, ``target``) behind any record. Pure.
+    """Return a ``fork`` draft (``name`` = branch uuid, ``target``; no target unpins it) behind any record. Pure.
 
     Raises
     ------
@@ -207,10 +235,16 @@ def rebase_fork(draft: CommitRecord, intervening: LogEntry) -> CommitRecord:
         The record expired the target.
     BranchExists
         Another branch of that name was forked meanwhile.
+    BranchNotFound
+        The branch to unpin was unpinned meanwhile.
     """
     record = intervening.record
+    branch = draft.name or ""
+    if draft.target is None:
+        if branch not in record.pins:
+            raise BranchNotFound(f"branch {branch} was unpinned by commit record {record.v}", version=record.v)
+        return _adopt(draft, record, pins={key: pin for key, pin in record.pins.items() if key != branch})
     _check_target_lives(draft, record)
-    branch, _ = _named(draft)
     pin = draft.pins[branch]
     if any(other.name == pin.name for other in record.pins.values()):
         raise BranchExists(
@@ -297,6 +331,8 @@ def _union(first: tuple[str, ...], second: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _check_epoch(draft: CommitRecord, record: CommitRecord) -> None:
+    if record.kind == "close":
+        raise Fenced(f"the branch was dropped with its commit record {record.v}; stop this writer", version=record.v)
     if record.epoch > draft.epoch or record.kind == "fence":
         raise Fenced(
             f"commit record {record.v} ({record.kind}) has epoch {record.epoch}, this writer has "

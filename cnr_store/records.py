@@ -39,7 +39,7 @@ MIN_SCALE, MAX_SCALE = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127 / 2.0**22
 """The scales that decode every code to a finite, normal number or zero."""
 
 RecordKind = Literal[
-    "init", "fence", "full", "delta", "compact", "rollback", "tag", "untag", "channel", "expire", "fork"
+    "init", "fence", "full", "delta", "compact", "rollback", "tag", "untag", "channel", "expire", "fork", "close"
 ]
 DATA_KINDS: frozenset[str] = frozenset({"full", "delta", "rollback"})
 """Kinds that change the training state a reader sees."""
@@ -98,6 +98,17 @@ class WriterInfo(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
 
 
+class Superseded(msgspec.Struct, frozen=True, kw_only=True):
+    """Positions directly before a record that cannot be read and hold no version any more (spec, section 7.10).
+
+    ``torn`` has the sha256 of the bytes at each of them, oldest first; ``follows`` that of the record before them, which
+    is the one whose fields the record carries on.
+    """
+
+    follows: str
+    torn: tuple[str, ...]
+
+
 class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One position of the commit log (spec, section 3).
 
@@ -128,6 +139,7 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     state: str | None = None
     target: int | None = None
     name: str | None = None
+    supersedes: Superseded | None = None
     reader_features: tuple[str, ...] = ()
     writer_features: tuple[str, ...] = ()
     writer: WriterInfo
@@ -387,6 +399,8 @@ def decode_record(data: bytes, version: int) -> LogEntry:
             expected=version,
             found=record.v,
         )
+    if record.supersedes is not None and not _may_supersede(record, record.supersedes):
+        raise CorruptRecord(f"{where} supersedes what is not directly before it", version=version)
     try:
         check_chain(record)
         if record.state is not None:
@@ -395,6 +409,18 @@ def decode_record(data: bytes, version: int) -> LogEntry:
         raise CorruptRecord(f"{where} names {error}", version=version, found=error.found) from error
     extra = {key: value for key, value in raw.items() if key not in CommitRecord.__struct_fields__}
     return LogEntry(record, sha256(data), extra)
+
+
+def _may_supersede(record: CommitRecord, superseded: Superseded) -> bool:
+    torn = superseded.torn
+    return 0 < len(torn) < record.v and torn[-1] == record.parent_digest and record.kind == "rollback"
+
+
+def parent_of(record: CommitRecord) -> tuple[int, str]:
+    """Return version and digest of the record that this one carries on: the one before what it supersedes. Pure."""
+    if record.supersedes is None:
+        return record.v - 1, record.parent_digest
+    return record.v - 1 - len(record.supersedes.torn), record.supersedes.follows
 
 
 def check_chain(record: CommitRecord) -> None:
@@ -428,7 +454,7 @@ def check_chain(record: CommitRecord) -> None:
 
 def is_live(head: CommitRecord, version: int) -> bool:
     """Whether readers may open ``version``, by the newest record: it has not expired (spec, section 7.1). Pure."""
-    if version in head.expired:
+    if version in head.expired or head.kind == "close":
         return False
     if version >= head.floor or version in head.kept:
         return True
