@@ -45,9 +45,12 @@ class Backend(FaultyFileSystem):
         self.loses_commits = False
         self.gate = threading.Event()
         self.gate.set()
+        self.is_held = threading.Event()
 
     def _meet(self, call: Call) -> None:
         if call.operation in ("write", "create"):
+            if not self.gate.is_set():
+                self.is_held.set()
             assert self.gate.wait(60)
         if self.fails or (self.loses_commits and "commits/" in call.path and call.operation == "read"):
             raise OSError(5, f"the backend is down at call {call.index}")
@@ -582,13 +585,20 @@ def test_an_interrupted_first_full_is_no_torn_one(backend: Backend) -> None:
     tables = {"user.weight": training.model.user.weight, "item.weight": training.model.item.weight}
     expected = {name: weight.detach().clone() for name, weight in tables.items()}
     backend.gate.clear()
-    interrupts = [threading.Timer(wait_s, os.kill, (os.getpid(), signal.SIGINT)) for wait_s in (0.3, 0.6)]
-    opened = threading.Timer(1.0, backend.gate.set)
-    for timer in (*interrupts, opened):
-        timer.start()
 
+    def interrupt_twice() -> None:
+        assert backend.is_held.wait(60)  # only then save() waits for the background
+        for _ in range(2):
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.4)
+        backend.gate.set()
+
+    interrupts = threading.Thread(target=interrupt_twice)
+    interrupts.start()
     with pytest.raises(KeyboardInterrupt):
         manager.save()
+    interrupts.join()
     was_saving = manager.is_saving
     training.train(1)
     report = manager.wait()
