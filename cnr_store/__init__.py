@@ -62,6 +62,7 @@ from cnr_store.placement import Shard
 from cnr_store.ranks import Ranks
 from cnr_store.sizes import SegmentSizes, fp32_bytes, segment_sizes, total_sizes
 from cnr_store.snapshot import Snapshot, TableView
+from cnr_store.status import HeadStatus, LastMaintenance, StoreStatus, read_status
 from cnr_store.store import Store
 from cnr_store.transaction import Declaration, Transaction
 from cnr_store.types import Rectangle, TableOptions
@@ -73,6 +74,10 @@ __all__ = [
     "verify_store",
     "VerifyReport",
     "Problem",
+    "read_status",
+    "StoreStatus",
+    "HeadStatus",
+    "LastMaintenance",
     "segment_sizes",
     "total_sizes",
     "fp32_bytes",

@@ -81,6 +81,41 @@ class HeadStatus:
         return self.chain_bytes / self.baseline_bytes if self.baseline_bytes else None
 
 
+@dataclass(frozen=True, slots=True)
+class StoreStatus:
+    """What a monitor is told of a store.
+
+    Attributes
+    ----------
+    url
+        The store, without credentials.
+    heads
+        The log that the store is opened on.
+    last_maintenance
+        None if there was none, or its note cannot be read.
+    """
+
+    url: str
+    heads: tuple[HeadStatus, ...]
+    last_maintenance: LastMaintenance | None
+
+
+def read_status(store: Store) -> StoreStatus:
+    """Return what a monitor asks of a store. Blocks for a few GETs; no listing, nothing is written.
+
+    Examples
+    --------
+    >>> store = Store.create("memory://doctest-status")
+    >>> [(head.branch, head.version) for head in read_status(store).heads]
+    [(None, 0)]
+
+    Raises
+    ------
+    CorruptStore, AccessDenied, StorageFailure
+    """
+    return StoreStatus(url=store.url, heads=(head_status(store),), last_maintenance=read_last_maintenance(store))
+
+
 def head_status(store: Store, branch: str | None = None) -> HeadStatus:
     """Return the state of the log that ``store`` is opened on. Blocks for a few GETs.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from cnr_store_tools.commands import checks, demonstration, heads, stores, transfer
+from cnr_store_tools.commands import checks, demonstration, heads, maintenance, stores, transfer
 from cnr_store_tools.exits import GuardedGroup
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ app.command("import")(transfer.import_)
 app.command()(heads.tag)
 app.command()(heads.untag)
 app.command()(heads.rollback)
+app.command()(maintenance.metrics)
 app.command()(demonstration.demo)
 app.command()(stores.version)
 

@@ -31,6 +31,7 @@ Branch = Annotated[str | None, typer.Option("--branch", help="The log of a branc
 Bits = Literal[2, 3, 4, 8]
 _BITS: dict[int, Bits] = {2: 2, 3: 3, 4: 4, 8: 8}
 _WORDS = {"true": True, "false": False, "null": None}
+MAX_PORT = 65_535
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 _BYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)([A-Za-z]+)", re.ASCII)
@@ -121,6 +122,25 @@ def _amount(text: str, option: str, units: Mapping[str, int], wanted: str) -> fl
     if match is None or match.group(2) not in units:
         raise BadInput(f"{option} takes {wanted}, found {text!r}", found=text)
     return float(match.group(1)) * units[match.group(2)]
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Return a host and a port; an IPv6 address stands in brackets.
+
+    >>> parse_address("127.0.0.1:9464"), parse_address("[::1]:0")
+    (('127.0.0.1', 9464), ('::1', 0))
+
+    Raises
+    ------
+    BadInput
+    """
+    host, _, port = text.rpartition(":")
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    name = host[1:-1] if is_bracketed else host
+    is_host = bool(name) and (is_bracketed or ":" not in name)
+    if not is_host or not port.isascii() or not port.isdigit() or int(port) > MAX_PORT:
+        raise BadInput(f"--listen takes HOST:PORT, e.g. 127.0.0.1:9464, found {text!r}", found=text)
+    return name, int(port)
 
 
 def open_store(url: str, storage_options: Sequence[str] | None) -> Store:
