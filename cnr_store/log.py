@@ -29,7 +29,7 @@ from cnr_store.errors import (
     StorageFailure,
     UnsafeBackend,
 )
-from cnr_store.layout import HINT, commit_key, state_key
+from cnr_store.layout import COMMITS, commit_key, hint_key, state_key
 from cnr_store.records import (
     MAX_RECORD_BYTES,
     CommitRecord,
@@ -72,7 +72,7 @@ class _Attempt:
 
 
 class CommitLog:
-    """The log of one store, through one storage. Calls block; one instance may be shared by threads.
+    """The log of a store, or of one branch of it. Calls block; one instance may be shared by threads.
 
     Parameters
     ----------
@@ -80,6 +80,9 @@ class CommitLog:
         The store's root.
     store_uuid
         From ``cnr.json``; a record of another store is refused.
+    prefix
+        Where positions and hint are: nothing for the store's own log, `layout.branch_prefix` for a branch. Side objects
+        are named by their digest and lie at the root for all.
     retry
         How long an append whose outcome is unclear is retried with the same bytes.
     clock_ms, monotonic_s, sleep, random
@@ -90,6 +93,7 @@ class CommitLog:
         self,
         storage: Storage,
         store_uuid: str,
+        prefix: str = "",
         *,
         retry: RetryPolicy = RetryPolicy(),
         clock_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
@@ -99,6 +103,7 @@ class CommitLog:
     ) -> None:
         self._storage = storage
         self._store_uuid = store_uuid
+        self._prefix = prefix
         self._retry = retry
         self._clock_ms = clock_ms
         self._monotonic_s = monotonic_s
@@ -106,6 +111,33 @@ class CommitLog:
         self._random = random or Random()
         self._lock = RLock()
         self._unresolved: _Attempt | None = None
+
+    @property
+    def prefix(self) -> str:
+        """What the keys of positions and hint begin with: nothing, or ``branches/<uuid>/``."""
+        return self._prefix
+
+    def below(self, prefix: str) -> CommitLog:
+        """Return another log of the same store, with the same patience and clocks. No I/O."""
+        return CommitLog(
+            self._storage,
+            self._store_uuid,
+            prefix,
+            retry=self._retry,
+            clock_ms=self._clock_ms,
+            monotonic_s=self._monotonic_s,
+            sleep=self._sleep,
+            random=self._random,
+        )
+
+    def is_blank(self) -> bool:
+        """Return whether nothing was ever written here, so that position 0 may be: no hint, no position. Two requests.
+
+        A log that has lost its position 0 is not blank, and must not be begun anew.
+        """
+        if self._storage.read(hint_key(self._prefix)) is not None:
+            return False
+        return next(iter(self._storage.list_objects(f"{self._prefix}{COMMITS}")), None) is None
 
     @property
     def unresolved(self) -> int | None:
@@ -139,7 +171,7 @@ class CommitLog:
         """
         if version < 0:
             return None
-        data = self._storage.read(commit_key(version))
+        data = self._storage.read(self._key(version))
         return None if data is None else self._complete(self._decode(data, version))
 
     def latest(self) -> LogEntry:
@@ -193,16 +225,22 @@ class CommitLog:
             version = entry.record.v - 1
             before = self.read(version)
             if before is None:
-                raise _hole(version)
+                raise self._hole(version)
             self._check_parent(entry, before.digest)
             entry = before
             yield entry
 
-    def append_first(self, draft: CommitRecord) -> LogEntry:
+    def append_first(self, draft: CommitRecord, fork_point: LogEntry | None = None) -> LogEntry:
         """Write position 0 and return what stands there: this record, or that of a faster process.
 
-        Safe to call again after a crash between the store's identity and its first record. First settles what an
-        earlier append left unresolved, as `append` does.
+        Safe to call again after a crash between the store's identity, or a branch's pin, and its first record. First
+        settles what an earlier append left unresolved, as `append` does.
+
+        Parameters
+        ----------
+        fork_point
+            The record of another log that this one goes on from: its digest, time and unknown fields are what a
+            record's parent gives.
 
         Raises
         ------
@@ -210,7 +248,7 @@ class CommitLog:
         """
         with self._lock:
             self._settle_leftover()
-            attempt = self._prepare(None, draft)
+            attempt = self._prepare(fork_point, draft, version=0)
             winner = self._settle(attempt, reads_first=False)
             return winner if winner is attempt.entry else self._complete(winner)
 
@@ -254,7 +292,7 @@ class CommitLog:
                 )
             parent = head
             while True:
-                attempt = self._prepare(parent, draft)
+                attempt = self._prepare(parent, draft, version=parent.record.v + 1)
                 winner = self._settle(attempt, reads_first=False)
                 if winner is attempt.entry:
                     return winner
@@ -302,16 +340,16 @@ class CommitLog:
                 f"the outcome of the earlier append at log position {version} is still not known, so nothing new was "
                 "sent; try again later",
                 version=version,
-                path=commit_key(version),
+                path=self._key(version),
                 expected=attempt.entry.record.commit_uuid,
             ) from error
 
     def _standing(self, sent: LogEntry) -> LogEntry | None:
         """``sent`` if it stands at its position, which was seen occupied, or None if another does."""
         version = sent.record.v
-        data = self._storage.read(commit_key(version))
+        data = self._storage.read(self._key(version))
         if data is None:
-            raise _hole(version)
+            raise self._hole(version)
         try:
             owner = self._owner(data, sent)
         except CorruptStore:
@@ -320,12 +358,12 @@ class CommitLog:
             return None  # Of a newer library, so not what we sent.
         return sent if owner is sent else None
 
-    def _prepare(self, parent: LogEntry | None, draft: CommitRecord) -> _Attempt:
-        """Fill the draft for the position behind ``parent``; make its side object durable, which must come first."""
+    def _prepare(self, parent: LogEntry | None, draft: CommitRecord, *, version: int) -> _Attempt:
+        """Fill the draft for a position behind ``parent``; make its side object durable, which must come first."""
         before = None if parent is None else parent.record
         record = msgspec.structs.replace(
             draft,
-            v=0 if before is None else before.v + 1,
+            v=version,
             commit_uuid=uuid.uuid4().hex,
             store_uuid=self._store_uuid,
             parent_digest="" if parent is None else parent.digest,
@@ -381,7 +419,7 @@ class CommitLog:
             delay = min(2 * delay, self._retry.max_delay_s)
 
     def _create(self, attempt: _Attempt, may_have_landed: bool) -> CreateOutcome:
-        key = commit_key(attempt.entry.record.v)
+        key = self._key(attempt.entry.record.v)
         try:
             return self._storage.create(key, attempt.data)
         except AccessDenied:
@@ -397,7 +435,7 @@ class CommitLog:
 
     def _read_back(self, attempt: _Attempt) -> LogEntry | None:
         """The entry that owns the position now, or None while it is empty."""
-        data = self._storage.read(commit_key(attempt.entry.record.v))
+        data = self._storage.read(self._key(attempt.entry.record.v))
         if data is None:
             return None
         try:
@@ -429,7 +467,7 @@ class CommitLog:
 
     def _won(self, attempt: _Attempt) -> LogEntry:
         try:
-            self._storage.put(HINT, canonical_json(Hint(attempt.entry.record.v)))
+            self._storage.put(hint_key(self._prefix), canonical_json(Hint(attempt.entry.record.v)))
         except StorageFailure:
             pass  # Advisory: a stale hint costs the next reader a few GETs.
         # Last, so that after an interrupt during the hint `resolve` can still say that the append won.
@@ -443,7 +481,7 @@ class CommitLog:
             f"{self._retry.deadline_s:g} s; keep the staged data and resolve it later, or open the store "
             "again",
             version=version,
-            path=commit_key(version),
+            path=self._key(version),
             expected=attempt.entry.record.commit_uuid,
         )
 
@@ -451,7 +489,7 @@ class CommitLog:
         """The newest occupied position; ``seen`` gets the bytes of every occupied one that was read."""
 
         def is_occupied(version: int) -> bool:
-            data = self._storage.read(commit_key(version))
+            data = self._storage.read(self._key(version))
             if data is not None:
                 seen[version] = data
             return data is not None
@@ -462,7 +500,7 @@ class CommitLog:
             raise CorruptStore(
                 "log position 0 is empty: the store was not initialized completely, or its log was deleted",
                 version=0,
-                path=commit_key(0),
+                path=self._key(0),
             )
         occupied, step = start, 1
         while is_occupied(start + step):
@@ -478,7 +516,7 @@ class CommitLog:
 
     def _read_hint(self) -> int:
         try:
-            data = self._storage.read(HINT)
+            data = self._storage.read(hint_key(self._prefix))
             version = 0 if data is None else msgspec.json.decode(data, type=Hint).version
         except AccessDenied:
             raise
@@ -522,11 +560,13 @@ class CommitLog:
                 found=entry.record.parent_digest,
             )
 
+    def _key(self, version: int) -> str:
+        return commit_key(version, self._prefix)
 
-def _hole(version: int) -> CorruptStore:
-    return CorruptStore(
-        f"log position {version} is empty although the log goes on behind it: part of the log was deleted (a "
-        "lifecycle rule?); restore it from a backup",
-        version=version,
-        path=commit_key(version),
-    )
+    def _hole(self, version: int) -> CorruptStore:
+        return CorruptStore(
+            f"log position {version} is empty although the log goes on behind it: part of the log was deleted (a "
+            "lifecycle rule?); restore it from a backup",
+            version=version,
+            path=self._key(version),
+        )

@@ -38,6 +38,11 @@ _COMMUTING_KINDS: frozenset[str] = frozenset({"compact", "tag", "untag", "channe
 """Kinds that leave the training state as it is, so a data record may follow them unchanged."""
 
 
+def leaves_state(record: CommitRecord) -> bool:
+    """Return whether the training state behind ``record`` is the one before it, and its writer still the same. Pure."""
+    return record.kind in _COMMUTING_KINDS
+
+
 def draft_after(head: CommitRecord, kind: RecordKind, writer: WriterInfo, **changes: Any) -> CommitRecord:
     """Return a draft of ``kind`` that carries over everything of ``head`` but the given ``changes``.
 
@@ -48,8 +53,7 @@ def draft_after(head: CommitRecord, kind: RecordKind, writer: WriterInfo, **chan
     BranchNotFound
         The head closes a branch: nothing follows it.
     """
-    if head.kind == "close":
-        raise BranchNotFound(f"the branch was dropped with its commit record {head.v}; fork another", version=head.v)
+    _check_goes_on(head)
     carried = msgspec.structs.replace(
         head,
         kind=kind,
@@ -332,7 +336,12 @@ def _union(first: tuple[str, ...], second: tuple[str, ...]) -> tuple[str, ...]:
 
 def _check_epoch(draft: CommitRecord, record: CommitRecord) -> None:
     if record.kind == "close":
-        raise Fenced(f"the branch was dropped with its commit record {record.v}; stop this writer", version=record.v)
+        raise Fenced(
+            f"the branch was dropped with its commit record {record.v}; stop this writer",
+            version=record.v,
+            expected=draft.epoch,
+            found=record.epoch,
+        )
     if record.epoch > draft.epoch or record.kind == "fence":
         raise Fenced(
             f"commit record {record.v} ({record.kind}) has epoch {record.epoch}, this writer has "
@@ -343,8 +352,15 @@ def _check_epoch(draft: CommitRecord, record: CommitRecord) -> None:
         )
 
 
+def _check_goes_on(record: CommitRecord) -> None:
+    if record.kind == "close":
+        raise BranchNotFound(
+            f"the branch was dropped with its commit record {record.v}; fork another", version=record.v
+        )
+
+
 def _check_commutes(draft: CommitRecord, record: CommitRecord) -> None:
-    if record.kind in DATA_KINDS or record.kind not in _COMMUTING_KINDS:
+    if not leaves_state(record):
         raise Conflict(
             f"commit record {record.v} ({record.kind}) changed the training state that this {draft.kind} "
             "started from; restore it, or commit a full checkpoint",
@@ -354,6 +370,7 @@ def _check_commutes(draft: CommitRecord, record: CommitRecord) -> None:
 
 
 def _check_target_lives(draft: CommitRecord, record: CommitRecord) -> None:
+    _check_goes_on(record)
     target = draft.target
     if target is not None and not is_live(record, target):
         raise VersionExpired(

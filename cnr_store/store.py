@@ -12,9 +12,12 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
-from cnr_store import arrays, layout
+from cnr_store import arrays, branches, layout
+from cnr_store.branches import Branch
 from cnr_store.errors import (
     BadInput,
+    BranchNotFound,
+    ChannelNotFound,
     CorruptRecord,
     NotAStore,
     ReadOnlyStore,
@@ -32,6 +35,7 @@ from cnr_store.ranks import OneRank, Ranks, rank_zero, together
 from cnr_store.rebase import (
     draft_after,
     draft_init,
+    rebase_channel,
     rebase_fence,
     rebase_rollback,
     rebase_tag,
@@ -45,6 +49,7 @@ from cnr_store.records import (
     CommitRecord,
     Identity,
     LogEntry,
+    Pin,
     WriterInfo,
     canonical_json,
     decode_identity,
@@ -63,7 +68,9 @@ LIBRARY = "cnr-store 0.1.0"
 
 
 class Store:
-    """One checkpoint store at a URL. Opening it reads ``cnr.json``; nothing is cached but that.
+    """One checkpoint store at a URL, or one branch of it. Opening it reads ``cnr.json``; nothing is cached but that.
+
+    On a branch, versions, tags and channels are the branch's own; `fork`, `branches` and `drop_branch` are the store's.
 
     Examples
     --------
@@ -76,12 +83,19 @@ class Store:
     """
 
     def __init__(
-        self, storage: Storage, identity: Identity, *, threads: int | None = None, retry: RetryPolicy | None = None
+        self,
+        storage: Storage,
+        identity: Identity,
+        *,
+        threads: int | None = None,
+        retry: RetryPolicy | None = None,
     ) -> None:
         self.identity = identity
         self.storage = storage
         self._workers = Workers(threads)
-        self._log = CommitLog(storage, identity.store_uuid, retry=retry or RetryPolicy())
+        self._main = CommitLog(storage, identity.store_uuid, retry=retry or RetryPolicy())
+        self._log = self._main
+        self._branch: Branch | None = None
 
     @classmethod
     def create(
@@ -133,7 +147,7 @@ class Store:
             storage.probe()
         identity = Identity(
             format=FORMAT, major=MAJOR, minor=MINOR, hash="sha256", profile=profile,
-            store_uuid=uuid.uuid4().hex, created_ms=time.time_ns() // 1_000_000,
+            store_uuid=uuid.uuid4().hex, created_ms=_now_ms(),
             exclusive_create="unsafe_single_writer" if unsafe_single_writer else "verified",
         )  # fmt: skip
         data = canonical_json(identity)
@@ -155,15 +169,18 @@ class Store:
         cls,
         url: str,
         *,
+        branch: str | None = None,
         storage_options: Mapping[str, Any] | None = None,
         fsync: bool = True,
         unsafe_single_writer: bool = False,
         threads: int | None = None,
     ) -> Store:
-        """Open a store for reading and, through `writer`, for writing.
+        """Open a store, or the branch of that name, for reading and, through `writer`, for writing.
 
         Raises
         ------
+        BranchNotFound, VersionExpired
+            There is no such branch, or its time is over.
         NotAStore, NewerFormat, AccessDenied, StorageFailure
         CorruptStore
             The identity is damaged, or the log has lost its first record and the newest cannot be found either.
@@ -171,10 +188,17 @@ class Store:
         storage = open_storage(
             url, storage_options=storage_options, fsync=fsync, unsafe_single_writer=unsafe_single_writer
         )
-        return cls.open_on(storage, threads=threads)
+        return cls.open_on(storage, branch=branch, threads=threads)
 
     @classmethod
-    def open_on(cls, storage: Storage, *, threads: int | None = None, retry: RetryPolicy | None = None) -> Store:
+    def open_on(
+        cls,
+        storage: Storage,
+        *,
+        branch: str | None = None,
+        threads: int | None = None,
+        retry: RetryPolicy | None = None,
+    ) -> Store:
         """Open a store on opened storage; see `open` and `create_on`."""
         data = storage.read(layout.IDENTITY)
         if data is None:
@@ -183,6 +207,8 @@ class Store:
         store = cls(storage, identity, threads=threads, retry=retry)
         if storage.read(layout.commit_key(0)) is None:
             store._finish_creation()
+        if branch is not None:
+            store._enter(store._find_branch(branch))
         return store
 
     def __enter__(self) -> Store:
@@ -204,8 +230,13 @@ class Store:
 
     @property
     def uuid(self) -> str:
-        """The store's own uuid."""
+        """The store's own uuid, the same on its branches."""
         return self.identity.store_uuid
+
+    @property
+    def branch(self) -> str | None:
+        """The name of the branch that this is, or None."""
+        return None if self._branch is None else self._branch.name
 
     @property
     def commit_log(self) -> CommitLog:
@@ -251,21 +282,24 @@ class Store:
         *,
         step: int | None = None,
         tag: str | None = None,
+        channel: str | None = None,
         time: dt.datetime | None = None,
     ) -> Snapshot:
-        """Open a state: the latest, or the one of a version, training step, tag or time (at most one of them).
+        """Open a state: the latest, or that of a version, training step, tag, channel or time (at most one of them).
 
         By step, the newest version that saved that step wins, so after a rollback the run that went on. By time, the
         last version committed at or before it.
 
         Raises
         ------
-        BadInput, VersionNotFound, VersionExpired, TagNotFound, CorruptStore
+        BadInput, VersionNotFound, VersionExpired, TagNotFound, ChannelNotFound, BranchNotFound, CorruptStore
         """
-        given = [value for value in (version, step, tag, time) if value is not None]
+        given = [value for value in (version, step, tag, channel, time) if value is not None]
         if len(given) > 1:
-            raise BadInput("give at most one of version, step, tag and time", found=len(given))
+            raise BadInput("give at most one of version, step, tag, channel and time", found=len(given))
         head = self._readable_head()
+        if channel is not None:
+            version = _channel_of(head.record, channel)
         if tag is not None:
             tags = head.record.tags
             if tag not in tags:
@@ -350,12 +384,6 @@ class Store:
     def _fence(self, info: WriterInfo) -> LogEntry:
         """Commit a fence: no earlier writer commits any more."""
         head = self._settled_head()
-        unknown = unknown_writer_features(head.record)
-        if unknown:
-            raise ReadOnlyStore(
-                f"{self.url} uses writer features {unknown} that this library does not know; it can only be read",
-                found=unknown,
-            )
         if self.identity.exclusive_create == "verified":
             self.storage.probe()
         elif self.storage.is_exclusive:
@@ -376,12 +404,15 @@ class Store:
 
         Raises
         ------
-        TagExists, VersionNotFound, VersionExpired, BadName, CommitStateUnknown
+        TagExists
+            The name is a tag of another version, or a channel.
+        VersionNotFound, VersionExpired, BadName, CommitStateUnknown
         """
         layout.check_name(name)
         head = self._settled_head()
-        target = head.record.v if version is None else version
-        self._open_snapshot(head.record, head if target == head.record.v else self._entry(target))
+        target = self._live_entry(head, version).record.v
+        if name in head.record.channels:
+            raise TagExists(f"{name!r} is a channel; a tag needs a name of its own", version=head.record.channels[name])
         if head.record.tags.get(name, target) != target:
             raise TagExists(
                 f"tag {name!r} points to version {head.record.tags[name]}; tags do not move, untag it first",
@@ -405,6 +436,100 @@ class Store:
         draft = draft_after(head.record, "untag", writer_info(""), name=name, tags=tags)
         return self._log.append(head, draft, rebase_untag).record.v
 
+    def channels(self) -> dict[str, int]:
+        """Return channel names and the versions that they point to now."""
+        return dict(self.head().record.channels)
+
+    def set_channel(self, name: str, version: int | None = None) -> int:
+        """Point a channel to a version (the head if None), a new one or one that points elsewhere.
+
+        Of two that move a channel at once the later record wins. A reader that polls finds the move in the next record.
+        The version stays as long as the channel points to it. Returns the version of the record that says so.
+
+        Raises
+        ------
+        TagExists
+            The name is a tag: tags do not move.
+        VersionNotFound, VersionExpired, BadName, CommitStateUnknown
+        """
+        layout.check_name(name)
+        head = self._settled_head()
+        target = self._live_entry(head, version).record.v
+        if name in head.record.tags:
+            raise TagExists(f"{name!r} is a tag; a channel needs a name of its own", version=head.record.tags[name])
+        channels = {**head.record.channels, name: target}
+        draft = draft_after(head.record, "channel", writer_info(), name=name, target=target, channels=channels)
+        return self._log.append(head, draft, rebase_channel).record.v
+
+    def drop_channel(self, name: str) -> int:
+        """Remove a channel; returns the version of the record that says so.
+
+        Raises
+        ------
+        ChannelNotFound, CommitStateUnknown
+        """
+        head = self._settled_head()
+        _channel_of(head.record, name)
+        channels = {key: version for key, version in head.record.channels.items() if key != name}
+        draft = draft_after(head.record, "channel", writer_info(), name=name, channels=channels)
+        return self._log.append(head, draft, rebase_channel).record.v
+
+    def branches(self) -> dict[str, Pin]:
+        """Return branch names and what pins them: fork point and end. Of the whole store, on a branch too."""
+        return {pin.name: pin for pin in self._main.latest().record.pins.values()}
+
+    def fork(self, name: str, version: int | None = None, *, expires_s: float | None = None) -> Store:
+        """Branch off a version (the head if None) into a log of its own, and return the store on that branch.
+
+        The branch starts with the version's state as its version 0, shares the segments, and takes over neither tags
+        nor channels. The version stays as long as the branch does. Nothing is copied, and there is no merge.
+
+        Parameters
+        ----------
+        expires_s
+            When maintenance may end the branch: so many seconds from now. None: only `drop_branch` ends it.
+
+        Raises
+        ------
+        BranchExists
+            Also where an earlier call was interrupted, or its outcome unknown, after all: `on_branch` opens it.
+        BadInput
+            From a branch: fork from the store's own log.
+        VersionNotFound, VersionExpired, BadName, CommitStateUnknown
+        """
+        if self._branch is not None:
+            raise BadInput(
+                f"{self._place} cannot be forked: branches go on from the store's own log; fork a version of that",
+                found=self._branch.name,
+            )
+        if expires_s is not None and not expires_s > 0:
+            raise BadInput(f"expires_s is {expires_s}, expected more than 0 seconds", found=expires_s)
+        head = self._settled_head()
+        point = self._live_entry(head, version)
+        expires_ms = None if expires_s is None else _now_ms() + int(1000 * expires_s)
+        return self._on(branches.fork(self._main, head, point, name, writer_info(), expires_ms=expires_ms))
+
+    def on_branch(self, name: str) -> Store:
+        """Return this store on a branch, with threads of its own.
+
+        Raises
+        ------
+        BranchNotFound, VersionExpired, CorruptStore, CommitStateUnknown, StorageFailure
+        """
+        return self._on(self._find_branch(name))
+
+    def drop_branch(self, name: str) -> None:
+        """End a branch: its writers are fenced, its versions, tags and channels are gone, its name is free.
+
+        Its data goes with the next garbage collection. Call it again after a failure.
+
+        Raises
+        ------
+        BranchNotFound, CorruptStore, CommitStateUnknown
+        """
+        branch = branches.find_branch(self._main.latest().record, name)
+        branches.close_branch(self._main, branch.uuid, writer_info())
+
     def rollback(self, version: int) -> int:
         """Make an older version's state the head's; returns the new version. Nothing is deleted.
 
@@ -415,8 +540,7 @@ class Store:
         VersionNotFound, VersionExpired, Conflict, Fenced, CommitStateUnknown
         """
         head = self._settled_head()
-        target = self._entry(version).record
-        self._open_snapshot(head.record, LogEntry(target, ""))
+        target = self._live_entry(head, version).record
         draft = draft_after(
             head.record, "rollback", writer_info(""),
             target=version, chain=target.chain, tables=target.tables, logical=target.logical, step=target.step,
@@ -425,8 +549,7 @@ class Store:
 
     def _finish_creation(self) -> None:
         """Write position 0 for a process that died between identity and first record; never into a log with a hole."""
-        has_hint = self.storage.read(layout.HINT) is not None
-        if not has_hint and next(iter(self.storage.list_objects(layout.COMMITS)), None) is None:
+        if self._log.is_blank():
             self._log.append_first(draft_init(writer_info(uuid.uuid4().hex)))
             return
         # Its creator was faster than we looked, or the first record was deleted. What can still be found may be read,
@@ -436,13 +559,55 @@ class Store:
         except CorruptRecord:
             pass  # Of the newest record, as in any store.
 
+    def _find_branch(self, name: str) -> Branch:
+        """The branch of this name, by the store's log; it may be one whose log has no position 0 yet."""
+        branch = branches.find_branch(self._main.latest().record, name)
+        if branch.is_expired(_now_ms()):
+            raise VersionExpired(
+                f"branch {name!r} of {self.url} expired at {branch.pin.expires_ms} ms; drop it, and fork anew",
+                version=branch.pin.version,
+            )
+        return branch
+
+    def _on(self, branch: Branch) -> Store:
+        store = Store(self.storage, self.identity, threads=self._workers.threads)
+        store._main = self._main
+        store._enter(branch)
+        return store
+
+    def _enter(self, branch: Branch) -> None:
+        self._log = branches.open_branch(self._main, branch, writer_info())
+        self._branch = branch
+
+    @property
+    def _place(self) -> str:
+        """The URL, and the branch if this is one: for messages."""
+        return self.url if self._branch is None else f"branch {self._branch.name!r} of {self.url}"
+
     def _settled_head(self) -> LogEntry:
-        """The newest entry, once it is known whether an earlier append of this store is part of the log."""
+        """The newest entry, which something may follow, once an earlier append of this store is known to be there."""
         self._log.resolve()
-        return self.head()
+        head = self.head()
+        self._check_open(head)
+        unknown = unknown_writer_features(head.record)
+        if unknown:
+            raise ReadOnlyStore(
+                f"{self._place} uses writer features {unknown} that this library does not know; it can only be read",
+                found=unknown,
+            )
+        return head
+
+    def _check_open(self, head: LogEntry) -> None:
+        if head.record.kind == "close":
+            raise BranchNotFound(f"{self._place} was dropped; fork another", found=self.branch)
 
     def _readable_head(self) -> LogEntry:
         """The newest record that can be read: a torn last record is nobody's acknowledged state (spec, section 7)."""
+        head = self._head_or_before()
+        self._check_open(head)
+        return head
+
+    def _head_or_before(self) -> LogEntry:
         try:
             return self.head()
         except CorruptRecord:
@@ -453,20 +618,28 @@ class Store:
             before = self._log.read(error.version - 1) if error.version else None
             if before is None:
                 raise
-            warnings.warn(f"{error}; serving version {before.record.v}", RuntimeWarning, stacklevel=3)
+            warnings.warn(f"{error}; serving version {before.record.v}", RuntimeWarning, stacklevel=4)
             return before
 
     def _entry(self, version: int) -> LogEntry:
         entry = self._log.read(version) if version >= 0 else None
         if entry is None:
-            raise VersionNotFound(f"{self.url} has no version {version}", version=version)
+            raise VersionNotFound(f"{self._place} has no version {version}", version=version)
+        return entry
+
+    def _live_entry(self, head: LogEntry, version: int | None) -> LogEntry:
+        """The entry of a version (the head if None) whose segments can be opened."""
+        entry = head if version is None or version == head.record.v else self._entry(version)
+        self._open_snapshot(head.record, entry)
         return entry
 
     def _by_step(self, head: LogEntry, step: int) -> LogEntry:
         for entry in self._log.walk(head):
-            if entry.record.step == step and entry.record.chain and entry.record.kind in DATA_KINDS:
+            record = entry.record
+            is_state = record.kind in DATA_KINDS or record.v == 0  # a branch starts with the state of its fork point
+            if record.step == step and record.chain and is_state:
                 return entry
-        raise VersionNotFound(f"{self.url} has no checkpoint of step {step}", found=step)
+        raise VersionNotFound(f"{self._place} has no checkpoint of step {step}", found=step)
 
     def _by_time(self, head: LogEntry, time_ms: int) -> LogEntry:
         """Bisect: record times increase strictly."""
@@ -479,14 +652,14 @@ class Store:
             else:
                 high = middle - 1
         if found is None:
-            raise VersionNotFound(f"{self.url} has no version at or before time {time_ms} ms", found=time_ms)
+            raise VersionNotFound(f"{self._place} has no version at or before time {time_ms} ms", found=time_ms)
         return found
 
     def _open_snapshot(self, head: CommitRecord, entry: LogEntry) -> Snapshot:
         version = entry.record.v
         if not is_live(head, version):
             raise VersionExpired(
-                f"version {version} of {self.url} has expired; the floor is {head.floor}", version=version
+                f"version {version} of {self._place} has expired; the floor is {head.floor}", version=version
             )
         return Snapshot(self.storage, entry, self._workers)
 
@@ -494,6 +667,16 @@ class Store:
 def open_segment(store: Store, version: int, index: int = -1) -> SegmentReader:
     """Return one segment of a version's chain, for tools that look at objects."""
     return SegmentReader.open(store.storage, store.record(version).chain[index])
+
+
+def _channel_of(head: CommitRecord, name: str) -> int:
+    if name not in head.channels:
+        raise ChannelNotFound(f"no channel {name!r}; there are {sorted(head.channels)}", found=name)
+    return head.channels[name]
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
 
 
 def writer_info(run_id: str = "") -> WriterInfo:

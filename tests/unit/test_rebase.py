@@ -11,6 +11,7 @@ import pytest
 
 from cnr_store.errors import (
     BranchExists,
+    BranchNotFound,
     Conflict,
     DoesNotApply,
     Fenced,
@@ -43,13 +44,15 @@ from cnr_store.records import (
     RecordKind,
     WriterInfo,
     check_chain,
+    is_live,
 )
 
 WRITER = WriterInfo(host="h", lib="0.1.0", run_id="r")
 OTHER = WriterInfo(host="other", lib="0.1.0", run_id="r2")
 MINE = "f" * 32
 
-COMMUTING: list[RecordKind] = ["compact", "tag", "untag", "expire", "fork"]
+COMMUTING: list[RecordKind] = ["compact", "tag", "untag", "channel", "expire", "fork"]
+OPEN = [kind for kind in get_args(RecordKind) if kind != "close"]
 
 
 def segment(number: int, l0: int, l1: int) -> ChainEntry:
@@ -221,7 +224,7 @@ def test_aborted_transaction_stops_its_data_and_its_compaction() -> None:
         )
 
 
-@pytest.mark.parametrize("kind", get_args(RecordKind))
+@pytest.mark.parametrize("kind", OPEN)
 def test_fence_follows_anything_one_epoch_up(kind: RecordKind) -> None:
     head = head_record()
     newest = after(head, kind, epoch=7, chain=(segment(7, 0, 4),), tags={"n": 9})
@@ -236,7 +239,7 @@ def tag_draft(head: CommitRecord, name: str, target: int) -> CommitRecord:
     return draft_after(head, "tag", WRITER, name=name, target=target, tags={**head.tags, name: target})
 
 
-@pytest.mark.parametrize("kind", get_args(RecordKind))
+@pytest.mark.parametrize("kind", OPEN)
 def test_tag_follows_anything_and_takes_its_epoch(kind: RecordKind) -> None:
     head = head_record()
     newest = after(head, kind, epoch=7, tags={"theirs": 8})
@@ -281,6 +284,30 @@ def test_target_below_the_floor_that_something_keeps_is_taken(keeper: dict[str, 
     head = head_record(tags={})
 
     assert rebase_tag(tag_draft(head, "t", 3), after(head, "expire", tags={}, floor=4, **keeper)).tags == {"t": 3}
+
+
+@pytest.mark.parametrize(
+    ("rebase", "draft"),
+    [
+        (rebase_fence, draft_after(head_record(), "fence", WRITER, epoch=3)),
+        (rebase_tag, tag_draft(head_record(), "t", 9)),
+        (rebase_channel, draft_after(head_record(), "channel", WRITER, name="c", target=9)),
+        (rebase_channel, draft_after(head_record(), "channel", WRITER, name="c")),
+        (rebase_fork, draft_after(head_record(), "fork", WRITER, name="x" * 32, target=9, pins={"x" * 32: pin(9)})),
+    ],
+)
+def test_nothing_follows_the_end_of_a_branch(rebase: Callable[..., CommitRecord], draft: CommitRecord) -> None:
+    end = after(head_record(), "close", epoch=3)
+
+    with pytest.raises(BranchNotFound) as refused:
+        rebase(draft, end)
+
+    assert refused.value.version == 10
+    with pytest.raises(BranchNotFound):
+        draft_after(end.record, "fence", WRITER, epoch=4)
+    with pytest.raises(Fenced):
+        rebase_data(delta_draft(head_record()), end, txn=MINE)
+    assert not is_live(end.record, 9)
 
 
 def test_untag_removes_its_name_alone() -> None:

@@ -1,0 +1,155 @@
+"""Branches: logs of their own that go on from a version of the store's log (spec, section 7.9).
+
+The order of every step here is what makes them safe. The store's log pins the fork point first, so the version and its
+segments stay; then the branch gets its position 0, written by whoever comes first. A branch ends the other way round:
+first its own log is closed, so nothing can be acknowledged there any more; then the pin goes. Nothing is deleted here.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+
+from cnr_store.errors import BadName, BranchExists, BranchNotFound, CorruptRecord, CorruptStore
+from cnr_store.layout import branch_prefix, check_name, commit_key
+from cnr_store.log import CommitLog
+from cnr_store.rebase import draft_after, draft_branch, rebase_fence, rebase_fork
+from cnr_store.records import CommitRecord, LogEntry, Pin, WriterInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A branch as the store's log knows it: the uuid that its log lies under, and its pin."""
+
+    uuid: str
+    pin: Pin
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        return self.pin.name
+
+    def is_expired(self, now_ms: int) -> bool:
+        """Whether its time is over, so that maintenance may close it. Pure."""
+        return self.pin.expires_ms is not None and self.pin.expires_ms <= now_ms
+
+
+def find_branch(head: CommitRecord, name: str) -> Branch:
+    """Return the branch of a name, by the newest record of the store's log. Pure.
+
+    Raises
+    ------
+    BranchNotFound
+    """
+    for key, pin in head.pins.items():
+        if pin.name == name:
+            return Branch(key, pin)
+    raise BranchNotFound(f"no branch {name!r}; there are {sorted(pin.name for pin in head.pins.values())}", found=name)
+
+
+def fork(
+    main: CommitLog, head: LogEntry, point: LogEntry, name: str, writer: WriterInfo, *, expires_ms: int | None = None
+) -> Branch:
+    """Pin a version that is known to be live in the store's log; `open_branch` gives the branch its own log.
+
+    Raises
+    ------
+    BadName, BranchExists, VersionExpired, CommitStateUnknown, StorageFailure
+    """
+    check_name(name)
+    if any(pin.name == name for pin in head.record.pins.values()):
+        raise BranchExists(f"branch {name!r} exists already; choose another name, or drop it first", found=name)
+    branch = Branch(uuid.uuid4().hex, Pin(version=point.record.v, name=name, expires_ms=expires_ms))
+    pins = {**head.record.pins, branch.uuid: branch.pin}
+    draft = draft_after(head.record, "fork", writer, name=branch.uuid, target=point.record.v, pins=pins)
+    main.append(head, draft, rebase_fork)
+    return branch
+
+
+def open_branch(main: CommitLog, branch: Branch, writer: WriterInfo) -> CommitLog:
+    """Return the log of a pinned branch; gives it its position 0 if its creator died before that. One GET else.
+
+    Safe beside others that do the same, and beside a `close_branch`, which writes position 0 before it unpins.
+
+    Raises
+    ------
+    CorruptRecord
+        The log there is not that of this branch.
+    CorruptStore, CommitStateUnknown, StorageFailure
+    """
+    try:
+        log = main.below(branch_prefix(branch.uuid))
+    except BadName as error:
+        raise CorruptRecord(f"the pin of branch {branch.name!r}: {error}", found=branch.uuid) from error
+    first = log.read(0)
+    if first is None:
+        if not log.is_blank():
+            # Another process was faster than we looked, or the first record was deleted: then this says so, unless the
+            # hint leads on. A log that has lost its beginning is never begun anew.
+            log.latest()
+            return log
+        first = log.append_first(*_first_record(main, branch, writer))
+    _check_first(first, branch, log)
+    return log
+
+
+def close_branch(main: CommitLog, branch: str, writer: WriterInfo) -> None:
+    """End the branch of this uuid: close its log, then unpin its fork point. Safe to call again, or beside itself.
+
+    After the first step no writer of the branch, open or to come, is told that something was committed; after the
+    second its versions are nobody's, and garbage collection may take what only they needed.
+
+    Raises
+    ------
+    CommitStateUnknown, CorruptStore, StorageFailure
+        Call it again; a branch that is closed and pinned stays so until then.
+    """
+    main.resolve()
+    head = main.latest()
+    pin = head.record.pins.get(branch)
+    if pin is None:
+        return
+    _close_log(open_branch(main, Branch(branch, pin), writer), writer)
+    pins = {key: other for key, other in head.record.pins.items() if key != branch}
+    try:
+        main.append(head, draft_after(head.record, "fork", writer, name=branch, pins=pins), rebase_fork)
+    except BranchNotFound:
+        pass  # Another process has unpinned it meanwhile.
+
+
+def _close_log(log: CommitLog, writer: WriterInfo) -> None:
+    head = log.latest()
+    if head.record.kind == "close":
+        return
+    try:
+        log.append(head, draft_after(head.record, "close", writer, epoch=head.record.epoch + 1), rebase_fence)
+    except BranchNotFound:
+        pass  # Another process has closed it meanwhile.
+
+
+def _first_record(main: CommitLog, branch: Branch, writer: WriterInfo) -> tuple[CommitRecord, LogEntry]:
+    point = main.read(branch.pin.version)
+    if point is None:
+        version = branch.pin.version
+        raise CorruptStore(
+            f"branch {branch.name!r} goes on from version {version}, whose log position is empty; restore it from a "
+            "backup",
+            version=version,
+            path=commit_key(version, main.prefix),
+        )
+    return draft_branch(point.record, branch.uuid, writer), point
+
+
+def _check_first(first: LogEntry, branch: Branch, log: CommitLog) -> None:
+    """Two branches have records that look alike: the log under this uuid must say that it is this branch's."""
+    record = first.record
+    expected, found = ("fork", branch.uuid, branch.pin.version), (record.kind, record.name, record.target)
+    if found != expected:
+        raise CorruptRecord(
+            f"the log of branch {branch.name!r} begins as {found}, expected {expected}; its objects were mixed up with "
+            "another log's, run `cnr verify`",
+            version=0,
+            path=commit_key(0, log.prefix),
+            expected=list(expected),
+            found=list(found),
+        )
