@@ -11,22 +11,25 @@ import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.encodings import affine, digest, kernels
+from cnr_store.encodings import affine, digest, kernels, packing
 from cnr_store.encodings.widths import carrier
 from cnr_store.errors import CorruptStore
+from cnr_store.records import ArrayEntry, Manifest, RowListEntry
 from cnr_store.replay_plan import Batch, Step, TablePlan, by_columns
 from cnr_store.segment import Scratch, SegmentReader
 from cnr_store.table_codes import (
     ABSENT,
+    ADDED,
     BLOCK_ROWS,
     CODED,
     ESCAPED,
     TASK_ROWS,
+    UNTOUCHED,
     Array,
     ArraySpec,
     TableCodes,
@@ -36,11 +39,32 @@ from cnr_store.table_codes import (
 from cnr_store.types import Affine, RowIds
 from cnr_store.workers import Workers, blocks
 
+CUT_ROWS = 16_384
+"""Rows of packed codes unpacked at a time when some of their columns are cut out."""
+
+
+class ChunkReader(Protocol):
+    """What a replay needs of a segment: `SegmentReader`, or one that keeps chunks for a while."""
+
+    @property
+    def name(self) -> str:
+        """The segment's name."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the segment says of itself."""
+
+    def read_chunk(self, entry: ArrayEntry, index: int, scratch: Scratch) -> Array:
+        """See `SegmentReader.read_chunk`; the caller only reads what it gets."""
+
+    def read_rows(self, row_list: RowListEntry, index: int, scratch: Scratch) -> RowIds:
+        """See `SegmentReader.read_rows`."""
+
 
 class Replay:
     """Executes plans over opened segments; shares decode memory between chunks, one set per thread."""
 
-    def __init__(self, readers: Sequence[SegmentReader], workers: Workers) -> None:
+    def __init__(self, readers: Sequence[ChunkReader], workers: Workers) -> None:
         self._readers = readers
         self._workers = workers
         self._local = threading.local()
@@ -48,12 +72,14 @@ class Replay:
     def run(self, plan: TablePlan, codes: TableCodes, rows: RowIds | None = None) -> None:
         """Replay ``plan`` into ``codes``; blocks. With ``rows`` (sorted), position i of the arrays is row ``rows[i]``.
 
-        The plan's columns are those of ``codes``, and lie in one elementary interval.
+        The plan's columns are those of ``codes``, and lie in one elementary interval. Where ``codes`` holds no arrays
+        only row ids are read, and what becomes of each row.
 
         Raises
         ------
         CorruptStore, CorruptObject, MissingObject
-            The contents of ``codes`` are then undefined.
+        Overflow
+            An int16 array is too narrow. The contents of ``codes`` are undefined after each of these.
         """
         if len(by_columns(plan)) != 1 or plan.columns != codes.columns:
             raise ValueError(f"a replay is of one column interval, found {plan.columns} for codes of {codes.columns}")
@@ -64,16 +90,14 @@ class Replay:
             target.begin(batch)
             # Escapes of a row must leave before a later set: both are in one batch only if rows are disjoint.
             overflowed = self._workers.run(partial(self._apply, plan, step, target) for step in batch.steps)
-            for name in {name for names in overflowed for name in names}:
-                codes.widen(name)
-            again = [step for step, names in zip(batch.steps, overflowed, strict=True) if names]
-            if again:
-                raise _Overflow
+            too_narrow = {name for names in overflowed for name in names}
+            if too_narrow:
+                raise Overflow(too_narrow)
         target.finish()
 
     def _apply(self, plan: TablePlan, step: Step, target: _Target) -> list[str]:
         reader = self._readers[step.segment]
-        rows = reader.read_rows(step.row_list, step.chunk, self._scratch("rows"))
+        rows = reader.read_rows(step.row_list, step.chunk, self.scratch("rows"))
         index, positions = target.select(rows)
         if len(index) == 0:
             return []
@@ -82,13 +106,13 @@ class Replay:
             target.mark(index, ABSENT)
             return []
         if step.operation == "add":
-            target.check_coded(index, plan, step)
+            target.add(index, plan, step)
         overflowed = []
-        if step.operation == "escape":
-            target.escape(
-                index, {n: self._values(reader, plan, step, n)[positions].copy() for n in target.codes.arrays}
-            )
+        if step.operation == "escape" and target.codes.status is not None:
+            specs = [target.codes.specs[name] for name in target.codes.arrays]
+            target.escape(index, {s.name: self._values(reader, plan, step, s)[positions].copy() for s in specs})
         else:
+            # Without a status all rows are of one kind: where that is escape, the arrays are of exact floats.
             for name in target.codes.arrays:
                 if not self._store(reader, plan, step, name, target, index, positions):
                     overflowed.append(name)
@@ -98,7 +122,7 @@ class Replay:
 
     def _store(
         self,
-        reader: SegmentReader,
+        reader: ChunkReader,
         plan: TablePlan,
         step: Step,
         name: str,
@@ -109,7 +133,7 @@ class Replay:
         """Put or add one array's chunk; False when an int16 mirror is too narrow."""
         spec = target.codes.specs[name]
         held = target.codes.arrays[name]
-        values = self._values(reader, plan, step, name)[positions]
+        values = self._values(reader, plan, step, spec)[positions]
         if not spec.is_integer:
             held[index] = values
             return True
@@ -128,40 +152,61 @@ class Replay:
                 if adds
                 else kernels.put_codes(held, index, 0, values, shift)
             )
-        if bad >= 0 and held.dtype == np.int16 and spec.mirror_dtype != spec.held_dtype:
+        if bad >= 0 and target.codes.can_widen(name):
             return False
         return _checked(bad, plan, step)
 
-    def _values(self, reader: SegmentReader, plan: TablePlan, step: Step, name: str) -> Array:
+    def _values(self, reader: ChunkReader, plan: TablePlan, step: Step, spec: ArraySpec) -> Array:
         """Decode the plan's columns of one array of the step's chunk: integer codes, or floats of other rows."""
         row_list = step.row_list
-        stored = "values" if step.operation == "escape" and name == "codes" else name
+        stored = "values" if step.operation == "escape" and spec.name == "codes" else spec.name
         if stored not in row_list.arrays:
             raise CorruptStore(
                 f"{step.operation} rows of table {step.part.table!r} in segment {reader.name} lack array {stored!r}",
                 table=step.part.table,
             )
-        chunk = reader.read_chunk(row_list.arrays[stored], step.chunk, self._scratch(stored))
+        chunk = reader.read_chunk(row_list.arrays[stored], step.chunk, self.scratch(stored))
+        width = step.part.columns[1] - step.part.columns[0]
+        low, high = (column - step.part.columns[0] for column in plan.columns)
+        if spec.packed_bits:
+            return (
+                chunk if step.part.columns == plan.columns else _cut_packed(chunk, spec.packed_bits, width, low, high)
+            )
         schema = reader.manifest.tables[step.part.table]
-        if isinstance(schema.encoding, Affine) and name == "codes" and step.operation != "escape":
-            scale = reader.read_chunk(row_list.arrays["scale"], step.chunk, self._scratch("scale"))
-            zero = reader.read_chunk(row_list.arrays["zero_point"], step.chunk, self._scratch("zero_point"))
-            width = step.part.columns[1] - step.part.columns[0]
-            out = self._scratch("affine").take((len(chunk), width), np.dtype(np.float32))
+        if isinstance(schema.encoding, Affine) and spec.name == "codes" and step.operation != "escape":
+            scale = reader.read_chunk(row_list.arrays["scale"], step.chunk, self.scratch("scale"))
+            zero = reader.read_chunk(row_list.arrays["zero_point"], step.chunk, self.scratch("zero_point"))
+            out = self.scratch("affine").take((len(chunk), width), np.dtype(np.float32))
             affine.decode(chunk, scale, zero, bits=schema.encoding.bits, dim=width, out=out)
             chunk = out
         if chunk.ndim == 1:
             return chunk.reshape(-1, 1)
-        low, high = (column - step.part.columns[0] for column in plan.columns)
         return chunk if step.part.columns == plan.columns else chunk[:, low:high]
 
-    def _scratch(self, name: str) -> Scratch:
+    def scratch(self, name: str) -> Scratch:
+        """Return the calling thread's memory of that name."""
         memory: dict[str, Scratch] = self._local.__dict__.setdefault("memory", {})
         return memory.setdefault(name, Scratch())
 
 
-class _Overflow(Exception):
-    """An int16 mirror was too narrow; the caller replays once more into the widened arrays."""
+class Overflow(Exception):
+    """An int16 array is too narrow for what it would hold; the caller starts again with int32."""
+
+    def __init__(self, names: set[str]) -> None:
+        super().__init__(*sorted(names))
+        self.names = names
+
+
+def _cut_packed(packed: Array, bits: int, dim: int, low: int, high: int) -> Array:
+    """Return columns [low, high) of packed rows of ``dim`` codes, packed."""
+    cut = np.empty((len(packed), packing.packed_width(high - low, bits)), np.uint8)
+    for start, stop in blocks(len(packed), CUT_ROWS):
+        codes = np.empty((stop - start, packing.padded_dim(dim)), np.uint8)
+        packing.unpack(packed[start:stop], bits=bits, out=codes)
+        chosen = np.zeros((stop - start, packing.padded_dim(high - low)), np.uint8)
+        chosen[:, : high - low] = codes[:, low:high]
+        packing.pack(chosen, bits=bits, out=cut[start:stop])
+    return cut
 
 
 def replay(
@@ -171,7 +216,9 @@ def replay(
     engine = Replay(readers, workers)
     try:
         engine.run(plan, codes, rows)
-    except _Overflow:
+    except Overflow as overflow:
+        for name in overflow.names:
+            codes.widen(name)
         codes.status = None
         codes.escapes = type(codes.escapes)()
         for array in codes.arrays.values():
@@ -220,7 +267,7 @@ class _Target:
     def truncate(self, num_rows: int) -> None:
         """Rows at and beyond ``num_rows`` stop to exist."""
         status = self.codes.status
-        if status is None:
+        if status is None or self.codes.schema.keys == "hashed":
             return
         cut = num_rows - self.codes.start if self._rows is None else int(np.searchsorted(self._rows, num_rows))
         if cut < len(status):
@@ -230,11 +277,13 @@ class _Target:
         if self.codes.status is not None:
             self.codes.status[index] = status
 
-    def check_coded(self, index: RowIds, plan: TablePlan, step: Step) -> None:
+    def add(self, index: RowIds, plan: TablePlan, step: Step) -> None:
+        """Refuse differences to rows without codes; a row of which nothing was said so far is `ADDED` from here on."""
         status = self.codes.status
         if status is None:
             return
-        wrong = np.flatnonzero(status[index] != CODED)
+        before = status[index]
+        wrong = np.flatnonzero((before == ABSENT) | (before == ESCAPED))
         if len(wrong):
             row = int(index[wrong[0]]) + self.codes.start if self._rows is None else int(self._rows[index[wrong[0]]])
             raise CorruptStore(
@@ -243,9 +292,12 @@ class _Target:
                 table=plan.table,
                 found=row,
             )
+        status[index[before == UNTOUCHED]] = ADDED
 
     def escape(self, index: RowIds, values: dict[str, Array]) -> None:
         self.mark(index, ESCAPED)
+        if not values:
+            return
         with self._lock:
             for position, row in enumerate(index):
                 self._escaped[int(row)] = {name: block[position] for name, block in values.items()}
@@ -337,9 +389,9 @@ def replay_hashed(
             spec = specs[name]
             out = np.zeros((len(rows), spec.width), carrier(spec.dtype))
             if step.operation == "set":
-                decode_block(spec, np.ascontiguousarray(engine._values(reader, plan, step, name)), out)
+                decode_block(spec, np.ascontiguousarray(engine._values(reader, plan, step, spec)), out)
             elif step.operation == "escape":
-                out[...] = engine._values(reader, plan, step, name)
+                out[...] = engine._values(reader, plan, step, spec)
             floats[name] = out
         return rows, floats
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.encodings import digest, float_bits, kernels, widths
+from cnr_store.encodings import digest, float_bits, kernels, packing, widths
 from cnr_store.records import TableSchema
 from cnr_store.types import Affine, Encoding, FloatBits, Lattice, Raw, RowIds, TableDtype
 from cnr_store.workers import Workers, blocks
@@ -24,6 +24,10 @@ from cnr_store.workers import Workers, blocks
 CODED = 0
 ABSENT = 1
 ESCAPED = 2
+UNTOUCHED = 3
+"""While a run of deltas is replayed on a state that is not known: nothing was said of the row."""
+ADDED = 4
+"""The same: the row's codes moved by a difference, and it stays what it was."""
 
 BLOCK_ROWS = 1024
 """Rows per kernel call where digest and decode share the cache."""
@@ -39,6 +43,8 @@ class ArraySpec:
 
     ``is_additive``: codes are integers, an ``add`` row holds a difference, and they count in the state digest.
     ``columns``: those of the table that the array is of; a one-dimensional slot belongs to its whole column range.
+    ``is_difference``: it holds differences, which of 16-bit floats too may need int32. ``packed_bits``: it holds
+    affine codes as they are stored, ``width`` bytes per row; 0 everywhere else.
     """
 
     name: str
@@ -49,6 +55,8 @@ class ArraySpec:
     is_additive: bool
     fill: float
     columns: tuple[int, int]
+    is_difference: bool = False
+    packed_bits: int = 0
 
     @property
     def is_integer(self) -> bool:
@@ -69,9 +77,11 @@ class ArraySpec:
 
     @property
     def held_dtype(self) -> np.dtype[Any]:
-        """The dtype that holds every value: int32 or int16 codes, else floats."""
-        if isinstance(self.encoding, Lattice):
+        """The dtype that holds every value: int32 or int16 codes, else floats, or the bytes of packed codes."""
+        if isinstance(self.encoding, Lattice) or self.is_difference:
             return np.dtype(np.int32)
+        if self.packed_bits:
+            return np.dtype(np.uint8)
         if isinstance(self.encoding, FloatBits):
             return float_bits.code_dtype(self.encoding.mantissa_bits, self.dtype)
         return np.dtype(np.float32) if isinstance(self.encoding, Affine) else widths.carrier(self.dtype)
@@ -113,6 +123,27 @@ def array_specs(schema: TableSchema, columns: tuple[int, int] | None = None) -> 
     return specs
 
 
+def stored_specs(
+    schema: TableSchema, columns: tuple[int, int], operation: Literal["add", "set", "escape"]
+) -> dict[str, ArraySpec]:
+    """Return the arrays of a row list as it stores them: what is copied from list to list without decoding. Pure.
+
+    The weights of an ``escape`` list are named ``codes`` here too, and are floats like its slots.
+    """
+    specs = array_specs(schema, columns)
+    if operation == "escape":
+        return {name: replace(spec, encoding=Raw(), is_additive=False) for name, spec in specs.items()}
+    if operation == "add":
+        specs = {name: replace(spec, is_difference=spec.is_additive) for name, spec in specs.items()}
+    encoding, codes = schema.encoding, specs["codes"]
+    if isinstance(encoding, Affine):
+        width = packing.packed_width(codes.width, encoding.bits)
+        param = replace(codes, encoding=Raw(), dtype=encoding.param_dtype, width=1, is_vector=True)
+        specs["codes"] = replace(codes, width=width, packed_bits=encoding.bits)
+        specs |= {name: replace(param, name=name) for name in ("scale", "zero_point")}
+    return specs
+
+
 @dataclass(slots=True)
 class EscapeRows:
     """Rows kept as exact floats: sorted ids and, per array, their values (n, width) in the array's float dtype."""
@@ -143,7 +174,7 @@ class TableCodes:
     """The state of rows [start, stop) of a dense table, or of some of its columns: codes, row status, escape rows.
 
     ``status`` is None while every row is coded; else uint8 per row: `CODED`, `ABSENT` (never set, or deleted) or
-    `ESCAPED`.
+    `ESCAPED`. ``specs``: what the arrays are, where it is not what `array_specs` says.
     """
 
     def __init__(
@@ -154,12 +185,13 @@ class TableCodes:
         arrays: dict[str, Array],
         allocate: Allocate = np.zeros,
         columns: tuple[int, int] | None = None,
+        specs: dict[str, ArraySpec] | None = None,
     ) -> None:
         self.schema = schema
         self.start = start
         self.stop = stop
         self.columns = columns or (0, schema.dim)
-        self.specs = array_specs(schema, self.columns)
+        self.specs = array_specs(schema, self.columns) if specs is None else specs
         self.arrays = arrays
         self._allocate = allocate
         self.status: npt.NDArray[np.uint8] | None = None
@@ -221,6 +253,10 @@ class TableCodes:
             self.track_status(CODED)[rows - self.start] = status
         if status != ESCAPED:
             self.escapes.drop(rows)
+
+    def can_widen(self, name: str) -> bool:
+        """Whether the array is int16 only because int32 was not needed so far."""
+        return self.arrays[name].dtype == np.int16 and self.specs[name].held_dtype == np.int32
 
     def widen(self, name: str) -> None:
         """Replace an int16 array by int32, because a code beyond int16 is about to be stored."""

@@ -96,6 +96,20 @@ class Workers:
         return results
 
 
+class Inline(Workers):
+    """Runs tasks at once on the calling thread: for work that is itself a task of `Workers`."""
+
+    def __init__(self) -> None:
+        self.threads = 1
+
+    def close(self) -> None:
+        """Do nothing: there are no threads."""
+
+    def run(self, tasks: Iterable[Callable[[], Result]]) -> list[Result]:
+        """Run tasks in order and return their results; the first error is raised, and nothing after it runs."""
+        return [task() for task in tasks]
+
+
 def blocks(count: int, size: int) -> list[tuple[int, int]]:
     """Return half-open ranges of at most ``size`` that cover ``range(count)``."""
     return [(start, min(start + size, count)) for start in range(0, count, size)]
