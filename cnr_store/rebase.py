@@ -25,7 +25,6 @@ from cnr_store.errors import (
     VersionExpired,
 )
 from cnr_store.records import (
-    DATA_KINDS,
     ChainEntry,
     CommitRecord,
     LogEntry,

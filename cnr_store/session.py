@@ -13,6 +13,7 @@ from cnr_store.log import CommitLog
 from cnr_store.mirrors import Mirrors
 from cnr_store.placement import Placement, Shard, shards_of
 from cnr_store.ranks import OneRank, Ranks, rank_zero, together
+from cnr_store.rebase import leaves_state
 from cnr_store.records import LogEntry, WriterInfo
 from cnr_store.segment import SegmentReader
 from cnr_store.snapshot import Snapshot
@@ -100,6 +101,28 @@ class Session:
             if self.snapshot is not None and self.snapshot.record.chain != self.head.record.chain:
                 self.open = None
                 self.forget()
+
+    def follow(self) -> None:
+        """Move behind records that left the training state alone, and keep the mirrors: they are still the head's.
+
+        For saves that read the chain: compaction may have replaced segments of it, and what it replaced is deleted some
+        day. One request and one more for each such record; stops before any other. All ranks call this.
+
+        Raises
+        ------
+        CorruptStore, StorageFailure
+        """
+        before = self.head
+        newest = rank_zero(self.ranks, self._move_behind_maintenance)
+        together(self.ranks, partial(self.move_to, newest))
+        if self.snapshot is not None and self.head is not before:
+            known = {reader.name: reader for reader in self.snapshot.readers}
+            self.snapshot = Snapshot(self.storage, self.head, self.workers, known=known)
+
+    def _move_behind_maintenance(self) -> int:
+        while (entry := self.log.poll(self.head)) is not None and leaves_state(entry.record):
+            self.head = entry
+        return self.head.record.v
 
     def move_to(self, version: int) -> None:
         """Move to a record that is known to be there."""

@@ -236,6 +236,8 @@ class Writer:
             if session.snapshot is not None:
                 session.forget()
             session.catch_up()
+        elif kind == "full" or base == "baseline":
+            session.follow()
         keep = 1 if base == "baseline" else len(self.head.record.chain)
         transaction = Transaction(session, wishes[0].step, kind, keep if kind == "delta" else 0, wishes[0].txn)
         session.open = transaction
