@@ -23,9 +23,11 @@ from cnr_store.records import (
     Hint,
     Identity,
     LogEntry,
+    Pin,
     decode_record,
     is_live,
     merge_overflow,
+    parent_of,
     sha256,
 )
 from cnr_store.storage import Storage
@@ -50,15 +52,23 @@ class LogView:
         Occupied positions.
     entries
         The records of the versions whose chains are to be read, by version.
+    superseded
+        Positions that hold no version any more because a later record says so, newest first.
     users, enders
         Segment name to the live versions whose chain holds it, and to those whose chain ends with it.
     """
 
     head: LogEntry | None = None
     records: int = 0
+    superseded: list[int] = field(default_factory=list)
     entries: dict[int, LogEntry] = field(default_factory=dict)
     users: dict[str, list[int]] = field(default_factory=dict)
     enders: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def live(self) -> set[int]:
+        """The versions with a state that readers may open."""
+        return {version for versions in self.enders.values() for version in versions}
 
     def versions_of(self, segment: str) -> tuple[int, ...]:
         """Return the live versions that need a segment, ascending."""
@@ -83,26 +93,32 @@ def read_log(
     Parameters
     ----------
     version, every
-        Which entries to keep: that version, or all live ones, or (neither) the head and what tags name.
+        Which entries to keep: that version, or all live ones, or (neither) the head and what has a name.
 
     Raises
     ------
     AccessDenied
     """
     view = LogView()
-    newest = _newest_position(storage)
+    newest = newest_position(storage)
     after: _Position | None = None
+    torn: dict[int, str] = {}
     foreign = 0
     for stop in range(newest + 1, 0, -_BATCH):
         numbers = range(stop - 1, max(stop - _BATCH, 0) - 1, -1)
         for here in workers.run(partial(_read_position, storage, number) for number in numbers):
             view.records += here.digest is not None
+            if here.version in torn:
+                view.superseded.append(here.version)
+                _check_torn(here, torn[here.version], findings)
+                continue
             foreign += here.entry is not None and here.entry.record.store_uuid != identity.store_uuid
             if here.error is not None:
                 path = here.error.path or layout.commit_key(here.version)
                 findings.add_error(here.error, path, (here.version,))
             if here.entry is not None:
-                _take(view, here.entry, version=version, every=every)
+                take(view, here.entry, version=version, every=every)
+                torn |= _superseded_by(here.entry.record)
             if after is not None:
                 _check_neighbours(here, after, findings)
             after = here
@@ -112,8 +128,8 @@ def read_log(
     return view
 
 
-def _newest_position(storage: Storage) -> int:
-    """The highest occupied position: by listing, which sees beyond a hole, and by reading on from there."""
+def newest_position(storage: Storage) -> int:
+    """Return the highest occupied position: by listing, which sees beyond a hole, and by reading on from there."""
     listed = (layout.commit_version(stat.key) for stat in storage.list_objects(layout.COMMITS))
     newest = max((number for number in listed if number is not None), default=-1)
     while storage.read(layout.commit_key(newest + 1), stop=1) is not None:
@@ -154,7 +170,7 @@ def _complete(storage: Storage, entry: LogEntry) -> LogEntry:
         raise CorruptStore(error.message, path=key, version=entry.record.v) from error
 
 
-def _take(view: LogView, entry: LogEntry, *, version: int | None, every: bool) -> None:
+def take(view: LogView, entry: LogEntry, *, version: int | None, every: bool) -> None:
     """Keep what is asked for; positions arrive newest first, so the head's lists are known from the start."""
     record = entry.record
     if view.head is None:
@@ -165,11 +181,32 @@ def _take(view: LogView, entry: LogEntry, *, version: int | None, every: bool) -
             view.entries[record.v] = entry
         return
     wanted = record.v == version if version is not None else every or record.v == head.v
-    if wanted or (version is None and record.v in head.tags.values()):
+    if wanted or (version is None and record.v in named_versions(head)):
         view.entries[record.v] = entry
     for item in record.chain:
         view.users.setdefault(item.seg, []).append(record.v)
     view.enders.setdefault(record.chain[-1].seg, []).append(record.v)
+
+
+def named_versions(head: CommitRecord) -> set[int]:
+    """Return the versions that tags, channels, pins and the list of kept ones name. Pure."""
+    pinned = (pin.version for pin in head.pins.values())
+    return {*head.tags.values(), *head.channels.values(), *pinned, *head.kept}
+
+
+def _superseded_by(record: CommitRecord) -> dict[int, str]:
+    """Position to the digest of its bytes, as the record that superseded them saw them. Pure."""
+    torn = () if record.supersedes is None else record.supersedes.torn
+    return dict(enumerate(torn, start=record.v - len(torn)))
+
+
+def _check_torn(here: _Position, digest: str, findings: Findings) -> None:
+    if here.digest == digest:
+        return
+    key = layout.commit_key(here.version)
+    found = "is missing" if here.digest is None else f"has sha256 {here.digest}"
+    message = f"{key} {found}, a later record superseded bytes of sha256 {digest}; nobody needs them"
+    findings.add(Problem(CorruptRecord.kind, key, (), message))
 
 
 def distinct_chains(entries: Iterable[LogEntry]) -> list[LogEntry]:
@@ -188,14 +225,15 @@ def _check_neighbours(before: _Position, after: _Position, findings: Findings) -
     if after.entry is None or before.digest is None:
         return
     record = after.entry.record
-    if record.parent_digest != before.digest:
+    version, digest = parent_of(record)
+    if before.digest != digest:
         findings.add(
             Problem(
                 CorruptRecord.kind,
-                layout.commit_key(before.version),
-                (before.version,),
-                f"commit record {before.version} is not the one that record {record.v} was written behind: its bytes "
-                f"have sha256 {before.digest}, expected {record.parent_digest or 'none'}; one of the two was altered",
+                layout.commit_key(version),
+                (version,),
+                f"commit record {version} is not the one that record {record.v} was written behind: its bytes "
+                f"have sha256 {before.digest}, expected {digest or 'none'}; one of the two was altered",
             )
         )
     elif before.entry is not None:
@@ -209,15 +247,28 @@ def _contradictions(before: CommitRecord, after: CommitRecord) -> Iterable[str]:
         yield f"commit record {after.v} has time {after.ts_ms}, not after its parent's {before.ts_ms}"
     if after.epoch < before.epoch:
         yield f"commit record {after.v} has epoch {after.epoch}, its parent has {before.epoch}"
-    expected = dict(before.tags)
-    if after.kind == "tag" and after.name is not None and after.target is not None:
-        expected[after.name] = after.target
+    tags, channels, pins = dict(before.tags), dict(before.channels), dict(before.pins)
+    name = after.name or ""
+    if after.kind == "tag" and after.target is not None:
+        tags[name] = after.target
     elif after.kind == "untag":
-        expected.pop(after.name or "", None)
-    elif after.kind in ("expire", "fork"):
-        return
-    if after.tags != expected:
-        yield f"the {after.kind} record {after.v} has tags {sorted(after.tags)}, expected {sorted(expected)}"
+        tags.pop(name, None)
+    elif after.kind == "channel":
+        channels.pop(name, None)
+        if after.target is not None:
+            channels[name] = after.target
+    elif after.kind == "expire":
+        pins = {branch: pin for branch, pin in pins.items() if branch in after.pins}
+    elif after.kind == "fork":
+        pins.pop(name, None)
+        if after.target is not None:
+            stated = after.pins.get(name, Pin(version=after.target, name=""))
+            pins[name] = msgspec.structs.replace(stated, version=after.target)
+    for word, found, expected in (
+        ("tags", after.tags, tags), ("channels", after.channels, channels), ("pins", after.pins, pins),
+    ):  # fmt: skip
+        if found != expected:
+            yield f"the {after.kind} record {after.v} has {word} {sorted(found)}, expected {sorted(expected)}"
 
 
 def _foreign(identity: Identity, view: LogView, count: int) -> Problem:

@@ -59,6 +59,12 @@ class VerifyReport:
         How much was read.
     problems
         In the order in which they were found; empty for a sound store.
+    restorable
+        Live versions that were read whole and that no problem hurts, newest first.
+    superseded
+        Torn log positions that a repair has superseded: they hold no version, and are no problem.
+    unreferenced
+        Segment folders that no live version needs: of a save under way or given up, or waiting to be deleted.
     """
 
     url: str
@@ -70,11 +76,19 @@ class VerifyReport:
     objects: int
     size_bytes: int
     problems: tuple[Problem, ...]
+    restorable: tuple[int, ...] = ()
+    superseded: tuple[int, ...] = ()
+    unreferenced: int = 0
 
     @property
     def is_sound(self) -> bool:
         """Whether nothing is wrong."""
         return not self.problems
+
+    @property
+    def newest_restorable(self) -> int | None:
+        """The newest version that was found whole; None if there is none."""
+        return self.restorable[0] if self.restorable else None
 
 
 @dataclass(slots=True)

@@ -1,21 +1,18 @@
-"""The order of a check: log, then the segments of each chain, then (deep) the states they lead to."""
+"""The order of a check: log and references, then the segments of each chain, then (deep) the states they lead to."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from threading import Lock
+from collections.abc import Collection
 
 from cnr_store import arrays, layout
 from cnr_store.errors import CorruptObject, MissingObject, VersionExpired, VersionNotFound
-from cnr_store.records import FORMAT, MAJOR, MINOR, LogEntry, is_live
-from cnr_store.segment import SegmentReader
+from cnr_store.records import FORMAT, MAJOR, MINOR, is_live
 from cnr_store.storage import Storage
 from cnr_store.store import Store
-from cnr_store.verify.chains import check_chain_statements, check_record
-from cnr_store.verify.log import LogView, distinct_chains, read_log
+from cnr_store.verify.checking import ChainChecks
+from cnr_store.verify.log import LogView, read_log
+from cnr_store.verify.references import check_references
 from cnr_store.verify.report import Findings, Problem, ProgressCallback, VerifyReport
-from cnr_store.verify.segments import check_objects, open_segment
-from cnr_store.verify.states import FailedReplay, WrongState, check_states, replayed_rows
 from cnr_store.workers import Workers
 
 
@@ -38,7 +35,8 @@ def verify_store(
     store
         An opened store; other processes may go on writing to it.
     version
-        Check the chain of this version; None checks the head's and those of all tags.
+        Check the chain of this version; None checks the head's and those that have a name (tags, channels, branches) or
+        are kept.
     every
         Check the chains of all versions that readers may still open.
     deep
@@ -69,14 +67,25 @@ def verify_store(
         view = read_log(store.storage, store.identity, workers, findings, version=version, every=every)
         _check_version(store, view, version, findings)
         _check_root(store.storage, findings)
-        run = _Run(store.storage, view, findings, workers, progress)
+        check_references(view, findings)
+        checks = ChainChecks(store.storage, view, findings, workers, progress)
         targets = sorted(view.entries.values(), key=lambda entry: entry.record.v, reverse=True)
-        run.check_chains(targets, deep=deep)
+        checks.check_chains(targets, deep=deep)
+        folders = store.storage.list_folders(layout.DATA)
     return VerifyReport(
         url=store.url, head=None if view.head is None else view.head.record.v,
         versions=tuple(sorted(view.entries)), is_deep=deep, records=view.records,
-        segments=len(run.checked), objects=run.objects, size_bytes=run.size_bytes, problems=tuple(findings.problems),
+        segments=len(checks.checked), objects=checks.objects, size_bytes=checks.size_bytes,
+        problems=tuple(findings.problems), restorable=_restorable(view, checks.checked, findings),
+        superseded=tuple(view.superseded), unreferenced=len(set(folders) - view.users.keys()),
     )  # fmt: skip
+
+
+def _restorable(view: LogView, checked: Collection[str], findings: Findings) -> tuple[int, ...]:
+    """The live versions of which every segment was read and nothing is known to be wrong, newest first."""
+    unread = {version for segment, versions in view.users.items() if segment not in checked for version in versions}
+    hurt = {version for problem in findings.problems for version in problem.versions}
+    return tuple(sorted(view.live - unread - hurt, reverse=True))
 
 
 def _check_version(store: Store, view: LogView, version: int | None, findings: Findings) -> None:
@@ -101,111 +110,3 @@ def _check_root(storage: Storage, findings: Findings) -> None:
     elif data != wanted:
         message = f"{layout.ROOT_GROUP} is not the document a store of format {MAJOR}.{MINOR} has"
         findings.add(Problem(CorruptObject.kind, layout.ROOT_GROUP, (), message))
-
-
-class _Count:
-    """Progress of one stage, from any thread."""
-
-    def __init__(self, stage: str, total: int, callback: ProgressCallback | None) -> None:
-        self._stage = stage
-        self._total = total
-        self._callback = callback
-        self._done = 0
-        self._lock = Lock()
-        self.advance(0)
-
-    def advance(self, amount: int) -> None:
-        with self._lock:
-            self._done += amount
-            if self._callback is not None:
-                self._callback(self._stage, min(self._done, self._total), self._total)
-
-
-class _Run:
-    """Checks chains; a segment that several chains share is read once."""
-
-    def __init__(
-        self,
-        storage: Storage,
-        view: LogView,
-        findings: Findings,
-        workers: Workers,
-        progress: ProgressCallback | None,
-    ) -> None:
-        self.checked: set[str] = set()
-        self.objects = 0
-        self.size_bytes = 0
-        self._storage = storage
-        self._view = view
-        self._findings = findings
-        self._workers = workers
-        self._progress = progress
-
-    def check_chains(self, targets: list[LogEntry], *, deep: bool) -> None:
-        sizes = {item.seg: item.bytes for entry in targets for item in entry.record.chain}
-        count = _Count("objects", sum(sizes.values()), self._progress)
-        sound = []
-        for entry in targets:
-            readers = self._check_objects(entry, count)
-            if None not in readers:
-                whole = [reader for reader in readers if reader is not None]
-                self._check_statements(entry, whole)
-                sound.append(entry)
-        if deep:
-            self._check_states(distinct_chains(sound))
-
-    def _check_objects(self, entry: LogEntry, count: _Count) -> list[SegmentReader | None]:
-        readers = []
-        for item in entry.record.chain:
-            versions = self._view.versions_of(item.seg) or (entry.record.v,)
-            reader = open_segment(self._storage, item, versions, self._findings)
-            readers.append(reader)
-            if item.seg in self.checked:
-                continue
-            self.checked.add(item.seg)
-            self.objects += 1
-            if reader is None:
-                count.advance(item.bytes)
-                continue
-            self.objects += len(reader.manifest.objects)
-            self.size_bytes += item.bytes
-            count.advance(item.bytes - sum(one.size for one in reader.manifest.objects))
-            check_objects(self._storage, reader, versions, self._workers, self._findings, count.advance)
-        return readers
-
-    def _check_statements(self, entry: LogEntry, readers: list[SegmentReader]) -> None:
-        names = [reader.name for reader in readers]
-        manifests = [reader.manifest for reader in readers]
-        for found in check_chain_statements(names, manifests):
-            key = layout.segment_key(names[found.index], layout.MANIFEST)
-            versions = self._view.versions_of(names[found.index]) or (entry.record.v,)
-            self._findings.add(Problem("corrupt_store", key, versions, f"{key}: {found.message}", found.table))
-        if manifests:
-            for message in check_record(entry.record, manifests[-1]):
-                key = layout.commit_key(entry.record.v)
-                self._findings.add(Problem("corrupt_record", key, (entry.record.v,), message))
-
-    def _check_states(self, entries: Iterable[LogEntry]) -> None:
-        chains = [entry.record.chain for entry in entries]
-        rows = 0
-        for chain in chains:
-            rows += replayed_rows([SegmentReader.open(self._storage, item).manifest for item in chain])
-        count = _Count("states", rows, self._progress)
-        for chain in chains:
-            readers = [SegmentReader.open(self._storage, item) for item in chain]
-            for found in check_states(readers, self._workers, count.advance):
-                self._add_state([reader.name for reader in readers], found)
-
-    def _add_state(self, names: list[str], found: WrongState | FailedReplay) -> None:
-        key = layout.segment_key(names[found.index], layout.MANIFEST)
-        if isinstance(found, FailedReplay):
-            # An object that cannot be read has been named, and is not named twice.
-            versions = self._view.versions_of(names[found.index])
-            self._findings.add_error(found.error, found.error.path or key, versions)
-            return
-        versions = tuple(sorted(self._view.enders.get(names[found.index], ())))
-        message = (
-            f"after {key} table {found.table!r} has state digest {found.found}, the segment states {found.expected}; "
-            "its rows were computed against another state"
-        )
-        self._findings.add(Problem("corrupt_store", key, versions, message, found.table))

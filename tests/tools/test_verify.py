@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cnr_store import Store, TableOptions, VersionNotFound, arrays, verify_store
-from cnr_store.records import Manifest, PartEntry
+from cnr_store.records import Manifest, PartEntry, canonical_json, decode_record
 from tests.tools.sample_store import Forgery, build_store, flip, forge_head, key_of, object_files
 
 NEWEST = "commits/00000000000000000006.json"
@@ -318,3 +318,63 @@ def test_escape_rows_and_resizes_have_the_stated_digests(tmp_path: Path) -> None
         report = verify_store(store, deep=True)
 
     assert report.problems == ()
+
+
+def test_names_of_what_is_not_there_are_problems_of_the_head(root: Path) -> None:
+    rewrite_head(root, tags={"good": 3, "later": 9}, channels={"gone": 4}, expired=(4,), kept=(5,))
+
+    with Store.open(str(root)) as store:
+        report = verify_store(store)
+
+    said = [problem.message for problem in report.problems if "names version" in problem.message]
+    assert len(said) == 1
+    assert "tag 'later' names version 9, which does not exist" in said[0]
+    assert "channel 'gone' names version 4, which has expired" in said[0]
+    assert "version 5 is listed as kept, but is not below the floor 0" in said[0]
+
+
+def test_a_segment_that_may_be_deleted_and_is_needed_is_a_problem(root: Path) -> None:
+    segment = next(path.name for path in root.glob("data/*4-*"))
+    rewrite_head(root, aborted={segment.rpartition("-")[2]: 1})
+
+    with Store.open(str(root)) as store:
+        report = verify_store(store)
+
+    hurt = [problem for problem in report.problems if segment in problem.path]
+    assert [problem.versions for problem in hurt] == [(5, 6)]
+    assert report.restorable == (4, 3, 2)
+
+
+def test_versions_that_no_problem_hurts_are_restorable_newest_first(root: Path) -> None:
+    with Store.open(str(root)) as store:
+        assert verify_store(store, deep=True).restorable == (6, 5, 4, 3, 2)
+        chunk = next(root.glob("data/*3-*/r*/user/add/codes/c/0/0"))
+        chunk.write_bytes(flip(chunk.read_bytes()))
+
+        report = verify_store(store, deep=True)
+
+    assert report.restorable == (3, 2)
+    assert report.newest_restorable == 3
+
+
+def test_a_version_of_which_something_was_not_read_is_not_called_restorable(root: Path) -> None:
+    with Store.open(str(root)) as store:
+        assert verify_store(store, version=3).restorable == (3, 2)
+
+
+def test_segments_that_no_version_needs_are_counted_and_are_no_problem(root: Path) -> None:
+    orphan = root / "data" / f"{6:020d}-{'a' * 32}" / "r00000-aaaaaaaa"
+    orphan.mkdir(parents=True)
+    (orphan / "_receipt.json").write_bytes(b"{}")
+
+    with Store.open(str(root)) as store:
+        report = verify_store(store)
+
+    assert (report.unreferenced, report.is_sound) == (1, True)
+
+
+def rewrite_head(root: Path, **changes: object) -> None:
+    """Put another newest record in place, well-formed in itself."""
+    raw = (root / NEWEST).read_bytes()
+    record = decode_record(raw, 6).record
+    (root / NEWEST).write_bytes(canonical_json(msgspec.structs.replace(record, **changes)))

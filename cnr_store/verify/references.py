@@ -1,0 +1,48 @@
+"""What the newest record says about versions and transactions: it names what is there, and dooms nothing needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cnr_store import layout
+from cnr_store.errors import CorruptStore
+from cnr_store.records import CommitRecord
+from cnr_store.verify.log import LogView
+from cnr_store.verify.report import Findings, Problem
+
+
+def check_references(view: LogView, findings: Findings) -> None:
+    """Add what the head names although it is not there, and what it gives up although a live version needs it."""
+    if view.head is None:
+        return
+    head = view.head.record
+    wrong = "; ".join(_dangling(head, set(view.superseded)))
+    if wrong:
+        findings.add(Problem(CorruptStore.kind, layout.commit_key(head.v), (), wrong))
+    for segment in sorted(view.users):
+        txn = segment.rpartition("-")[2]
+        if txn in head.aborted:
+            message = (
+                f"the head names transaction {txn} as one that may be deleted, but live versions need its segment; "
+                "run no garbage collection before that is put right"
+            )
+            key = layout.segment_key(segment, layout.MANIFEST)
+            findings.add(Problem(CorruptStore.kind, key, view.versions_of(segment), message))
+
+
+def _dangling(head: CommitRecord, superseded: set[int]) -> Iterator[str]:
+    """What is said of versions that do not exist, or exist no more. Pure."""
+    expired = set(head.expired)
+    named = [(f"tag {name!r}", version) for name, version in sorted(head.tags.items())]
+    named += [(f"channel {name!r}", version) for name, version in sorted(head.channels.items())]
+    named += [(f"the pin of branch {pin.name!r}", pin.version) for _, pin in sorted(head.pins.items())]
+    named += [("the list of kept versions", version) for version in head.kept]
+    for what, version in named:
+        if not 0 <= version <= head.v or version in superseded:
+            yield f"{what} names version {version}, which does not exist; the head is {head.v}"
+        elif version in expired:
+            yield f"{what} names version {version}, which has expired"
+    if head.floor > head.v:
+        yield f"the floor is {head.floor}, the head is {head.v}"
+    for version in (version for version in head.kept if version >= head.floor):
+        yield f"version {version} is listed as kept, but is not below the floor {head.floor}"
