@@ -14,6 +14,9 @@ COMMITS = "commits/"
 BRANCHES = "branches/"
 DATA = "data/"
 STATE = "state/"
+READER_LEASES = "leases/readers/"
+CURSORS = "leases/cursors/"
+COMPACTION_LEASE = "leases/compact.json"
 MANIFEST = "_segment.json"
 RECEIPT = "_receipt.json"
 
@@ -53,6 +56,11 @@ def branch_prefix(branch: str) -> str:
     return f"{BRANCHES}{branch}/"
 
 
+def branch_of(prefix: str) -> str:
+    """Return the uuid of the branch whose log lies below ``prefix``; empty for the store's own log."""
+    return prefix.removeprefix(BRANCHES).rstrip("/")
+
+
 def segment_name(base: int, txn: str) -> str:
     """Return the folder name of a segment: ``<base20>-<txn>``; ``txn`` is 32 hex digits."""
     name = f"{base:020d}-{txn}"
@@ -89,6 +97,16 @@ def state_key(digest: str) -> str:
     if not re.fullmatch(r"[0-9a-f]{64}", digest):
         raise BadName(f"{digest[:80]!r} is not a sha256 digest", found=digest[:80])
     return f"{STATE}{digest}.json"
+
+
+def reader_lease_key(lease: str) -> str:
+    """Return ``leases/readers/<uuid>.json``; ``lease`` is 32 hex digits."""
+    return f"{READER_LEASES}{lease}.json"
+
+
+def cursor_key(name: str) -> str:
+    """Return ``leases/cursors/<name>.json``, the name encoded as `encode_name` does, ending included."""
+    return f"{CURSORS}{encode_name(f'{name}.json')}"
 
 
 def writer_folder(rank: int, attempt: str) -> str:

@@ -381,8 +381,13 @@ class Store:
             )
         )  # fmt: skip
 
-    def _fence(self, info: WriterInfo) -> LogEntry:
-        """Commit a fence: no earlier writer commits any more."""
+    def writable_head(self) -> LogEntry:
+        """Return the newest entry if something may be written behind it, and probe the backend; for maintenance.
+
+        Raises
+        ------
+        ReadOnlyStore, UnsafeBackend, CommitStateUnknown
+        """
         head = self._settled_head()
         if self.identity.exclusive_create == "verified":
             self.storage.probe()
@@ -392,6 +397,11 @@ class Store:
                 "pass unsafe_single_writer=True and make sure that no other process writes",
                 path=self.url,
             )
+        return head
+
+    def _fence(self, info: WriterInfo) -> LogEntry:
+        """Commit a fence: no earlier writer commits any more."""
+        head = self.writable_head()
         draft = draft_after(head.record, "fence", info, epoch=head.record.epoch + 1)
         return self._log.append(head, draft, rebase_fence)
 
