@@ -129,6 +129,16 @@ def test_short_read_and_stale_listing(inner: IsolatedMemoryFileSystem) -> None:
     assert len(stale.find("/d")) == 4
 
 
+def test_a_fault_may_be_aimed_at_one_operation(inner: IsolatedMemoryFileSystem) -> None:
+    fs = FaultyFileSystem(inner, fault=Fault(FaultKind.FAIL_BEFORE, at=0, only="create"))
+    fs.pipe_file("/d/put", b"x")
+
+    with pytest.raises(OSError, match="injected"):
+        create(fs)
+
+    assert inner.find("/d") == ["/d/old", "/d/put"]
+
+
 def test_stall_calls_its_hook_before_the_effect(inner: IsolatedMemoryFileSystem) -> None:
     stalled: list[str] = []
     fs = FaultyFileSystem(inner, fault=Fault(FaultKind.STALL, at=0), on_stall=lambda call: stalled.append(call.path))

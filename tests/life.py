@@ -1,0 +1,445 @@
+"""A store's whole life as actors of a schedule: what they do, what they were told, and what must hold then.
+
+The training is one table of a few rows whose values are numbers that no other step writes, so a state that was put
+together wrongly is wrong in its values; the oracle is what each trainer held in memory when it saved.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from cnr_store.errors import (
+    CnrStoreError,
+    CommitStateUnknown,
+    Conflict,
+    CorruptStore,
+    Fenced,
+    MissingObject,
+    NotFound,
+    StorageFailure,
+)
+from cnr_store.log import RetryPolicy
+from cnr_store.placement import Shard
+from cnr_store.records import CommitRecord, LogEntry, is_live
+from cnr_store.snapshot import Snapshot
+from cnr_store.storage import storage_from_filesystem
+from cnr_store.store import Store
+from cnr_store.table_codes import TableCodes
+from cnr_store.testing.faulty import (
+    Call,
+    Fault,
+    FaultKind,
+    FaultyFileSystem,
+    IsolatedMemoryFileSystem,
+    SimulatedCrash,
+)
+from cnr_store.testing.schedule import Actor
+from cnr_store.types import TableOptions
+from cnr_store.writer import Writer
+from tests.inline_workers import InlineWorkers
+
+ROOT = "/root"
+ROWS, DIM = 4, 2
+OPTIONS = TableOptions(scale=1.0)
+TABLE = Shard("t")
+FAULTS = [
+    FaultKind.FAIL_BEFORE,
+    FaultKind.FAIL_AFTER,
+    FaultKind.LOST_REPLY,
+    FaultKind.DUPLICATE,
+    FaultKind.DELAYED_PUT,
+    FaultKind.SHORT_READ,
+    FaultKind.CRASH,
+    FaultKind.CRASH_AFTER,
+]
+Values = np.ndarray[Any, Any]
+OnCall = Callable[[Call], None]
+
+
+class Violation(AssertionError):
+    """Something that must always hold does not."""
+
+
+@dataclass
+class World:
+    """The files, and what the actors were told. Only one actor moves at a time, so nothing is locked.
+
+    Attributes
+    ----------
+    trained, base, owner
+        By step (no two saves share one): what the trainer held, the step of the state that it trained from, its name.
+    acknowledged, refused
+        What the trainers were told of their saves.
+    """
+
+    random: Random
+    files: IsolatedMemoryFileSystem = field(default_factory=IsolatedMemoryFileSystem)
+    trained: dict[int, Values] = field(default_factory=dict)
+    base: dict[int, int] = field(default_factory=dict)
+    owner: dict[int, str] = field(default_factory=dict)
+    acknowledged: dict[int, LogEntry] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)
+    tagged: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    told: list[str] = field(default_factory=list)
+    stale: tuple[TableCodes, int | None] | None = None
+    counter: int = 0
+    calls: int = 0
+    views: list[FaultyFileSystem] = field(default_factory=list)
+
+    def number(self) -> int:
+        """A number that nobody else gets."""
+        self.counter += 1
+        return self.counter
+
+    def tell(self, kind: str, what: str) -> None:
+        """Note what happened: the count by kind, and the story for a failing seed."""
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        self.told.append(what)
+
+    def deliver_delayed(self) -> int:
+        """Puts under way land at any time, their senders alive or not."""
+        return sum(view.deliver_delayed() for view in self.views)
+
+    def fault(self) -> Fault | None:
+        """What goes wrong in one life of an actor."""
+        if self.random.random() < 0.2:
+            return None
+        kind = self.random.choice(FAULTS)
+        # A life makes few creates, and they are what commits: half of the faults are aimed at them.
+        aimed = kind.applies_to("create") and self.random.random() < 0.5
+        return Fault(
+            kind,
+            at=self.random.randrange(40),
+            calls=self.random.choice((1, 1, 2, 40)),
+            delay_calls=self.random.choice((1, 3, 12, 10**6)),
+            only="create" if aimed else None,
+        )
+
+    def create(self) -> None:
+        """Make the store."""
+        Store.create_on(storage_from_filesystem(self.files, ROOT), profile="portable", threads=1).close()
+
+    def open(self, on_call: OnCall | None = None, fault: Fault | None = None) -> Store:
+        """Open the store in a process of its own, whose waiting takes no time."""
+
+        def at_call(call: Call) -> None:
+            self.calls += 1
+            if on_call is not None:
+                on_call(call)
+            if self.random.random() < 0.02:
+                self.deliver_delayed()
+
+        view = FaultyFileSystem(self.files, fault=fault, on_call=at_call)
+        self.views.append(view)
+        store = Store.open_on(storage_from_filesystem(view, ROOT), threads=1, retry=RetryPolicy(deadline_s=0.3))
+        now = [0.0]
+
+        def sleep(seconds: float) -> None:
+            now[0] += seconds
+
+        store._workers = InlineWorkers()
+        # What is asked of a storage has tests of its own.
+        store.storage.probe = lambda: None  # type: ignore[method-assign]
+        log = store.commit_log
+        log._monotonic_s, log._sleep, log._random = lambda: now[0], sleep, self.random
+        return store
+
+    def look(self) -> Store:
+        """Open the store as one who disturbs nobody and whom nothing disturbs."""
+        store = Store.open_on(storage_from_filesystem(self.files, ROOT), threads=1)
+        store._workers = InlineWorkers()
+        return store
+
+    def check_read(self, record: CommitRecord, values: Values) -> None:
+        """What was read of a version is what was trained."""
+        expected = self.trained.get(record.step)
+        if expected is None or not np.array_equal(expected, values):
+            raise Violation(
+                f"version {record.v} ({record.kind}, step {record.step}) reads {values.tolist()}, trained was "
+                f"{None if expected is None else expected.tolist()}"
+            )
+
+    def check_gone(self, version: int, error: MissingObject) -> None:
+        """Only data that no live version needs may be gone."""
+        with self.look() as store:
+            if is_live(store.head().record, version):
+                raise Violation(f"version {version} is live, and {error}")
+
+
+class _InlinePool:
+    """Stands in for the pool of threads that deletes: an actor makes one call after the other."""
+
+    def __init__(self, *_arguments: Any, **_options: Any) -> None:
+        self.map = map
+
+    def __enter__(self) -> _InlinePool:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        pass
+
+
+@contextmanager
+def deterministic(random: Random) -> Iterator[None]:
+    """Make what an actor does a function of the seed: names of transactions and records, and the order of deletes."""
+
+    def uuid4() -> uuid.UUID:
+        return uuid.UUID(int=random.getrandbits(128), version=4)
+
+    with (
+        mock.patch("uuid.uuid4", uuid4),
+        mock.patch("cnr_store.storage.remote.ThreadPoolExecutor", _InlinePool),
+    ):
+        yield
+
+
+Life = Callable[[World, Store], None]
+
+
+def restarting(world: World, life: Life) -> Actor:
+    """An actor that is started again when it dies or gives up, the last time without faults."""
+
+    def actor(on_call: OnCall) -> None:
+        faulty = world.random.choice((0, 1, 1, 2))
+        for fault in (*(world.fault() for _ in range(faulty)), None):
+            try:
+                with world.open(on_call, fault) as store:
+                    life(world, store)
+            except SimulatedCrash:
+                world.tell("crash", f"a {life.__name__} crashed")
+            except (Conflict, StorageFailure) as error:
+                world.tell(error.kind, f"a {life.__name__} gave up: {error}")
+            except CorruptStore:
+                if fault is None or fault.kind is not FaultKind.SHORT_READ:
+                    raise
+
+    return actor
+
+
+def alone(world: World, life: Life) -> None:
+    """Run an actor that nobody disturbs, on a storage that loses replies: it must never hear of a conflict.
+
+    Raises
+    ------
+    Violation
+    """
+    kind = world.random.choice((FaultKind.FAIL_AFTER, FaultKind.LOST_REPLY, FaultKind.DUPLICATE))
+    fault = Fault(kind, at=world.random.randrange(40), calls=world.random.choice((1, 2, 4)))
+    try:
+        with world.open(fault=fault) as store:
+            life(world, store)
+    except Conflict as error:
+        raise Violation(f"a {life.__name__} alone met a conflict: {error}") from error
+    except StorageFailure:
+        pass
+
+
+def trainer(world: World, store: Store) -> None:
+    """Take over, restore, train, and save a few steps; each refusal is survived as a trainer survives it."""
+    name = f"trainer {world.number()}"
+    writer = store.writer(run_id=name)
+    values = np.zeros((ROWS, DIM), np.float32)
+    dirty: set[int] = set()
+    base = take_state(world, writer, values)
+    for _ in range(world.random.choice((1, 2, 3))):
+        if world.random.random() < 0.1:
+            take_stale_mirror(world, writer)
+        step = world.number()
+        rows = sorted(world.random.sample(range(ROWS), world.random.choice((1, 2))))
+        values[rows] = step, -step
+        dirty |= set(rows)
+        world.trained[step], world.base[step], world.owner[step] = values.copy(), base, name
+        entry: LogEntry | None
+        try:
+            save(writer, step, values, dirty, world.random)
+            entry = writer.head
+        except CommitStateUnknown as error:
+            entry = writer.settle()  # unknown again: this life ends
+            if entry is None:
+                refuse(world, step, error)
+        except (Conflict, StorageFailure, CorruptStore) as error:
+            refuse(world, step, error)
+            if isinstance(error, Fenced):
+                raise
+            entry = None
+        if entry is not None:
+            world.acknowledged[step] = entry
+            world.tell("acknowledged", f"{name} saved step {step} as version {entry.record.v}")
+            base = step
+            dirty.clear()
+        elif not writer.is_synced or world.random.random() < 0.3:
+            base = take_state(world, writer, values)
+            dirty.clear()
+
+
+def refuse(world: World, step: int, error: CnrStoreError) -> None:
+    """Note that a save did not happen, and that it is not for a record of the trainer's own."""
+    world.refused[step] = f"{type(error).__name__}: {error}"
+    world.tell(error.kind, f"{world.owner[step]} was refused step {step}: {error}")
+    if isinstance(error, Conflict) and error.version is not None:
+        with world.look() as store:
+            if store.record(error.version).writer.run_id == world.owner[step]:
+                raise Violation(f"{world.owner[step]} met itself at step {step}: {error}")
+
+
+def take_state(world: World, writer: Writer, values: Values) -> int:
+    """Restore the head into ``values``; returns the step of that state, 0 for an empty store."""
+    for _ in range(5):
+        try:
+            snapshot = writer.restore({"t": {"values": values}} if writer.head.record.chain else None)
+        except MissingObject as error:
+            world.check_gone(writer.head.record.v, error)
+            continue
+        if snapshot.is_empty:
+            return 0
+        if not np.array_equal(values, world.trained[snapshot.step]):
+            world.check_read(snapshot.record, values)
+        return snapshot.step
+    raise StorageFailure("the head's data went away five times while it was restored")
+
+
+def take_stale_mirror(world: World, writer: Writer) -> None:
+    """Let the writer hold the mirror of an earlier state, as a rank that has missed a commit does."""
+    mirror, digest = writer.mirrors.get(TABLE), writer.mirrors.digest(TABLE)
+    if mirror is not None and writer.is_synced:
+        if world.stale is not None:
+            world.tell("stale", "a trainer holds the mirror of another state")
+            writer.mirrors.put(TABLE, *world.stale)
+        world.stale = deepcopy(mirror), digest
+
+
+def save(writer: Writer, step: int, values: Values, dirty: set[int], random: Random) -> None:
+    """Save what was trained: mostly deltas, at times a full or a delta to the baseline."""
+    chosen = random.random()
+    kind: Any = "full" if chosen < 0.1 else "delta"
+    base: Any = "baseline" if chosen > 0.85 else "head"
+    with writer.begin(step, kind, base=base) as txn:
+        if txn.kind == "full":
+            txn.write_table("t", values, options=None if "t" in txn.tables else OPTIONS)
+        else:
+            rows = np.arange(ROWS) if base == "baseline" else np.asarray(sorted(dirty), np.int64)
+            txn.write_rows("t", rows, values[rows])
+
+
+def tagger(world: World, store: Store) -> None:
+    """Name versions."""
+    for _ in range(world.random.choice((1, 2))):
+        head = store.head().record
+        if not head.chain:
+            continue
+        name = f"tag-{world.number()}"
+        try:
+            store.tag(name, head.v)
+        except NotFound as error:
+            world.tell(error.kind, f"{name} of version {head.v}: {error}")
+            continue
+        except MissingObject as error:
+            world.check_gone(head.v, error)
+            continue
+        world.tagged[name] = head.v
+        world.tell("tagged", f"{name} is version {head.v}")
+
+
+def reader(world: World, store: Store) -> None:
+    """Read the newest state, or a tagged one."""
+    for _ in range(2):
+        tags = store.tags()
+        name = world.random.choice(sorted(tags)) if tags and world.random.random() < 0.5 else None
+        snapshot: Snapshot | None = None
+        try:
+            snapshot = store.snapshot(tag=name)
+            if snapshot.is_empty:
+                continue
+            values = snapshot.table("t").read()
+        except NotFound as error:
+            world.tell(error.kind, f"a reader of {name or 'the head'}: {error}")
+            continue
+        except MissingObject as error:
+            if snapshot is not None:
+                world.check_gone(snapshot.version, error)
+            continue
+        world.check_read(snapshot.record, values)
+        world.tell("read", f"a reader read version {snapshot.version}")
+
+
+def check(world: World) -> None:
+    """Every law of the log and of what it names.
+
+    Raises
+    ------
+    Violation
+    """
+    with world.look() as store:
+        newest = store.head()
+        entries = {entry.record.v: entry for entry in store.commit_log.walk(newest)}
+        check_log(world, entries)
+        check_live(world, entries, store)
+
+
+def check_log(world: World, entries: dict[int, LogEntry]) -> None:
+    """The records: each acknowledged save once, none that was refused, each on the state that it was trained from."""
+    newest = entries[max(entries)].record
+    require(sorted(entries) == list(range(newest.v + 1)), "log positions are not contiguous")
+    saves = [entry.record for entry in entries.values() if entry.record.kind in ("full", "delta")]
+    steps = [record.step for record in saves]
+    require(len(steps) == len(set(steps)), f"a save is in the log twice: {sorted(steps)}")
+    for step, entry in world.acknowledged.items():
+        found = entries.get(entry.record.v)
+        require(found is not None and found.digest == entry.digest, f"the acknowledged save of step {step} is lost")
+    for step in steps:
+        require(step not in world.refused, f"step {step} is in the log, and was refused: {world.refused.get(step)}")
+    holder = ""
+    for version in range(1, newest.v + 1):
+        before, record = entries[version - 1].record, entries[version].record
+        where = f"version {version} ({record.kind})"
+        require(record.epoch == before.epoch + (record.kind == "fence"), f"{where} is in epoch {record.epoch}")
+        require(record.ts_ms > before.ts_ms, f"{where} is not later than the one before")
+        if record.kind == "fence":
+            holder = record.writer.run_id
+        if record.kind in ("full", "delta"):
+            at = before.step if before.chain else 0
+            require(world.base[record.step] == at, f"{where} was trained from {world.base[record.step]}, sits on {at}")
+            require(world.owner[record.step] == holder, f"{where} is of {world.owner[record.step]} after {holder}")
+        elif record.kind == "rollback":
+            require(record.step == entries[record.target or 0].record.step, f"{where} is not at its target's step")
+        else:
+            require(record.step == before.step, f"{where} changed the training state")
+    require(world.tagged.items() <= newest.tags.items(), "a tag is lost")
+
+
+def check_live(world: World, entries: dict[int, LogEntry], store: Store) -> None:
+    """Every live version restores to what was trained."""
+    newest = entries[max(entries)].record
+    for name, version in newest.tags.items():
+        require(is_live(newest, version), f"tag {name} names version {version}, which has expired")
+    require(is_live(newest, newest.v), "the head has expired")
+    seen: set[tuple[tuple[str, ...], int]] = set()
+    known: dict[str, Any] = {}
+    for version, entry in entries.items():
+        state = tuple(link.seg for link in entry.record.chain), entry.record.step
+        if not state[0] or state in seen or not is_live(newest, version):
+            continue
+        seen.add(state)
+        try:
+            snapshot = Snapshot(store.storage, entry, store.workers, known=known)
+            known |= {reader.name: reader for reader in snapshot.readers}
+            values = snapshot.table("t").read()
+        except CorruptStore as error:
+            raise Violation(f"live version {version} cannot be read: {error}") from error
+        world.check_read(entry.record, values)
+
+
+def require(holds: bool, otherwise: str) -> None:
+    """Raise `Violation` unless the law holds."""
+    if not holds:
+        raise Violation(otherwise)

@@ -1,0 +1,184 @@
+"""Random interleavings of a store's whole life over the real code, with faults: 0 violations.
+
+Trainers that restart and trainers that outlive their time, a tagger, a reader. Each safety rule, switched off, is
+caught by the same schedules.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from random import Random
+
+import pytest
+
+from cnr_store.committing import Commit
+from cnr_store.errors import CommitStateUnknown, CorruptStore, StorageFailure
+from cnr_store.log import CommitLog
+from cnr_store.rebase import _COMMUTING_KINDS
+from cnr_store.records import CommitRecord, LogEntry
+from cnr_store.testing.schedule import run_schedule
+from tests.life import Violation, World, alone, check, deterministic, reader, restarting, tagger, trainer
+
+LIVES = (trainer, trainer, tagger, reader)
+BLOCKS, BLOCK = 8, 250
+SOAK = int(os.environ.get("CNR_SOAK_SCHEDULES", "100000"))
+MOST_SEEDS = 400
+"""Within how many schedules a rule that is switched off must be missed."""
+
+
+def run_world(seed: int) -> World:
+    """Run one schedule and look at what is left.
+
+    Raises
+    ------
+    Violation, CorruptStore
+    """
+    world = World(Random(seed))
+    with deterministic(Random(~seed)):
+        world.create()
+        actors = [restarting(world, life) for life in LIVES]
+        run_schedule(actors, seed, speeds=[world.random.choice((0.1, 1.0, 4.0)) for _ in actors])
+        check(world)
+        if world.deliver_delayed():
+            check(world)
+        if seed % 4 == 0:
+            alone(world, world.random.choice(LIVES))
+            check(world)
+    return world
+
+
+def run_worlds(seeds: Iterable[int]) -> Counter[str]:
+    """Run schedules; returns how often what happened in them."""
+    counts: Counter[str] = Counter()
+    for seed in seeds:
+        try:
+            world = run_world(seed)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
+        counts.update(world.counts)
+        counts["calls"] += world.calls
+    return counts
+
+
+def counted(seeds: range) -> tuple[Counter[str], list[str]]:
+    """Run schedules in a process of the soak; returns what happened, and each violation with its seed."""
+    counts: Counter[str] = Counter()
+    violations = []
+    for seed in seeds:
+        try:
+            counts += run_worlds([seed])
+        except AssertionError as error:
+            violations.append(str(error)[:300])
+    return counts, violations
+
+
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_no_schedule_of_a_life_breaks_a_law(block: int) -> None:
+    began = time.perf_counter()
+    counts = run_worlds(range(BLOCK * block, BLOCK * (block + 1)))
+    sys.stdout.write(f"{BLOCK} schedules, {time.perf_counter() - began:.1f} s, 0 violations: {dict(counts)}\n")
+
+    # The schedules do collide.
+    assert counts["acknowledged"] > BLOCK
+    assert counts["fenced"] > BLOCK / 10
+    assert counts["read"] > BLOCK / 4
+    assert counts["tagged"] > BLOCK / 4
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+def test_none_of_a_hundred_thousand_schedules_does(capsys: pytest.CaptureFixture[str]) -> None:
+    began = time.perf_counter()
+    blocks = [range(first, first + BLOCK) for first in range(10**6, 10**6 + SOAK, BLOCK)]
+    counts: Counter[str] = Counter()
+    violations: list[str] = []
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
+        for number, (seen, broken) in enumerate(pool.map(counted, blocks), 1):
+            counts += seen
+            violations += broken
+            with capsys.disabled():
+                sys.stdout.write(
+                    f"{number * BLOCK} of {SOAK} schedules, {time.perf_counter() - began:.0f} s, "
+                    f"{len(violations)} violations {violations[:3]}\n"
+                )
+    with capsys.disabled():
+        sys.stdout.write(f"{SOAK} schedules, {len(violations)} violations: {dict(counts)}\n")
+
+    assert not violations, violations[:20]
+
+
+def test_a_seed_is_a_schedule() -> None:
+    def story(seed: int) -> tuple[object, ...]:
+        world = run_world(seed)
+        return world.told, [[(call.operation, call.path) for call in view.calls] for view in world.views]
+
+    for seed in range(3):
+        assert story(seed) == story(seed)
+
+
+# ---- each rule, switched off
+
+
+def violated_within(seeds: Iterable[int] = range(MOST_SEEDS)) -> int:
+    """The number of schedules until one breaks a law."""
+    for number, seed in enumerate(seeds, 1):
+        try:
+            run_world(seed)
+        except (Violation, CorruptStore) as error:
+            sys.stdout.write(f"found in schedule {number}: {str(error)[:300]}\n")
+            return number
+    raise AssertionError(f"no violation in {MOST_SEEDS} schedules")
+
+
+def test_appending_across_epochs_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cnr_store.rebase._check_epoch", lambda draft, record: None)
+    monkeypatch.setattr("cnr_store.rebase._COMMUTING_KINDS", _COMMUTING_KINDS | {"fence"})
+
+    assert violated_within()
+
+
+def test_taking_a_lost_reply_for_a_failure_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gives_up(log: CommitLog, attempt: object) -> LogEntry | None:
+        log._unresolved = None
+        raise StorageFailure(f"no clean success of {attempt}")
+
+    monkeypatch.setattr(CommitLog, "_read_back", gives_up)
+
+    assert violated_within()
+
+
+def test_cleaning_up_after_an_unknown_outcome_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    append = Commit._append
+
+    def cleans_up(commit: Commit, draft: CommitRecord) -> LogEntry:
+        try:
+            return append(commit, draft)
+        except CommitStateUnknown:
+            storage, segment = commit._session.storage, commit._draft.segment
+            storage.delete([stat.key for stat in storage.list_objects(f"data/{segment}")])
+            raise
+
+    monkeypatch.setattr(Commit, "_append", cleans_up)
+
+    assert violated_within()
+
+
+def test_saving_from_a_mirror_of_another_state_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cnr_store.planning._check_digests", lambda receipts, base: None)
+
+    assert violated_within()
+
+
+def test_a_mirror_of_another_state_makes_wrong_values_and_not_only_wrong_digests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cnr_store.planning._check_digests", lambda receipts, base: None)
+    monkeypatch.setattr("cnr_store.replay_plan._compare", lambda plan, found, wanted: None)
+
+    assert violated_within()
