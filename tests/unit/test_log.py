@@ -27,7 +27,7 @@ from cnr_store.errors import (
     TransactionAborted,
     UnknownFeature,
 )
-from cnr_store.layout import HINT, commit_key, segment_name, state_key
+from cnr_store.layout import HINT, branch_prefix, commit_key, hint_key, segment_name, state_key
 from cnr_store.log import CommitLog, RetryPolicy
 from cnr_store.rebase import draft_after, draft_init, rebase_data, rebase_fence, rebase_tag
 from cnr_store.records import (
@@ -47,6 +47,8 @@ from cnr_store.testing.faulty import Fault, FaultKind, FaultyFileSystem, Isolate
 STORE = "5" * 32
 WRITER = WriterInfo(host="h", lib="0.1.0", run_id="r")
 ROOT = "/root"
+BRANCH = branch_prefix("b" * 32)
+on_a_branch_too = pytest.mark.parametrize("prefix", ["", BRANCH], ids=["store", "branch"])
 
 
 class Clock:
@@ -65,11 +67,14 @@ class Clock:
         return int(self.now_s * 1000)
 
 
-def open_log(fs: Any, *, clock: Clock | None = None, deadline_s: float = 5.0, uuid: str = STORE) -> CommitLog:
+def open_log(
+    fs: Any, prefix: str = "", *, clock: Clock | None = None, deadline_s: float = 5.0, uuid: str = STORE
+) -> CommitLog:
     clock = clock or Clock()
     return CommitLog(
         storage_from_filesystem(fs, ROOT),
         uuid,
+        prefix,
         retry=RetryPolicy(deadline_s=deadline_s),
         clock_ms=clock.ms,
         monotonic_s=clock.monotonic_s,
@@ -121,9 +126,9 @@ def inner() -> IsolatedMemoryFileSystem:
     return IsolatedMemoryFileSystem()
 
 
-def with_versions(inner: IsolatedMemoryFileSystem, count: int) -> LogEntry:
+def with_versions(inner: IsolatedMemoryFileSystem, count: int, prefix: str = "") -> LogEntry:
     """A log of ``count`` versions written as fast as possible: init, then deltas of an empty chain."""
-    log = open_log(calm(inner))
+    log = open_log(calm(inner), prefix)
     head = log.append_first(draft_init(WRITER))
     for number in range(1, count):
         head = log.append(head, draft_after(head.record, "delta", WRITER, step=number), no_rebase)
@@ -166,10 +171,11 @@ def test_append_fills_position_parent_time_and_uuid(inner: IsolatedMemoryFileSys
     assert log.read(1) == entry
 
 
-def test_walk_yields_every_version_back_to_zero(inner: IsolatedMemoryFileSystem) -> None:
-    head = with_versions(inner, 12)
+@on_a_branch_too
+def test_walk_yields_every_version_back_to_zero(inner: IsolatedMemoryFileSystem, prefix: str) -> None:
+    head = with_versions(inner, 12, prefix)
 
-    entries = list(open_log(calm(inner)).walk(head))
+    entries = list(open_log(calm(inner), prefix).walk(head))
 
     assert [entry.record.v for entry in entries] == list(range(11, -1, -1))
 
@@ -182,17 +188,20 @@ def test_reading_an_empty_position_gives_none(inner: IsolatedMemoryFileSystem) -
     assert log.read(-1) is None
 
 
+@on_a_branch_too
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 9, 33])
 @pytest.mark.parametrize("hint", [b'{"version":0}', b'{"version":2}', None, b"{torn", b'{"version":-4}', b"[]"])
-def test_latest_finds_the_newest_from_any_hint(inner: IsolatedMemoryFileSystem, count: int, hint: bytes | None) -> None:
-    head = with_versions(inner, count)
-    hint_path = f"{ROOT}/{HINT}"
+def test_latest_finds_the_newest_from_any_hint(
+    inner: IsolatedMemoryFileSystem, prefix: str, count: int, hint: bytes | None
+) -> None:
+    head = with_versions(inner, count, prefix)
+    hint_path = f"{ROOT}/{hint_key(prefix)}"
     if count > 1:
         inner.rm(hint_path)
     if hint is not None:
         inner.pipe_file(hint_path, hint)
 
-    assert open_log(calm(inner)).latest() == head
+    assert open_log(calm(inner), prefix).latest() == head
 
 
 @pytest.mark.parametrize("version", [40, 10**6, 10**18, 10**25])
@@ -217,34 +226,40 @@ def test_latest_costs_a_few_reads_whatever_the_length_of_the_log(inner: Isolated
     assert without_hint.count() == without_hint.count("read") <= 2 + 2 * 10  # 2 log2(n)
 
 
-def test_poll_without_news_is_one_request(inner: IsolatedMemoryFileSystem) -> None:
-    head = with_versions(inner, 5)
+@on_a_branch_too
+def test_poll_without_news_is_one_request(inner: IsolatedMemoryFileSystem, prefix: str) -> None:
+    head = with_versions(inner, 5, prefix)
     fs = calm(inner)
 
-    assert open_log(fs).poll(head) is None
+    assert open_log(fs, prefix).poll(head) is None
 
-    assert [(call.operation, call.path) for call in fs.calls] == [("read", f"{ROOT}/{commit_key(5)}")]
+    assert [(call.operation, call.path) for call in fs.calls] == [("read", f"{ROOT}/{commit_key(5, prefix)}")]
 
 
-def test_poll_with_news_is_one_request(inner: IsolatedMemoryFileSystem) -> None:
-    head = with_versions(inner, 5)
-    log = open_log(calm(inner))
+@on_a_branch_too
+def test_poll_with_news_is_one_request(inner: IsolatedMemoryFileSystem, prefix: str) -> None:
+    head = with_versions(inner, 5, prefix)
+    log = open_log(calm(inner), prefix)
     before = log.read(3)
     assert before is not None
     fs = calm(inner)
 
-    assert open_log(fs).poll(before) == head
+    assert open_log(fs, prefix).poll(before) == head
 
     assert fs.count() == 1
 
 
-def test_clean_append_is_one_create_and_one_hint(inner: IsolatedMemoryFileSystem) -> None:
-    head = with_versions(inner, 3)
+@on_a_branch_too
+def test_clean_append_is_one_create_and_one_hint(inner: IsolatedMemoryFileSystem, prefix: str) -> None:
+    head = with_versions(inner, 3, prefix)
     fs = calm(inner)
 
-    append_delta(open_log(fs), head, 1)
+    append_delta(open_log(fs, prefix), head, 1)
 
-    assert [call.operation for call in fs.calls] == ["create", "write"]
+    assert [(call.operation, call.path) for call in fs.calls] == [
+        ("create", f"{ROOT}/{commit_key(3, prefix)}"),
+        ("write", f"{ROOT}/{hint_key(prefix)}"),
+    ]
 
 
 def test_unknown_fields_are_kept_by_the_next_record(inner: IsolatedMemoryFileSystem) -> None:
@@ -259,17 +274,19 @@ def test_unknown_fields_are_kept_by_the_next_record(inner: IsolatedMemoryFileSys
     assert log.read(3) == entry
 
 
-def test_growing_lists_move_to_a_side_object_and_come_back(inner: IsolatedMemoryFileSystem) -> None:
-    head = with_versions(inner, 2)
-    log = open_log(calm(inner))
+@on_a_branch_too
+def test_growing_lists_move_to_a_side_object_and_come_back(inner: IsolatedMemoryFileSystem, prefix: str) -> None:
+    head = with_versions(inner, 2, prefix)
+    log = open_log(calm(inner), prefix)
     tags = {f"a tag with a rather long name, number {n}": 0 for n in range(400)}
     draft = draft_after(head.record, "tag", WRITER, name="x", target=0, tags=tags)
 
     entry = log.append(head, draft, no_rebase)
 
-    raw = decode_record(inner.cat_file(f"{ROOT}/{commit_key(2)}"), 2)
+    raw = decode_record(inner.cat_file(f"{ROOT}/{commit_key(2, prefix)}"), 2)
     assert raw.record.tags == {}
     assert raw.record.state is not None
+    assert inner.exists(f"{ROOT}/{state_key(raw.record.state)}"), "side objects of all logs lie at the root"
     assert log.latest() == entry
     assert entry.record.tags == tags
 
@@ -340,10 +357,13 @@ def test_a_record_too_large_is_refused_before_anything_is_written(inner: Isolate
     assert log.unresolved is None
 
 
-def test_loser_takes_the_next_position_behind_records_that_commute(inner: IsolatedMemoryFileSystem) -> None:
-    log = open_log(calm(inner))
+@on_a_branch_too
+def test_loser_takes_the_next_position_behind_records_that_commute(
+    inner: IsolatedMemoryFileSystem, prefix: str
+) -> None:
+    log = open_log(calm(inner), prefix)
     head = append_delta(log, log.append_first(draft_init(WRITER)), 1)
-    other = open_log(calm(inner))
+    other = open_log(calm(inner), prefix)
     tagged = append_tag(other, append_tag(other, head, "a"), "b")
 
     entry = append_delta(log, head, 2)
@@ -373,11 +393,12 @@ def test_every_intervening_record_reaches_the_rebase_in_order(inner: IsolatedMem
     assert entry.record.tags == {"a": 0, "b": 1, "c": 2, "d": 0}
 
 
-def test_a_zombie_of_an_older_epoch_is_fenced(inner: IsolatedMemoryFileSystem) -> None:
-    log = open_log(calm(inner))
+@on_a_branch_too
+def test_a_zombie_of_an_older_epoch_is_fenced(inner: IsolatedMemoryFileSystem, prefix: str) -> None:
+    log = open_log(calm(inner), prefix)
     head = append_fence(log, log.append_first(draft_init(WRITER)))
     zombie_head = append_delta(log, head, 1)
-    other = open_log(calm(inner))
+    other = open_log(calm(inner), prefix)
     fenced = append_fence(other, other.latest())
     append_delta(other, fenced, 2)
 
@@ -424,15 +445,18 @@ def test_an_aborted_transaction_cannot_commit(inner: IsolatedMemoryFileSystem) -
 @pytest.mark.parametrize(
     "kind", [FaultKind.FAIL_AFTER, FaultKind.LOST_REPLY, FaultKind.DUPLICATE, FaultKind.FAIL_BEFORE]
 )
-def test_unclear_create_is_settled_by_reading_back(inner: IsolatedMemoryFileSystem, kind: FaultKind) -> None:
-    head = with_versions(inner, 3)
+@on_a_branch_too
+def test_unclear_create_is_settled_by_reading_back(
+    inner: IsolatedMemoryFileSystem, prefix: str, kind: FaultKind
+) -> None:
+    head = with_versions(inner, 3, prefix)
     fs = FaultyFileSystem(inner, fault=Fault(kind, at=0))
-    log = open_log(fs)
+    log = open_log(fs, prefix)
 
     entry = append_delta(log, head, 1)
 
     assert entry.record.v == 3
-    assert open_log(calm(inner)).latest() == entry
+    assert open_log(calm(inner), prefix).latest() == entry
     assert fs.count("create") == (2 if kind is FaultKind.FAIL_BEFORE else 1)
     assert log.unresolved is None
 
@@ -511,23 +535,26 @@ def test_nothing_else_is_appended_while_an_outcome_is_unknown(inner: IsolatedMem
     assert refused.value.expected == own.value.expected == first.record.commit_uuid
 
 
+@on_a_branch_too
 @pytest.mark.parametrize("fate", ["landed", "never sent", "another took the position"])
-def test_append_settles_what_an_earlier_append_left_unresolved(inner: IsolatedMemoryFileSystem, fate: str) -> None:
-    head = with_versions(inner, 3)
+def test_append_settles_what_an_earlier_append_left_unresolved(
+    inner: IsolatedMemoryFileSystem, prefix: str, fate: str
+) -> None:
+    head = with_versions(inner, 3, prefix)
     fs = FaultyFileSystem(inner, fault=Fault(FaultKind.DELAYED_PUT, at=0, delay_calls=10**6))
-    log = open_log(fs, deadline_s=0.0)
+    log = open_log(fs, prefix, deadline_s=0.0)
     with pytest.raises(CommitStateUnknown):
         append_tag(log, head, "unclear")
     if fate == "landed":
         fs.deliver_delayed()
     elif fate == "another took the position":
-        append_tag(open_log(calm(inner)), head, "other")
+        append_tag(open_log(calm(inner), prefix), head, "other")
 
     entry = append_delta(log, head, 1)  # the head from before the tag
     fs.deliver_delayed()
 
     assert log.unresolved is None
-    assert open_log(calm(inner)).latest() == entry
+    assert open_log(calm(inner), prefix).latest() == entry
     assert entry.record.v == 4
     assert list(entry.record.tags) == (["other"] if fate == "another took the position" else ["unclear"])
 
@@ -693,21 +720,23 @@ def test_truncated_read_back_is_read_again(inner: IsolatedMemoryFileSystem) -> N
     assert entry.record.v == other.record.v + 1
 
 
-def test_log_without_version_zero_is_refused(inner: IsolatedMemoryFileSystem) -> None:
+@on_a_branch_too
+def test_log_without_version_zero_is_refused(inner: IsolatedMemoryFileSystem, prefix: str) -> None:
     with pytest.raises(CorruptStore) as refused:
-        open_log(calm(inner)).latest()
+        open_log(calm(inner), prefix).latest()
 
     assert refused.value.version == 0
 
 
-def test_hole_in_the_log_is_named(inner: IsolatedMemoryFileSystem) -> None:
-    head = with_versions(inner, 9)
-    inner.rm(f"{ROOT}/{commit_key(4)}")
+@on_a_branch_too
+def test_hole_in_the_log_is_named(inner: IsolatedMemoryFileSystem, prefix: str) -> None:
+    head = with_versions(inner, 9, prefix)
+    inner.rm(f"{ROOT}/{commit_key(4, prefix)}")
 
     with pytest.raises(CorruptStore) as hole:
-        list(open_log(calm(inner)).walk(head))
+        list(open_log(calm(inner), prefix).walk(head))
 
-    assert hole.value.version == 4
+    assert (hole.value.version, hole.value.path) == (4, commit_key(4, prefix))
 
 
 def test_rewritten_record_breaks_the_digest_chain(inner: IsolatedMemoryFileSystem) -> None:
