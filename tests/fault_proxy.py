@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import IO, Any
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 _LONGEST_WAIT_S = 60.0
@@ -251,9 +251,9 @@ def _connected(port: int) -> socket.socket:
     return server
 
 
-def _read_head(stream: IO[bytes]) -> bytes:
+def _read_head(stream: Any) -> bytes:
     """Everything up to the empty line, it included; nothing at the end of the connection."""
-    lines = []
+    lines: list[bytes] = []
     while True:
         line = stream.readline(_LINE_BYTES)
         if not line:
@@ -274,11 +274,11 @@ def _without(head: bytes, name: bytes) -> bytes:
     return b"\r\n".join(line for line in head.split(b"\r\n") if not line.lower().startswith(name + b":"))
 
 
-def _read_body(stream: IO[bytes], headers: dict[str, str]) -> bytes:
+def _read_body(stream: Any, headers: dict[str, str]) -> bytes:
     """The body as it was sent, with the frames of a chunked one."""
     if "chunked" not in headers.get("transfer-encoding", "").lower():
         return _read_exactly(stream, int(headers.get("content-length", "0")))
-    pieces = []
+    pieces: list[bytes] = []
     while True:
         line = stream.readline(_LINE_BYTES)
         size = int(line.split(b";")[0], 16)
@@ -287,8 +287,8 @@ def _read_body(stream: IO[bytes], headers: dict[str, str]) -> bytes:
             return b"".join(pieces)
 
 
-def _read_trailer(stream: IO[bytes]) -> bytes:
-    lines = []
+def _read_trailer(stream: Any) -> bytes:
+    lines: list[bytes] = []
     while True:
         line = stream.readline(_LINE_BYTES)
         lines.append(line)
@@ -296,7 +296,7 @@ def _read_trailer(stream: IO[bytes]) -> bytes:
             return b"".join(lines)
 
 
-def _read_exactly(stream: IO[bytes], size: int) -> bytes:
+def _read_exactly(stream: Any, size: int) -> bytes:
     data = stream.read(size) if size else b""
     if len(data) != size:
         raise ConnectionResetError(f"the connection ended after {len(data)} of {size} bytes")

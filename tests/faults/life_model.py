@@ -61,14 +61,19 @@ class LifeModel:
             self.dirty[name].update(int(row) for row in chosen)
         self.dense = self.dense + np.float32(1)
 
+    def revive(self) -> None:
+        """Give every deleted row its last values again: a table that is written whole has all its rows."""
+        for name, table in self.tables.items():
+            self.dirty[name].update(int(row) for row in np.flatnonzero(table.status == ABSENT))
+            table.status[:] = CODED
+
     def write(self, txn: Transaction) -> None:
         """Write the rows that changed since the last save that was acknowledged; in a full, what it needs besides."""
+        if txn.kind == "full":
+            self.revive()
         whole = [name for name in self.tables if txn.kind == "full" and not _is_mirrored(txn, name)]
         for name, table in self.tables.items():
             if name in whole:
-                # A table written whole has all its rows.
-                self.dirty[name].update(int(row) for row in np.flatnonzero(table.status == ABSENT))
-                table.status[:] = CODED
                 txn.write_table(name, table.values, slots=table.slots, options=KINDS[table.kind].options)
                 continue
             rows = np.asarray(sorted(self.dirty[name]), np.int64)

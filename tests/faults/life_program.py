@@ -1,0 +1,260 @@
+"""Processes that write stores until they are killed, and processes that race; one launcher forks them all.
+
+Loading the library takes a second of a core, so the launcher does it once. It speaks lines of JSON::
+
+    python -m tests.faults.life_program
+    {"job": "live", "folder": "/tmp/x", "rounds": 3}                          ->  {"code": 0, "took_s": {"save": [...]}}
+    {"job": "live", "folder": "/tmp/x", "phase": "save", "skip": 2, "delay_s": 0.01}   ->  {"code": -9, ...}
+    {"job": "race", "racers": [{...}, {...}]}                                 ->  {"codes": [0, 0]}
+
+A life writes what every save holds to a file before it saves, and what was acknowledged to another one behind it: that
+is what a later process compares the store with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cnr_store import CommitStateUnknown, Conflict, Store, TableOptions
+from tests.faults.life_model import LifeModel, State, read_state
+
+ROWS = 2000
+SEED = 5
+EVERY_FULL = 16
+"""Each so many steps a full is saved."""
+PHASES = ("save",)
+
+
+@dataclass
+class Life:
+    """A training that goes on from what it finds, and says what it is about to do."""
+
+    folder: Path
+    tell: Callable[[str], None]
+    model: LifeModel = field(init=False)
+    step: int = 0
+
+    def live(self, rounds: int | None) -> None:
+        """Save for ever, or for some rounds."""
+        store = Store.open(str(self.folder / "store"), threads=2)
+        writer = store.writer()
+        writer.restore()
+        self.step = writer.head.record.step
+        self.model = model_at(self.step)
+        while rounds is None or rounds > 0:
+            rounds = None if rounds is None else rounds - 1
+            self.step += 1
+            advance(self.model, self.step)
+            write_values(self.folder, self.step, self.model.expected())
+            with self.phase("save"), writer.begin(self.step, "full" if is_full(self.step) else "delta") as txn:
+                self.model.write(txn)
+            self.model.saved()
+            note(self.folder / "acknowledged.jsonl", [txn.version, self.step])
+        store.close()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.tell(name)
+        yield
+        self.tell("")
+
+
+def is_full(step: int) -> bool:
+    return step % EVERY_FULL == 1
+
+
+def advance(model: LifeModel, step: int) -> None:
+    """The training of one step; the same whenever it is done."""
+    model.train(SEED, step)
+    if is_full(step):
+        model.revive()
+
+
+def model_at(step: int) -> LifeModel:
+    """What the training has after a step that was saved."""
+    model = LifeModel.fresh(SEED, ROWS)
+    for one in range(1, step + 1):
+        advance(model, one)
+    model.saved()
+    return model
+
+
+def create_life(folder: Path) -> None:
+    """A store for a life, before its first step."""
+    with Store.create(str(folder / "store"), threads=2) as store, store.writer() as writer:
+        model = LifeModel.fresh(SEED, ROWS)
+        write_values(folder, 0, model.expected())
+        with writer.begin(0) as txn:
+            model.write(txn)
+        note(folder / "acknowledged.jsonl", [txn.version, 0])
+
+
+def write_values(folder: Path, step: int, state: State) -> None:
+    """Write what a save will hold; whole or not at all."""
+    temporary = folder / "values.tmp"
+    with temporary.open("wb") as file:
+        np.savez(file, **{name.replace("/", "."): array for name, array in state.items()})  # type: ignore[arg-type]
+    temporary.replace(folder / f"{step}.npz")
+
+
+def read_values(folder: Path, step: int) -> State:
+    """Read what a save was to hold."""
+    with np.load(folder / f"{step}.npz") as arrays:
+        return {name.replace(".", "/"): arrays[name] for name in arrays.files}
+
+
+def note(path: Path, what: Any) -> None:
+    """Append a line with one system call, so that a kill leaves whole lines."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.write(file, (json.dumps(what) + "\n").encode())
+    os.close(file)
+
+
+def noted(path: Path) -> list[Any]:
+    """Read what was noted."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+# ---- racers
+
+
+def race(*, kind: str, url: str, options: dict[str, Any], name: str, count: int, notes: str, start: float) -> None:
+    """Commit ``count`` records while others do the same, and note each that was acknowledged."""
+    with Store.open(url, storage_options=options or None, threads=1) as store:
+        time.sleep(max(0.0, start - time.time()))
+        (race_tags if kind == "tags" else race_saves)(store, name, count, Path(notes))
+
+
+def race_tags(store: Store, name: str, count: int, notes: Path) -> None:
+    """Tag and untag in turn: records that all commute, so nobody is refused and every position is raced for."""
+    for number in range(count):
+        if number % 2:
+            version = store.untag(f"{name}-{number - 1}")
+        else:
+            version = store.tag(f"{name}-{number}", 2)
+        note(notes, [version, f"{name}-{number - number % 2}"])
+
+
+def race_saves(store: Store, name: str, count: int, notes: Path) -> None:
+    """Take the store over from each other, and save: each commit is a fence and a full."""
+    chance = random.Random(name)
+    done, step = 0, 0
+    while done < count:
+        writer = store.writer()
+        for _ in range(min(3, count - done)):
+            step += 1
+            try:
+                with writer.begin(step, "full") as txn:
+                    txn.write_table("t", np.full((4, 2), step, np.float32), options=TableOptions(scale=1.0))
+                    txn.put_scalars({"by": name})
+            except CommitStateUnknown:
+                raise
+            except Conflict:
+                break
+            note(notes, [txn.version, f"{name} {step}"])
+            done += 1
+        writer.close()
+        time.sleep(chance.uniform(0, 0.01))
+
+
+# ---- the launcher
+
+
+def fork(work: Callable[[], None], log: Path) -> int:
+    """Run something in a child process; its id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        work()
+        code = 0
+    except BaseException:  # noqa: BLE001 - a child must not run into the launcher's loop
+        with log.open("a") as file:
+            traceback.print_exc(file=file)
+    finally:
+        os._exit(code)
+
+
+def exit_code(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def launch_life(job: dict[str, Any]) -> dict[str, Any]:
+    """Run a life to its end, or kill it ``delay_s`` after the start of its ``skip``-th phase of that name."""
+    folder = Path(job["folder"])
+    reader, writer = os.pipe()
+
+    def work() -> None:
+        os.close(reader)
+        Life(folder, lambda phase: tell(writer, phase)).live(job.get("rounds"))
+
+    pid = fork(work, folder / "errors.txt")
+    os.close(writer)
+    took: dict[str, list[float]] = {}
+    phase, since, skip = "", 0.0, int(job.get("skip", 0))
+    with os.fdopen(reader) as lines:
+        for line in lines:
+            at, _, name = line.rstrip("\n").partition(" ")
+            if phase and not name:
+                took.setdefault(phase, []).append(float(at) - since)
+            phase, since = name, float(at)
+            if name and name == job.get("phase"):
+                skip -= 1
+                if skip < 0:
+                    time.sleep(job["delay_s"])
+                    os.kill(pid, signal.SIGKILL)
+                    break
+        left = [line.rstrip("\n").partition(" ")[2] for line in lines]
+    # What it was at when it died: the kill may have come after the phase that it was meant for.
+    return {"code": exit_code(pid), "took_s": took, "died_in": (left or [phase])[-1]}
+
+
+def tell(pipe: int, phase: str) -> None:
+    os.write(pipe, f"{time.monotonic()} {phase}\n".encode())
+
+
+def launch_race(job: dict[str, Any]) -> dict[str, Any]:
+    start = time.time() + 0.5
+    pids = [
+        fork(lambda racer=racer: race(**racer, start=start), Path(racer["notes"] + ".txt"))  # type: ignore[misc]
+        for racer in job["racers"]
+    ]
+    return {"codes": [exit_code(pid) for pid in pids]}
+
+
+def warm_up() -> None:
+    """Load the kernels, which every child then has; no thread may be left behind."""
+    with Store.create("memory://warm-up", threads=1) as store, store.writer() as writer:
+        model = LifeModel.fresh()
+        for step in (1, 2):
+            model.train(step)
+            with writer.begin(step) as txn:
+                model.write(txn)
+        read_state(store.snapshot())
+
+
+def main() -> None:
+    warm_up()
+    jobs = {"live": launch_life, "race": launch_race}
+    for line in sys.stdin:
+        job = json.loads(line)
+        sys.stdout.write(json.dumps(jobs[job["job"]](job)) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Processes killed at random moments: the next one finds what was acknowledged, or what was being saved, whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cnr_store import Store, verify_store
+from tests.faults.life_model import differing, read_state
+from tests.faults.life_program import PHASES, create_life, noted, read_values
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CI_KILLS, SOAK_KILLS = 20, 200
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass
+class Launcher:
+    """The process that forks the lives and kills them."""
+
+    process: subprocess.Popen[str]
+
+    def live(self, folder: Path, **job: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"job": "live", "folder": str(folder), **job}) + "\n")
+        self.process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return answer
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[Launcher]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.faults.life_program"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+    )  # fmt: skip
+    with process:
+        yield Launcher(process)
+
+
+def errors(folder: Path) -> str:
+    path = folder / "errors.txt"
+    return path.read_text() if path.exists() else ""
+
+
+def check_what_is_stored(folder: Path) -> str:
+    """A fresh process sees the state that was acknowledged last, or the one that was being saved; says which."""
+    acknowledged = dict(noted(folder / "acknowledged.jsonl"))
+    last = max(acknowledged.values())
+    with Store.open(str(folder / "store"), threads=2) as store:
+        head = store.snapshot()
+        assert head.step in (last, last + 1)
+        assert (folder / f"{head.step}.npz").exists(), "a state that was never saved"
+        assert differing(read_state(head), read_values(folder, head.step)) == []
+        for version in sorted(acknowledged)[-3:]:
+            snapshot = store.snapshot(version)
+            assert snapshot.step == acknowledged[version]
+            assert differing(read_state(snapshot), read_values(folder, snapshot.step)) == []
+        assert verify_store(store, deep=True).problems == ()
+    return "in flight" if head.step > last else "acknowledged"
+
+
+def kill_often(launcher: Launcher, folder: Path, kills: int, seed: int) -> Counter[str]:
+    """Kill lives of one store, each going on where the last was killed; what they were at, and what was found."""
+    chance = random.Random(seed)
+    create_life(folder)
+    calm = launcher.live(folder, rounds=6)
+    assert calm["code"] == 0, errors(folder)
+    usual_s = {phase: float(np.median(took)) for phase, took in calm["took_s"].items()}
+    assert set(usual_s) == set(PHASES)
+    found: Counter[str] = Counter()
+    for kill in range(kills):
+        phase = PHASES[kill % len(PHASES)]
+        answer = launcher.live(
+            folder, phase=phase, skip=chance.randrange(2), delay_s=chance.uniform(0, 1.2 * usual_s[phase])
+        )
+        assert answer["code"] == -9, f"{answer}\n{errors(folder)}"
+        found[f"killed in {answer['died_in'] or 'between'}"] += 1
+        found[f"found {check_what_is_stored(folder)}"] += 1
+    return found
+
+
+def test_a_store_whose_processes_are_killed_keeps_what_was_acknowledged(launcher: Launcher, tmp_path: Path) -> None:
+    found = kill_often(launcher, tmp_path, CI_KILLS, seed=1)
+    sys.stdout.write(f"{CI_KILLS} kills: {dict(found)}\n")
+
+    for phase in PHASES:
+        assert found[f"killed in {phase}"] > CI_KILLS // len(PHASES) // 2
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_a_store_whose_processes_are_killed_two_hundred_times_keeps_what_was_acknowledged(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    found = kill_often(launcher, tmp_path, SOAK_KILLS, seed=2)
+    sys.stdout.write(f"{SOAK_KILLS} kills: {dict(found)}\n")
+
+    for phase in PHASES:
+        assert found[f"killed in {phase}"] > SOAK_KILLS // len(PHASES) // 2

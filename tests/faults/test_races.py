@@ -1,0 +1,120 @@
+"""Two processes race for the same log positions: one winner each, and nothing acknowledged is lost or doubled."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cnr_store import Store, TableOptions
+from cnr_store.records import DATA_KINDS
+from tests.faults.life_program import noted
+from tests.servers import Place
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+COMMITS = 200
+CI_SAVES_ON_SERVERS = 40
+"""Saves and fences take seconds there; `make soak` makes them all."""
+BACKENDS = [
+    "local",
+    pytest.param("s3", marks=pytest.mark.servers),
+    pytest.param("azure", marks=pytest.mark.servers),
+]
+KINDS = ["tags", "saves"]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.faults.life_program"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+    )  # fmt: skip
+    with process:
+        yield process
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    if request.param == "local":
+        return Place(str(tmp_path / "store"), {})
+    found: Place = request.getfixturevalue(f"{request.param}_place")
+    return found
+
+
+def race(launcher: subprocess.Popen[str], place: Place, folder: Path, kind: str, commits: int) -> tuple[int, int]:
+    """Race, compare the log with what each process was told; returns records and how often the winner changed."""
+    with Store.create(place.url, storage_options=place.storage_options) as store, store.writer() as writer:
+        with writer.begin(0) as txn:
+            txn.write_table("t", np.zeros((4, 2), np.float32), options=TableOptions(scale=1.0))
+        assert txn.version == 2
+    racers = [
+        {
+            "kind": kind, "url": place.url, "options": place.storage_options, "name": name, "count": commits // 2,
+            "notes": str(folder / f"{name}.jsonl"),
+        }
+        for name in ("a", "b")
+    ]  # fmt: skip
+    assert launcher.stdin is not None
+    assert launcher.stdout is not None
+    launcher.stdin.write(json.dumps({"job": "race", "racers": racers}) + "\n")
+    launcher.stdin.flush()
+    codes = json.loads(launcher.stdout.readline())["codes"]
+    assert codes == [0, 0], "\n".join(path.read_text() for path in folder.glob("*.txt"))
+
+    told = {version: what for name in ("a", "b") for version, what in noted(folder / f"{name}.jsonl")}
+    assert len(told) == commits, "a position was given to both, or a commit was not acknowledged"
+    with Store.open(place.url, storage_options=place.storage_options) as store:
+        records = {record.v: record for record in store.log() if record.v > 2}
+        assert sorted(records) == list(range(3, 3 + len(records)))
+        committed = {v: record for v, record in records.items() if record.kind != "fence"}
+        assert committed.keys() == told.keys()
+        for version, record in committed.items():
+            if kind == "tags":
+                assert record.name == told[version]
+            else:
+                assert record.kind in DATA_KINDS
+                snapshot = store.snapshot(version)
+                assert f"{snapshot.scalars['by']} {record.step}" == told[version]
+                assert (snapshot.table("t").read() == record.step).all()
+        uuids = Counter(record.commit_uuid for record in store.log())
+        assert max(uuids.values()) == 1
+        assert store.tags() == {}
+    owners = [told[version].replace("-", " ").split(" ")[0] for version in sorted(told)]
+    return len(records), sum(owner != after for owner, after in itertools.pairwise(owners))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", BACKENDS, indirect=True)
+def test_two_processes_race_and_each_position_has_one_winner(
+    launcher: subprocess.Popen[str], place: Place, tmp_path: Path, kind: str
+) -> None:
+    backend = "local" if not place.storage_options else "s3" if place.url.startswith("s3") else "azure"
+    commits = CI_SAVES_ON_SERVERS if place.storage_options and kind == "saves" else COMMITS
+
+    records, changes = race(launcher, place, tmp_path, kind, commits)
+
+    sys.stdout.write(f"{backend}, {kind}: {commits} commits, {records} records, the winner changed {changes} times\n")
+    assert changes > commits // 20, "they did not race"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", BACKENDS, indirect=True)
+def test_two_processes_race_two_hundred_commits_each(
+    launcher: subprocess.Popen[str], place: Place, tmp_path: Path, kind: str
+) -> None:
+    records, changes = race(launcher, place, tmp_path, kind, 2 * COMMITS)
+
+    sys.stdout.write(f"{place.url.split(':')[0]}, {kind}: {records} records, the winner changed {changes} times\n")
+    assert changes > COMMITS // 10, "they did not race"
