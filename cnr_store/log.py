@@ -39,6 +39,7 @@ from cnr_store.records import (
     decode_record,
     encode_record,
     merge_overflow,
+    parent_of,
     sha256,
     split_overflow,
 )
@@ -174,6 +175,19 @@ class CommitLog:
         data = self._storage.read(self._key(version))
         return None if data is None else self._complete(self._decode(data, version))
 
+    def read_standing(self, version: int) -> LogEntry | None:
+        """Return the record at a position, or the one that superseded it (spec, section 7.10); None if it is empty.
+
+        One GET for a record that can be read, two with a side object. Raises as `read` does.
+        """
+        try:
+            return self.read(version)
+        except CorruptStore:
+            superseding = self._superseding(version)
+            if superseding is None:
+                raise
+            return superseding
+
     def latest(self) -> LogEntry:
         """Return the newest record, found from the hint with GETs alone: O(log distance), no listing.
 
@@ -198,19 +212,23 @@ class CommitLog:
     def poll(self, after: LogEntry) -> LogEntry | None:
         """Return the record behind ``after``, or None if there is none yet. One GET, two with a side object.
 
+        Torn positions that were superseded are passed over.
+
         Raises
         ------
         CorruptRecord
             The record is damaged or was not written behind ``after``.
         CorruptStore, UnknownFeature, StorageFailure
         """
-        entry = self.read(after.record.v + 1)
+        entry = self.read_standing(after.record.v + 1)
         if entry is not None:
-            self._check_parent(entry, after.digest)
+            self._check_follows(entry, after)
         return entry
 
     def walk(self, newest: LogEntry) -> Iterator[LogEntry]:
         """Yield ``newest`` and every record before it down to position 0; one GET each.
+
+        Torn positions that were superseded are passed over.
 
         Raises
         ------
@@ -222,11 +240,11 @@ class CommitLog:
         entry = newest
         yield entry
         while entry.record.v > 0:
-            version = entry.record.v - 1
+            version = parent_of(entry.record)[0]
             before = self.read(version)
             if before is None:
                 raise self._hole(version)
-            self._check_parent(entry, before.digest)
+            self._check_follows(entry, before)
             entry = before
             yield entry
 
@@ -256,10 +274,10 @@ class CommitLog:
         """Append ``draft`` behind ``head``, or behind the records that came first; return it as committed.
 
         Fills ``v``, ``commit_uuid``, ``store_uuid``, ``parent_digest``, ``ts_ms`` and the unknown fields of
-        the record before. For every intervening record, in order, ``rebase`` adapts the draft or raises. When
-        this raises anything but `CommitStateUnknown` (or an exception that interrupts the program), nothing
-        was committed. After those, `unresolved` is set and nothing else is appended before `resolve`, or the next
-        append, has settled it.
+        the record before. A draft that ``supersedes`` positions behind ``head`` goes behind those. For every
+        intervening record, in order, ``rebase`` adapts the draft or raises. When this raises anything but
+        `CommitStateUnknown` (or an exception that interrupts the program), nothing was committed. After those,
+        `unresolved` is set and nothing else is appended before `resolve`, or the next append, has settled it.
 
         What an earlier append left unresolved is settled first, whoever made it: it blocks for a deadline more. Whether
         it won or lost, its position is then occupied, so a ``head`` from before it meets it as an intervening record.
@@ -292,11 +310,12 @@ class CommitLog:
                 )
             parent = head
             while True:
-                attempt = self._prepare(parent, draft, version=parent.record.v + 1)
+                torn = 0 if draft.supersedes is None else len(draft.supersedes.torn)
+                attempt = self._prepare(parent, draft, version=parent.record.v + 1 + torn)
                 winner = self._settle(attempt, reads_first=False)
                 if winner is attempt.entry:
                     return winner
-                self._check_parent(winner, parent.digest)
+                self._check_follows(winner, parent)
                 parent = self._complete(winner)
                 draft = rebase(draft, parent)
 
@@ -353,7 +372,9 @@ class CommitLog:
         try:
             owner = self._owner(data, sent)
         except CorruptStore:
-            raise
+            if self._superseding(version) is None:
+                raise
+            return None
         except CnrStoreError:
             return None  # Of a newer library, so not what we sent.
         return sent if owner is sent else None
@@ -366,7 +387,7 @@ class CommitLog:
             v=version,
             commit_uuid=uuid.uuid4().hex,
             store_uuid=self._store_uuid,
-            parent_digest="" if parent is None else parent.digest,
+            parent_digest=_digest_before(parent, draft),
             ts_ms=max(self._clock_ms(), 0 if before is None else before.ts_ms + 1),
             state=None,
         )
@@ -441,7 +462,10 @@ class CommitLog:
         try:
             owner = self._owner(data, attempt.entry)
         except CorruptStore:
-            raise  # Perhaps a cut connection, so no verdict.
+            superseding = self._superseding(attempt.entry.record.v)
+            if superseding is None:
+                raise  # Perhaps a cut connection, so no verdict.
+            owner = superseding
         except CnrStoreError:
             self._unresolved = None  # Well-formed, and not what we sent: another owns the position.
             raise
@@ -524,6 +548,18 @@ class CommitLog:
             return 0
         return version if 0 <= version <= MAX_HINT else 0
 
+    def _superseding(self, version: int) -> LogEntry | None:
+        """The record that says of a position, which cannot be read, that it holds no version; None if none does."""
+        above = version + 1
+        while (data := self._storage.read(self._key(above))) is not None:
+            try:
+                entry = self._decode(data, above)
+            except CorruptStore:
+                above += 1
+                continue
+            return self._complete(entry) if parent_of(entry.record)[0] < version else None
+        return None
+
     def _decode(self, data: bytes, version: int) -> LogEntry:
         entry = decode_record(data, version)
         if entry.record.store_uuid != self._store_uuid:
@@ -560,6 +596,18 @@ class CommitLog:
                 found=entry.record.parent_digest,
             )
 
+    def _check_follows(self, entry: LogEntry, before: LogEntry) -> None:
+        """Refuse a record that does not carry on ``before``, which stands directly before it or what it superseded."""
+        version, digest = parent_of(entry.record)
+        if version != before.record.v or digest != before.digest:
+            raise CorruptRecord(
+                f"commit record {entry.record.v} was written behind another record {version} than the one there now: "
+                "the log was rewritten or partly restored; run `cnr verify`",
+                version=entry.record.v,
+                expected=before.digest,
+                found=digest,
+            )
+
     def _key(self, version: int) -> str:
         return commit_key(version, self._prefix)
 
@@ -570,3 +618,10 @@ class CommitLog:
             version=version,
             path=self._key(version),
         )
+
+
+def _digest_before(parent: LogEntry | None, draft: CommitRecord) -> str:
+    """The sha256 of the bytes at the position before the draft's."""
+    if draft.supersedes is not None:
+        return draft.supersedes.torn[-1]
+    return "" if parent is None else parent.digest
