@@ -19,7 +19,7 @@ from cnr_store.segment import SegmentWriter
 from cnr_store.snapshot import Snapshot
 from cnr_store.storage import object_digest
 from cnr_store.table_codes import Array
-from cnr_store.types import JsonValue
+from cnr_store.types import JsonValue, Rectangle
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class Assembly:
         folder = self._group(shard, staged.schema)
         for operation, row_list in lists.items():
             if row_list is not None:
-                attributes = _attributes(shard.table, staged.schema, operation)
+                attributes = list_attributes(shard.table, staged.schema, operation)
                 entries[operation] = self.out.write_row_list(f"{folder}/{operation}", row_list, attributes)
 
     def write_lists(self, shard: Shard, schema: TableSchema, staged: StagedRows) -> None:
@@ -69,7 +69,7 @@ class Assembly:
         entries = self.entries.setdefault(shard, {})
         for operation, item in staged.lists.items():
             path = f"{self._group(shard, schema)}/{operation}"
-            attributes = _attributes(shard.table, schema, operation)
+            attributes = list_attributes(shard.table, schema, operation)
             entries[operation] = self.out.write_row_list(path, item.row_list(), attributes)
 
     def write_dense(self, tensors: DenseTensors, before: Snapshot | None, kept: set[str]) -> None:
@@ -118,13 +118,18 @@ class Assembly:
         folder = self._folder(shard, schema)
         if folder not in self._folders:
             self._folders.add(folder)
-            rectangle = shard.rectangle_in(schema)
-            place = {"rows": list(rectangle.rows), "columns": list(rectangle.columns)}
-            self.out.write_group(folder, {"table": shard.table, **place, "schema": msgspec.to_builtins(schema)})
+            write_part_group(self.out, folder, shard.table, schema, shard.rectangle_in(schema))
         return folder
 
 
-def _attributes(table: str, schema: TableSchema, operation: str) -> dict[str, Any]:
+def write_part_group(out: SegmentWriter, folder: str, table: str, schema: TableSchema, rectangle: Rectangle) -> None:
+    """Put the group document of a part that has row lists."""
+    place = {"rows": list(rectangle.rows), "columns": list(rectangle.columns)}
+    out.write_group(folder, {"table": table, **place, "schema": msgspec.to_builtins(schema)})
+
+
+def list_attributes(table: str, schema: TableSchema, operation: str) -> dict[str, Any]:
+    """Return the attributes of a row list's group."""
     encoding: JsonValue = msgspec.to_builtins(schema.encoding)
     return {"table": table, "operation": operation, "encoding": encoding}
 

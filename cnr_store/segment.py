@@ -66,6 +66,13 @@ class RowList:
     widths: Mapping[str, tuple[np.dtype[Any], int | None]]
     produce: Callable[[int, int], Blocks]
 
+    @property
+    def chunk_rows(self) -> int:
+        """Rows per chunk: the weights, as codes or exact, give a chunk its size."""
+        name = next(name for name in ("codes", "values", "rows") if name in self.widths)
+        dtype, width = self.widths[name]
+        return arrays.chunk_rows_for(self.count, dtype.itemsize * (width or 1))
+
 
 class SegmentWriter:
     """One writer's side of a segment. Blocking; puts run on ``workers``."""
@@ -105,8 +112,7 @@ class SegmentWriter:
 
         Memory: the blocks of two chunks per thread. The list must not be empty.
         """
-        dtype, width = row_list.widths.get("codes", row_list.widths["rows"])
-        chunk_rows = arrays.chunk_rows_for(row_list.count, dtype.itemsize * (width or 1))
+        chunk_rows = row_list.chunk_rows
         entries = {
             name: arrays.describe(
                 f"{path}/{_array_path(name)}",
@@ -136,6 +142,11 @@ class SegmentWriter:
             last=tuple(last for _, last in spans),
             arrays=entries,
         )
+
+    def forget(self, path: str) -> None:
+        """Take the objects below ``path`` off the inventory; the caller puts every one of them again."""
+        with self._lock:
+            self._objects = {key: entry for key, entry in self._objects.items() if not key.startswith(f"{path}/")}
 
     def write_dense(self, tensors: Mapping[str, npt.NDArray[Any]], dtypes: Mapping[str, str]) -> None:
         """Write dense tensors, packed end to end into one 1-d array per stored dtype.

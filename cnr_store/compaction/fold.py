@@ -1,0 +1,146 @@
+"""Fold a run of segments into one part of the result, exactly, one chunk of the result at a time.
+
+Codes are added as integers and copied as they are stored, never decoded to floats and encoded again, so that the
+result decodes to the bits that a replay of the run gives. First the row ids alone say what becomes of each row; then
+each row list is written, and each of its chunks is replayed when its turn comes. Memory: a byte per row of the piece
+(or 9 per changed row), the chunks in flight on each thread, and the chunks that several chunks of the result share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from cnr_store.assembly import write_part_group
+from cnr_store.compaction.folded_rows import FoldedRows, write_folded
+from cnr_store.compaction.statuses import replay_statuses
+from cnr_store.compaction.tasks import Piece
+from cnr_store.encodings.digest import add_digests
+from cnr_store.errors import CorruptStore
+from cnr_store.records import Manifest, PartEntry, RowListEntry, TableSchema, stated_digest
+from cnr_store.replay_plan import Operation, TablePlan, by_columns, plan_table
+from cnr_store.segment import SegmentReader, SegmentWriter
+from cnr_store.table_codes import array_specs
+from cnr_store.workers import Workers
+
+CACHE_BYTES = 256 * 1024 * 1024
+"""Bound on the decoded chunks kept for several chunks of the result: of 16 deltas, as a rule, those of one place."""
+
+
+def fold_piece(
+    readers: Sequence[SegmentReader],
+    run: tuple[int, int],
+    piece: Piece,
+    out: SegmentWriter,
+    workers: Workers,
+    *,
+    cache_bytes: int = CACHE_BYTES,
+) -> PartEntry:
+    """Write one part of what the run folds to, and return the manifest's line for it. Blocks.
+
+    Parameters
+    ----------
+    readers
+        The chain's segments up to the end of the run, the baseline first. Of those before the run only the manifests
+        are looked at.
+    run
+        The segments [start, stop) to fold. From 0 on the result is part of a baseline, else of a delta.
+    piece
+        Its columns lie in one stored interval of the table (baseline), or are those of the run's parts (delta).
+    out
+        Gets the part's objects; a part without rows gets none.
+    cache_bytes
+        Bound on what is kept of chunks that are needed again.
+
+    Returns
+    -------
+    PartEntry
+        With the state digest recomputed from the codes (baseline), or as the run's last segment states it (delta).
+
+    Raises
+    ------
+    ValueError
+        The piece's columns are not such columns.
+    CorruptStore, CorruptObject, MissingObject
+        What was written is then part of nothing.
+    """
+    start, stop = run
+    manifests = [reader.manifest for reader in readers[:stop]]
+    here = readers[start:stop]
+    schema = manifests[-1].tables[piece.table]
+    plan = _plan(manifests[start:], piece, schema, is_delta=start > 0)
+    before = _rows_before(manifests, start, plan)
+    statuses = replay_statuses(here, plan, before, workers)
+    folder = out.part_folder(piece.table, piece.rectangle, schema.num_rows, schema.dim)
+    operations: tuple[Operation, ...] = ("set", "escape") if before is None else ("add", "set", "delete", "escape")
+    additive = any(spec.is_additive for spec in array_specs(schema, plan.columns).values())
+    lists: dict[str, RowListEntry] = {}
+    found = 0
+    for operation in operations:
+        source = FoldedRows(here, plan, operation, statuses, with_digest=additive and start == 0)
+        if source.count:
+            if not lists:
+                write_part_group(out, folder, piece.table, schema, piece.rectangle)
+            lists[operation], change = write_folded(out, f"{folder}/{operation}", source, cache_bytes)
+            found = add_digests(found, change)
+    base = stated = None
+    if start > 0:
+        base = None if before is None else _base_digest(manifests[start], piece, schema)
+        stated = stated_digest((part for part in manifests[-1].parts if part.table == piece.table), piece.rectangle)
+    elif additive:
+        stated = found
+    return PartEntry(
+        table=piece.table, folder=folder, rows=piece.rectangle.rows, columns=piece.rectangle.columns,
+        base_digest=_hex(base), state_digest=_hex(stated), **lists,
+    )  # fmt: skip
+
+
+def _plan(manifests: Sequence[Manifest], piece: Piece, schema: TableSchema, *, is_delta: bool) -> TablePlan:
+    first, stop = piece.rectangle.rows
+    plan = plan_table(manifests, piece.table, first, stop, columns=piece.rectangle.columns)
+    cuts = {step.part.columns for batch in plan.batches for step in batch.steps}
+    lacks_row_slots = plan.row_slots and not plan.has_own_row_slots
+    if len(by_columns(plan)) > 1 or lacks_row_slots or (is_delta and cuts - {piece.rectangle.columns}):
+        raise ValueError(
+            f"columns {piece.rectangle.columns} of table {piece.table!r} cannot be folded at once: the run has parts "
+            f"of columns {sorted(cuts)}"
+        )
+    for manifest in manifests[plan.batches[0].segment :]:
+        held = manifest.tables[piece.table]
+        if msgspec.structs.replace(held, num_rows=schema.num_rows, shift=schema.shift, fill=schema.fill) != schema:
+            raise CorruptStore(
+                f"table {piece.table!r} changes its shape, encoding or slots within generation {schema.generation}; "
+                "run `cnr verify`",
+                table=piece.table,
+            )
+    if schema.keys == "hashed" and any(step.operation == "add" for batch in plan.batches for step in batch.steps):
+        raise CorruptStore(f"hashed table {piece.table!r} has add rows; only set rows are legal", table=piece.table)
+    return plan
+
+
+def _rows_before(manifests: Sequence[Manifest], start: int, plan: TablePlan) -> int | None:
+    """The table's rows before the run; None where its life begins inside, so that nothing is there to build on."""
+    held = manifests[start - 1].tables.get(plan.table) if start > 0 else None
+    if held is None or held.generation != plan.schema.generation:
+        return None
+    if plan.batches[0].segment > 0:
+        raise CorruptStore(
+            f"table {plan.table!r} is dropped and comes back within generation {held.generation}; run `cnr verify`",
+            table=plan.table, found=held.generation,
+        )  # fmt: skip
+    return held.num_rows
+
+
+def _base_digest(first: Manifest, piece: Piece, schema: TableSchema) -> int | None:
+    """What the run starts from, as its first segment states it in the same unit."""
+    if first.tables[piece.table].shift != schema.shift:
+        return None
+    parts = (part for part in first.parts if part.table == piece.table)
+    return stated_digest(
+        (msgspec.structs.replace(part, state_digest=part.base_digest) for part in parts), piece.rectangle
+    )
+
+
+def _hex(found: int | None) -> str | None:
+    return None if found is None else f"{found:016x}"
