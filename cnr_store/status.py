@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from cnr_store import layout
+from cnr_store.errors import NotFound
 from cnr_store.records import CommitRecord, canonical_json
 from cnr_store.store import Store
 
@@ -90,7 +91,7 @@ class StoreStatus:
     url
         The store, without credentials.
     heads
-        The log that the store is opened on.
+        The log that the store is opened on; of the store's own log also those of its branches, by name.
     last_maintenance
         None if there was none, or its note cannot be read.
     """
@@ -101,7 +102,9 @@ class StoreStatus:
 
 
 def read_status(store: Store) -> StoreStatus:
-    """Return what a monitor asks of a store. Blocks for a few GETs; no listing, nothing is written.
+    """Return what a monitor asks of a store. Blocks for a few GETs per log; no listing.
+
+    Opening a branch whose creator died before its position 0 writes that, as any opening of it does.
 
     Examples
     --------
@@ -113,10 +116,17 @@ def read_status(store: Store) -> StoreStatus:
     ------
     CorruptStore, AccessDenied, StorageFailure
     """
-    return StoreStatus(url=store.url, heads=(head_status(store),), last_maintenance=read_last_maintenance(store))
+    heads = [head_status(store)]
+    for name in sorted(store.branches()) if store.branch is None else ():
+        try:
+            with store.on_branch(name) as branch:
+                heads.append(head_status(branch))
+        except NotFound:
+            continue  # Its time is over, or it was dropped a moment ago.
+    return StoreStatus(url=store.url, heads=tuple(heads), last_maintenance=read_last_maintenance(store))
 
 
-def head_status(store: Store, branch: str | None = None) -> HeadStatus:
+def head_status(store: Store) -> HeadStatus:
     """Return the state of the log that ``store`` is opened on. Blocks for a few GETs.
 
     One GET for each record behind the newest checkpoint: tags, fences, compactions.
@@ -124,7 +134,7 @@ def head_status(store: Store, branch: str | None = None) -> HeadStatus:
     head = store.head().record
     checkpoint = next((record for record in store.log() if record.kind in CHECKPOINT_KINDS), None)
     return HeadStatus(
-        branch=branch, version=head.v, step=head.step, logical=head.logical,
+        branch=store.branch, version=head.v, step=head.step, logical=head.logical,
         checkpoint_ms=None if checkpoint is None else checkpoint.ts_ms,
         chain_length=len(head.chain), chain_bytes=sum(entry.bytes for entry in head.chain),
         baseline_bytes=head.chain[0].bytes if head.chain else 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,7 @@ from cnr_store.status import (
     head_status,
     put_last_maintenance,
     read_last_maintenance,
+    read_status,
 )
 
 HEAD = 12
@@ -93,3 +95,15 @@ def test_what_is_left_of_a_damaged_note_is_no_note(store: Store, data: bytes) ->
 
     assert read_last_maintenance(store) is None
     assert store.latest_version() == 3
+
+
+def test_a_stores_status_has_every_branch_that_is_open(store: Store) -> None:
+    store.fork("trial").close()
+    store.fork("over", expires_s=0.001).close()
+    time.sleep(0.01)
+
+    whole, one = read_status(store), read_status(store.on_branch("trial"))
+
+    assert [head.branch for head in whole.heads] == [None, "trial"]
+    assert whole.heads[1] == one.heads[0]
+    assert (one.heads[0].version, one.heads[0].step, one.heads[0].chain_length) == (0, 2, 2)

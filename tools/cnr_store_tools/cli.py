@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from cnr_store_tools.commands import checks, demonstration, heads, maintenance, stores, transfer
+from cnr_store_tools.commands import branches, checks, demonstration, heads, maintenance, stores, transfer
 from cnr_store_tools.exits import GuardedGroup
 
 app = typer.Typer(
@@ -25,7 +25,11 @@ app.command()(transfer.export)
 app.command("import")(transfer.import_)
 app.command()(heads.tag)
 app.command()(heads.untag)
+app.command()(heads.channel)
 app.command()(heads.rollback)
+app.command()(branches.fork)
+app.command("branches")(branches.list_)
+app.command("drop-branch")(branches.drop)
 app.command()(maintenance.metrics)
 app.command()(demonstration.demo)
 app.command()(stores.version)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from cnr_store import (
     Store,
     VerifyReport,
     fp32_bytes,
+    read_status,
     segment_sizes,
     total_sizes,
 )
@@ -26,7 +28,8 @@ Document = dict[str, Any]
 
 
 def log_document(store: Store, limit: int | None) -> Document:
-    """Return the newest records of the log, newest first."""
+    """Return the newest records of the log, newest first, each with the tags and channels that name it now."""
+    head = store.head().record
     records = []
     for record in store.log(limit=limit):
         item: Document = {
@@ -38,13 +41,15 @@ def log_document(store: Store, limit: int | None) -> Document:
             last = record.chain[-1]
             item |= {"segment": last.seg, "size_bytes": last.bytes, "rows": last.rows}
         if record.name is not None:
-            item["name"] = record.name
+            pin = head.pins.get(record.name) if record.kind == "fork" else None
+            item["name"] = record.name if pin is None else pin.name
         if record.target is not None:
             item["target"] = record.target
         if record.user:
             item["user"] = record.user
+        item |= _names(head.tags, head.channels, record.v)
         records.append(item)
-    return {"url": store.url, "records": records}
+    return {"url": store.url, "branch": store.branch, "records": records}
 
 
 def show_document(store: Store, snapshot: Snapshot) -> Document:
@@ -66,12 +71,12 @@ def show_document(store: Store, snapshot: Snapshot) -> Document:
             }
         )  # fmt: skip
     total = total_sizes(all_sizes)
-    tags = {name: version for name, version in store.tags().items() if version == record.v}
+    head = store.head().record
     return {
-        "url": store.url, "store_uuid": store.uuid, "profile": store.identity.profile,
+        "url": store.url, "branch": store.branch, "store_uuid": store.uuid, "profile": store.identity.profile,
         "format": f"{store.identity.major}.{store.identity.minor}",
         "version": record.v, "kind": record.kind, "step": snapshot.step, "logical": record.logical,
-        "time": time_text(record.ts_ms), "tags": sorted(tags),
+        "time": time_text(record.ts_ms), **_names(head.tags, head.channels, record.v),
         "tables": {name: _table(snapshot, name) for name in sorted(snapshot.tables)},
         "dense": {
             name: {"dtype": entry.dtype, "shape": list(entry.shape)} for name, entry in sorted(snapshot.dense.items())
@@ -81,6 +86,41 @@ def show_document(store: Store, snapshot: Snapshot) -> Document:
         "fp32_bytes": sum(item["fp32_bytes"] for item in chain),
         "ratio": _ratio(sum(item["fp32_bytes"] for item in chain), total.total),
     }  # fmt: skip
+
+
+def _names(tags: Mapping[str, int], channels: Mapping[str, int], version: int) -> Document:
+    """The tags and channels that name a version."""
+    return {
+        kind: sorted(name for name, target in named.items() if target == version)
+        for kind, named in (("tags", tags), ("channels", channels))
+    }
+
+
+def fork_document(store: Store, branch: Store) -> Document:
+    """Return what a fork made; ``store`` is the store's own log."""
+    assert branch.branch is not None  # a fork gives a store on a branch
+    pin = store.branches()[branch.branch]
+    until = "" if pin.expires_ms is None else f", until {time_text(pin.expires_ms)}"
+    return {
+        "url": store.url, "branch": branch.branch, "version": pin.version, "expires_ms": pin.expires_ms,
+        "message": f"branch {branch.branch} begins with version {pin.version}{until}",
+    }  # fmt: skip
+
+
+def branches_document(store: Store) -> Document:
+    """Return the branches by name, and how far each has come; ``head`` is null where a branch's time is over."""
+    pins = store.branches()
+    heads = {head.branch: head for head in read_status(store).heads}
+    listed = []
+    for name, pin in sorted(pins.items()):
+        head = heads.get(name)
+        listed.append(
+            {
+                "branch": name, "version": pin.version, "expires_ms": pin.expires_ms,
+                "head": None if head is None else {"version": head.version, "step": head.step},
+            }
+        )  # fmt: skip
+    return {"url": store.url, "branches": listed}
 
 
 def _table(snapshot: Snapshot, name: str) -> Document:
@@ -99,7 +139,7 @@ def _table(snapshot: Snapshot, name: str) -> Document:
 def verify_document(report: VerifyReport) -> Document:
     """Return what a check found."""
     document = asdict(report)
-    document["versions"] = list(report.versions)
+    document |= {name: list(getattr(report, name)) for name in ("versions", "restorable", "superseded")}
     document["problems"] = [asdict(problem) | {"versions": list(problem.versions)} for problem in report.problems]
     return {"is_sound": report.is_sound, **document}
 

@@ -26,6 +26,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 Version = Annotated[int | None, typer.Option("--version", help="A version; the newest if not given.", min=0)]
 Step = Annotated[int | None, typer.Option("--step", help="The newest version of this training step.")]
 Tag = Annotated[str | None, typer.Option("--tag", help="The version that a tag names.")]
+Channel = Annotated[str | None, typer.Option("--channel", help="The version that a channel points to now.")]
 Branch = Annotated[str | None, typer.Option("--branch", help="The log of a branch instead of the store's own.")]
 
 Bits = Literal[2, 3, 4, 8]
@@ -143,17 +144,19 @@ def parse_address(text: str) -> tuple[str, int]:
     return name, int(port)
 
 
-def open_store(url: str, storage_options: Sequence[str] | None) -> Store:
-    """Open the store that a command works on."""
-    return Store.open(url, storage_options=parse_storage_options(storage_options) or None)
+def open_store(url: str, storage_options: Sequence[str] | None, branch: str | None = None) -> Store:
+    """Open the store, or the branch of it, that a command works on."""
+    return Store.open(url, storage_options=parse_storage_options(storage_options) or None, branch=branch)
 
 
-def open_snapshot(store: Store, version: int | None, step: int | None, tag: str | None) -> Snapshot:
+def open_snapshot(
+    store: Store, version: int | None, step: int | None, tag: str | None, channel: str | None
+) -> Snapshot:
     """Open the state that a command works on; one that was never saved to is refused by name.
 
     Raises
     ------
     BadInput
-        More than one of the three is given.
+        More than one of the four is given.
     """
-    return store.snapshot(version, step=step, tag=tag)
+    return store.snapshot(version, step=step, tag=tag, channel=channel)

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cnr_store_tools.output import Document
-from cnr_store_tools.text import one_line, ranges_text, ratio_text, size_text
+from cnr_store_tools.text import one_line, ranges_text, ratio_text, size_text, time_text
 
 KINDS = ("rows", "codes", "scales", "slots", "dense", "documents", "metadata", "total")
 
@@ -26,23 +26,26 @@ def say(console: Console, text: str) -> None:
 
 def log(console: Console, document: Document) -> None:
     """Draw the log, newest record first."""
-    table = _table("version", "kind", "step", "time", "chain", "rows", "size", "about", "writer", title=document["url"])
+    columns = ("version", "kind", "step", "time", "chain", "rows", "size", "about", "named", "writer")
+    table = _table(*columns, title=_place(document))
     for item in document["records"]:
         size = size_text(item["size_bytes"]) if "size_bytes" in item else ""
         about = " -> ".join(str(item[key]) for key in ("name", "target") if key in item)
+        named = ", ".join((*item["tags"], *item["channels"]))
         table.add_row(
             *map(cell, (item["version"], item["kind"], item["step"], item["time"], item["chain_length"],
-                        item.get("rows", ""), size, about, item["writer"]))
+                        item.get("rows", ""), size, about, named, item["writer"]))
         )  # fmt: skip
     console.print(table)
 
 
 def show(console: Console, document: Document) -> None:
     """Draw a version: what it is, its tables, its chain by kind of byte."""
-    say(console, f"{document['url']}  version {document['version']} ({document['kind']}), step {document['step']}, "
+    say(console, f"{_place(document)}  version {document['version']} ({document['kind']}), step {document['step']}, "
                  f"{document['time']}, profile {document['profile']}, format {document['format']}")  # fmt: skip
-    if document["tags"]:
-        say(console, f"tags: {', '.join(document['tags'])}")
+    for kind in ("tags", "channels"):
+        if document[kind]:
+            say(console, f"{kind}: {', '.join(document[kind])}")
     if not document["chain"]:
         say(console, "nothing has been saved yet")
         return
@@ -88,6 +91,13 @@ def verify(console: Console, document: Document) -> None:
     say(console, f"{document['url']}: read {document['records']} commit records, {document['segments']} segments, "
                  f"{document['objects']} objects, {size_text(document['size_bytes'])}; "
                  f"versions {versions}{depth}")  # fmt: skip
+    if document["unreferenced"]:
+        say(console, f"segments that no version needs: {document['unreferenced']} (`cnr gc` explains them)")
+    if document["superseded"]:
+        say(
+            console,
+            f"log positions without a version, superseded by a repair: {ranges_text(sorted(document['superseded']))}",
+        )
     if document["is_sound"]:
         say(console, "no problems found")
         return
@@ -96,6 +106,7 @@ def verify(console: Console, document: Document) -> None:
         versions = ranges_text(item["versions"]) or "none"
         table.add_row(*map(cell, (item["kind"], item["path"], versions, item["message"])))
     console.print(table)
+    say(console, f"whole, of the versions that were read: {ranges_text(sorted(document['restorable'])) or 'none'}")
 
 
 def export(console: Console, document: Document) -> None:
@@ -118,9 +129,27 @@ def imported(console: Console, document: Document) -> None:
             say(console, f"{key} ({len(names)}): {', '.join(names[:20])}{', ...' if len(names) > 20 else ''}")
 
 
+def branches(console: Console, document: Document) -> None:
+    """Draw the branches, by name."""
+    if not document["branches"]:
+        say(console, f"{document['url']} has no branches")
+        return
+    table = _table("branch", "from version", "head", "step", "ends", title=document["url"])
+    for item in document["branches"]:
+        head = item["head"] or {"version": "over", "step": ""}
+        ends = "never" if item["expires_ms"] is None else time_text(item["expires_ms"])
+        table.add_row(*map(cell, (item["branch"], item["version"], head["version"], head["step"], ends)))
+    console.print(table)
+
+
 def message(console: Console, document: Document) -> None:
     """Print the document's own sentence."""
     say(console, document["message"])
+
+
+def _place(document: Document) -> str:
+    """The URL, and the branch if it is one."""
+    return document["url"] if document["branch"] is None else f"{document['url']}, branch {document['branch']}"
 
 
 def _count(things: list[Any], noun: str) -> str:
@@ -129,7 +158,7 @@ def _count(things: list[Any], noun: str) -> str:
 
 def _table(*columns: str, title: str) -> Table:
     table = Table(title=cell(title), title_justify="left", header_style="bold")
-    numbers = {"version", "step", "chain", "rows", "size", "dim", "fp32 full / size", *KINDS}
+    numbers = {"version", "step", "chain", "rows", "size", "dim", "from version", "head", "fp32 full / size", *KINDS}
     for column in columns:
         table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
     return table

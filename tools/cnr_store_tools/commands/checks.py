@@ -9,7 +9,7 @@ import typer
 from cnr_store import BadInput, verify_store
 from cnr_store_tools import documents, render
 from cnr_store_tools.exits import ExitCode
-from cnr_store_tools.options import Debug, Json, StorageOptions, Url, Version, open_store
+from cnr_store_tools.options import Branch, Debug, Json, StorageOptions, Url, Version, open_store
 from cnr_store_tools.output import emit
 from cnr_store_tools.progress import progress_bars
 
@@ -23,6 +23,7 @@ def verify(
     deep: Annotated[
         bool, typer.Option("--deep", help="Replay every table too, and compare the state digest of each segment.")
     ] = False,
+    branch: Branch = None,
     storage_option: StorageOptions = None,
     json: Json = False,
     debug: Debug = False,  # noqa: ARG001 - read from the arguments by the guard
@@ -30,7 +31,7 @@ def verify(
     """Read the log and every object, and name all that is bad. Exit code 1 when there is something."""
     if every and version is not None:
         raise BadInput("give --version or --all, not both")
-    with open_store(url, storage_option) as store, progress_bars(in_bytes=not deep) as progress:
+    with open_store(url, storage_option, branch) as store, progress_bars(in_bytes=not deep) as progress:
         report = verify_store(store, version=version, every=every, deep=deep, progress=progress)
     emit(documents.verify_document(report), render.verify, as_json=json)
     if not report.is_sound:

@@ -9,6 +9,8 @@ import typer
 from cnr_store import Store
 from cnr_store_tools import documents, render
 from cnr_store_tools.options import (
+    Branch,
+    Channel,
     Debug,
     Json,
     Step,
@@ -55,12 +57,13 @@ def init(
 def log(
     url: Url,
     limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, help="At most this many records.")] = None,
+    branch: Branch = None,
     storage_option: StorageOptions = None,
     json: Json = False,
     debug: Debug = False,  # noqa: ARG001 - as above
 ) -> None:
     """List the commit records, newest first."""
-    with open_store(url, storage_option) as store:
+    with open_store(url, storage_option, branch) as store:
         document = documents.log_document(store, limit)
     emit(document, render.log, as_json=json)
 
@@ -70,13 +73,15 @@ def show(
     version: Version = None,
     step: Step = None,
     tag: Tag = None,
+    channel: Channel = None,
+    branch: Branch = None,
     storage_option: StorageOptions = None,
     json: Json = False,
     debug: Debug = False,  # noqa: ARG001 - as above
 ) -> None:
     """Show a version: its tables, its chain, and how many bytes are rows, codes, slots, ..."""
-    with open_store(url, storage_option) as store:
-        document = documents.show_document(store, open_snapshot(store, version, step, tag))
+    with open_store(url, storage_option, branch) as store:
+        document = documents.show_document(store, open_snapshot(store, version, step, tag, channel))
     emit(document, render.show, as_json=json)
 
 

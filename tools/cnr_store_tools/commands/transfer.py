@@ -12,6 +12,8 @@ from cnr_store import BadInput, NotAStore, NotFound, Store, TableOptions, export
 from cnr_store.integrations import load_state_dict
 from cnr_store_tools import documents, render
 from cnr_store_tools.options import (
+    Branch,
+    Channel,
     Debug,
     Json,
     Step,
@@ -49,14 +51,16 @@ def export(
     version: Version = None,
     step: Step = None,
     tag: Tag = None,
+    channel: Channel = None,
+    branch: Branch = None,
     storage_option: StorageOptions = None,
     json: Json = False,
     debug: Debug = False,  # noqa: ARG001 - read from the arguments by the guard
 ) -> None:
     """Write a version's tensors to safetensors, Parquet or npy files."""
     chosen = format or _SUFFIXES.get(path.suffix, "safetensors")
-    with open_store(url, storage_option) as store, progress_bars() as progress:
-        snapshot = open_snapshot(store, version, step, tag)
+    with open_store(url, storage_option, branch) as store, progress_bars() as progress:
+        snapshot = open_snapshot(store, version, step, tag, channel)
         report = export_snapshot(
             snapshot, path, format=chosen, tables=table, slots=slots, dense=dense, overwrite=overwrite,
             progress=partial(progress, "export"),
