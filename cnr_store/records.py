@@ -295,6 +295,29 @@ class Hint(msgspec.Struct, frozen=True):
     version: int
 
 
+class ReaderLease(msgspec.Struct, frozen=True, kw_only=True):
+    """``leases/readers/<uuid>.json``: a reader that is at work on a version, until ``expires_ms``. Advisory."""
+
+    version: int
+    branch: str
+    expires_ms: int
+    holder: str
+
+
+class Cursor(msgspec.Struct, frozen=True, kw_only=True):
+    """``leases/cursors/<name>.json``: how far a consumer of a log is; it holds every version from its own on.
+
+    ``branch`` is the uuid of a branch, or empty. Without ``expires_ms`` it holds until it is dropped. Advisory.
+    """
+
+    name: str
+    version: int
+    branch: str
+    moved_ms: int
+    expires_ms: int | None = None
+    holder: str
+
+
 @dataclass(frozen=True, slots=True)
 class LogEntry:
     """A decoded record, the sha256 of its bytes, and the unknown fields that rewriters carry on."""
@@ -307,7 +330,8 @@ class LogEntry:
 # Built while the module is imported: msgspec makes the type information of a Struct at its first use, and two threads
 # that do so at once crash the interpreter (msgspec 0.22). `convert` uses the same information.
 _DECODERS: dict[type[Any], msgspec.json.Decoder[Any]] = {
-    kind: msgspec.json.Decoder(kind) for kind in (dict, Identity, CommitRecord, Overflow, Receipt, Manifest, Hint)
+    kind: msgspec.json.Decoder(kind)
+    for kind in (dict, Identity, CommitRecord, Overflow, Receipt, Manifest, Hint, ReaderLease, Cursor)
 }
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
-from cnr_store import arrays, branches, layout
+from cnr_store import arrays, branches, layout, leases
 from cnr_store.branches import Branch
 from cnr_store.errors import (
     BadInput,
@@ -28,6 +28,7 @@ from cnr_store.errors import (
     VersionExpired,
     VersionNotFound,
 )
+from cnr_store.leases import Lease
 from cnr_store.log import CommitLog, RetryPolicy
 from cnr_store.mirrors import MirrorMode, Mirrors
 from cnr_store.placement import Placement, check_placements, column_cuts
@@ -47,6 +48,7 @@ from cnr_store.records import (
     MAJOR,
     MINOR,
     CommitRecord,
+    Cursor,
     Identity,
     LogEntry,
     Pin,
@@ -539,6 +541,46 @@ class Store:
         """
         branch = branches.find_branch(self._main.latest().record, name)
         branches.close_branch(self._main, branch.uuid, writer_info())
+
+    def lease(self, version: int | None = None, *, ttl_s: float = 3600.0) -> Lease:
+        """Hold a version (the head if None) for a long load: garbage collection leaves it until the lease ends.
+
+        Use it as a context manager, and renew it in time. Advisory, and needs write access; a reader without relies on
+        the grace between expiry and deletion.
+
+        Raises
+        ------
+        VersionNotFound, VersionExpired, BadInput, AccessDenied, StorageFailure
+        """
+        return leases.take_lease(self.storage, self._log, version, ttl_s=ttl_s, holder=writer_info().host)
+
+    def register_cursor(self, name: str, version: int, *, ttl_s: float | None = None) -> Cursor:
+        """Say that consumer ``name`` stands at ``version``: it and every later version stay. Call it again to move.
+
+        Parameters
+        ----------
+        ttl_s
+            For how long, without another call. None: until `drop_cursor`; a consumer that died then holds all data.
+
+        Raises
+        ------
+        VersionNotFound, VersionExpired, BadName, BadInput, AccessDenied, StorageFailure
+        """
+        holder = writer_info().host
+        return leases.put_cursor(self.storage, self._log, name, version, ttl_s=ttl_s, holder=holder)
+
+    def cursors(self) -> dict[str, Cursor]:
+        """Return the registered cursors by name, of all branches, ended ones too."""
+        return leases.read_cursors(self.storage)
+
+    def drop_cursor(self, name: str) -> None:
+        """Forget a consumer's cursor.
+
+        Raises
+        ------
+        NotFound, BadName, AccessDenied, StorageFailure
+        """
+        leases.drop_cursor(self.storage, name)
 
     def rollback(self, version: int) -> int:
         """Make an older version's state the head's; returns the new version. Nothing is deleted.

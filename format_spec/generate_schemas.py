@@ -21,8 +21,10 @@ DOCUMENTS = {
     "segment": records.Manifest,
     "receipt": records.Receipt,
     "hint": records.Hint,
+    "reader_lease": records.ReaderLease,
+    "cursor": records.Cursor,
 }
-"""File name to type; the objects they describe are in section 3 of the specification."""
+"""File name to type; the objects they describe are in sections 3 and 7.8 of the specification."""
 
 
 def schema(name: str) -> dict[str, Any]:
