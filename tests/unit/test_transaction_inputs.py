@@ -552,6 +552,28 @@ def test_unknown_writer_feature_is_read_only(world: World) -> None:
         store.writer()
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda store: store.tag("good"),
+        lambda store: store.rollback(1),
+        lambda store: store.set_channel("serving"),
+        lambda store: store.fork("trial"),
+    ],
+    ids=["tag", "rollback", "channel", "fork"],
+)
+def test_nothing_is_appended_to_a_read_only_store(world: World, change: Callable[[Store], Any]) -> None:
+    """Tags and rollbacks were: only a writer looked at the features."""
+    rewrite_head(world, writer_features=["from_the_future"])
+    store = world.open()
+    head = store.latest_version()
+
+    with pytest.raises(ReadOnlyStore, match="from_the_future"):
+        change(store)
+
+    assert store.latest_version() == head
+
+
 def test_torn_record(world: World) -> None:
     key = commit_key(world.store.latest_version())
     world.write(key, world.read(key)[:-9])

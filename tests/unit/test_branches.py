@@ -1,0 +1,467 @@
+"""Branches: a fork has a log of its own, shares what was there, and ends for good."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from cnr_store import (
+    BadInput,
+    BadName,
+    BranchExists,
+    BranchNotFound,
+    Conflict,
+    CorruptRecord,
+    CorruptStore,
+    Fenced,
+    Store,
+    TableOptions,
+    VersionExpired,
+    VersionNotFound,
+    Writer,
+    branches,
+)
+from cnr_store.branches import Branch
+from cnr_store.layout import BRANCHES, DATA, branch_prefix, commit_key, hint_key
+from cnr_store.rebase import draft_after, rebase_expire
+from cnr_store.records import Pin, encode_record
+from cnr_store.store import writer_info
+
+ROWS, DIM = 6, 2
+
+
+def save(writer: Writer, step: int, row: int, value: float) -> int:
+    with writer.begin(step) as txn:
+        txn.write_rows("t", np.array([row]), np.full((1, DIM), value, np.float32))
+    return writer.head.record.v
+
+
+def column(store: Store) -> list[float]:
+    return [float(value) for value in store.snapshot().table("t").read()[:, 0]]
+
+
+@pytest.fixture(params=["memory", "disk"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    """Steps 1 to 3: zeros, then row 0 is 1 and row 1 is 2."""
+    url = f"memory://{tmp_path}" if request.param == "memory" else str(tmp_path / "store")
+    made = Store.create(url)
+    with made.writer() as writer:
+        with writer.begin(1) as txn:
+            txn.write_table("t", np.zeros((ROWS, DIM), np.float32), options=TableOptions(scale=1.0))
+        save(writer, 2, 0, 1)
+        save(writer, 3, 1, 2)
+    return made
+
+
+def objects(store: Store, prefix: str = "") -> dict[str, bytes | None]:
+    return {item.key: store.storage.read(item.key) for item in store.storage.list_objects(prefix)}
+
+
+def uuid_of(store: Store, name: str) -> str:
+    return branches.find_branch(store.head().record, name).uuid
+
+
+def test_a_branch_starts_with_the_state_of_its_fork_point_and_copies_nothing(store: Store) -> None:
+    point = store.snapshot(step=2)
+    data = objects(store, DATA)
+
+    branch = store.fork("trial", point.version)
+
+    assert column(branch) == [1, 0, 0, 0, 0, 0]
+    assert (branch.branch, store.branch) == ("trial", None)
+    assert (branch.snapshot().step, branch.latest_version()) == (2, 0)
+    assert objects(store, DATA) == data
+
+
+def test_record_zero_of_a_branch_names_branch_version_and_digest(store: Store) -> None:
+    point = store.commit_log.read(store.snapshot(step=2).version)
+    assert point is not None
+
+    branch = store.fork("trial", point.record.v)
+    first = branch.record(0)
+
+    assert (first.kind, first.name, first.target) == ("fork", uuid_of(store, "trial"), point.record.v)
+    assert first.parent_digest == point.digest
+    assert first.ts_ms > point.record.ts_ms
+    assert (first.chain, first.tables, first.logical, first.step) == (
+        point.record.chain, point.record.tables, point.record.logical, point.record.step,
+    )  # fmt: skip
+    assert (first.epoch, first.tags, first.channels, first.pins, first.floor) == (0, {}, {}, {}, 0)
+
+
+def test_branch_and_store_go_on_apart(store: Store) -> None:
+    branch = store.fork("trial", store.snapshot(step=2).version)
+
+    with store.writer() as main, branch.writer() as other:
+        main.restore()
+        other.restore()
+        save(main, 4, 2, 7)
+        save(other, 3, 3, 8)
+        save(main, 5, 2, 9)
+        save(other, 4, 4, 5)
+
+    assert column(store) == [1, 2, 9, 0, 0, 0]
+    assert column(branch) == [1, 0, 0, 8, 5, 0]
+    assert column(Store.open(store.url, branch="trial")) == column(branch)
+    assert [record.kind for record in branch.log()] == ["delta", "delta", "fence", "fork"]
+
+
+def test_everything_that_a_store_does_works_on_a_branch(store: Store) -> None:
+    branch = store.fork("trial")
+    with branch.writer() as writer:
+        writer.restore()
+        seen = branch.head()
+        kept = save(writer, 4, 5, 4)
+        news = branch.poll(seen)
+        save(writer, 5, 5, 5)
+    branch.tag("good", kept)
+    branch.set_channel("serving")
+    branch.rollback(kept)
+
+    assert news is not None
+    assert news.record.v == kept
+    assert column(branch) == [1, 2, 0, 0, 0, 4]
+    assert branch.snapshot(tag="good").step == 4
+    assert branch.snapshot(channel="serving").table("t").read()[5, 0] == 5
+    assert branch.snapshot(step=3).version == 0, "by its step the fork point's state is found too"
+    assert branch.uuid == store.uuid
+    assert (store.tags(), store.channels()) == ({}, {})
+    assert column(store) == [1, 2, 0, 0, 0, 0]
+
+
+def test_names_of_the_store_do_not_carry_over(store: Store) -> None:
+    store.tag("good")
+    store.set_channel("serving")
+    store.fork("first")
+
+    branch = store.fork("second")
+
+    assert (branch.tags(), branch.channels(), branch.record(0).pins) == ({}, {}, {})
+    assert set(branch.branches()) == {"first", "second"}, "branches are the store's, whoever asks"
+
+
+def test_unknown_fields_and_features_go_with_the_state(store: Store) -> None:
+    head = store.head()
+    newer = msgspec.structs.replace(
+        head.record, v=head.record.v + 1, kind="tag", parent_digest=head.digest, writer_features=("flavours",)
+    )
+    store.storage.create(commit_key(newer.v), encode_record(newer, {"flavour": [1]}))
+    branch = Branch("b" * 32, Pin(version=newer.v, name="trial"))
+
+    first = branches.open_branch(store.commit_log, branch, writer_info()).read(0)
+
+    assert first is not None
+    assert first.record.writer_features == ("flavours",)
+    assert first.extra == {"flavour": [1]}
+
+
+def test_a_fork_of_an_empty_store_is_an_empty_branch(tmp_path: Path) -> None:
+    branch = Store.create(str(tmp_path / "empty")).fork("trial")
+
+    assert branch.snapshot().is_empty
+    with branch.writer() as writer, writer.begin(1) as txn:
+        txn.write_table("t", np.ones((2, 2), np.float32), options=TableOptions(scale=1.0))
+    assert branch.snapshot().table("t").read().sum() == 4
+
+
+def test_what_cannot_be_forked_is_refused_and_pins_nothing(store: Store) -> None:
+    branch = store.fork("trial")
+
+    with pytest.raises(BranchExists):
+        store.fork("trial")
+    with pytest.raises(VersionNotFound):
+        store.fork("other", 1_000)
+    with pytest.raises(BadName):
+        store.fork("")
+    with pytest.raises(BadInput, match="expires_s"):
+        store.fork("other", expires_s=0)
+    with pytest.raises(BadInput, match="store's own log"):
+        branch.fork("other")
+
+    assert set(store.branches()) == {"trial"}
+
+
+def test_an_expired_version_cannot_be_forked(store: Store) -> None:
+    gone = store.snapshot(step=1).version
+    expire(store, expired=(gone,))
+
+    with pytest.raises(VersionExpired):
+        store.fork("trial", gone)
+
+    assert store.branches() == {}
+
+
+def expire(store: Store, **changes: object) -> None:
+    head = store.head()
+    store.commit_log.append(head, draft_after(head.record, "expire", writer_info(), **changes), rebase_expire)
+
+
+def test_the_fork_point_stays_below_the_floor_until_the_branch_is_dropped(store: Store) -> None:
+    point = store.snapshot(step=1).version
+    store.fork("trial", point)
+
+    expire(store, floor=store.latest_version())
+    assert store.snapshot(point).step == 1
+
+    store.drop_branch("trial")
+    with pytest.raises(VersionExpired):
+        store.snapshot(point)
+
+
+def test_two_forks_of_one_name_at_once_are_one(store: Store) -> None:
+    late = Store.open(store.url)
+    before = late.head()
+    late.head = lambda: before  # type: ignore[method-assign]  # it has not seen what comes now
+    store.fork("trial", store.snapshot(step=1).version)
+
+    with pytest.raises(BranchExists):
+        late.fork("trial")
+    other = late.fork("other")
+
+    assert set(store.branches()) == {"trial", "other"}
+    assert other.snapshot().step == 3
+
+
+def test_a_fork_does_not_disturb_an_open_writer(store: Store) -> None:
+    with store.writer() as writer:
+        writer.restore()
+        Store.open(store.url).fork("trial")
+        save(writer, 4, 3, 4)
+
+    assert column(store) == [1, 2, 0, 4, 0, 0]
+    assert set(store.branches()) == {"trial"}
+
+
+def pinned_only(store: Store, name: str = "trial", expires_ms: int | None = None) -> Branch:
+    """A fork whose process died behind the pin."""
+    head = store.head()
+    return branches.fork(store.commit_log, head, head, name, writer_info(), expires_ms=expires_ms)
+
+
+def test_a_fork_that_died_behind_its_pin_is_finished_by_whoever_opens_the_branch(store: Store) -> None:
+    branch = pinned_only(store)
+    assert objects(store, BRANCHES) == {}
+
+    opened = Store.open(store.url, branch="trial")
+
+    assert column(opened) == [1, 2, 0, 0, 0, 0]
+    assert opened.record(0).name == branch.uuid
+    assert column(store.on_branch("trial")) == column(opened)
+    assert len(list(opened.log())) == 1, "it is begun once"
+
+
+def test_a_branch_that_lost_its_first_record_is_not_begun_anew(store: Store) -> None:
+    branch = store.fork("trial")
+    with branch.writer() as writer:
+        writer.restore()
+        save(writer, 4, 3, 4)
+    prefix = branch_prefix(uuid_of(store, "trial"))
+    store.storage.delete([commit_key(0, prefix)])
+    before = objects(store)
+
+    assert column(Store.open(store.url, branch="trial")) == [1, 2, 0, 4, 0, 0], "what is left can be read"
+    store.storage.delete([hint_key(prefix)])
+    with pytest.raises(CorruptStore, match="position 0"):
+        Store.open(store.url, branch="trial")
+
+    before.pop(hint_key(prefix))
+    assert objects(store) == before
+
+
+def test_logs_that_were_mixed_up_are_refused(store: Store) -> None:
+    store.fork("one")
+    store.fork("two")
+    one, two = (commit_key(0, branch_prefix(uuid_of(store, name))) for name in ("one", "two"))
+    data = store.storage.read(one)
+    assert data is not None
+
+    store.storage.put(two, data)
+
+    assert store.on_branch("one").latest_version() == 0
+    with pytest.raises(CorruptRecord, match="mixed up") as refused:
+        store.on_branch("two")
+    assert refused.value.path == two
+
+
+def test_a_hostile_branch_uuid_leaves_no_folder(store: Store) -> None:
+    head = store.head()
+    pins = {"../x": Pin(version=1, name="trial")}
+    draft = draft_after(head.record, "fork", writer_info(), name="../x", target=1, pins=pins)
+    store.commit_log.append(head, draft, rebase_expire)
+
+    with pytest.raises(CorruptRecord, match="not the uuid of a branch"):
+        store.on_branch("trial")
+
+
+def test_a_branch_that_is_not_there_is_named(store: Store) -> None:
+    store.fork("trial")
+
+    for attempt in (store.on_branch, store.drop_branch, lambda name: Store.open(store.url, branch=name)):
+        with pytest.raises(BranchNotFound, match="'trial'"):
+            attempt("other")
+
+
+def test_a_dropped_branch_is_gone_and_its_name_is_free(store: Store) -> None:
+    branch = store.fork("trial", store.snapshot(step=1).version)
+    with branch.writer() as writer:
+        writer.restore()
+        save(writer, 4, 3, 4)
+    head = store.latest_version()
+
+    store.drop_branch("trial")
+
+    assert store.branches() == {}
+    assert store.latest_version() == head + 1
+    with pytest.raises(BranchNotFound):
+        Store.open(store.url, branch="trial")
+    assert column(store) == [1, 2, 0, 0, 0, 0]
+    assert column(store.fork("trial")) == [1, 2, 0, 0, 0, 0]
+
+
+USES: dict[str, Callable[[Store], object]] = {
+    "snapshot": lambda branch: branch.snapshot(),
+    "snapshot of a version": lambda branch: branch.snapshot(0),
+    "writer": lambda branch: branch.writer(),
+    "tag": lambda branch: branch.tag("t"),
+    "channel": lambda branch: branch.set_channel("c"),
+    "rollback": lambda branch: branch.rollback(0),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_store_on_a_dropped_branch_says_so(store: Store, use: str) -> None:
+    branch = store.fork("trial")
+    store.drop_branch("trial")
+    log = objects(store, BRANCHES)
+
+    with pytest.raises(BranchNotFound, match=r"'trial' of .* was dropped"):
+        USES[use](branch)
+
+    assert objects(store, BRANCHES) == log
+
+
+def test_a_writer_of_a_dropped_branch_is_fenced_and_nobody_can_take_over(store: Store) -> None:
+    branch = store.fork("trial")
+    with branch.writer() as zombie:
+        zombie.restore()
+        save(zombie, 4, 3, 4)
+        stale = branch.head()
+        store.drop_branch("trial")
+        log = [record.v for record in branch.log()]
+
+        with pytest.raises(Fenced, match="dropped"):
+            save(zombie, 5, 3, 5)
+
+    branch.head = lambda: stale  # type: ignore[method-assign]  # a writer that looked before the branch was dropped
+    with pytest.raises(BranchNotFound):
+        branch.writer()
+    del branch.head
+    assert [record.v for record in branch.log()] == log
+
+
+def test_a_drop_that_died_half_way_is_finished_by_the_next(store: Store) -> None:
+    branch = store.fork("trial")
+    log = branches.open_branch(store.commit_log, branches.find_branch(store.head().record, "trial"), writer_info())
+    branches._close_log(log, writer_info())
+
+    with pytest.raises(BranchNotFound, match="was dropped"):
+        store.on_branch("trial").snapshot()
+    with pytest.raises(BranchExists):
+        store.fork("trial")
+    closed = branch.latest_version()
+    store.drop_branch("trial")
+
+    assert store.branches() == {}
+    assert branch.latest_version() == closed, "it is closed once"
+
+
+def test_a_branch_without_its_first_record_can_be_dropped_and_not_begun_behind(store: Store) -> None:
+    """A process that saw the pin and sleeps must not begin the branch when it wakes."""
+    branch = pinned_only(store)
+    first = branches._first_record(store.commit_log, branch, writer_info())
+
+    store.drop_branch("trial")
+    log = store.commit_log.below(branch_prefix(branch.uuid))
+    standing = log.append_first(*first)
+
+    assert log.latest().record.kind == "close"
+    assert standing == log.read(0)
+
+
+def test_closing_a_branch_twice_changes_nothing(store: Store) -> None:
+    store.fork("trial")
+    uuid = uuid_of(store, "trial")
+    branches.close_branch(store.commit_log, uuid, writer_info())
+    before = objects(store)
+
+    branches.close_branch(store.commit_log, uuid, writer_info())
+
+    assert objects(store) == before
+
+
+def test_a_branch_whose_time_is_over_cannot_be_opened_and_can_be_dropped(store: Store) -> None:
+    pinned_only(store, expires_ms=1)
+
+    with pytest.raises(VersionExpired, match="expired"):
+        store.on_branch("trial")
+    with pytest.raises(VersionExpired, match="expired"):
+        Store.open(store.url, branch="trial")
+    with pytest.raises(BranchExists):
+        store.fork("trial")
+    store.drop_branch("trial")
+
+    assert store.branches() == {}
+
+
+def test_a_branch_says_when_it_ends(store: Store) -> None:
+    before = time.time_ns() // 1_000_000
+    store.fork("short", expires_s=3_600)
+    after = time.time_ns() // 1_000_000
+    store.fork("long")
+    short, long = (branches.find_branch(store.head().record, name) for name in ("short", "long"))
+
+    end = short.pin.expires_ms
+    assert end is not None
+    assert before <= end - 3_600_000 <= after
+    assert not short.is_expired(end - 1)
+    assert short.is_expired(end)
+    assert not long.is_expired(2**62)
+    assert store.on_branch("short").branch == "short"
+
+
+def test_a_writer_of_the_store_and_one_of_a_branch_do_not_fence_each_other(store: Store) -> None:
+    branch = store.fork("trial")
+
+    with store.writer() as main, branch.writer() as other:
+        main.restore()
+        other.restore()
+        with branch.writer() as newer:
+            newer.restore()
+            with pytest.raises(Conflict):
+                save(other, 4, 3, 4)
+            save(main, 4, 3, 4)
+            save(newer, 4, 4, 4)
+
+    assert column(store) == [1, 2, 0, 4, 0, 0]
+    assert column(branch) == [1, 2, 0, 0, 4, 0]
+
+
+def test_a_torn_record_of_a_branch_hurts_that_branch_alone(store: Store) -> None:
+    branch = store.fork("trial")
+    prefix = branch_prefix(uuid_of(store, "trial"))
+    store.storage.put(commit_key(1, prefix), b'{"v":')
+
+    with pytest.warns(RuntimeWarning, match="serving version 0"):
+        assert column(branch) == [1, 2, 0, 0, 0, 0]
+    with pytest.raises(CorruptRecord) as torn:
+        branch.writer()
+
+    assert torn.value.version == 1
+    with store.writer() as writer:
+        writer.restore()
+        save(writer, 4, 3, 4)
