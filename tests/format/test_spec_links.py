@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "format_spec" / "v1.md").read_text()
-ID = re.compile(r"^CNR-[A-Z]{3,4}-[0-9]+$")
+ID = re.compile(r"^CNR-[A-Z]{2,4}-[0-9]+$")
 REQUIREMENT = re.compile(r"^- \*\*(?P<id>[^*]+)\*\* (?P<text>.*?)(?:\[tests: (?P<tests>[^\]]+)\])?$", re.DOTALL)
 
 
