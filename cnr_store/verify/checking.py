@@ -106,7 +106,7 @@ class ChainChecks:
             self._findings.add(Problem("corrupt_store", key, versions, f"{key}: {found.message}", found.table))
         if manifests:
             for message in check_record(entry.record, manifests[-1]):
-                key = layout.commit_key(entry.record.v)
+                key = self._view.key(entry.record.v)
                 self._findings.add(Problem("corrupt_record", key, (entry.record.v,), message))
 
     def _check_states(self, entries: Iterable[LogEntry]) -> None:

@@ -52,6 +52,8 @@ class LogView:
         Occupied positions.
     entries
         The records of the versions whose chains are to be read, by version.
+    prefix
+        Where the log is: nothing for the store's own, ``branches/<uuid>/`` for a branch's.
     superseded
         Positions that hold no version any more because a later record says so, newest first.
     users, enders
@@ -60,6 +62,7 @@ class LogView:
 
     head: LogEntry | None = None
     records: int = 0
+    prefix: str = ""
     superseded: list[int] = field(default_factory=list)
     entries: dict[int, LogEntry] = field(default_factory=dict)
     users: dict[str, list[int]] = field(default_factory=dict)
@@ -70,13 +73,17 @@ class LogView:
         """The versions with a state that readers may open."""
         return {version for versions in self.enders.values() for version in versions}
 
+    def key(self, version: int) -> str:
+        """Return the key of a position of this log."""
+        return layout.commit_key(version, self.prefix)
+
     def versions_of(self, segment: str) -> tuple[int, ...]:
         """Return the live versions that need a segment, ascending."""
         return tuple(sorted(self.users.get(segment, ())))
 
 
 @dataclass(frozen=True, slots=True)
-class _Position:
+class Position:
     """One log position: its entry, or the error that reading it gave; the digest of its bytes if there are any."""
 
     version: int
@@ -86,7 +93,14 @@ class _Position:
 
 
 def read_log(
-    storage: Storage, identity: Identity, workers: Workers, findings: Findings, *, version: int | None, every: bool
+    storage: Storage,
+    identity: Identity,
+    workers: Workers,
+    findings: Findings,
+    *,
+    version: int | None = None,
+    every: bool = False,
+    prefix: str = "",
 ) -> LogView:
     """Read every position and check it against its neighbours. Blocks; about one GET per version.
 
@@ -94,51 +108,59 @@ def read_log(
     ----------
     version, every
         Which entries to keep: that version, or all live ones, or (neither) the head and what has a name.
+    prefix
+        Of the log's keys; of a branch its `layout.branch_prefix`.
 
     Raises
     ------
     AccessDenied
     """
-    view = LogView()
-    newest = newest_position(storage)
-    after: _Position | None = None
+    view = LogView(prefix=prefix)
+    newest = newest_position(storage, prefix)
+    after: Position | None = None
     torn: dict[int, str] = {}
     foreign = 0
     for stop in range(newest + 1, 0, -_BATCH):
         numbers = range(stop - 1, max(stop - _BATCH, 0) - 1, -1)
-        for here in workers.run(partial(_read_position, storage, number) for number in numbers):
+        for here in workers.run(partial(read_position, storage, number, prefix) for number in numbers):
             view.records += here.digest is not None
             if here.version in torn:
                 view.superseded.append(here.version)
-                _check_torn(here, torn[here.version], findings)
+                _check_torn(view, here, torn[here.version], findings)
                 continue
             foreign += here.entry is not None and here.entry.record.store_uuid != identity.store_uuid
             if here.error is not None:
-                path = here.error.path or layout.commit_key(here.version)
+                path = here.error.path or view.key(here.version)
                 findings.add_error(here.error, path, (here.version,))
             if here.entry is not None:
                 take(view, here.entry, version=version, every=every)
                 torn |= _superseded_by(here.entry.record)
             if after is not None:
-                _check_neighbours(here, after, findings)
+                _check_neighbours(view, here, after, findings)
             after = here
     if foreign:
         findings.add(_foreign(identity, view, foreign))
-    _check_hint(storage, newest, findings)
+    _check_hint(storage, newest, prefix, findings)
     return view
 
 
-def newest_position(storage: Storage) -> int:
+def newest_position(storage: Storage, prefix: str = "") -> int:
     """Return the highest occupied position: by listing, which sees beyond a hole, and by reading on from there."""
-    listed = (layout.commit_version(stat.key) for stat in storage.list_objects(layout.COMMITS))
+    listed = (layout.commit_version(stat.key, prefix) for stat in storage.list_objects(prefix + layout.COMMITS))
     newest = max((number for number in listed if number is not None), default=-1)
-    while storage.read(layout.commit_key(newest + 1), stop=1) is not None:
+    while storage.read(layout.commit_key(newest + 1, prefix), stop=1) is not None:
         newest += 1
     return newest
 
 
-def _read_position(storage: Storage, version: int) -> _Position:
-    key = layout.commit_key(version)
+def read_position(storage: Storage, version: int, prefix: str = "") -> Position:
+    """Return what stands at a position. One GET, two with a side object.
+
+    Raises
+    ------
+    AccessDenied
+    """
+    key = layout.commit_key(version, prefix)
     digest = None
     try:
         data = storage.read(key, start=0, stop=MAX_RECORD_BYTES + 1)
@@ -148,11 +170,11 @@ def _read_position(storage: Storage, version: int) -> _Position:
             )
         digest = sha256(data)
         entry = decode_record(data, version)
-        return _Position(version, _complete(storage, entry), digest, None)
+        return Position(version, _complete(storage, entry), digest, None)
     except AccessDenied:
         raise
     except CnrStoreError as error:
-        return _Position(version, None, digest, error)
+        return Position(version, None, digest, error)
 
 
 def _complete(storage: Storage, entry: LogEntry) -> LogEntry:
@@ -200,10 +222,10 @@ def _superseded_by(record: CommitRecord) -> dict[int, str]:
     return dict(enumerate(torn, start=record.v - len(torn)))
 
 
-def _check_torn(here: _Position, digest: str, findings: Findings) -> None:
+def _check_torn(view: LogView, here: Position, digest: str, findings: Findings) -> None:
     if here.digest == digest:
         return
-    key = layout.commit_key(here.version)
+    key = view.key(here.version)
     found = "is missing" if here.digest is None else f"has sha256 {here.digest}"
     message = f"{key} {found}, a later record superseded bytes of sha256 {digest}; nobody needs them"
     findings.add(Problem(CorruptRecord.kind, key, (), message))
@@ -221,7 +243,7 @@ def distinct_chains(entries: Iterable[LogEntry]) -> list[LogEntry]:
     return kept
 
 
-def _check_neighbours(before: _Position, after: _Position, findings: Findings) -> None:
+def _check_neighbours(view: LogView, before: Position, after: Position, findings: Findings) -> None:
     if after.entry is None or before.digest is None:
         return
     record = after.entry.record
@@ -230,7 +252,7 @@ def _check_neighbours(before: _Position, after: _Position, findings: Findings) -
         findings.add(
             Problem(
                 CorruptRecord.kind,
-                layout.commit_key(version),
+                view.key(version),
                 (version,),
                 f"commit record {version} is not the one that record {record.v} was written behind: its bytes "
                 f"have sha256 {before.digest}, expected {digest or 'none'}; one of the two was altered",
@@ -238,7 +260,7 @@ def _check_neighbours(before: _Position, after: _Position, findings: Findings) -
         )
     elif before.entry is not None:
         for message in _contradictions(before.entry.record, record):
-            findings.add(Problem(CorruptRecord.kind, layout.commit_key(record.v), (record.v,), message))
+            findings.add(Problem(CorruptRecord.kind, view.key(record.v), (record.v,), message))
 
 
 def _contradictions(before: CommitRecord, after: CommitRecord) -> Iterable[str]:
@@ -277,21 +299,22 @@ def _foreign(identity: Identity, view: LogView, count: int) -> Problem:
         message = f"{layout.IDENTITY} names store {identity.store_uuid}, every commit record names another one"
         return Problem(CorruptStore.kind, layout.IDENTITY, tuple(sorted(view.entries)), message)
     message = f"{count} commit records belong to another store than {identity.store_uuid}: two stores were mixed"
-    return Problem(CorruptStore.kind, layout.COMMITS, tuple(sorted(view.entries)), message)
+    return Problem(CorruptStore.kind, view.prefix + layout.COMMITS, tuple(sorted(view.entries)), message)
 
 
-def _check_hint(storage: Storage, newest: int, findings: Findings) -> None:
+def _check_hint(storage: Storage, newest: int, prefix: str, findings: Findings) -> None:
     """The hint may be absent or behind; unreadable or ahead means that something else wrote it."""
-    data = storage.read(layout.HINT, start=0, stop=MAX_RECORD_BYTES)
+    key = layout.hint_key(prefix)
+    data = storage.read(key, start=0, stop=MAX_RECORD_BYTES)
     if data is None:
         return
     try:
         version = msgspec.json.decode(data, type=Hint).version
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        problem = f"{layout.HINT} cannot be parsed: {error}"
+        problem = f"{key} cannot be parsed: {error}"
     else:
         if 0 <= version <= newest:
             return
-        problem = f"{layout.HINT} names version {version}, the newest is {newest}"
+        problem = f"{key} names version {version}, the newest is {newest}"
     message = f"{problem}; readers find the newest version without it, and the next commit writes it anew"
-    findings.add(Problem(CorruptStore.kind, layout.HINT, (), message))
+    findings.add(Problem(CorruptStore.kind, key, (), message))

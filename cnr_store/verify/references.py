@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from cnr_store import layout
-from cnr_store.errors import CorruptStore
-from cnr_store.records import CommitRecord
-from cnr_store.verify.log import LogView
+from cnr_store.errors import BadName, CorruptStore
+from cnr_store.records import CommitRecord, Identity
+from cnr_store.storage import Storage
+from cnr_store.verify.log import LogView, read_log
 from cnr_store.verify.report import Findings, Problem
+from cnr_store.workers import Workers
 
 
-def check_references(view: LogView, findings: Findings) -> None:
-    """Add what the head names although it is not there, and what it gives up although a live version needs it."""
+def segments_elsewhere(storage: Storage, identity: Identity, workers: Workers, view: LogView) -> set[str]:
+    """Return the segments that live versions of the store's other logs need. Blocks; about one GET per version there.
+
+    What is wrong with those logs is found where they are checked themselves.
+    """
+    main = read_log(storage, identity, workers, Findings()) if view.prefix else view
+    found = set(main.users) if view.prefix else set()
+    for branch in () if main.head is None else main.head.record.pins:
+        try:
+            prefix = layout.branch_prefix(branch)
+        except BadName:
+            continue  # Nothing can lie below a name that is none.
+        if prefix != view.prefix:
+            found.update(read_log(storage, identity, workers, Findings(), prefix=prefix).users)
+    return found
+
+
+def check_references(view: LogView, elsewhere: Collection[str], findings: Findings) -> None:
+    """Add what the head names although it is not there, and what it gives up although a live version needs it.
+
+    ``elsewhere`` are segments that other logs of the store need.
+    """
     if view.head is None:
         return
     head = view.head.record
     wrong = "; ".join(_dangling(head, set(view.superseded)))
     if wrong:
-        findings.add(Problem(CorruptStore.kind, layout.commit_key(head.v), (), wrong))
-    for segment in sorted(view.users):
+        findings.add(Problem(CorruptStore.kind, view.key(head.v), (), wrong))
+    for segment in sorted({*view.users, *elsewhere}):
         txn = segment.rpartition("-")[2]
         if txn in head.aborted:
             message = (

@@ -11,7 +11,7 @@ from cnr_store.storage import Storage
 from cnr_store.store import Store
 from cnr_store.verify.checking import ChainChecks
 from cnr_store.verify.log import LogView, read_log
-from cnr_store.verify.references import check_references
+from cnr_store.verify.references import check_references, segments_elsewhere
 from cnr_store.verify.report import Findings, Problem, ProgressCallback, VerifyReport
 from cnr_store.workers import Workers
 
@@ -64,10 +64,14 @@ def verify_store(
     """
     findings = Findings()
     with Workers(threads, name="cnr-verify") as workers:
-        view = read_log(store.storage, store.identity, workers, findings, version=version, every=every)
+        view = read_log(
+            store.storage, store.identity, workers, findings, version=version, every=every,
+            prefix=store.commit_log.prefix,
+        )  # fmt: skip
         _check_version(store, view, version, findings)
         _check_root(store.storage, findings)
-        check_references(view, findings)
+        elsewhere = segments_elsewhere(store.storage, store.identity, workers, view)
+        check_references(view, elsewhere, findings)
         checks = ChainChecks(store.storage, view, findings, workers, progress)
         targets = sorted(view.entries.values(), key=lambda entry: entry.record.v, reverse=True)
         checks.check_chains(targets, deep=deep)
@@ -77,7 +81,7 @@ def verify_store(
         versions=tuple(sorted(view.entries)), is_deep=deep, records=view.records,
         segments=len(checks.checked), objects=checks.objects, size_bytes=checks.size_bytes,
         problems=tuple(findings.problems), restorable=_restorable(view, checks.checked, findings),
-        superseded=tuple(view.superseded), unreferenced=len(set(folders) - view.users.keys()),
+        superseded=tuple(view.superseded), unreferenced=len(set(folders) - view.users.keys() - elsewhere),
     )  # fmt: skip
 
 
@@ -89,7 +93,7 @@ def _restorable(view: LogView, checked: Collection[str], findings: Findings) -> 
 
 
 def _check_version(store: Store, view: LogView, version: int | None, findings: Findings) -> None:
-    if version is None or findings.hurts(layout.commit_key(version) if version >= 0 else "?"):
+    if version is None or findings.hurts(view.key(version) if version >= 0 else "?"):
         return
     if version not in view.entries:
         known = view.head is not None and 0 <= version <= view.head.record.v

@@ -378,3 +378,21 @@ def rewrite_head(root: Path, **changes: object) -> None:
     raw = (root / NEWEST).read_bytes()
     record = decode_record(raw, 6).record
     (root / NEWEST).write_bytes(canonical_json(msgspec.structs.replace(record, **changes)))
+
+
+def test_segments_of_a_branch_are_needed_and_its_log_is_checked_by_itself(root: Path) -> None:
+    with Store.open(str(root)) as store, store.fork("trial") as branch:
+        with branch.writer() as writer:
+            writer.restore()
+            with writer.begin(step=50) as txn:
+                txn.delete_rows("user", np.asarray([11]))
+        assert verify_store(store, deep=True).unreferenced == 0
+        report = verify_store(branch, deep=True)
+        assert (report.is_sound, report.unreferenced, report.head) == (True, 0, 2)
+
+        newest = branch.head().record.chain[-1].seg
+        chunk = next((root / "data" / newest).glob("r*/user/delete/rows/c/0"))
+        chunk.write_bytes(flip(chunk.read_bytes()))
+
+        assert verify_store(store, deep=True).is_sound
+        assert verify_store(branch, deep=True).restorable == (1, 0)
