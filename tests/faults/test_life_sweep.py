@@ -1,0 +1,426 @@
+"""A store's whole life with a fault at every storage call: two ranks that train, and the jobs that maintain the store.
+
+After each run a fresh process sees exactly an acknowledged state, every live version is what was trained, and calm
+maintenance leaves no object that nothing refers to.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cnr_store import CnrStoreError, CommitStateUnknown, Store, TableOptions
+from cnr_store.errors import RankLost
+from cnr_store.layout import MANIFEST, RECEIPT, segment_key
+from cnr_store.log import RetryPolicy
+from cnr_store.records import is_live
+from cnr_store.segment import SegmentReader
+from cnr_store.snapshot import Snapshot
+from cnr_store.storage import storage_from_filesystem
+from cnr_store.testing.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem, SimulatedCrash
+from cnr_store.testing.ranks import ThreadRank, thread_ranks
+from cnr_store.transaction import Declaration
+from cnr_store.types import Rectangle
+from cnr_store.writer import Writer
+
+QUICK = RetryPolicy(deadline_s=0.02, first_delay_s=0.001, max_delay_s=0.002)
+ROWS, DIM, WORLD, SCALE = 12, 4, 2, 0.25
+OPTIONS = TableOptions(scale=SCALE)
+TILES = [Rectangle((0, 7), (0, DIM)), Rectangle((7, ROWS), (0, DIM))]
+Array = np.ndarray[Any, Any]
+Steps = tuple[int, ...]
+"""A state by what it was trained from: the steps, in order. The same step on another state is another state."""
+
+
+# ---- the training, as its oracle knows it
+
+
+def values_of(steps: Steps) -> Array:
+    """The table after these steps: multiples of the scale, so every state is stored exactly."""
+    values = np.random.default_rng(0).integers(-9, 9, (ROWS, DIM))
+    for step in steps[1:]:
+        rows = rows_of(step)
+        values[rows] += np.random.default_rng(step).integers(-90, 90, (len(rows), DIM)) + 100
+    return (values * SCALE).astype(np.float32)
+
+
+def rows_of(step: int) -> Array:
+    """Rows of both ranks change in every step."""
+    return np.arange(step % 3, ROWS, 3)
+
+
+def dense_of(steps: Steps) -> Array:
+    """A tensor that seldom changes, so that later segments refer to the bytes of earlier ones."""
+    return np.asarray([max(step for step in steps if step % 4 == 0), 7], np.float32)
+
+
+class Process:
+    """One rank as a process: it stops talking to the others when its file system says that it is dead."""
+
+    def __init__(self, fs: FaultyFileSystem, rank: ThreadRank) -> None:
+        self.fs = fs
+        self.rank, self.world = rank.rank, rank.world
+        self._inner = rank
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        if self.fs.is_crashed:
+            self._inner.leave()
+            raise SimulatedCrash("this process is dead")
+        return self._inner.exchange(message)
+
+    def another(self) -> Process:
+        return Process(self.fs, self._inner.another())
+
+
+def open_store(fs: Any) -> Store:
+    return Store.open_on(storage_from_filesystem(fs, "/root"), threads=1, retry=QUICK)
+
+
+# ---- one run of the life
+
+
+@dataclass
+class Run:
+    """What the processes of one life went through.
+
+    ``events`` are the states that rank 0 tried to save, and those that anybody was told are there, in order.
+    """
+
+    files: IsolatedMemoryFileSystem
+    fault: tuple[str, Fault] | None = None
+    views: dict[str, FaultyFileSystem] = field(default_factory=dict)
+    events: list[tuple[str, Steps]] = field(default_factory=list)
+    tagged: dict[str, int] = field(default_factory=dict)
+    ends: dict[str, BaseException | None] = field(default_factory=dict)
+
+    def view(self, process: str) -> FaultyFileSystem:
+        fault = self.fault[1] if self.fault is not None and self.fault[0] == process else None
+        self.views[process] = FaultyFileSystem(self.files, fault=fault)
+        return self.views[process]
+
+    def job(self, name: str, work: Callable[[Run, Store], None]) -> None:
+        """Run a job of the store's maintenance in a process of its own; the life goes on whatever becomes of it."""
+        self.ends[name] = None
+        try:
+            with open_store(self.view(name)) as store:
+                work(self, store)
+        except (SimulatedCrash, CnrStoreError) as error:
+            self.ends[name] = error
+
+    def start(self, program: Callable[[Run, Process], None]) -> Run:
+        """Run the program on both ranks; all are gone when this returns."""
+        ranks = thread_ranks(WORLD, timeout_s=20)
+        processes = [Process(self.view(f"rank {rank.rank}"), rank) for rank in ranks]
+
+        def body(process: Process, rank: ThreadRank) -> None:
+            name = f"rank {rank.rank}"
+            self.ends[name] = None
+            try:
+                program(self, process)
+            except BaseException as error:  # noqa: BLE001 - a dead process among them
+                self.ends[name] = error
+            finally:
+                rank.leave()
+
+        threads = [
+            threading.Thread(target=body, args=(process, rank)) for process, rank in zip(processes, ranks, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in threads)
+        return self
+
+    def deliver_delayed(self) -> int:
+        return sum(view.deliver_delayed() for view in self.views.values())
+
+    def known(self) -> dict[int, set[Steps]]:
+        """The states that were ever tried, by their last step."""
+        found: dict[int, set[Steps]] = {}
+        for _, steps in self.events:
+            found.setdefault(steps[-1], set()).add(steps)
+        return found
+
+    def allowed(self) -> set[Steps]:
+        """What the head may be: the last acknowledged state, or one that was tried since."""
+        last = max(index for index, (kind, _) in enumerate(self.events) if kind == "acknowledged")
+        return {steps for _, steps in self.events[last:]}
+
+
+class Trainer:
+    """One rank's training."""
+
+    def __init__(self, run: Run, process: Process, store: Store) -> None:
+        self.run, self.rank, self.tile = run, process.rank, TILES[process.rank]
+        self.values = np.empty((self.tile.num_rows, DIM), np.float32)
+        self.steps: Steps = ()
+        self.writer: Writer = store.writer(ranks=process, shards={"t": [self.tile]})
+
+    def restore(self) -> None:
+        """Take the head's state; which one that is the saved counter of steps tells."""
+        snapshot = self.writer.restore({"t": {"values": self.values}})
+        steps = snapshot.scalars["steps"]
+        assert isinstance(steps, list)
+        self.steps = tuple(int(step) for step in steps if isinstance(step, int))
+        assert np.array_equal(self.values, values_of(self.steps)[slice(*self.tile.rows)]), "restored another state"
+
+    def train(self, step: int, kind: Any = "delta", base: Any = "head") -> None:
+        """Train a step and save it; treat the outcomes as a trainer does: restore and try again."""
+        for _ in range(3):
+            steps = (*self.steps, step)
+            if self.rank == 0:
+                self.run.events.append(("tried", steps))
+            try:
+                self.save(steps, kind, base)
+                break
+            except RankLost:
+                if self.writer._session.pending is not None and self.writer.settle() is not None:
+                    self.run.events.append(("acknowledged", steps))
+                raise
+            except CommitStateUnknown:
+                if self.writer.settle() is not None:
+                    break
+            except CnrStoreError:
+                pass
+            self.restore()
+        else:
+            raise RuntimeError("three attempts failed")
+        self.steps = steps
+        self.run.events.append(("acknowledged", steps))
+
+    def save(self, steps: Steps, kind: Any, base: Any) -> None:
+        values, tile = values_of(steps), self.tile
+        with self.writer.begin(steps[-1], kind, base=base) as txn:
+            if txn.kind == "full":
+                if "t" not in txn.tables:
+                    given = Declaration(values[slice(*tile.rows)], {}, OPTIONS)
+                    txn.declare_tables({"t": [given]})
+                txn.write_table("t", values[slice(*tile.rows)], rectangle=tile)
+            else:
+                rows = rows_of(steps[-1]) if base == "head" else np.arange(ROWS)
+                rows = rows[(rows >= tile.rows[0]) & (rows < tile.rows[1])]
+                txn.write_rows("t", rows, values[rows], rectangle=tile)
+            if self.rank == 0:
+                txn.put_scalars({"steps": list(steps)})
+                txn.put_dense({"d": dense_of(steps)})
+            txn.put_document(f"rank/{self.rank}", steps[-1])
+
+
+def begin(run: Run, process: Process) -> None:
+    """What every run starts from: a full and three deltas."""
+    with open_store(process.fs) as store:
+        trainer = Trainer(run, process, store)
+        for step in range(4):
+            trainer.train(step)
+
+
+def life(run: Run, process: Process) -> None:
+    """Restore, train and save, while jobs come and go between the steps of rank 0."""
+    with open_store(process.fs) as store:
+        trainer = Trainer(run, process, store)
+        trainer.restore()
+        trainer.train(4)
+        for step, job in enumerate(JOBS, 5):
+            if process.rank == 0:
+                run.job(job.__name__, job)
+            trainer.train(step, *KINDS.get(step, ()))
+
+
+KINDS = {6: ("delta", "baseline"), 8: ("full",)}
+
+
+def first_job(run: Run, store: Store) -> None:
+    """Name versions."""
+    store.set_channel("serving")
+    tag(run, store, "early")
+
+
+def second_job(run: Run, store: Store) -> None:
+    """Read under a lease, and move a channel."""
+    with store.lease() as lease:
+        read(run, store.snapshot(version=lease.version))
+    store.set_channel("serving")
+
+
+def third_job(run: Run, store: Store) -> None:
+    """Go back to a tagged version."""
+    target = store.snapshot(tag="early") if "early" in store.tags() else store.snapshot()
+    steps = read(run, target)
+    run.events.append(("tried", steps))
+    store.rollback(target.version)
+    run.events.append(("acknowledged", steps))
+
+
+def fourth_job(run: Run, store: Store) -> None:
+    """Move names again."""
+    store.set_channel("serving")
+    tag(run, store, "late")
+
+
+JOBS = (first_job, second_job, third_job, fourth_job)
+
+
+def tag(run: Run, store: Store, name: str) -> None:
+    version = store.head().record.v
+    store.tag(name, version)
+    run.tagged[name] = version
+
+
+# ---- what a fresh process finds
+
+
+def read(run: Run, snapshot: Snapshot) -> Steps:
+    """Read a state whole, and say which one of those that were tried it is."""
+    values, dense = snapshot.table("t").read(), snapshot.read_dense("d")
+    for steps in run.known().get(snapshot.step, ()):
+        if np.array_equal(values, values_of(steps)):
+            assert np.array_equal(dense, dense_of(steps)), f"version {snapshot.version} has another dense tensor"
+            assert [snapshot.read_document(f"rank/{k}") for k in range(WORLD)] == [steps[-1]] * WORLD
+            return steps
+    raise AssertionError(f"version {snapshot.version} (step {snapshot.step}) is no state that was trained")
+
+
+def check(run: Run) -> Steps:
+    """Every live version is what was trained, and the head an acknowledged state; returns which."""
+    with open_store(run.files) as store:
+        head = store.head().record
+        found = read(run, store.snapshot())
+        assert found in run.allowed(), f"the head is {found}, acknowledged or tried since is {run.allowed()}"
+        seen = set()
+        for record in store.log():
+            if record.chain and is_live(head, record.v) and record.chain not in seen:
+                seen.add(record.chain)
+                read(run, store.snapshot(version=record.v))
+        assert run.tagged.items() <= head.tags.items(), "a tag is lost"
+        for name, version in (*head.tags.items(), *head.channels.items()):
+            assert is_live(head, version), f"{name} points to version {version}, which is not live"
+    return found
+
+
+def listed(files: IsolatedMemoryFileSystem) -> set[str]:
+    """Every object of a segment that there is."""
+    return {path.removeprefix("/root/") for path in files.find("/root/data")}
+
+
+def referenced(store: Store) -> set[str]:
+    """Every object that a live version needs: manifests, what they list, and the receipts of who wrote that."""
+    head = store.head().record
+    keys: set[str] = set()
+    for entry in {entry for record in store.log() if is_live(head, record.v) for entry in record.chain}:
+        manifest = SegmentReader.open(store.storage, entry).manifest
+        paths = {MANIFEST, *(item.path for item in manifest.objects)}
+        folders = {path.split("/")[0] for path in (*paths, *(part.folder for part in manifest.parts))} - {MANIFEST}
+        keys |= {segment_key(entry.seg, path) for path in (*paths, *(f"{folder}/{RECEIPT}" for folder in folders))}
+    return keys
+
+
+def go_on(run: Run, process: Process) -> None:
+    """Both ranks come back, restore and save once more."""
+    with open_store(process.fs) as store:
+        trainer = Trainer(run, process, store)
+        trainer.restore()
+        trainer.train(100)
+
+
+@dataclass
+class Count:
+    calls: int = 0
+    runs: int = 0
+    ends: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    began: float = field(default_factory=time.perf_counter)
+
+    def __str__(self) -> str:
+        ends = ", ".join(f"{count} {name}" for name, count in sorted(self.ends.items()))
+        head = (
+            f"{self.calls} calls of all processes: {self.runs} runs in {time.perf_counter() - self.began:.0f} s "
+            f"({ends}), {len(self.failures)} failures"
+        )
+        return "\n".join([head, *self.failures[:20]])
+
+
+def prepared() -> Run:
+    files = IsolatedMemoryFileSystem()
+    Store.create_on(storage_from_filesystem(files, "/root"), profile="portable", threads=1, retry=QUICK).close()
+    run = Run(files).start(begin)
+    assert set(run.ends.values()) == {None}, run.ends
+    return run
+
+
+def copied(run: Run, fault: tuple[str, Fault] | None = None) -> Run:
+    """A run of its own that goes on where another one ended."""
+    return Run(run.files.fork(), fault, events=list(run.events), tagged=dict(run.tagged))
+
+
+def aftermath(run: Run, *, goes_on: bool) -> None:
+    """What must hold after any life."""
+    check(run)
+    if run.deliver_delayed():
+        check(run)
+    if goes_on:
+        after = copied(run).start(go_on)
+        assert set(after.ends.values()) == {None}, after.ends
+        check(after)
+
+
+def jobs(calm: Run, faults: tuple[FaultKind, ...], calls_hit: int) -> Iterator[tuple[str, Fault, str]]:
+    """Every call of every process with every fault that can happen to it."""
+    for process, view in calm.views.items():
+        for call in view.calls:
+            for kind in faults:
+                if kind.applies_to(call.operation):
+                    where = f"{process}, {kind.value} at call {call.index} ({call.operation} {call.path})"
+                    yield process, Fault(kind, call.index, calls=calls_hit), where
+
+
+def sweep(faults: tuple[FaultKind, ...], *, every: int = 1, calls_hit: int = 1) -> Count:
+    start = prepared()
+    calm = copied(start).start(life)
+    assert set(calm.ends.values()) == {None}, calm.ends
+    aftermath(calm, goes_on=True)
+    count = Count(sum(len(view.calls) for view in calm.views.values()))
+    for process, fault, where in list(jobs(calm, faults, calls_hit))[::every]:
+        run = copied(start, (process, fault))
+        count.runs += 1
+        try:
+            run.start(life)
+            end = run.ends.get(process)
+            count.ends["unharmed" if end is None else type(end).__name__] += 1
+            unexpected = [
+                error for error in run.ends.values() if not isinstance(error, SimulatedCrash | CnrStoreError | None)
+            ]
+            assert not unexpected, unexpected
+            aftermath(run, goes_on=count.runs % 3 == 0)
+        except Exception as error:  # noqa: BLE001 - a sweep reports every failure and goes on
+            count.failures.append(f"{where}: {type(error).__name__}: {error}; ended with {run.ends}")
+    return count
+
+
+CI_FAULTS = (FaultKind.CRASH, FaultKind.CRASH_AFTER, FaultKind.FAIL_BEFORE, FaultKind.LOST_REPLY)
+
+
+def test_a_life_survives_a_fault_at_some_storage_calls_of_each_process() -> None:
+    count = sweep(CI_FAULTS, every=23)
+    sys.stdout.write(f"{count}\n")
+
+    assert not count.failures, str(count)
+    assert count.ends["SimulatedCrash"] > 10
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("calls_hit", [1, 40])
+def test_a_life_survives_every_fault_at_every_storage_call(calls_hit: int) -> None:
+    count = sweep(tuple(FaultKind), calls_hit=calls_hit)
+    sys.stdout.write(f"{count}\n")
+
+    assert not count.failures, str(count)
