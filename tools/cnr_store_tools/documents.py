@@ -107,6 +107,22 @@ def fork_document(store: Store, branch: Store) -> Document:
     }  # fmt: skip
 
 
+def cursors_document(store: Store) -> Document:
+    """Return the registered cursors by name; ``branch`` is null on the store's own log, a uuid if the branch ended."""
+    heads = {head.branch: head.version for head in read_status(store).heads}
+    names = {key: pin.name for key, pin in store.head().record.pins.items()}
+    listed = []
+    for name, cursor in sorted(store.cursors().items()):
+        branch = names.get(cursor.branch, cursor.branch) or None
+        listed.append(
+            {
+                "cursor": name, "branch": branch, "version": cursor.version, "head": heads.get(branch),
+                "moved_ms": cursor.moved_ms, "expires_ms": cursor.expires_ms, "holder": cursor.holder,
+            }
+        )  # fmt: skip
+    return {"url": store.url, "cursors": listed}
+
+
 def branches_document(store: Store) -> Document:
     """Return the branches by name, and how far each has come; ``head`` is null where a branch's time is over."""
     pins = store.branches()

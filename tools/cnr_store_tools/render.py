@@ -142,6 +142,20 @@ def branches(console: Console, document: Document) -> None:
     console.print(table)
 
 
+def cursors(console: Console, document: Document) -> None:
+    """Draw the cursors, by name."""
+    if not document["cursors"]:
+        say(console, f"{document['url']} has no cursors")
+        return
+    table = _table("cursor", "branch", "version", "head", "moved", "until", "holder", title=document["url"])
+    for item in document["cursors"]:
+        until = "dropped" if item["expires_ms"] is None else time_text(item["expires_ms"])
+        moved = time_text(item["moved_ms"])
+        table.add_row(*map(cell, (item["cursor"], item["branch"], item["version"], item["head"], moved, until,
+                                  item["holder"])))  # fmt: skip
+    console.print(table)
+
+
 def message(console: Console, document: Document) -> None:
     """Print the document's own sentence."""
     say(console, document["message"])
