@@ -160,8 +160,10 @@ class World:
         store._workers = InlineWorkers()
         return store
 
-    def check_read(self, record: CommitRecord, values: Values) -> None:
+    def check_read(self, record: CommitRecord, values: Values, dense: Values | None = None) -> None:
         """What was read of a version is what was trained."""
+        if dense is not None and not np.array_equal(dense, dense_of(record.step)):
+            raise Violation(f"version {record.v} ({record.kind}, step {record.step}) has dense tensor {dense.tolist()}")
         expected = self.trained.get(record.step)
         if expected is None or not np.array_equal(expected, values):
             raise Violation(
@@ -308,6 +310,11 @@ def take_state(world: World, writer: Writer, values: Values) -> int:
     raise StorageFailure("the head's data went away five times while it was restored")
 
 
+def dense_of(step: int) -> Values:
+    """A tensor that does not change at every step, so that segments refer to the bytes of earlier ones."""
+    return np.asarray([step // 4], np.float32)
+
+
 def take_stale_mirror(world: World, writer: Writer) -> None:
     """Let the writer hold the mirror of an earlier state, as a rank that has missed a commit does."""
     mirror, digest = writer.mirrors.get(TABLE), writer.mirrors.digest(TABLE)
@@ -329,6 +336,7 @@ def save(writer: Writer, step: int, values: Values, dirty: set[int], random: Ran
         else:
             rows = np.arange(ROWS) if base == "baseline" else np.asarray(sorted(dirty), np.int64)
             txn.write_rows("t", rows, values[rows])
+        txn.put_dense({"d": dense_of(step)})
 
 
 def tagger(world: World, store: Store) -> None:
@@ -350,26 +358,50 @@ def tagger(world: World, store: Store) -> None:
         world.tell("tagged", f"{name} is version {head.v}")
 
 
-def reader(world: World, store: Store) -> None:
-    """Read the newest state, or a tagged one."""
-    for _ in range(2):
-        tags = store.tags()
-        name = world.random.choice(sorted(tags)) if tags and world.random.random() < 0.5 else None
-        snapshot: Snapshot | None = None
+def mover(world: World, store: Store) -> None:
+    """Point a channel to versions, and at times go back to one."""
+    for _ in range(world.random.choice((1, 2))):
+        head = store.head().record
+        version = world.random.randrange(head.v + 1)
         try:
-            snapshot = store.snapshot(tag=name)
-            if snapshot.is_empty:
+            if not store.record(version).chain:
                 continue
-            values = snapshot.table("t").read()
+            if world.random.random() < 0.3:
+                store.rollback(version)
+                world.tell("rollback", f"back to version {version}")
+            else:
+                store.set_channel("serving", version)
+                world.tell("channel", f"the channel is version {version}")
+        except NotFound as error:
+            world.tell(error.kind, f"a channel to version {version}: {error}")
+        except MissingObject as error:
+            world.check_gone(version, error)
+
+
+def reader(world: World, store: Store) -> None:
+    """Read the newest state, or one that has a name, at times under a lease."""
+    for _ in range(2):
+        names = {**store.tags(), **store.channels()}
+        name = world.random.choice(sorted(names)) if names and world.random.random() < 0.5 else None
+        try:
+            version = store.latest_version() if name is None else names[name]
+            if world.random.random() < 0.5:
+                with store.lease(version):
+                    read(world, store, version)
+            else:
+                read(world, store, version)
         except NotFound as error:
             world.tell(error.kind, f"a reader of {name or 'the head'}: {error}")
-            continue
         except MissingObject as error:
-            if snapshot is not None:
-                world.check_gone(snapshot.version, error)
-            continue
-        world.check_read(snapshot.record, values)
-        world.tell("read", f"a reader read version {snapshot.version}")
+            world.check_gone(version, error)
+
+
+def read(world: World, store: Store, version: int) -> None:
+    """Read all of a version."""
+    snapshot = store.snapshot(version)
+    if not snapshot.is_empty:
+        world.check_read(snapshot.record, snapshot.table("t").read(), snapshot.read_dense("d"))
+        world.tell("read", f"a reader read version {version}")
 
 
 def check(world: World) -> None:
@@ -404,6 +436,9 @@ def check_log(world: World, entries: dict[int, LogEntry]) -> None:
         where = f"version {version} ({record.kind})"
         require(record.epoch == before.epoch + (record.kind == "fence"), f"{where} is in epoch {record.epoch}")
         require(record.ts_ms > before.ts_ms, f"{where} is not later than the one before")
+        require(record.tags == before.tags or record.kind == "tag", f"{where} has other tags")
+        require(record.channels == before.channels or record.kind == "channel", f"{where} has other channels")
+        require(record.floor >= before.floor, f"{where} has a lower floor")
         if record.kind == "fence":
             holder = record.writer.run_id
         if record.kind in ("full", "delta"):
@@ -420,8 +455,8 @@ def check_log(world: World, entries: dict[int, LogEntry]) -> None:
 def check_live(world: World, entries: dict[int, LogEntry], store: Store) -> None:
     """Every live version restores to what was trained."""
     newest = entries[max(entries)].record
-    for name, version in newest.tags.items():
-        require(is_live(newest, version), f"tag {name} names version {version}, which has expired")
+    for name, version in (*newest.tags.items(), *newest.channels.items()):
+        require(is_live(newest, version), f"{name} names version {version}, which has expired")
     require(is_live(newest, newest.v), "the head has expired")
     seen: set[tuple[tuple[str, ...], int]] = set()
     known: dict[str, Any] = {}
@@ -433,10 +468,10 @@ def check_live(world: World, entries: dict[int, LogEntry], store: Store) -> None
         try:
             snapshot = Snapshot(store.storage, entry, store.workers, known=known)
             known |= {reader.name: reader for reader in snapshot.readers}
-            values = snapshot.table("t").read()
+            values, dense = snapshot.table("t").read(), snapshot.read_dense("d")
         except CorruptStore as error:
             raise Violation(f"live version {version} cannot be read: {error}") from error
-        world.check_read(entry.record, values)
+        world.check_read(entry.record, values, dense)
 
 
 def require(holds: bool, otherwise: str) -> None:

@@ -23,9 +23,9 @@ from cnr_store.log import CommitLog
 from cnr_store.rebase import _COMMUTING_KINDS
 from cnr_store.records import CommitRecord, LogEntry
 from cnr_store.testing.schedule import run_schedule
-from tests.life import Violation, World, alone, check, deterministic, reader, restarting, tagger, trainer
+from tests.life import Violation, World, alone, check, deterministic, mover, reader, restarting, tagger, trainer
 
-LIVES = (trainer, trainer, tagger, reader)
+LIVES = (trainer, trainer, tagger, mover, reader)
 BLOCKS, BLOCK = 8, 250
 SOAK = int(os.environ.get("CNR_SOAK_SCHEDULES", "100000"))
 MOST_SEEDS = 400
@@ -89,6 +89,8 @@ def test_no_schedule_of_a_life_breaks_a_law(block: int) -> None:
     assert counts["fenced"] > BLOCK / 10
     assert counts["read"] > BLOCK / 4
     assert counts["tagged"] > BLOCK / 4
+    assert counts["channel"] > BLOCK / 4
+    assert counts["rollback"] > BLOCK / 20
 
 
 @pytest.mark.soak
