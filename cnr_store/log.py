@@ -27,7 +27,6 @@ from cnr_store.errors import (
     Fenced,
     MissingObject,
     StorageFailure,
-    UnsafeBackend,
 )
 from cnr_store.layout import COMMITS, commit_key, hint_key, state_key
 from cnr_store.records import (
@@ -449,7 +448,7 @@ class CommitLog:
                 return CreateOutcome.UNKNOWN
             self._unresolved = None
             raise
-        except (BadInput, UnsafeBackend):
+        except (BadInput, StorageFailure):  # this attempt made nothing; one before it may have
             if not may_have_landed:
                 self._unresolved = None
             raise

@@ -33,6 +33,7 @@ from cnr_store.storage.redaction import Secrets
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV})
 _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FOLDER_ATTEMPTS = 5
 _WRITE_BYTES = 64 * 1024 * 1024
 
@@ -77,8 +78,10 @@ class LocalStorage(Storage):
     def _create(self, key: str, data: bytes) -> tuple[CreateOutcome, BaseException | None]:
         path = self._path(key)
         refusal: FileExistsError | None = None
+        is_written = False
         try:
             temporary = self._write_temporary(path, data)
+            is_written = True
             try:
                 self._link(temporary, path, key)
             except FileExistsError as error:
@@ -89,7 +92,9 @@ class LocalStorage(Storage):
             # and must be durable before a read-back lets the caller acknowledge it.
             self._sync(_folders_of(key))
         except OSError as error:
-            if is_denied(error):
+            # Without its bytes the object has not got its name: no need to ask again until a deadline.
+            is_full = not is_written and error.errno in _NO_SPACE
+            if is_full or is_denied(error):
                 raise self._failure(error, "creating", key) from error
             return CreateOutcome.UNKNOWN, error
         return (CreateOutcome.CREATED, None) if refusal is None else (CreateOutcome.EXISTS, refusal)

@@ -140,16 +140,33 @@ def test_without_fsync_nothing_is_synced(root: Path, shim: RecordingOs) -> None:
     assert "fsync" not in {name for name, _ in shim.calls}
 
 
-@pytest.mark.parametrize("call", ["write", "fsync", "link"])
+@pytest.mark.parametrize(
+    ("call", "code"), [("write", errno.EIO), ("fsync", errno.EIO), ("link", errno.EIO), ("link", errno.ENOSPC)]
+)
 def test_a_create_that_fails_half_way_is_unknown_and_leaves_no_name(
-    storage: Storage, root: Path, shim: RecordingOs, call: str
+    storage: Storage, root: Path, shim: RecordingOs, call: str, code: int
 ) -> None:
-    shim.fail[call] = OSError(errno.ENOSPC, "full")
+    shim.fail[call] = OSError(code, "broken")
 
     assert storage.create("commits/0.json", b"record") is CreateOutcome.UNKNOWN
 
     shim.fail.clear()
     assert storage.read("commits/0.json") is None
+    assert list((root / "commits").iterdir()) == []
+    assert storage.create("commits/0.json", b"record") is CreateOutcome.CREATED
+
+
+@pytest.mark.parametrize("call", ["write", "fsync"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_create_on_a_full_disk_has_made_nothing_and_says_so(
+    storage: Storage, root: Path, shim: RecordingOs, call: str, code: int
+) -> None:
+    shim.fail[call] = OSError(code, "full")
+
+    with pytest.raises(StorageFailure, match=errno.errorcode[code]):
+        storage.create("commits/0.json", b"record")
+
+    shim.fail.clear()
     assert list((root / "commits").iterdir()) == []
     assert storage.create("commits/0.json", b"record") is CreateOutcome.CREATED
 
