@@ -18,14 +18,17 @@ from cnr_store.compaction.statuses import replay_statuses
 from cnr_store.compaction.tasks import Piece
 from cnr_store.encodings.digest import add_digests
 from cnr_store.errors import CorruptStore
-from cnr_store.records import Manifest, PartEntry, RowListEntry, TableSchema, stated_digest
-from cnr_store.replay_plan import Operation, TablePlan, by_columns, plan_table
+from cnr_store.records import Manifest, PartEntry, TableSchema, stated_digest
+from cnr_store.replay_plan import OPERATIONS, Operation, TablePlan, by_columns, plan_table
 from cnr_store.segment import SegmentReader, SegmentWriter
 from cnr_store.table_codes import array_specs
 from cnr_store.workers import Workers
 
 CACHE_BYTES = 256 * 1024 * 1024
 """Bound on the decoded chunks kept for several chunks of the result: of 16 deltas, as a rule, those of one place."""
+
+
+_BASELINE: tuple[Operation, ...] = ("set", "escape")
 
 
 def fold_piece(
@@ -67,33 +70,31 @@ def fold_piece(
     """
     start, stop = run
     manifests = [reader.manifest for reader in readers[:stop]]
-    here = readers[start:stop]
     schema = manifests[-1].tables[piece.table]
-    plan = _plan(manifests[start:], piece, schema, is_delta=start > 0)
-    before = _rows_before(manifests, start, plan)
-    statuses = replay_statuses(here, plan, before, workers)
     folder = out.part_folder(piece.table, piece.rectangle, schema.num_rows, schema.dim)
-    operations: tuple[Operation, ...] = ("set", "escape") if before is None else ("add", "set", "delete", "escape")
-    additive = any(spec.is_additive for spec in array_specs(schema, plan.columns).values())
-    lists: dict[str, RowListEntry] = {}
-    found = 0
-    for operation in operations:
-        source = FoldedRows(here, plan, operation, statuses, with_digest=additive and start == 0)
-        if source.count:
-            if not lists:
-                write_part_group(out, folder, piece.table, schema, piece.rectangle)
-            lists[operation], change = write_folded(out, f"{folder}/{operation}", source, cache_bytes)
-            found = add_digests(found, change)
-    base = stated = None
-    if start > 0:
-        base = None if before is None else _base_digest(manifests[start], piece, schema)
-        stated = stated_digest((part for part in manifests[-1].parts if part.table == piece.table), piece.rectangle)
-    elif additive:
-        stated = found
-    return PartEntry(
-        table=piece.table, folder=folder, rows=piece.rectangle.rows, columns=piece.rectangle.columns,
-        base_digest=_hex(base), state_digest=_hex(stated), **lists,
+    part = PartEntry(
+        table=piece.table, folder=folder, rows=piece.rectangle.rows, columns=piece.rectangle.columns
     )  # fmt: skip
+    found = 0
+    if schema.keys == "hashed" or piece.rectangle.num_rows:
+        plan = _plan(manifests[start:], piece, schema, is_delta=start > 0)
+        before = _rows_before(manifests, start, plan)
+        statuses = replay_statuses(readers[start:stop], plan, before, workers)
+        for operation in _BASELINE if before is None else OPERATIONS:
+            rows = FoldedRows(readers[start:stop], plan, operation, statuses, with_digest=start == 0)
+            if rows.count:
+                if not (part.add or part.set or part.delete):
+                    write_part_group(out, folder, piece.table, schema, piece.rectangle)
+                row_list, added = write_folded(out, f"{folder}/{operation}", rows, cache_bytes)
+                part = msgspec.structs.replace(part, **{operation: row_list})
+                found = add_digests(found, added)
+    if not any(spec.is_additive for spec in array_specs(schema).values()):
+        return part
+    if start == 0:
+        return msgspec.structs.replace(part, state_digest=_hex(found))
+    return msgspec.structs.replace(
+        part, base_digest=_base_digest(manifests, start, piece), state_digest=_stated(manifests[-1], piece)
+    )
 
 
 def _plan(manifests: Sequence[Manifest], piece: Piece, schema: TableSchema, *, is_delta: bool) -> TablePlan:
@@ -132,15 +133,23 @@ def _rows_before(manifests: Sequence[Manifest], start: int, plan: TablePlan) -> 
     return held.num_rows
 
 
-def _base_digest(first: Manifest, piece: Piece, schema: TableSchema) -> int | None:
-    """What the run starts from, as its first segment states it in the same unit."""
-    if first.tables[piece.table].shift != schema.shift:
+def _base_digest(manifests: Sequence[Manifest], start: int, piece: Piece) -> str | None:
+    """What a run of deltas starts from, as its first segment states it, if the table was there and in the same unit."""
+    before, first, last = (manifests[at].tables.get(piece.table) for at in (start - 1, start, -1))
+    if before is None or first is None or last is None:
         return None
-    parts = (part for part in first.parts if part.table == piece.table)
-    return stated_digest(
-        (msgspec.structs.replace(part, state_digest=part.base_digest) for part in parts), piece.rectangle
-    )
+    if (before.generation, first.shift) != (last.generation, last.shift):
+        return None
+    parts = (part for part in manifests[start].parts if part.table == piece.table)
+    starts = (msgspec.structs.replace(part, state_digest=part.base_digest) for part in parts)
+    found = stated_digest(starts, piece.rectangle)
+    return None if found is None else _hex(found)
 
 
-def _hex(found: int | None) -> str | None:
-    return None if found is None else f"{found:016x}"
+def _stated(last: Manifest, piece: Piece) -> str | None:
+    found = stated_digest((part for part in last.parts if part.table == piece.table), piece.rectangle)
+    return None if found is None else _hex(found)
+
+
+def _hex(found: int) -> str:
+    return f"{found:016x}"

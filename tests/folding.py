@@ -1,0 +1,124 @@
+"""Fold a run of a chain without a commit, and compare what two chains lead to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from cnr_store import layout
+from cnr_store.compaction.fold import fold_piece
+from cnr_store.compaction.tasks import Piece
+from cnr_store.encodings.widths import carrier
+from cnr_store.records import MAJOR, ChainEntry, Manifest
+from cnr_store.replay import finish, replay, replay_hashed
+from cnr_store.replay_plan import plan_table
+from cnr_store.segment import SegmentReader, SegmentWriter, merge_receipts, write_manifest
+from cnr_store.storage import Storage
+from cnr_store.table_codes import TableCodes, array_specs
+from cnr_store.types import Profile, Rectangle
+from cnr_store.workers import Throttle, Workers
+
+Array = np.ndarray[Any, Any]
+
+
+def pieces_of(manifests: Sequence[Manifest], start: int, rng: np.random.Generator) -> list[Piece] | None:
+    """Pieces of a run [start, end of ``manifests``): any row cuts for a baseline, the last parts for a delta.
+
+    None where a table's parts change their columns within a run of deltas.
+    """
+    last = manifests[-1]
+    pieces = []
+    for table, schema in last.tables.items():
+        whole = Rectangle((0, schema.num_rows), (0, schema.dim))
+        if schema.keys == "hashed":
+            pieces.append(Piece(table, whole))
+        elif start == 0:
+            for columns in plan_table(manifests, table).stored:
+                cuts = sorted({0, schema.num_rows, *rng.integers(0, schema.num_rows + 1, 2).tolist()})
+                rows = list(pairwise(cuts)) or [(0, 0)]
+                pieces += [Piece(table, Rectangle(one, columns)) for one in rows]
+        else:
+            ranges = {
+                tuple(sorted({part.columns for part in manifest.parts if part.table == table}))
+                for manifest in manifests[start:]
+                if table in manifest.tables and manifest.tables[table].generation == schema.generation
+            }
+            if len(ranges) > 1:
+                return None
+            parts = [part for part in last.parts if part.table == table]
+            pieces += [Piece(table, Rectangle(part.rows, part.columns)) for part in parts]
+    return pieces
+
+
+def fold(
+    storage: Storage,
+    readers: Sequence[SegmentReader],
+    run: tuple[int, int],
+    pieces: Sequence[Piece],
+    workers: Workers,
+    *,
+    profile: Profile = "portable",
+    name: str | None = None,
+    **options: Any,
+) -> SegmentReader:
+    """Write the segment that the run folds to, and open it through its manifest."""
+    first, last = readers[run[0]].manifest, readers[run[1] - 1].manifest
+    txn = f"{run[0]:016x}{run[1]:016x}"
+    name = name or layout.segment_name(last.base, txn)
+    out = SegmentWriter(
+        storage, name, profile=profile, folder=layout.writer_folder(0, "0" * 8), workers=workers,
+        throttle=Throttle(None),
+    )  # fmt: skip
+    parts = tuple(fold_piece(readers, run, piece, out, workers, **options) for piece in pieces)
+    receipt, _ = out.finish(txn=txn, rank=0, world=1, attempt="0" * 8, base=last.base, l0=first.l0, parts=parts)
+    kind = "baseline" if run[0] == 0 else "delta"
+    manifest = Manifest(
+        format=MAJOR, profile=profile, txn=txn, base=last.base, kind=kind, l0=first.l0, l1=last.l1, step=last.step,
+        tables=last.tables, **merge_receipts([receipt]),
+    )  # fmt: skip
+    sha, size = write_manifest(storage, name, manifest)
+    entry = ChainEntry(
+        seg=name, sha256=sha, kind=kind, l0=first.l0, l1=last.l1, rows=manifest.changed_rows,
+        bytes=size + sum(item.size for item in manifest.objects),
+    )  # fmt: skip
+    return SegmentReader.open(storage, entry)
+
+
+def state_of(
+    readers: Sequence[SegmentReader], workers: Workers, columns: Mapping[str, Sequence[tuple[int, int]]] | None = None
+) -> dict[Any, Any]:
+    """Everything that a chain leads to: per table and columns the floats, statuses and the state digest.
+
+    ``columns``: those of each table to look at; by default the stored intervals, which may be fewer in another chain
+    that leads to the same.
+    """
+    manifests = [reader.manifest for reader in readers]
+    found: dict[Any, Any] = {}
+    for table, schema in manifests[-1].tables.items():
+        plan = plan_table(manifests, table)
+        intervals = plan.stored if columns is None else columns[table]
+        if schema.keys == "hashed":
+            keys, arrays = replay_hashed(readers, plan, tuple(array_specs(schema)), workers)
+            found[table, (0, schema.dim)] = (keys.tobytes(), {name: array.tobytes() for name, array in arrays.items()})
+            continue
+        if schema.num_rows == 0:
+            found[table, (0, schema.dim)] = schema  # nothing is stored, so there are no stored columns
+            continue
+        for piece in (plan_table(manifests, table, columns=interval) for interval in intervals):
+            specs = array_specs(schema, piece.columns)
+            codes = TableCodes.allocate(
+                schema, 0, schema.num_rows, names=tuple(specs), mirror=False, allocate=np.zeros, columns=piece.columns
+            )
+            replay(readers, replace(piece, tracks_status=True), codes, workers)
+            outputs = {
+                name: np.zeros((schema.num_rows, spec.width), carrier(spec.dtype)) for name, spec in specs.items()
+            }
+            digest = finish(codes, outputs, workers, with_digest=True)
+            assert codes.status is not None
+            floats = {name: array.tobytes() for name, array in outputs.items()}
+            found[table, piece.columns] = (floats, codes.status.tobytes(), digest)
+    return found
