@@ -112,12 +112,22 @@ class Session:
         ------
         CorruptStore, StorageFailure
         """
-        before = self.head
-        newest = rank_zero(self.ranks, self._move_behind_maintenance)
-        together(self.ranks, partial(self.move_to, newest))
-        if self.snapshot is not None and self.head is not before:
-            known = {reader.name: reader for reader in self.snapshot.readers}
-            self.snapshot = Snapshot(self.storage, self.head, self.workers, known=known)
+        before, opened = self.head, list[Snapshot]()
+
+        def move() -> None:
+            self.move_to(newest)
+            if self.snapshot is not None and self.head is not before:
+                known = {reader.name: reader for reader in self.snapshot.readers}
+                opened.append(Snapshot(self.storage, self.head, self.workers, known=known))
+
+        try:
+            newest = rank_zero(self.ranks, self._move_behind_maintenance)
+            together(self.ranks, move)
+        except BaseException:
+            self.head = before  # all of it or nothing: the snapshot must be the head's, on every rank
+            raise
+        if opened:
+            self.snapshot = opened[0]
 
     def _move_behind_maintenance(self) -> int:
         while (entry := self.log.poll(self.head)) is not None and leaves_state(entry.record):
