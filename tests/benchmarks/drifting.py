@@ -37,12 +37,12 @@ warnings.filterwarnings("ignore", message="Numcodecs codecs are not in the Zarr 
 
 
 class DriftingTable:
-    """float32 (num_rows, 64), of which each `step` moves a random fifth of the rows."""
+    """float32 (num_rows, 64), of which each `step` moves a random share of the rows."""
 
-    def __init__(self, num_rows: int, seed: int = 0) -> None:
+    def __init__(self, num_rows: int, seed: int = 0, share: float = SHARE) -> None:
         self._random = np.random.default_rng(seed)
         self.values: Float32s = self._normal(num_rows, WIDTH)
-        self._drift = self._normal(round(num_rows * SHARE), WIDTH * DRIFT)
+        self._drift = self._normal(round(num_rows * share), WIDTH * DRIFT)
 
     def step(self) -> RowIds:
         """Move some rows, in slices so that no large copy is made; returns their ids."""

@@ -1,0 +1,257 @@
+"""What folding costs: a baseline and ten deltas into a new baseline, against a bare loop; and what it leaves.
+
+``python tests/benchmarks/bench_compaction.py``: 5,000,000 x 64 fp32, 5 % of the rows in each delta, every file in the
+page cache. The bare loop reads the same files, decodes with the same pcodec into one array, adds with the same kernels
+on as many threads, encodes with the same codec and writes the bytes; it hashes, checks and describes nothing, and
+keeps the whole table in memory. What both make of the codes is compared.
+"""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import harness
+import numpy as np
+from drifting import DIM, TABLE, DriftingTable
+from pcodec import standalone
+
+from cnr_store import Store, TableOptions, arrays, layout
+from cnr_store.compaction.fold import fold_piece
+from cnr_store.compaction.tasks import Piece
+from cnr_store.encodings import kernels
+from cnr_store.layout import segment_key
+from cnr_store.records import ArrayEntry, Receipt, RowListEntry
+from cnr_store.segment import Scratch, SegmentReader, SegmentWriter
+from cnr_store.types import AffineBits, Float32s, Rectangle
+from cnr_store.workers import Throttle, Workers, blocks, default_threads
+
+DELTAS = 10
+SHARE = 0.05
+FOLD_TO_BARE, PEAK_MIB, RESTORE_TO_FRESH = 0.7, 600, 1.1
+PIECE_CHUNKS = 64
+Codes = np.ndarray[tuple[int, ...], np.dtype[np.int16]]
+
+
+def write_stores(folder: Path, rows: int, bits: AffineBits) -> None:
+    """Write a baseline with its deltas, and a fresh baseline of what they lead to."""
+    table = DriftingTable(rows, share=SHARE)
+    options = TableOptions(bits=bits)
+    with Store.create(str(folder / "store"), fsync=False) as store, store.writer() as writer:
+        with writer.begin(0, "full") as txn:
+            txn.write_table(TABLE, table.values, options=options)
+        for step in range(1, DELTAS + 1):
+            changed = table.step()
+            with writer.begin(step) as txn:
+                txn.write_rows(TABLE, changed, table.values[changed])
+        scale = float(store.snapshot().tables[TABLE].encoding.scale)  # type: ignore[union-attr]
+    with (
+        Store.create(str(folder / "fresh"), fsync=False) as store,
+        store.writer(mirror="none") as writer,
+        writer.begin(0, "full") as txn,
+    ):
+        txn.write_table(TABLE, table.values, options=TableOptions(scale=scale))
+
+
+def write_in_process(folder: str, rows: int, bits: AffineBits) -> None:
+    """`write_stores` of a fresh process, whose memory ends with it."""
+    write_stores(Path(folder), rows, bits)
+
+
+class Sides:
+    """The ways to fold the chain of a store."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.store = Store.open(str(folder / "store"), fsync=False)
+        self.readers = self.store.snapshot().readers
+        self.schema = self.readers[-1].manifest.tables[TABLE]
+        self.workers = Workers(default_threads())
+        self.receipt: Receipt | None = None
+        self.bare_folder = folder / "bare"
+
+    def fold(self) -> None:
+        """Fold all segments into parts of a baseline, in a segment that no record names."""
+        name = layout.segment_name(999, "f" * 32)
+        out = SegmentWriter(
+            self.store.storage, name, profile="compact", folder=layout.writer_folder(0, "0" * 8),
+            workers=self.workers, throttle=Throttle(None),
+        )  # fmt: skip
+        parts = [fold_piece(self.readers, (0, len(self.readers)), one, out, self.workers) for one in self.pieces()]
+        self.receipt, _ = out.finish(
+            txn="f" * 32, rank=0, world=1, attempt="0" * 8, base=999, l0=0, parts=tuple(parts)
+        )  # fmt: skip
+
+    def pieces(self) -> list[Piece]:
+        """Row ranges of whole chunks."""
+        chunk = arrays.chunk_rows_for(self.schema.num_rows, 2 * DIM)
+        ranges = blocks(self.schema.num_rows, chunk * PIECE_CHUNKS)
+        return [Piece(TABLE, Rectangle(rows, (0, DIM))) for rows in ranges]
+
+    def bare(self) -> None:
+        """Decode, put or add, encode, write."""
+        codes = np.empty((self.schema.num_rows, DIM), np.int16)
+        for reader in self.readers:
+            root = (Path(self.store.url) / segment_key(reader.name, "x")).parent
+            for row_list, adds in ((reader.manifest.parts[0].set, False), (reader.manifest.parts[0].add, True)):
+                if row_list is not None:
+                    count = arrays.chunk_count(row_list.arrays["codes"])
+                    self.workers.run(partial(_apply, root, row_list, k, codes, adds=adds) for k in range(count))
+        chunk = arrays.chunk_rows_for(len(codes), 2 * DIM)
+        shutil.rmtree(self.bare_folder, ignore_errors=True)
+        self.bare_folder.mkdir()
+        entry = arrays.describe("codes", codes.shape, codes.dtype, chunk, "compact")
+        self.workers.run(
+            partial(_encode, self.bare_folder / str(start), entry, codes[start:stop])
+            for start, stop in blocks(len(codes), chunk)
+        )
+
+    def folded(self) -> Codes:
+        """The codes of the folded parts."""
+        assert self.receipt is not None
+        codes = np.empty((self.schema.num_rows, DIM), np.int16)
+        reader = self.folded_reader()
+        for part in self.receipt.parts:
+            assert part.set is not None
+            for k in range(len(part.set.first)):
+                codes[part.set.first[k] : part.set.last[k] + 1] = reader.read_chunk(
+                    part.set.arrays["codes"], k, Scratch()
+                )
+        return codes
+
+    def folded_reader(self) -> SegmentReader:
+        """The folded segment."""
+        assert self.receipt is not None
+        last: Any = self.readers[-1].manifest
+        manifest = type(last)(
+            format=last.format, profile="compact", txn="f" * 32, base=999, kind="baseline", l0=0, l1=last.l1,
+            step=last.step, tables=last.tables, parts=self.receipt.parts, objects=self.receipt.objects,
+        )  # fmt: skip
+        return SegmentReader(self.store.storage, layout.segment_name(999, "f" * 32), manifest)
+
+    def bare_codes(self) -> Codes:
+        """The codes that the bare loop wrote."""
+        codes = np.empty((self.schema.num_rows, DIM), np.int16)
+        chunk = arrays.chunk_rows_for(len(codes), 2 * DIM)
+        entry = arrays.describe("codes", codes.shape, codes.dtype, chunk, "compact")
+        for start, stop in blocks(len(codes), chunk):
+            out = np.empty(arrays.chunk_shape(entry), np.int16)
+            arrays.decode_chunk(entry, (self.bare_folder / str(start)).read_bytes(), out, "bare")
+            codes[start:stop] = out[: stop - start]
+        return codes
+
+    def close(self) -> None:
+        self.store.close()
+        self.workers.close()
+
+
+def _apply(root: Path, row_list: RowListEntry, index: int, codes: Codes, *, adds: bool) -> None:
+    count = min(row_list.arrays["codes"].chunk_rows, row_list.count - index * row_list.arrays["codes"].chunk_rows)
+    block = _decode(root, row_list.arrays["codes"], index)[:count]
+    first, last = row_list.first[index], row_list.last[index]
+    if last - first + 1 == count:
+        kernels.put_block(codes[first : last + 1], block, 0)
+        return
+    rows = _decode(root, row_list.arrays["rows"], index)[:count]
+    if adds:
+        kernels.add_codes(codes, rows, 0, block, 0)
+    else:
+        kernels.put_codes(codes, rows, 0, block, 0)
+
+
+def _decode(root: Path, entry: ArrayEntry, index: int) -> Any:
+    data = (root / arrays.chunk_path(entry, index)).read_bytes()
+    out = np.empty(arrays.chunk_shape(entry), entry.dtype)
+    standalone.simple_decompress_into(data[:-4], out.reshape(-1))
+    return out
+
+
+def _encode(path: Path, entry: ArrayEntry, block: Codes) -> None:
+    path.write_bytes(arrays.encode_chunk(entry, block))
+
+
+def peak_memory(folder: str) -> int:
+    """Fold in a fresh process; returns the peak beyond the interpreter in bytes."""
+    peak = harness.PeakMemory()
+    sides = Sides(Path(folder))
+    sides.fold()
+    sides.close()
+    return peak.beyond_bytes
+
+
+class Restores:
+    """The table read whole: from the folded segment, and from a baseline that a writer made."""
+
+    def __init__(self, sides: Sides) -> None:
+        self.target: Float32s = np.ones((sides.schema.num_rows, DIM), np.float32)
+        self.fresh_store = Store.open(str(sides.folder / "fresh"))
+        self.folded_snapshot = sides.store.snapshot()
+        self.folded_snapshot.readers = (sides.folded_reader(),)
+
+    def folded(self) -> None:
+        self.folded_snapshot.table(TABLE).read_into(self.target)
+
+    def fresh(self) -> None:
+        self.fresh_store.snapshot().table(TABLE).read_into(self.target)
+
+    def close(self) -> None:
+        self.fresh_store.close()
+
+
+def main() -> None:
+    parser = harness.arguments(__doc__, rows=5_000_000, repeats=5)
+    parser.add_argument("--bits", type=int, default=4)
+    parser.add_argument("--memory-rows", type=int, nargs="*", default=[1_000_000, 10_000_000])
+    options = parser.parse_args()
+    report = harness.Report(
+        f"fold of {options.rows} x {DIM} fp32 at {options.bits} bits: baseline and {DELTAS} deltas of {SHARE:.0%}"
+    )
+    report.start()
+    for rows in options.memory_rows:
+        with harness.data_folder(options.folder) as folder:
+            harness.in_fresh_process(
+                __file__, "write_in_process", folder=str(folder), rows=rows, bits=options.bits
+            )  # fmt: skip
+            peak = harness.in_fresh_process(__file__, "peak_memory", folder=str(folder)) / harness.MIB
+            report.add(f"peak beyond the interpreter, {rows} rows", peak, goal=PEAK_MIB, unit=" MiB")
+    with harness.data_folder(options.folder) as folder:
+        harness.in_fresh_process(
+            __file__, "write_in_process", folder=str(folder), rows=options.rows, bits=options.bits
+        )  # fmt: skip
+        sides = Sides(folder)
+        time_all(report, sides, options.repeats)
+        sides.close()
+    report.finish(options.json)
+
+
+def time_all(report: harness.Report, sides: Sides, repeats: int) -> None:
+    """Check that both sides agree, then time them; then the restores."""
+    sides.fold()
+    sides.bare()
+    if not np.array_equal(sides.folded(), sides.bare_codes()):
+        raise SystemExit("the bare loop and the fold make different codes")
+    found = harness.alternating({"fold": sides.fold, "bare": sides.bare}, repeats)
+    # Speeds: the bare loop's seconds over the fold's.
+    low, _, high = harness.spread([b / f for f, b in zip(found["fold"].wall, found["bare"].wall, strict=True)])
+    _, fold_s, _ = harness.spread(found["fold"].wall)
+    _, bare_s, _ = harness.spread(found["bare"].wall)
+    report.add(
+        "speed of the fold / speed of the bare loop", bare_s / fold_s, goal=FOLD_TO_BARE, sense="at least",
+        low=low, high=high,
+    )  # fmt: skip
+    report.note(f"      fold {found['fold']}; bare {found['bare']}")
+    restores = Restores(sides)
+    restores.folded()
+    mine = restores.target.copy()
+    restores.fresh()
+    report.note(f"      largest difference to the fresh baseline: {np.abs(mine - restores.target).max():.3g}")
+    del mine
+    found = harness.alternating({"folded": restores.folded, "fresh": restores.fresh}, repeats)
+    report.add_ratio("restore after the fold / of a fresh baseline", found["folded"], found["fresh"], RESTORE_TO_FRESH)
+    restores.close()
+
+
+if __name__ == "__main__":
+    main()
