@@ -60,6 +60,7 @@ from cnr_store.exporting import ExportedTensor, ExportReport, export_snapshot
 from cnr_store.importing import ImportReport, import_tensors
 from cnr_store.placement import Shard
 from cnr_store.ranks import Ranks
+from cnr_store.repair import RepairAction, RepairReport, repair_store
 from cnr_store.sizes import SegmentSizes, fp32_bytes, segment_sizes, total_sizes
 from cnr_store.snapshot import Snapshot, TableView
 from cnr_store.status import HeadStatus, LastMaintenance, StoreStatus, read_status
@@ -74,6 +75,9 @@ __all__ = [
     "verify_store",
     "VerifyReport",
     "Problem",
+    "repair_store",
+    "RepairReport",
+    "RepairAction",
     "read_status",
     "StoreStatus",
     "HeadStatus",

@@ -667,14 +667,25 @@ class Store:
         try:
             return self.head()
         except CorruptRecord as error:
-            before = self._log.read(error.version - 1) if error.version else None
-            if before is None:
-                raise
+            before = self._last_before(error)
             warnings.warn(f"{error}; serving version {before.record.v}", RuntimeWarning, stacklevel=4)
             return before
 
-    def _entry(self, version: int) -> LogEntry:
-        entry = self._log.read(version) if version >= 0 else None
+    def _last_before(self, torn: CorruptRecord) -> LogEntry:
+        """The newest record before the torn ones at the end of the log; raises ``torn`` where there is none."""
+        for version in range((torn.version or 0) - 1, -1, -1):
+            try:
+                before = self._log.read(version)
+            except CorruptRecord:
+                continue
+            if before is not None:
+                return before
+            break
+        raise torn
+
+    def _entry(self, version: int, *, or_superseding: bool = False) -> LogEntry:
+        read = self._log.read_standing if or_superseding else self._log.read
+        entry = read(version) if version >= 0 else None
         if entry is None:
             raise VersionNotFound(f"{self._place} has no version {version}", version=version)
         return entry
@@ -698,9 +709,9 @@ class Store:
         low, high, found = 0, head.record.v, None
         while low <= high:
             middle = (low + high) // 2
-            entry = head if middle == head.record.v else self._entry(middle)
+            entry = head if middle == head.record.v else self._entry(middle, or_superseding=True)
             if entry.record.ts_ms <= time_ms:
-                low, found = middle + 1, entry
+                low, found = entry.record.v + 1, entry
             else:
                 high = middle - 1
         if found is None:

@@ -134,7 +134,7 @@ def read_log(
                 findings.add_error(here.error, path, (here.version,))
             if here.entry is not None:
                 take(view, here.entry, version=version, every=every)
-                torn |= _superseded_by(here.entry.record)
+                torn |= superseded_by(here.entry.record)
             if after is not None:
                 _check_neighbours(view, here, after, findings)
             after = here
@@ -216,8 +216,8 @@ def named_versions(head: CommitRecord) -> set[int]:
     return {*head.tags.values(), *head.channels.values(), *pinned, *head.kept}
 
 
-def _superseded_by(record: CommitRecord) -> dict[int, str]:
-    """Position to the digest of its bytes, as the record that superseded them saw them. Pure."""
+def superseded_by(record: CommitRecord) -> dict[int, str]:
+    """Return position to the digest of its bytes, as the record that superseded them saw them. Pure."""
     torn = () if record.supersedes is None else record.supersedes.torn
     return dict(enumerate(torn, start=record.v - len(torn)))
 

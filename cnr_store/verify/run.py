@@ -69,7 +69,7 @@ def verify_store(
             prefix=store.commit_log.prefix,
         )  # fmt: skip
         _check_version(store, view, version, findings)
-        _check_root(store.storage, findings)
+        check_root(store.storage, findings)
         elsewhere = segments_elsewhere(store.storage, store.identity, workers, view)
         check_references(view, elsewhere, findings)
         checks = ChainChecks(store.storage, view, findings, workers, progress)
@@ -105,8 +105,14 @@ def _check_version(store: Store, view: LogView, version: int | None, findings: F
         )
 
 
-def _check_root(storage: Storage, findings: Findings) -> None:
-    wanted = arrays.group_document({"cnr": {"format": FORMAT, "major": MAJOR, "minor": MINOR}})
+def root_document() -> bytes:
+    """Return what ``zarr.json`` of the root is. Pure."""
+    return arrays.group_document({"cnr": {"format": FORMAT, "major": MAJOR, "minor": MINOR}})
+
+
+def check_root(storage: Storage, findings: Findings) -> None:
+    """Add what is wrong with the Zarr document of the root. One GET."""
+    wanted = root_document()
     data = storage.read(layout.ROOT_GROUP)
     if data is None:
         message = f"{layout.ROOT_GROUP} is missing; Zarr readers do not see the store as a group"

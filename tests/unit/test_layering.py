@@ -31,7 +31,7 @@ STAGING = READING | {
 WRITING = STAGING | {"session", "committing", "transaction", "writer"}
 DECISIONS = {"policy", "retention", "planning"}
 ENGINE = WRITING | DECISIONS | {"branches", "leases", "store", "sizes"}
-MAINTENANCE = {"compaction", "gc", "verify"}
+MAINTENANCE = {"compaction", "gc", "verify", "repair"}
 
 # Room -> rooms that it may import. A new module needs a row here, and so a thought about its place.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -80,9 +80,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "compaction": ENGINE,
     "gc": ENGINE,
     "verify": ENGINE,
+    "repair": ENGINE | {"verify"},
     "status": DOCUMENTS | {"storage", "store"},  # for monitors; decides nothing
     "maintenance": ENGINE | MAINTENANCE | {"status"},
-    "training": ENGINE,
+    "training": ENGINE | {"verify", "repair"},  # going back to what is whole
     "consume": ENGINE,
     "integrations": ENGINE | {"training", "consume", "tensor_file"},
     "testing": WORDS | {"layout", "storage"},

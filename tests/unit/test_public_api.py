@@ -32,6 +32,7 @@ PUBLIC = {
         Snapshot Store TableOptions TableView Transaction Writer
         Ranks Shard Rectangle Declaration
         verify_store VerifyReport Problem
+        repair_store RepairReport RepairAction
         read_status StoreStatus HeadStatus LastMaintenance
         segment_sizes total_sizes fp32_bytes SegmentSizes
         export_snapshot ExportReport ExportedTensor import_tensors ImportReport

@@ -1,0 +1,284 @@
+"""Make a damaged store usable again, by records behind the damage (spec, section 7.10).
+
+Never deletes or overwrites a log position and never touches ``data/``: what is damaged stays as it is, and what was
+committed stays in the log. The plan is pure; what it does at most is one record, the hint and the root's Zarr document.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from cnr_store import layout
+from cnr_store.errors import Conflict, CorruptStore, ReadOnlyStore
+from cnr_store.rebase import draft_after, rebase_expire
+from cnr_store.records import (
+    CommitRecord,
+    Hint,
+    LogEntry,
+    Superseded,
+    canonical_json,
+    unknown_writer_features,
+)
+from cnr_store.store import Store, writer_info
+from cnr_store.verify import Problem, ProgressCallback, find_newest_whole
+from cnr_store.verify.log import newest_position, read_log, read_position
+from cnr_store.verify.report import Findings
+from cnr_store.verify.run import check_root, root_document
+from cnr_store.workers import Workers
+
+ActionKind = Literal["supersede", "rollback", "hint", "root"]
+
+
+@dataclass(frozen=True, slots=True)
+class RepairAction:
+    """One thing that a repair does.
+
+    Attributes
+    ----------
+    kind
+        ``supersede`` (a record behind torn ones), ``rollback`` (to a version that is whole), ``hint`` or ``root`` (the
+        object is written anew).
+    message
+        What it does, for people.
+    version
+        The record that it committed; None for objects that are no records, and in a dry run.
+    """
+
+    kind: ActionKind
+    message: str
+    version: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LostState:
+    """A checkpoint newer than what the store goes on from, which cannot be restored."""
+
+    version: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class RepairReport:
+    """What was done, or would be, and what stays lost.
+
+    Attributes
+    ----------
+    url
+        The store, without credentials.
+    is_dry_run
+        Whether nothing was written.
+    newest
+        The highest log position that was there.
+    target
+        The version whose state the store goes on from; None if no version is whole.
+    actions
+        In their order; empty if there is nothing to repair.
+    torn
+        Newest log positions that cannot be read: they hold no version from now on.
+    lost
+        Newer checkpoints than ``target`` that are not whole.
+    remaining
+        What is wrong and stays so: damage in older versions, or that no record can mend.
+    """
+
+    url: str
+    is_dry_run: bool
+    newest: int
+    target: int | None
+    actions: tuple[RepairAction, ...]
+    torn: tuple[int, ...]
+    lost: tuple[LostState, ...]
+    remaining: tuple[Problem, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The end of a log: the newest record that can be read, and the sha256 of each torn position behind it.
+
+    ``last`` is None where none can be read. ``is_broken``: a position between is empty, so nothing can be appended.
+    """
+
+    newest: int
+    last: LogEntry | None
+    torn: tuple[str, ...]
+    is_broken: bool = False
+
+    @property
+    def torn_positions(self) -> range:
+        """The positions that cannot be read."""
+        return range(self.newest + 1 - len(self.torn), self.newest + 1)
+
+
+def read_tail(store: Store) -> Tail:
+    """Return the end of a store's log. Blocks: one listing, and a GET for each torn position and one more.
+
+    Raises
+    ------
+    StorageFailure, UnknownFeature
+        The newest record could not be read, which says nothing about what it is.
+    """
+    prefix = store.commit_log.prefix
+    newest = newest_position(store.storage, prefix)
+    torn: list[str] = []
+    for version in range(newest, -1, -1):
+        here = read_position(store.storage, version, prefix)
+        if here.error is not None and not isinstance(here.error, CorruptStore):
+            raise here.error
+        if here.entry is not None and here.entry.record.store_uuid == store.uuid:
+            return Tail(newest, here.entry, tuple(reversed(torn)))
+        if here.digest is None:
+            return Tail(newest, None, (), is_broken=True)
+        torn.append(here.digest)
+    return Tail(newest, None, tuple(reversed(torn)))
+
+
+def plan_repair(
+    tail: Tail, whole: CommitRecord | None, *, is_hint_wrong: bool = False, is_root_wrong: bool = False
+) -> tuple[RepairAction, ...]:
+    """Return what puts a store right, in order. Pure.
+
+    Parameters
+    ----------
+    whole
+        The newest version that is whole; None if there is none.
+
+    Examples
+    --------
+    >>> plan_repair(Tail(4, None, (), is_broken=True), None)
+    ()
+    """
+    actions: list[RepairAction] = []
+    last = None if tail.last is None else tail.last.record
+    if last is not None:
+        target = last if whole is None else whole
+        state = f"the state of version {target.v} (step {target.step})"
+        if tail.torn:
+            positions = ", ".join(map(str, tail.torn_positions))
+            message = f"append a record behind log position {positions}, which cannot be read, with {state}"
+            actions.append(RepairAction("supersede", message))
+        elif whole is not None and whole.chain != last.chain:
+            actions.append(RepairAction("rollback", f"append a rollback to {state}"))
+    if is_hint_wrong:
+        actions.append(RepairAction("hint", f"write {layout.HINT} anew"))
+    if is_root_wrong:
+        actions.append(RepairAction("root", f"write {layout.ROOT_GROUP} anew"))
+    return tuple(actions)
+
+
+def repair_store(
+    store: Store, *, dry_run: bool = True, threads: int | None = None, progress: ProgressCallback | None = None
+) -> RepairReport:
+    """Find the newest version that is whole and make the store go on from it; by default only say so. Blocks.
+
+    Safe to call again: a repaired store needs nothing. Stop the store's writers first; one that goes on all the same
+    is fenced by a superseding record, and by a rollback as by any other. Reads every object of the states that it
+    tries, newest first, as `verify_store` with ``deep``.
+
+    Parameters
+    ----------
+    dry_run
+        Change nothing.
+    threads
+        Objects read at once; None takes the usual number.
+    progress
+        As for `verify_store`.
+
+    Raises
+    ------
+    Conflict
+        Another process appended meanwhile; call again.
+    ReadOnlyStore
+        A newer library's store.
+    StorageFailure, AccessDenied, CommitStateUnknown
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> store = Store.create("memory://doctest-repair")
+    >>> with store.writer() as writer, writer.begin(step=10) as txn:
+    ...     txn.write_table("user", np.ones((4, 2), np.float32))
+    >>> repair_store(store).actions
+    ()
+    """
+    findings = Findings()
+    tail = read_tail(store)
+    prefix = store.commit_log.prefix
+    with Workers(threads, name="cnr-repair") as workers:
+        read_log(store.storage, store.identity, workers, findings, prefix=prefix)
+    check_root(store.storage, findings)
+    found = find_newest_whole(store, threads=threads, progress=progress)
+    for problem in found.problems:
+        findings.add(problem)
+    whole = None if found.entry is None else found.entry.record
+    hint_key = layout.hint_key(prefix)
+    wrong = {problem.path for problem in findings.problems}
+    actions = plan_repair(
+        tail, whole, is_hint_wrong=hint_key in wrong, is_root_wrong=layout.ROOT_GROUP in wrong
+    )  # fmt: skip
+    if not dry_run:
+        actions = tuple(_carry_out(store, action, tail, whole) for action in actions)
+    mended = {hint_key, layout.ROOT_GROUP, *(layout.commit_key(version, prefix) for version in tail.torn_positions)}
+    return RepairReport(
+        url=store.url, is_dry_run=dry_run, newest=tail.newest, target=None if whole is None else whole.v,
+        actions=actions, torn=tuple(tail.torn_positions) if tail.last is not None else (),
+        lost=tuple(LostState(entry.record.v, entry.record.step) for entry in found.rejected),
+        remaining=tuple(problem for problem in findings.problems if problem.path not in mended or not actions),
+    )  # fmt: skip
+
+
+def return_to(store: Store, target: CommitRecord) -> int:
+    """Make an older version's state the head's, past newest records that cannot be read; returns the new version.
+
+    Raises
+    ------
+    Conflict
+        Another process appended meanwhile.
+    CorruptStore
+        No record can be read, or part of the log was deleted.
+    CommitStateUnknown, Fenced, ReadOnlyStore, StorageFailure, VersionExpired
+    """
+    tail = read_tail(store)
+    if tail.torn:
+        return _supersede(store, tail, target)
+    return store.rollback(target.v)
+
+
+def _carry_out(store: Store, action: RepairAction, tail: Tail, whole: CommitRecord | None) -> RepairAction:
+    version = None
+    if action.kind == "supersede":
+        assert tail.last is not None  # or it would not have been planned
+        version = _supersede(store, tail, tail.last.record if whole is None else whole)
+    elif action.kind == "rollback":
+        assert whole is not None
+        version = store.rollback(whole.v)
+    elif action.kind == "hint":
+        newest = newest_position(store.storage, store.commit_log.prefix)
+        store.storage.put(layout.hint_key(store.commit_log.prefix), canonical_json(Hint(newest)))
+    else:
+        store.storage.put(layout.ROOT_GROUP, root_document())
+        store.storage.sync_folders([layout.ROOT_GROUP])
+    return RepairAction(action.kind, action.message, version)
+
+
+def _supersede(store: Store, tail: Tail, target: CommitRecord) -> int:
+    """Append a rollback behind torn positions, one epoch up: a writer of one of them can commit nothing more."""
+    if tail.last is None:
+        raise CorruptStore(
+            f"no record of {store.url} behind which one could be appended can be read; restore the log from a backup",
+            version=tail.newest,
+        )
+    last = tail.last.record
+    unknown = unknown_writer_features(last)
+    if unknown:
+        raise ReadOnlyStore(
+            f"{store.url} uses writer features {unknown} that this library does not know", found=unknown
+        )
+    if read_tail(store) != tail:
+        raise Conflict(f"the log of {store.url} has changed meanwhile; repair it again", version=tail.newest)
+    draft = draft_after(
+        last, "rollback", writer_info(), epoch=last.epoch + 1,
+        supersedes=Superseded(follows=tail.last.digest, torn=tail.torn),
+        target=target.v, chain=target.chain, tables=target.tables, logical=target.logical, step=target.step,
+    )  # fmt: skip
+    return store.commit_log.append(tail.last, draft, rebase_expire).record.v
