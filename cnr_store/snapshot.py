@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -104,14 +104,14 @@ class Snapshot:
             raise TableNotFound(
                 f"version {self.version} has no dense tensor {name!r}", table=name, version=self.version
             )
-        segment = entry.segment or self.readers[-1].name
-        reader = next((reader for reader in self.readers if reader.name == segment), None)
-        if reader is None:
+        holder = find_dense([reader.name for reader in self.readers], self.manifests, name)
+        if holder is None:
             raise CorruptStore(
-                f"dense tensor {name!r} lies in segment {segment}, which is not in the chain of version {self.version}",
-                version=self.version, path=segment,
+                f"dense tensor {name!r} lies in segment {entry.segment}, which is not in the chain of version "
+                f"{self.version}, and no segment of it has the tensor either; run `cnr verify`",
+                version=self.version, path=entry.segment,
             )  # fmt: skip
-        return reader.read_dense(name, entry)
+        return self.readers[holder[0]].read_dense(name, holder[1])
 
     @property
     def scalars(self) -> dict[str, JsonValue]:
@@ -151,6 +151,34 @@ class Snapshot:
     def workers(self) -> Workers:
         """The threads that reads run on."""
         return self._workers
+
+
+def find_dense(names: Sequence[str], manifests: Sequence[Manifest], name: str) -> tuple[int, DenseEntry] | None:
+    """Return which segment of a chain holds a dense tensor of the last one's state, and where in it. Pure.
+
+    The one that the entry names; or, if compaction has folded that into another, one that holds the same tensor by its
+    own bytes (spec, CNR-DEN-4). None if there is neither.
+
+    Parameters
+    ----------
+    names, manifests
+        The chain's segments, baseline first.
+    name
+        A tensor that the last manifest has.
+    """
+    entry = manifests[-1].dense[name]
+    segment = entry.segment or names[-1]
+    if segment in names:
+        return names.index(segment), entry
+    for index, manifest in enumerate(manifests):
+        held = manifest.dense.get(name)
+        if held is not None and not held.segment and _is_same_tensor(held, entry):
+            return index, held
+    return None
+
+
+def _is_same_tensor(a: DenseEntry, b: DenseEntry) -> bool:
+    return (a.digest, a.dtype, a.shape) == (b.digest, b.dtype, b.shape)
 
 
 class TableView:

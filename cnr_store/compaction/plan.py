@@ -50,6 +50,9 @@ class CompactionPolicy:
             )
 
 
+DEFAULT_POLICY = CompactionPolicy()
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """Positions [start, stop) of a chain that become one segment.

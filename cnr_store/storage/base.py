@@ -10,10 +10,10 @@ import logging
 import re
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from cnr_store.errors import BadInput, BadName, StorageFailure, UnsafeBackend
 
@@ -53,6 +53,19 @@ class ObjectStat:
     modified_ms: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class StorageRecipe:
+    """What `open_storage` was called with, so that another process can open the same place.
+
+    It holds credentials: it is handed over, never stored, and shows nothing of itself but the place.
+    """
+
+    place: str = field(repr=False)
+    storage_options: Mapping[str, Any] = field(repr=False)
+    fsync: bool
+    unsafe_single_writer: bool
+
+
 def is_key(key: str) -> bool:
     """Say whether ``key`` can name an object: parts of ``[A-Za-z0-9._%-]`` joined by '/', none all dots."""
     return all(
@@ -87,6 +100,8 @@ class Storage(ABC):
         False when the caller opted into ``unsafe_single_writer`` on a backend without an exclusive create.
     max_create_bytes
         Largest object `create` accepts.
+    recipe
+        How another process opens the same place; None where none can (memory, a file system object of the caller's).
     """
 
     max_create_bytes: ClassVar[int] = MAX_CREATE_BYTES
@@ -94,6 +109,7 @@ class Storage(ABC):
     def __init__(self, url: str, *, is_exclusive: bool = True) -> None:
         self.url = url
         self.is_exclusive = is_exclusive
+        self.recipe: StorageRecipe | None = None
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.url}>"
@@ -153,6 +169,8 @@ class Storage(ABC):
             even then staged data must be left alone.
         UnsafeBackend
             The backend turned out to have no exclusive create; nothing was written.
+        StorageFailure
+            This attempt is known to have made nothing: the disk was full before the object had its name.
         """
         check_key(key)
         if len(data) > self.max_create_bytes:

@@ -12,7 +12,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from cnr_store.errors import BadInput, MissingDependency, UnsafeBackend
-from cnr_store.storage.base import Storage
+from cnr_store.storage.base import Storage, StorageRecipe
 from cnr_store.storage.failures import storage_failure
 from cnr_store.storage.local import LocalStorage
 from cnr_store.storage.redaction import Secrets, redact_url
@@ -77,15 +77,31 @@ def open_storage(
     options = dict(storage_options or {})
     if scheme in _CACHING:
         raise _caching(redact_url(place))
+    storage: Storage
     if scheme in _LOCAL:
         if options:
             raise BadInput(f"storage_options do not apply to the local path {redact_url(place)}; leave them out")
-        return LocalStorage(
+        storage = LocalStorage(
             place[match.end() :] if match else place, fsync=fsync, unsafe_single_writer=unsafe_single_writer
         )
-    secrets = Secrets(options, place)
-    fs, root = _connect(place, scheme, options, secrets)
-    return _storage(fs, root, url=redact_url(place), secrets=secrets, unsafe_single_writer=unsafe_single_writer)
+        place = storage.url  # a relative path means something else in a process that runs elsewhere
+    else:
+        secrets = Secrets(options, place)
+        fs, root = _connect(place, scheme, options, secrets)
+        storage = _storage(fs, root, url=redact_url(place), secrets=secrets, unsafe_single_writer=unsafe_single_writer)
+    if not isinstance(storage, MemoryStorage):
+        storage.recipe = StorageRecipe(place, dict(storage_options or {}), fsync, unsafe_single_writer)
+    return storage
+
+
+def reopen_storage(recipe: StorageRecipe) -> Storage:
+    """Return the storage that a recipe is of, in this process; see `open_storage`."""
+    return open_storage(
+        recipe.place,
+        storage_options=recipe.storage_options,
+        fsync=recipe.fsync,
+        unsafe_single_writer=recipe.unsafe_single_writer,
+    )
 
 
 def storage_from_filesystem(fs: fsspec.AbstractFileSystem, root: str, *, unsafe_single_writer: bool = False) -> Storage:

@@ -11,6 +11,7 @@ import msgspec
 from cnr_store import layout
 from cnr_store.planning import generations
 from cnr_store.records import CommitRecord, DenseEntry, Manifest, PartEntry, stated_digest
+from cnr_store.snapshot import find_dense
 from cnr_store.types import Rectangle
 
 
@@ -97,9 +98,11 @@ def _check_dense(index: int, names: Sequence[str], manifests: Sequence[Manifest]
     for name, entry in manifests[index].dense.items():
         if entry.segment in ("", names[index]):
             continue
-        if entry.segment not in names[:index]:
-            yield Contradiction(index, f"dense tensor {name!r} lies in {entry.segment}, which is not in the chain")
-        elif not _is_there(entry, name, manifests[names.index(entry.segment)]):
+        found = find_dense(names[: index + 1], manifests[: index + 1], name)
+        if found is None:
+            message = f"dense tensor {name!r} lies in {entry.segment}, which is not in the chain, nor is it in another"
+            yield Contradiction(index, message)
+        elif not _is_there(found[1], name, manifests[found[0]]):
             yield Contradiction(index, f"dense tensor {name!r} is not in {entry.segment} as it is referenced")
 
 

@@ -75,8 +75,7 @@ class Store:  # in a local folder; records[v] is (record, sha256 of its bytes)
         need((record["v"], record["parent_digest"]) == (version, self.records[-1][1] if version else ""), bad, key)
         if record["state"] is not None:
             need(re.fullmatch("[0-9a-f]{64}", record["state"]), bad, f"{key}: state")
-            side = self.object(f"state/{record['state']}.json", sha256=record["state"])
-            record |= parse(side, "corrupt_store", key)
+            record |= parse(self.object(f"state/{record['state']}.json", sha256=record["state"]), "corrupt_store", key)
         ends = [0] + [entry["l1"] for entry in record["chain"]]
         need(len(ends) <= 65 and ends[-1] in (record["logical"], 0), bad, f"{key}: chain")
         for index, entry in enumerate(record["chain"]):
@@ -105,8 +104,7 @@ class Segment:  # [4.1]: a manifest and the objects that it lists
         self.objects = {item["path"]: item for item in manifest["objects"]}
         sane = len(self.objects) == len(manifest["objects"]) and all(map(PATH.fullmatch, self.objects))
         shapes = [(table["num_rows"], table["dim"]) for table in manifest["tables"].values()]
-        sane = sane and all(rows >= 0 < dim and rows * dim <= 1 << 50 for rows, dim in shapes)
-        need(sane, "corrupt_store", f"{where}: paths or shapes")
+        need(sane and all(n >= 0 < d and n * d <= 1 << 50 for n, d in shapes), "corrupt_store", f"{where}: its lists")
 
     def read(self, path):
         item = self.objects.get(path)
@@ -152,12 +150,14 @@ class Snapshot:
         self.tables, self.scalars = self.last["tables"], self.last["scalars"]
 
     def read_dense(self, name):  # [4.6]
-        entry = self.last["dense"][name]
+        entry, same = self.last["dense"][name], ("digest", "dtype", "shape")
+        named = [(s, entry) for s in self.segments if s.name == (entry["segment"] or self.segments[-1].name)]
+        held = [(s, s.manifest["dense"].get(name, entry)) for s in self.segments]  # if that segment was folded
+        own = [(s, e) for s, e in held if e["segment"] == "" and all(e[key] == entry[key] for key in same)]
+        segment, entry = (named + own + [(None, entry)])[0]
         start, size, where = entry["offset"], math.prod(entry["shape"]), f"dense {name}"
         dtype = {"bfloat16": "uint16", "bool": "uint8"}.get(entry["dtype"], entry["dtype"])
-        segment = {s.name: s for s in self.segments}.get(entry["segment"] or self.segments[-1].name)
-        sane = segment and min([start, *entry["shape"]]) >= 0 and dtype in DTYPES
-        need(sane, "corrupt_store", f"{where}: outside the chain, or no shape")
+        need(segment and min([start, *entry["shape"]]) >= 0 and dtype in DTYPES, "corrupt_store", f"{where}: no place")
         array = {item["path"]: item for item in segment.manifest["dense_arrays"]}.get(entry["path"])
         inside = size == 0 or (array and array["dtype"] == dtype and start + size <= array["shape"][0])
         need(inside, "corrupt_store", f"{where}: outside its array")

@@ -109,6 +109,7 @@ ONLY_IN: dict[str, set[str]] = {
         ("torch torchdata torchrec fbgemm_gpu triton cnr_store_gpu", WITH_TORCH),
         ("fsspec s3fs gcsfs adlfs botocore aiobotocore", {"storage", "testing"}),
         ("hypothesis pytest", {"testing"}),
+        ("ray", {"compaction"}),
         ("typer click rich tqdm cnr_store_tools", set[str]()),
     ]
     for package in packages.split()
