@@ -63,11 +63,15 @@ def options_by_table(
     return {table: options.get(table, TableOptions()) for table in tables}
 
 
-def open_or_create(url: str, storage_options: Mapping[str, Any] | None, threads: int | None) -> Store:
-    """Return the store at a URL, created if there is none. Blocks."""
+def open_or_create(
+    url: str, storage_options: Mapping[str, Any] | None, threads: int | None, branch: str | None = None
+) -> Store:
+    """Return the store at a URL, created if there is none; or the branch of that name, which must be there. Blocks."""
     try:
-        return Store.open(url, storage_options=storage_options, threads=threads)
+        return Store.open(url, branch=branch, storage_options=storage_options, threads=threads)
     except NotAStore:
+        if branch is not None:
+            raise
         return Store.create(url, storage_options=storage_options, threads=threads)
 
 

@@ -193,7 +193,9 @@ class CheckpointManager:
     Parameters
     ----------
     store
-        URL (created if there is no store) or an open `Store`.
+        URL (created if there is no store) or an open `Store`, which may be on a branch.
+    branch
+        With a URL: train on the branch of that name (`Store.fork`).
     model, optimizer
         What is trained; ``optimizer`` is one or several, in an order that stays.
     reader
@@ -270,6 +272,7 @@ class CheckpointManager:
         self,
         store: str | Store,
         *,
+        branch: str | None = None,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
         reader: Stateful | None = None,
@@ -301,6 +304,8 @@ class CheckpointManager:
         check_one_of("first_full", first_full, ("stall", "copy"))
         check_one_of("when_busy", when_busy, ("wait", "skip", "refuse"))
         check_one_of("on_error", on_error, ("raise", "warn"))
+        if branch is not None and isinstance(store, Store):
+            raise BadInput("branch= goes with a URL; open the store on its branch instead", found=branch)
         decide(policy, [])
         if (every_steps is not None and every_steps < 1) or (every_seconds is not None and every_seconds <= 0):
             raise BadInput(
@@ -387,7 +392,7 @@ class CheckpointManager:
         self._owns_store = not isinstance(store, Store)
         try:
             self._control = self._ranks.another()
-            self._store = self._open_store(store, storage_options, threads)
+            self._store = self._open_store(store, branch, storage_options, threads)
             self._exits_on_sigterm = save_on_sigterm is True
             self._previous_handler: Any = None
             if save_on_sigterm:
@@ -396,13 +401,15 @@ class CheckpointManager:
             self._detach()
             raise
 
-    def _open_store(self, store: str | Store, storage_options: Mapping[str, Any] | None, threads: int | None) -> Store:
+    def _open_store(
+        self, store: str | Store, branch: str | None, storage_options: Mapping[str, Any] | None, threads: int | None
+    ) -> Store:
         if isinstance(store, Store):
             return store
         opened: list[Store] = []
 
         def open_here() -> None:
-            opened.append(open_or_create(store, storage_options, threads))
+            opened.append(open_or_create(store, storage_options, threads, branch))
 
         rank_zero(self._control, open_here)  # it may have to create it, which only one can
         if not opened:
