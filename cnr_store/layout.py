@@ -14,6 +14,7 @@ COMMITS = "commits/"
 BRANCHES = "branches/"
 DATA = "data/"
 STATE = "state/"
+LEASES = "leases/"
 READER_LEASES = "leases/readers/"
 CURSORS = "leases/cursors/"
 COMPACTION_LEASE = "leases/compact.json"
@@ -49,9 +50,14 @@ def hint_key(prefix: str = "") -> str:
     return f"{prefix}{HINT}"
 
 
+def is_branch_name(name: str) -> bool:
+    """Say whether ``name`` is the folder name of a branch's log, its uuid."""
+    return _BRANCH.match(name) is not None
+
+
 def branch_prefix(branch: str) -> str:
     """Return ``branches/<uuid>/``, where the log of a branch is; ``branch`` is 32 hex digits."""
-    if not _BRANCH.match(branch):
+    if not is_branch_name(branch):
         raise BadName(f"{branch[:80]!r} is not the uuid of a branch; expected 32 hex digits", found=branch[:80])
     return f"{BRANCHES}{branch}/"
 
@@ -68,9 +74,14 @@ def segment_name(base: int, txn: str) -> str:
     return name
 
 
+def is_segment_name(name: str) -> bool:
+    """Say whether ``name`` is a segment folder name."""
+    return _SEGMENT.match(name) is not None
+
+
 def check_segment_name(name: str) -> None:
     """Raise `BadName` unless ``name`` is a segment folder name (it may come from a hostile record)."""
-    if not _SEGMENT.match(name):
+    if not is_segment_name(name):
         raise BadName(f"{name[:80]!r} is not a segment name; expected <20 digits>-<32 hex digits>", found=name[:80])
 
 

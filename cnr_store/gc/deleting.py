@@ -1,0 +1,87 @@
+"""Delete the objects of segments that are due, one listing each. Knows no rule about which are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from cnr_store.errors import AccessDenied, StorageFailure
+from cnr_store.gc.report import ProgressCallback, SegmentReport
+from cnr_store.layout import segment_prefix
+from cnr_store.storage import Storage
+
+
+class Deletion:
+    """Deletes segments and remembers what is gone.
+
+    Attributes
+    ----------
+    deleted
+        Segments that are gone.
+    objects, size_bytes
+        What they were.
+    failures
+        Why some are not gone; they are tried again by the next run.
+    was_stopped
+        Whether the time was up before the last one.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self.deleted: set[str] = set()
+        self.objects = 0
+        self.size_bytes = 0
+        self.failures: list[str] = []
+        self.was_stopped = False
+        self._storage = storage
+
+    def run(
+        self,
+        due: Sequence[str],
+        reports: dict[str, SegmentReport],
+        is_late: Callable[[], bool],
+        progress: ProgressCallback | None,
+    ) -> None:
+        """Delete every object listed below each segment, and note in ``reports`` how that went.
+
+        Raises
+        ------
+        AccessDenied
+            Nothing else would work either.
+        """
+        for done, name in enumerate(due):
+            if is_late():
+                self.was_stopped = True
+                return
+            report = reports.get(name) or SegmentReport(name, "due", "its time is over")
+            try:
+                size_bytes = self._delete(name)
+            except AccessDenied:
+                raise
+            except StorageFailure as error:
+                self.failures.append(error.message)
+                reports[name] = replace(report, state="failed", reason=error.message)
+            else:
+                self.deleted.add(name)
+                reports[name] = replace(report, state="deleted", size_bytes=size_bytes)
+            if progress is not None:
+                progress("segments", done + 1, len(due))
+
+    def _delete(self, name: str) -> int:
+        found = list(self._storage.list_objects(segment_prefix(name)))
+        self._storage.delete(stat.key for stat in found)
+        size_bytes = sum(stat.size_bytes for stat in found)
+        self.objects += len(found)
+        self.size_bytes += size_bytes
+        return size_bytes
+
+
+def with_sizes(storage: Storage, segments: Iterable[SegmentReport]) -> tuple[SegmentReport, ...]:
+    """Return the reports with the bytes that deleting the due ones would free: one listing for each of those."""
+
+    def measured(segment: SegmentReport) -> SegmentReport:
+        if segment.state != "due" or segment.size_bytes is not None:
+            return segment
+        found = storage.list_objects(segment_prefix(segment.name))
+        return replace(segment, size_bytes=sum(stat.size_bytes for stat in found))
+
+    return tuple(measured(segment) for segment in segments)
