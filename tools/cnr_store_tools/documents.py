@@ -13,6 +13,8 @@ import msgspec
 from cnr_store import (
     ExportReport,
     ImportReport,
+    Problem,
+    RepairReport,
     Snapshot,
     Store,
     VerifyReport,
@@ -156,8 +158,20 @@ def verify_document(report: VerifyReport) -> Document:
     """Return what a check found."""
     document = asdict(report)
     document |= {name: list(getattr(report, name)) for name in ("versions", "restorable", "superseded")}
-    document["problems"] = [asdict(problem) | {"versions": list(problem.versions)} for problem in report.problems]
+    document["problems"] = [_problem(problem) for problem in report.problems]
     return {"is_sound": report.is_sound, **document}
+
+
+def repair_document(report: RepairReport) -> Document:
+    """Return what a repair did, or would do, and what stays wrong."""
+    document = asdict(report)
+    document["torn"] = list(report.torn)
+    document["remaining"] = [_problem(problem) for problem in report.remaining]
+    return document
+
+
+def _problem(problem: Problem) -> Document:
+    return asdict(problem) | {"versions": list(problem.versions)}
 
 
 def export_document(report: ExportReport, url: str) -> Document:

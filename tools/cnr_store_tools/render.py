@@ -101,12 +101,34 @@ def verify(console: Console, document: Document) -> None:
     if document["is_sound"]:
         say(console, "no problems found")
         return
-    table = _table("kind", "object", "hurts versions", "what is wrong", title=_count(document["problems"], "problem"))
-    for item in document["problems"]:
+    _problems(console, document["problems"], _count(document["problems"], "problem"))
+    say(console, f"whole, of the versions that were read: {ranges_text(sorted(document['restorable'])) or 'none'}")
+
+
+def repair(console: Console, document: Document) -> None:
+    """Draw what was done, or would be, what is lost and what stays wrong."""
+    is_dry_run = document["is_dry_run"]
+    if not document["actions"]:
+        say(console, f"{document['url']}: nothing to repair")
+    for item in document["actions"]:
+        done = "would" if is_dry_run else "done" if item["version"] is None else f"version {item['version']}"
+        say(console, f"{done}: {item['kind']}: {item['message']}")
+    if document["target"] is None:
+        say(console, "no version is whole; restore a copy of the store, or begin with a full save")
+    for item in document["lost"]:
+        say(console, f"lost: version {item['version']} (step {item['step']}) is newer and not whole")
+    if document["remaining"]:
+        _problems(console, document["remaining"], "stays wrong")
+    if is_dry_run and document["actions"]:
+        say(console, "nothing was changed; --apply does it")
+
+
+def _problems(console: Console, problems: list[Document], title: str) -> None:
+    table = _table("kind", "object", "hurts versions", "what is wrong", title=title)
+    for item in problems:
         versions = ranges_text(item["versions"]) or "none"
         table.add_row(*map(cell, (item["kind"], item["path"], versions, item["message"])))
     console.print(table)
-    say(console, f"whole, of the versions that were read: {ranges_text(sorted(document['restorable'])) or 'none'}")
 
 
 def export(console: Console, document: Document) -> None:

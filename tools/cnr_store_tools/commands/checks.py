@@ -1,4 +1,4 @@
-"""Check a store: verify."""
+"""Check a store, and make a damaged one usable again: verify, repair."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from cnr_store import BadInput, verify_store
+from cnr_store import BadInput, repair_store, verify_store
 from cnr_store_tools import documents, render
 from cnr_store_tools.exits import ExitCode
 from cnr_store_tools.options import Branch, Debug, Json, StorageOptions, Url, Version, open_store
@@ -35,4 +35,22 @@ def verify(
         report = verify_store(store, version=version, every=every, deep=deep, progress=progress)
     emit(documents.verify_document(report), render.verify, as_json=json)
     if not report.is_sound:
+        raise typer.Exit(ExitCode.PROBLEMS)
+
+
+def repair(
+    url: Url,
+    apply: Annotated[
+        bool, typer.Option("--apply", help="Do it; without this nothing is changed. Stop the writers first.")
+    ] = False,
+    branch: Branch = None,
+    storage_option: StorageOptions = None,
+    json: Json = False,
+    debug: Debug = False,  # noqa: ARG001 - as above
+) -> None:
+    """Say how to go on from the newest whole state, or do so; deletes nothing. Exit code 1 while that is to be done."""
+    with open_store(url, storage_option, branch) as store, progress_bars(in_bytes=False) as progress:
+        report = repair_store(store, dry_run=not apply, progress=progress)
+    emit(documents.repair_document(report), render.repair, as_json=json)
+    if report.target is None or (report.is_dry_run and report.actions):
         raise typer.Exit(ExitCode.PROBLEMS)

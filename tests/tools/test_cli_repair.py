@@ -1,0 +1,91 @@
+"""`cnr repair`: what it says, what it changes, and how it ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tools.cli_runner import cnr
+from tests.tools.sample_store import build_store, flip, object_files
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    build_store(tmp_path / "store").close()
+    return tmp_path / "store"
+
+
+def tear_newest(root: Path) -> None:
+    record = root / "commits" / f"{6:020d}.json"
+    record.write_bytes(record.read_bytes()[:50])
+
+
+def spoil_last_delta(root: Path) -> None:
+    chunk = next(root.glob("data/*4-*/*/user/delete/rows/c/0"))
+    chunk.write_bytes(flip(chunk.read_bytes()))
+
+
+def contents(root: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in object_files(root)}
+
+
+def test_a_sound_store_has_nothing_to_repair(root: Path) -> None:
+    before = contents(root)
+
+    dry, wet = cnr("repair", root), cnr("repair", root, "--apply", "--json")
+
+    assert (dry.code, wet.code) == (0, 0)
+    assert "nothing to repair" in dry.out
+    assert (wet.document["actions"], wet.document["remaining"], wet.document["target"]) == ([], [], 6)
+    assert contents(root) == before
+
+
+@pytest.mark.parametrize("damage", [tear_newest, spoil_last_delta])
+def test_a_dry_run_says_what_it_would_do_and_changes_nothing(root: Path, damage: object) -> None:
+    assert callable(damage)
+    damage(root)
+    before = contents(root)
+
+    done = cnr("repair", root)
+
+    assert done.code == 1
+    assert "would: " in done.out
+    assert "nothing was changed; --apply does it" in done.out
+    assert contents(root) == before
+
+
+def test_a_torn_newest_record_is_superseded_and_the_store_verifies(root: Path) -> None:
+    tear_newest(root)
+
+    done = cnr("repair", root, "--apply", "--json")
+
+    assert done.code == 0
+    assert [item["kind"] for item in done.document["actions"]][:1] == ["supersede"]
+    assert done.document["torn"] == [6]
+    assert cnr("verify", root, "--deep").code == 0
+    assert cnr("show", root, "--json").document["step"] == 40
+    assert cnr("repair", root).code == 0
+
+
+def test_after_a_spoilt_delta_the_store_goes_on_from_the_version_before_it_and_says_what_is_lost(root: Path) -> None:
+    spoil_last_delta(root)
+
+    done = cnr("repair", root, "--apply")
+
+    assert "rollback" in done.out
+    assert done.code == 0
+    assert "lost: version 6 (step 40) is newer and not whole" in done.out
+    assert "stays wrong" in done.out
+    assert cnr("show", root, "--json").document["step"] == 30
+    assert cnr("verify", root).code == 0
+
+
+def test_a_store_without_a_whole_version_ends_with_one(root: Path) -> None:
+    for manifest in root.glob("data/*/_segment.json"):
+        manifest.unlink()
+
+    done = cnr("repair", root, "--apply")
+
+    assert done.code == 1
+    assert "no version is whole" in done.out
