@@ -15,6 +15,7 @@ What is not in ``__all__`` may change without notice. Importing this package loa
 
 from __future__ import annotations
 
+from cnr_store.compaction import CompactionPolicy, CompactionReport, compact
 from cnr_store.errors import (
     AccessDenied,
     BackgroundSaveFailed,
@@ -57,10 +58,13 @@ from cnr_store.errors import (
     VersionNotFound,
 )
 from cnr_store.exporting import ExportedTensor, ExportReport, export_snapshot
+from cnr_store.gc import GcReport, collect_garbage
 from cnr_store.importing import ImportReport, import_tensors
+from cnr_store.leases import Lease
 from cnr_store.placement import Shard
 from cnr_store.ranks import Ranks
 from cnr_store.repair import RepairAction, RepairReport, repair_store
+from cnr_store.retention import RetentionPolicy
 from cnr_store.sizes import SegmentSizes, fp32_bytes, segment_sizes, total_sizes
 from cnr_store.snapshot import Snapshot, TableView
 from cnr_store.status import HeadStatus, LastMaintenance, StoreStatus, read_status
@@ -71,6 +75,10 @@ from cnr_store.verify import Problem, VerifyReport, verify_store
 from cnr_store.writer import Writer
 
 __all__ = [
+    # Keeping a store short.
+    "compact",
+    "CompactionPolicy",
+    "CompactionReport",
     # Looking at stores, and tensors in and out.
     "verify_store",
     "VerifyReport",
@@ -82,6 +90,10 @@ __all__ = [
     "StoreStatus",
     "HeadStatus",
     "LastMaintenance",
+    "collect_garbage",
+    "RetentionPolicy",
+    "GcReport",
+    "Lease",
     "segment_sizes",
     "total_sizes",
     "fp32_bytes",

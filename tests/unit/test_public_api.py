@@ -33,7 +33,9 @@ PUBLIC = {
         Ranks Shard Rectangle Declaration
         verify_store VerifyReport Problem
         repair_store RepairReport RepairAction
+        compact CompactionPolicy CompactionReport
         read_status StoreStatus HeadStatus LastMaintenance
+        collect_garbage RetentionPolicy GcReport Lease
         segment_sizes total_sizes fp32_bytes SegmentSizes
         export_snapshot ExportReport ExportedTensor import_tensors ImportReport
     """,
