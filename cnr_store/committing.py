@@ -9,6 +9,7 @@ been read.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +44,8 @@ from cnr_store.session import Committable, Session
 from cnr_store.types import JsonValue
 
 CommitKind = Literal["full", "delta"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,11 +231,16 @@ class Commit:
             return self.version
         try:
             session.move_to(self.version)
-        except BaseException:
+        except BaseException as error:
             # Acknowledged all the same; this rank no longer knows what its mirrors are.
             session.open = None
+            session.is_restored = False
             session.forget()
-            raise
+            if not isinstance(error, CnrStoreError):
+                raise
+            # Not raised: the other ranks go on, and at their next save all hear that this one needs a restore.
+            logger.warning("version %d is committed, but cannot be read: %s", self.version, error)
+            return self.version
         session.won(self._share, session.head)
         return self.version
 

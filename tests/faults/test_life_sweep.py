@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from cnr_store import CnrStoreError, CommitStateUnknown, Store, TableOptions
-from cnr_store.errors import RankLost
+from cnr_store.errors import RankLost, StorageFailure
 from cnr_store.layout import MANIFEST, RECEIPT, segment_key
 from cnr_store.log import RetryPolicy
 from cnr_store.records import is_live
@@ -193,7 +193,7 @@ class Trainer:
                 pass
             self.restore()
         else:
-            raise RuntimeError("three attempts failed")
+            raise StorageFailure("three attempts failed")
         self.steps = steps
         self.run.events.append(("acknowledged", steps))
 

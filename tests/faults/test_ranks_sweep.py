@@ -269,6 +269,19 @@ def sweep(kind: str, faults: tuple[FaultKind, ...], *, every: int, calls_hit: in
     return count
 
 
+def test_a_rank_that_cannot_read_the_record_of_a_won_save_goes_on_with_the_others() -> None:
+    files = prepared()
+    calm = Run(files.fork()).start(train("rows"))
+    reads = [call for call in calm.views[1].calls if call.operation == "read" and "/commits/" in call.path]
+
+    for call in reads[-3:]:  # one for each save
+        run = Run(files.fork()).start(train("rows"), (1, Fault(FaultKind.FAIL_BEFORE, call.index)))
+
+        assert run.errors == [None, None]
+        assert run.acknowledged == [[2, 3, 4]] * 2
+        assert check(run, deep=True) == 4
+
+
 CI_FAULTS = (FaultKind.CRASH, FaultKind.CRASH_AFTER, FaultKind.FAIL_BEFORE, FaultKind.LOST_REPLY)
 
 
