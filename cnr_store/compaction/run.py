@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -303,8 +304,7 @@ class _Work:
     def _fold(self) -> bool:
         """Do all tasks and the rest; False if the time was over before."""
         start, rest = self._start, len(self._plan.tasks)
-        threads = start.workers if start.engine == "threads" else None
-        with Workers(threads, name="cnr-compact") as workers:
+        with self._workers() as workers:
             self._reuse(workers)
             start.progress("tasks", self._reused, rest)
             bench = Bench(self._store.storage, self._plan.readers, workers, Throttle(start.bytes_per_s))
@@ -326,6 +326,12 @@ class _Work:
                 self._follow()  # whoever replaced the run may have had it deleted since: then nothing is corrupt
                 raise
         return True
+
+    def _workers(self) -> AbstractContextManager[Workers]:
+        """The threads of this process's part of the work: the store's, unless a number was asked for."""
+        if self._start.engine == "threads" and self._start.workers is not None:
+            return Workers(self._start.workers, name="cnr-compact")
+        return nullcontext(self._store.workers)
 
     def _reuse(self, workers: Workers) -> None:
         """Take what an earlier compaction has noted as done, if every object of it is as its receipt says."""
