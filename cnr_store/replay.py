@@ -29,7 +29,6 @@ from cnr_store.table_codes import (
     CODED,
     ESCAPED,
     TASK_ROWS,
-    UNTOUCHED,
     Array,
     ArraySpec,
     TableCodes,
@@ -106,7 +105,9 @@ class Replay:
             target.mark(index, ABSENT)
             return []
         if step.operation == "add":
-            target.add(index, plan, step)
+            index, positions = target.add(index, positions, plan, step)
+            if len(index) == 0:
+                return []
         overflowed = []
         if step.operation == "escape" and target.codes.status is not None:
             specs = [target.codes.specs[name] for name in target.codes.arrays]
@@ -277,11 +278,14 @@ class _Target:
         if self.codes.status is not None:
             self.codes.status[index] = status
 
-    def add(self, index: RowIds, plan: TablePlan, step: Step) -> None:
-        """Refuse differences to rows without codes; a row of which nothing was said so far is `ADDED` from here on."""
+    def add(self, index: RowIds, positions: Any, plan: TablePlan, step: Step) -> tuple[RowIds, Any]:
+        """Refuse differences to rows without codes; return the rows whose codes are here, as `select` does.
+
+        A row of which nothing was said so far is `ADDED` from here on: what it is added to is not known.
+        """
         status = self.codes.status
         if status is None:
-            return
+            return index, positions
         before = status[index]
         wrong = np.flatnonzero((before == ABSENT) | (before == ESCAPED))
         if len(wrong):
@@ -292,7 +296,11 @@ class _Target:
                 table=plan.table,
                 found=row,
             )
-        status[index[before == UNTOUCHED]] = ADDED
+        known = before == CODED
+        if known.all():
+            return index, positions
+        status[index[~known]] = ADDED
+        return index[known], _positions_of(positions, known)
 
     def escape(self, index: RowIds, values: dict[str, Array]) -> None:
         self.mark(index, ESCAPED)
@@ -310,6 +318,12 @@ class _Target:
             rows = np.asarray(alive, np.int64)
             values = {n: np.stack([self._escaped[r][n] for r in alive]) for n in self.codes.arrays}
             self.codes.escapes.put(rows + self.codes.start, values)
+
+
+def _positions_of(positions: Any, chosen: npt.NDArray[np.bool_]) -> RowIds:
+    """The chosen of the positions that a slice or a mask stands for."""
+    at = np.arange(positions.start, positions.stop) if isinstance(positions, slice) else np.flatnonzero(positions)
+    return at[chosen].astype(np.int64)
 
 
 def _may_overlap(steps: Sequence[Step]) -> bool:

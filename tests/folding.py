@@ -37,7 +37,8 @@ def pieces_of(manifests: Sequence[Manifest], start: int, rng: np.random.Generato
         if schema.keys == "hashed":
             pieces.append(Piece(table, whole))
         elif start == 0:
-            for columns in plan_table(manifests, table).stored:
+            has_row_slots = any(slot.kind == "row" for slot in schema.slots.values())
+            for columns in _cut_columns(plan_table(manifests, table).stored, rng, cuts=not has_row_slots):
                 cuts = sorted({0, schema.num_rows, *rng.integers(0, schema.num_rows + 1, 2).tolist()})
                 rows = list(pairwise(cuts)) or [(0, 0)]
                 pieces += [Piece(table, Rectangle(one, columns)) for one in rows]
@@ -52,6 +53,15 @@ def pieces_of(manifests: Sequence[Manifest], start: int, rng: np.random.Generato
             parts = [part for part in last.parts if part.table == table]
             pieces += [Piece(table, Rectangle(part.rows, part.columns)) for part in parts]
     return pieces
+
+
+def _cut_columns(stored: Sequence[tuple[int, int]], rng: np.random.Generator, *, cuts: bool) -> list[tuple[int, int]]:
+    """Stored intervals, some of them in two: what was stored wider is cut out of it."""
+    intervals = []
+    for low, high in stored:
+        at = int(rng.integers(low + 1, high)) if cuts and high - low > 1 and rng.random() < 0.3 else high
+        intervals += [(low, at), (at, high)] if at < high else [(low, high)]
+    return intervals
 
 
 def fold(
@@ -88,19 +98,28 @@ def fold(
     return SegmentReader.open(storage, entry)
 
 
-def state_of(
-    readers: Sequence[SegmentReader], workers: Workers, columns: Mapping[str, Sequence[tuple[int, int]]] | None = None
-) -> dict[Any, Any]:
-    """Everything that a chain leads to: per table and columns the floats, statuses and the state digest.
+def common_columns(*chains: Sequence[SegmentReader]) -> dict[str, list[tuple[int, int]]]:
+    """Per table column intervals that lie in one stored interval of each chain."""
+    cuts: dict[str, set[int]] = {}
+    for chain in chains:
+        manifests = [reader.manifest for reader in chain]
+        for table in manifests[-1].tables:
+            found = plan_table(manifests, table).stored
+            cuts.setdefault(table, set()).update(edge for interval in found for edge in interval)
+    return {table: list(pairwise(sorted(edges))) for table, edges in cuts.items()}
 
-    ``columns``: those of each table to look at; by default the stored intervals, which may be fewer in another chain
-    that leads to the same.
+
+def state_of(
+    readers: Sequence[SegmentReader], workers: Workers, columns: Mapping[str, Sequence[tuple[int, int]]]
+) -> dict[Any, Any]:
+    """Everything that a chain leads to: per table and ``columns`` the floats, statuses and the state digest.
+
+    The columns lie in one stored interval each.
     """
     manifests = [reader.manifest for reader in readers]
     found: dict[Any, Any] = {}
     for table, schema in manifests[-1].tables.items():
         plan = plan_table(manifests, table)
-        intervals = plan.stored if columns is None else columns[table]
         if schema.keys == "hashed":
             keys, arrays = replay_hashed(readers, plan, tuple(array_specs(schema)), workers)
             found[table, (0, schema.dim)] = (keys.tobytes(), {name: array.tobytes() for name, array in arrays.items()})
@@ -108,7 +127,7 @@ def state_of(
         if schema.num_rows == 0:
             found[table, (0, schema.dim)] = schema  # nothing is stored, so there are no stored columns
             continue
-        for piece in (plan_table(manifests, table, columns=interval) for interval in intervals):
+        for piece in (plan_table(manifests, table, columns=interval) for interval in columns[table]):
             specs = array_specs(schema, piece.columns)
             codes = TableCodes.allocate(
                 schema, 0, schema.num_rows, names=tuple(specs), mirror=False, allocate=np.zeros, columns=piece.columns

@@ -81,7 +81,7 @@ def fold_piece(
         before = _rows_before(manifests, start, plan)
         statuses = replay_statuses(readers[start:stop], plan, before, workers)
         for operation in _BASELINE if before is None else OPERATIONS:
-            rows = FoldedRows(readers[start:stop], plan, operation, statuses, with_digest=start == 0)
+            rows = FoldedRows(readers[start:stop], plan, operation, statuses, is_delta=start > 0)
             if rows.count:
                 if not (part.add or part.set or part.delete):
                     write_part_group(out, folder, piece.table, schema, piece.rectangle)

@@ -26,6 +26,7 @@ from cnr_store.table_codes import (
     ADDED,
     CODED,
     ESCAPED,
+    UNTOUCHED,
     Array,
     ArraySpec,
     TableCodes,
@@ -47,14 +48,14 @@ _READS: dict[Operation, tuple[Operation, ...]] = {
 class FoldedRows:
     """The rows of a piece with one outcome, and where their content is.
 
-    ``with_digest``: the result is a baseline, and the rows' part of its state digest is wanted.
+    ``is_delta``: the result is part of a delta. If it is not, its rows' part of the state digest is wanted.
     """
 
     readers: Sequence[SegmentReader]
     plan: TablePlan
     operation: Operation
     statuses: Statuses
-    with_digest: bool
+    is_delta: bool
 
     @property
     def count(self) -> int:
@@ -157,12 +158,15 @@ class _Attempt:
             schema, low if is_range else 0, high if is_range else len(rows), held,
             columns=self._plan.columns, specs=self._specs,
         )  # fmt: skip
+        if self._rows.operation == "set" and self._rows.is_delta:
+            # Differences that come before a row's first set are to codes that are not here, and count no more.
+            codes.track_status(UNTOUCHED)
         plan = clip(self._plan, low, high)
         self._replay.run(plan, codes, None if is_range else rows)
         for batch in plan.batches:
             for step in batch.steps:
                 self._cache.release(step)
-        if self._rows.with_digest:
+        if not self._rows.is_delta:
             self._digests[start] = self._digest_of(rows, held, is_range=is_range)
         stored = {self._stored(name): stored_shape(self._specs[name], array) for name, array in held.items()}
         return {"rows": rows, **stored}
