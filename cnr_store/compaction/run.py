@@ -284,13 +284,10 @@ class _Work:
         """Fold, and commit; returns what became of it."""
         report = self._plan.describe(report, "unfinished")
         try:
-            is_complete = self._fold()
+            merged = self._write()
             report = replace(report, reused_tasks=self._reused)
-            if not is_complete:
+            if merged is None:
                 return report
-            merged = put_manifest(
-                self._store.storage, self._job, self._plan.tasks, list(self._done.values()), self._plan.manifests
-            )
             entry = self._commit(merged)
         except CommitStateUnknown:
             raise
@@ -300,6 +297,20 @@ class _Work:
             report, outcome="committed", version=entry.record.v, bytes_out=merged.bytes, rows_out=merged.rows,
             chain_after=len(entry.record.chain),
         )  # fmt: skip
+
+    def _write(self) -> ChainEntry | None:
+        """Write the segment; None if the time was over before."""
+        try:
+            if not self._fold():
+                return None
+            return put_manifest(
+                self._store.storage, self._job, self._plan.tasks, list(self._done.values()), self._plan.manifests
+            )
+        except CorruptStore:
+            # Whoever replaced the run, or declared this transaction dead, may have had it deleted since: then nothing
+            # is corrupt.
+            self._follow()
+            raise
 
     def _fold(self) -> bool:
         """Do all tasks and the rest; False if the time was over before."""
@@ -313,18 +324,14 @@ class _Work:
                 start.engine, self._job, todo, bench,
                 workers=start.workers, bytes_per_s=start.bytes_per_s, is_over=start.is_over,
             )  # fmt: skip
-            try:
-                for count, one in enumerate(done, start=self._reused + 1):
-                    self._note(one)
-                    start.progress("tasks", count, rest)
-                    self._follow()
-                if len(self._done) < rest:
-                    return False
-                if rest not in self._done:
-                    self._note(write_rest(self._job, rest, bench))
-            except CorruptStore:
-                self._follow()  # whoever replaced the run may have had it deleted since: then nothing is corrupt
-                raise
+            for count, one in enumerate(done, start=self._reused + 1):
+                self._note(one)
+                start.progress("tasks", count, rest)
+                self._follow()
+            if len(self._done) < rest:
+                return False
+            if rest not in self._done:
+                self._note(write_rest(self._job, rest, bench))
         return True
 
     def _workers(self) -> AbstractContextManager[Workers]:

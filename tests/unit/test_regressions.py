@@ -10,6 +10,10 @@ import numpy as np
 import pytest
 
 from cnr_store import BadInput, BadShape, CorruptStore, DoesNotApply, Store, TableOptions
+from cnr_store.compaction import compact
+from cnr_store.gc import collect_garbage
+from cnr_store.storage import storage_from_filesystem
+from cnr_store.testing.faulty import Call, FaultyFileSystem, IsolatedMemoryFileSystem
 from cnr_store.transaction import Declaration
 from cnr_store.types import Rectangle
 
@@ -287,3 +291,27 @@ def test_a_table_that_was_declared_out_of_order_is_never_committed(order: str, s
 
     assert np.array_equal(store.snapshot().table("t").read(), np.full((4, 2), 3))
     assert store.snapshot().step == 1
+
+
+def test_a_compaction_whose_work_was_given_up_and_deleted_is_abandoned() -> None:
+    """It raised MissingObject for its own receipt, as if the store had lost data."""
+    files, is_deleted = IsolatedMemoryFileSystem(), [False]
+    other = Store.create_on(storage_from_filesystem(files, "/root"), threads=1)
+    with other.writer() as writer:
+        for step in range(3):
+            with writer.begin(step) as txn:
+                txn.write_table("t", np.full((4, 2), step, np.float32))
+
+    def at_call(call: Call) -> None:
+        if call.operation == "read" and call.path.endswith("_receipt.json") and not is_deleted[0]:
+            is_deleted[0] = True
+            collect_garbage(other, grace_s=0, orphan_age_s=0, dry_run=False, force=True)
+
+    store = Store.open_on(storage_from_filesystem(FaultyFileSystem(files, on_call=at_call), "/root"), threads=1)
+
+    report = compact(store, run=(0, 3))
+
+    assert is_deleted[0]
+    assert report.outcome == "abandoned"
+    assert "dead" in report.reason
+    assert np.array_equal(other.snapshot().table("t").read(), np.full((4, 2), 2))
