@@ -25,11 +25,14 @@ from cnr_store import (
     VersionNotFound,
     Writer,
     branches,
+    export_snapshot,
+    import_tensors,
 )
 from cnr_store.branches import Branch
 from cnr_store.layout import BRANCHES, DATA, branch_prefix, commit_key, hint_key
 from cnr_store.rebase import draft_after, rebase_expire
 from cnr_store.records import Pin, encode_record
+from cnr_store.sizes import segment_sizes
 from cnr_store.store import writer_info
 
 ROWS, DIM = 6, 2
@@ -131,6 +134,22 @@ def test_everything_that_a_store_does_works_on_a_branch(store: Store) -> None:
     assert branch.snapshot(step=3).version == 0, "by its step the fork point's state is found too"
     assert branch.uuid == store.uuid
     assert (store.tags(), store.channels()) == ({}, {})
+    assert column(store) == [1, 2, 0, 0, 0, 0]
+
+
+def test_tensors_leave_one_branch_and_enter_another(store: Store, tmp_path: Path) -> None:
+    first, second = store.fork("first"), store.fork("second", store.snapshot(step=1).version)
+    with first.writer() as writer:
+        writer.restore()
+        save(writer, 4, 5, 4)
+    file = tmp_path / "state.safetensors"
+
+    export_snapshot(first.snapshot(), file)
+    report = import_tensors(second, file, tables=["t"], options=TableOptions(scale=1.0))
+
+    assert column(second) == column(first) == [1, 2, 0, 0, 0, 4]
+    assert report.version == second.latest_version()
+    assert segment_sizes(second.snapshot().manifests[0]).codes > 0
     assert column(store) == [1, 2, 0, 0, 0, 0]
 
 
