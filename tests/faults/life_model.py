@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cnr_store import Transaction
+from cnr_store import Store, Transaction
+from cnr_store.layout import segment_key
+from cnr_store.records import is_live
+from cnr_store.segment import SegmentReader
 from cnr_store.snapshot import Snapshot
 from tests.store_oracle import (
     ABSENT,
@@ -129,3 +132,19 @@ def differing(left: State, right: State) -> list[str]:
         for name in left.keys() | right.keys()
         if name not in left or name not in right or not same_bits(left[name], right[name])
     )
+
+
+def unreferenced(store: Store) -> list[str]:
+    """The objects below ``data/`` that no live version of a store without branches needs, and those it lacks."""
+    head = store.head().record
+    chains = [record.chain for record in store.log() if is_live(head, record.v)]
+    wanted: set[str] = set()
+    for entry in {entry.seg: entry for chain in chains for entry in chain}.values():
+        paths = {one.path for one in SegmentReader.open(store.storage, entry).manifest.objects}
+        receipts = {f"{path.split('/')[0]}/_receipt.json" for path in paths if "/" in path}
+        wanted |= {segment_key(entry.seg, path) for path in {"_segment.json"} | paths | receipts}
+    listed = {stat.key for stat in store.storage.list_objects("data")}
+    return [
+        *(f"orphan {key}" for key in sorted(listed - wanted)),
+        *(f"missing {key}" for key in sorted(wanted - listed)),
+    ]

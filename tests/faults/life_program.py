@@ -29,13 +29,19 @@ from typing import Any
 import numpy as np
 
 from cnr_store import CommitStateUnknown, Conflict, Store, TableOptions
+from cnr_store.compaction.plan import CompactionPolicy
+from cnr_store.compaction.run import compact
+from cnr_store.gc.run import collect_garbage
+from cnr_store.retention import RetentionPolicy
 from tests.faults.life_model import LifeModel, State, read_state
 
 ROWS = 2000
 SEED = 5
 EVERY_FULL = 16
 """Each so many steps a full is saved."""
-PHASES = ("save",)
+PHASES = ("save", "compact", "gc")
+EVERY_MAINTENANCE = 3
+"""Each so many steps the store is compacted and what nobody needs is deleted."""
 
 
 @dataclass
@@ -63,6 +69,11 @@ class Life:
                 self.model.write(txn)
             self.model.saved()
             note(self.folder / "acknowledged.jsonl", [txn.version, self.step])
+            if self.step % EVERY_MAINTENANCE == 0:
+                with self.phase("compact"):
+                    compact_all(store, self.step)
+                with self.phase("gc"):
+                    collect(store)
         store.close()
 
     @contextmanager
@@ -70,6 +81,21 @@ class Life:
         self.tell(name)
         yield
         self.tell("")
+
+
+def compact_all(store: Store, step: int) -> None:
+    """Fold until nothing is left to do, now deltas alone, now with their baseline."""
+    policy = CompactionPolicy(max_restore_ratio=20 if step % 2 else 1.05, fanout=2)
+    # A compaction that was killed keeps its lease: nobody else is at work here, so it need not run out.
+    while compact(store, policy=policy, force=True).outcome != "nothing":
+        pass
+
+
+def collect(store: Store) -> None:
+    """Expire all but the newest checkpoints and delete what nothing needs any more, at once."""
+    policy = RetentionPolicy(keep_last=2)
+    report = collect_garbage(store, policy=policy, grace_s=0, orphan_age_s=0, dry_run=False, force=True)
+    assert report.outcome in ("clean", "collected"), report
 
 
 def is_full(step: int) -> bool:

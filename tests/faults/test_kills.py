@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 from cnr_store import Store, verify_store
-from tests.faults.life_model import differing, read_state
-from tests.faults.life_program import PHASES, create_life, noted, read_values
+from cnr_store.records import is_live
+from tests.faults.life_model import differing, read_state, unreferenced
+from tests.faults.life_program import PHASES, collect, compact_all, create_life, noted, read_values
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CI_KILLS, SOAK_KILLS = 20, 200
@@ -66,10 +67,16 @@ def check_what_is_stored(folder: Path) -> str:
         assert (folder / f"{head.step}.npz").exists(), "a state that was never saved"
         assert differing(read_state(head), read_values(folder, head.step)) == []
         for version in sorted(acknowledged)[-3:]:
+            if not is_live(store.head().record, version):
+                continue
             snapshot = store.snapshot(version)
             assert snapshot.step == acknowledged[version]
             assert differing(read_state(snapshot), read_values(folder, snapshot.step)) == []
         assert verify_store(store, deep=True).problems == ()
+        compact_all(store, head.step)
+        collect(store)
+        assert unreferenced(store) == []
+        assert differing(read_state(store.snapshot()), read_values(folder, head.step)) == []
     return "in flight" if head.step > last else "acknowledged"
 
 
@@ -98,7 +105,7 @@ def test_a_store_whose_processes_are_killed_keeps_what_was_acknowledged(launcher
     sys.stdout.write(f"{CI_KILLS} kills: {dict(found)}\n")
 
     for phase in PHASES:
-        assert found[f"killed in {phase}"] > CI_KILLS // len(PHASES) // 2
+        assert found[f"killed in {phase}"] > 0
 
 
 @pytest.mark.soak
@@ -110,4 +117,4 @@ def test_a_store_whose_processes_are_killed_two_hundred_times_keeps_what_was_ack
     sys.stdout.write(f"{SOAK_KILLS} kills: {dict(found)}\n")
 
     for phase in PHASES:
-        assert found[f"killed in {phase}"] > SOAK_KILLS // len(PHASES) // 2
+        assert found[f"killed in {phase}"] > SOAK_KILLS // 10

@@ -25,11 +25,15 @@ from cnr_store import (
     Writer,
     verify_store,
 )
+from cnr_store.compaction.plan import CompactionPolicy
+from cnr_store.compaction.run import compact
+from cnr_store.gc.run import collect_garbage
 from cnr_store.log import RetryPolicy
-from cnr_store.records import DATA_KINDS, LogEntry
+from cnr_store.records import DATA_KINDS, LogEntry, is_live
+from cnr_store.retention import RetentionPolicy
 from cnr_store.storage import Storage, open_storage
 from tests.fault_proxy import Aim, FaultProxy, NetworkFault, fault_proxy
-from tests.faults.life_model import LifeModel, State, differing, read_state
+from tests.faults.life_model import LifeModel, State, differing, read_state, unreferenced
 from tests.servers import Place
 
 pytestmark = pytest.mark.servers
@@ -40,6 +44,13 @@ LIVES = 20
 """How many lives `make soak` lives on each server."""
 PATIENCE = 40
 """How often a client asks again before it must have come through: longer than any fault lasts."""
+
+COMMITS = ("PUT", "/commits/")
+TARGETS = [
+    COMMITS, COMMITS, ("GET", "/commits/"), ("PUT", "/data/"), ("GET", "/data/"), ("PUT", "/_segment.json"), ("", "")
+]  # fmt: skip
+DELETIONS = [COMMITS, ("DELETE", "/data/"), ("DELETE", "/data/"), ("", "")]
+"""What faults aim at: method and a part of the path."""
 
 T = TypeVar("T")
 
@@ -126,6 +137,8 @@ class Life:
     """Acts that were acknowledged and put a record of that kind into the log."""
     errors: Counter[str] = field(default_factory=Counter)
     tags: dict[str, int] = field(default_factory=dict)
+    channels: dict[str, int] = field(default_factory=dict)
+    """Name to the step of the save that it points to, as for tags."""
     step: int = 0
 
     def __post_init__(self) -> None:
@@ -135,29 +148,20 @@ class Life:
 
     # ---- acts under faults
 
-    def aims(self) -> list[Aim]:
+    def aims(self, targets: list[tuple[str, str]] = TARGETS) -> list[Aim]:
         """A fault or two for one act."""
         aims = []
         for _ in range(self.random.choice((1, 1, 2))):
-            method, part = self.random.choice(
-                [("PUT", "/commits/"), ("PUT", "/commits/"), ("GET", "/commits/"), ("PUT", "/data/"), ("GET", "/data/"),
-                 ("PUT", "/_segment.json"), ("", "")]
-            )  # fmt: skip
-            aims.append(
-                Aim(
-                    self.random.choice(list(NetworkFault)),
-                    method,
-                    part,
-                    skip=self.random.choice((0, 0, 1, 3, 8)),
-                    count=self.random.choice((1, 2, 3, 5, 12)),
-                    delay_s=self.random.uniform(0.005, 0.15),
-                )
-            )
+            method, part = self.random.choice(targets)
+            aim = Aim(self.random.choice(list(NetworkFault)), method, part)
+            aim.skip, aim.count = self.random.choice((0, 0, 1, 3, 8)), self.random.choice((1, 2, 3, 5, 12))
+            aim.delay_s = self.random.uniform(0.005, 0.15)
+            aims.append(aim)
         return aims
 
-    def act(self, what: Callable[[], T]) -> T:
+    def act(self, what: Callable[[], T], targets: list[tuple[str, str]] = TARGETS) -> T:
         """Do something until it is done: for acts that may be done twice."""
-        with self.proxy.aimed(*self.aims()):
+        with self.proxy.aimed(*self.aims(targets)):
             return self.patiently(what)
 
     def patiently(self, what: Callable[[], T], *fine: type[CnrStoreError]) -> T:
@@ -249,8 +253,10 @@ class Life:
                     assert values.tobytes() == expected[f"{name}/{array}"].tobytes(), f"restored {name}/{array}"
 
     def check_reads(self, store: Store) -> None:
-        """The head and every tag, through the faulty network: wrong never, late perhaps."""
-        for given, step in [({}, self.head), *(({"tag": tag}, step) for tag, step in self.tags.items())]:
+        """The head, and every tag and channel, through the faulty network: wrong never, late perhaps."""
+        named = [({"tag": name}, step) for name, step in self.tags.items()]
+        named += [({"channel": name}, step) for name, step in self.channels.items()]
+        for given, step in [({}, self.head), *named]:
             seen = self.act(lambda given=given: read_state(store.snapshot(**given)))  # type: ignore[misc]
             assert differing(seen, self.saved[step].state) == [], f"{given or 'head'} of seed {self.seed}"
 
@@ -261,8 +267,10 @@ class Life:
         first = self.create()
         writer = self.writer(first)
         self.save(writer, "full")
-        self.saves(writer, 3)
+        self.saves(writer, 2)
         self.tag(first, "good")
+        self.move(first, "serving")
+        self.saves(writer, 2)
         self.check_reads(first)
 
         second = self.act(self.backend.open)
@@ -270,7 +278,9 @@ class Life:
         self.act(lambda: self.restore(writer))
         self.saves(writer, 2)
         self.refuse(zombie)
+        self.compact(first, CompactionPolicy(max_restore_ratio=50, fanout=3))  # deltas
         self.saves(writer, 1)
+        self.move(second, "serving")
         self.check_reads(first)
 
         self.append(first, "rollback", lambda: first.rollback(self.saved[self.tags["good"]].version))
@@ -278,11 +288,24 @@ class Life:
         self.model = self.saved[self.head].model.copy()
         writer = self.writer(first)
         self.act(lambda: self.restore(writer))
-        self.saves(writer, 3)
-        self.save(writer, "full")
         self.saves(writer, 2)
+        self.compact(second, CompactionPolicy(max_restore_ratio=1.1))  # baseline and deltas
+        self.saves(writer, 1)
+        self.collect(second)
+        self.saves(writer, 1)
+        self.save(writer, "full")
+        self.saves(writer, 1)
         self.tag(second, "better")
+        self.move(second, "serving")
         self.check_reads(second)
+
+        third = self.act(self.backend.open)
+        self.collect(third)
+        writer = self.writer(third)
+        self.act(lambda: self.restore(writer))
+        self.saves(writer, 1)
+        self.check_reads(third)
+        self.collect(third)
         self.proxy.settle()
 
     def create(self) -> Store:
@@ -307,6 +330,29 @@ class Life:
     def tag(self, store: Store, name: str) -> None:
         self.append(store, "tag", lambda: store.tag(name, self.saved[self.head].version))
         self.tags[name] = self.head
+
+    def move(self, store: Store, name: str) -> None:
+        self.append(store, "channel", lambda: store.set_channel(name, self.saved[self.head].version))
+        self.channels[name] = self.head
+
+    def compact(self, store: Store, policy: CompactionPolicy) -> None:
+        """Fold until the policy is content; at least once."""
+
+        def fold() -> str:
+            report = compact(store, policy=policy, force=True)
+            assert report.outcome in ("committed", "nothing"), report
+            return report.outcome
+
+        before = len(store.head().record.chain)
+        while self.act(fold) == "committed":
+            pass
+        assert len(store.head().record.chain) < before
+
+    def collect(self, store: Store) -> None:
+        """Expire and delete all that nothing keeps; nobody else writes meanwhile."""
+        self.proxy.settle()
+        self.act(lambda: collect(store), DELETIONS)
+        self.proxy.settle()
 
     def refuse(self, zombie: Writer) -> None:
         """A writer that was fenced commits nothing, and is told so."""
@@ -342,12 +388,21 @@ class Life:
         assert not data.keys() & self.refused
         for step, saved in self.saved.items():
             assert store.record(saved.version).step == step
-        for kind in ("tag", "rollback"):
+        for kind in ("tag", "rollback", "channel"):
             assert sum(record.kind == kind for record in records) == self.acts[kind], kind
+        assert {record.kind for record in records} >= {"compact", "expire"}
         for saved in self.saved.values():
-            assert differing(read_state(store.snapshot(saved.version)), saved.state) == []
+            if is_live(records[0], saved.version):
+                assert differing(read_state(store.snapshot(saved.version)), saved.state) == []
         assert differing(read_state(store.snapshot()), self.saved[self.head].state) == []
-        assert store.tags() == {tag: self.saved[step].version for tag, step in self.tags.items()}
+        assert store.tags() == {name: self.saved[step].version for name, step in self.tags.items()}
+        assert store.channels() == {name: self.saved[step].version for name, step in self.channels.items()}
+        for name, step in self.tags.items():
+            assert differing(read_state(store.snapshot(tag=name)), self.saved[step].state) == []
+        for name, step in self.channels.items():
+            assert differing(read_state(store.snapshot(channel=name)), self.saved[step].state) == []
+        collect(store)
+        assert unreferenced(store) == []
         assert verify_store(store, every=True, deep=True).problems == ()
         store.close()
 
@@ -357,6 +412,13 @@ class Life:
             f"errors {dict(self.errors)}, {len(self.saved)} saves acknowledged, {len(self.refused)} refused, "
             f"0 lost, 0 double"
         )
+
+
+def collect(store: Store) -> None:
+    report = collect_garbage(
+        store, policy=RetentionPolicy(keep_last=2), grace_s=0, orphan_age_s=0, dry_run=False, force=True
+    )
+    assert report.outcome in ("clean", "collected"), report
 
 
 def live(backend: Backend, seed: int) -> Life:
