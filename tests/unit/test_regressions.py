@@ -298,9 +298,11 @@ def test_a_compaction_whose_work_was_given_up_and_deleted_is_abandoned() -> None
     files, is_deleted = IsolatedMemoryFileSystem(), [False]
     other = Store.create_on(storage_from_filesystem(files, "/root"), threads=1)
     with other.writer() as writer:
-        for step in range(3):
+        with writer.begin(0) as txn:
+            txn.write_table("t", np.zeros((4, 2), np.float32), options=TableOptions(scale=1.0))
+        for step in (1, 2):
             with writer.begin(step) as txn:
-                txn.write_table("t", np.full((4, 2), step, np.float32))
+                txn.write_rows("t", np.arange(4), np.full((4, 2), step, np.float32))
 
     def at_call(call: Call) -> None:
         if call.operation == "read" and call.path.endswith("_receipt.json") and not is_deleted[0]:
