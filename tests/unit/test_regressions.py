@@ -317,3 +317,16 @@ def test_a_compaction_whose_work_was_given_up_and_deleted_is_abandoned() -> None
     assert report.outcome == "abandoned"
     assert "dead" in report.reason
     assert np.array_equal(other.snapshot().table("t").read(), np.full((4, 2), 2))
+
+
+def test_chunks_of_exact_rows_are_no_larger_than_those_of_codes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They had up to 2^20 rows whatever their width: a chunk of many wide rows was one that no reader takes."""
+    monkeypatch.setattr("cnr_store.arrays.CHUNK_BYTES", 64)
+    with store.writer() as writer, writer.begin(step=1) as txn:
+        txn.write_table("t", np.full((8, 8), np.nan, np.float32), options=TableOptions(scale=1.0, nonfinite="escape"))
+
+    escape = store.snapshot().readers[0].manifest.parts[0].escape
+
+    assert escape is not None
+    assert escape.arrays["values"].chunk_rows == 2
+    assert np.isnan(store.snapshot().table("t").read()).all()

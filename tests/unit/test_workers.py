@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from cnr_store.workers import Throttle, Workers, blocks
+from cnr_store.workers import Inline, Throttle, Workers, blocks
 
 
 def test_results_come_in_the_order_of_the_tasks() -> None:
@@ -86,3 +86,20 @@ def test_a_throttle_spreads_bytes_over_time() -> None:
 
 def test_without_a_cap_nothing_waits() -> None:
     Throttle(None, clock=lambda: 1 / 0, sleep=lambda _: None).take(10**12)
+
+
+def test_inline_work_is_done_on_the_calling_thread_up_to_the_first_error() -> None:
+    done: list[tuple[int, int]] = []
+
+    def task(number: int) -> int:
+        done.append((number, threading.get_ident()))
+        if number == 2:
+            raise ValueError(number)
+        return number
+
+    with Inline() as workers:
+        assert workers.run(lambda k=k: task(k) for k in range(2)) == [0, 1]
+        with pytest.raises(ValueError, match="2"):
+            workers.run(lambda k=k: task(k) for k in range(2, 5))
+
+    assert done == [(k, threading.get_ident()) for k in range(3)]
