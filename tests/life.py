@@ -17,7 +17,9 @@ from unittest import mock
 
 import numpy as np
 
+from cnr_store.compaction import compact
 from cnr_store.errors import (
+    BadInput,
     CnrStoreError,
     CommitStateUnknown,
     Conflict,
@@ -27,9 +29,13 @@ from cnr_store.errors import (
     NotFound,
     StorageFailure,
 )
+from cnr_store.gc import collect_garbage
+from cnr_store.layout import MANIFEST, RECEIPT, segment_key
 from cnr_store.log import RetryPolicy
 from cnr_store.placement import Shard
 from cnr_store.records import CommitRecord, LogEntry, is_live
+from cnr_store.retention import RetentionPolicy
+from cnr_store.segment import SegmentReader
 from cnr_store.snapshot import Snapshot
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.store import Store
@@ -213,7 +219,7 @@ def restarting(world: World, life: Life) -> Actor:
     """An actor that is started again when it dies or gives up, the last time without faults."""
 
     def actor(on_call: OnCall) -> None:
-        faulty = world.random.choice((0, 1, 1, 2))
+        faulty = world.random.choice((0, 0, 1, 1, 2))
         for fault in (*(world.fault() for _ in range(faulty)), None):
             try:
                 with world.open(on_call, fault) as store:
@@ -254,7 +260,7 @@ def trainer(world: World, store: Store) -> None:
     values = np.zeros((ROWS, DIM), np.float32)
     dirty: set[int] = set()
     base = take_state(world, writer, values)
-    for _ in range(world.random.choice((1, 2, 3))):
+    for _ in range(world.random.choice((1, 1, 2, 3))):
         if world.random.random() < 0.1:
             take_stale_mirror(world, writer)
         step = world.number()
@@ -379,6 +385,33 @@ def mover(world: World, store: Store) -> None:
             world.check_gone(version, error)
 
 
+def compactor(world: World, store: Store) -> None:
+    """Fold some run of the chain, even if another compaction seems to be at work."""
+    for _ in range(world.random.choice((1, 2))):
+        head = store.head().record
+        if len(head.chain) < 2:
+            continue
+        start = world.random.randrange(len(head.chain) - 1)
+        stop = min(len(head.chain), start + world.random.choice((2, 3)))
+        try:
+            report = compact(store, run=(start, stop), force=world.random.random() < 0.7)
+        except BadInput as error:  # the chain has become shorter
+            world.tell(error.kind, f"compaction of {start} to {stop} of version {head.v}: {error}")
+        except MissingObject as error:
+            world.check_gone(head.v, error)
+        else:
+            told = f"compaction of {start} to {stop} of version {head.v}: {report.outcome} {report.reason}"
+            world.tell(f"compaction {report.outcome}", told)
+
+
+def collector(world: World, store: Store) -> None:
+    """Expire all but the newest and delete at once what nobody needs, saves under way among it."""
+    for _ in range(world.random.choice((1, 2))):
+        policy = RetentionPolicy(keep_last=world.random.choice((1, 1, 2)))
+        report = collect_garbage(store, policy=policy, grace_s=0, orphan_age_s=0, dry_run=False, force=True)
+        world.tell(f"gc {report.outcome}", f"a collection deleted {report.deleted_segments} segments")
+
+
 def reader(world: World, store: Store) -> None:
     """Read the newest state, or one that has a name, at times under a lease."""
     for _ in range(2):
@@ -473,6 +506,40 @@ def check_live(world: World, entries: dict[int, LogEntry], store: Store) -> None
         except CorruptStore as error:
             raise Violation(f"live version {version} cannot be read: {error}") from error
         world.check_read(entry.record, values, dense)
+
+
+def check_no_orphans(world: World) -> None:
+    """After calm maintenance the objects of segments are those that live versions need, and no others.
+
+    Raises
+    ------
+    Violation
+    """
+    with world.look() as store:
+        for _ in range(2):
+            collect_garbage(
+                store, policy=RetentionPolicy(keep_last=1), grace_s=0, orphan_age_s=0, dry_run=False, force=True
+            )
+        there, needed = listed(world.files), referenced(store)
+    require(there == needed, f"orphans: {sorted(there - needed)[:3]}, missing: {sorted(needed - there)[:3]}")
+
+
+def listed(files: IsolatedMemoryFileSystem) -> set[str]:
+    """Every object of a segment that there is."""
+    return {path.removeprefix(f"{ROOT}/") for path in files.find(f"{ROOT}/data")}
+
+
+def referenced(store: Store) -> set[str]:
+    """Every object that a live version needs: manifests, what they list, and the receipts of who wrote that."""
+    head = store.head().record
+    keys: set[str] = set()
+    for entry in {entry for record in store.log() if is_live(head, record.v) for entry in record.chain}:
+        manifest = SegmentReader.open(store.storage, entry).manifest
+        paths = {item.path for item in manifest.objects}
+        folders = {path.split("/")[0] for path in (*paths, *(part.folder for part in manifest.parts))}
+        receipts = {f"{folder}/{RECEIPT}" for folder in folders}
+        keys |= {segment_key(entry.seg, path) for path in {MANIFEST, *paths, *receipts}}
+    return keys
 
 
 def require(holds: bool, otherwise: str) -> None:

@@ -11,25 +11,59 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from random import Random
+from typing import Any
 
 import pytest
 
 from cnr_store.committing import Commit
 from cnr_store.errors import CommitStateUnknown, CorruptStore, StorageFailure
+from cnr_store.gc import GcReport, collect_garbage
+from cnr_store.gc.plan import CollectionPlan, due_segments, plan_collection, unexplained
+from cnr_store.layout import commit_key
 from cnr_store.log import CommitLog
 from cnr_store.rebase import _COMMUTING_KINDS
-from cnr_store.records import CommitRecord, LogEntry
+from cnr_store.records import ChainEntry, CommitRecord, LogEntry
+from cnr_store.store import Store
 from cnr_store.testing.schedule import run_schedule
-from tests.life import Violation, World, alone, check, deterministic, mover, reader, restarting, tagger, trainer
+from tests.life import (
+    Life,
+    Violation,
+    World,
+    alone,
+    check,
+    check_no_orphans,
+    collector,
+    compactor,
+    deterministic,
+    mover,
+    reader,
+    restarting,
+    tagger,
+    trainer,
+)
 
-LIVES = (trainer, trainer, tagger, mover, reader)
+LIVES = (trainer, compactor, collector, tagger, mover, reader)
 BLOCKS, BLOCK = 8, 250
 SOAK = int(os.environ.get("CNR_SOAK_SCHEDULES", "100000"))
-MOST_SEEDS = 400
+MOST_SEEDS = 1000
 """Within how many schedules a rule that is switched off must be missed."""
+
+
+def cast(random: Random) -> list[Life]:
+    """Who takes part: always two trainers, and some of those who maintain and read the store."""
+    lives: list[Life] = [trainer, trainer]
+    for life, chances in (
+        (compactor, (0.7,)),
+        (collector, (0.6, 0.4)),
+        (tagger, (0.4,)),
+        (mover, (0.4,)),
+        (reader, (0.5,)),
+    ):
+        lives += [life for chance in chances if random.random() < chance]
+    return lives
 
 
 def run_world(seed: int) -> World:
@@ -42,13 +76,15 @@ def run_world(seed: int) -> World:
     world = World(Random(seed))
     with deterministic(Random(~seed)):
         world.create()
-        actors = [restarting(world, life) for life in LIVES]
+        actors = [restarting(world, life) for life in cast(world.random)]
         run_schedule(actors, seed, speeds=[world.random.choice((0.1, 1.0, 4.0)) for _ in actors])
         check(world)
         if world.deliver_delayed():
             check(world)
         if seed % 4 == 0:
             alone(world, world.random.choice(LIVES))
+            check(world)
+            check_no_orphans(world)
             check(world)
     return world
 
@@ -182,5 +218,45 @@ def test_a_mirror_of_another_state_makes_wrong_values_and_not_only_wrong_digests
 ) -> None:
     monkeypatch.setattr("cnr_store.planning._check_digests", lambda receipts, base: None)
     monkeypatch.setattr("cnr_store.replay_plan._compare", lambda plan, found, wanted: None)
+
+    assert violated_within()
+
+
+def test_deleting_log_positions_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def collects_records_too(store: Store, **options: Any) -> GcReport:
+        report = collect_garbage(store, **options)
+        store.storage.delete([commit_key(version) for version in range(1, store.head().record.floor)])
+        return report
+
+    monkeypatch.setattr("tests.life.collect_garbage", collects_records_too)
+
+    assert violated_within()
+
+
+def test_deleting_orphans_that_no_record_names_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def names_none(logs: Any, folders: Any, *, ages: Any, **others: Any) -> CollectionPlan:
+        return plan_collection(logs, folders, ages={}, **others)
+
+    def takes_orphans(logs: Any, folders: Any, held: Any, now_ms: int) -> list[str]:
+        return [*due_segments(logs, folders, held, now_ms), *unexplained(logs, folders)]
+
+    monkeypatch.setattr("cnr_store.gc.run.plan_collection", names_none)
+    monkeypatch.setattr("cnr_store.gc.run.due_segments", takes_orphans)
+
+    assert violated_within()
+
+
+def test_splicing_without_looking_at_what_segments_apply_to_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def splice(head: CommitRecord, merged: ChainEntry, run: Sequence[str]) -> tuple[ChainEntry, ...]:
+        names = [entry.seg for entry in head.chain]
+        there = [names.index(name) for name in run if name in names]
+        kept = [entry for entry in head.chain if entry.seg not in run]
+        place = there[0] if there else 0 if merged.kind == "baseline" else len(kept)
+        return (*kept[:place], merged, *kept[place:])
+
+    monkeypatch.setattr("cnr_store.rebase.replace_run", splice)
+    monkeypatch.setattr("cnr_store.compaction.run.replace_run", splice)
+    monkeypatch.setattr("cnr_store.rebase._chain_up_to", lambda record, own: record.chain)
+    monkeypatch.setattr("cnr_store.records.check_chain", lambda record: None)
 
     assert violated_within()
