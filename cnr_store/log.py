@@ -623,4 +623,4 @@ def _digest_before(parent: LogEntry | None, draft: CommitRecord) -> str:
     """The sha256 of the bytes at the position before the draft's."""
     if draft.supersedes is not None:
         return draft.supersedes.torn[-1]
-    return "" if parent is None else parent.digest
+    return draft.parent_digest if parent is None else parent.digest

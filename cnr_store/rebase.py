@@ -70,14 +70,14 @@ def draft_after(head: CommitRecord, kind: RecordKind, writer: WriterInfo, **chan
     return msgspec.structs.replace(carried, **changes)
 
 
-def draft_init(writer: WriterInfo) -> CommitRecord:
-    """Return the draft of log position 0. Pure."""
+def draft_init(writer: WriterInfo, identity_digest: str = "") -> CommitRecord:
+    """Return the draft of log position 0; its parent is the store's identity, of which the sha256 is given. Pure."""
     return CommitRecord(
         v=0,
         kind="init",
         commit_uuid="",
         store_uuid="",
-        parent_digest="",
+        parent_digest=identity_digest,
         epoch=0,
         logical=0,
         step=0,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import msgspec
+import xxhash
 
 from cnr_store.errors import BadName, CorruptRecord, CorruptStore, NewerFormat, UnknownFeature
 from cnr_store.layout import check_relative_path, check_segment_name, state_key
@@ -101,8 +102,8 @@ class WriterInfo(msgspec.Struct, frozen=True, kw_only=True):
 class Superseded(msgspec.Struct, frozen=True, kw_only=True):
     """Positions directly before a record that cannot be read and hold no version any more (spec, section 7.10).
 
-    ``torn`` has the sha256 of the bytes at each of them, oldest first; ``follows`` that of the record before them, which
-    is the one whose fields the record carries on.
+    ``torn`` has the sha256 of the bytes at each of them, oldest first; ``follows`` that of the record before them,
+    whose fields the record carries on.
     """
 
     follows: str
@@ -114,6 +115,7 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     The fields of `Overflow` move to a side object named by ``state`` (its sha256) when together they exceed
     `OVERFLOW_BYTES`. ``kept`` are versions below ``floor`` that stay, ``expired`` those above it that are gone.
+    ``check`` is the digest of the record's own bytes without it; in memory it is empty, as it is in drafts.
     ``aborted`` names the transactions that may never commit or whose segments no live version needs, each with the
     time (ms) from which its objects may be deleted.
     """
@@ -144,6 +146,7 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     writer_features: tuple[str, ...] = ()
     writer: WriterInfo
     user: dict[str, JsonValue] = {}
+    check: str = ""
 
 
 class Overflow(msgspec.Struct, frozen=True, kw_only=True):
@@ -372,15 +375,20 @@ def sha256(data: bytes) -> str:
 
 
 def encode_record(record: CommitRecord, extra: dict[str, Any] | None = None) -> bytes:
-    """Return the canonical bytes of a record, unknown fields of its predecessor included."""
-    document = {**(extra or {}), **msgspec.to_builtins(record)}
-    return canonical_json(document)
+    """Return the canonical bytes of a record with its check, unknown fields of its predecessor included."""
+    return sealed({**(extra or {}), **msgspec.to_builtins(record)})
+
+
+def sealed(document: dict[str, Any]) -> bytes:
+    """Return the canonical bytes of a record's plain document, with its ``check`` made right."""
+    check = xxhash.xxh3_128_hexdigest(canonical_json({**document, "check": ""}))
+    return canonical_json({**document, "check": check})
 
 
 def decode_record(data: bytes, version: int) -> LogEntry:
     """Parse and check the record read from log position ``version``.
 
-    Checks size, JSON, types, canonical form, position and chain; unknown reader features refuse.
+    Checks size, JSON, canonical form, its own check, types, position and chain; unknown reader features refuse.
 
     Raises
     ------
@@ -399,6 +407,16 @@ def decode_record(data: bytes, version: int) -> LogEntry:
         )
     try:
         raw = msgspec.json.decode(data, type=dict[str, Any])
+        if msgspec.json.encode(raw, order="sorted") != data:
+            raise CorruptRecord(f"{where} is not canonical JSON; its bytes were altered", version=version)
+        check = xxhash.xxh3_128_hexdigest(msgspec.json.encode({**raw, "check": ""}, order="sorted"))
+        if raw.get("check") != check:
+            raise CorruptRecord(
+                f"{where} has another digest than it says of itself; its bytes were altered",
+                version=version,
+                expected=raw.get("check"),
+                found=check,
+            )
         features = raw.get("reader_features", [])
         unknown = [name for name in features if name not in KNOWN_READER_FEATURES]
         if unknown:
@@ -407,15 +425,12 @@ def decode_record(data: bytes, version: int) -> LogEntry:
                 version=version,
                 found=unknown,
             )
-        record = msgspec.convert(raw, CommitRecord)
-        is_canonical = msgspec.json.encode(raw, order="sorted") == data
+        record = msgspec.convert({**raw, "check": ""}, CommitRecord)
     except (msgspec.MsgspecError, UnicodeDecodeError, TypeError, RecursionError) as error:
         raise CorruptRecord(
             f"{where} cannot be parsed: {error}; it was torn or overwritten, run `cnr verify`",
             version=version,
         ) from error
-    if not is_canonical:
-        raise CorruptRecord(f"{where} is not canonical JSON; its bytes were altered", version=version)
     if record.v != version:
         raise CorruptRecord(
             f"{where} says it is version {record.v}; it was copied to the wrong log position",
@@ -727,12 +742,12 @@ def _array_problems(array: ArrayEntry, known: set[str]) -> Any:
 
 
 def _refuse_non_finite(value: Any) -> None:
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise ValueError(f"{value} cannot stand in a JSON document")
-    elif isinstance(value, dict):
-        for item in value.values():
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{value} cannot stand in a JSON document")
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    for item in inside:
+        if type(item) not in _NOT_FLOATS:  # most of a document, so looked at without a call
             _refuse_non_finite(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _refuse_non_finite(item)
+
+
+_NOT_FLOATS = frozenset({str, int, bool, type(None)})

@@ -56,6 +56,7 @@ from cnr_store.records import (
     canonical_json,
     decode_identity,
     is_live,
+    sha256,
     unknown_writer_features,
 )
 from cnr_store.segment import SegmentReader
@@ -67,6 +68,7 @@ from cnr_store.workers import Throttle, Workers
 from cnr_store.writer import Writer
 
 LIBRARY = "cnr-store 0.1.0"
+MAX_EXPIRES_S = 10**10
 
 
 class Store:
@@ -163,7 +165,7 @@ class Store:
         )
         storage.sync_folders([layout.ROOT_GROUP])
         store = cls(storage, identity, threads=threads, retry=retry)
-        store._log.append_first(draft_init(writer_info(uuid.uuid4().hex)))
+        store._log.append_first(draft_init(writer_info(uuid.uuid4().hex), sha256(data)))
         return store
 
     @classmethod
@@ -208,7 +210,7 @@ class Store:
         identity = decode_identity(data, f"{storage.url}/{layout.IDENTITY}")
         store = cls(storage, identity, threads=threads, retry=retry)
         if storage.read(layout.commit_key(0)) is None:
-            store._finish_creation()
+            store._finish_creation(data)
         if branch is not None:
             store._enter(store._find_branch(branch))
         return store
@@ -514,8 +516,12 @@ class Store:
                 f"{self._place} cannot be forked: branches go on from the store's own log; fork a version of that",
                 found=self._branch.name,
             )
-        if expires_s is not None and not expires_s > 0:
-            raise BadInput(f"expires_s is {expires_s}, expected more than 0 seconds", found=expires_s)
+        if expires_s is not None and not 0 < expires_s <= MAX_EXPIRES_S:
+            raise BadInput(
+                f"expires_s is {expires_s}, expected more than 0 and at most {MAX_EXPIRES_S} seconds; leave it out for "
+                "a branch without end",
+                found=expires_s,
+            )
         head = self._settled_head()
         point = self._live_entry(head, version)
         expires_ms = None if expires_s is None else _now_ms() + int(1000 * expires_s)
@@ -599,10 +605,10 @@ class Store:
         )  # fmt: skip
         return self._log.append(head, draft, rebase_rollback).record.v
 
-    def _finish_creation(self) -> None:
+    def _finish_creation(self, identity: bytes) -> None:
         """Write position 0 for a process that died between identity and first record; never into a log with a hole."""
         if self._log.is_blank():
-            self._log.append_first(draft_init(writer_info(uuid.uuid4().hex)))
+            self._log.append_first(draft_init(writer_info(uuid.uuid4().hex), sha256(identity)))
             return
         # Its creator was faster than we looked, or the first record was deleted. What can still be found may be read,
         # and `cnr verify` names the hole; else this raises that position 0 is empty.
@@ -613,7 +619,7 @@ class Store:
 
     def _find_branch(self, name: str) -> Branch:
         """The branch of this name, by the store's log; it may be one whose log has no position 0 yet."""
-        branch = branches.find_branch(self._main.latest().record, name)
+        branch = branches.find_branch(_newest_readable(self._main).record, name)
         if branch.is_expired(_now_ms()):
             raise VersionExpired(
                 f"branch {name!r} of {self.url} expired at {branch.pin.expires_ms} ms; drop it, and fork anew",
@@ -654,34 +660,9 @@ class Store:
             raise BranchNotFound(f"{self._place} was dropped; fork another", found=self.branch)
 
     def _readable_head(self) -> LogEntry:
-        """The newest record that can be read: a torn last record is nobody's acknowledged state (spec, section 7)."""
-        head = self._head_or_before()
+        head = _newest_readable(self._log)
         self._check_open(head)
         return head
-
-    def _head_or_before(self) -> LogEntry:
-        try:
-            return self.head()
-        except CorruptRecord:
-            pass  # A reply may have been cut short on its way: ask once more before calling the record torn.
-        try:
-            return self.head()
-        except CorruptRecord as error:
-            before = self._last_before(error)
-            warnings.warn(f"{error}; serving version {before.record.v}", RuntimeWarning, stacklevel=4)
-            return before
-
-    def _last_before(self, torn: CorruptRecord) -> LogEntry:
-        """The newest record before the torn ones at the end of the log; raises ``torn`` where there is none."""
-        for version in range((torn.version or 0) - 1, -1, -1):
-            try:
-                before = self._log.read(version)
-            except CorruptRecord:
-                continue
-            if before is not None:
-                return before
-            break
-        raise torn
 
     def _entry(self, version: int, *, or_superseding: bool = False) -> LogEntry:
         read = self._log.read_standing if or_superseding else self._log.read
@@ -697,12 +678,23 @@ class Store:
         return entry
 
     def _by_step(self, head: LogEntry, step: int) -> LogEntry:
+        """The newest version of the newest checkpoint of that step, or an older one where only that is still live."""
+        newest: LogEntry | None = None
         for entry in self._log.walk(head):
             record = entry.record
-            is_state = record.kind in DATA_KINDS or record.v == 0  # a branch starts with the state of its fork point
-            if record.step == step and record.chain and is_state:
-                return entry
-        raise VersionNotFound(f"{self._place} has no checkpoint of step {step}", found=step)
+            # A branch starts with the state of its fork point, and compaction makes a newer version of the same one.
+            is_state = record.kind in DATA_KINDS or record.kind == "compact" or record.v == 0
+            if not (record.step == step and record.chain and is_state):
+                continue
+            newest = newest or entry
+            if record.logical == newest.record.logical:
+                if is_live(head.record, record.v):
+                    return entry
+                if record.kind in ("full", "delta"):
+                    break
+        if newest is None:
+            raise VersionNotFound(f"{self._place} has no checkpoint of step {step}", found=step)
+        return newest
 
     def _by_time(self, head: LogEntry, time_ms: int) -> LogEntry:
         """Bisect: record times increase strictly."""
@@ -730,6 +722,33 @@ class Store:
 def open_segment(store: Store, version: int, index: int = -1) -> SegmentReader:
     """Return one segment of a version's chain, for tools that look at objects."""
     return SegmentReader.open(store.storage, store.record(version).chain[index])
+
+
+def _newest_readable(log: CommitLog) -> LogEntry:
+    """The newest record that can be read: a torn last record is nobody's acknowledged state (spec, section 7)."""
+    try:
+        return log.latest()
+    except CorruptRecord:
+        pass  # A reply may have been cut short on its way: ask once more before calling the record torn.
+    try:
+        return log.latest()
+    except CorruptRecord as error:
+        before = _last_before(log, error)
+        warnings.warn(f"{error}; serving version {before.record.v}", RuntimeWarning, stacklevel=4)
+        return before
+
+
+def _last_before(log: CommitLog, torn: CorruptRecord) -> LogEntry:
+    """The newest record before the torn ones at the end of the log; raises ``torn`` where there is none."""
+    for version in range((torn.version or 0) - 1, -1, -1):
+        try:
+            before = log.read(version)
+        except CorruptRecord:
+            continue
+        if before is not None:
+            return before
+        break
+    raise torn
 
 
 def _channel_of(head: CommitRecord, name: str) -> int:

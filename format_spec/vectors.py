@@ -84,7 +84,7 @@ def _set(root: Path, key: str, at: list[str | int], value: Any) -> None:
     for step in at[:-1]:
         item = item[step]
     item[at[-1]] = value
-    path.write_bytes(canonical(document).encode())
+    path.write_bytes(_sealed(document))
 
 
 def _move(root: Path, key: str, at: list[str | int], to: str) -> None:
@@ -95,7 +95,14 @@ def _move(root: Path, key: str, at: list[str | int], to: str) -> None:
     for step in at[:-1]:
         item = item[step]
     item[to], item[at[-1]] = item[at[-1]], None
-    path.write_bytes(canonical(document).encode())
+    path.write_bytes(_sealed(document))
+
+
+def _sealed(document: dict[str, Any]) -> bytes:
+    """The bytes of a document, and a record's own check right again."""
+    if "check" in document:
+        document["check"] = xxhash.xxh3_128_hexdigest(canonical({**document, "check": ""}).encode())
+    return canonical(document).encode()
 
 
 def _elements(root: Path, key: str, codec: str, dtype: str, values: list[int], repeat: int = 1) -> None:
@@ -118,13 +125,13 @@ def _reseal(root: Path) -> None:
         data = canonical(manifest).encode()
         path.write_bytes(data)
         manifests[path.parent.name] = hashlib.sha256(data).hexdigest()
-    parent = ""
+    parent = hashlib.sha256((root / "cnr.json").read_bytes()).hexdigest()
     for path in sorted(root.glob("commits/*.json")):
         record = json.loads(path.read_bytes())
         record["parent_digest"] = parent
         for entry in record["chain"]:
             entry["sha256"] = manifests.get(entry["seg"], entry["sha256"])
-        data = canonical(record).encode()
+        data = _sealed(record)
         path.write_bytes(data)
         parent = hashlib.sha256(data).hexdigest()
 

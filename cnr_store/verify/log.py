@@ -17,6 +17,7 @@ from cnr_store.errors import (
     MissingObject,
 )
 from cnr_store.records import (
+    DATA_KINDS,
     MAX_DOCUMENT_BYTES,
     MAX_RECORD_BYTES,
     CommitRecord,
@@ -140,6 +141,8 @@ def read_log(
             after = here
     if foreign:
         findings.add(_foreign(identity, view, foreign))
+    elif after is not None and after.version == 0 and not prefix:
+        _check_identity(storage, after, findings)
     _check_hint(storage, newest, prefix, findings)
     return view
 
@@ -286,11 +289,24 @@ def _contradictions(before: CommitRecord, after: CommitRecord) -> Iterable[str]:
         if after.target is not None:
             stated = after.pins.get(name, Pin(version=after.target, name=""))
             pins[name] = msgspec.structs.replace(stated, version=after.target)
+    if after.kind not in DATA_KINDS:
+        state = ("tables", "logical", "step") if after.kind == "compact" else ("chain", "tables", "logical", "step")
+        for name in state:
+            if getattr(after, name) != getattr(before, name):
+                yield f"the {after.kind} record {after.v} has another {name} than the record before it"
     for word, found, expected in (
         ("tags", after.tags, tags), ("channels", after.channels, channels), ("pins", after.pins, pins),
     ):  # fmt: skip
         if found != expected:
             yield f"the {after.kind} record {after.v} has {word} {sorted(found)}, expected {sorted(expected)}"
+
+
+def _check_identity(storage: Storage, first: Position, findings: Findings) -> None:
+    """The first record was written behind the identity: whichever of the two was altered, they differ."""
+    digest = sha256(storage.read(layout.IDENTITY, start=0, stop=MAX_RECORD_BYTES + 1) or b"")
+    if first.entry is not None and first.entry.record.parent_digest != digest:
+        message = f"{layout.IDENTITY} has sha256 {digest}, the log began behind {first.entry.record.parent_digest}"
+        findings.add(Problem(CorruptStore.kind, layout.IDENTITY, (), message))
 
 
 def _foreign(identity: Identity, view: LogView, count: int) -> Problem:

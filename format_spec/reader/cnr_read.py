@@ -14,11 +14,10 @@ from numcodecs.zstd import Zstd
 from pcodec import standalone
 
 CARRIER = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
-EXACT_BITS = {"float32": 23, "float16": 10, "bfloat16": 7}
+EXACT_BITS, U, GOLDEN, MASK = {"float32": 23, "float16": 10, "bfloat16": 7}, np.uint64, 0x9E3779B97F4A7C15, 2**64 - 1
 DTYPES = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)} | {"float16", "float32", "float64"}
 PATH = re.compile(r"(?!\.+(/|$))[A-Za-z0-9._%-]+(/(?!\.+(/|$))[A-Za-z0-9._%-]+)*")
 ABSENT, CODED, ESCAPED, OPS, INTEGER = 0, 1, 2, ("add", "set", "delete", "escape"), ("lattice", "float_bits")
-U, GOLDEN, MASK = np.uint64, 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
 class Refused(Exception):
@@ -37,8 +36,7 @@ def canonical(value):  # [3.1]
         return f"[{','.join(map(canonical, value))}]"
     if not isinstance(value, float):
         return json.dumps(value, ensure_ascii=False)
-    text = repr(value)
-    return f"{Decimal(text):f}" if text.endswith("e-05") else re.sub(r"e\+?(-?)0*", r"e\1", text)
+    return f"{Decimal(text):f}" if (text := repr(value)).endswith("e-05") else re.sub(r"e\+?(-?)0*", r"e\1", text)
 
 
 def parse(data, kind, where):
@@ -50,15 +48,23 @@ def parse(data, kind, where):
     return document
 
 
-class Store:  # in a local folder; records[v] is (record, sha256 of its bytes)
+class Store:  # in a local folder; records[v] is None where a later record superseded the position [7.10]
     def __init__(self, root):
-        self.root, self.records = Path(root), []
-        self.identity = parse(self.object("cnr.json", "not_a_store"), "corrupt_store", "cnr.json")
+        self.root, self.records, torn = Path(root), [], []
+        identity = self.object("cnr.json", "not_a_store")
+        before, self.identity = hashlib.sha256(identity).hexdigest(), parse(identity, "corrupt_store", "cnr.json")
         need(self.identity.get("format") == "cnr-store", "corrupt_store", "format of cnr.json")
         need(self.identity.get("major") == 1, "newer_format", f"major {self.identity.get('major')}")
         names = [path.stem for path in (self.root / "commits").glob("*.json") if re.fullmatch(r"\d{20}", path.stem)]
-        for version in range(max(map(int, names), default=0) + 1):
-            self.records.append(self.record(version))
+        for key in (f"commits/{version:020d}.json" for version in range(max(map(int, names), default=0) + 1)):
+            digest = hashlib.sha256(data := self.object(key, "corrupt_store")).hexdigest()
+            try:
+                record, before, torn = self.record(key, data, before, [one for one, _ in torn]), digest, []
+            except Refused as error:
+                record, torn = None, [*torn, (digest, error)]
+            self.records.append(record)
+        if torn:
+            raise torn[0][1]
 
     def object(self, key, kind="missing_object", sha256=None):
         need((self.root / key).is_file(), kind, f"no {key}")
@@ -66,13 +72,14 @@ class Store:  # in a local folder; records[v] is (record, sha256 of its bytes)
         need(sha256 in (None, hashlib.sha256(data).hexdigest()), "corrupt_object", f"{key}: sha256")
         return data
 
-    def record(self, version):  # [3.3]
-        key, bad = f"commits/{version:020d}.json", "corrupt_record"
-        record = parse(data := self.object(key, "corrupt_store"), bad, key)
+    def record(self, key, data, before, torn):  # [3.3]
+        record, bad = parse(data, "corrupt_record", key), "corrupt_record"
+        check = xxhash.xxh3_128_hexdigest(canonical(record | {"check": ""}).encode())
+        need(canonical(record).encode() == data and record.get("check") == check and len(data) <= 65536, bad, key)
         need(not record.get("reader_features"), "unknown_feature", f"{key}: {record.get('reader_features')}")
-        need(canonical(record).encode() == data and len(data) <= 65536, bad, f"{key}: not canonical, or too large")
         need(record["store_uuid"] == self.identity["store_uuid"], "corrupt_store", f"{key}: of another store")
-        need((record["v"], record["parent_digest"]) == (version, self.records[-1][1] if version else ""), bad, key)
+        need((record["v"], record["parent_digest"]) == (len(self.records), [before, *torn][-1]), bad, key)
+        need(record["supersedes"] == ({"follows": before, "torn": torn} if torn else None), bad, f"{key}: supersedes")
         if record["state"] is not None:
             need(re.fullmatch("[0-9a-f]{64}", record["state"]), bad, f"{key}: state")
             record |= parse(self.object(f"state/{record['state']}.json", sha256=record["state"]), "corrupt_store", key)
@@ -81,16 +88,15 @@ class Store:  # in a local folder; records[v] is (record, sha256 of its bytes)
         for index, entry in enumerate(record["chain"]):
             connects = entry["l0"] == ends[index] < entry["l1"] and entry["kind"] == ("delta" if index else "baseline")
             need(connects and re.fullmatch(r"\d{20}-[0-9a-f]{32}", entry["seg"]), bad, f"{key}: chain at {index}")
-        return record, hashlib.sha256(data).hexdigest()
+        return record
 
     def snapshot(self, version=None):
         version = len(self.records) - 1 if version is None else version
-        need(0 <= version < len(self.records), "version_not_found", f"version {version}")
-        head, record = self.records[-1][0], self.records[version][0]
-        pinned = [pin["version"] for pin in head["pins"].values()]
-        stays = [*head["kept"], *head["tags"].values(), *head["channels"].values(), *pinned]
-        is_live = version not in head["expired"] and (version >= head["floor"] or version in stays)
-        need(is_live, "version_expired", f"version {version}")
+        need(0 <= version < len(self.records) and self.records[version], "version_not_found", f"version {version}")
+        head, record = self.records[-1], self.records[version]
+        stays = [*head["kept"], *head["tags"].values(), *head["channels"].values()]
+        stays += [pin["version"] for pin in head["pins"].values()] + [version] * (version >= head["floor"])
+        need(version in stays and version not in head["expired"], "version_expired", f"version {version}")
         return Snapshot([Segment(self, entry) for entry in record["chain"]], record)
 
 
@@ -110,8 +116,7 @@ class Segment:  # [4.1]: a manifest and the objects that it lists
         item = self.objects.get(path)
         need(item is not None, "corrupt_store", f"{self.name}/{path}: not in the inventory")
         data = self.store.object(f"data/{self.name}/{path}")
-        same = len(data) == item["size"] and xxhash.xxh3_128_hexdigest(data) == item["xxh3_128"]
-        need(same, "corrupt_object", f"{self.name}/{path}: size or digest")
+        need((len(data), xxhash.xxh3_128_hexdigest(data)) == (item["size"], item["xxh3_128"]), "corrupt_object", path)
         return data
 
     def array(self, entry):  # [4.2]: sizes are compared before anything is decoded
@@ -145,9 +150,8 @@ class Segment:  # [4.1]: a manifest and the objects that it lists
 
 class Snapshot:
     def __init__(self, segments, record):
-        self.segments, self.record = segments, record
         self.last = segments[-1].manifest if segments else {"tables": {}, "dense": {}, "documents": {}, "scalars": {}}
-        self.tables, self.scalars = self.last["tables"], self.last["scalars"]
+        self.segments, self.record, self.tables = segments, record, self.last["tables"]
 
     def read_dense(self, name):  # [4.6]
         entry, same = self.last["dense"][name], ("digest", "dtype", "shape")
@@ -159,8 +163,8 @@ class Snapshot:
         dtype = {"bfloat16": "uint16", "bool": "uint8"}.get(entry["dtype"], entry["dtype"])
         need(segment and min([start, *entry["shape"]]) >= 0 and dtype in DTYPES, "corrupt_store", f"{where}: no place")
         array = {item["path"]: item for item in segment.manifest["dense_arrays"]}.get(entry["path"])
-        inside = size == 0 or (array and array["dtype"] == dtype and start + size <= array["shape"][0])
-        need(inside, "corrupt_store", f"{where}: outside its array")
+        inside = array and array["dtype"] == dtype and start + size <= array["shape"][0]
+        need(inside or size == 0, "corrupt_store", f"{where}: outside its array")
         flat = segment.array(array)[start : start + size] if size else np.empty(0, dtype)
         need(xxhash.xxh3_128_hexdigest(flat.tobytes()) == entry["digest"], "corrupt_object", f"{where}: digest")
         return flat.reshape(entry["shape"])
@@ -237,8 +241,7 @@ class Table:  # columns [low, high) of one
             need(fits and low <= self.low and self.high <= high, "corrupt_store", f"{where}: {name}")
             values, first = values.reshape(len(at), -1).astype(target.dtype), 0 if vector else self.low - low
             values = values[:, first : first + target.shape[1]]
-            if name == "codes" and target.dtype == np.int64:
-                values <<= shift
+            values = values << shift if name == "codes" and target.dtype == np.int64 else values
             if op == "add" and adds:
                 values += target[at]
                 values = values.astype(np.int32) if encoding["encoding"] == "float_bits" else values  # modulo 2^32
@@ -256,11 +259,9 @@ class Table:  # columns [low, high) of one
                 factors = mix(columns ^ U(1 << 63) if name == "codes" else columns + seed) | U(1)
                 codes = held[name][rows.view(np.int64)]
                 if status == ESCAPED:
-                    floats = codes.astype(np.uint32) << 16 if dtype == "bfloat16" else codes.astype(np.float32)
-                    codes = floats.view(np.int32)
+                    codes = (codes.astype(np.uint32) << 16 if dtype == "bfloat16" else np.float32(codes)).view(np.int32)
                 if adds:
-                    sums = (codes.astype(np.int64).view(U) * factors).sum(axis=1)
-                    total += int(((mix(rows) | U(1)) * sums).sum())
+                    total += int(((mix(rows) | U(1)) * (codes.astype(np.int64).view(U) * factors).sum(axis=1)).sum())
         return total
 
     def decode(self):  # [5]
@@ -283,8 +284,7 @@ class Table:  # columns [low, high) of one
 
 
 def mix(x):  # splitmix64
-    x = x + U(GOLDEN)
-    z = (x ^ x >> U(30)) * U(0xBF58476D1CE4E5B9)
+    z = ((x := x + U(GOLDEN)) ^ x >> U(30)) * U(0xBF58476D1CE4E5B9)
     z = (z ^ z >> U(27)) * U(0x94D049BB133111EB)
     return z ^ z >> U(31)
 

@@ -23,7 +23,7 @@ def compare(root: str | Path) -> int:
     other = cnr_read.Store(root)
     assert store.latest_version() == len(other.records) - 1, "another newest version"
     compared = 0
-    for version in range(len(other.records)):
+    for version in (number for number, record in enumerate(other.records) if record is not None):
         try:
             snapshot = store.snapshot(version=version)
         except VersionExpired:
@@ -42,7 +42,7 @@ def _compare_version(snapshot: Snapshot, other: Any, where: str) -> int:
     assert sorted(snapshot.tables) == sorted(other.tables), f"{where}: other tables"
     assert sorted(snapshot.dense) == sorted(other.last["dense"]), f"{where}: other dense tensors"
     assert snapshot.documents == sorted(other.last["documents"]), f"{where}: other documents"
-    assert snapshot.scalars == other.scalars, f"{where}: other scalars"
+    assert snapshot.scalars == other.last["scalars"], f"{where}: other scalars"
     for table in snapshot.tables:
         arrays = other.read_table(table)
         ours = _read(snapshot, table)

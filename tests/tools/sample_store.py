@@ -11,7 +11,16 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store import Store, TableOptions, arrays, layout
-from cnr_store.records import ArrayEntry, Manifest, ObjectEntry, canonical_json, decode_manifest, decode_record, sha256
+from cnr_store.records import (
+    ArrayEntry,
+    Manifest,
+    ObjectEntry,
+    canonical_json,
+    decode_manifest,
+    decode_record,
+    encode_record,
+    sha256,
+)
 from cnr_store.storage import object_digest
 
 Array = npt.NDArray[Any]
@@ -80,7 +89,7 @@ def forge_head(store: Store, change: Callable[[Manifest, Forgery], Manifest]) ->
     assert raw is not None
     plain = decode_record(raw, record.v).record
     plain = msgspec.structs.replace(plain, chain=(*plain.chain[:-1], forged))
-    store.storage.put(layout.commit_key(record.v), canonical_json(plain))
+    store.storage.put(layout.commit_key(record.v), encode_record(plain))
 
 
 class Forgery:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cnr_store import Store, TableOptions, VersionNotFound, arrays, verify_store
-from cnr_store.records import Manifest, PartEntry, canonical_json, decode_record
+from cnr_store.records import Manifest, PartEntry, decode_record, encode_record
 from tests.tools.sample_store import Forgery, build_store, flip, forge_head, key_of, object_files
 
 NEWEST = "commits/00000000000000000006.json"
@@ -377,7 +377,7 @@ def rewrite_head(root: Path, **changes: object) -> None:
     """Put another newest record in place, well-formed in itself."""
     raw = (root / NEWEST).read_bytes()
     record = decode_record(raw, 6).record
-    (root / NEWEST).write_bytes(canonical_json(msgspec.structs.replace(record, **changes)))
+    (root / NEWEST).write_bytes(encode_record(msgspec.structs.replace(record, **changes)))
 
 
 def test_segments_of_a_branch_are_needed_and_its_log_is_checked_by_itself(root: Path) -> None:

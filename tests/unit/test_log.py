@@ -36,7 +36,6 @@ from cnr_store.records import (
     CommitRecord,
     LogEntry,
     WriterInfo,
-    canonical_json,
     decode_record,
     encode_record,
     sha256,
@@ -802,7 +801,7 @@ def test_unknown_reader_feature_in_the_way_is_not_ours(inner: IsolatedMemoryFile
     newer = msgspec.structs.replace(
         head.record, v=4, parent_digest=head.digest, commit_uuid="e" * 32, reader_features=("row_classes",)
     )
-    write_raw(inner, 4, canonical_json(newer))
+    write_raw(inner, 4, encode_record(newer))
     log = open_log(calm(inner))
 
     with pytest.raises(UnknownFeature):

@@ -39,7 +39,7 @@ from cnr_store import (
 )
 from cnr_store.layout import IDENTITY, commit_key, segment_key
 from cnr_store.placement import Shard
-from cnr_store.records import canonical_json, sha256
+from cnr_store.records import canonical_json, sealed, sha256
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.testing.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
 from cnr_store.types import MAX_CHAIN
@@ -535,7 +535,7 @@ def test_newer_format(world: World) -> None:
 def rewrite_head(world: World, **fields: Any) -> None:
     """Give the newest record other fields, in canonical form."""
     key = commit_key(world.store.latest_version())
-    world.write(key, canonical_json({**json.loads(world.read(key)), **fields}))
+    world.write(key, sealed({**json.loads(world.read(key)), **fields}))
 
 
 def test_unknown_reader_feature(world: World) -> None:
@@ -709,7 +709,7 @@ def with_manifest(world: World, change: Callable[[dict[str, Any]], None]) -> Non
     data = canonical_json(manifest)
     world.write(key, data)
     record["chain"][-1]["sha256"] = sha256(data)
-    world.write(commit_key(version), canonical_json(record))
+    world.write(commit_key(version), sealed(record))
 
 
 def first_part(manifest: dict[str, Any], table: str = "t") -> dict[str, Any]:
