@@ -28,10 +28,11 @@ MAX_NODE_BYTES = 255
 """Longest path component that every file system takes."""
 
 _SAFE = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-")
-_POSITION = re.compile(r"^commits/(\d{20})\.json$")
-_BRANCH = re.compile(r"^[0-9a-f]{32}$")
-_SEGMENT = re.compile(r"^\d{20}-[0-9a-f]{32}$")
-_RELATIVE_PATH = re.compile(r"^[A-Za-z0-9._%-]+(/[A-Za-z0-9._%-]+)*$")
+_POSITION = re.compile(r"commits/([0-9]{20})\.json")
+_BRANCH = re.compile(r"[0-9a-f]{32}")
+_SEGMENT = re.compile(r"[0-9]{20}-[0-9a-f]{32}")
+_PART = r"(?!\.+(?:/|\Z))[A-Za-z0-9._%-]+"
+_RELATIVE_PATH = re.compile(rf"{_PART}(?:/{_PART})*")
 
 
 def commit_key(version: int, prefix: str = "") -> str:
@@ -41,7 +42,7 @@ def commit_key(version: int, prefix: str = "") -> str:
 
 def commit_version(key: str, prefix: str = "") -> int | None:
     """Return the version whose record ``key`` is in the log below ``prefix``, or None if it is no log position."""
-    match = _POSITION.match(key.removeprefix(prefix)) if key.startswith(prefix) else None
+    match = _POSITION.fullmatch(key.removeprefix(prefix)) if key.startswith(prefix) else None
     return int(match.group(1)) if match else None
 
 
@@ -52,7 +53,7 @@ def hint_key(prefix: str = "") -> str:
 
 def is_branch_name(name: str) -> bool:
     """Say whether ``name`` is the folder name of a branch's log, its uuid."""
-    return _BRANCH.match(name) is not None
+    return _BRANCH.fullmatch(name) is not None
 
 
 def branch_prefix(branch: str) -> str:
@@ -76,7 +77,7 @@ def segment_name(base: int, txn: str) -> str:
 
 def is_segment_name(name: str) -> bool:
     """Say whether ``name`` is a segment folder name."""
-    return _SEGMENT.match(name) is not None
+    return _SEGMENT.fullmatch(name) is not None
 
 
 def check_segment_name(name: str) -> None:
@@ -99,7 +100,7 @@ def segment_key(name: str, path: str) -> str:
 
 def check_relative_path(path: str) -> None:
     """Raise `BadName` unless ``path`` is a plain relative path of safe characters without dot segments."""
-    if not _RELATIVE_PATH.match(path) or any(set(part) == {"."} for part in path.split("/")):
+    if not _RELATIVE_PATH.fullmatch(path):
         raise BadName(f"path {path[:120]!r} in a manifest is not a plain relative path", found=path[:120])
 
 

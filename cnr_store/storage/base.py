@@ -24,7 +24,8 @@ MAX_CREATE_BYTES = 64 * 1024
 
 PROBE_FOLDER = "_probe"
 TEMPORARY_PREFIX = ".tmp-"
-_PART = re.compile(r"[A-Za-z0-9._%-]+")
+_PART = rf"(?!\.+(?:/|\Z))(?!{re.escape(TEMPORARY_PREFIX)})[A-Za-z0-9._%-]+"
+_KEY = re.compile(rf"{_PART}(?:/{_PART})*")
 _PROBE_ATTEMPTS = 3
 _UNSAFE_ADVICE = (
     "commits would not be safe there. Use another backend, or unsafe_single_writer=True if nobody else ever writes"
@@ -68,10 +69,7 @@ class StorageRecipe:
 
 def is_key(key: str) -> bool:
     """Say whether ``key`` can name an object: parts of ``[A-Za-z0-9._%-]`` joined by '/', none all dots."""
-    return all(
-        _PART.fullmatch(part) and set(part) != {"."} and not part.startswith(TEMPORARY_PREFIX)
-        for part in key.split("/")
-    )
+    return _KEY.fullmatch(key) is not None
 
 
 def check_key(key: str) -> str:

@@ -25,7 +25,7 @@ def store(tmp_path: Path) -> Store:
     return Store.create(str(tmp_path / "store"), fsync=False, threads=1)
 
 
-@pytest.mark.parametrize("path", ["", "/a", "a/", "a//b", "../a", "a/..", "a/./b", "a b", "a\\b", "a/...", "ä"])
+@pytest.mark.parametrize("path", ["", "/a", "a/", "a//b", "../a", "a/..", "a/./b", "a b", "a\\b", "a/...", "ä", "a\n"])
 def test_paths_that_leave_their_folder_are_refused(path: str) -> None:
     assert cnr_read.PATH.fullmatch(path) is None
     with pytest.raises(BadName):
