@@ -409,6 +409,19 @@ def test_a_difference_to_a_row_that_the_run_deletes_is_corrupt(store: Store, wor
         refused(store, readers, (start, 3), whole(4, 2), workers)
 
 
+def test_a_difference_to_a_row_that_was_not_there_before_the_run_is_corrupt(store: Store, workers: Workers) -> None:
+    values = np.ones((4, 2), np.float32)
+    first, grown, moved = write(
+        store,
+        lambda txn: txn.write_table("t", values, options=TableOptions(scale=1.0)),
+        lambda txn: (txn.resize_table("t", 6), txn.write_rows("t", ids(5), values[:1])),
+        lambda txn: txn.write_rows("t", ids(5), values[:1] * 3),
+    )
+
+    with pytest.raises(CorruptStore, match=r"row 5 .* never set"):
+        refused(store, [first, moved, grown], (1, 3), whole(6, 2), workers)
+
+
 def test_columns_that_are_not_those_of_a_runs_parts_are_refused(store: Store, workers: Workers) -> None:
     readers = three_saves(store)
 
