@@ -3,7 +3,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
-EXTRAS := test,train,gpu,torchrec,s3,azure,gcs,metrics
+EXTRAS := test,train,gpu,torchrec,s3,azure,gcs,metrics,ray
 # Two workers: the tests start servers and training processes of their own.
 WORKERS ?= 2
 DEMO_ARGS ?=
