@@ -19,8 +19,9 @@ from unittest import mock
 import msgspec
 import numpy as np
 
-from cnr_store import Store, TableOptions, arrays
+from cnr_store import Store, TableOptions, arrays, branches
 from cnr_store.placement import Shard
+from cnr_store.store import writer_info
 from cnr_store.table_codes import TableCodes
 from format_spec.reader import cnr_read
 
@@ -51,16 +52,18 @@ class Golden:
         self.store = Store.create(str(folder / "store"), profile=profile, fsync=False, threads=1)
         self.writer = self.store.writer(run_id="golden")
         self.versions: dict[str, dict] = {}
+        self.branches: dict[str, dict[str, dict]] = {}
         (folder / "expected").mkdir()
 
-    def expect(self, version, tables, *, dense=None, documents=None, scalars=None) -> None:
+    def expect(self, version, tables, *, dense=None, documents=None, scalars=None, branch=None) -> None:
         """Note what ``version`` holds; ``tables`` is name to {"values": ..., slot: ..., "keys": ...}."""
         held: dict[str, object] = {"tables": {}, "dense": {}, "documents": documents or {}, "scalars": scalars or {}}
         for name, found in tables.items():
             held["tables"][name] = {key: self._save(array) for key, array in found.items()}
         for name, array in (dense or {}).items():
             held["dense"][name] = self._save(array)
-        self.versions[str(version)] = held
+        versions = self.versions if branch is None else self.branches.setdefault(branch, {})
+        versions[str(version)] = held
 
     def _save(self, array) -> str:
         array = np.asarray(array)
@@ -77,7 +80,8 @@ class Golden:
     def close(self) -> None:
         self.writer.close()
         self.store.close()
-        text = json.dumps({"versions": self.versions}, indent=1, sort_keys=True)
+        held = {"versions": self.versions} | ({"branches": self.branches} if self.branches else {})
+        text = json.dumps(held, indent=1, sort_keys=True)
         (self.folder / "expected.json").write_text(text + "\n")
 
 
@@ -374,6 +378,41 @@ def overflow_case(folder: Path) -> None:
     golden.close()
 
 
+def branches_case(folder: Path) -> None:
+    """A channel that has moved, a branch that goes on, one that was dropped, one without its position 0 yet."""
+    golden = Golden(folder)
+    store, options = golden.store, TableOptions(scale=0.5)
+    values = np.arange(12, dtype=np.float32).reshape(4, 3)
+    with golden.writer.begin(step=1) as txn:
+        txn.write_table("t", values, options=options)
+        first = txn.commit()
+    golden.expect(first, {"t": {"values": values}})
+    store.set_channel("serving")
+    store.fork("gone")
+    trial = store.fork("trial", first)
+    values, tried = values.copy(), values.copy()
+    values[1] += np.float32(4)
+    tried[2] -= np.float32(8)
+    with golden.writer.begin(step=2) as txn:
+        txn.write_rows("t", np.asarray([1]), values[[1]])
+        second = txn.commit()
+    golden.expect(second, {"t": {"values": values}})
+    store.set_channel("serving", second)
+    with trial.writer(run_id="golden") as writer:
+        writer.restore()
+        with writer.begin(step=2) as txn:
+            txn.write_rows("t", np.asarray([2]), tried[[2]])
+            version = txn.commit()
+    golden.expect(0, {"t": {"values": np.arange(12, dtype=np.float32).reshape(4, 3)}}, branch="trial")
+    golden.expect(version, {"t": {"values": tried}}, branch="trial")
+    trial.tag("best", version)
+    store.drop_branch("gone")
+    head = store.head()
+    branches.fork(store.commit_log, head, store.commit_log.read(second), "begun", writer_info(), expires_ms=2**52)
+    trial.close()
+    golden.close()
+
+
 CASES = {
     "lattice": lattice_case,
     "portable": portable_case,
@@ -382,6 +421,7 @@ CASES = {
     "rows": rows_case,
     "one_shot": one_shot_case,
     "overflow": overflow_case,
+    "branches": branches_case,
 }
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cnr_store import Snapshot, Store, tree
+from cnr_store import BranchNotFound, Snapshot, Store, tree
 from format_spec import generate_golden
 
 GOLDEN = Path(__file__).resolve().parents[2] / "format_spec" / "golden"
@@ -120,6 +121,37 @@ def test_a_one_shot_delta_takes_the_place_of_the_one_before() -> None:
     assert len(second) == len(third) == 2
     assert second[0] == third[0]
     assert second[1] != third[1]
+
+
+def copy_of(case: str, folder: Path) -> Store:
+    """For what writes when it opens."""
+    shutil.copytree(GOLDEN / case / "store", folder / case)
+    return Store.open(str(folder / case), threads=1)
+
+
+def test_a_branch_reads_as_expected_and_its_tags_are_its_own(tmp_path: Path) -> None:
+    store = copy_of("branches", tmp_path)
+    trial = store.on_branch("trial")
+    held = json.loads((GOLDEN / "branches" / "expected.json").read_text())["branches"]["trial"]
+
+    for version, arrays in held.items():
+        found = trial.snapshot(int(version)).table("t").read()
+        assert same_bits(found, load("branches", arrays["tables"]["t"]["values"]))
+    assert len(held) == 2
+    assert (list(trial.tags()), list(store.tags())) == (["best"], [])
+    assert trial.snapshot(tag="best").version == max(map(int, held))
+    assert store.snapshot(channel="serving").step == 2
+
+
+def test_a_branch_without_its_first_record_is_begun_and_a_dropped_one_is_not_there(tmp_path: Path) -> None:
+    store = copy_of("branches", tmp_path)
+
+    begun = store.on_branch("begun")
+
+    assert same_bits(begun.snapshot().table("t").read(), store.snapshot(channel="serving").table("t").read())
+    assert sorted(store.branches()) == ["begun", "trial"]
+    with pytest.raises(BranchNotFound):
+        store.on_branch("gone")
 
 
 def test_the_generator_still_writes_the_golden_stores(tmp_path: Path) -> None:
