@@ -18,11 +18,12 @@ import numpy as np
 import pytest
 
 from cnr_store import CnrStoreError, CommitStateUnknown, Store, TableOptions
+from cnr_store.compaction import CompactionPolicy, compact
 from cnr_store.errors import RankLost, StorageFailure
-from cnr_store.layout import MANIFEST, RECEIPT, segment_key
+from cnr_store.gc import collect_garbage
 from cnr_store.log import RetryPolicy
 from cnr_store.records import is_live
-from cnr_store.segment import SegmentReader
+from cnr_store.retention import RetentionPolicy
 from cnr_store.snapshot import Snapshot
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.testing.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem, SimulatedCrash
@@ -30,6 +31,7 @@ from cnr_store.testing.ranks import ThreadRank, thread_ranks
 from cnr_store.transaction import Declaration
 from cnr_store.types import Rectangle
 from cnr_store.writer import Writer
+from tests.life import listed, referenced
 
 QUICK = RetryPolicy(deadline_s=0.02, first_delay_s=0.001, max_delay_s=0.002)
 ROWS, DIM, WORLD, SCALE = 12, 4, 2, 0.25
@@ -239,16 +241,18 @@ KINDS = {6: ("delta", "baseline"), 8: ("full",)}
 
 
 def first_job(run: Run, store: Store) -> None:
-    """Name versions."""
+    """Name versions, and fold two deltas."""
     store.set_channel("serving")
     tag(run, store, "early")
+    fold(store, (1, 3))
 
 
 def second_job(run: Run, store: Store) -> None:
-    """Read under a lease, and move a channel."""
+    """Read under a lease, fold the baseline and a delta, and delete what nobody needs any more."""
     with store.lease() as lease:
         read(run, store.snapshot(version=lease.version))
-    store.set_channel("serving")
+        fold(store, (0, 2))
+        collect(store, keep_last=2)
 
 
 def third_job(run: Run, store: Store) -> None:
@@ -261,9 +265,22 @@ def third_job(run: Run, store: Store) -> None:
 
 
 def fourth_job(run: Run, store: Store) -> None:
-    """Move names again."""
+    """Move names again, fold by the policy, and collect all but the newest."""
     store.set_channel("serving")
     tag(run, store, "late")
+    compact(store, policy=CompactionPolicy(max_chain=2), force=True)
+    collect(store, keep_last=1)
+
+
+def fold(store: Store, run: tuple[int, int]) -> None:
+    if len(store.head().record.chain) >= run[1]:
+        compact(store, run=run, force=True)
+
+
+def collect(store: Store, *, keep_last: int) -> None:
+    """Delete at once what is not kept: no grace, and whatever is under way counts as left behind."""
+    policy = RetentionPolicy(keep_last=keep_last)
+    collect_garbage(store, policy=policy, grace_s=0, orphan_age_s=0, dry_run=False, force=True)
 
 
 JOBS = (first_job, second_job, third_job, fourth_job)
@@ -306,23 +323,6 @@ def check(run: Run) -> Steps:
     return found
 
 
-def listed(files: IsolatedMemoryFileSystem) -> set[str]:
-    """Every object of a segment that there is."""
-    return {path.removeprefix("/root/") for path in files.find("/root/data")}
-
-
-def referenced(store: Store) -> set[str]:
-    """Every object that a live version needs: manifests, what they list, and the receipts of who wrote that."""
-    head = store.head().record
-    keys: set[str] = set()
-    for entry in {entry for record in store.log() if is_live(head, record.v) for entry in record.chain}:
-        manifest = SegmentReader.open(store.storage, entry).manifest
-        paths = {MANIFEST, *(item.path for item in manifest.objects)}
-        folders = {path.split("/")[0] for path in (*paths, *(part.folder for part in manifest.parts))} - {MANIFEST}
-        keys |= {segment_key(entry.seg, path) for path in (*paths, *(f"{folder}/{RECEIPT}" for folder in folders))}
-    return keys
-
-
 def go_on(run: Run, process: Process) -> None:
     """Both ranks come back, restore and save once more."""
     with open_store(process.fs) as store:
@@ -362,10 +362,18 @@ def copied(run: Run, fault: tuple[str, Fault] | None = None) -> Run:
 
 
 def aftermath(run: Run, *, goes_on: bool) -> None:
-    """What must hold after any life."""
+    """What must hold after any life, and after the calm maintenance behind it."""
     check(run)
     if run.deliver_delayed():
         check(run)
+    with open_store(run.files) as store:
+        while compact(store, policy=CompactionPolicy(max_chain=2), force=True).outcome == "committed":
+            pass
+        for _ in range(2):
+            collect(store, keep_last=1)
+        there, needed = listed(run.files), referenced(store)
+    assert there == needed, f"orphans: {sorted(there - needed)[:3]}, missing: {sorted(needed - there)[:3]}"
+    check(run)
     if goes_on:
         after = copied(run).start(go_on)
         assert set(after.ends.values()) == {None}, after.ends
@@ -386,6 +394,10 @@ def sweep(faults: tuple[FaultKind, ...], *, every: int = 1, calls_hit: int = 1) 
     start = prepared()
     calm = copied(start).start(life)
     assert set(calm.ends.values()) == {None}, calm.ends
+    with open_store(calm.files) as store:
+        kinds = Counter(record.kind for record in store.log())
+    assert kinds["compact"] > 2, kinds
+    assert {"full", "delta", "rollback", "tag", "channel", "expire"} <= kinds.keys()
     aftermath(calm, goes_on=True)
     count = Count(sum(len(view.calls) for view in calm.views.values()))
     for process, fault, where in list(jobs(calm, faults, calls_hit))[::every]:
