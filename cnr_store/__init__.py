@@ -61,6 +61,7 @@ from cnr_store.exporting import ExportedTensor, ExportReport, export_snapshot
 from cnr_store.gc import GcReport, collect_garbage
 from cnr_store.importing import ImportReport, import_tensors
 from cnr_store.leases import Lease
+from cnr_store.maintenance import MaintenanceReport, Stage, StageReport, compact_chain, maintain
 from cnr_store.placement import Shard
 from cnr_store.ranks import Ranks
 from cnr_store.repair import RepairAction, RepairReport, repair_store
@@ -75,10 +76,19 @@ from cnr_store.verify import Problem, VerifyReport, verify_store
 from cnr_store.writer import Writer
 
 __all__ = [
-    # Keeping a store short.
+    # Keeping a store fast and small.
+    "maintain",
+    "MaintenanceReport",
+    "StageReport",
+    "Stage",
+    "compact_chain",
     "compact",
     "CompactionPolicy",
     "CompactionReport",
+    "collect_garbage",
+    "RetentionPolicy",
+    "GcReport",
+    "Lease",
     # Looking at stores, and tensors in and out.
     "verify_store",
     "VerifyReport",
@@ -90,10 +100,6 @@ __all__ = [
     "StoreStatus",
     "HeadStatus",
     "LastMaintenance",
-    "collect_garbage",
-    "RetentionPolicy",
-    "GcReport",
-    "Lease",
     "segment_sizes",
     "total_sizes",
     "fp32_bytes",

@@ -32,6 +32,10 @@ class LastMaintenance(msgspec.Struct, frozen=True, kw_only=True):
         Bytes of the segments that compaction made.
     deleted_bytes
         Bytes of the segments that garbage collection deleted.
+    doomed_bytes
+        Bytes that it found given up and not deleted yet; None if it failed.
+    orphans
+        Segments that no record names: saves under way, or what is left of one that died; None if it failed.
     """
 
     ended_ms: int
@@ -39,6 +43,8 @@ class LastMaintenance(msgspec.Struct, frozen=True, kw_only=True):
     outcome: str
     rewritten_bytes: int
     deleted_bytes: int
+    doomed_bytes: int | None = None
+    orphans: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +98,20 @@ class StoreStatus:
         The store, without credentials.
     heads
         The log that the store is opened on; of the store's own log also those of its branches, by name.
+    segments
+        Segments in storage, whether or not a version needs them.
     last_maintenance
         None if there was none, or its note cannot be read.
     """
 
     url: str
     heads: tuple[HeadStatus, ...]
+    segments: int
     last_maintenance: LastMaintenance | None
 
 
 def read_status(store: Store) -> StoreStatus:
-    """Return what a monitor asks of a store. Blocks for a few GETs per log; no listing.
+    """Return what a monitor asks of a store. Blocks for a few GETs per log, and one listing of segments.
 
     Opening a branch whose creator died before its position 0 writes that, as any opening of it does.
 
@@ -123,7 +132,10 @@ def read_status(store: Store) -> StoreStatus:
                 heads.append(head_status(branch))
         except NotFound:
             continue  # Its time is over, or it was dropped a moment ago.
-    return StoreStatus(url=store.url, heads=tuple(heads), last_maintenance=read_last_maintenance(store))
+    return StoreStatus(
+        url=store.url, heads=tuple(heads), segments=len(store.storage.list_folders(layout.DATA)),
+        last_maintenance=read_last_maintenance(store),
+    )  # fmt: skip
 
 
 def head_status(store: Store) -> HeadStatus:

@@ -7,8 +7,17 @@ folds and writes. Deciding is pure (`plan`, `tasks`); folding streams, one chunk
 
 from __future__ import annotations
 
-from cnr_store.compaction.engines import ENGINES, Engine
+from cnr_store.compaction.engines import ENGINES, Engine, check_engine
 from cnr_store.compaction.plan import DEFAULT_POLICY, CompactionPolicy
 from cnr_store.compaction.run import LEASE_S, CompactionReport, compact
 
-__all__ = ["DEFAULT_POLICY", "ENGINES", "LEASE_S", "CompactionPolicy", "CompactionReport", "Engine", "compact"]
+__all__ = [
+    "DEFAULT_POLICY",
+    "ENGINES",
+    "LEASE_S",
+    "CompactionPolicy",
+    "CompactionReport",
+    "Engine",
+    "check_engine",
+    "compact",
+]

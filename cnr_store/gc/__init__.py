@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+from cnr_store.gc.deleting import with_sizes
 from cnr_store.gc.report import GcReport, Outcome, ProgressCallback, SegmentReport, SegmentState, VersionReport
-from cnr_store.gc.run import collect_garbage
+from cnr_store.gc.run import check_arguments, collect_garbage
 
 __all__ = [
     "GcReport",
@@ -15,5 +16,7 @@ __all__ = [
     "SegmentReport",
     "SegmentState",
     "VersionReport",
+    "check_arguments",
     "collect_garbage",
+    "with_sizes",
 ]

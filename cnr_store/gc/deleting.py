@@ -76,10 +76,10 @@ class Deletion:
 
 
 def with_sizes(storage: Storage, segments: Iterable[SegmentReport]) -> tuple[SegmentReport, ...]:
-    """Return the reports with the bytes that deleting the due ones would free: one listing for each of those."""
+    """Return the reports with the bytes of those that are given up and still there: one listing for each of them."""
 
     def measured(segment: SegmentReport) -> SegmentReport:
-        if segment.state != "due" or segment.size_bytes is not None:
+        if segment.state not in ("due", "waiting") or segment.size_bytes is not None:
             return segment
         found = storage.list_objects(segment_prefix(segment.name))
         return replace(segment, size_bytes=sum(stat.size_bytes for stat in found))

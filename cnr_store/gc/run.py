@@ -134,7 +134,7 @@ def collect_garbage(
     >>> report.outcome, report.expired, report.named
     ('planned', 4, 2)
     """
-    _check_arguments(grace_s, orphan_age_s, batch, force=force)
+    check_arguments(grace_s, orphan_age_s, batch, force=force)
     started = time.monotonic()
     run = _Run(
         store, RetentionPolicy() if policy is None else policy,
@@ -147,7 +147,13 @@ def collect_garbage(
     return run.collect()
 
 
-def _check_arguments(grace_s: float, orphan_age_s: float, batch: int, *, force: bool) -> None:
+def check_arguments(grace_s: float, orphan_age_s: float, batch: int = 1, *, force: bool) -> None:
+    """Refuse what `collect_garbage` would refuse, before anything is done.
+
+    Raises
+    ------
+    BadInput
+    """
     for name, value, least in (
         ("grace_s", grace_s, MIN_GRACE_S),
         ("orphan_age_s", orphan_age_s, MIN_ORPHAN_AGE_S),

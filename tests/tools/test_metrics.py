@@ -23,7 +23,9 @@ HEAD = HeadStatus(
     branch="trial", version=9, step=40, logical=4, checkpoint_ms=5_500, chain_length=3, chain_bytes=150,
     baseline_bytes=100, live_versions=6, doomed=2,
 )  # fmt: skip
-LAST = LastMaintenance(ended_ms=7_000, duration_s=1.5, outcome="stopped", rewritten_bytes=30, deleted_bytes=20)
+LAST = LastMaintenance(
+    ended_ms=7_000, duration_s=1.5, outcome="stopped", rewritten_bytes=30, deleted_bytes=20, doomed_bytes=10, orphans=1
+)
 
 
 @pytest.fixture
@@ -125,11 +127,12 @@ def test_metrics_are_printed_without_an_address(root: Path) -> None:
     assert (done.code, done.err) == (0, "")
     assert found["cnr_chain_bytes", ""] == head.chain_bytes
     assert found["cnr_live_versions", ""] == 7
+    assert found["cnr_segments", None] == 4
     assert not [name for name, _ in found if not name.startswith("cnr_")]
 
 
 def test_every_value_of_a_status_has_its_metric() -> None:
-    status = StoreStatus(url="file:///s", heads=(HEAD,), last_maintenance=LAST)
+    status = StoreStatus(url="file:///s", heads=(HEAD,), segments=8, last_maintenance=LAST)
 
     found = {
         (sample.name, *sample.labels.values()): sample.value
@@ -145,6 +148,8 @@ def test_every_value_of_a_status_has_its_metric() -> None:
         ("cnr_doomed_transactions", *head): 2,
         ("cnr_maintenance_timestamp_seconds", "file:///s"): 7, ("cnr_maintenance_duration_seconds", "file:///s"): 1.5,
         ("cnr_maintenance_rewritten_bytes", "file:///s"): 30, ("cnr_maintenance_deleted_bytes", "file:///s"): 20,
+        ("cnr_doomed_bytes", "file:///s"): 10, ("cnr_orphan_segments", "file:///s"): 1,
+        ("cnr_segments", "file:///s"): 8,
         ("cnr_maintenance_outcome", "file:///s", "done"): 0, ("cnr_maintenance_outcome", "file:///s", "stopped"): 1,
         ("cnr_maintenance_outcome", "file:///s", "failed"): 0,
     }  # fmt: skip
@@ -167,7 +172,7 @@ def test_scrapes_within_the_age_are_answered_from_one_reading() -> None:
 
     def reading() -> StoreStatus:
         read.append(now[0])
-        return StoreStatus(url="u", heads=(), last_maintenance=None)
+        return StoreStatus(url="u", heads=(), segments=0, last_maintenance=None)
 
     collector = StoreCollector(reading, "u", max_age_s=30, clock=lambda: now[0])
     for moment in (5.0, 6.0, 34.9, 35.0, 36.0):
@@ -192,7 +197,7 @@ def test_a_failing_store_is_asked_again_only_after_the_age(capsys: pytest.Captur
 def test_a_metrics_file_is_replaced_whole(tmp_path: Path) -> None:
     path = tmp_path / "cnr.prom"
     path.write_text("old")
-    status = StoreStatus(url="u", heads=(HEAD,), last_maintenance=LAST)
+    status = StoreStatus(url="u", heads=(HEAD,), segments=8, last_maintenance=LAST)
 
     write_metrics(StoreCollector(lambda: status, "u"), path)
 

@@ -23,7 +23,9 @@ from cnr_store.status import (
 )
 
 HEAD = 12
-LAST = LastMaintenance(ended_ms=1_000, duration_s=2.5, outcome="done", rewritten_bytes=3, deleted_bytes=4)
+LAST = LastMaintenance(
+    ended_ms=1_000, duration_s=2.5, outcome="done", rewritten_bytes=3, deleted_bytes=4, doomed_bytes=5
+)
 versions = st.integers(0, HEAD)
 
 
@@ -105,5 +107,6 @@ def test_a_stores_status_has_every_branch_that_is_open(store: Store) -> None:
     whole, one = read_status(store), read_status(store.on_branch("trial"))
 
     assert [head.branch for head in whole.heads] == [None, "trial"]
+    assert whole.segments == 2
     assert whole.heads[1] == one.heads[0]
     assert (one.heads[0].version, one.heads[0].step, one.heads[0].chain_length) == (0, 2, 2)

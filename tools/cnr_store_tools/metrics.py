@@ -43,11 +43,16 @@ HEAD_GAUGES: dict[str, tuple[str, Callable[[HeadStatus], float | None]]] = {
 }
 """Name -> (help, value); each has the labels ``store`` and ``branch``, which is empty for the store's own log."""
 
-MAINTENANCE_GAUGES: dict[str, tuple[str, Callable[[LastMaintenance], float]]] = {
+MAINTENANCE_GAUGES: dict[str, tuple[str, Callable[[LastMaintenance], float | None]]] = {
     "cnr_maintenance_timestamp_seconds": ("When the last maintenance ended.", lambda last: last.ended_ms / 1000),
     "cnr_maintenance_duration_seconds": ("How long it took.", lambda last: last.duration_s),
     "cnr_maintenance_rewritten_bytes": ("Bytes that it wrote by compaction.", lambda last: last.rewritten_bytes),
     "cnr_maintenance_deleted_bytes": ("Bytes that it deleted.", lambda last: last.deleted_bytes),
+    "cnr_doomed_bytes": (
+        "Bytes that were given up and not deleted yet, as it left them.",
+        lambda last: last.doomed_bytes,
+    ),
+    "cnr_orphan_segments": ("Segments that no record named when it ended.", lambda last: last.orphans),
 }
 """Name -> (help, value); each has the label ``store``."""
 
@@ -61,11 +66,15 @@ def status_metrics(status: StoreStatus) -> Iterator[Metric]:
             if value is not None:
                 family.add_metric([status.url, head.branch or ""], value)
         yield family
+    segments = GaugeMetricFamily("cnr_segments", "Segments in storage, needed or not.", labels=STATUS_LABELS)
+    segments.add_metric([status.url], status.segments)
+    yield segments
     last = status.last_maintenance
     for name, (about, last_value) in MAINTENANCE_GAUGES.items():
         family = GaugeMetricFamily(name, about, labels=STATUS_LABELS)
-        if last is not None:
-            family.add_metric([status.url], last_value(last))
+        value = None if last is None else last_value(last)
+        if value is not None:
+            family.add_metric([status.url], value)
         yield family
     outcomes = GaugeMetricFamily(
         "cnr_maintenance_outcome", "1 for how the last maintenance ended, else 0.", labels=[*STATUS_LABELS, "outcome"]
