@@ -197,8 +197,9 @@ def test_what_cannot_be_forked_is_refused_and_pins_nothing(store: Store) -> None
         store.fork("other", 1_000)
     with pytest.raises(BadName):
         store.fork("")
-    with pytest.raises(BadInput, match="expires_s"):
-        store.fork("other", expires_s=0)
+    for never in (0, -1, float("nan"), float("inf"), 1e300):
+        with pytest.raises(BadInput, match="expires_s"):
+            store.fork("other", expires_s=never)
     with pytest.raises(BadInput, match="store's own log"):
         branch.fork("other")
 
@@ -484,3 +485,16 @@ def test_a_torn_record_of_a_branch_hurts_that_branch_alone(store: Store) -> None
     with store.writer() as writer:
         writer.restore()
         save(writer, 4, 3, 4)
+
+
+def test_a_torn_record_of_the_store_does_not_keep_a_branch_from_training(store: Store) -> None:
+    store.fork("trial")
+    store.storage.put(commit_key(store.latest_version() + 1), b'{"v":')
+
+    with pytest.warns(RuntimeWarning, match="serving version"):
+        branch = Store.open(store.url, branch="trial")
+    with branch.writer() as writer:
+        writer.restore()
+        save(writer, 4, 3, 4)
+
+    assert column(branch) == [1, 2, 0, 4, 0, 0]
