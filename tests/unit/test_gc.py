@@ -28,12 +28,22 @@ from cnr_store import (
     VersionExpired,
     Writer,
     collect_garbage,
+    compact,
     repair_store,
     verify_store,
 )
 from cnr_store.gc.plan import CLEAN_UP_AT, txn_of
 from cnr_store.gc.run import HOLD_KEPT_MS
-from cnr_store.layout import DATA, MANIFEST, READER_LEASES, RECEIPT, commit_key, segment_key, segment_name
+from cnr_store.layout import (
+    DATA,
+    MANIFEST,
+    READER_LEASES,
+    RECEIPT,
+    commit_key,
+    segment_key,
+    segment_name,
+    segment_prefix,
+)
 from cnr_store.leases import CLOCK_TOLERANCE_MS
 from cnr_store.rebase import draft_after, rebase_fence
 from cnr_store.records import encode_record, is_live
@@ -114,10 +124,11 @@ def referenced(*stores: Store) -> set[str]:
             except (VersionExpired, CorruptRecord):
                 continue
             for reader in snapshot.readers:
-                folders = {entry.path.partition("/")[0] for entry in reader.manifest.objects}
                 paths = [MANIFEST, *(entry.path for entry in reader.manifest.objects)]
-                paths += [f"{folder}/{RECEIPT}" for folder in folders]
                 found |= {segment_key(reader.name, path) for path in paths}
+                # A writer without objects is named nowhere but in its receipt.
+                prefix = segment_prefix(reader.name)
+                found |= {key for key in listed(store, prefix) if key.endswith(f"/{RECEIPT}") and key.count("/") == 3}
     return found
 
 
@@ -877,3 +888,67 @@ def test_manifests_are_not_read(store: Store, fs: IsolatedMemoryFileSystem) -> N
     collect(again(faulty))
 
     assert [path for path in faulty.paths("read") if DATA in path] == []
+
+
+# ---- what else a collection has to leave possible
+
+
+def test_a_step_is_found_in_the_version_that_compaction_made(store: Store) -> None:
+    """By step only the record of the save was looked for, which expires once a compaction has made a newer version."""
+    assert compact(store, run=(0, 3)).outcome == "committed"
+    compacted = store.latest_version()
+
+    collect(store)
+
+    assert store.snapshot(step=6).version == compacted
+    assert table(store, step=6) == [4.0, 5.0, 6.0, 4.0]
+
+
+def test_a_step_whose_newest_version_has_gone_is_found_where_a_tag_keeps_it(store: Store) -> None:
+    store.tag("best", 7)
+    compact(store, run=(0, 3))
+    with store.writer() as writer:
+        writer.restore()
+        save(writer, 9, full=True)
+    collect(store)
+
+    assert store.snapshot(step=6).version == 7
+    with pytest.raises(VersionExpired):
+        store.snapshot(step=5)
+
+
+def test_a_step_of_an_abandoned_run_is_not_found_in_its_place(store: Store) -> None:
+    store.tag("abandoned", 7)
+    store.rollback(5)
+    train(store, 6)
+    train(store, 7, full=True)
+
+    collect(store)
+
+    with pytest.raises(VersionExpired):
+        store.snapshot(step=6)
+
+
+def test_a_compaction_under_way_whose_inputs_go_is_abandoned(store: Store, fs: IsolatedMemoryFileSystem) -> None:
+    def overtake() -> None:
+        other = again(fs)
+        train(other, 8, full=True)
+        collect(other)
+
+    report = compact(racing(fs, overtake), run=(0, 3))
+
+    assert report.outcome == "abandoned"
+    assert table(store) == [8.0] * ROWS
+    collect(store)
+    assert listed(store) == referenced(store)
+
+
+def test_a_compaction_under_way_that_was_given_up_is_told(store: Store, fs: IsolatedMemoryFileSystem) -> None:
+    late = racing(fs, lambda: collect(again(fs), keep_last=9))
+
+    assert compact(late, run=(0, 3)).outcome == "abandoned"
+
+    assert table(store) == [4.0, 5.0, 6.0, 4.0]
+    assert compact(store, run=(0, 3)).outcome == "committed"
+    collect(store)
+    assert listed(store) == referenced(store)
