@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from cnr_store.errors import AccessDenied, BadInput, CnrStoreError, StorageFailure, UnsafeBackend
-from cnr_store.storage import CreateOutcome, Storage, open_storage, storage_from_filesystem
+from cnr_store.storage import CreateOutcome, Storage, open_storage, reopen_storage, storage_from_filesystem
 from cnr_store.storage.redaction import RedactedCause, Secrets, redact_url
 from cnr_store.storage.remote import AzureStorage, GcsStorage, MemoryStorage, S3Storage
 
@@ -386,3 +387,40 @@ def test_a_refused_url_is_shown_without_its_credentials() -> None:
             open_storage(url)
 
         assert SECRET not in everything_said(caught.value), url
+
+
+def test_a_recipe_opens_the_same_place_elsewhere_and_shows_no_option(caplog: pytest.LogCaptureFixture) -> None:
+    options = {"key": "KEY" + SECRET, "secret": SECRET, "client_kwargs": {"endpoint_url": "http://127.0.0.1:9"}}
+    url = f"s3://user:{SECRET.replace('/', '')}@bucket/root"
+    with caplog.at_level(logging.DEBUG):
+        storage = open_storage(url, storage_options=options)
+        assert storage.recipe is not None
+        sent = pickle.loads(pickle.dumps(storage.recipe))
+        again = reopen_storage(sent)
+
+    said = f"{storage.recipe!r}{storage.recipe}{sent!r}{storage!r}{again!r}{caplog.text}"
+    assert SECRET not in said
+    assert SECRET.replace("/", "") not in said
+    assert (type(again), again.url) == (S3Storage, storage.url)
+    assert again._fs.storage_options == storage._fs.storage_options  # type: ignore[attr-defined]
+
+
+def test_a_recipe_of_a_local_folder_does_not_depend_on_where_a_process_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    storage = open_storage("here/store", fsync=False)
+    storage.put("a", b"x")
+    monkeypatch.chdir("/")
+
+    assert storage.recipe is not None
+    again = reopen_storage(storage.recipe)
+
+    assert again.read("a") == b"x"
+    assert again.fsync is False  # type: ignore[attr-defined]
+
+
+def test_what_lives_in_this_process_has_no_recipe() -> None:
+    given = storage_from_filesystem(PrivateMemory(), "/root")
+
+    assert (given.recipe, open_storage("memory://x").recipe) == (None, None)
