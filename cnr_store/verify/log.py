@@ -272,6 +272,8 @@ def _contradictions(before: CommitRecord, after: CommitRecord) -> Iterable[str]:
         yield f"commit record {after.v} has time {after.ts_ms}, not after its parent's {before.ts_ms}"
     if after.epoch < before.epoch:
         yield f"commit record {after.v} has epoch {after.epoch}, its parent has {before.epoch}"
+    if before.kind == "close":
+        yield f"commit record {after.v} ({after.kind}) stands behind the end of its branch"
     tags, channels, pins = dict(before.tags), dict(before.channels), dict(before.pins)
     name = after.name or ""
     if after.kind == "tag" and after.target is not None:
@@ -282,8 +284,6 @@ def _contradictions(before: CommitRecord, after: CommitRecord) -> Iterable[str]:
         channels.pop(name, None)
         if after.target is not None:
             channels[name] = after.target
-    elif after.kind == "expire":
-        pins = {branch: pin for branch, pin in pins.items() if branch in after.pins}
     elif after.kind == "fork":
         pins.pop(name, None)
         if after.target is not None:

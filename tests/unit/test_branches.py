@@ -27,6 +27,7 @@ from cnr_store import (
     branches,
     export_snapshot,
     import_tensors,
+    verify_store,
 )
 from cnr_store.branches import Branch
 from cnr_store.layout import BRANCHES, DATA, branch_prefix, commit_key, hint_key
@@ -498,3 +499,27 @@ def test_a_torn_record_of_the_store_does_not_keep_a_branch_from_training(store: 
         save(writer, 4, 3, 4)
 
     assert column(branch) == [1, 2, 0, 4, 0, 0]
+
+
+def messages(store: Store) -> list[str]:
+    return [problem.message for problem in verify_store(store).problems]
+
+
+def test_verify_names_what_follows_the_end_of_a_branch(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    branch = store.fork("trial")
+    branches._close_log(branch.commit_log, writer_info())
+    assert messages(branch) == []
+    monkeypatch.setattr("cnr_store.rebase._check_goes_on", lambda record: None)
+    head = branch.head()
+    branch.commit_log.append(head, draft_after(head.record, "fence", writer_info(), epoch=2), rebase_expire)
+
+    assert any("behind the end of its branch" in message for message in messages(branch))
+
+
+def test_verify_names_a_pin_that_went_another_way_than_by_the_end_of_its_branch(store: Store) -> None:
+    store.fork("trial")
+    assert messages(store) == []
+
+    expire(store, pins={})
+
+    assert any("expire record" in message and "pins" in message for message in messages(store))
