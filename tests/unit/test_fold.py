@@ -313,6 +313,22 @@ def test_few_changed_rows_of_a_large_table_fold_as_many_do(
     assert rows_of(few, few.manifest.parts[0], "delete") == [4_000]
 
 
+def test_a_run_that_cuts_a_large_table_deletes_rows_that_no_list_names(store: Store, workers: Workers) -> None:
+    values = np.ones((5_000, 2), np.float32)
+    readers = write(
+        store,
+        lambda txn: txn.write_table("t", values, options=TableOptions(scale=1.0)),
+        lambda txn: txn.resize_table("t", 4_997),
+        lambda txn: (txn.resize_table("t", 5_000), txn.write_rows("t", ids(4_998), values[:1])),
+    )
+
+    folded = fold(store.storage, readers, (1, 3), [whole(5_000, 2)], workers)
+
+    part = folded.manifest.parts[0]
+    assert (rows_of(folded, part, "delete"), rows_of(folded, part, "set")) == ([4_997, 4_999], [4_998])
+    assert same_state([readers[0], folded], readers, workers)
+
+
 @pytest.mark.parametrize("start", [0, 1])
 def test_the_keys_of_a_hashed_table_keep_their_newest_content(store: Store, workers: Workers, start: int) -> None:
     values = np.ones((3, 2), np.float32)
