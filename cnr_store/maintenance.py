@@ -166,9 +166,11 @@ def compact_chain(
     >>> import numpy as np
     >>> store = Store.create("memory://doctest-compact-chain")
     >>> with store.writer() as writer:
-    ...     for step in range(4):
+    ...     with writer.begin(step=0) as txn:
+    ...         txn.write_table("user", np.zeros((4, 2), np.float32))
+    ...     for step in range(1, 4):
     ...         with writer.begin(step=step) as txn:
-    ...             txn.write_table("user", np.full((4, 2), step, np.float32))
+    ...             _ = txn.write_rows("user", np.asarray([step]), np.full((1, 2), step, np.float32))
     >>> compact_chain(store, policy=CompactionPolicy(max_chain=1))[-1].outcome
     'nothing'
     >>> len(store.head().record.chain)

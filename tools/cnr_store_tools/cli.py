@@ -10,7 +10,7 @@ from cnr_store_tools.exits import GuardedGroup
 app = typer.Typer(
     cls=GuardedGroup,
     name="cnr",
-    help="Make, inspect, check, export, import and tag stores of sparse, quantized checkpoints.",
+    help="Make, inspect, check, repair, export, import, name and maintain stores of sparse, quantized checkpoints.",
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -33,6 +33,9 @@ app.command("branches")(branches.list_)
 app.command("drop-branch")(branches.drop)
 app.command()(consumers.cursors)
 app.command("drop-cursor")(consumers.drop_cursor)
+app.command()(maintenance.compact)
+app.command()(maintenance.gc)
+app.command("maintain")(maintenance.maintain_)
 app.command()(maintenance.metrics)
 app.command()(demonstration.demo)
 app.command()(stores.version)

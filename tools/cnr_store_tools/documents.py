@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,16 @@ from typing import Any
 import msgspec
 
 from cnr_store import (
+    CnrStoreError,
+    CompactionReport,
     ExportReport,
+    GcReport,
     ImportReport,
+    MaintenanceReport,
     Problem,
     RepairReport,
     Snapshot,
+    StageReport,
     Store,
     VerifyReport,
     fp32_bytes,
@@ -123,6 +128,62 @@ def cursors_document(store: Store) -> Document:
             }
         )  # fmt: skip
     return {"url": store.url, "cursors": listed}
+
+
+def compaction_document(store: Store, reports: Sequence[CompactionReport], *, is_dry_run: bool) -> Document:
+    """Return the folds of one chain; the last one says why there are no more."""
+    return {
+        "url": store.url, "branch": store.branch, "is_dry_run": is_dry_run, "outcome": reports[-1].outcome,
+        "folds": [_fold(report) for report in reports],
+        "bytes_in": sum(report.bytes_in for report in reports if report.outcome == "committed"),
+        "bytes_out": sum(report.bytes_out for report in reports),
+    }  # fmt: skip
+
+
+def _fold(report: CompactionReport) -> Document:
+    document = asdict(report) | {"run": list(report.run)}
+    del document["url"]  # said once, for all of them
+    return document
+
+
+def gc_document(report: GcReport) -> Document:
+    """Return what becomes of every live version and every segment, and what was deleted."""
+    document = asdict(report)
+    lists = {name: list(document[name]) for name in ("versions", "segments", "failures")}
+    return {
+        **document, **lists,
+        "expired": report.expired, "named": report.named, "doomed_bytes": report.doomed_bytes,
+    }  # fmt: skip
+
+
+def maintenance_document(report: MaintenanceReport) -> Document:
+    """Return a run part by part."""
+    return {
+        "url": report.url, "is_dry_run": report.is_dry_run, "outcome": report.outcome,
+        "duration_s": report.duration_s, "budget_s": report.budget_s,
+        "rewritten_bytes": report.rewritten_bytes, "deleted_bytes": report.deleted_bytes,
+        "stages": [_stage(stage) for stage in report.stages],
+    }  # fmt: skip
+
+
+def _stage(report: StageReport) -> Document:
+    error = report.error
+    return {
+        "stage": report.stage.kind, "branch": report.stage.branch, "outcome": report.outcome,
+        "duration_s": report.duration_s, "folds": [_fold(fold) for fold in report.compactions],
+        "collection": None if report.collection is None else gc_document(report.collection),
+        "error": None if error is None else error_document(error),
+    }  # fmt: skip
+
+
+def error_document(error: CnrStoreError) -> Document:
+    """Return an error that did not end the command."""
+    details = {name: _json_value(value) for name, value in error.details().items()}
+    return {"kind": error.kind, "message": error.message, "details": details}
+
+
+def _json_value(value: Any) -> Any:
+    return value if isinstance(value, int | float | str) else str(value)
 
 
 def branches_document(store: Store) -> Document:

@@ -52,6 +52,8 @@ class ExitCode(IntEnum):
     """The backend or the disk failed or refused."""
     UNSUPPORTED = 8
     """A newer or another program, or an optional package, is needed."""
+    UNFINISHED = 9
+    """The time that was given is over; the next run goes on."""
     INTERNAL = 70
     """A bug of this program."""
     INTERRUPTED = 130

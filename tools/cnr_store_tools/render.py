@@ -11,6 +11,7 @@ from rich.text import Text
 from cnr_store_tools.output import Document
 from cnr_store_tools.text import one_line, ranges_text, ratio_text, size_text, time_text
 
+SEGMENT_STATES = ("stays", "young", "named", "waiting", "due", "deleted", "failed")
 KINDS = ("rows", "codes", "scales", "slots", "dense", "documents", "metadata", "total")
 
 
@@ -151,6 +152,108 @@ def imported(console: Console, document: Document) -> None:
             say(console, f"{key} ({len(names)}): {', '.join(names[:20])}{', ...' if len(names) > 20 else ''}")
 
 
+def compaction(console: Console, document: Document) -> None:
+    """Say what was folded, one line per fold."""
+    for fold in document["folds"]:
+        say(console, f"{_place(document)}: {fold_text(fold)}")
+
+
+def fold_text(fold: Document) -> str:
+    """Return what became of one fold, in a sentence."""
+    about = (
+        f"{_count(fold['run'], 'segment')}, {size_text(fold['bytes_in'])}, into one {fold['kind']} ({fold['reason']})"
+    )
+    match fold["outcome"]:
+        case "nothing":
+            return f"nothing to fold; the chain has {_many(fold['chain_after'], 'segment')}"
+        case "planned":
+            return f"would fold {about}"
+        case "committed":
+            reused = f", {fold['reused_tasks']} of {fold['tasks']} tasks done before" if fold["reused_tasks"] else ""
+            return (
+                f"version {fold['version']}: folded {about}, {size_text(fold['bytes_out'])} in {fold['seconds']:.1f} s"
+                f"{reused}; the chain has {_many(fold['chain_after'], 'segment')}"
+            )
+        case "unfinished":
+            return f"the time was over; the next run goes on: {fold['reason']}"
+        case outcome:
+            return f"{outcome}: {fold['reason']}"
+
+
+def collection(console: Console, document: Document) -> None:
+    """Draw each decision: versions in runs of one reason, segments that go, and the bytes."""
+    versions = _table("branch", "versions", "what", "why", title=f"{document['url']}: live versions")
+    for branch, stays, reason, numbers in _alike(document["versions"]):
+        versions.add_row(*map(cell, (branch, ranges_text(numbers), "stays" if stays else "goes", reason)))
+    console.print(versions)
+    going = [item for item in document["segments"] if item["state"] != "stays"]
+    if going:
+        segments = _table("segment", "state", "size", "from", "why", title="segments that do not stay")
+        for item in going:
+            size = "" if item["size_bytes"] is None else size_text(item["size_bytes"])
+            due = "" if item["delete_after_ms"] is None else time_text(item["delete_after_ms"])
+            segments.add_row(*map(cell, (item["name"], item["state"], size, due, item["reason"])))
+        console.print(segments)
+    say(console, collection_text(document))
+    for failure in document["failures"]:
+        say(console, f"not deleted: {failure}")
+    if document["is_dry_run"] and document["outcome"] == "planned":
+        say(console, "nothing was changed; --delete does it")
+
+
+def collection_text(document: Document) -> str:
+    """Return a collection in a sentence."""
+    is_dry_run = document["is_dry_run"]
+    held = {state: [item for item in document["segments"] if item["state"] == state] for state in SEGMENT_STATES}
+    expire, give = ("would expire", "give") if is_dry_run else ("expired", "gave")
+    gone = (
+        f"{_amount(held['due'])} may be deleted now"
+        if is_dry_run
+        else f"deleted {_many(document['deleted_segments'], 'segment')} ({size_text(document['deleted_bytes'])})"
+    )
+    waiting = [*held["waiting"], *held["failed"], *([] if is_dry_run else [*held["named"], *held["due"]])]
+    return (
+        f"{document['outcome']}: {expire} {_many(document['expired'], 'version')} and {give} up "
+        f"{_many(document['named'], 'segment')}; {gone}; staying: {_many(len(held['stays']), 'segment')}, "
+        f"waiting to be deleted: {_amount(waiting)}"
+    )
+
+
+def _amount(segments: list[Document]) -> str:
+    """How many, and their bytes where all of them are known."""
+    sizes = [item["size_bytes"] for item in segments]
+    count = _many(len(segments), "segment")
+    return count if None in sizes or not sizes else f"{count} ({size_text(sum(sizes))})"
+
+
+def _alike(versions: list[Document]) -> list[tuple[str, bool, str, list[int]]]:
+    """Runs of neighbours of one branch, fate and reason."""
+    runs: list[tuple[str, bool, str, list[int]]] = []
+    for item in versions:
+        key = (item["branch"] or "", item["stays"], item["reason"])
+        if runs and runs[-1][:3] == key:
+            runs[-1][3].append(item["version"])
+        else:
+            runs.append((*key, [item["version"]]))
+    return runs
+
+
+def maintenance(console: Console, document: Document) -> None:
+    """Say how each part went, and what that comes to."""
+    for stage in document["stages"]:
+        where = "" if stage["branch"] is None else f" branch {stage['branch']}"
+        say(console, f"{stage['stage']}{where}: {stage['outcome']} in {stage['duration_s']:.1f} s")
+        for fold in stage["folds"]:
+            say(console, f"  {fold_text(fold)}")
+        if stage["collection"] is not None:
+            say(console, f"  {collection_text(stage['collection'])}")
+        if stage["outcome"] == "held":
+            say(console, "  nothing is deleted while data contradicts itself; run `cnr verify`")
+    say(console, f"{document['url']}: {document['outcome']} in {document['duration_s']:.1f} s, "
+                 f"{size_text(document['rewritten_bytes'])} rewritten, "
+                 f"{size_text(document['deleted_bytes'])} deleted")  # fmt: skip
+
+
 def branches(console: Console, document: Document) -> None:
     """Draw the branches, by name."""
     if not document["branches"]:
@@ -189,7 +292,11 @@ def _place(document: Document) -> str:
 
 
 def _count(things: list[Any], noun: str) -> str:
-    return f"{len(things)} {noun}{'s' * (len(things) != 1)}"
+    return _many(len(things), noun)
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def _table(*columns: str, title: str) -> Table:

@@ -1,14 +1,198 @@
-"""Keep stores fast and small, and watch that: metrics."""
+"""Keep stores fast and small, and watch that: compact, gc, maintain, metrics."""
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from cnr_store import read_status
-from cnr_store_tools.options import Debug, StorageOptions, Url, open_store, parse_address, parse_duration
+from cnr_store import (
+    CompactionPolicy,
+    RetentionPolicy,
+    Store,
+    collect_garbage,
+    compact_chain,
+    maintain,
+    read_status,
+)
+from cnr_store_tools import documents, render
+from cnr_store_tools.exits import ExitCode, exit_code
+from cnr_store_tools.options import (
+    Branch,
+    Debug,
+    Json,
+    StorageOptions,
+    Url,
+    open_store,
+    parse_address,
+    parse_duration,
+    parse_size,
+)
+from cnr_store_tools.output import emit
+from cnr_store_tools.progress import progress_bars
+from cnr_store_tools.text import one_line
+
+if TYPE_CHECKING:
+    from cnr_store_tools.metrics import StoreCollector
+
+POLICY = CompactionPolicy()
+KEEP = RetentionPolicy()
+
+MaxChain = Annotated[int, typer.Option("--max-chain", help="Most segments that a restore reads.")]
+MaxRatio = Annotated[
+    float, typer.Option("--max-restore-ratio", help="Most bytes that a restore reads, as a multiple of the baseline's.")
+]
+Fanout = Annotated[int, typer.Option("--fanout", help="How many deltas of similar size are folded into one.")]
+Engine = Annotated[
+    Literal["threads", "processes", "ray"], typer.Option("--engine", help="Who folds; the bytes are the same.")
+]
+Workers = Annotated[int | None, typer.Option("--workers", help="How many fold at once; all CPUs if not given.", min=1)]
+Bandwidth = Annotated[
+    str | None, typer.Option("--bandwidth", metavar="SIZE", help="Most bytes per second that folding writes: 200MiB.")
+]
+Budget = Annotated[
+    str | None,
+    typer.Option("--budget", metavar="TIME", help="Begin nothing after this time: 30m. No end if not given."),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and change nothing.")]
+KeepLast = Annotated[int, typer.Option("--keep-last", help="The newest so many checkpoints stay.")]
+KeepWithin = Annotated[
+    str | None, typer.Option("--keep-within", metavar="TIME", help="Versions of the last so much time stay: 7d.")
+]
+KeepEvery = Annotated[int | None, typer.Option("--keep-every", help="Every so many-th checkpoint stays.")]
+Grace = Annotated[
+    str, typer.Option("--grace", metavar="TIME", help="From giving data up to deleting it: what a reader may take.")
+]
+OrphanAge = Annotated[
+    str, typer.Option("--orphan-age", metavar="TIME", help="Age of data that no record names before it is given up.")
+]
+MetricsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--metrics-file", help="Replace this file with the store's Prometheus metrics; its name ends in .prom."
+    ),
+]
+
+
+def compact(
+    url: Url,
+    max_chain: MaxChain = POLICY.max_chain,
+    max_restore_ratio: MaxRatio = POLICY.max_restore_ratio,
+    fanout: Fanout = POLICY.fanout,
+    engine: Engine = "threads",
+    workers: Workers = None,
+    bandwidth: Bandwidth = None,
+    budget: Budget = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Go on although another compaction seems to be at work; never unsafe.")
+    ] = False,
+    dry_run: DryRun = False,
+    branch: Branch = None,
+    storage_option: StorageOptions = None,
+    json: Json = False,
+    debug: Debug = False,  # noqa: ARG001 - read from the arguments by the guard
+) -> None:
+    """Fold deltas until restores are as fast as wanted, beside writers. Exit code 9 if the budget ended it."""
+    policy = CompactionPolicy(max_chain=max_chain, max_restore_ratio=max_restore_ratio, fanout=fanout)
+    with open_store(url, storage_option, branch) as store, progress_bars(in_bytes=False) as progress:
+        reports = compact_chain(
+            store, policy=policy, engine=engine, workers=workers, bytes_per_s=_size(bandwidth, "--bandwidth"),
+            deadline_s=_time(budget, "--budget"), force=force, dry_run=dry_run, progress=progress,
+        )  # fmt: skip
+        document = documents.compaction_document(store, reports, is_dry_run=dry_run)
+    emit(document, render.compaction, as_json=json)
+    last = reports[-1].outcome
+    if last == "busy":
+        raise typer.Exit(ExitCode.CONFLICT)
+    if last != "nothing" and not (dry_run and last == "planned"):
+        raise typer.Exit(ExitCode.UNFINISHED)
+
+
+def gc(
+    url: Url,
+    delete: Annotated[
+        bool, typer.Option("--delete", help="Do it; without this nothing is changed, and each decision is explained.")
+    ] = False,
+    keep_last: KeepLast = KEEP.keep_last,
+    keep_within: KeepWithin = None,
+    keep_every: KeepEvery = None,
+    grace: Grace = "24h",
+    orphan_age: OrphanAge = "7d",
+    force: Annotated[
+        bool, typer.Option("--force", help="Allow a grace below 1h, an orphan age below 1d, and a damaged store.")
+    ] = False,
+    budget: Budget = None,
+    storage_option: StorageOptions = None,
+    json: Json = False,
+    debug: Debug = False,  # noqa: ARG001 - as above
+) -> None:
+    """Expire versions and delete what nobody needs, of the store and its branches; a dry run unless told otherwise."""
+    policy = _retention(keep_last, keep_within, keep_every)
+    with open_store(url, storage_option) as store, progress_bars(in_bytes=False) as progress:
+        report = collect_garbage(
+            store, policy=policy, grace_s=parse_duration(grace, "--grace"),
+            orphan_age_s=parse_duration(orphan_age, "--orphan-age"), dry_run=not delete, force=force,
+            deadline_s=_time(budget, "--budget"), progress=progress,
+        )  # fmt: skip
+    emit(documents.gc_document(report), render.collection, as_json=json)
+    if report.failures:
+        raise typer.Exit(ExitCode.STORAGE)
+    if report.outcome in ("stopped", "incomplete"):
+        raise typer.Exit(ExitCode.UNFINISHED)
+
+
+def maintain_(
+    url: Url,
+    budget: Budget = None,
+    max_chain: MaxChain = POLICY.max_chain,
+    max_restore_ratio: MaxRatio = POLICY.max_restore_ratio,
+    fanout: Fanout = POLICY.fanout,
+    engine: Engine = "threads",
+    workers: Workers = None,
+    bandwidth: Bandwidth = None,
+    keep_last: KeepLast = KEEP.keep_last,
+    keep_within: KeepWithin = None,
+    keep_every: KeepEvery = None,
+    grace: Grace = "24h",
+    orphan_age: OrphanAge = "7d",
+    force: Annotated[bool, typer.Option("--force", help="Allow a grace below 1h and an orphan age below 1d.")] = False,
+    dry_run: DryRun = False,
+    metrics_file: MetricsFile = None,
+    storage_option: StorageOptions = None,
+    json: Json = False,
+    debug: Debug = False,  # noqa: ARG001 - as above
+) -> None:
+    """Compact, expire and delete, the store and its branches: the one line that cron runs. Exit code 9: more to do."""
+    policy = CompactionPolicy(max_chain=max_chain, max_restore_ratio=max_restore_ratio, fanout=fanout)
+    retention = _retention(keep_last, keep_within, keep_every)
+    with open_store(url, storage_option) as store, progress_bars(in_bytes=False) as progress:
+        collector = None if metrics_file is None else _collector(store, 0.0)
+        try:
+            report = maintain(
+                store, compaction=policy, retention=retention, grace_s=parse_duration(grace, "--grace"),
+                orphan_age_s=parse_duration(orphan_age, "--orphan-age"), budget_s=_time(budget, "--budget"),
+                engine=engine, workers=workers, bytes_per_s=_size(bandwidth, "--bandwidth"), force=force,
+                dry_run=dry_run, progress=progress,
+            )  # fmt: skip
+        finally:
+            # Monitors learn of a failure too, and one of the file must not hide what maintenance did.
+            file_error = None if collector is None or metrics_file is None else _replace(collector, metrics_file)
+    document = documents.maintenance_document(report) | {"metrics_file_error": file_error}
+    emit(document, render.maintenance, as_json=json)
+    if not json:
+        for stage in report.stages:
+            if stage.error is not None:
+                sys.stderr.write(f"error: {stage.stage.kind}: {one_line(stage.error.message)}\n")
+        if file_error is not None:
+            sys.stderr.write(f"error: metrics file: {one_line(file_error)}\n")
+    if report.error is not None:
+        raise typer.Exit(exit_code(report.error))
+    if file_error is not None:
+        raise typer.Exit(ExitCode.STORAGE)
+    if report.outcome == "stopped":
+        raise typer.Exit(ExitCode.UNFINISHED)
 
 
 def metrics(
@@ -21,23 +205,54 @@ def metrics(
         str, typer.Option("--max-age", metavar="TIME", help="Scrapes within this time are answered from one reading.")
     ] = "30s",
     storage_option: StorageOptions = None,
-    debug: Debug = False,  # noqa: ARG001 - read from the arguments by the guard
+    debug: Debug = False,  # noqa: ARG001 - as above
 ) -> None:
     """Print the store's Prometheus metrics, or serve them over HTTP."""
-    # Only metrics need the client library, which is an optional package.
-    from cnr_store_tools.metrics import StoreCollector, metrics_text, serve_metrics
-
     address = None if listen is None else parse_address(listen)
     max_age_s = parse_duration(max_age, "--max-age")
     with open_store(url, storage_option) as store:
-        collector = StoreCollector(lambda: read_status(store), store.url, max_age_s=max_age_s)
+        collector = _collector(store, max_age_s)
+        # Only here: the client library is an optional package.
+        from cnr_store_tools.metrics import metrics_text, serve_metrics
+
         if address is None:
             sys.stdout.write(metrics_text(collector))
             return
         serve_metrics(collector, *address, announce=_announce)
 
 
+def _collector(store: Store, max_age_s: float) -> StoreCollector:
+    from cnr_store_tools.metrics import StoreCollector
+
+    return StoreCollector(lambda: read_status(store), store.url, max_age_s=max_age_s)
+
+
+def _replace(collector: StoreCollector, path: Path) -> str | None:
+    """Write the file; returns what went wrong, or None."""
+    from cnr_store_tools.metrics import write_metrics
+
+    try:
+        write_metrics(collector, path)
+    except OSError as error:
+        return str(error)
+    return None
+
+
 def _announce(host: str, port: int) -> None:
     shown = f"[{host}]" if ":" in host else host
     sys.stderr.write(f"serving http://{shown}:{port}/metrics\n")
     sys.stderr.flush()
+
+
+def _retention(keep_last: int, keep_within: str | None, keep_every: int | None) -> RetentionPolicy:
+    return RetentionPolicy(
+        keep_last=keep_last, keep_within_s=_time(keep_within, "--keep-within"), keep_every=keep_every
+    )  # fmt: skip
+
+
+def _time(text: str | None, option: str) -> float | None:
+    return None if text is None else parse_duration(text, option)
+
+
+def _size(text: str | None, option: str) -> int | None:
+    return None if text is None else parse_size(text, option)
