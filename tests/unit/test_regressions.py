@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cnr_store import BadInput, BadShape, CorruptStore, DoesNotApply, Store, TableOptions
+from cnr_store import BadInput, BadShape, CorruptStore, DoesNotApply, StorageFailure, Store, TableOptions
 from cnr_store.compaction import compact
 from cnr_store.gc import collect_garbage
 from cnr_store.storage import storage_from_filesystem
-from cnr_store.testing.faulty import Call, FaultyFileSystem, IsolatedMemoryFileSystem
+from cnr_store.testing.faulty import Call, Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
 from cnr_store.transaction import Declaration
 from cnr_store.types import Rectangle
 
@@ -330,3 +330,29 @@ def test_chunks_of_exact_rows_are_no_larger_than_those_of_codes(store: Store, mo
     assert escape is not None
     assert escape.arrays["values"].chunk_rows == 2
     assert np.isnan(store.snapshot().table("t").read()).all()
+
+
+def test_a_save_that_could_not_follow_compaction_leaves_the_writer_as_it_was() -> None:
+    """The writer stood at the new head with the old chain's state: its next delta was refused as DoesNotApply."""
+    files = IsolatedMemoryFileSystem()
+    values = np.zeros((4, 2), np.float32)
+    other = Store.create_on(storage_from_filesystem(files, "/root"), threads=1)
+    fs = FaultyFileSystem(files)
+    store = Store.open_on(storage_from_filesystem(fs, "/root"), threads=1)
+    writer = store.writer()
+    with writer.begin(0) as txn:
+        txn.write_table("t", values, options=TableOptions(scale=1.0))
+    for step in (1, 2, 3):
+        values[step] = step
+        with writer.begin(step) as txn:
+            txn.write_rows("t", np.asarray([step]), values[[step]])
+    assert compact(other, run=(0, 3)).outcome == "committed"
+    # Behind the newest record and the one that is not there yet: the manifest of the folded segment.
+    fs._fault, fs._hits_left = Fault(FaultKind.FAIL_BEFORE, at=len(fs.calls) + 2), 1
+
+    with pytest.raises(StorageFailure, match=r"_segment\.json"):
+        writer.begin(4, kind="full")
+    with writer.begin(4) as txn:
+        txn.write_rows("t", np.asarray([0]), values[[3]])
+
+    assert np.array_equal(store.snapshot().table("t").read(), values[[3, 1, 2, 3]])
