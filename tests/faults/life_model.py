@@ -137,7 +137,8 @@ def differing(left: State, right: State) -> list[str]:
 def unreferenced(store: Store) -> list[str]:
     """The objects below ``data/`` that no live version of a store without branches needs, and those it lacks."""
     head = store.head().record
-    chains = [record.chain for record in store.log() if is_live(head, record.v)]
+    named = {*range(head.floor, head.v + 1), *head.kept, *head.tags.values(), *head.channels.values()}
+    chains = [store.record(version).chain for version in named if is_live(head, version)]
     wanted: set[str] = set()
     for entry in {entry.seg: entry for chain in chains for entry in chain}.values():
         paths = {one.path for one in SegmentReader.open(store.storage, entry).manifest.objects}

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +18,13 @@ from typing import Protocol
 import pytest
 
 from cnr_store import StorageFailure, Store, Writer, verify_store
+from cnr_store.compaction.plan import CompactionPolicy
+from cnr_store.compaction.run import compact
+from cnr_store.gc.run import collect_garbage
 from cnr_store.log import RetryPolicy
-from cnr_store.storage import open_storage
-from tests.faults.life_model import LifeModel, differing, read_state
+from cnr_store.retention import RetentionPolicy
+from cnr_store.storage import CreateOutcome, open_storage
+from tests.faults.life_model import LifeModel, differing, read_state, unreferenced
 
 QUICK = RetryPolicy(deadline_s=0.05, first_delay_s=0.005, max_delay_s=0.01)
 SEED = 9
@@ -38,8 +42,8 @@ class Disk(Protocol):
     path: Path
     says: str
 
-    def full(self, level: int) -> AbstractContextManager[bool]:
-        """Leave room for less than all of a save, the more the higher the level; False where there is no such level."""
+    def full(self, level: int) -> AbstractContextManager[None]:
+        """Leave little room, the more the higher the level."""
 
 
 @dataclass
@@ -50,13 +54,13 @@ class SmallDisk:
     says: str = "ENOSPC"
 
     @contextlib.contextmanager
-    def full(self, level: int) -> Iterator[bool]:
+    def full(self, level: int) -> Iterator[None]:
         filler = self.path / "filler"
         status = os.statvfs(self.path)
         with filler.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, (status.f_bavail - level) * status.f_frsize)
         try:
-            yield True
+            yield
         finally:
             filler.unlink()
 
@@ -70,11 +74,12 @@ class ShortFiles:
     limits = (0, 1, 16, 64, 256, 384, 512, 640, 768, 1024, 2048, 4096, 8192, 12288, 16384, 24576, 65536, 1 << 20)
 
     @contextlib.contextmanager
-    def full(self, level: int) -> Iterator[bool]:
+    def full(self, level: int) -> Iterator[None]:
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (self.limits[level], hard))
+        limit = self.limits[level] if level < len(self.limits) else soft
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
         try:
-            yield True
+            yield
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
@@ -100,7 +105,7 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
 
 
 def open_store(disk: Disk) -> Store:
-    return Store.open_on(open_storage(str(disk.path / "store")), threads=1, retry=QUICK)
+    return Store.open_on(open_storage(str(disk.path / "store"), fsync=False), threads=1, retry=QUICK)
 
 
 def save(writer: Writer, model: LifeModel, step: int) -> int:
@@ -115,48 +120,132 @@ def leftovers(disk: Disk) -> list[Path]:
     return list((disk.path / "store").rglob(".tmp-*"))
 
 
+DELTAS = 5
+"""Saves of the prepared store after its full."""
+
+
 @pytest.fixture
 def prepared(tmp_path: Path) -> Path:
-    """A store with a full, beside the disk."""
-    path = tmp_path / "prepared"
-    with Store.create(str(path)) as store, store.writer() as writer:
-        save(writer, LifeModel.fresh(SEED), 0)
+    """A store with a full and some deltas, beside the disk."""
+    path, model = tmp_path / "prepared", LifeModel.fresh(SEED)
+    with Store.create(str(path), fsync=False) as store, store.writer() as writer:
+        save(writer, model, 0)
+        for step in range(1, DELTAS + 1):
+            model.train(SEED, step)
+            save(writer, model, step)
     return path
 
 
-def test_a_save_that_finds_the_disk_full_says_so_and_the_next_one_goes_on(disk: Disk, prepared: Path) -> None:
-    outcomes: list[str] = []
-    while not outcomes or outcomes[-1] != "saved":
-        shutil.copytree(prepared, disk.path / "store")
-        outcomes.append(save_on_full_disk(disk, level=len(outcomes)))
-        shutil.rmtree(disk.path / "store")
-    sys.stdout.write(f"{disk.says}: {dict(Counter(outcomes))}\n")
-
-    assert Counter(outcomes)["storage_failure"] == len(outcomes) - 1 > 10
-
-
-def save_on_full_disk(disk: Disk, level: int) -> str:
-    """Save on a disk with little room, then with enough of it in the same process; what became of the first."""
-    store, model = open_store(disk), LifeModel.fresh(SEED)
+def prepared_model() -> LifeModel:
+    """What the training has when the prepared store is opened."""
+    model = LifeModel.fresh(SEED)
+    for step in range(1, DELTAS + 1):
+        model.train(SEED, step)
     model.saved()
-    writer = store.writer()
+    return model
+
+
+Doing = Callable[[Store], Callable[[], object]]
+"""Prepares to do something to a store, and returns what does it."""
+
+
+def saving(store: Store) -> Callable[[], object]:
+    writer, model = store.writer(), prepared_model()
     writer.restore()
-    before = model.copy()
-    model.train(SEED, 1)
+    model.train(SEED, DELTAS + 1)
+    return lambda: save(writer, model, DELTAS + 1)
+
+
+def folding(store: Store) -> Callable[[], object]:
+    # Of a disk that is full one learns at once: a lease that a failed attempt has left is one's own.
+    return lambda: compact(store, policy=CompactionPolicy(max_restore_ratio=1.1), force=True)
+
+
+def collecting(store: Store) -> Callable[[], object]:
+    policy = RetentionPolicy(keep_last=1)
+    return lambda: collect_garbage(store, policy=policy, grace_s=0, orphan_age_s=0, dry_run=False, force=True)
+
+
+def fill_up(disk: Disk, prepared: Path, doing: Doing, every: int) -> Counter[str]:
+    """Do it with ever more room, until there is enough; what became of each attempt."""
+    outcomes: list[str] = []
+    while not outcomes or outcomes[-1] != "done":
+        shutil.copytree(prepared, disk.path / "store")
+        outcomes.append(done_on_full_disk(disk, doing, level=len(outcomes) * every))
+        shutil.rmtree(disk.path / "store")
+    sys.stdout.write(f"{disk.says}, {doing.__name__}: {dict(Counter(outcomes))}\n")
+    return Counter(outcomes)
+
+
+@pytest.mark.parametrize(("doing", "every"), [(saving, 5), (folding, 5), (collecting, 1)])
+def test_what_finds_the_disk_full_says_so_and_is_done_when_there_is_space(
+    disk: Disk, prepared: Path, doing: Doing, every: int
+) -> None:
+    outcomes = fill_up(disk, prepared, doing, every)
+
+    assert outcomes["done"] == 1
+    assert outcomes["storage_failure"] > 0
+
+
+@pytest.mark.parametrize("disk", ["tmpfs"], indirect=True)
+def test_a_disk_that_has_no_room_for_the_record_alone_is_said_to_be_full(disk: Disk, prepared: Path) -> None:
+    shutil.copytree(prepared, disk.path / "store")
+    with open_store(disk) as store:
+        do = saving(store)
+        before = store.head()
+        storage, real_create = store.storage, store.storage.create
+
+        def create(key: str, data: bytes) -> CreateOutcome:
+            with disk.full(0):
+                return real_create(key, data)
+
+        storage.create = create  # type: ignore[method-assign]
+        with pytest.raises(StorageFailure, match=disk.says):
+            do()
+        storage.create = real_create  # type: ignore[method-assign]
+
+        assert store.head().record == before.record
+        assert store.commit_log.unresolved is None
+        do()
+        assert store.head().record.step == DELTAS + 1
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("doing", [saving, folding])
+def test_what_finds_the_disk_full_at_any_object_says_so(disk: Disk, prepared: Path, doing: Doing) -> None:
+    outcomes = fill_up(disk, prepared, doing, every=1)
+
+    assert outcomes["done"] == 1
+    assert outcomes["storage_failure"] > 10
+
+
+def done_on_full_disk(disk: Disk, doing: Doing, level: int) -> str:
+    """Do it on a disk with little room, then with enough of it in the same process; what became of the first."""
+    store, model = open_store(disk), prepared_model()
+    do = doing(store)
+    before = store.head()
     try:
         with disk.full(level):
-            save(writer, model, 1)
-        return "saved"
+            do()
+        return "done"
     except StorageFailure as error:
         outcome, said = error.kind, str(error)
     assert disk.says in said, f"level {level}: {said}"
     assert leftovers(disk) == []
     with Store.open(store.url) as fresh:
-        assert differing(read_state(fresh.snapshot()), before.expected()) == [], f"level {level}"
-    save(writer, model, 2)
+        assert fresh.head().record.chain == before.record.chain
+        assert differing(read_state(fresh.snapshot()), model.expected()) == [], f"level {level}"
+        assert verify_store(fresh, every=True).problems == ()
+    do()
+    if doing is saving:
+        model.train(SEED, DELTAS + 1)
     with Store.open(store.url) as fresh:
-        assert [record.step for record in fresh.log(limit=2)] == [2, 0]
+        assert fresh.head().record.v > before.record.v
         assert differing(read_state(fresh.snapshot()), model.expected()) == [], f"level {level}"
         assert verify_store(fresh, deep=True).problems == ()
+        collecting(fresh)()
+        assert unreferenced(fresh) == [], f"level {level}"
+        assert differing(read_state(fresh.snapshot()), model.expected()) == [], f"level {level}"
     store.close()
     return outcome

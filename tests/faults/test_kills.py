@@ -92,7 +92,7 @@ def kill_often(launcher: Launcher, folder: Path, kills: int, seed: int) -> Count
     for kill in range(kills):
         phase = PHASES[kill % len(PHASES)]
         answer = launcher.live(
-            folder, phase=phase, skip=chance.randrange(2), delay_s=chance.uniform(0, 1.2 * usual_s[phase])
+            folder, phase=phase, skip=chance.randrange(2), delay_s=chance.uniform(0, 1.5 * usual_s[phase])
         )
         assert answer["code"] == -9, f"{answer}\n{errors(folder)}"
         found[f"killed in {answer['died_in'] or 'between'}"] += 1
