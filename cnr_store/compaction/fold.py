@@ -9,6 +9,7 @@ each row list is written, and each of its chunks is replayed when its turn comes
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -18,7 +19,7 @@ from cnr_store.compaction.statuses import replay_statuses
 from cnr_store.compaction.tasks import Piece
 from cnr_store.encodings.digest import add_digests
 from cnr_store.errors import CorruptStore
-from cnr_store.records import Manifest, PartEntry, TableSchema, stated_digest
+from cnr_store.records import Manifest, PartEntry, stated_digest
 from cnr_store.replay_plan import OPERATIONS, Operation, TablePlan, by_columns, plan_table
 from cnr_store.segment import SegmentReader, SegmentWriter
 from cnr_store.table_codes import array_specs
@@ -77,11 +78,11 @@ def fold_piece(
     )  # fmt: skip
     found = 0
     if schema.keys == "hashed" or piece.rectangle.num_rows:
-        plan = _plan(manifests[start:], piece, schema, is_delta=start > 0)
+        plan = _plan(manifests, start, piece)
         before = _rows_before(manifests, start, plan)
-        statuses = replay_statuses(readers[start:stop], plan, before, workers)
+        statuses = replay_statuses(readers, plan, before, workers)
         for operation in _BASELINE if before is None else OPERATIONS:
-            rows = FoldedRows(readers[start:stop], plan, operation, statuses, is_delta=start > 0)
+            rows = FoldedRows(readers, plan, operation, statuses, is_delta=start > 0)
             if rows.count:
                 if not (part.add or part.set or part.delete):
                     write_part_group(out, folder, piece.table, schema, piece.rectangle)
@@ -97,12 +98,16 @@ def fold_piece(
     )
 
 
-def _plan(manifests: Sequence[Manifest], piece: Piece, schema: TableSchema, *, is_delta: bool) -> TablePlan:
+def _plan(manifests: Sequence[Manifest], start: int, piece: Piece) -> TablePlan:
+    """The plan of the run's part in the piece; its segments are counted in the chain, as in messages."""
     first, stop = piece.rectangle.rows
-    plan = plan_table(manifests, piece.table, first, stop, columns=piece.rectangle.columns)
+    plan = _counted_from(
+        start, plan_table(manifests[start:], piece.table, first, stop, columns=piece.rectangle.columns)
+    )
+    schema = plan.schema
     cuts = {step.part.columns for batch in plan.batches for step in batch.steps}
     lacks_row_slots = plan.row_slots and not plan.has_own_row_slots
-    if len(by_columns(plan)) > 1 or lacks_row_slots or (is_delta and cuts - {piece.rectangle.columns}):
+    if len(by_columns(plan)) > 1 or lacks_row_slots or (start > 0 and cuts - {piece.rectangle.columns}):
         raise ValueError(
             f"columns {piece.rectangle.columns} of table {piece.table!r} cannot be folded at once: the run has parts "
             f"of columns {sorted(cuts)}"
@@ -120,12 +125,24 @@ def _plan(manifests: Sequence[Manifest], piece: Piece, schema: TableSchema, *, i
     return plan
 
 
+def _counted_from(start: int, plan: TablePlan) -> TablePlan:
+    batches = (
+        replace(
+            batch,
+            segment=start + batch.segment,
+            steps=tuple(replace(step, segment=start + step.segment) for step in batch.steps),
+        )
+        for batch in plan.batches
+    )
+    return replace(plan, batches=tuple(batches))
+
+
 def _rows_before(manifests: Sequence[Manifest], start: int, plan: TablePlan) -> int | None:
     """The table's rows before the run; None where its life begins inside, so that nothing is there to build on."""
     held = manifests[start - 1].tables.get(plan.table) if start > 0 else None
     if held is None or held.generation != plan.schema.generation:
         return None
-    if plan.batches[0].segment > 0:
+    if plan.batches[0].segment > start:
         raise CorruptStore(
             f"table {plan.table!r} is dropped and comes back within generation {held.generation}; run `cnr verify`",
             table=plan.table, found=held.generation,

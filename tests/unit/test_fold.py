@@ -421,7 +421,7 @@ def test_a_difference_to_a_row_that_the_run_deletes_is_corrupt(store: Store, wor
     readers = three_saves(store)
     readers[1], readers[2] = readers[2], readers[1]
 
-    with pytest.raises(CorruptStore, match=r"row 3 .* after it was deleted"):
+    with pytest.raises(CorruptStore, match=r"row 3 .* segment 2 after it was deleted"):
         refused(store, readers, (start, 3), whole(4, 2), workers)
 
 
@@ -471,6 +471,19 @@ def test_a_table_that_changes_its_encoding_within_a_generation_is_corrupt(store:
 
     with pytest.raises(CorruptStore, match="changes its shape, encoding or slots within generation 1"):
         refused(store, readers, (0, 3), whole(4, 2), workers)
+
+
+def test_a_hashed_table_with_differences_is_corrupt(store: Store, workers: Workers) -> None:
+    keys, values = ids(3, 9), np.ones((2, 2), np.float32)
+    (reader,) = write(
+        store,
+        lambda txn: (txn.create_table("h", dim=2, options=TableOptions(scale=1.0)), txn.write_rows("h", keys, values)),
+    )
+    part = reader.manifest.parts[0]
+    altered = Altered(reader, parts=(msgspec.structs.replace(part, add=part.set, set=None),))
+
+    with pytest.raises(CorruptStore, match="hashed table 'h' has add rows"):
+        refused(store, [altered], (0, 1), whole(0, 2, "h"), workers)
 
 
 def test_a_table_that_comes_back_within_its_generation_is_corrupt(store: Store, workers: Workers) -> None:
