@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from threading import Lock
 
 from cnr_store import layout
-from cnr_store.records import LogEntry
+from cnr_store.records import ChainEntry, LogEntry
 from cnr_store.segment import SegmentReader
 from cnr_store.storage import Storage
 from cnr_store.verify.chains import check_chain_statements, check_record
@@ -68,13 +68,20 @@ class ChainChecks:
         """Read every object of these chains, and with ``deep`` replay their tables. Blocks."""
         sizes = {item.seg: item.bytes for entry in targets for item in entry.record.chain}
         count = Count("objects", sum(sizes.values()), self._progress)
-        sound = []
+        sound: list[LogEntry] = []
+        last: tuple[tuple[ChainEntry, ...], list[SegmentReader | None]] = ((), [])
         for entry in targets:
-            readers = self._check_objects(entry, count)
+            # Records that leave the state alone repeat the chain before them: what was just read is not read again.
+            chain = entry.record.chain
+            is_new = chain != last[0]
+            readers = self._check_objects(entry, count) if is_new else last[1]
+            last = (chain, readers)
             if None not in readers:
                 whole = [reader for reader in readers if reader is not None]
-                self._check_statements(entry, whole)
-                sound.append(entry)
+                if is_new:
+                    self._check_statements(entry, whole)
+                    sound.append(entry)
+                self._check_record(entry, whole)
         if deep:
             self._check_states(distinct_chains(sound))
 
@@ -104,6 +111,9 @@ class ChainChecks:
             key = layout.segment_key(names[found.index], layout.MANIFEST)
             versions = self._view.versions_of(names[found.index]) or (entry.record.v,)
             self._findings.add(Problem("corrupt_store", key, versions, f"{key}: {found.message}", found.table))
+
+    def _check_record(self, entry: LogEntry, readers: list[SegmentReader]) -> None:
+        manifests = [reader.manifest for reader in readers]
         if manifests:
             for message in check_record(entry.record, manifests[-1]):
                 key = self._view.key(entry.record.v)

@@ -120,7 +120,7 @@ def read_log(
     newest = newest_position(storage, prefix)
     after: Position | None = None
     torn: dict[int, str] = {}
-    foreign = 0
+    foreign = readable = 0
     for stop in range(newest + 1, 0, -_BATCH):
         numbers = range(stop - 1, max(stop - _BATCH, 0) - 1, -1)
         for here in workers.run(partial(read_position, storage, number, prefix) for number in numbers):
@@ -129,6 +129,7 @@ def read_log(
                 view.superseded.append(here.version)
                 _check_torn(view, here, torn[here.version], findings)
                 continue
+            readable += here.entry is not None
             foreign += here.entry is not None and here.entry.record.store_uuid != identity.store_uuid
             if here.error is not None:
                 path = here.error.path or view.key(here.version)
@@ -140,8 +141,8 @@ def read_log(
                 _check_neighbours(view, here, after, findings)
             after = here
     if foreign:
-        findings.add(_foreign(identity, view, foreign))
-    elif after is not None and after.version == 0 and not prefix:
+        findings.add(_foreign(identity, view, foreign, readable))
+    if after is not None and after.version == 0 and not prefix:
         _check_identity(storage, after, findings)
     _check_hint(storage, newest, prefix, findings)
     return view
@@ -309,9 +310,9 @@ def _check_identity(storage: Storage, first: Position, findings: Findings) -> No
         findings.add(Problem(CorruptStore.kind, layout.IDENTITY, (), message))
 
 
-def _foreign(identity: Identity, view: LogView, count: int) -> Problem:
+def _foreign(identity: Identity, view: LogView, count: int, readable: int) -> Problem:
     """Records of another store: all of them point to the identity, some of them to themselves."""
-    if count == view.records:
+    if count == readable:
         message = f"{layout.IDENTITY} names store {identity.store_uuid}, every commit record names another one"
         return Problem(CorruptStore.kind, layout.IDENTITY, tuple(sorted(view.entries)), message)
     message = f"{count} commit records belong to another store than {identity.store_uuid}: two stores were mixed"

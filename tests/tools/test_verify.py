@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from cnr_store import Store, TableOptions, VersionNotFound, arrays, verify_store
+from cnr_store import Store, TableOptions, VersionNotFound, arrays, repair_store, verify_store
 from cnr_store.records import Manifest, PartEntry, decode_record, encode_record
 from tests.tools.sample_store import Forgery, build_store, flip, forge_head, key_of, object_files
 
@@ -67,8 +67,7 @@ def test_sound_store_has_no_problems(sound: Path) -> None:
 def test_flipped_bit_in_any_object_is_named(root: Path) -> None:
     found = damaged(root, flip)
 
-    # A changed digit of the newest record shows only in the record that comes after; a hint may name an old version.
-    silent = {key for key, problems in found.items() if key not in problems} - {NEWEST, "hint/latest.json"}
+    silent = {key for key, problems in found.items() if key not in problems} - {"hint/latest.json"}  # may be stale
     assert silent == set()
     assert all(problems.keys() <= {key} for key, problems in found.items() if key.startswith("data/"))
 
@@ -396,3 +395,32 @@ def test_segments_of_a_branch_are_needed_and_its_log_is_checked_by_itself(root: 
 
         assert verify_store(store, deep=True).is_sound
         assert verify_store(branch, deep=True).restorable == (1, 0)
+
+
+def test_an_altered_store_uuid_is_named_at_the_identity_though_a_position_was_superseded(root: Path) -> None:
+    (root / f"commits/{7:020d}.json").write_bytes(b"{")
+    with Store.open(str(root)) as store:
+        repair_store(store, dry_run=False)
+    identity = (root / "cnr.json").read_bytes()
+    at = identity.index(b'"store_uuid":"') + 14
+    other = b"1" if identity[at : at + 1] == b"0" else b"0"
+    (root / "cnr.json").write_bytes(identity[:at] + other + identity[at + 1 :])
+
+    assert "cnr.json" in problems_by_path(root)
+
+
+def test_an_altered_time_of_creation_is_named(root: Path) -> None:
+    identity = (root / "cnr.json").read_bytes()
+    at = identity.index(b'"created_ms":') + 20  # not the first digit, which may not be 0
+    (root / "cnr.json").write_bytes(identity[:at] + bytes([identity[at] ^ 1]) + identity[at + 1 :])
+
+    assert problems_by_path(root) == {"cnr.json": ()}
+
+
+def test_an_altered_word_of_the_newest_record_is_named(root: Path) -> None:
+    """Nothing stands behind the newest record that has its digest; it says its own."""
+    data = (root / NEWEST).read_bytes()
+    at = data.index(b'"host":"') + 8
+    (root / NEWEST).write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+
+    assert NEWEST in problems_by_path(root)

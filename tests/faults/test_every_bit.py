@@ -1,0 +1,267 @@
+"""Each byte of a small store is flipped, each object removed, cut, emptied, swapped: verify names it, no restore lies.
+
+The store has every kind of object: lattice, exact and affine tables with slots, set, add, delete and escape rows, dense
+tensors, documents, a side object, tags, a channel, a rollback, a superseded position, a folded segment. One mutation at
+a time: `verify_store(deep=True)` must name the object, and each version must restore what it held, or raise.
+
+What need not be named, and may not matter either:
+
+- ``_receipt.json``: superseded by the manifest, which has all of it; a reader never opens one.
+- ``hint/latest.json``: a hint may be stale. (One that is unreadable or ahead of the log is named.)
+- ``leases/``: they save work that would be done twice, and readers from haste; no decision about a state rests on them.
+
+A removed newest record leaves a log that ends before it, which is named at the hint.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from cnr_store import CnrStoreError, Store, TableOptions, repair_store, verify_store
+from cnr_store.compaction import compact
+from cnr_store.layout import HINT, IDENTITY, RECEIPT, commit_key
+from cnr_store.storage import storage_from_filesystem
+from cnr_store.testing.faulty import IsolatedMemoryFileSystem
+from cnr_store.types import Profile
+from tests.snapshot_bytes import bytes_of
+
+ROOT = "/s"
+LEASES = "leases/"
+PROFILES: tuple[Profile, ...] = ("compact", "portable")
+SAMPLED = 400
+"""Bytes flipped per profile in the small tier, chosen by a seed, besides the first and last byte of each object."""
+
+
+def build(profile: Profile) -> IsolatedMemoryFileSystem:
+    files = IsolatedMemoryFileSystem()
+    numbers = np.random.default_rng(5)
+    store = Store.create_on(storage_from_filesystem(files, ROOT), profile=profile, threads=1)
+    lattice = numbers.integers(-9, 9, (6, 2)).astype(np.float32)
+    exact, affine = numbers.normal(size=(5, 2)).astype(np.float32), numbers.normal(size=(4, 8)).astype(np.float32)
+    slot = np.abs(numbers.normal(size=6)).astype(np.float32)
+    writer = store.writer()
+    with writer.begin(step=1) as txn:
+        txn.write_table(
+            "lattice", lattice, slots={"m": slot}, options=TableOptions(scale=1.0, nonfinite="escape")
+        )  # fmt: skip
+        txn.write_table("exact", exact, options=TableOptions.exact())
+        txn.write_table("affine", affine, options=TableOptions(encoding="affine", bits=4))
+        txn.put_dense({"w": numbers.normal(size=(2, 3)), "flag": np.asarray([1], np.uint8)}, {"flag": "bool"})
+        txn.put_scalars({"lr": 0.5})
+        txn.put_document("reader/0", {"at": (1, 2)})
+    for step in (2, 3):
+        rows = np.asarray([step, 5], np.int64)
+        lattice[rows] += step
+        exact[step] += 0.5
+        with writer.begin(step=step) as txn:
+            txn.write_rows("lattice", rows, lattice[rows], slots={"m": slot[rows]})
+            txn.write_rows("exact", rows[:1], exact[rows[:1]])
+            txn.put_dense({"w": numbers.normal(size=(2, 3))})
+            txn.put_document("reader/0", {"at": step})
+    store.tag("good", 3)
+    assert compact(store, run=(1, 3)).version is not None
+    with writer.begin(step=4) as txn:
+        txn.delete_rows("lattice", np.asarray([0], np.int64))
+        txn.write_rows(
+            "lattice", np.asarray([1], np.int64), np.full((1, 2), np.inf, np.float32), slots={"m": slot[1:2]}
+        )
+        txn.write_rows("affine", np.asarray([2], np.int64), affine[:1])
+    store.set_channel("serving", 4)
+    files.pipe_file(f"{ROOT}/{commit_key(store.latest_version() + 1)}", b'{"torn')
+    repair_store(store, dry_run=False)
+    store.rollback(store.tags()["good"])
+    for number in range(9):
+        store.tag(f"{number}{'x' * 1000}", 2)
+    store.close()
+    return files
+
+
+@dataclass
+class Count:
+    """What a sweep did, by kind of mutation; `failures` say what did not hold."""
+
+    runs: dict[str, int] = field(default_factory=dict)
+    unnamed: dict[str, int] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        runs = ", ".join(f"{name} {number}" for name, number in self.runs.items())
+        unnamed = ", ".join(f"{name} {number}" for name, number in self.unnamed.items())
+        return "\n".join(
+            [
+                f"{sum(self.runs.values())} mutations ({runs}), {len(self.failures)} failures",
+                f"without a name, and without effect: {unnamed or 'none'}",
+                *self.failures[:20],
+            ]
+        )
+
+
+class Sweep:
+    """One store, and what its versions hold while nothing is wrong with it."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.files = build(profile)
+        self.objects = {path.removeprefix(f"{ROOT}/"): file.getvalue() for path, file in self.files.store.items()}
+        self.count = Count()
+        with self.open() as store:
+            report = verify_store(store, every=True, deep=True, threads=1)
+            assert report.problems == ()
+            self.newest = store.latest_version()
+            self.tags = store.tags()
+            self.held = {version: bytes_of(store.snapshot(version)) for version in report.restorable}
+            chains = {tuple(e.seg for e in store.record(version).chain): version for version in sorted(self.held)}
+        self.chains = {version: {f"data/{name}" for name in chain} for chain, version in chains.items()}
+
+    def open(self) -> Store:
+        return Store.open_on(storage_from_filesystem(self.files, ROOT), threads=1)
+
+    def put(self, key: str, data: bytes | None) -> None:
+        if data is None:
+            self.files.rm_file(f"{ROOT}/{key}")
+        else:
+            self.files.pipe_file(f"{ROOT}/{key}", data)
+
+    def mutate(self, what: str, changes: dict[str, bytes | None]) -> None:
+        """Put other bytes in place, look, and heal."""
+        changes = {key: data for key, data in changes.items() if data != self.objects[key]}
+        if not changes:
+            return
+        self.count.runs[what] = self.count.runs.get(what, 0) + 1
+        for key, data in changes.items():
+            self.put(key, data)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of torn records
+                self._look(what, changes)
+        except Exception as error:  # noqa: BLE001  a sweep reports every kind of failure and goes on
+            self.count.failures.append(f"{what} {sorted(changes)}: {type(error).__name__}: {error}")
+        finally:
+            for key in changes:
+                self.put(key, self.objects[key])
+
+    def _look(self, what: str, changes: dict[str, bytes | None]) -> None:
+        try:
+            store = self.open()
+        except CnrStoreError:
+            assert IDENTITY in changes, "cannot be opened"
+            return
+        with store:
+            named = {problem.path for problem in verify_store(store, every=True, deep=True, threads=1).problems}
+            for key in changes.keys() - named:
+                if key == commit_key(self.newest) and changes[key] is None:
+                    assert HINT in named, f"{key} is not named, and nothing says that it is gone"
+                    continue
+                assert key == HINT or key.endswith(RECEIPT) or key.startswith(LEASES), (
+                    f"{key} is not named, but {sorted(named)}"
+                )
+                kind = f"{key.rpartition('/')[2]} ({what})"
+                self.count.unnamed[kind] = self.count.unnamed.get(kind, 0) + 1
+            self._check_restore(store, None)
+            for version in sorted(self._concerned(changes)):
+                self._check_restore(store, version)
+
+    def _concerned(self, changes: dict[str, bytes | None]) -> set[int]:
+        """A version of each chain that has one of the objects, of all chains where it is no object of a segment.
+
+        And those whose records are concerned.
+        """
+        folders = {"/".join(key.split("/")[:2]) for key in changes}
+        in_segments = folders <= set().union(*self.chains.values())
+        chains = {version for version, names in self.chains.items() if not in_segments or names & folders}
+        return chains | {version for version in self.held if commit_key(version) in changes}
+
+    def _check_restore(self, store: Store, version: int | None) -> None:
+        try:
+            snapshot = store.snapshot(version)
+            found = bytes_of(snapshot)
+        except CnrStoreError:
+            return
+        assert version in (None, snapshot.version)
+        assert found == self.held[snapshot.version], f"version {snapshot.version} restores something else"
+
+    def flip(self, places: Iterator[tuple[str, int, int]]) -> None:
+        for key, at, bit in places:
+            data = bytearray(self.objects[key])
+            data[at] ^= 1 << bit
+            self.mutate("flip", {key: bytes(data)})
+
+    def whole_objects(self, every: int = 1) -> None:
+        """Remove, cut, empty and lengthen each object, and swap it with others: its neighbour, two of the same size."""
+        keys = sorted(self.objects)
+        for number, key in list(enumerate(keys))[::every]:
+            data = self.objects[key]
+            self.mutate("remove", {key: None})
+            self.mutate("truncate", {key: data[: len(data) // 2]})
+            self.mutate("cut one byte", {key: data[:-1]})
+            self.mutate("empty", {key: b""})
+            self.mutate("lengthen", {key: data + b"\n"})
+            alike = [other for other in keys if other > key and len(self.objects[other]) == len(data)]
+            for other in {keys[(number + 1) % len(keys)], *alike[:2]} - {key}:
+                self.mutate("swap", {key: self.objects[other], other: data})
+
+
+def every_byte(objects: dict[str, bytes], bits: int, seed: int = 3) -> Iterator[tuple[str, int, int]]:
+    """Each byte with ``bits`` of its bits, chosen by a seed."""
+    chance = random.Random(seed)
+    for key, data in sorted(objects.items()):
+        for at in range(len(data)):
+            for bit in chance.sample(range(8), bits):
+                yield key, at, bit
+
+
+def sampled(objects: dict[str, bytes]) -> Iterator[tuple[str, int, int]]:
+    """One bit of some bytes: the ends of each object, and a seeded choice of the others."""
+    everything = list(every_byte(objects, 1))
+    chosen = set(random.Random(9).sample(range(len(everything)), min(SAMPLED, len(everything))))
+    for number, (key, at, bit) in enumerate(everything):
+        if number in chosen or at in (0, len(objects[key]) - 1):
+            yield key, at, bit
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_damaged_bytes_are_named_and_never_restored(profile: Profile) -> None:
+    sweep = Sweep(profile)
+
+    sweep.flip(sampled(sweep.objects))
+
+    report(sweep, profile)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_damaged_objects_are_named_and_never_restored(profile: Profile) -> None:
+    sweep = Sweep(profile)
+
+    sweep.whole_objects(every=1 if profile == "compact" else 4)
+
+    report(sweep, profile)
+
+
+@pytest.mark.soak
+def test_every_object_of_the_portable_profile_is_named() -> None:
+    sweep = Sweep("portable")
+
+    sweep.whole_objects()
+
+    report(sweep, "portable")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("profile", PROFILES)
+def test_every_byte_is_named_and_never_restored(profile: Profile) -> None:
+    sweep = Sweep(profile)
+
+    sweep.flip(every_byte(sweep.objects, 8))
+
+    report(sweep, profile)
+
+
+def report(sweep: Sweep, profile: Profile) -> None:
+    size = sum(map(len, sweep.objects.values()))
+    print(f"{profile}: {len(sweep.objects)} objects, {size} bytes: {sweep.count}")  # noqa: T201  shown with -s
+    assert sweep.count.failures == []
