@@ -28,7 +28,7 @@ Array = np.ndarray[Any, Any]
 def pieces_of(manifests: Sequence[Manifest], start: int, rng: np.random.Generator) -> list[Piece] | None:
     """Pieces of a run [start, end of ``manifests``): any row cuts for a baseline, the last parts for a delta.
 
-    None where a table's parts change their columns within a run of deltas.
+    None where columns of a table are cut in more ways than one within a run of deltas.
     """
     last = manifests[-1]
     pieces = []
@@ -44,11 +44,13 @@ def pieces_of(manifests: Sequence[Manifest], start: int, rng: np.random.Generato
                 pieces += [Piece(table, Rectangle(one, columns)) for one in rows]
         else:
             ranges = {
-                tuple(sorted({part.columns for part in manifest.parts if part.table == table}))
+                part.columns
                 for manifest in manifests[start:]
                 if table in manifest.tables and manifest.tables[table].generation == schema.generation
+                for part in manifest.parts
+                if part.table == table and part.rows[0] < part.rows[1]
             }
-            if len(ranges) > 1:
+            if any(right[0] < left[1] for left, right in pairwise(sorted(ranges))):
                 return None
             parts = [part for part in last.parts if part.table == table]
             pieces += [Piece(table, Rectangle(part.rows, part.columns)) for part in parts]

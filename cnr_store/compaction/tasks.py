@@ -161,9 +161,9 @@ def _is_one_delta(manifests: Sequence[Manifest], start: int, stop: int) -> bool:
             begin -= 1
         if begin > start and _continues(manifests[start - 1], table, schema):
             return False  # a later life that looks like the one before the run would be taken for it
-        ranges = [_column_ranges(manifest, table) for manifest in manifests[begin:stop]]
-        if any(one != ranges[-1] for one in ranges if one):
-            return False
+        ranges = sorted({one for manifest in manifests[begin:stop] for one in _column_ranges(manifest, table)})
+        if any(right[0] < left[1] for left, right in pairwise(ranges)):
+            return False  # cut at other columns from segment to segment, or from rows to rows
     return True
 
 

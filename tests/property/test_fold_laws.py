@@ -25,7 +25,9 @@ from tests.property.test_rectangles import build
 from tests.property.test_replay_reference import ENCODINGS, part_ops, saves, write
 from tests.property.test_store_machine import State, StoreMachine
 
-CHUNKS = st.sampled_from([16, 40, 200, 1 << 20])
+CHUNK_BYTES = (16, 40, 200, 1 << 20)
+CHUNKS = st.sampled_from(CHUNK_BYTES)
+SOAK_LIVES = 2_000
 SEEDS = st.integers(0, 2**32 - 1)
 
 
@@ -122,11 +124,8 @@ def check_inventory(storage: Storage, folded: SegmentReader) -> None:
     assert named <= listed
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(seed=SEEDS, chunk_bytes=CHUNKS, folded_chunk_bytes=CHUNKS)
-def test_folded_chains_of_any_encoding_lead_to_the_same_bits(
-    seed: int, chunk_bytes: int, folded_chunk_bytes: int
-) -> None:
+def fold_encodings(seed: int, chunk_bytes: int, folded_chunk_bytes: int) -> None:
+    """A life of tables of several encodings, and folds of its chain."""
     with pytest.MonkeyPatch.context() as patch, Workers(2) as workers:
         patch.setattr("cnr_store.arrays.CHUNK_BYTES", chunk_bytes)
         life = live(seed)
@@ -138,14 +137,10 @@ def test_folded_chains_of_any_encoding_lead_to_the_same_bits(
         life.teardown()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    seed=SEEDS, additive=st.booleans(), row_slot=st.booleans(), states_digest=st.booleans(), chunk_bytes=CHUNKS,
-    folded_chunk_bytes=CHUNKS,
-)  # fmt: skip
-def test_folded_chains_of_any_tiling_lead_to_the_same_bits(
+def fold_tilings(
     seed: int, additive: bool, row_slot: bool, states_digest: bool, chunk_bytes: int, folded_chunk_bytes: int
 ) -> None:
+    """Segments of many parts, cut anew each time, and folds of their chain."""
     store = Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=2)
     with pytest.MonkeyPatch.context() as patch, Workers(2) as workers:
         patch.setattr("cnr_store.arrays.CHUNK_BYTES", chunk_bytes)
@@ -156,6 +151,37 @@ def test_folded_chains_of_any_tiling_lead_to_the_same_bits(
             patch.setattr("cnr_store.compaction.statuses._is_sparse", never_shrinks)
         check_folds(store.storage, readers, seed, workers, folds=3)
     store.close()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=SEEDS, chunk_bytes=CHUNKS, folded_chunk_bytes=CHUNKS)
+def test_folded_chains_of_any_encoding_lead_to_the_same_bits(
+    seed: int, chunk_bytes: int, folded_chunk_bytes: int
+) -> None:
+    fold_encodings(seed, chunk_bytes, folded_chunk_bytes)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    seed=SEEDS, additive=st.booleans(), row_slot=st.booleans(), states_digest=st.booleans(), chunk_bytes=CHUNKS,
+    folded_chunk_bytes=CHUNKS,
+)  # fmt: skip
+def test_folded_chains_of_any_tiling_lead_to_the_same_bits(
+    seed: int, additive: bool, row_slot: bool, states_digest: bool, chunk_bytes: int, folded_chunk_bytes: int
+) -> None:
+    fold_tilings(seed, additive, row_slot, states_digest, chunk_bytes, folded_chunk_bytes)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_folded_chains_lead_to_the_same_bits_over_many_lives() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(SOAK_LIVES):
+        seed = int(rng.integers(2**32))
+        chunk_bytes, folded_chunk_bytes = (int(one) for one in rng.choice(CHUNK_BYTES, 2))
+        additive, row_slot, states_digest = (bool(one) for one in rng.random(3) < 0.5)
+        fold_encodings(seed, chunk_bytes, folded_chunk_bytes)
+        fold_tilings(seed, additive, row_slot, states_digest, chunk_bytes, folded_chunk_bytes)
 
 
 @pytest.mark.parametrize("encoding", sorted(ENCODINGS))

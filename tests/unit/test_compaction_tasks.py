@@ -216,6 +216,18 @@ def test_deltas_that_are_all_cut_differently_go_into_the_baseline() -> None:
     assert (found.start, found.stop, found.kind) == (0, 3, "baseline")
 
 
+def test_deltas_that_cut_other_columns_in_other_rows_go_into_the_baseline() -> None:
+    """They have the same column ranges each, but not for the same rows."""
+    tables = {"t": schema_of(10, 6)}
+    mixed: list[Tile] = [((0, 5), (0, 6)), ((5, 10), (0, 3)), ((5, 10), (3, 6))]
+    turned: list[Tile] = [((5, 10), (0, 6)), ((0, 5), (0, 3)), ((0, 5), (3, 6))]
+    manifests = chain_of(tables, {"t": whole(10, 6)}, {"t": mixed}, {"t": turned})
+
+    found = foldable_run(manifests, Run(1, 3, "delta", "why"))
+
+    assert (found.start, found.stop, found.kind) == (0, 3, "baseline")
+
+
 def test_parts_without_rows_do_not_stand_in_the_way() -> None:
     tables = {"t": schema_of(10, 6)}
     manifests = chain_of(
