@@ -244,6 +244,8 @@ def alone(world: World, life: Life) -> None:
     """
     kind = world.random.choice((FaultKind.FAIL_AFTER, FaultKind.LOST_REPLY, FaultKind.DUPLICATE))
     fault = Fault(kind, at=world.random.randrange(40), calls=world.random.choice((1, 2, 4)))
+    before = set(world.refused)
+    abandoned, stale = world.counts.get("compaction abandoned", 0), world.counts.get("stale", 0)
     try:
         with world.open(fault=fault) as store:
             life(world, store)
@@ -251,6 +253,12 @@ def alone(world: World, life: Life) -> None:
         raise Violation(f"a {life.__name__} alone met a conflict: {error}") from error
     except StorageFailure:
         pass
+    require(world.counts.get("compaction abandoned", 0) == abandoned, "a compaction alone was abandoned")
+    if world.counts.get("stale", 0) == stale:
+        met = [
+            world.refused[step] for step in world.refused.keys() - before if "StorageFailure" not in world.refused[step]
+        ]
+        require(not met, f"a trainer alone was refused: {met}")
 
 
 def trainer(world: World, store: Store) -> None:
@@ -260,7 +268,7 @@ def trainer(world: World, store: Store) -> None:
     values = np.zeros((ROWS, DIM), np.float32)
     dirty: set[int] = set()
     base = take_state(world, writer, values)
-    for _ in range(world.random.choice((1, 1, 2, 3))):
+    for _ in range(world.random.choice((1, 1, 2, 2))):
         if world.random.random() < 0.1:
             take_stale_mirror(world, writer)
         step = world.number()
@@ -421,13 +429,21 @@ def reader(world: World, store: Store) -> None:
             version = store.latest_version() if name is None else names[name]
             if world.random.random() < 0.5:
                 with store.lease(version):
-                    read(world, store, version)
+                    read_leased(world, store, version)
             else:
                 read(world, store, version)
         except NotFound as error:
             world.tell(error.kind, f"a reader of {name or 'the head'}: {error}")
         except MissingObject as error:
             world.check_gone(version, error)
+
+
+def read_leased(world: World, store: Store, version: int) -> None:
+    """Read all of a version that this reader holds: it may have expired, but not its data."""
+    try:
+        read(world, store, version)
+    except MissingObject as error:
+        raise Violation(f"version {version} is leased, and {error}") from error
 
 
 def read(world: World, store: Store, version: int) -> None:

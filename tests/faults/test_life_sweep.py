@@ -333,7 +333,8 @@ def go_on(run: Run, process: Process) -> None:
 
 @dataclass
 class Count:
-    calls: int = 0
+    calls: int
+    faults: int
     runs: int = 0
     ends: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
@@ -342,8 +343,8 @@ class Count:
     def __str__(self) -> str:
         ends = ", ".join(f"{count} {name}" for name, count in sorted(self.ends.items()))
         head = (
-            f"{self.calls} calls of all processes: {self.runs} runs in {time.perf_counter() - self.began:.0f} s "
-            f"({ends}), {len(self.failures)} failures"
+            f"{self.calls} calls of all processes x {self.faults} faults: {self.runs} runs in "
+            f"{time.perf_counter() - self.began:.0f} s ({ends}), {len(self.failures)} failures"
         )
         return "\n".join([head, *self.failures[:20]])
 
@@ -390,7 +391,7 @@ def jobs(calm: Run, faults: tuple[FaultKind, ...], calls_hit: int) -> Iterator[t
                     yield process, Fault(kind, call.index, calls=calls_hit), where
 
 
-def sweep(faults: tuple[FaultKind, ...], *, every: int = 1, calls_hit: int = 1) -> Count:
+def sweep(faults: tuple[FaultKind, ...], *, first: int = 0, every: int = 1, calls_hit: int = 1) -> Count:
     start = prepared()
     calm = copied(start).start(life)
     assert set(calm.ends.values()) == {None}, calm.ends
@@ -399,8 +400,8 @@ def sweep(faults: tuple[FaultKind, ...], *, every: int = 1, calls_hit: int = 1) 
     assert kinds["compact"] > 2, kinds
     assert {"full", "delta", "rollback", "tag", "channel", "expire"} <= kinds.keys()
     aftermath(calm, goes_on=True)
-    count = Count(sum(len(view.calls) for view in calm.views.values()))
-    for process, fault, where in list(jobs(calm, faults, calls_hit))[::every]:
+    count = Count(sum(len(view.calls) for view in calm.views.values()), len(faults))
+    for process, fault, where in list(jobs(calm, faults, calls_hit))[first::every]:
         run = copied(start, (process, fault))
         count.runs += 1
         try:
@@ -417,6 +418,9 @@ def sweep(faults: tuple[FaultKind, ...], *, every: int = 1, calls_hit: int = 1) 
     return count
 
 
+SHARES = 8
+"""Tests that the full count is divided into, so that several can run at once."""
+
 CI_FAULTS = (FaultKind.CRASH, FaultKind.CRASH_AFTER, FaultKind.FAIL_BEFORE, FaultKind.LOST_REPLY)
 
 
@@ -430,9 +434,13 @@ def test_a_life_survives_a_fault_at_some_storage_calls_of_each_process() -> None
 
 @pytest.mark.soak
 @pytest.mark.timeout(0)
+@pytest.mark.parametrize("share", range(SHARES))
 @pytest.mark.parametrize("calls_hit", [1, 40])
-def test_a_life_survives_every_fault_at_every_storage_call(calls_hit: int) -> None:
-    count = sweep(tuple(FaultKind), calls_hit=calls_hit)
-    sys.stdout.write(f"{count}\n")
+def test_a_life_survives_every_fault_at_every_storage_call(
+    calls_hit: int, share: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    count = sweep(tuple(FaultKind), first=share, every=SHARES, calls_hit=calls_hit)
+    with capsys.disabled():
+        sys.stdout.write(f"share {share + 1} of {SHARES}, {calls_hit} calls hit: {count}\n")
 
     assert not count.failures, str(count)
