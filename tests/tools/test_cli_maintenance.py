@@ -303,3 +303,18 @@ def test_arguments_that_cannot_be_meant_are_refused_and_nothing_is_done(root: Pa
     assert_ends_with(done, 4)
     assert done.out == ""
     assert contents(root) == before
+
+
+def test_maintain_of_a_torn_log_does_nothing_and_tells_the_monitor(root: Path, tmp_path: Path) -> None:
+    record = max((root / "commits").iterdir())
+    record.write_bytes(record.read_bytes()[:50])
+    before = contents(root)
+
+    done = cnr("maintain", root, *AT_ONCE, "--metrics-file", tmp_path / "cnr.prom")
+
+    assert_ends_with(done, 6)
+    assert done.out == ""
+    assert contents(root) == before
+    assert 'cnr_up{store="' in (tmp_path / "cnr.prom").read_text()
+    families = text_string_to_metric_families((tmp_path / "cnr.prom").read_text())
+    assert [(family.name, family.samples[0].value) for family in families] == [("cnr_up", 0)]

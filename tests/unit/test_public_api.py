@@ -68,7 +68,19 @@ PACKAGES = {
     "cnr_store_tools": "tools/cnr_store_tools",
 }
 
-HEAVY = ["torch", "triton", "s3fs", "gcsfs", "adlfs", "hypothesis", "typer", "rich.table", "cnr_store_gpu"]
+HEAVY = [
+    "torch",
+    "triton",
+    "ray",
+    "prometheus_client",
+    "s3fs",
+    "gcsfs",
+    "adlfs",
+    "hypothesis",
+    "typer",
+    "rich.table",
+    "cnr_store_gpu",
+]
 """Optional, or large, or for the command line: `import cnr_store` must work and be quick without them."""
 
 
