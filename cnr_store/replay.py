@@ -72,7 +72,8 @@ class Replay:
         """Replay ``plan`` into ``codes``; blocks. With ``rows`` (sorted), position i of the arrays is row ``rows[i]``.
 
         The plan's columns are those of ``codes``, and lie in one elementary interval. Where ``codes`` holds no arrays
-        only row ids are read, and what becomes of each row.
+        only row ids are read, and what becomes of each row. A status that ``codes`` keeps already is gone on from:
+        `UNTOUCHED` rows are those of a state that the plan's segments build on and that is not here.
 
         Raises
         ------
