@@ -5,6 +5,7 @@ Loading the library takes a second of a core, so the launcher does it once. It s
     python -m tests.faults.life_program
     {"job": "live", "folder": "/tmp/x", "rounds": 3}                          ->  {"code": 0, "took_s": {"save": [...]}}
     {"job": "live", "folder": "/tmp/x", "phase": "save", "skip": 2, "delay_s": 0.01}   ->  {"code": -9, ...}
+    {"job": "beside", "folder": "/tmp/x", "rounds": 30, "seed": 1, "most_s": 1}    ->  {"code": 0, "kills": 12, ...}
     {"job": "race", "racers": [{...}, {...}]}                                 ->  {"codes": [0, 0]}
 
 A life writes what every save holds to a file before it saves, and what was acknowledged to another one behind it: that
@@ -53,8 +54,8 @@ class Life:
     model: LifeModel = field(init=False)
     step: int = 0
 
-    def live(self, rounds: int | None) -> None:
-        """Save for ever, or for some rounds."""
+    def live(self, rounds: int | None, *, maintains: bool = True) -> None:
+        """Save for ever, or for some rounds; with or without looking after the store."""
         store = Store.open(str(self.folder / "store"), threads=2)
         writer = store.writer()
         writer.restore()
@@ -69,7 +70,7 @@ class Life:
                 self.model.write(txn)
             self.model.saved()
             note(self.folder / "acknowledged.jsonl", [txn.version, self.step])
-            if self.step % EVERY_MAINTENANCE == 0:
+            if maintains and self.step % EVERY_MAINTENANCE == 0:
                 with self.phase("compact"):
                     compact_all(store, self.step)
                 with self.phase("gc"):
@@ -96,6 +97,18 @@ def collect(store: Store) -> None:
     policy = RetentionPolicy(keep_last=2)
     report = collect_garbage(store, policy=policy, grace_s=0, orphan_age_s=0, dry_run=False, force=True)
     assert report.outcome in ("clean", "collected"), report
+
+
+def maintain(folder: Path, step: int) -> None:
+    """Fold and delete beside a training, for ever; what may be a save under way is left alone."""
+    with Store.open(str(folder / "store"), threads=2) as store:
+        while True:
+            step += 1
+            policy = CompactionPolicy(max_restore_ratio=20 if step % 2 else 1.05, fanout=2)
+            compact(store, policy=policy, force=True)
+            collect_garbage(
+                store, policy=RetentionPolicy(keep_last=2), grace_s=0, orphan_age_s=3600, dry_run=False, force=True
+            )
 
 
 def is_full(step: int) -> bool:
@@ -253,6 +266,23 @@ def tell(pipe: int, phase: str) -> None:
     os.write(pipe, f"{time.monotonic()} {phase}\n".encode())
 
 
+def launch_beside(job: dict[str, Any]) -> dict[str, Any]:
+    """Train, and kill who folds and deletes beside it, two at a time, until the training is over."""
+    folder, chance = Path(job["folder"]), random.Random(job["seed"])
+    life = Life(folder, lambda phase: None)
+    trainer = fork(lambda: life.live(job["rounds"], maintains=False), folder / "errors.txt")
+    codes: list[int] = []
+    while True:
+        pids = [fork(lambda n=n: maintain(folder, n), folder / "errors.txt") for n in (0, 1)]  # type: ignore[misc]
+        time.sleep(chance.uniform(0.05, job["most_s"]))
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            codes.append(exit_code(pid))
+        done, status = os.waitpid(trainer, os.WNOHANG)
+        if done:
+            return {"code": os.waitstatus_to_exitcode(status), "kills": len(codes), "codes": sorted(set(codes))}
+
+
 def launch_race(job: dict[str, Any]) -> dict[str, Any]:
     start = time.time() + 0.5
     pids = [
@@ -275,7 +305,7 @@ def warm_up() -> None:
 
 def main() -> None:
     warm_up()
-    jobs = {"live": launch_life, "race": launch_race}
+    jobs = {"live": launch_life, "beside": launch_beside, "race": launch_race}
     for line in sys.stdin:
         job = json.loads(line)
         sys.stdout.write(json.dumps(jobs[job["job"]](job)) + "\n")

@@ -34,9 +34,12 @@ class Launcher:
     process: subprocess.Popen[str]
 
     def live(self, folder: Path, **job: Any) -> dict[str, Any]:
+        return self.run("live", folder, **job)
+
+    def run(self, name: str, folder: Path, **job: Any) -> dict[str, Any]:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps({"job": "live", "folder": str(folder), **job}) + "\n")
+        self.process.stdin.write(json.dumps({"job": name, "folder": str(folder), **job}) + "\n")
         self.process.stdin.flush()
         answer: dict[str, Any] = json.loads(self.process.stdout.readline())
         return answer
@@ -118,3 +121,36 @@ def test_a_store_whose_processes_are_killed_two_hundred_times_keeps_what_was_ack
 
     for phase in PHASES:
         assert found[f"killed in {phase}"] > SOAK_KILLS // 10
+
+
+def train_beside_killed_maintenance(launcher: Launcher, folder: Path, rounds: int, seed: int) -> int:
+    """Train while two processes at a time that fold and delete are killed; how many were."""
+    create_life(folder)
+
+    answer = launcher.run("beside", folder, rounds=rounds, seed=seed, most_s=1.5)
+
+    assert (answer["code"], answer["codes"]) == (0, [-9]), f"{answer}\n{errors(folder)}"
+    acknowledged = noted(folder / "acknowledged.jsonl")
+    assert [step for _, step in acknowledged] == list(range(rounds + 1))
+    with Store.open(str(folder / "store")) as store:
+        records = list(store.log())
+        assert [[record.v, record.step] for record in records if record.kind in ("full", "delta")] == acknowledged[::-1]
+        assert {"compact", "expire"} <= {record.kind for record in records}
+    assert check_what_is_stored(folder) == "acknowledged"
+    return int(answer["kills"])
+
+
+def test_a_training_goes_on_while_those_who_fold_and_delete_are_killed(launcher: Launcher, tmp_path: Path) -> None:
+    kills = train_beside_killed_maintenance(launcher, tmp_path, rounds=40, seed=1)
+
+    sys.stdout.write(f"40 saves beside {kills} kills\n")
+    assert kills > 4
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_a_long_training_goes_on_while_those_who_fold_and_delete_are_killed(launcher: Launcher, tmp_path: Path) -> None:
+    kills = train_beside_killed_maintenance(launcher, tmp_path, rounds=600, seed=2)
+
+    sys.stdout.write(f"600 saves beside {kills} kills\n")
+    assert kills > 50
