@@ -31,7 +31,7 @@ from cnr_store.testing.ranks import ThreadRank, thread_ranks
 from cnr_store.transaction import Declaration
 from cnr_store.types import Rectangle
 from cnr_store.writer import Writer
-from tests.life import listed, referenced
+from tests.life import end_leases, listed, referenced
 
 QUICK = RetryPolicy(deadline_s=0.02, first_delay_s=0.001, max_delay_s=0.002)
 ROWS, DIM, WORLD, SCALE = 12, 4, 2, 0.25
@@ -367,6 +367,7 @@ def aftermath(run: Run, *, goes_on: bool) -> None:
     check(run)
     if run.deliver_delayed():
         check(run)
+    end_leases(run.files)
     with open_store(run.files) as store:
         while compact(store, policy=CompactionPolicy(max_chain=2), force=True).outcome == "committed":
             pass
