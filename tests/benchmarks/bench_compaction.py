@@ -223,7 +223,9 @@ def time_all(report: harness.Report, sides: Sides, repeats: int) -> None:
         "speed of the fold / speed of the bare loop", bare_s / fold_s, goal=FOLD_TO_BARE, sense="at least",
         low=low, high=high,
     )  # fmt: skip
-    report.note(f"      fold {found['fold']}; bare {found['bare']}")
+    _, fold_cpu_s, _ = harness.spread(found["fold"].cpu)
+    _, bare_cpu_s, _ = harness.spread(found["bare"].cpu)
+    report.note(f"      fold {found['fold']}; bare {found['bare']}; of CPU seconds {bare_cpu_s / fold_cpu_s:.2f}x")
 
 
 if __name__ == "__main__":
