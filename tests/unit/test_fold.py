@@ -393,6 +393,37 @@ def write_more(store: Store, *saves: Any) -> tuple[SegmentReader, ...]:
     return store.snapshot().readers
 
 
+@pytest.mark.usefixtures("small_chunks")
+def test_neither_threads_nor_the_cache_change_a_byte(store: Store) -> None:
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal((300, 2)).astype(np.float32) * 4_000
+    slot = rng.random(300).astype(np.float32)
+    options = TableOptions(scale=1.0, nonfinite="escape")
+    saves: list[Any] = [lambda txn: txn.write_table("t", values, slots={"m": slot}, options=options)]
+    for seed in range(6):
+        rows = np.sort(np.random.default_rng(seed).choice(300, 90, replace=False)).astype(np.int64)
+        moved = (values[rows] + np.float32(5_000 * seed), slot[rows] * np.float32(seed))
+        saves.append(lambda txn, r=rows, m=moved: txn.write_rows("t", r, m[0], slots={"m": m[1]}))
+        saves.append(lambda txn, r=rows: txn.delete_rows("t", r[::9]))
+    readers = write(store, *saves)
+    lists = [one for r in readers for part in r.manifest.parts for one in (part.add, part.set) if one is not None]
+    assert {one.arrays["codes"].dtype for one in lists} == {"int16"}
+
+    for start in (0, 1):
+        manifests = []
+        for number, (threads, cache_bytes) in enumerate([(1, 0), (4, 1 << 20), (3, 200)]):
+            with Workers(threads) as workers:
+                name = f"{start:019d}{number}-{'e' * 32}"
+                run = (start, len(readers))
+                folded = fold(store.storage, readers, run, [whole(300, 2)], workers, name=name, cache_bytes=cache_bytes)
+                manifests.append(folded.manifest)
+
+        assert manifests[0] == manifests[1] == manifests[2]
+        found = manifests[0].parts[0].set
+        assert found is not None
+        assert found.arrays["codes"].dtype == "int32", "the list was written twice"
+
+
 # ---- what is refused ---------------------------------------------------------------------------------------------
 
 
