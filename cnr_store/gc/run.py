@@ -96,7 +96,8 @@ def collect_garbage(
         From the record that gives a segment up to its deletion: how long a reader without a lease may take.
     orphan_age_s
         How long nothing was written to a segment that no record names before it is given up, by the store's clock. A
-        save that takes longer fails with `TransactionAborted`. It is also how long segments of a dropped branch stay.
+        save that takes longer fails with `TransactionAborted`. What only a tag or channel kept waits so long too, once
+        that is gone.
     dry_run
         Change nothing and explain. The ages of orphans are then judged by this machine's clock.
     force
@@ -220,7 +221,8 @@ class _Run:
         self._end_branches(logs)
         folders, is_settled = self._expire()
         deletion = Deletion(self._storage)
-        if not self._is_late():
+        was_stopped = self._is_late()
+        if not was_stopped:
             # The heads, and then the holds, once more: whoever put a hold since the plan sees our records, or is seen.
             logs = self._read_logs()
             now_ms = self._clock_ms()
@@ -230,8 +232,9 @@ class _Run:
             self._commit_all(plan_clean_up(logs, folders - deletion.deleted), logs)
             self._forget_ended_holds(now_ms)
             self._sweep()
+            was_stopped = deletion.was_stopped
         outcome: Outcome = "collected" if self._records or deletion.deleted else "clean"
-        if self._is_late() and (deletion.was_stopped or not is_settled):
+        if was_stopped:
             outcome = "stopped"
         elif deletion.failures or not is_settled:
             outcome = "incomplete"
@@ -397,14 +400,14 @@ class _Run:
 
     def _end_branches(self, logs: Sequence[LogView]) -> None:
         """Close the branches whose time is over, and finish what a killed process began to close."""
-        pins, now_ms = logs[0].head.pins, self._clock_ms()
-        for log in logs[1:]:
-            if not log.is_closed and not branches.Branch(log.branch, pins[log.branch]).is_expired(now_ms):
+        closed, now_ms = {log.branch for log in logs if log.is_closed}, self._clock_ms()
+        for branch, pin in sorted(logs[0].head.pins.items()):
+            if branch not in closed and not branches.Branch(branch, pin).is_expired(now_ms):
                 continue
-            branches.close_branch(self._main, log.branch, writer_info())
-            # Once more, to its last record: it has no other afterwards.
-            self._ended.append(self._read_log(log.branch, log.name, self._readers[log.branch].log))
-            self._records += 2 - log.is_closed
+            branches.close_branch(self._main, branch, writer_info())
+            # To its last record, since it has no other afterwards; also where it had none before.
+            self._ended.append(self._read_log(branch, pin.name, self._main.below(branch_prefix(branch))))
+            self._records += 1 + (branch not in closed)
 
     def _expire(self) -> tuple[set[str], bool]:
         """Plan and commit until nothing came between; returns the listed segments, and whether it came to an end."""

@@ -613,7 +613,10 @@ def test_a_run_that_is_out_of_time_stops_between_records_and_the_next_goes_on(
     stopped = collect(store, deadline_s=0.0)
 
     assert (stopped.outcome, stopped.records, stopped.deleted_segments) == ("stopped", 0, 0)
-    assert collect(store).outcome == "collected"
+    collect(store, grace_s=3600.0)
+    later = int(time.time() * 1000) + 3_601_000
+    assert collect(store, deadline_s=0.0, clock_ms=lambda: later).outcome == "stopped"
+    assert collect(store, clock_ms=lambda: later).outcome == "collected"
     assert listed(store) == referenced(store)
 
 
@@ -830,6 +833,17 @@ def test_a_fork_that_has_no_log_yet_keeps_its_fork_point(store: Store) -> None:
 
     assert branch in store.head().record.pins
     assert table(store.on_branch("trial")) == [1.0, 1.0, 2.0, 1.0]
+
+
+def test_a_fork_that_never_got_a_log_ends_with_its_time(store: Store) -> None:
+    store.fork("trial", 3, expires_s=3600)
+    store.storage.delete(listed(store, "branches/"))
+    later = int(time.time() * 1000) + 3_601_000
+
+    collect(store, clock_ms=lambda: later)
+
+    assert store.branches() == {}
+    assert listed(store) == referenced(store)
 
 
 # ---- costs
