@@ -99,6 +99,10 @@ class HeldLease:
         self.lease = msgspec.structs.replace(self.lease, done={**self.lease.done, str(task): receipt})
         self._place.put(self.lease, self._length_s)
 
+    def keep(self) -> None:
+        """Give a sign of life."""
+        self._place.put(self.lease, self._length_s)
+
     def release(self) -> None:
         """Say that nobody is at work any more; what was noted stays for whoever goes on."""
         self._place.put(self.lease, 0.0)

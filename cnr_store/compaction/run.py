@@ -346,6 +346,7 @@ class _Work:
             one = Done(index, digest)
             if index < self._job.world and verified(self._store.storage, self._job, one, workers) is not None:
                 self._done[index] = one
+            self._held.keep()
         self._reused = sum(index < len(self._plan.tasks) for index in self._done)
 
     def _note(self, done: Done) -> None:
