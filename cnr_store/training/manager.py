@@ -11,7 +11,8 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from cnr_store.errors import (
     CnrStoreError,
     CommitStateUnknown,
     Conflict,
+    CorruptStore,
     Fenced,
     RankLost,
     SaveInProgress,
@@ -59,6 +61,7 @@ from cnr_store.training.background import (
     WholeShard,
 )
 from cnr_store.training.capture import put_dense_state, rank_document, rows_to_write, trainer_document
+from cnr_store.training.damage import go_back
 from cnr_store.training.devices import compile_kernels, rows_as_codes
 from cnr_store.training.document import TRAINER, TrainerDocument, trainer_name, trainer_of
 from cnr_store.training.history import sizes_since_baseline
@@ -133,12 +136,18 @@ class RestoredState:
         State of the reader, already given to the manager's ``reader`` if there is one; None if none was saved.
     tables
         Names of the tables that were filled.
+    fallback_from
+        The version that should have been restored and is damaged; None if there was no need to go back.
+    problem
+        What is wrong with that one.
     """
 
     step: int
     version: int
     reader_state: Any
     tables: tuple[str, ...]
+    fallback_from: int | None = None
+    problem: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -549,6 +558,7 @@ class CheckpointManager:
         tables: Mapping[str, str] | None = None,
         strict: bool = True,
         slots_rule: SlotsRule = "exact",
+        fallback: bool = False,
     ) -> RestoredState | None:
         """Put a checkpoint into the model, the optimizers, the reader and the generators, in place. Blocks.
 
@@ -568,6 +578,9 @@ class CheckpointManager:
             For tables sharded by column, and slots with one value per row and shard, where the shards are cut
             otherwise than in the checkpoint: refuse, take the ``mean`` over a row's shards, or ``drop`` them (they stay
             as they are).
+        fallback
+            Where the head is damaged, look for the newest version that is whole (that reads it once more), commit a
+            rollback to it and go on from there, with a warning. What is damaged stays in the store. Only for the head.
 
         Returns
         -------
@@ -582,9 +595,34 @@ class CheckpointManager:
             Weights may be half restored: restore again, another version if need be.
         """
         self._check_open()
+        is_head = version is None and step is None and tag is None
+        if fallback and not is_head:
+            raise BadInput("fallback= is for the head: leave out version=, step= and tag=, or fallback=")
         self._report_together(self._take_finished(wait=True))
         self._settle()
-        chosen = rank_zero(self._control, lambda: self._choose(version, step, tag))
+        chosen_by = partial(self._choose, version, step, tag)
+        try:
+            return self._restore_chosen(chosen_by, tables, strict, slots_rule)
+        except RankLost:
+            raise
+        except Exception as error:
+            if not fallback:
+                if is_head and isinstance(error, CorruptStore):
+                    error.message += "; restore(fallback=True) goes on from the newest version that is whole"
+                raise
+            back = go_back(self._control, self._store, error)
+        warnings.warn(str(back), RuntimeWarning, stacklevel=2)
+        restored = self._restore_chosen(partial(self._choose, back.record, None, None), tables, strict, slots_rule)
+        return None if restored is None else replace(restored, fallback_from=back.damaged, problem=back.problem)
+
+    def _restore_chosen(
+        self,
+        choose: Callable[[], int | None],
+        tables: Mapping[str, str] | None,
+        strict: bool,
+        slots_rule: SlotsRule,
+    ) -> RestoredState | None:
+        chosen = rank_zero(self._control, choose)
         if chosen is None:
             self._ready_writer()  # now, rather than in the stall of the first save
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cnr_store import Store, TableOptions
+from cnr_store import Store, TableOptions, repair_store
+from cnr_store.layout import commit_key
 from cnr_store.store import Writer
+from format_spec.reader import cnr_read
 from format_spec.reader.compare import compare
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,6 +56,26 @@ def test_the_script_writes_arrays_and_refuses_what_is_no_store(tmp_path: Path) -
     assert "table user values: float32 (40, 6)" in good.stdout
     assert len(list(tmp_path.glob("*.npy"))) == good.stdout.count("\n") - 1
     assert (bad.returncode, bad.stderr[:11]) == (1, "not_a_store")
+
+
+def test_both_readers_pass_over_superseded_positions(tmp_path: Path) -> None:
+    root = shutil.copytree(ROOT / "format_spec" / "golden" / "lattice" / "store", tmp_path / "store")
+    with Store.open(str(root), threads=1) as store:
+        torn = store.latest_version() + 1
+        for version, data in ((torn, b'{"aborted"'), (torn + 1, b"")):
+            (root / commit_key(version)).write_bytes(data)
+        with pytest.raises(cnr_read.Refused) as refused:
+            cnr_read.Store(root)
+        assert refused.value.args[0] == "corrupt_record"
+
+        repair_store(store, dry_run=False)
+        store.tag("behind", 2)
+
+    assert [record is None for record in cnr_read.Store(root).records[torn:]] == [True, True, False, False]
+    assert compare(root) > 0
+    (root / commit_key(torn)).write_bytes(b'{"aborted":')
+    with pytest.raises(cnr_read.Refused):
+        cnr_read.Store(root)
 
 
 OPTIONS = {

@@ -1,0 +1,106 @@
+"""Go back to the newest version that is whole, with all ranks, when the head of a store is damaged.
+
+Nothing goes on before a rollback record says so: a delta to a state that only this training knows would be lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from cnr_store.errors import CorruptRecord, CorruptStore
+from cnr_store.ranks import Ranks, described, rank_zero, together
+from cnr_store.records import LogEntry
+from cnr_store.repair import read_tail, return_to
+from cnr_store.store import Store
+from cnr_store.verify import find_newest_whole
+
+
+@dataclass(frozen=True, slots=True)
+class WentBack:
+    """What the store goes on from, the same on all ranks.
+
+    Attributes
+    ----------
+    damaged
+        The version that should have been restored.
+    target
+        The version whose state is the head's now.
+    record
+        The rollback that made it so.
+    problem
+        What is wrong, and which object it is.
+    """
+
+    damaged: int
+    target: int
+    record: int
+    problem: str
+
+    def __str__(self) -> str:
+        return (
+            f"version {self.damaged} cannot be restored ({self.problem}); going on from version {self.target}, the "
+            f"newest that is whole, by rollback record {self.record}"
+        )
+
+
+def go_back(ranks: Ranks, store: Store, error: Exception) -> WentBack:
+    """Commit a rollback to the newest version that is whole. All ranks call it with what their restore raised. Blocks.
+
+    Rank 0 reads the candidates, every object of them.
+
+    Raises
+    ------
+    Exception
+        ``error``, if that is no damage on some rank, or no version is whole.
+    StorageFailure, AccessDenied, Conflict, Fenced, CommitStateUnknown
+    """
+    told = together(ranks, lambda: _told(error))
+    if not all(one["is_damage"] for one in told):
+        raise error
+    problem = next((one["message"] for one in told if one["segment"]), told[0]["message"])
+    segments = {one["segment"] for one in told if one["segment"]}
+    answer = rank_zero(ranks, lambda: _roll_back(store, segments, told[0]["kind"]))
+    if answer is None:
+        raise error
+    return WentBack(problem=problem, **answer)
+
+
+def _told(error: Exception) -> dict[str, Any]:
+    """What this rank knows of the damage, as plain JSON: an error of another rank has lost its path."""
+    path = getattr(error, "path", None) or ""
+    folder, _, rest = path.partition("data/")
+    return {
+        **described(error), "is_damage": isinstance(error, CorruptStore),
+        "segment": rest.partition("/")[0] if not folder else "",
+    }  # fmt: skip
+
+
+def _roll_back(store: Store, damaged: Collection[str], kind: str) -> dict[str, int] | None:
+    """On rank 0: find the newest whole version and make its state the head's; None if there is none."""
+    tail = read_tail(store)
+    if tail.last is None:
+        return None
+    last = tail.last.record
+    if not damaged and kind != CorruptRecord.kind and last.chain:
+        damaged = {last.chain[-1].seg}  # a state that is wrong, and no object that is
+    found = find_newest_whole(store, avoid=damaged)
+    if found.entry is None:
+        return None
+    target = found.entry.record
+    damaged_version = tail.newest if tail.torn else _checkpoint(store, tail.last)
+    return {"damaged": damaged_version, "target": target.v, "record": return_to(store, target)}
+
+
+def _checkpoint(store: Store, head: LogEntry) -> int:
+    """The version that brought the head's state: fences and tags behind it only repeat its chain."""
+    version = head.record.v
+    try:
+        for entry in store.commit_log.walk(head):
+            if entry.record.chain != head.record.chain:
+                break
+            version = entry.record.v
+    except CorruptStore:
+        pass  # Only for the message: what is behind the damage does not matter.
+    return version

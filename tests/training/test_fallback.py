@@ -1,0 +1,337 @@
+"""A damaged head does not end a training: `restore(fallback=True)` goes on from the newest version that is whole."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from cnr_store import BadInput, CorruptRecord, CorruptStore, StorageFailure, Store, TableOptions, verify_store
+from cnr_store.layout import commit_key
+from cnr_store.storage import storage_from_filesystem
+from cnr_store.testing.faulty import IsolatedMemoryFileSystem
+from cnr_store.testing.ranks import ThreadRank, thread_ranks
+from cnr_store.training import CheckpointManager, shards
+from cnr_store.training.shards import LocalShard, ShardingLibrary, whole_shard
+from tests.training.runs import Training, assert_same, uninterrupted
+
+KIND = "rowwise_adagrad"
+STEPS = 5
+
+
+def manager_of(training: Training, url: Path | Store) -> CheckpointManager:
+    return CheckpointManager(
+        url if isinstance(url, Store) else str(url), model=training.model, optimizer=training.optimizers,
+        options=TableOptions.exact(), every_steps=1, assume={"RowWiseAdagrad": "touched"},
+    )  # fmt: skip
+
+
+def trained(root: Path) -> None:
+    training = Training(KIND)
+    with manager_of(training, root) as manager:
+        for number in range(STEPS):
+            training.train(number)
+            manager.step()
+        manager.wait()
+
+
+def go_on(training: Training, manager: CheckpointManager, start: int, stop: int) -> None:
+    for number in range(start, stop):
+        training.train(number)
+        manager.step()
+    manager.wait()
+
+
+def newest_segment(root: Path) -> Path:
+    with Store.open(str(root)) as store:
+        return root / "data" / store.head().record.chain[-1].seg
+
+
+def damage_chunk(root: Path) -> str:
+    path = next(newest_segment(root).glob("r*/user.weight/add/codes/c/0/0"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(bytes(data))
+    return path.relative_to(root).as_posix()
+
+
+def remove_manifest(root: Path) -> str:
+    path = newest_segment(root) / "_segment.json"
+    path.unlink()
+    return path.relative_to(root).as_posix()
+
+
+def damage_document(root: Path) -> str:
+    path = next(newest_segment(root).glob("r*/trainer/0.json"))
+    path.write_bytes(path.read_bytes()[:-7])
+    return path.relative_to(root).as_posix()
+
+
+def tear_record(root: Path) -> str:
+    with Store.open(str(root)) as store:
+        version = store.latest_version() + 1
+    (root / commit_key(version)).write_bytes(b'{"aborted":{},"ch')
+    return f"commit record {version}"
+
+
+@pytest.mark.parametrize(
+    ("damage", "last_step"),
+    [(damage_chunk, STEPS - 1), (remove_manifest, STEPS - 1), (damage_document, STEPS - 1), (tear_record, STEPS)],
+)
+def test_a_damaged_head_is_gone_back_from_and_training_goes_on_bit_for_bit(
+    tmp_path: Path, damage: Callable[[Path], str], last_step: int
+) -> None:
+    trained(tmp_path)
+    with Store.open(str(tmp_path)) as store:
+        head = store.latest_version()
+    broken = damage(tmp_path)
+    training = Training(KIND)
+    manager = manager_of(training, tmp_path)
+
+    with pytest.warns(RuntimeWarning) as said:
+        restored = manager.restore(fallback=True)
+
+    assert restored is not None
+    told = next(str(one.message) for one in said if "going on from version" in str(one.message))
+    assert broken in told
+    damaged = head + 1 if damage is tear_record else head
+    assert (restored.step, restored.fallback_from) == (last_step, damaged)
+    assert broken in (restored.problem or "")
+    records = list(manager.store.log(limit=2))
+    assert [record.kind for record in records] == ["fence", "rollback"]
+    assert records[1].v == restored.version
+    assert f"from version {records[1].target}, the newest" in told
+    assert_same(training.state(), uninterrupted(KIND, last_step))
+
+    go_on(training, manager, last_step, STEPS + 2)
+    manager.close()
+
+    assert_same(training.state(), uninterrupted(KIND, STEPS + 2))
+    again = Training(KIND)
+    with manager_of(again, tmp_path) as resumed:
+        state = resumed.restore()
+        assert state is not None
+        assert (state.step, state.fallback_from, state.problem) == (STEPS + 2, None, None)
+    assert_same(again.state(), uninterrupted(KIND, STEPS + 2))
+    with Store.open(str(tmp_path)) as store:
+        assert verify_store(store, deep=True).is_sound
+
+
+def test_a_baseline_that_is_damaged_takes_its_deltas_along(tmp_path: Path) -> None:
+    trained(tmp_path)
+    training = Training(KIND)
+    with manager_of(training, tmp_path) as manager:
+        manager.restore()
+        manager._whole_next = set(manager._holdings.tables)
+        go_on(training, manager, STEPS, STEPS + 3)
+        assert [report.kind for report in manager.history] == ["full", "delta", "delta"]
+        baseline = manager.store.head().record.chain[0].seg
+    path = next((tmp_path / "data" / baseline).glob("r*/user.weight/set/codes/c/0/0"))
+    path.write_bytes(path.read_bytes()[:-1])
+    training = Training(KIND)
+    with manager_of(training, tmp_path) as manager:
+        with pytest.warns(RuntimeWarning, match="going on from version"):
+            restored = manager.restore(fallback=True)
+        assert restored is not None
+        assert restored.step == STEPS
+        assert_same(training.state(), uninterrupted(KIND, STEPS))
+
+
+def test_without_fallback_the_error_says_that_there_is_one_and_nothing_is_rolled_back(tmp_path: Path) -> None:
+    trained(tmp_path)
+    damage_chunk(tmp_path)
+
+    with manager_of(Training(KIND), tmp_path) as manager:
+        with pytest.raises(CorruptStore, match=r"restore\(fallback=True\)"):
+            manager.restore()
+        assert "rollback" not in {record.kind for record in manager.store.log()}
+
+
+def test_a_torn_record_without_fallback_is_an_error(tmp_path: Path) -> None:
+    trained(tmp_path)
+    tear_record(tmp_path)
+
+    with manager_of(Training(KIND), tmp_path) as manager, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(CorruptRecord, match=r"restore\(fallback=True\)"):
+            manager.restore()
+
+
+def test_a_sound_head_needs_no_fallback(tmp_path: Path) -> None:
+    trained(tmp_path)
+    training = Training(KIND)
+
+    with manager_of(training, tmp_path) as manager:
+        restored = manager.restore(fallback=True)
+        kinds = [record.kind for record in manager.store.log()]
+
+    assert restored is not None
+    assert (restored.step, restored.fallback_from, restored.problem) == (STEPS, None, None)
+    assert "rollback" not in kinds
+    assert_same(training.state(), uninterrupted(KIND, STEPS))
+
+
+def test_an_empty_store_is_restored_as_nothing(tmp_path: Path) -> None:
+    with manager_of(Training(KIND), tmp_path) as manager:
+        assert manager.restore(fallback=True) is None
+
+
+def test_where_no_version_is_whole_the_damage_is_raised_and_nothing_written(tmp_path: Path) -> None:
+    trained(tmp_path)
+    with Store.open(str(tmp_path)) as store:
+        baseline = store.head().record.chain[0].seg
+    path = next((tmp_path / "data" / baseline).glob("r*/user.weight/set/codes/c/0/0"))
+    path.write_bytes(b"")
+
+    with manager_of(Training(KIND), tmp_path) as manager:
+        with pytest.raises(CorruptStore, match=r"user\.weight/set/codes"):
+            manager.restore(fallback=True)
+        assert "rollback" not in {record.kind for record in manager.store.log()}
+
+
+def test_fallback_is_for_the_head_alone(tmp_path: Path) -> None:
+    trained(tmp_path)
+
+    with manager_of(Training(KIND), tmp_path) as manager, pytest.raises(BadInput, match="fallback="):
+        manager.restore(step=2, fallback=True)
+
+
+def test_a_backend_that_fails_is_no_reason_to_go_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained(tmp_path)
+
+    with Store.open(str(tmp_path)) as store, manager_of(Training(KIND), store) as manager:
+        before = store.latest_version()
+        real = type(store.storage).read
+
+        def flaky(self: Any, key: str, **options: Any) -> bytes | None:
+            if key.startswith("data/"):
+                raise StorageFailure("no answer")
+            return real(self, key, **options)
+
+        monkeypatch.setattr(type(store.storage), "read", flaky)
+        with pytest.raises(StorageFailure):
+            manager.restore(fallback=True)
+        assert store.latest_version() == before
+
+
+class Part(nn.Module):
+    """A table that one rank has."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(24.0).reshape(12, 2) * (rank + 1))
+
+
+def find(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[LocalShard]:
+    parts = [(name, module) for name, module in model.named_modules() if isinstance(module, Part)]
+    return [whole_shard(f"{name}.weight", module.weight, optimizers) for name, module in parts]
+
+
+def value(rank: int, step: int) -> np.ndarray[Any, Any]:
+    found = np.arange(24, dtype=np.float32).reshape(12, 2) * (rank + 1)
+    found[3] += step
+    return found
+
+
+class Job:
+    """Two ranks with a table each, on one memory file system."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        library = ShardingLibrary(find=find, follow=lambda _model, _tracker: [], unwrap=lambda _: None)
+        monkeypatch.setitem(shards._REGISTERED, "by hand", library)
+        self.files = IsolatedMemoryFileSystem()
+        Store.create_on(storage_from_filesystem(self.files, "/root"), threads=1).close()
+
+    def open(self) -> Store:
+        return Store.open_on(storage_from_filesystem(self.files, "/root"), threads=1)
+
+    def run(self, act: Callable[[int, CheckpointManager, Part], Any]) -> list[Any]:
+        def one(rank: ThreadRank) -> Any:
+            part = Part(rank.rank)
+            model = nn.ModuleDict({f"t{rank.rank}": part})
+            with (
+                self.open() as store,
+                CheckpointManager(
+                    store, model=model, options=TableOptions(scale=1.0), rng=False, ranks=rank
+                ) as manager,
+            ):  # fmt: skip
+                return act(rank.rank, manager, part)
+
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(one, thread_ranks(2, timeout_s=30)))
+
+    def train(self, manager: CheckpointManager, part: Part, steps: int) -> None:
+        for _ in range(steps):
+            (table,) = manager.tracker.weights
+            with torch.no_grad():
+                part.weight[3] += 1
+            manager.tracker.mark(table, [3])
+            manager.step()
+            manager.save()
+
+    def damage(self, pattern: str) -> str:
+        with self.open() as store:
+            segment = store.head().record.chain[-1].seg
+            key = next(
+                one.key for one in store.storage.list_objects(f"data/{segment}") if pattern in one.key
+            )  # fmt: skip
+        path = f"/root/{key}"
+        if pattern.endswith("_segment.json"):
+            self.files.rm_file(path)
+        else:
+            data = bytearray(self.files.cat_file(path))
+            data[len(data) // 2] ^= 1
+            self.files.pipe_file(path, bytes(data))
+        return key
+
+
+@pytest.mark.parametrize("pattern", ["t1.weight/add/codes/c/", "t0.weight/add/codes/c/", "_segment.json", "torn"])
+def test_damage_that_one_rank_sees_takes_all_ranks_back_to_one_version(
+    monkeypatch: pytest.MonkeyPatch, pattern: str
+) -> None:
+    job = Job(monkeypatch)
+
+    def begin(rank: int, manager: CheckpointManager, part: Part) -> None:
+        manager.save()
+        job.train(manager, part, 3)
+
+    job.run(begin)
+    if pattern == "torn":
+        with job.open() as store:
+            key = commit_key(store.latest_version() + 1)
+        job.files.pipe_file(f"/root/{key}", b"{")
+        step = 3
+    else:
+        key, step = job.damage(pattern), 2
+
+    def resume(rank: int, manager: CheckpointManager, part: Part) -> Any:
+        restored = manager.restore(fallback=True)
+        assert restored is not None
+        held = part.weight.detach().numpy().copy()
+        job.train(manager, part, 2)
+        return restored, held
+
+    with pytest.warns(RuntimeWarning) as said:
+        (first, held), (second, other) = job.run(resume)
+
+    assert sum("going on from version" in str(one.message) for one in said) == 2
+    assert (first.version, first.step, first.fallback_from) == (second.version, second.step, second.fallback_from)
+    assert first.problem == second.problem
+    assert (key if pattern != "torn" else "commit record") in (first.problem or "")
+    assert first.step == step
+    assert np.array_equal(held, value(0, step))
+    assert np.array_equal(other, value(1, step))
+    with job.open() as store:
+        snapshot = store.snapshot()
+        for rank in range(2):
+            assert np.array_equal(snapshot.table(f"t{rank}.weight").read(), value(rank, step + 2))
+        assert verify_store(store, deep=True).is_sound
+        kinds = [record.kind for record in store.log()]
+        assert kinds[:4] == ["delta", "delta", "fence", "rollback"]
