@@ -212,6 +212,10 @@ class Life:
 
     def attempt(self, writer: Writer, kind: Any) -> bool:
         """One save: whether it was acknowledged."""
+        if not writer.is_synced and self.saved:
+            # The save before was acknowledged, and then its state could not be opened.
+            self.errors["restored"] += 1
+            self.restore(writer)
         try:
             with writer.begin(self.step, kind) as txn:
                 self.model.write(txn)
