@@ -11,15 +11,18 @@ from typing import Literal
 
 from cnr_store import layout
 from cnr_store.errors import Conflict, CorruptStore, ReadOnlyStore
+from cnr_store.planning import generations
 from cnr_store.rebase import draft_after, rebase_expire
 from cnr_store.records import (
     CommitRecord,
+    Generation,
     Hint,
     LogEntry,
     Superseded,
     canonical_json,
     unknown_writer_features,
 )
+from cnr_store.segment import SegmentReader
 from cnr_store.store import Store, writer_info
 from cnr_store.verify import Problem, ProgressCallback, find_newest_whole
 from cnr_store.verify.log import newest_position, read_log, read_position
@@ -279,6 +282,13 @@ def _supersede(store: Store, tail: Tail, target: CommitRecord) -> int:
     draft = draft_after(
         last, "rollback", writer_info(), epoch=last.epoch + 1,
         supersedes=Superseded(follows=tail.last.digest, torn=tail.torn),
-        target=target.v, chain=target.chain, tables=target.tables, logical=target.logical, step=target.step,
+        target=target.v, chain=target.chain, tables=_tables(store, target), logical=target.logical, step=target.step,
     )  # fmt: skip
     return store.commit_log.append(tail.last, draft, rebase_expire).record.v
+
+
+def _tables(store: Store, target: CommitRecord) -> dict[str, Generation]:
+    """A record's tables; its manifest has them too where its side object, which had them, is gone."""
+    if target.state is None or not target.chain:
+        return target.tables
+    return generations(SegmentReader.open(store.storage, target.chain[-1]).manifest.tables)

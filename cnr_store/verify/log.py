@@ -91,6 +91,7 @@ class Position:
     entry: LogEntry | None
     digest: str | None
     error: CnrStoreError | None
+    bare: LogEntry | None = None
 
 
 def read_log(
@@ -165,7 +166,7 @@ def read_position(storage: Storage, version: int, prefix: str = "") -> Position:
     AccessDenied
     """
     key = layout.commit_key(version, prefix)
-    digest = None
+    digest = bare = None
     try:
         data = storage.read(key, start=0, stop=MAX_RECORD_BYTES + 1)
         if data is None:
@@ -173,12 +174,12 @@ def read_position(storage: Storage, version: int, prefix: str = "") -> Position:
                 f"log position {version} is empty although later ones are not: part of the log was deleted", path=key
             )
         digest = sha256(data)
-        entry = decode_record(data, version)
-        return Position(version, _complete(storage, entry), digest, None)
+        bare = decode_record(data, version)
+        return Position(version, _complete(storage, bare), digest, None)
     except AccessDenied:
         raise
     except CnrStoreError as error:
-        return Position(version, None, digest, error)
+        return Position(version, None, digest, error, bare)
 
 
 def _complete(storage: Storage, entry: LogEntry) -> LogEntry:

@@ -431,6 +431,30 @@ def test_a_newest_record_whose_side_object_is_gone_is_superseded(files: Isolated
         assert len(store.tags()) == 12  # all but the last one
 
 
+def test_what_a_record_without_its_side_object_committed_is_not_lost(files: IsolatedMemoryFileSystem) -> None:
+    with open_store(files) as store:
+        for number in range(12):
+            store.tag(f"{number:02d}{'x' * 900}", 3)
+        with store.writer() as writer:
+            writer.restore()
+            with writer.begin(step=40) as txn:
+                txn.write_rows("user", np.arange(4, dtype=np.int64), values(40)[:4])
+        committed = store.head().record
+        raw = msgspec.json.decode(files.cat_file(path(commit_key(committed.v))))
+        files.rm_file(path(state_key(raw["state"])))
+        fence = msgspec.json.decode(files.cat_file(path(commit_key(committed.v - 1))))
+        assert fence["state"] == raw["state"]
+
+        report = repair_store(store, dry_run=False)
+
+        assert report.target == committed.v
+        assert report.torn[-1] == committed.v
+        head = store.head().record
+        assert (head.chain, head.tables, head.step) == (committed.chain, committed.tables, 40)
+        assert np.array_equal(store.snapshot().table("user").read(), values(40))
+        assert verify_store(store, deep=True).is_sound
+
+
 def test_a_record_that_supersedes_more_than_its_digests_say_is_refused(
     files: IsolatedMemoryFileSystem, store: Store
 ) -> None:
