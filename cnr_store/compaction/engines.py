@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -124,7 +124,7 @@ def run_tasks(
     workers: int | None,
     bytes_per_s: float | None,
     is_over: Callable[[], bool],
-) -> Iterator[Done]:
+) -> Generator[Done]:
     """Fold tasks and yield each as it gets done, in any order; the first error ends it. Blocks.
 
     Parameters
@@ -176,7 +176,7 @@ def _on_processes(
     workers: int | None,
     bytes_per_s: float | None,
     is_over: Callable[[], bool],
-) -> Iterator[Done]:
+) -> Generator[Done]:
     cores = default_threads()
     count = min(workers or cores, max(1, len(tasks)))
     threads, share = max(1, cores // count), None if bytes_per_s is None else bytes_per_s / count
@@ -208,7 +208,7 @@ def _on_ray(
     workers: int | None,
     bytes_per_s: float | None,
     is_over: Callable[[], bool],
-) -> Iterator[Done]:
+) -> Generator[Done]:
     ray = _connected_ray()
     count = workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
     share = None if bytes_per_s is None else bytes_per_s / min(count, max(1, len(tasks)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -324,11 +324,12 @@ class _Work:
                 start.engine, self._job, todo, bench,
                 workers=start.workers, bytes_per_s=start.bytes_per_s, is_over=start.is_over,
             )  # fmt: skip
-            for count, one in enumerate(done, start=self._reused + 1):
-                self._note(one)
-                start.progress("tasks", count, rest)
-                self._follow()
-            if len(self._done) < rest:
+            with closing(done):  # whatever ends this, no task is left at work behind it
+                for count, one in enumerate(done, start=self._reused + 1):
+                    self._note(one)
+                    start.progress("tasks", count, rest)
+                    self._follow()
+            if any(task.index not in self._done for task in todo):
                 return False
             if rest not in self._done:
                 self._note(write_rest(self._job, rest, bench))

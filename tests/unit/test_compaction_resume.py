@@ -166,6 +166,25 @@ def test_a_task_whose_objects_are_not_as_they_were_is_done_again(
     assert finish(store, training, expected).reused_tasks == 1
 
 
+def test_a_task_that_is_missing_although_all_else_is_there_is_not_passed_over(
+    store: Store, training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> None:
+        raise Stopped
+
+    monkeypatch.setattr("cnr_store.compaction.run.put_manifest", stop)
+    with pytest.raises(Stopped):
+        compact(store, run=ALL)
+    monkeypatch.undo()
+    monkeypatch.setattr(tasks, "PIECE_CHUNKS", 1)
+    lease = lease_of(store)
+    assert len(lease.done) == TASKS + 1
+    store.storage.delete([segment_key(lease.segment, f"r00001-{lease.plan[:8]}/{RECEIPT}")])
+
+    assert compact(store, run=ALL, deadline_s=0).outcome == "unfinished"
+    assert finish(store, training).reused_tasks == TASKS - 1
+
+
 def test_another_plan_or_library_begins_anew(store: Store, training: Training) -> None:
     for change in ({"plan": "0" * 64}, {"libraries": {"numpy": "1.0"}}, {"base": 400}):
         with pytest.raises(Stopped):
@@ -301,3 +320,25 @@ def test_a_crash_at_any_storage_call_leaves_a_whole_state_and_a_run_that_is_take
 
     assert runs > len(calm.calls) > 50
     assert reused > runs / 2
+
+
+def test_a_lease_is_live_until_its_end_and_each_sign_of_life_moves_that(store: Store, training: Training) -> None:
+    now = [1_000]
+    place = LeasePlace(store.storage, store.commit_log, lambda: now[0])
+    held = place.hold(leases.new_lease(["a", "b"], 3, "0" * 64, "host:1"), 60.0)
+
+    def found() -> leases.CompactionLease:
+        lease = place.read()
+        assert lease is not None
+        return lease
+
+    assert (found().expires_ms, place.is_live(found())) == (61_000, True)
+    now[0] = 60_999
+    assert place.is_live(found())
+    held.note_done(2, "f" * 64)
+    now[0] = 120_998
+    assert place.is_live(found())
+    assert leases.receipts_of(found()) == {2: "f" * 64}
+    held.release()
+    assert not place.is_live(found())
+    assert leases.receipts_of(found()) == {2: "f" * 64}
