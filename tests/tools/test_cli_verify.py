@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from cnr_store import Store, repair_store
 from tests.tools.cli_runner import cnr
 from tests.tools.sample_store import build_store, flip, key_of
 
@@ -62,3 +63,16 @@ def test_torn_newest_record_is_a_problem_not_an_error(root: Path) -> None:
 
     assert done.code == 1
     assert [item["path"] for item in done.document["problems"]] == ["commits/00000000000000000006.json"]
+
+
+def test_what_is_whole_and_what_was_superseded_is_said(root: Path) -> None:
+    (root / "commits" / f"{7:020d}.json").write_bytes(b"{")
+    torn = cnr("verify", root)
+    with Store.open(str(root)) as store:
+        repair_store(store, dry_run=False)
+    sound, document = cnr("verify", root), cnr("verify", root, "--deep", "--json").document
+
+    assert (torn.code, sound.code) == (1, 0)
+    assert "whole, of the versions that were read: 2-6" in torn.out
+    assert "superseded by a repair: 7" in sound.out.replace("\n", " ")
+    assert (document["superseded"], document["restorable"][0], document["unreferenced"]) == ([7], 8, 0)
