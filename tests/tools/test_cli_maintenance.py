@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cnr_store import Store
+from cnr_store import Store, TableOptions
 from cnr_store.compaction.lease import LeasePlace, new_lease
 from tests.snapshot_bytes import bytes_of
 from tests.tools.cli_runner import Outcome, cnr
@@ -199,6 +203,7 @@ def test_maintain_folds_expires_and_deletes_and_a_second_run_has_nothing_to_do(r
     assert first.document["rewritten_bytes"] > 0
     assert first.document["deleted_bytes"] > 0
     assert stages[2]["collection"]["expired"] > 0
+    assert {item["state"] for item in stages[2]["collection"]["segments"]} == {"deleted"}
     assert (second.code, second.document["rewritten_bytes"], second.document["deleted_bytes"]) == (0, 0, 0)
     assert state(root) == before
     assert cnr("verify", root, "--all", "--deep").code == 0
@@ -318,3 +323,33 @@ def test_maintain_of_a_torn_log_does_nothing_and_tells_the_monitor(root: Path, t
     assert 'cnr_up{store="' in (tmp_path / "cnr.prom").read_text()
     families = text_string_to_metric_families((tmp_path / "cnr.prom").read_text())
     assert [(family.name, family.samples[0].value) for family in families] == [("cnr_up", 0)]
+
+
+def test_maintain_in_a_process_of_its_own_folds_behind_a_writer_that_goes_on(tmp_path: Path) -> None:
+    url = str(tmp_path / "store")
+    random = np.random.default_rng(5)
+    values = random.normal(size=(300, 8)).astype(np.float32)
+    program = str(Path(sys.executable).with_name("cnr"))
+    command = [program, "maintain", url, "--max-chain", "2", "--keep-last", "1", "--json"]
+    runs = []
+
+    with Store.create(url, fsync=False, threads=2) as store, store.writer() as writer:
+        with writer.begin(step=0) as txn:
+            txn.write_table("user", values, options=TableOptions.exact())
+        for _ in range(2):
+            with (tmp_path / "report.json").open("w") as out:
+                running = subprocess.Popen(command, stdout=out)
+            while running.poll() is None:
+                time.sleep(0.05)
+                rows = np.sort(random.choice(300, 30, replace=False))
+                values[rows] += 0.1
+                with writer.begin(step=store.head().record.step + 1) as txn:
+                    txn.write_rows("user", rows, values[rows])
+            runs.append((running.returncode, json.loads((tmp_path / "report.json").read_text())))
+        kinds = [record.kind for record in store.log()]
+
+    assert [(code, document["outcome"]) for code, document in runs] == [(0, "done")] * 2
+    assert "compact" in kinds
+    with Store.open(url) as store:
+        assert store.snapshot().table("user").read().tobytes() == values.tobytes()
+    assert cnr("verify", url, "--all", "--deep").code == 0

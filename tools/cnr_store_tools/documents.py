@@ -153,6 +153,7 @@ def gc_document(report: GcReport) -> Document:
     return {
         **document, **lists,
         "expired": report.expired, "named": report.named, "doomed_bytes": report.doomed_bytes,
+        "staying": sum(segment.state == "stays" for segment in report.segments),
     }  # fmt: skip
 
 
@@ -167,11 +168,16 @@ def maintenance_document(report: MaintenanceReport) -> Document:
 
 
 def _stage(report: StageReport) -> Document:
+    """One part; of a collection what changes, since a cron job's log need not repeat all that stays."""
     error = report.error
+    collection = None if report.collection is None else gc_document(report.collection)
+    if collection is not None:
+        del collection["versions"]
+        collection["segments"] = [item for item in collection["segments"] if item["state"] != "stays"]
     return {
         "stage": report.stage.kind, "branch": report.stage.branch, "outcome": report.outcome,
         "duration_s": report.duration_s, "folds": [_fold(fold) for fold in report.compactions],
-        "collection": None if report.collection is None else gc_document(report.collection),
+        "collection": collection,
         "error": None if error is None else error_document(error),
     }  # fmt: skip
 

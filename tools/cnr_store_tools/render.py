@@ -214,7 +214,7 @@ def collection_text(document: Document) -> str:
     waiting = [*held["waiting"], *held["failed"], *([] if is_dry_run else [*held["named"], *held["due"]])]
     return (
         f"{document['outcome']}: {expire} {_many(document['expired'], 'version')} and {give} up "
-        f"{_many(document['named'], 'segment')}; {gone}; staying: {_many(len(held['stays']), 'segment')}, "
+        f"{_many(document['named'], 'segment')}; {gone}; staying: {_many(document['staying'], 'segment')}, "
         f"waiting to be deleted: {_amount(waiting)}"
     )
 
