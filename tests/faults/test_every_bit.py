@@ -1,7 +1,7 @@
 """Each byte of a small store is flipped, each object removed, cut, emptied, swapped: verify names it, no restore lies.
 
 The store has every kind of object: lattice, exact and affine tables with slots, set, add, delete and escape rows, dense
-tensors, documents, a side object, tags, a channel, a rollback, a superseded position, a folded segment. One mutation at
+tensors, documents, a tag, a channel, a rollback, a superseded position, a folded segment. One mutation at
 a time: `verify_store(deep=True)` must name the object, and each version must restore what it held, or raise.
 
 What need not be named, and may not matter either:
@@ -15,9 +15,10 @@ A removed newest record leaves a log that ends before it, which is named at the 
 
 from __future__ import annotations
 
+import itertools
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -76,6 +77,16 @@ def build(profile: Profile) -> IsolatedMemoryFileSystem:
     files.pipe_file(f"{ROOT}/{commit_key(store.latest_version() + 1)}", b'{"torn')
     repair_store(store, dry_run=False)
     store.rollback(store.tags()["good"])
+    store.close()
+    return files
+
+
+def build_overflow(profile: Profile) -> IsolatedMemoryFileSystem:
+    """A store of one small table, and more tags than a record has room for."""
+    files = IsolatedMemoryFileSystem()
+    store = Store.create_on(storage_from_filesystem(files, ROOT), profile=profile, threads=1)
+    with store.writer() as writer, writer.begin(step=1) as txn:
+        txn.write_table("t", np.ones((2, 2), np.float32), options=TableOptions(scale=1.0))
     for number in range(9):
         store.tag(f"{number}{'x' * 1000}", 2)
     store.close()
@@ -105,7 +116,7 @@ class Count:
 class Sweep:
     """One store, and what its versions hold while nothing is wrong with it."""
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: Profile, build: Callable[[Profile], IsolatedMemoryFileSystem] = build) -> None:
         self.files = build(profile)
         self.objects = {path.removeprefix(f"{ROOT}/"): file.getvalue() for path, file in self.files.store.items()}
         self.count = Count()
@@ -215,12 +226,12 @@ def every_byte(objects: dict[str, bytes], bits: int, seed: int = 3) -> Iterator[
                 yield key, at, bit
 
 
-def sampled(objects: dict[str, bytes]) -> Iterator[tuple[str, int, int]]:
+def sampled(objects: dict[str, bytes], number: int = SAMPLED) -> Iterator[tuple[str, int, int]]:
     """One bit of some bytes: the ends of each object, and a seeded choice of the others."""
     everything = list(every_byte(objects, 1))
-    chosen = set(random.Random(9).sample(range(len(everything)), min(SAMPLED, len(everything))))
-    for number, (key, at, bit) in enumerate(everything):
-        if number in chosen or at in (0, len(objects[key]) - 1):
+    chosen = set(random.Random(9).sample(range(len(everything)), min(number, len(everything))))
+    for place, (key, at, bit) in enumerate(everything):
+        if place in chosen or at in (0, len(objects[key]) - 1):
             yield key, at, bit
 
 
@@ -252,12 +263,27 @@ def test_every_object_is_named_and_never_restored(profile: Profile) -> None:
     report(sweep, profile)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("profile", PROFILES)
-def test_every_byte_is_named_and_never_restored(profile: Profile) -> None:
-    sweep = Sweep(profile)
+def test_damage_of_side_objects_is_named_and_never_restored() -> None:
+    sweep = Sweep("compact", build_overflow)
+    sides = {key: data for key, data in sweep.objects.items() if key.startswith("state/")}
+    assert len(sides) == 1
 
-    sweep.flip(every_byte(sweep.objects, 8))
+    sweep.flip(sampled(sides, 60))
+    sweep.whole_objects(every=5)
+
+    report(sweep, "compact")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("profile", PROFILES)
+def test_every_byte_is_named_and_never_restored(profile: Profile, part: int) -> None:
+    """One seeded bit of every byte, and every bit of what is no text; in parts that may run at once."""
+    sweep = Sweep(profile)
+    chunks = {key: data for key, data in sweep.objects.items() if not key.endswith(".json")}
+
+    sweep.flip(itertools.islice(every_byte(sweep.objects, 1), part, None, 8))
+    sweep.flip(itertools.islice(every_byte(chunks, 8), part, None, 8))
 
     report(sweep, profile)
 
