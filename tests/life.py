@@ -218,11 +218,12 @@ Life = Callable[[World, Store], None]
 
 
 def restarting(world: World, life: Life) -> Actor:
-    """An actor that is started again when it dies or gives up, the last time without faults."""
+    """An actor that meets faults; a trainer is started again when it dies or gives up, the last time without any."""
 
     def actor(on_call: OnCall) -> None:
-        faulty = world.random.choice((0, 0, 1, 1, 2))
-        for fault in (*(world.fault() for _ in range(faulty)), None):
+        lives = world.random.choice((0, 0, 1, 1, 2)) if life is trainer else 1
+        faults = [world.fault() for _ in range(lives)]
+        for fault in (*faults, None) if life is trainer else faults:
             try:
                 with world.open(on_call, fault) as store:
                     life(world, store)
@@ -397,9 +398,9 @@ def mover(world: World, store: Store) -> None:
 
 def compactor(world: World, store: Store) -> None:
     """Fold some run of the chain, even if another compaction seems to be at work."""
-    for _ in range(world.random.choice((1, 2))):
+    for _ in range(world.random.choice((2, 4))):
         head = store.head().record
-        if len(head.chain) < 2:
+        if len(head.chain) < 2 or world.random.random() < 0.3:
             continue
         start = world.random.randrange(len(head.chain) - 1)
         stop = min(len(head.chain), start + world.random.choice((2, 3)))

@@ -56,11 +56,11 @@ def cast(random: Random) -> list[Life]:
     """Who takes part: always two trainers, and some of those who maintain and read the store."""
     lives: list[Life] = [trainer, trainer]
     for life, chances in (
-        (compactor, (0.7,)),
-        (collector, (0.6, 0.4)),
+        (compactor, (0.9,)),
+        (collector, (0.7, 0.5)),
         (tagger, (0.4,)),
         (mover, (0.4,)),
-        (reader, (0.5,)),
+        (reader, (0.6,)),
     ):
         lives += [life for chance in chances if random.random() < chance]
     return lives
@@ -121,12 +121,12 @@ def test_no_schedule_of_a_life_breaks_a_law(block: int) -> None:
     sys.stdout.write(f"{BLOCK} schedules, {time.perf_counter() - began:.1f} s, 0 violations: {dict(counts)}\n")
 
     # The schedules do collide.
-    assert counts["acknowledged"] > BLOCK
-    assert counts["fenced"] > BLOCK / 10
-    assert counts["read"] > BLOCK / 4
-    assert counts["tagged"] > BLOCK / 4
-    assert counts["channel"] > BLOCK / 4
-    assert counts["rollback"] > BLOCK / 20
+    least = {
+        "acknowledged": 500, "fenced": 100, "crash": 50, "commit_state_unknown": 10, "transaction_aborted": 10,
+        "compaction committed": 15, "compaction abandoned": 1, "gc collected": 80, "read": 80, "tagged": 30,
+        "channel": 8, "rollback": 2, "stale": 2,
+    }  # fmt: skip
+    assert {kind: counts[kind] for kind in least if counts[kind] < least[kind]} == {}
 
 
 @pytest.mark.soak
