@@ -148,10 +148,13 @@ def compact(
     --------
     >>> import numpy as np
     >>> store = Store.create("memory://doctest-compact")
+    >>> rows = np.arange(2)
     >>> with store.writer() as writer:
-    ...     for step in range(3):
+    ...     with writer.begin(step=0) as txn:
+    ...         txn.write_table("user", np.zeros((4, 2), np.float32))
+    ...     for step in (1, 2):
     ...         with writer.begin(step=step) as txn:
-    ...             txn.write_table("user", np.full((4, 2), step, np.float32))
+    ...             _ = txn.write_rows("user", rows, np.full((2, 2), step, np.float32))
     >>> report = compact(store, run=(0, 3))
     >>> report.outcome, report.kind, report.chain_after
     ('committed', 'baseline', 1)
