@@ -24,12 +24,14 @@ from cnr_store.errors import (
     BadInput,
     BadRowIds,
     BadShape,
+    CnrStoreError,
     DoesNotApply,
+    MissingObject,
     TableNotFound,
     Unsupported,
 )
 from cnr_store.inputs import check_arrays, check_json, checked_size, needs_sample, own_row_ids
-from cnr_store.layout import check_name, segment_name, writer_folder
+from cnr_store.layout import check_name, segment_name, segment_prefix, writer_folder
 from cnr_store.mirrors import Mirrors
 from cnr_store.options import sample_of, table_dtype, table_schema
 from cnr_store.placement import Shard
@@ -641,10 +643,29 @@ class Transaction:
             `version` is set. The transaction is over on every rank.
         """
         self._check_open()
-        if self._session.ranks.world == 1:
-            self.check_complete(user)  # it can go on after that
-        self._ended = True
-        return self._commit.run(user)
+        try:
+            if self._session.ranks.world == 1:
+                self.check_complete(user)  # it can go on after that
+            self._ended = True
+            return self._commit.run(user)
+        except MissingObject as error:
+            self._check_chain_is_kept(error)
+            raise
+
+    def _check_chain_is_kept(self, missing: MissingObject) -> None:
+        """Raise `DoesNotApply` if the chain that this save reads was folded since it began: then nothing is corrupt."""
+        session = self._session
+        try:
+            newest = session.log.latest().record
+        except CnrStoreError:
+            return  # what was missing is the error to tell
+        left = {entry.seg for entry in session.head.record.chain} - {entry.seg for entry in newest.chain}
+        if any((missing.path or "").startswith(segment_prefix(name)) for name in left):
+            raise DoesNotApply(
+                f"segments that this save reads were folded since it began, by commit record {newest.v} at the latest, "
+                "and deleted: it was open for longer than garbage collection waits; save again",
+                version=newest.v, found=missing.path,
+            ) from missing  # fmt: skip
 
     def check_complete(self, user: Mapping[str, JsonValue] | None) -> None:
         """See `cnr_store.committing.Share`."""

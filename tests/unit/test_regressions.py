@@ -9,7 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cnr_store import BadInput, BadShape, CorruptStore, DoesNotApply, StorageFailure, Store, TableOptions
+from cnr_store import (
+    BadInput,
+    BadShape,
+    CorruptStore,
+    DoesNotApply,
+    RetentionPolicy,
+    StorageFailure,
+    Store,
+    TableOptions,
+)
 from cnr_store.compaction import compact
 from cnr_store.gc import collect_garbage
 from cnr_store.storage import storage_from_filesystem
@@ -356,3 +365,35 @@ def test_a_save_that_could_not_follow_compaction_leaves_the_writer_as_it_was() -
         txn.write_rows("t", np.asarray([0]), values[[3]])
 
     assert np.array_equal(store.snapshot().table("t").read(), values[[3, 1, 2, 3]])
+
+
+def test_a_save_whose_chain_was_folded_and_deleted_meanwhile_is_told_so_and_not_that_the_store_is_corrupt() -> None:
+    """A one-shot delta reads which rows the chain changed: it raised MissingObject, "run `cnr verify`"."""
+    files = IsolatedMemoryFileSystem()
+    values = np.zeros((4, 2), np.float32)
+    store, other = (
+        Store.create_on(storage_from_filesystem(files, "/root"), threads=1),
+        Store.open_on(storage_from_filesystem(files, "/root"), threads=1),
+    )
+    writer = store.writer()
+    with writer.begin(0) as txn:
+        txn.write_table("t", values, options=TableOptions(scale=1.0))
+    rows = np.asarray([0, 2])  # a gap between them, or their ids need no object
+    for step in (1, 2, 3):
+        values[rows] = step
+        with writer.begin(step) as txn:
+            txn.write_rows("t", rows, values[rows])
+
+    txn = writer.begin(4, base="baseline")
+    txn.write_rows("t", rows, values[rows])
+    assert compact(other, run=(1, 4)).outcome == "committed"
+    policy = RetentionPolicy(keep_last=1)
+    collect_garbage(other, policy=policy, grace_s=0.0, orphan_age_s=86_400.0, dry_run=False, force=True)
+    with pytest.raises(DoesNotApply, match="folded since it began"):
+        txn.commit()
+    txn.abort()
+    with writer.begin(4, base="baseline") as again:
+        again.write_rows("t", rows, values[rows])
+
+    assert len(store.head().record.chain) == 2
+    assert np.array_equal(store.snapshot().table("t").read(), values)
