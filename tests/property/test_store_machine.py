@@ -7,6 +7,7 @@ from what the writer wrote.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +38,7 @@ from cnr_store import (
 from cnr_store.log import RetryPolicy
 from cnr_store.placement import Shard
 from cnr_store.storage import storage_from_filesystem
-from cnr_store.testing.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
+from cnr_store.testing.faulty import Call, Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
 from tests.store_oracle import (
     ABSENT,
     CODED,
@@ -61,6 +62,9 @@ class Flaky(FaultyFileSystem):
 
     def arm(self, fault: Fault | None) -> None:
         self._fault, self._hits_left = fault, 0 if fault is None else fault.calls
+
+    def meet(self, on_call: Callable[[Call], None] | None) -> None:
+        self._on_call = on_call
 
 
 @dataclass
@@ -413,7 +417,7 @@ class StoreMachine(RuleBasedStateMachine):
     def reopen(self, mirror: Any, in_outputs: bool) -> None:
         """A new process takes over; the old writer is fenced."""
         self.fs = Flaky(self.inner)
-        store = Store.open_on(storage_from_filesystem(self.fs, "/root"), threads=1, retry=QUICK)
+        store = self.open_store(self.fs)
         writer = store.writer(mirror=mirror)
         stale, old_store = self.writer, self.store
         if stale.is_synced:
@@ -425,6 +429,10 @@ class StoreMachine(RuleBasedStateMachine):
         old_store.close()
         self.store, self.writer = store, writer
         self.restored(writer, in_outputs)
+
+    def open_store(self, fs: Any) -> Store:
+        """The store as a process sees it whose file system that is."""
+        return Store.open_on(storage_from_filesystem(fs, "/root"), threads=1, retry=QUICK)
 
     def restored(self, writer: Writer, in_outputs: bool) -> None:
         """Restore, in place if asked for, and learn what a one-shot delta must hold."""
@@ -508,9 +516,9 @@ def compare(store: Store, snapshot: Any, state: State, rng: np.random.Generator)
     assert store is not None
 
 
-def run(examples: int, steps: int) -> None:
+def run(examples: int, steps: int, machine: type[StoreMachine] = StoreMachine) -> None:
     run_state_machine_as_test(
-        StoreMachine,
+        machine,
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,
