@@ -76,6 +76,7 @@ class _Schedule:
         """Let another actor move, if there is one: this one has ended, or (-1) none has moved yet."""
         if index != self._current:
             self.misuse = RuntimeError(f"actor {index} ended out of turn: it has several threads")
+            return  # whose turn it is goes on, and passes on itself
         chosen = self._choose()
         if chosen < 0:
             self.over.release()

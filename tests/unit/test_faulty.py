@@ -9,6 +9,7 @@ import pytest
 from fsspec.exceptions import FSTimeoutError
 
 from cnr_store.testing.faulty import (
+    Call,
     Fault,
     FaultKind,
     FaultyFileSystem,
@@ -207,6 +208,33 @@ def test_schedule_interleaves_actors_and_repeats_by_seed() -> None:
     assert orders == [worlds_order(seed) for seed in range(20)]
     assert len({tuple(order) for order in orders}) > 5
     assert all(sorted(order) == [*"aaaabbbb"] for order in orders)
+
+
+def test_a_slow_actor_moves_seldom_while_others_do() -> None:
+    def actor(on_call: Callable[..., None]) -> None:
+        fs = FaultyFileSystem(IsolatedMemoryFileSystem(), on_call=on_call)
+        for _ in range(100):
+            fs.pipe_file("/x", b"")
+
+    order = run_schedule([actor, actor], 1, speeds=(0.1, 1.0))
+
+    assert order[:100].count(0) < 30
+    assert len(order) == 202
+
+
+def test_a_storage_call_of_an_actor_whose_turn_it_is_not_is_refused() -> None:
+    pauses: list[Callable[..., None]] = []
+
+    def owner(on_call: Callable[..., None]) -> None:
+        pauses.append(on_call)
+
+    def another_thread(on_call: Callable[..., None]) -> None:
+        while not pauses:
+            on_call(Call(0, "read", "/x"))
+        pauses[0](Call(0, "read", "/x"))  # as a second thread of the owner would
+
+    with pytest.raises(RuntimeError, match="several threads"):
+        run_schedule([owner, another_thread], 1)
 
 
 def test_error_of_an_actor_reaches_the_caller() -> None:
