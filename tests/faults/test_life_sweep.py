@@ -426,7 +426,7 @@ CI_FAULTS = (FaultKind.CRASH, FaultKind.CRASH_AFTER, FaultKind.FAIL_BEFORE, Faul
 
 
 def test_a_life_survives_a_fault_at_some_storage_calls_of_each_process() -> None:
-    count = sweep(CI_FAULTS, every=23)
+    count = sweep(CI_FAULTS, every=17)
     sys.stdout.write(f"{count}\n")
 
     assert not count.failures, str(count)
