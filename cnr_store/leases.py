@@ -13,10 +13,18 @@ import uuid
 from collections.abc import Callable
 from types import TracebackType
 
-from cnr_store.errors import BadInput, NotFound, StorageFailure, VersionExpired, VersionNotFound
-from cnr_store.layout import CURSORS, READER_LEASES, branch_of, check_name, cursor_key, reader_lease_key
+from cnr_store.errors import BadInput, BadName, CorruptStore, NotFound, StorageFailure, VersionExpired, VersionNotFound
+from cnr_store.layout import (
+    CURSORS,
+    READER_LEASES,
+    branch_of,
+    check_name,
+    cursor_key,
+    is_branch_name,
+    reader_lease_key,
+)
 from cnr_store.log import CommitLog
-from cnr_store.records import Cursor, ReaderLease, canonical_json, decode_document, is_live
+from cnr_store.records import MAX_RECORD_BYTES, Cursor, ReaderLease, canonical_json, decode_document, is_live
 from cnr_store.storage import Storage
 
 CLOCK_TOLERANCE_MS = 300_000
@@ -74,13 +82,12 @@ class Lease:
         """
         ttl_s = self._ttl_s if ttl_s is None else ttl_s
         _check_ttl(ttl_s)
-        now_ms = self._clock_ms()
-        had_ended = now_ms >= self.expires_ms
-        expires_ms = now_ms + int(ttl_s * 1000)
+        expires_ms = self._clock_ms() + int(ttl_s * 1000)
         document = ReaderLease(
             version=self.version, branch=branch_of(self._log.prefix), expires_ms=expires_ms, holder=self._holder
         )
         self._storage.put(self._key, canonical_json(document))
+        had_ended = self._clock_ms() >= self.expires_ms  # by now: a put that took long may have come too late
         self.expires_ms = expires_ms
         if had_ended:
             self._check_live()
@@ -160,7 +167,7 @@ def put_cursor(
         _check_ttl(ttl_s)
     key, now_ms, branch = cursor_key(name), clock_ms(), branch_of(log.prefix)
     before = storage.read(key)
-    if before is not None and (other := decode_document(before, Cursor, key)).branch != branch:
+    if before is not None and (other := _decode_cursor(before, key)).branch != branch:
         raise BadInput(f"cursor {name!r} belongs to another branch ({other.branch or 'none'}); choose another name")
     expires_ms = None if ttl_s is None else now_ms + int(ttl_s * 1000)
     cursor = Cursor(
@@ -205,12 +212,15 @@ def read_leases(storage: Storage) -> dict[str, ReaderLease]:
     AccessDenied, StorageFailure
     """
     found = _read_all(storage, READER_LEASES)
-    return {key: decode_document(data, ReaderLease, key) for key, data in found.items()}
+    leases = {key: decode_document(data, ReaderLease, key) for key, data in found.items()}
+    for key, lease in leases.items():
+        _check_hold(lease, key)
+    return leases
 
 
 def read_cursors(storage: Storage) -> dict[str, Cursor]:
     """Return every cursor by name, ended ones too; as `read_leases`."""
-    cursors = (decode_document(data, Cursor, key) for key, data in _read_all(storage, CURSORS).items())
+    cursors = (_decode_cursor(data, key) for key, data in _read_all(storage, CURSORS).items())
     return {cursor.name: cursor for cursor in cursors}
 
 
@@ -220,8 +230,42 @@ def is_held(expires_ms: int | None, now_ms: int) -> bool:
 
 
 def _read_all(storage: Storage, folder: str) -> dict[str, bytes]:
-    contents = ((stat.key, storage.read(stat.key)) for stat in storage.list_objects(folder))
-    return {key: data for key, data in contents if data is not None}
+    found = {}
+    for stat in storage.list_objects(folder):
+        data = storage.read(stat.key, start=0, stop=MAX_RECORD_BYTES + 1)
+        if data is None:
+            continue
+        if len(data) > MAX_RECORD_BYTES:
+            raise CorruptStore(
+                f"{stat.key} has {stat.size_bytes} bytes, a hold at most {MAX_RECORD_BYTES}; delete it if it is none",
+                path=stat.key, expected=MAX_RECORD_BYTES, found=stat.size_bytes,
+            )  # fmt: skip
+        found[stat.key] = data
+    return found
+
+
+def _decode_cursor(data: bytes, key: str) -> Cursor:
+    """The cursor at ``key``. One under another's name would stand in for it, and that one would hold nothing."""
+    cursor = decode_document(data, Cursor, key)
+    _check_hold(cursor, key)
+    try:
+        expected = cursor_key(cursor.name)
+    except BadName:
+        expected = None
+    if expected != key:
+        raise CorruptStore(
+            f"{key} says that it is cursor {cursor.name[:80]!r}; it was copied, delete it", path=key, expected=expected
+        )
+    return cursor
+
+
+def _check_hold(hold: ReaderLease | Cursor, key: str) -> None:
+    if hold.version < 0 or (hold.branch and not is_branch_name(hold.branch)):
+        raise CorruptStore(
+            f"{key} holds version {hold.version} of branch {hold.branch[:80]!r}, which cannot be one; delete it if "
+            "nobody needs it",
+            path=key, found=hold.branch[:80],
+        )  # fmt: skip
 
 
 def _check_version(log: CommitLog, version: int) -> None:

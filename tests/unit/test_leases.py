@@ -16,7 +16,7 @@ from cnr_store.layout import CURSORS, READER_LEASES, cursor_key
 from cnr_store.leases import CLOCK_TOLERANCE_MS, is_held, read_cursors, read_leases, take_lease
 from cnr_store.log import CommitLog
 from cnr_store.rebase import draft_after, rebase_expire
-from cnr_store.records import LogEntry, canonical_json
+from cnr_store.records import MAX_RECORD_BYTES, LogEntry, canonical_json
 from cnr_store.storage import Storage, storage_from_filesystem
 from cnr_store.store import writer_info
 from cnr_store.testing.faulty import IsolatedMemoryFileSystem
@@ -33,6 +33,21 @@ def store() -> Store:
             with writer.begin(step, kind="full") as txn:
                 txn.write_table("t", np.full((4, 2), step, np.float32))
     return made
+
+
+class SlowPut:
+    """A storage whose puts take their time."""
+
+    def __init__(self, storage: Storage, now: list[int]) -> None:
+        self.takes_ms = 0
+        self._storage, self._now = storage, now
+
+    def put(self, key: str, data: bytes) -> None:
+        self._now[0] += self.takes_ms
+        self._storage.put(key, data)
+
+    def delete(self, found: list[str]) -> None:
+        self._storage.delete(found)
 
 
 def expire_below(store: Store, floor: int) -> None:
@@ -131,6 +146,19 @@ def test_a_lease_that_had_ended_is_renewed_only_while_its_version_lives(store: S
     assert keys(store, READER_LEASES) == []
 
 
+def test_a_renewal_that_took_too_long_looks_whether_its_version_lives(store: Store) -> None:
+    now = [1_000_000]
+    faulty = SlowPut(store.storage, now)
+    lease = take_lease(faulty, store.commit_log, 3, ttl_s=1, holder="h", clock_ms=lambda: now[0])  # type: ignore[arg-type]  # it puts and deletes
+    expire_below(store, 4)
+    faulty.takes_ms = CLOCK_TOLERANCE_MS + 1000
+
+    with pytest.raises(VersionExpired):
+        lease.renew()
+
+    assert keys(store, READER_LEASES) == []
+
+
 def test_a_lease_counts_for_a_while_behind_its_end_because_clocks_differ() -> None:
     assert is_held(1000, 1000 + CLOCK_TOLERANCE_MS - 1)
     assert not is_held(1000, 1000 + CLOCK_TOLERANCE_MS)
@@ -199,6 +227,36 @@ def test_a_hold_that_cannot_be_read_is_an_error_that_names_it(store: Store, dama
         store.cursors()
 
     assert found.value.path == cursor_key("c")
+
+
+def test_a_copy_of_a_cursor_does_not_stand_in_for_it(store: Store) -> None:
+    store.register_cursor("c", 2)
+    data = store.storage.read(cursor_key("c"))
+    assert data is not None
+    store.storage.put(cursor_key("d"), data.replace(b'"version":2', b'"version":4'))
+
+    with pytest.raises(CorruptStore, match="cursor 'c'") as found:
+        store.cursors()
+
+    assert found.value.path == cursor_key("d")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"branch": "../../data"}, {"branch": "0" * 31}, {"version": -1}, {"holder": "h" * MAX_RECORD_BYTES}]
+)
+def test_a_hold_that_cannot_be_one_is_an_error_that_names_it(store: Store, changes: dict[str, str | int]) -> None:
+    store.register_cursor("c", 3)
+    store.lease(3)
+    (lease_key,) = keys(store, READER_LEASES)
+    for key, read in ((cursor_key("c"), read_cursors), (lease_key, read_leases)):
+        data = store.storage.read(key)
+        assert data is not None
+        store.storage.put(key, canonical_json({**msgspec.json.decode(data), **changes}))
+
+        with pytest.raises(CorruptStore) as found:
+            read(store.storage)
+
+        assert found.value.path == key
 
 
 def test_documents_meet_their_schemas_and_a_newer_field_is_allowed(store: Store) -> None:
