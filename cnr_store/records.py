@@ -36,6 +36,8 @@ _ARRAY_DTYPES = frozenset(
 )
 _CARRIERS = {"float32": "float32", "float16": "float16", "bfloat16": "uint16"}
 MAX_SHIFT = 31
+MAX_SHIFT_IN_CHAIN = 8
+"""Halvings between the segments of a chain: differences of codes of the coarsest fit int32 in the finest's unit."""
 MIN_SCALE, MAX_SCALE = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127 / 2.0**22
 """The scales that decode every code to a finite, normal number or zero."""
 

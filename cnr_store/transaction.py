@@ -38,6 +38,7 @@ from cnr_store.placement import Shard
 from cnr_store.ranks import together
 from cnr_store.records import (
     MAX_SHIFT,
+    MAX_SHIFT_IN_CHAIN,
     MIN_SCALE,
     LogEntry,
     Manifest,
@@ -486,7 +487,8 @@ class Transaction:
         ------
         TableNotFound
         BadInput
-            Not the first save after a restore, no lattice with a mirror, or codes would leave their range.
+            Not the first save after a restore, no lattice with a mirror, or codes would leave their range: those that
+            the table has, or, after more than 8 halvings since the chain's baseline, those that it had.
         """
         self._check_open()
         schema = self._schema(table)
@@ -503,6 +505,16 @@ class Transaction:
             raise BadInput(f"refine table {table!r} once, before writing its rows", table=table)
         halvings = checked_size(table, "halvings", halvings, least=1)
         finer = msgspec.structs.replace(schema, shift=schema.shift + halvings)
+        assert session.snapshot is not None  # a restored writer has one
+        begin = session.snapshot.plan(table).batches[0].segment
+        coarsest = session.snapshot.manifests[begin].tables[table].shift
+        if finer.shift - coarsest > MAX_SHIFT_IN_CHAIN:
+            raise BadInput(
+                f"table {table!r} cannot be refined by {halvings} halvings: its chain would hold codes of scales "
+                f"{finer.shift - coarsest} halvings apart, at most {MAX_SHIFT_IN_CHAIN} fit 32 bits; fold the chain "
+                "into its baseline first (compact), or choose a scale in a full",
+                table=table, expected=MAX_SHIFT_IN_CHAIN, found=finer.shift - coarsest,
+            )  # fmt: skip
         smallest = schema.encoding.scale * 0.5**finer.shift
         is_in_range = finer.shift <= MAX_SHIFT and smallest >= MIN_SCALE
         refined: list[Shard] = []

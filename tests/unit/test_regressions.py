@@ -397,3 +397,37 @@ def test_a_save_whose_chain_was_folded_and_deleted_meanwhile_is_told_so_and_not_
 
     assert len(store.head().record.chain) == 2
     assert np.array_equal(store.snapshot().table("t").read(), values)
+
+
+def test_a_scale_is_not_refined_beyond_what_the_codes_of_the_chain_allow(store: Store) -> None:
+    """A row that had once been large, in a chain refined by 10 halvings, made an acknowledged save unreadable."""
+    values = np.full((3, 2), 2.0**21, np.float32)
+    rows = np.arange(3)
+
+    def refine(step: int, halvings: int) -> None:
+        with store.writer() as writer:
+            writer.restore()
+            with writer.begin(step=step) as txn:
+                txn.refine_scale("t", halvings)
+
+    with store.writer() as writer:
+        with writer.begin(step=0) as txn:
+            txn.write_table("t", values, options=TableOptions(scale=1.0))
+        for step, sign in ((1, -1), (2, 1)):
+            with writer.begin(step=step) as txn:
+                txn.write_rows("t", rows, sign * values)
+        with writer.begin(step=3) as txn:
+            txn.write_rows("t", rows, np.ones((3, 2), np.float32))
+
+    with pytest.raises(BadInput, match="9 halvings apart"):
+        refine(4, 9)
+    refine(4, 8)
+    with pytest.raises(BadInput, match="compact"):
+        refine(5, 1)
+    assert np.array_equal(store.snapshot().table("t").read(), np.ones((3, 2)))
+    compact(store, run=(1, 5))
+    assert np.array_equal(store.snapshot().table("t").read(), np.ones((3, 2)))
+    compact(store, run=(0, 2))
+    refine(5, 8)
+
+    assert np.array_equal(store.snapshot().table("t").read(), np.ones((3, 2)))
