@@ -7,6 +7,7 @@ note that is lost, old or wrong costs work and nothing else, because nothing is 
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from cnr_store.errors import CnrStoreError, StorageFailure
-from cnr_store.layout import COMPACTION_LEASE, check_segment_name, segment_name
+from cnr_store.layout import COMPACTION_LEASE, segment_name
 from cnr_store.log import CommitLog
 from cnr_store.records import CommitRecord, LogEntry, canonical_json
 from cnr_store.storage import Storage
@@ -23,7 +24,11 @@ from cnr_store.store import LIBRARY
 MAX_RECORDS = 256
 """A compaction is not taken up behind more records than this: each of them is read."""
 
+MAX_LEASE_S = 86_400.0
+"""A note that claims to hold for longer is of a wrong clock, or of nobody: it must not keep all others away."""
+
 _WRITERS_OF_BYTES = ("numpy", "numcodecs", "pcodec")
+_TASK = re.compile("[0-9]{1,9}")
 
 
 class CompactionLease(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,23 +68,23 @@ class LeasePlace:
             if data is None:
                 return None
             lease = _DECODER.decode(data)
-            check_segment_name(lease.segment)
-        except (CnrStoreError, msgspec.MsgspecError, UnicodeDecodeError):
+            # By its whole name: whoever goes on reads the records since ``base``, so that must be the segment's own.
+            return lease if lease.segment == segment_name(lease.base, lease.txn) else None
+        except (CnrStoreError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None  # what a note that cannot be read would have saved is done again
-        return lease if lease.segment.endswith(f"-{lease.txn}") else None
 
     def is_live(self, lease: CompactionLease) -> bool:
         """Whether its holder is believed to be at work."""
-        return self._clock_ms() < lease.expires_ms
+        return 0 < lease.expires_ms - self._clock_ms() <= MAX_LEASE_S * 1000
 
     def hold(self, lease: CompactionLease, length_s: float) -> HeldLease:
         """Put the note, as the note of this call."""
         return HeldLease(self, lease, length_s)
 
     def put(self, lease: CompactionLease, length_s: float) -> None:
-        """Put the note with ``length_s`` to go. The work goes on without it if it cannot be put."""
+        """Put the note with ``length_s`` to go, a day at most. The work goes on without it if it cannot be put."""
         try:
-            expires_ms = self._clock_ms() + int(length_s * 1000)
+            expires_ms = self._clock_ms() + int(min(length_s, MAX_LEASE_S) * 1000)
             self._storage.put(self._key, canonical_json(msgspec.structs.replace(lease, expires_ms=expires_ms)))
         except StorageFailure:
             pass  # others may then do the same work, and one of them for nothing
@@ -152,4 +157,4 @@ def is_open(lease: CompactionLease, log: CommitLog, head: LogEntry) -> bool:
 
 def receipts_of(lease: CompactionLease) -> Mapping[int, str]:
     """Return the tasks that the note calls done, and the sha256 of their receipts. Pure."""
-    return {int(task): digest for task, digest in lease.done.items() if task.isdecimal()}
+    return {int(task): digest for task, digest in lease.done.items() if _TASK.fullmatch(task)}

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
+import msgspec
+
 from cnr_store.compaction.engines import Bench, Done, Engine, Job, check_engine, run_tasks
 from cnr_store.compaction.lease import (
     HeldLease,
@@ -258,7 +260,7 @@ def _take_up(
         kind = plan.head.record.chain[where[0]].kind
         again = _plan_of(store, plan.head, plan.readers, Run(*where, kind, "begun by an earlier compaction"))
         if (old.plan, old.libraries) == (again.digest, libraries()) and not (is_bound and again.names != plan.names):
-            plan, note = again, old
+            plan, note = again, msgspec.structs.replace(old, holder=writer_info().host)
     if note is None:
         note = new_lease(plan.names, plan.head.record.v, plan.digest, writer_info().host)
     held = place.hold(note, lease_s)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -244,11 +245,65 @@ def test_a_committed_transaction_is_not_committed_again_after_a_rollback(store: 
     training.check()
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b'{"txn": 3}', b"\xff"])
+DEEP = b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b'{"txn": 3}', b"\xff", DEEP], ids=["", "{", "typed", "bytes", "deep"])
 def test_a_lease_that_cannot_be_read_is_nobodys(store: Store, training: Training, data: bytes) -> None:
     store.storage.put(COMPACTION_LEASE, data)
 
     assert finish(store, training).reused_tasks == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "reused"),
+    [
+        ({"done": {"9" * 5000: "0" * 64}}, 0),
+        ({"done": {"-1": "0" * 64, "1e3": "x", "\u0663": "x"}}, 0),
+        ({"segment": f"{0:020d}-{'0' * 32}"}, 0),
+        ({"base": -1}, 0),
+        ({"run": ()}, 0),
+        ({"expires_ms": 2**62}, 2),
+    ],
+    ids=["digits", "names", "segment", "base", "run", "expires"],
+)
+def test_a_lease_that_says_what_no_compaction_says_costs_work_at_most(
+    store: Store, training: Training, change: dict[str, Any], reused: int
+) -> None:
+    with pytest.raises(Stopped):
+        compact(store, run=ALL, progress=stop_behind(2))
+    old = lease_of(store)
+    store.storage.put(COMPACTION_LEASE, msgspec.json.encode(msgspec.structs.replace(old, **change)))
+
+    assert finish(store, training).reused_tasks == reused
+
+
+def test_a_lease_that_hides_that_its_segment_was_committed_does_not_alter_it(store: Store, training: Training) -> None:
+    """Its base is later than that of the segment, so that nobody would read the record that committed it."""
+    version = store.latest_version()
+    first = compact(store, run=ALL)
+    store.rollback(version)
+    old = lease_of(store)
+    late = msgspec.structs.replace(old, base=store.latest_version())
+    store.storage.put(COMPACTION_LEASE, msgspec.json.encode(late))
+    before = objects_in(store, old.segment)
+
+    assert finish(store, training).reused_tasks == 0
+
+    assert objects_in(store, old.segment) == before
+    assert bytes_of(store.snapshot(version=first.version)) == bytes_of(store.snapshot())
+
+
+def test_who_goes_on_with_a_compaction_is_who_holds_its_lease(store: Store, training: Training) -> None:
+    with pytest.raises(Stopped):
+        compact(store, run=ALL, progress=stop_behind(2))
+    abandoned = msgspec.structs.replace(lease_of(store), holder="somewhere:1")
+    store.storage.put(COMPACTION_LEASE, msgspec.json.encode(abandoned))
+
+    finish(store, training)
+
+    assert lease_of(store).txn == abandoned.txn
+    assert lease_of(store).holder == writer_info().host
 
 
 def test_somebody_elses_lease_on_a_run_that_is_gone_holds_nobody_up(store: Store, training: Training) -> None:
