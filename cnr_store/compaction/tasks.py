@@ -53,7 +53,8 @@ def foldable_run(manifests: Sequence[Manifest], run: Run) -> Run:
 
     A delta holds differences, and a row may have changed in some of its columns only: parts that are cut at other
     columns cannot be put into one delta. Then the longest stretch between two such changes is folded, or, if there is
-    none of two segments, everything from the baseline to the end of the run, whose rows are whole.
+    none of two segments, everything from the baseline to the end of the run, whose rows are whole. The same where the
+    parts of a segment do not make a table up.
 
     Parameters
     ----------
@@ -153,7 +154,7 @@ def check_states(parts: Sequence[PartEntry], last: Manifest) -> None:
 
 
 def _is_one_delta(manifests: Sequence[Manifest], start: int, stop: int) -> bool:
-    """Whether the segments [start, stop) can be one delta: by their column ranges, and by the lives of the tables."""
+    """Whether the segments [start, stop) can be one delta: by their parts, and by the lives of the tables."""
     last = manifests[stop - 1]
     for table, schema in last.tables.items():
         begin = stop - 1
@@ -161,6 +162,9 @@ def _is_one_delta(manifests: Sequence[Manifest], start: int, stop: int) -> bool:
             begin -= 1
         if begin > start and _continues(manifests[start - 1], table, schema):
             return False  # a later life that looks like the one before the run would be taken for it
+        areas = (Rectangle(part.rows, part.columns).area for part in last.parts if part.table == table)
+        if schema.keys == "dense" and sum(areas) != schema.num_rows * schema.dim:
+            return False  # a delta has the parts of its last segment: what lies outside of them would be lost
         ranges = sorted({one for manifest in manifests[begin:stop] for one in _column_ranges(manifest, table)})
         if any(right[0] < left[1] for left, right in pairwise(ranges)):
             return False  # cut at other columns from segment to segment, or from rows to rows

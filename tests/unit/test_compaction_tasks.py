@@ -228,6 +228,17 @@ def test_deltas_that_cut_other_columns_in_other_rows_go_into_the_baseline() -> N
     assert (found.start, found.stop, found.kind) == (0, 3, "baseline")
 
 
+def test_deltas_whose_parts_do_not_make_the_table_up_go_into_the_baseline() -> None:
+    tables = {"t": schema_of(10, 4)}
+    manifests = chain_of(tables, *[{"t": whole(10, 4)}] * 3, {"t": [((0, 5), (0, 4))]}, {})
+
+    runs = [foldable_run(manifests, Run(1, stop, "delta", "asked for")) for stop in (3, 4, 5)]
+
+    assert [(run.start, run.stop, run.kind) for run in runs] == [(1, 3, "delta")] * 3
+    assert foldable_run(manifests, Run(2, 4, "delta", "asked for")).kind == "baseline"
+    assert pieces_of(plan_tasks(manifests, everything(manifests)))["t"] == [Rectangle((0, 10), (0, 4))]
+
+
 def test_parts_without_rows_do_not_stand_in_the_way() -> None:
     tables = {"t": schema_of(10, 6)}
     manifests = chain_of(
