@@ -44,7 +44,7 @@ from cnr_store.storage import storage_from_filesystem
 from cnr_store.testing.faulty import Call, Fault, FaultKind
 from tests.property.test_store_machine import QUICK, Flaky, State, StoreMachine, compare, run
 from tests.retention_model import NOTHING_SAVED, LogModel, Rules
-from tests.store_oracle import CODED, same_bits
+from tests.store_oracle import CODED
 
 HOUR_MS = 3_600_000
 MOST_BRANCHES = 2
@@ -432,11 +432,13 @@ class MaintainedStoreMachine(StoreMachine):
         """The objects under ``data/`` are those that live versions need, and those of holds on ended branches."""
         needed: dict[str, set[str]] = {}
         for line in self.lines:
-            for version in line.log.live():
-                for reader in line.store.snapshot(version).readers:
-                    if reader.name not in needed:
-                        paths = {MANIFEST, *(entry.path for entry in reader.manifest.objects)}
-                        needed[reader.name] = {segment_key(reader.name, path) for path in paths}
+            # A store of its own: the writer's only thread may be in the save that this collection meets.
+            with self.open_line(line) as store:
+                for version in line.log.live():
+                    for reader in store.snapshot(version).readers:
+                        if reader.name not in needed:
+                            paths = {MANIFEST, *(entry.path for entry in reader.manifest.objects)}
+                            needed[reader.name] = {segment_key(reader.name, path) for path in paths}
         held = {seg for hold in [*self.leases, *self.cursors.values()] if hold.counts(now_ms) for seg in hold.left}
         listed = {stat.key for stat in self.main.store.storage.list_objects(DATA)}
         found = {key for key in listed if key.split("/")[1] not in held - needed.keys()}
@@ -451,35 +453,39 @@ class MaintainedStoreMachine(StoreMachine):
     def check_versions(self) -> None:
         """Every live version can be opened, by number and by name; every other one is refused."""
         for line in self.lines:
-            log, store = line.log, line.store
-            assert (store.tags(), store.channels()) == (log.tags, log.channels)
-            gone = [one.number for one in log.versions if not log.is_live(one.number)]
-            for version in gone:
-                with pytest.raises(VersionExpired):
-                    store.snapshot(version)
-            if gone:
-                self.check_refused(line, gone[int(self.rng.integers(len(gone)))])
-            for version in self.rng.permutation(sorted(log.live()))[:3].tolist():
-                compare(store, store.snapshot(version), line.states[version], self.rng)
-            for name, version in log.channels.items():
-                compare(store, store.snapshot(channel=name), line.states[version], self.rng)
-            for name, version in log.tags.items():
-                compare(store, store.snapshot(tag=name), line.states[version], self.rng)
-            if self.rng.random() < 0.3:
-                report = verify_store(store, every=True, deep=True, threads=1)
-                assert report.is_sound, report.problems
+            with self.open_line(line) as store:
+                self.check_versions_of(line, store)
         assert {name: pin.version for name, pin in self.main.store.branches().items()} == self.main.log.pins
 
-    def check_refused(self, line: Line, version: int) -> None:
+    def check_versions_of(self, line: Line, store: Store) -> None:
+        log = line.log
+        assert (store.tags(), store.channels()) == (log.tags, log.channels)
+        gone = [one.number for one in log.versions if not log.is_live(one.number)]
+        for version in gone:
+            with pytest.raises(VersionExpired):
+                store.snapshot(version)
+        if gone:
+            self.check_refused(store, gone[int(self.rng.integers(len(gone)))])
+        for version in self.rng.permutation(sorted(log.live()))[:3].tolist():
+            compare(store, store.snapshot(version), line.states[version], self.rng)
+        for name, version in log.channels.items():
+            compare(store, store.snapshot(channel=name), line.states[version], self.rng)
+        for name, version in log.tags.items():
+            compare(store, store.snapshot(tag=name), line.states[version], self.rng)
+        if self.rng.random() < 0.3:
+            report = verify_store(store, every=True, deep=True, threads=1)
+            assert report.is_sound, report.problems
+
+    def check_refused(self, store: Store, version: int) -> None:
         calls: list[Callable[[], Any]] = [
-            partial(line.store.tag, "late", version),
-            partial(line.store.set_channel, "late", version),
-            partial(line.store.lease, version),
-            partial(line.store.register_cursor, f"late.{line.name}", version),
-            partial(line.store.rollback, version),
+            partial(store.tag, "late", version),
+            partial(store.set_channel, "late", version),
+            partial(store.lease, version),
+            partial(store.register_cursor, "late", version),
+            partial(store.rollback, version),
         ]
-        if line is self.main:
-            calls.append(partial(line.store.fork, "late", version))
+        if store.branch is None:
+            calls.append(partial(store.fork, "late", version))
         for call in calls:
             with pytest.raises(VersionExpired):
                 call()
@@ -497,7 +503,8 @@ class MaintainedStoreMachine(StoreMachine):
                 assert mine.arrays.keys() == theirs.arrays.keys()
                 coded = self.state.tables[name].status == CODED  # of other rows the codes are nobody's
                 for array, codes in mine.arrays.items():
-                    assert same_bits(np.asarray(codes)[coded], np.asarray(theirs.arrays[array])[coded]), (name, array)
+                    held, found = np.asarray(codes)[coded], np.asarray(theirs.arrays[array])[coded]
+                    assert np.array_equal(held, found), (name, array, held, found)  # in integers of any width
                 assert mine.digest() == theirs.digest()
 
     def go_on(self) -> None:
@@ -609,7 +616,7 @@ class MaintainedStoreMachine(StoreMachine):
 
 
 def test_a_maintained_store_is_what_the_training_saved() -> None:
-    run(examples=30, steps=12, machine=MaintainedStoreMachine)
+    run(examples=30, steps=22, machine=MaintainedStoreMachine)
 
 
 @pytest.mark.soak
