@@ -167,7 +167,8 @@ class Session:
     def won(self, transaction: Committable, entry: LogEntry) -> None:
         """The transaction is version ``entry.record.v``: move head, snapshot and mirrors to it.
 
-        The commit stays acknowledged if its state cannot be opened behind it; the writer then needs a restore.
+        The commit stays acknowledged if its state cannot be opened behind it, because compaction put another segment
+        into its chain. Where the storage is the reason the next save tries again; else the writer needs a restore.
         """
         known = {reader.name: reader for reader in (self.snapshot.readers if self.snapshot else ())}
         known |= transaction.written_reader()
@@ -176,8 +177,11 @@ class Session:
         self.is_restored = False
         # Until the new state is open the mirrors are nobody's: opening it may read, and so may fail.
         self.snapshot = None
+        snapshot = Snapshot(self.storage, entry, self.workers, known=known, opens=False)
         try:
-            self.snapshot = Snapshot(self.storage, entry, self.workers, known=known)
+            snapshot.open()
+        except StorageFailure as error:
+            logger.warning("version %d is committed, and is opened at the next save: %s", entry.record.v, error)
         except CnrStoreError as error:
             logger.warning("version %d is committed, but cannot be opened: %s", entry.record.v, error)
             self.mirrors.clear()
@@ -188,6 +192,7 @@ class Session:
             # Half moved, the mirrors are no state at all: a delta against them would be acknowledged and unreadable.
             self.forget()
             raise
+        self.snapshot = snapshot
         self.mirrors.is_complete = True
 
     def lost(self, error: BaseException) -> None:

@@ -35,15 +35,45 @@ class Snapshot:
     """
 
     def __init__(
-        self, storage: Storage, entry: LogEntry, workers: Workers, *, known: Mapping[str, SegmentReader] | None = None
+        self,
+        storage: Storage,
+        entry: LogEntry,
+        workers: Workers,
+        *,
+        known: Mapping[str, SegmentReader] | None = None,
+        opens: bool = True,
     ) -> None:
+        """Open the state, or with ``opens=False`` leave that to `open` or the first use; ``known`` are open already."""
         self.record: CommitRecord = entry.record
+        self._storage = storage
         self._workers = workers
-        opened = known or {}
-        missing = [item for item in entry.record.chain if item.seg not in opened]
-        fresh = workers.run(partial(SegmentReader.open, storage, item) for item in missing)
-        readers = {**opened, **{reader.name: reader for reader in fresh}}
-        self.readers: tuple[SegmentReader, ...] = tuple(readers[item.seg] for item in entry.record.chain)
+        self._known = dict(known or {})
+        self._readers: tuple[SegmentReader, ...] | None = None
+        if opens:
+            self.open()
+
+    def open(self) -> None:
+        """Read the manifests that are not known yet; a second call does nothing.
+
+        Raises
+        ------
+        MissingObject, CorruptObject, CorruptStore, StorageFailure
+        """
+        if self._readers is None:
+            chain = self.record.chain
+            missing = [item for item in chain if item.seg not in self._known]
+            fresh = self._workers.run(partial(SegmentReader.open, self._storage, item) for item in missing)
+            readers = {**self._known, **{reader.name: reader for reader in fresh}}
+            self._readers = tuple(readers[item.seg] for item in chain)
+            self._known = {}
+
+    @property
+    def readers(self) -> tuple[SegmentReader, ...]:
+        """The segments of the chain, baseline first."""
+        if self._readers is None:
+            self.open()
+        assert self._readers is not None
+        return self._readers
 
     @property
     def version(self) -> int:

@@ -250,6 +250,8 @@ class Writer:
         step = _checked_step(step)
         if session.open is not None:
             raise SaveInProgress("a transaction of this writer is still open; commit or abort it before the next")
+        if session.snapshot is not None:
+            session.snapshot.open()  # where it could not be opened behind the last commit
         chain = self.head.record.chain
         keep = 1 if base == "baseline" else len(chain)
         if kind == "delta" and (not chain or keep + 1 > MAX_CHAIN or self._is_cut_anew()):

@@ -17,6 +17,7 @@ from cnr_store import (
     CompactionPolicy,
     CorruptStore,
     ReadOnlyStore,
+    StorageFailure,
     Store,
     compact,
     verify_store,
@@ -28,7 +29,7 @@ from cnr_store.rebase import draft_after, rebase_expire
 from cnr_store.records import canonical_json, sha256
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.store import writer_info
-from cnr_store.testing.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
+from cnr_store.testing.faulty import Call, Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
 from format_spec.reader.compare import compare
 from tests.compacted import Training, manifest_in, objects_in
 from tests.snapshot_bytes import bytes_of
@@ -200,6 +201,35 @@ def test_a_live_writer_goes_on_before_during_and_after(store: Store) -> None:
 
     assert verify_store(store, deep=True).is_sound
     assert compare(store.url) > 0
+
+
+def test_a_writer_keeps_its_mirrors_where_the_folded_chain_cannot_be_opened_at_once() -> None:
+    """The save was acknowledged, and the next one needed a restore of all tables."""
+    files, down = IsolatedMemoryFileSystem(), False
+
+    def fail_reads_of_manifests(call: Call) -> None:
+        if down and call.operation == "read" and call.path.endswith(MANIFEST):
+            raise OSError(5, "the backend is down")
+
+    view = FaultyFileSystem(files, on_call=fail_reads_of_manifests)
+    quick = RetryPolicy(deadline_s=0.02, first_delay_s=0.001, max_delay_s=0.002)
+    store = Store.create_on(storage_from_filesystem(view, "/root"), threads=1, retry=quick)
+    training = Training(store)
+    with store.writer() as writer, Store.open_on(storage_from_filesystem(files, "/root"), threads=1) as other:
+        training.full(writer)
+        training.delta(writer)
+        assert compact(other, run=(0, 2)).outcome == "committed"
+
+        down = True
+        training.delta(writer)
+        with pytest.raises(StorageFailure):
+            writer.begin(training.step + 1)
+        down = False
+        training.delta(writer)
+
+        assert [entry.kind for entry in store.head().record.chain] == ["baseline", "delta", "delta"]
+        training.check()
+    assert verify_store(store, deep=True).is_sound
 
 
 def test_a_restored_writer_goes_on_from_a_folded_chain(store: Store, training: Training) -> None:
