@@ -10,11 +10,11 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass
 
-from cnr_store.errors import BadName, BranchExists, BranchNotFound, CorruptRecord, CorruptStore
+from cnr_store.errors import BadName, BranchExists, BranchNotFound, CorruptRecord, CorruptStore, ReadOnlyStore
 from cnr_store.layout import branch_prefix, check_name, commit_key
 from cnr_store.log import CommitLog
 from cnr_store.rebase import draft_after, draft_branch, rebase_fence, rebase_fork
-from cnr_store.records import CommitRecord, LogEntry, Pin, WriterInfo
+from cnr_store.records import CommitRecord, LogEntry, Pin, Superseded, WriterInfo, unknown_writer_features
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +97,16 @@ def close_branch(main: CommitLog, branch: str, writer: WriterInfo) -> None:
     """End the branch of this uuid: close its log, then unpin its fork point. Safe to call again, or beside itself.
 
     After the first step no writer of the branch, open or to come, is told that something was committed; after the
-    second its versions are nobody's, and garbage collection may take what only they needed.
+    second its versions are nobody's, and garbage collection may take what only they needed. Damage of the branch's log
+    does not keep it from its end: torn newest records are superseded.
 
     Raises
     ------
-    CommitStateUnknown, CorruptStore, StorageFailure
+    ReadOnlyStore
+        One of the logs is a newer library's.
+    CorruptStore
+        No record of the branch can be read, or its log is not that of this branch.
+    CommitStateUnknown, StorageFailure
         Call it again; a branch that is closed and pinned stays so until then.
     """
     main.resolve()
@@ -109,7 +114,8 @@ def close_branch(main: CommitLog, branch: str, writer: WriterInfo) -> None:
     pin = head.record.pins.get(branch)
     if pin is None:
         return
-    _close_log(open_branch(main, Branch(branch, pin), writer), writer)
+    _check_writable(head.record, "the store's log")
+    _close_log(_log_to_close(main, Branch(branch, pin), writer), writer)
     pins = {key: other for key, other in head.record.pins.items() if key != branch}
     try:
         main.append(head, draft_after(head.record, "fork", writer, name=branch, pins=pins), rebase_fork)
@@ -117,14 +123,41 @@ def close_branch(main: CommitLog, branch: str, writer: WriterInfo) -> None:
         pass  # Another process has unpinned it meanwhile.
 
 
+def _log_to_close(main: CommitLog, branch: Branch, writer: WriterInfo) -> CommitLog:
+    """The log of a pinned branch, even if its first record is damaged; not one that is known to be another's."""
+    log = main.below(branch_prefix(branch.uuid))
+    try:
+        log.read(0)
+    except CorruptStore:
+        return log
+    return open_branch(main, branch, writer)
+
+
 def _close_log(log: CommitLog, writer: WriterInfo) -> None:
-    head = log.latest()
+    torn: tuple[str, ...] = ()
+    try:
+        head = log.latest()
+    except CorruptStore:
+        head, torn = log.tail()
     if head.record.kind == "close":
         return
+    _check_writable(head.record, f"the log below {log.prefix}")
+    superseded = Superseded(follows=head.digest, torn=torn) if torn else None
+    draft = draft_after(head.record, "close", writer, epoch=head.record.epoch + 1, supersedes=superseded)
     try:
-        log.append(head, draft_after(head.record, "close", writer, epoch=head.record.epoch + 1), rebase_fence)
+        log.append(head, draft, rebase_fence)
     except BranchNotFound:
         pass  # Another process has closed it meanwhile.
+
+
+def _check_writable(head: CommitRecord, what: str) -> None:
+    unknown = unknown_writer_features(head)
+    if unknown:
+        raise ReadOnlyStore(
+            f"{what} uses writer features {unknown} that this library does not know; it can only be read",
+            version=head.v,
+            found=unknown,
+        )
 
 
 def _first_record(main: CommitLog, branch: Branch, writer: WriterInfo) -> tuple[CommitRecord, LogEntry]:

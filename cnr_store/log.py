@@ -208,6 +208,33 @@ class CommitLog:
             self._check_parent(entry, sha256(seen[newest - 1]))
         return self._complete(entry)
 
+    def tail(self) -> tuple[LogEntry, tuple[str, ...]]:
+        """Return the newest record that can be read, and the sha256 of the bytes at each position behind it.
+
+        As `latest`, and a GET for each position that is damaged.
+
+        Raises
+        ------
+        CorruptStore
+            None can be read, or a position is empty.
+        StorageFailure, UnknownFeature
+        """
+        torn: list[str] = []
+        newest = self._gallop(self._read_hint(), {})
+        for version in range(newest, -1, -1):
+            data = self._storage.read(self._key(version))
+            if data is None:
+                raise self._hole(version)
+            try:
+                return self._complete(self._decode(data, version)), tuple(reversed(torn))
+            except CorruptStore:
+                torn.append(sha256(data))
+        raise CorruptStore(
+            f"no record up to log position {newest} can be read; restore the log from a backup",
+            version=newest,
+            path=self._key(newest),
+        )
+
     def poll(self, after: LogEntry) -> LogEntry | None:
         """Return the record behind ``after``, or None if there is none yet. One GET, two with a side object.
 

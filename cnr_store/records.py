@@ -454,7 +454,7 @@ def decode_record(data: bytes, version: int) -> LogEntry:
 
 def _may_supersede(record: CommitRecord, superseded: Superseded) -> bool:
     torn = superseded.torn
-    return 0 < len(torn) < record.v and torn[-1] == record.parent_digest and record.kind == "rollback"
+    return 0 < len(torn) < record.v and torn[-1] == record.parent_digest and record.kind in ("rollback", "close")
 
 
 def parent_of(record: CommitRecord) -> tuple[int, str]:

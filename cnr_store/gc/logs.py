@@ -102,6 +102,8 @@ class LogReader:
     def read(self, branch: str, name: str, progress: Callable[[int], None]) -> LogView:
         """Return the log as it is now: the head by a few GETs, and one GET per live version that is new.
 
+        Nothing of a closed log is needed: if it is damaged its view just has no versions to give up.
+
         Raises
         ------
         CorruptRecord
@@ -116,7 +118,12 @@ class LogReader:
         # Of a branch that has ended nothing is live; what was, is what it gives up.
         head = msgspec.structs.replace(entry.record, kind="fence") if is_closed else entry.record
         below = sorted({version for version in _named_below(head) if is_live(head, version)})
-        versions = [*self._states(below, progress), *self._walk(head, entry.digest, progress)]
+        try:
+            versions = [*self._states(below, progress), *self._walk(head, entry.digest, progress)]
+        except CorruptStore:
+            if not is_closed:
+                raise
+            versions = []  # Its segments go as those that nobody names.
         return LogView(branch, name, entry, tuple(versions), is_closed)
 
     def states(self, versions: Iterable[int]) -> list[LiveVersion]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -39,6 +39,7 @@ from cnr_store.layout import (
     LEASES,
     STATE,
     branch_prefix,
+    commit_key,
     cursor_key,
     is_branch_name,
     is_segment_name,
@@ -47,7 +48,7 @@ from cnr_store.layout import (
 from cnr_store.leases import is_held, read_cursors, read_leases, wall_ms
 from cnr_store.log import CommitLog
 from cnr_store.rebase import draft_after, rebase_expire
-from cnr_store.records import Cursor, LogEntry, ReaderLease, is_live, unknown_writer_features
+from cnr_store.records import Cursor, LogEntry, Pin, ReaderLease, is_live, unknown_writer_features
 from cnr_store.retention import Holds, RetentionPolicy
 from cnr_store.store import Store, writer_info
 
@@ -205,7 +206,7 @@ class _Run:
     def explain(self) -> GcReport:
         """Change nothing: what a run would do now."""
         now_ms = self._clock_ms()
-        logs, folders = self._look()
+        logs, folders = self._look(ended_ms=now_ms)
         logs = _as_if_ended(logs, now_ms)
         plan = self._plan(logs, folders, now_ms, store_ms=now_ms)
         self._note(logs, plan)
@@ -215,10 +216,19 @@ class _Run:
 
     def collect(self) -> GcReport:
         """Expire, then delete what is due."""
+        main = self._read_log("", "", self._main)
+        _check_writable(main)
+        # Before the other logs are read: one that is damaged must not keep everything for ever once its time is over.
+        pins, now_ms = main.head.pins, self._clock_ms()
+        over = {branch: pin for branch, pin in pins.items() if branches.Branch(branch, pin).is_expired(now_ms)}
+        self._end_branches(over, are_closed=False)
         logs = self._read_logs()
         for log in logs:
             _check_writable(log)
-        self._end_branches(logs)
+        pins = logs[0].head.pins
+        self._end_branches(
+            {log.branch: pins[log.branch] for log in logs if log.is_closed and log.branch in pins}, are_closed=True
+        )
         folders, is_settled = self._expire()
         deletion = Deletion(self._storage)
         was_stopped = self._is_late()
@@ -248,15 +258,27 @@ class _Run:
 
     # ---- what there is
 
-    def _read_logs(self) -> list[LogView]:
-        """The store's own log, its branches, and the branches that this run has ended."""
+    def _read_logs(self, *, ended_ms: int | None = None) -> list[LogView]:
+        """The store's own log, its branches, and the branches that this run has ended.
+
+        Branches that cannot be read are left out only if their time was over at ``ended_ms``.
+        """
         main = self._read_log("", "", self._main)
         logs = [main]
         for branch, pin in sorted(main.head.pins.items()):
             log = self._main.below(branch_prefix(branch))
-            if log.read(0) is not None:  # else its creator is on the way, and no writer can be there
+            if not self._has_begun(log):
+                continue  # Its creator is on the way, and no writer can be there.
+            try:
                 logs.append(self._read_log(branch, pin.name, log))
+            except CorruptStore as error:
+                if ended_ms is None or not branches.Branch(branch, pin).is_expired(ended_ms):
+                    error.message += f" (in the log of branch {pin.name!r}: repair it, or drop the branch)"
+                    raise
         return logs + self._ended
+
+    def _has_begun(self, log: CommitLog) -> bool:
+        return self._storage.read(commit_key(0, log.prefix), stop=1) is not None
 
     def _read_log(self, branch: str, name: str, log: CommitLog) -> LogView:
         return self._reader(branch, log).read(branch, name, self._count_records)
@@ -270,9 +292,9 @@ class _Run:
         self._records_read += count
         self._tell("records", self._records_read, self._records_read)
 
-    def _look(self) -> tuple[list[LogView], set[str]]:
+    def _look(self, *, ended_ms: int | None = None) -> tuple[list[LogView], set[str]]:
         """The logs, and the listed segments: behind the heads, so that none is of a record that we have missed."""
-        logs = self._read_logs()
+        logs = self._read_logs(ended_ms=ended_ms)
         folders = {name for name in self._storage.list_folders(DATA) if is_segment_name(name)}
         if strange := unexplained(logs, folders):
             dropped = self._read_dropped(logs, set(strange))
@@ -281,18 +303,25 @@ class _Run:
         return logs, folders
 
     def _read_dropped(self, logs: Sequence[LogView], strange: set[str]) -> list[LogView]:
-        """The branches that somebody has dropped since the last run: where segments that no log names may be from."""
+        """The branches that somebody has dropped since the last run: where segments that no log names may be from.
+
+        What is left of one that was dropped longer ago is as old as orphans have to be.
+        """
         known = {log.branch for log in logs} | set(logs[0].head.pins)
+        since_ms = self._clock_ms() - self._orphan_age_ms
         dropped = []
         for branch in self._storage.list_folders(BRANCHES):
             if branch in known or not is_branch_name(branch):
                 continue
             log = self._main.below(branch_prefix(branch))
-            if log.read(0) is None:
-                continue
-            view = self._read_log(branch, f"dropped {branch}", log)
-            if view.is_closed and strange & referenced_segments(view.versions):
-                dropped.append(view)
+            try:
+                end = log.latest().record
+            except CorruptStore:
+                continue  # Nobody needs it, so it holds nothing up.
+            if end.kind == "close" and end.ts_ms > since_ms:
+                view = self._read_log(branch, f"dropped {branch}", log)
+                if strange & referenced_segments(view.versions):
+                    dropped.append(view)
         return dropped
 
     def _read_holds(self, now_ms: int) -> tuple[list[ReaderLease], list[Cursor]]:
@@ -312,7 +341,7 @@ class _Run:
             if head is not None and is_live(head, hold.version):
                 continue
             log = self._main.below(branch_prefix(hold.branch)) if hold.branch else self._main
-            if head is None and log.read(0) is None:
+            if head is None and not self._has_begun(log):
                 continue
             stop = hold.version + 1
             if isinstance(hold, Cursor):
@@ -398,16 +427,13 @@ class _Run:
 
     # ---- doing it
 
-    def _end_branches(self, logs: Sequence[LogView]) -> None:
-        """Close the branches whose time is over, and finish what a killed process began to close."""
-        closed, now_ms = {log.branch for log in logs if log.is_closed}, self._clock_ms()
-        for branch, pin in sorted(logs[0].head.pins.items()):
-            if branch not in closed and not branches.Branch(branch, pin).is_expired(now_ms):
-                continue
+    def _end_branches(self, ending: Mapping[str, Pin], *, are_closed: bool) -> None:
+        """Close branches, or finish what a killed process began to close."""
+        for branch, pin in sorted(ending.items()):
             branches.close_branch(self._main, branch, writer_info())
             # To its last record, since it has no other afterwards; also where it had none before.
             self._ended.append(self._read_log(branch, pin.name, self._main.below(branch_prefix(branch))))
-            self._records += 1 + (branch not in closed)
+            self._records += 1 if are_closed else 2
 
     def _expire(self) -> tuple[set[str], bool]:
         """Plan and commit until nothing came between; returns the listed segments, and whether it came to an end."""

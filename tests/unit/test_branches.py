@@ -19,6 +19,7 @@ from cnr_store import (
     CorruptRecord,
     CorruptStore,
     Fenced,
+    ReadOnlyStore,
     Store,
     TableOptions,
     VersionExpired,
@@ -31,7 +32,7 @@ from cnr_store import (
 )
 from cnr_store.branches import Branch
 from cnr_store.layout import BRANCHES, DATA, branch_prefix, commit_key, hint_key
-from cnr_store.rebase import draft_after, rebase_expire
+from cnr_store.rebase import draft_after, rebase_expire, rebase_fence
 from cnr_store.records import Pin, encode_record
 from cnr_store.sizes import segment_sizes
 from cnr_store.store import writer_info
@@ -486,6 +487,49 @@ def test_a_torn_record_of_a_branch_hurts_that_branch_alone(store: Store) -> None
     with store.writer() as writer:
         writer.restore()
         save(writer, 4, 3, 4)
+
+
+def test_a_branch_with_torn_newest_records_can_be_dropped_and_its_writer_is_fenced(store: Store) -> None:
+    branch = store.fork("trial")
+    with branch.writer() as writer:
+        writer.restore()
+        newest = save(writer, 4, 3, 4)
+        for version in (newest + 1, newest + 2):
+            store.storage.put(commit_key(version, branch.commit_log.prefix), b'{"v":')
+
+        store.drop_branch("trial")
+
+        with pytest.raises(Fenced):
+            save(writer, 5, 3, 5)
+    end = branch.head().record
+    assert (end.kind, end.v, store.branches()) == ("close", newest + 3, {})
+    assert end.supersedes is not None
+    assert len(end.supersedes.torn) == 2
+    assert [record.v for record in branch.log()] == [newest + 3, *range(newest, -1, -1)]
+
+
+def test_a_branch_that_lost_its_first_record_can_be_dropped(store: Store) -> None:
+    branch = store.fork("trial")
+    with branch.writer() as writer:
+        writer.restore()
+        save(writer, 4, 3, 4)
+    store.storage.put(commit_key(0, branch.commit_log.prefix), b'{"v":')
+
+    store.drop_branch("trial")
+
+    assert (branch.head().record.kind, store.branches()) == ("close", {})
+
+
+def test_a_branch_of_a_newer_library_is_not_dropped(store: Store) -> None:
+    branch = store.fork("trial")
+    head = branch.head()
+    draft = draft_after(head.record, "fence", writer_info(), writer_features=("from_the_future",))
+    branch.commit_log.append(head, draft, rebase_fence)
+
+    with pytest.raises(ReadOnlyStore, match="from_the_future"):
+        store.drop_branch("trial")
+
+    assert list(store.branches()) == ["trial"]
 
 
 def test_a_torn_record_of_the_store_does_not_keep_a_branch_from_training(store: Store) -> None:

@@ -809,6 +809,56 @@ def test_a_branch_whose_time_is_over_is_ended_and_its_segments_go_at_once(store:
         train(trial, 31)
 
 
+def cut(store: Store, key: str) -> None:
+    data = store.storage.read(key)
+    assert data is not None
+    store.storage.put(key, data[: len(data) // 2])
+
+
+@pytest.mark.parametrize("position", [0, 1, -1], ids=["first", "middle", "newest"])
+def test_a_damaged_branch_whose_time_is_over_is_ended_and_holds_nothing_up(store: Store, position: int) -> None:
+    """One unreadable record of an experiment that had ended kept every collection of the store from running."""
+    trial = store.fork("trial", 3, expires_s=3600)
+    train(trial, 30)
+    newest = trial.latest_version()
+    cut(store, commit_key(position % (newest + 1), trial.commit_log.prefix))
+    later = int(time.time() * 1000) + 3_601_000
+
+    said = collect_garbage(store, policy=LAST, clock_ms=lambda: later)
+    collect(store, clock_ms=lambda: later)
+
+    assert said.outcome == "planned"
+    assert (store.branches(), listed(store)) == ({}, referenced(store))
+
+
+def test_a_damaged_branch_that_lives_stops_everything_until_it_is_repaired(store: Store) -> None:
+    trial = store.fork("trial", 3)
+    train(trial, 30)
+    cut(store, commit_key(trial.latest_version(), trial.commit_log.prefix))
+    before = listed(store)
+
+    with pytest.raises(CorruptRecord, match="branch 'trial': repair it, or drop the branch"):
+        collect(store)
+
+    assert listed(store) == before
+    repair_store(trial, dry_run=False)
+    assert collect(store).outcome == "collected"
+
+
+def test_a_damaged_log_of_a_dropped_branch_holds_nothing_up(store: Store) -> None:
+    trial = store.fork("trial", 3)
+    train(trial, 30)
+    store.drop_branch("trial")
+    cut(store, commit_key(1, trial.commit_log.prefix))
+    young = segment_key(segment_name(7, "a" * 32), MANIFEST)
+    store.storage.put(young, b"{}")
+
+    assert collect(store, orphan_age_s=86_400.0).outcome == "collected"
+    collect(store)
+
+    assert listed(store) == referenced(store)
+
+
 def test_a_branch_that_was_dropped_goes_with_the_next_collection_however_young(store: Store) -> None:
     trial = store.fork("trial", 3)
     train(trial, 30)
