@@ -68,16 +68,11 @@ NO_HOLDS = Holds({}, {})
 
 @dataclass(frozen=True, slots=True)
 class VersionVerdict:
-    """Whether one version stays, and why.
-
-    ``is_listed`` says that the version stays by itself, so it must stand in ``kept`` where it is below the floor; one
-    that only a tag, channel or pin keeps lives and dies with that.
-    """
+    """Whether one version stays, and why."""
 
     version: int
     stays: bool
     reason: str
-    is_listed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +82,8 @@ class RetentionPlan:
     Attributes
     ----------
     floor, kept
-        Of that record: every version from ``floor`` on stays, and of those below it ``kept`` and what has a name.
+        Of that record: every version from ``floor`` on stays, and of those below it ``kept``. What a tag, channel or
+        pin names is listed too: once the name is gone the next ``expire`` gives up what only that version needs.
     verdicts
         One per live version, ascending.
     """
@@ -152,9 +148,9 @@ def plan_retention(
             version = here.version
             is_held = version >= floor or here is first or (passed is not None and version >= passed)
             if reason is not None and is_held:
-                verdicts.append(VersionVerdict(version, True, reason, is_listed=True))
+                verdicts.append(VersionVerdict(version, True, reason))
             elif version in holds.leases:
-                verdicts.append(VersionVerdict(version, True, holds.leases[version], is_listed=True))
+                verdicts.append(VersionVerdict(version, True, holds.leases[version]))
             elif version in names:
                 verdicts.append(VersionVerdict(version, True, names[version]))
             elif reason is not None:
@@ -162,7 +158,7 @@ def plan_retention(
             else:
                 newer = versions[runs[newest.get(first.logical, index)].start]
                 verdicts.append(VersionVerdict(version, False, _why_not(first, newer)))
-    kept = tuple(verdict.version for verdict in verdicts if verdict.is_listed and verdict.version < floor)
+    kept = tuple(verdict.version for verdict in verdicts if verdict.stays and verdict.version < floor)
     return RetentionPlan(floor, kept, tuple(verdicts))
 
 
@@ -213,7 +209,7 @@ def _policy_reasons(
 
 
 def _names(head: CommitRecord) -> dict[int, str]:
-    """Version to what names it: these live as long as the name does."""
+    """Version to what names it."""
     names = {pin.version: f"branch {pin.name!r} begins here" for pin in head.pins.values()}
     names |= {version: f"channel {name!r}" for name, version in head.channels.items()}
     return names | {version: f"tag {name!r}" for name, version in head.tags.items()}

@@ -97,7 +97,7 @@ class LogModel:
         floor = max(floor, self.floor)
         first = {stretch[0] for stretch in stretches}
         behind = set() if passed is None else {version for version in live if version >= passed}
-        self.kept = {v for v in (stays & (first | behind)) | (leased & live) if v < floor}
+        self.kept = {v for v in (stays & (first | behind)) | ((leased | self.named) & live) if v < floor}
         self.floor = floor
 
     def stretches(self, live: set[int]) -> list[list[int]]:

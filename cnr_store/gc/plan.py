@@ -234,7 +234,7 @@ def _log_steps(
         new = 0
 
     going = retention.going
-    staying = {verdict.version for verdict in retention.verdicts if verdict.is_listed}
+    staying = {verdict.version for verdict in retention.verdicts if verdict.stays}
     for index, version in enumerate(going):
         names = dooms.get((log.branch, version), ())
         aborted.update((txn_of(name), fresh[txn_of(name)]) for name in names)

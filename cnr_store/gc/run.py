@@ -97,8 +97,7 @@ def collect_garbage(
         From the record that gives a segment up to its deletion: how long a reader without a lease may take.
     orphan_age_s
         How long nothing was written to a segment that no record names before it is given up, by the store's clock. A
-        save that takes longer fails with `TransactionAborted`. What only a tag or channel kept waits so long too, once
-        that is gone.
+        save that takes longer fails with `TransactionAborted`.
     dry_run
         Change nothing and explain. The ages of orphans are then judged by this machine's clock.
     force

@@ -312,6 +312,25 @@ def test_a_superseded_torn_position_does_not_stop_a_collection(store: Store) -> 
     assert table(store) == [4.0, 5.0, 6.0, 4.0]
 
 
+@pytest.mark.parametrize("name", ["tag", "channel", "branch"])
+def test_what_lost_its_name_goes_with_the_next_collection_however_young(store: Store, name: str) -> None:
+    """It counted as a save that never committed, and waited as long as one."""
+    point = 4
+    give = {"tag": store.tag, "channel": store.set_channel, "branch": store.fork}
+    take = {"tag": store.untag, "channel": store.drop_channel, "branch": store.drop_branch}
+    give[name]("x", point)
+    collect_garbage(store, policy=LAST, dry_run=False)
+    assert live(store)[0] == point
+
+    take[name]("x")
+    assert live(store)[0] == point, "until a record says that it has gone"
+    done = collect_garbage(store, policy=LAST, dry_run=False)
+
+    assert [version.reason for version in done.versions if version.version == point] == ["no rule keeps it"]
+    assert (done.named, point in live(store)) == (3, False)
+    assert not [segment for segment in done.segments if segment.state == "young"]
+
+
 # ---- orphans
 
 

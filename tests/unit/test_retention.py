@@ -101,11 +101,17 @@ def test_versions_of_the_last_seconds_stay_superseded_ones_too() -> None:
         ({"pins": {"b" * 32: Pin(version=1, name="trial")}}, "branch 'trial' begins here"),
     ],
 )
-def test_what_has_a_name_stays_with_it_and_is_not_kept_beyond_it(fields: dict[str, Any], why: str) -> None:
+def test_what_has_a_name_stays_and_is_listed_so_that_its_end_is_seen(fields: dict[str, Any], why: str) -> None:
     planned = plan(log(1, 2, 3, 4), ONE, **fields)
 
-    assert (staying(planned), planned.kept) == ([1, 3], ())
+    assert (staying(planned), planned.kept) == ([1, 3], (1,))
     assert reason(planned, 1) == why
+
+
+def test_a_version_that_lost_its_name_goes() -> None:
+    planned = plan([*log(2, start=1), *log(4, start=3)], ONE, floor=3, kept=(1,))
+
+    assert (staying(planned), planned.going, planned.kept) == ([3], (1,), ())
 
 
 def test_a_named_version_that_the_policy_keeps_too_outlives_its_name() -> None:
@@ -167,7 +173,7 @@ def test_the_lists_stay_small_over_a_hundred_thousand_versions() -> None:
 
     planned = plan_retention(record, versions, RetentionPolicy(keep_last=5, keep_every=1000), NO_HOLDS, 0)
 
-    assert len(planned.kept) == 24
+    assert len(planned.kept) == 24 + 1
     assert live_after(record, planned, versions) == staying(planned)
 
 
