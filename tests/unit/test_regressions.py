@@ -18,6 +18,7 @@ from cnr_store import (
     StorageFailure,
     Store,
     TableOptions,
+    verify_store,
 )
 from cnr_store.compaction import compact
 from cnr_store.gc import collect_garbage
@@ -431,3 +432,24 @@ def test_a_scale_is_not_refined_beyond_what_the_codes_of_the_chain_allow(store: 
     refine(5, 8)
 
     assert np.array_equal(store.snapshot().table("t").read(), np.ones((3, 2)))
+
+
+def test_a_table_of_two_parts_is_cut_to_the_size_of_the_first(store: Store) -> None:
+    """The save was refused as DoesNotApply, and again after each restore: a part was compared with the whole table."""
+    values, rows = np.arange(12, dtype=np.float32).reshape(6, 2), np.arange(6)
+    halves = [Rectangle((0, 4), (0, 2)), Rectangle((4, 6), (0, 2))]
+    with store.writer() as writer, writer.begin(step=0) as txn:
+        txn.write_table("t", values, options=TableOptions(scale=1.0))
+    with store.writer(shards={"t": halves}) as writer:
+        writer.restore()
+        with writer.begin(step=1) as txn:
+            for half in halves:
+                at = rows[slice(*half.rows)]
+                txn.write_rows("t", at, values[at] + 1, rectangle=half)
+    with store.writer() as writer:
+        writer.restore()
+        with writer.begin(step=2) as txn:
+            txn.resize_table("t", 4)
+
+    assert np.array_equal(store.snapshot().table("t").read(), values[:4] + 1)
+    assert verify_store(store, deep=True).is_sound
