@@ -151,11 +151,15 @@ def _rows_before(manifests: Sequence[Manifest], start: int, plan: TablePlan) -> 
 
 
 def _base_digest(manifests: Sequence[Manifest], start: int, piece: Piece) -> str | None:
-    """What a run of deltas starts from, as its first segment states it, if the table was there and in the same unit."""
+    """What a run of deltas starts from, as its first segment states it, if the table was there and in the same unit.
+
+    A rectangle at the end of a table that is resized starts from all rows that were there (spec, CNR-DOC-10), so a
+    resize behind the first segment leaves nothing to state; nor does a rectangle without rows.
+    """
     before, first, last = (manifests[at].tables.get(piece.table) for at in (start - 1, start, -1))
-    if before is None or first is None or last is None:
+    if before is None or first is None or last is None or not piece.rectangle.num_rows:
         return None
-    if (before.generation, first.shift) != (last.generation, last.shift):
+    if (before.generation, first.shift, first.num_rows) != (last.generation, last.shift, last.num_rows):
         return None
     parts = (part for part in manifests[start].parts if part.table == piece.table)
     starts = (msgspec.structs.replace(part, state_digest=part.base_digest) for part in parts)

@@ -19,6 +19,7 @@ from cnr_store import (
     ReadOnlyStore,
     StorageFailure,
     Store,
+    TableOptions,
     compact,
     verify_store,
 )
@@ -30,6 +31,7 @@ from cnr_store.records import canonical_json, sha256
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.store import writer_info
 from cnr_store.testing.faulty import Call, Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
+from cnr_store.types import Rectangle
 from format_spec.reader.compare import compare
 from tests.compacted import Training, manifest_in, objects_in
 from tests.snapshot_bytes import bytes_of
@@ -164,6 +166,32 @@ def test_a_branch_is_compacted_in_its_own_log(store: Store, training: Training) 
     assert (report.outcome, len(branch.head().record.chain)) == ("committed", 1)
     assert store.head().digest == before.digest
     assert bytes_of(branch.snapshot()) == bytes_of(store.snapshot()) == expected
+
+
+@pytest.mark.parametrize("num_rows", [0, 4, 6, 8])
+def test_a_run_that_resizes_a_table_is_sound_folded(store: Store, num_rows: int) -> None:
+    """What the first segment says that its parts start from was stated of other rows, and verify called it damage."""
+    values, rows = np.arange(12, dtype=np.float32).reshape(6, 2), np.arange(6)
+    halves = [Rectangle((0, 4), (0, 2)), Rectangle((4, 6), (0, 2))]
+    with store.writer() as writer, writer.begin(step=0) as txn:
+        txn.write_table("t", values, options=TableOptions(scale=1.0))
+    with store.writer(shards={"t": halves}) as writer:
+        writer.restore()
+        with writer.begin(step=1) as txn:
+            for half in halves:
+                at = rows[slice(*half.rows)]
+                txn.write_rows("t", at, values[at] + 1, rectangle=half)
+    with store.writer() as writer:
+        writer.restore()
+        with writer.begin(step=2) as txn:
+            txn.resize_table("t", num_rows)
+    expected = bytes_of(store.snapshot())
+
+    assert compact(store, run=(1, 3)).kind == "delta"
+
+    assert bytes_of(store.snapshot()) == expected
+    report = verify_store(store, deep=True)
+    assert report.is_sound, report.problems
 
 
 # ---- beside others
