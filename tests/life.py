@@ -44,32 +44,20 @@ from cnr_store.testing.faulty import (
     Call,
     Fault,
     FaultKind,
-    FaultyFileSystem,
     IsolatedMemoryFileSystem,
     SimulatedCrash,
 )
 from cnr_store.testing.schedule import Actor
 from cnr_store.types import TableOptions
 from cnr_store.writer import Writer
+from tests.faulty_world import FAULTS, ROOT, FaultyWorld, OnCall
 from tests.inline_workers import InlineWorkers
 
-ROOT = "/root"
 ROWS, DIM = 4, 2
 OPTIONS = TableOptions(scale=1.0)
 TABLE = Shard("t")
-FAULTS = [
-    FaultKind.FAIL_BEFORE,
-    FaultKind.FAIL_AFTER,
-    FaultKind.LOST_REPLY,
-    FaultKind.DUPLICATE,
-    FaultKind.DELAYED_PUT,
-    FaultKind.DELAYED_PUT,  # the one that makes an outcome unknown
-    FaultKind.SHORT_READ,
-    FaultKind.CRASH,
-    FaultKind.CRASH_AFTER,
-]
+LIFE_FAULTS = [*FAULTS, FaultKind.DELAYED_PUT]  # which alone makes an outcome unknown, so twice
 Values = np.ndarray[Any, Any]
-OnCall = Callable[[Call], None]
 
 
 class Violation(AssertionError):
@@ -77,8 +65,8 @@ class Violation(AssertionError):
 
 
 @dataclass
-class World:
-    """The files, and what the actors were told. Only one actor moves at a time, so nothing is locked.
+class World(FaultyWorld):
+    """What the actors were told.
 
     Attributes
     ----------
@@ -88,8 +76,6 @@ class World:
         What the trainers were told of their saves.
     """
 
-    random: Random
-    files: IsolatedMemoryFileSystem = field(default_factory=IsolatedMemoryFileSystem)
     trained: dict[int, Values] = field(default_factory=dict)
     base: dict[int, int] = field(default_factory=dict)
     owner: dict[int, str] = field(default_factory=dict)
@@ -99,29 +85,18 @@ class World:
     counts: dict[str, int] = field(default_factory=dict)
     told: list[str] = field(default_factory=list)
     stale: tuple[TableCodes, int | None] | None = None
-    counter: int = 0
     calls: int = 0
-    views: list[FaultyFileSystem] = field(default_factory=list)
-
-    def number(self) -> int:
-        """A number that nobody else gets."""
-        self.counter += 1
-        return self.counter
 
     def tell(self, kind: str, what: str) -> None:
         """Note what happened: the count by kind, and the story for a failing seed."""
         self.counts[kind] = self.counts.get(kind, 0) + 1
         self.told.append(what)
 
-    def deliver_delayed(self) -> int:
-        """Puts under way land at any time, their senders alive or not."""
-        return sum(view.deliver_delayed() for view in self.views)
-
-    def fault(self) -> Fault | None:
+    def aimed_fault(self) -> Fault | None:
         """What goes wrong in one life of an actor."""
         if self.random.random() < 0.2:
             return None
-        kind = self.random.choice(FAULTS)
+        kind = self.random.choice(LIFE_FAULTS)
         # A life makes few creates, and they are what commits: half of the faults are aimed at them.
         aimed = kind.applies_to("create") and self.random.random() < 0.5
         # Of the puts that come late only one behind the other leaves an outcome unknown.
@@ -145,11 +120,8 @@ class World:
             self.calls += 1
             if on_call is not None:
                 on_call(call)
-            if self.random.random() < 0.02:
-                self.deliver_delayed()
 
-        view = FaultyFileSystem(self.files, fault=fault, on_call=at_call)
-        self.views.append(view)
+        view = self.view(at_call, fault)
         store = Store.open_on(storage_from_filesystem(view, ROOT), threads=1, retry=RetryPolicy(deadline_s=0.3))
         now = [0.0]
 
@@ -224,7 +196,7 @@ def restarting(world: World, life: Life) -> Actor:
 
     def actor(on_call: OnCall) -> None:
         lives = world.random.choice((0, 0, 1, 1, 2)) if life is trainer else 1
-        faults = [world.fault() for _ in range(lives)]
+        faults = [world.aimed_fault() for _ in range(lives)]
         for fault in (*faults, None) if life is trainer else faults:
             try:
                 with world.open(on_call, fault) as store:

@@ -6,7 +6,7 @@ point is live as long as it is pinned; no two pins have one name; a dropped bran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
@@ -14,109 +14,29 @@ from random import Random
 import pytest
 
 from cnr_store import branches
-from cnr_store.errors import CommitStateUnknown, Conflict, CorruptStore, NotFound, StorageFailure
+from cnr_store.errors import CommitStateUnknown, Conflict, NotFound, StorageFailure
 from cnr_store.layout import BRANCHES, branch_prefix
-from cnr_store.log import CommitLog, RetryPolicy
+from cnr_store.log import CommitLog
 from cnr_store.rebase import draft_after, draft_init, rebase_data, rebase_expire, rebase_fence
 from cnr_store.records import ChainEntry, CommitRecord, LogEntry, WriterInfo, is_live
 from cnr_store.storage import storage_from_filesystem
-from cnr_store.testing.faulty import (
-    Call,
-    Fault,
-    FaultKind,
-    FaultyFileSystem,
-    IsolatedMemoryFileSystem,
-    SimulatedCrash,
-)
+from cnr_store.testing.faulty import FaultyFileSystem, SimulatedCrash
 from cnr_store.testing.schedule import run_schedule
+from tests.faulty_world import FaultyWorld, restarting
 
-STORE = "5" * 32
 WRITER = WriterInfo(host="h", lib="0.1.0", run_id="r")
 NAMES = ("trial", "other")
-FAULTS = [
-    FaultKind.FAIL_BEFORE,
-    FaultKind.FAIL_AFTER,
-    FaultKind.LOST_REPLY,
-    FaultKind.DUPLICATE,
-    FaultKind.DELAYED_PUT,
-    FaultKind.SHORT_READ,
-    FaultKind.CRASH,
-    FaultKind.CRASH_AFTER,
-]
+GIVES_UP = (Conflict, NotFound, StorageFailure)
 
 
 @dataclass
-class World:
-    """The files, and what the actors were told. Only one actor moves at a time, so nothing is locked."""
+class World(FaultyWorld):
+    """What the actors were told."""
 
-    random: Random
-    inner: IsolatedMemoryFileSystem = field(default_factory=IsolatedMemoryFileSystem)
     acknowledged: list[tuple[str, LogEntry]] = field(default_factory=list)
     refused: list[tuple[str, int]] = field(default_factory=list)
     forked: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
-    views: list[FaultyFileSystem] = field(default_factory=list)
-    counter: int = 0
-
-    def number(self) -> int:
-        self.counter += 1
-        return self.counter
-
-    def main(self, on_call: Callable[[Call], None] | None, fault: Fault | None = None) -> CommitLog:
-        now = [0.0]
-
-        def sleep(seconds: float) -> None:
-            now[0] += seconds
-
-        def at_call(call: Call) -> None:
-            if on_call is not None:
-                on_call(call)
-            if self.random.random() < 0.02:
-                self.deliver_delayed()
-
-        view = FaultyFileSystem(self.inner, fault=fault, on_call=at_call)
-        self.views.append(view)
-        return CommitLog(
-            storage_from_filesystem(view, "/root"),
-            STORE,
-            retry=RetryPolicy(deadline_s=0.3),
-            monotonic_s=lambda: now[0],
-            sleep=sleep,
-            random=self.random,
-        )
-
-    def deliver_delayed(self) -> int:
-        """Puts under way land at any time, their senders alive or not."""
-        return sum(view.deliver_delayed() for view in self.views)
-
-    def fault(self) -> Fault | None:
-        if self.random.random() < 0.3:
-            return None
-        return Fault(
-            self.random.choice(FAULTS),
-            at=self.random.randrange(40),
-            calls=self.random.choice((1, 1, 2, 40)),
-            delay_calls=self.random.choice((1, 3, 12, 10**6)),
-        )
-
-
-Life = Callable[[World, CommitLog], None]
-
-
-def restarting(world: World, life: Life) -> Callable[[Callable[[Call], None]], None]:
-    """An actor that is started again when it dies or gives up, the last time without faults."""
-
-    def actor(on_call: Callable[[Call], None]) -> None:
-        for fault in (world.fault(), world.fault(), None):
-            try:
-                life(world, world.main(on_call, fault))
-            except (SimulatedCrash, Conflict, NotFound, StorageFailure):
-                continue
-            except CorruptStore:
-                if fault is None or fault.kind is not FaultKind.SHORT_READ:
-                    raise
-
-    return actor
 
 
 def forks(world: World, main: CommitLog) -> None:
@@ -171,9 +91,9 @@ def expires(world: World, main: CommitLog) -> None:
 
 def run_world(seed: int) -> World:
     world = World(Random(seed))
-    world.main(None).append_first(draft_init(WRITER))
+    world.log().append_first(draft_init(WRITER))
     lives = (forks, forks, writes, writes, drops, drops, expires)
-    run_schedule([restarting(world, life) for life in lives], seed)
+    run_schedule([restarting(world, life, within=40, ends=GIVES_UP) for life in lives], seed)
     check(world)
     if world.deliver_delayed():
         check(world)
@@ -191,7 +111,7 @@ def run_worlds(seeds: Iterable[int]) -> list[World]:
 
 
 def check(world: World) -> None:
-    main = world.main(None)
+    main = world.log()
     newest = main.latest()
     records = {entry.record.v: entry for entry in main.walk(newest)}
     pins = newest.record.pins
@@ -215,7 +135,7 @@ def check(world: World) -> None:
 
 
 def branch_folders(world: World) -> list[str]:
-    return storage_from_filesystem(FaultyFileSystem(world.inner), "/root").list_folders(BRANCHES)
+    return storage_from_filesystem(FaultyFileSystem(world.files), "/root").list_folders(BRANCHES)
 
 
 def entries_of(main: CommitLog, uuid: str) -> list[LogEntry]:

@@ -6,7 +6,7 @@ the state it was made from, no tag is lost, epochs never go back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
@@ -15,7 +15,7 @@ import pytest
 
 from cnr_store.errors import CommitStateUnknown, Conflict, CorruptStore, StorageFailure
 from cnr_store.layout import segment_name
-from cnr_store.log import CommitLog, RetryPolicy
+from cnr_store.log import CommitLog
 from cnr_store.rebase import (
     draft_after,
     draft_init,
@@ -26,107 +26,34 @@ from cnr_store.rebase import (
     replace_run,
 )
 from cnr_store.records import ChainEntry, CommitRecord, LogEntry, WriterInfo
-from cnr_store.storage import storage_from_filesystem
-from cnr_store.testing.faulty import (
-    Call,
-    Fault,
-    FaultKind,
-    FaultyFileSystem,
-    IsolatedMemoryFileSystem,
-    SimulatedCrash,
-)
 from cnr_store.testing.schedule import run_schedule
+from tests.faulty_world import FaultyWorld, restarting
 
-STORE = "5" * 32
 WRITER = WriterInfo(host="h", lib="0.1.0", run_id="r")
-FAULTS = [
-    FaultKind.FAIL_BEFORE,
-    FaultKind.FAIL_AFTER,
-    FaultKind.LOST_REPLY,
-    FaultKind.DUPLICATE,
-    FaultKind.DELAYED_PUT,
-    FaultKind.SHORT_READ,
-    FaultKind.CRASH,
-    FaultKind.CRASH_AFTER,
-]
+GIVES_UP = (Conflict, StorageFailure)
 State = tuple[int, ...]
 
 
 @dataclass
-class World:
-    """The files, and what the actors were told. Only one actor moves at a time, so nothing is locked."""
+class World(FaultyWorld):
+    """What the actors were told.
 
-    random: Random
-    inner: IsolatedMemoryFileSystem = field(default_factory=IsolatedMemoryFileSystem)
+    Attributes
+    ----------
+    content
+        Which deltas a segment holds; a merged one holds several.
+    trained
+        The state each delta was trained from.
+    """
+
     content: dict[str, State] = field(default_factory=dict)
-    """Which deltas a segment holds; a merged one holds several."""
     trained: dict[int, State] = field(default_factory=dict)
-    """The state each delta was trained from."""
     acknowledged: dict[int, LogEntry] = field(default_factory=dict)
     refused: set[int] = field(default_factory=set)
     tagged: dict[str, int] = field(default_factory=dict)
-    counter: int = 0
-    views: list[FaultyFileSystem] = field(default_factory=list)
-
-    def number(self) -> int:
-        self.counter += 1
-        return self.counter
 
     def state(self, record: CommitRecord) -> State:
         return tuple(number for entry in record.chain for number in self.content[entry.seg])
-
-    def log(self, on_call: Callable[[Call], None] | None, fault: Fault | None = None) -> CommitLog:
-        now = [0.0]
-
-        def sleep(seconds: float) -> None:
-            now[0] += seconds
-
-        def at_call(call: Call) -> None:
-            if on_call is not None:
-                on_call(call)
-            if self.random.random() < 0.02:
-                self.deliver_delayed()
-
-        view = FaultyFileSystem(self.inner, fault=fault, on_call=at_call)
-        self.views.append(view)
-        return CommitLog(
-            storage_from_filesystem(view, "/root"),
-            STORE,
-            retry=RetryPolicy(deadline_s=0.3),
-            monotonic_s=lambda: now[0],
-            sleep=sleep,
-            random=self.random,
-        )
-
-    def deliver_delayed(self) -> int:
-        """Puts under way land at any time, their senders alive or not."""
-        return sum(view.deliver_delayed() for view in self.views)
-
-    def fault(self) -> Fault | None:
-        if self.random.random() < 0.3:
-            return None
-        return Fault(
-            self.random.choice(FAULTS),
-            at=self.random.randrange(30),
-            calls=self.random.choice((1, 1, 2, 40)),
-            delay_calls=self.random.choice((1, 3, 12, 10**6)),
-        )
-
-
-def restarting(world: World, life: Callable[[World, CommitLog], None]) -> Callable[[Callable[[Call], None]], None]:
-    """An actor that is started again when it dies or gives up, the last time without faults."""
-
-    def actor(on_call: Callable[[Call], None]) -> None:
-        for fault in (world.fault(), world.fault(), None):
-            try:
-                life(world, world.log(on_call, fault))
-            except (SimulatedCrash, Conflict, StorageFailure):
-                continue
-            except CorruptStore:
-                if fault is None or fault.kind is not FaultKind.SHORT_READ:
-                    raise
-
-    return actor
 
 
 def writer_life(world: World, log: CommitLog) -> None:
@@ -207,10 +134,10 @@ def compactor_life(world: World, log: CommitLog) -> None:
 
 def run_world(seed: int) -> World:
     world = World(Random(seed))
-    world.log(None).append_first(draft_init(WRITER))
+    world.log().append_first(draft_init(WRITER))
     lives = (writer_life, writer_life, tagger_life, compactor_life)
 
-    run_schedule([restarting(world, life) for life in lives], seed)
+    run_schedule([restarting(world, life, within=30, ends=GIVES_UP) for life in lives], seed)
     check(world)
     if world.deliver_delayed():
         check(world)
@@ -228,7 +155,7 @@ def run_worlds(seeds: Iterable[int]) -> list[World]:
 
 
 def check(world: World) -> None:
-    log = world.log(None)
+    log = world.log()
     newest = log.latest()
     entries = {entry.record.v: entry for entry in log.walk(newest)}
     assert sorted(entries) == list(range(newest.record.v + 1))
