@@ -9,10 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from cnr_store import layout
 from cnr_store.errors import Conflict, CorruptStore, ReadOnlyStore
 from cnr_store.planning import generations
-from cnr_store.rebase import draft_after, rebase_expire
+from cnr_store.rebase import draft_after, rebase_expire, rebase_rollback
 from cnr_store.records import (
     CommitRecord,
     Generation,
@@ -189,8 +191,8 @@ def repair_store(
 
     Raises
     ------
-    Conflict
-        Another process appended meanwhile; call again.
+    Conflict, Fenced
+        Another process saved, or opened a writer, meanwhile; call again.
     ReadOnlyStore
         A newer library's store.
     StorageFailure, AccessDenied, CommitStateUnknown
@@ -230,42 +232,24 @@ def repair_store(
     )  # fmt: skip
 
 
-def return_to(store: Store, target: CommitRecord) -> int:
+def return_to(store: Store, tail: Tail, target: CommitRecord) -> int:
     """Make an older version's state the head's, past newest records that cannot be read; returns the new version.
+
+    Torn positions are superseded, one epoch up: a writer of one of them can commit nothing more.
+
+    Parameters
+    ----------
+    tail
+        The end of the log from which ``target`` was chosen: what was saved behind it is never gone back from.
 
     Raises
     ------
     Conflict
-        Another process appended meanwhile.
+        Another process saved meanwhile, or appended behind what is torn.
     CorruptStore
         No record can be read, or part of the log was deleted.
     CommitStateUnknown, Fenced, ReadOnlyStore, StorageFailure, VersionExpired
     """
-    tail = read_tail(store)
-    if tail.torn:
-        return _supersede(store, tail, target)
-    return store.rollback(target.v)
-
-
-def _carry_out(store: Store, action: RepairAction, tail: Tail, whole: CommitRecord | None) -> RepairAction:
-    version = None
-    if action.kind == "supersede":
-        assert tail.last is not None  # or it would not have been planned
-        version = _supersede(store, tail, tail.last.record if whole is None else whole)
-    elif action.kind == "rollback":
-        assert whole is not None
-        version = store.rollback(whole.v)
-    elif action.kind == "hint":
-        newest = newest_position(store.storage, store.commit_log.prefix)
-        store.storage.put(layout.hint_key(store.commit_log.prefix), canonical_json(Hint(newest)))
-    else:
-        store.storage.put(layout.ROOT_GROUP, root_document())
-        store.storage.sync_folders([layout.ROOT_GROUP])
-    return RepairAction(action.kind, action.message, version)
-
-
-def _supersede(store: Store, tail: Tail, target: CommitRecord) -> int:
-    """Append a rollback behind torn positions, one epoch up: a writer of one of them can commit nothing more."""
     if tail.last is None:
         raise CorruptStore(
             f"no record of {store.url} behind which one could be appended can be read; restore the log from a backup",
@@ -277,14 +261,31 @@ def _supersede(store: Store, tail: Tail, target: CommitRecord) -> int:
         raise ReadOnlyStore(
             f"{store.url} uses writer features {unknown} that this library does not know", found=unknown
         )
-    if read_tail(store) != tail:
-        raise Conflict(f"the log of {store.url} has changed meanwhile; repair it again", version=tail.newest)
     draft = draft_after(
-        last, "rollback", writer_info(), epoch=last.epoch + 1,
-        supersedes=Superseded(follows=tail.last.digest, torn=tail.torn),
+        last, "rollback", writer_info(),
         target=target.v, chain=target.chain, tables=_tables(store, target), logical=target.logical, step=target.step,
     )  # fmt: skip
+    if not tail.torn:
+        return store.commit_log.append(tail.last, draft, rebase_rollback).record.v
+    if read_tail(store) != tail:
+        raise Conflict(f"the log of {store.url} has changed meanwhile; repair it again", version=tail.newest)
+    superseded = Superseded(follows=tail.last.digest, torn=tail.torn)
+    draft = msgspec.structs.replace(draft, epoch=last.epoch + 1, supersedes=superseded)
     return store.commit_log.append(tail.last, draft, rebase_expire).record.v
+
+
+def _carry_out(store: Store, action: RepairAction, tail: Tail, whole: CommitRecord | None) -> RepairAction:
+    version = None
+    if action.kind in ("supersede", "rollback"):
+        assert tail.last is not None  # or it would not have been planned
+        version = return_to(store, tail, tail.last.record if whole is None else whole)
+    elif action.kind == "hint":
+        newest = newest_position(store.storage, store.commit_log.prefix)
+        store.storage.put(layout.hint_key(store.commit_log.prefix), canonical_json(Hint(newest)))
+    else:
+        store.storage.put(layout.ROOT_GROUP, root_document())
+        store.storage.sync_folders([layout.ROOT_GROUP])
+    return RepairAction(action.kind, action.message, version)
 
 
 def _tables(store: Store, target: CommitRecord) -> dict[str, Generation]:

@@ -90,7 +90,7 @@ def _roll_back(store: Store, damaged: Collection[str], kind: str) -> dict[str, i
         return None
     target = found.entry.record
     damaged_version = tail.newest if tail.torn else _checkpoint(store, tail.last)
-    return {"damaged": damaged_version, "target": target.v, "record": return_to(store, target)}
+    return {"damaged": damaged_version, "target": target.v, "record": return_to(store, tail, target)}
 
 
 def _checkpoint(store: Store, head: LogEntry) -> int:

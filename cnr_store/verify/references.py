@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from cnr_store import layout
 from cnr_store.errors import BadName, CorruptStore
@@ -30,10 +30,11 @@ def segments_elsewhere(storage: Storage, identity: Identity, workers: Workers, v
     return found
 
 
-def check_references(view: LogView, elsewhere: Collection[str], findings: Findings) -> None:
+def check_references(view: LogView, findings: Findings) -> None:
     """Add what the head names although it is not there, and what it gives up although a live version needs it.
 
-    ``elsewhere`` are segments that other logs of the store need.
+    What only another log of the store needs may have been named before that log committed it, and is never deleted: the
+    next collection takes the name back (spec, CNR-GC-8).
     """
     if view.head is None:
         return
@@ -41,7 +42,7 @@ def check_references(view: LogView, elsewhere: Collection[str], findings: Findin
     wrong = "; ".join(_dangling(head, set(view.superseded)))
     if wrong:
         findings.add(Problem(CorruptStore.kind, view.key(head.v), (), wrong))
-    for segment in sorted({*view.users, *elsewhere}):
+    for segment in sorted(view.users):
         txn = segment.rpartition("-")[2]
         if txn in head.aborted:
             message = (

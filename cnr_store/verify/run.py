@@ -71,7 +71,7 @@ def verify_store(
         _check_version(store, view, version, findings)
         check_root(store.storage, findings)
         elsewhere = segments_elsewhere(store.storage, store.identity, workers, view)
-        check_references(view, elsewhere, findings)
+        check_references(view, findings)
         checks = ChainChecks(store.storage, view, findings, workers, progress)
         targets = sorted(view.entries.values(), key=lambda entry: entry.record.v, reverse=True)
         checks.check_chains(targets, deep=deep)

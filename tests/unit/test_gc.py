@@ -783,6 +783,10 @@ def test_a_log_with_writer_features_of_a_newer_library_is_left_alone(store: Stor
 # ---- branches
 
 
+def dies() -> None:
+    raise KeyboardInterrupt
+
+
 def train(branch: Store, step: int, *, full: bool = False) -> int:
     with branch.writer() as writer:
         writer.restore()
@@ -901,6 +905,26 @@ def test_an_orphan_is_given_up_in_the_logs_of_all_branches(store: Store, fs: Iso
 
     collect(store)
     assert listed(store) == referenced(store, trial)
+
+
+def test_a_name_that_a_branch_has_committed_meanwhile_is_no_damage(store: Store, fs: IsolatedMemoryFileSystem) -> None:
+    """A collection died between the records of two logs; verify said that a live segment may be deleted."""
+    trial = store.fork("trial", 3)
+    with trial.writer() as writer:
+        writer.restore()
+        with writer.begin(30, kind="full") as txn:
+            txn.write_table("t", np.full((ROWS, DIM), 9, np.float32), options=TableOptions(scale=1.0))
+            crash = once(lambda call: "/branches/" in call.path and is_commit(call), dies)
+            armed[0] = True
+            with pytest.raises(KeyboardInterrupt):
+                collect(again(FaultyFileSystem(fs, on_call=crash)))
+    assert txn_of(trial.head().record.chain[-1].seg) in store.head().record.aborted
+
+    assert verify_store(store).problems == ()
+    collect(store)
+
+    assert txn_of(trial.head().record.chain[-1].seg) not in store.head().record.aborted
+    assert table(trial) == [9.0] * ROWS
 
 
 def test_a_new_branch_does_not_keep_what_was_given_up_before_it(store: Store) -> None:

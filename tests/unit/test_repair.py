@@ -31,6 +31,7 @@ from cnr_store.records import ChainEntry, CommitRecord, LogEntry, WriterInfo, en
 from cnr_store.repair import Tail, plan_repair, read_tail
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.testing.faulty import IsolatedMemoryFileSystem
+from cnr_store.verify import find_newest_whole
 
 ROOT = "/root"
 ROWS, DIM = 12, 2
@@ -411,6 +412,31 @@ def test_of_two_repairs_one_supersedes_and_the_other_is_told(
         repair_store(store, dry_run=False)
 
     assert store.latest_version() == 7
+    assert repair_store(store, dry_run=False).actions == ()
+
+
+def test_a_repair_never_goes_back_from_what_was_saved_meanwhile(
+    files: IsolatedMemoryFileSystem, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rollback that was chosen before a save landed was committed behind it, and left the newest checkpoint."""
+    with open_store(files) as other, other.writer() as writer:
+        writer.restore()
+        flip(files, chunk_of(store, 4))
+        real = find_newest_whole
+
+        def slow(*arguments: Any, **options: Any) -> Any:
+            found = real(*arguments, **options)
+            with writer.begin(step=40, kind="full") as txn:
+                txn.write_table("user", values(40), options=TableOptions(scale=1.0))
+            return found
+
+        monkeypatch.setattr("cnr_store.repair.find_newest_whole", slow)
+
+        with pytest.raises(Conflict):
+            repair_store(store, dry_run=False)
+
+    monkeypatch.undo()
+    assert (store.head().record.kind, store.snapshot().step) == ("full", 40)
     assert repair_store(store, dry_run=False).actions == ()
 
 
