@@ -225,6 +225,11 @@ def _on_ray(
                 yield Done(*ray.get(reference))
     except ray.exceptions.RayTaskError as error:
         raise getattr(error, "cause", error) from None  # the cluster's traceback is in its own logs
+    except ray.exceptions.RayError as error:
+        raise CnrStoreError(
+            f"the Ray cluster lost a task of the compaction ({type(error).__name__}: out of memory, or a machine is "
+            "gone); run it again, it goes on behind the tasks that are done"
+        ) from error
     finally:
         for reference in pending:
             ray.cancel(reference)

@@ -146,10 +146,13 @@ def test_without_ray_the_error_says_what_to_install(store: Store, monkeypatch: p
         compact(store, run=ALL, engine="ray")
 
 
-def test_a_worker_that_dies_is_an_error_and_what_is_done_is_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("engine", OTHERS)
+def test_a_worker_that_dies_is_an_error_and_what_is_done_is_kept(
+    store: Store, cluster: None, monkeypatch: pytest.MonkeyPatch, engine: Any
+) -> None:
     monkeypatch.setattr(engines, "fold_elsewhere", _die)
-    with pytest.raises(engines.CnrStoreError, match="a worker process of the compaction died"):
-        compact(store, run=ALL, engine="processes", workers=1)
+    with pytest.raises(engines.CnrStoreError, match="of the compaction"):
+        compact(store, run=ALL, engine=engine, workers=1)
     monkeypatch.undo()
 
     assert compact(store, run=ALL).outcome == "committed"
