@@ -17,6 +17,7 @@ from cnr_store.gc import GcReport, check_arguments, collect_garbage, with_sizes
 from cnr_store.retention import RetentionPolicy
 from cnr_store.status import LastMaintenance, put_last_maintenance
 from cnr_store.store import Store
+from cnr_store.workers import check_rate
 
 StageKind = Literal["compact", "collect"]
 StageOutcome = Literal["done", "stopped", "busy", "failed", "held"]
@@ -247,6 +248,7 @@ def maintain(
     if budget_s is not None and not budget_s >= 0:
         raise BadInput(f"budget_s is {budget_s}; give seconds of 0 or more", found=budget_s)
     check_engine(engine, store.storage, workers)
+    check_rate(bytes_per_s)
     check_arguments(grace_s, orphan_age_s, force=force)
     started = clock()
 

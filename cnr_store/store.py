@@ -18,7 +18,9 @@ from cnr_store.errors import (
     BadInput,
     BranchNotFound,
     ChannelNotFound,
+    CnrStoreError,
     CorruptRecord,
+    MissingObject,
     NotAStore,
     ReadOnlyStore,
     StoreExists,
@@ -64,7 +66,7 @@ from cnr_store.session import Session
 from cnr_store.snapshot import Snapshot
 from cnr_store.storage import CreateOutcome, Storage, open_storage
 from cnr_store.types import Profile, Rectangle
-from cnr_store.workers import Throttle, Workers
+from cnr_store.workers import Throttle, Workers, check_rate
 from cnr_store.writer import Writer
 
 LIBRARY = "cnr-store 0.1.0"
@@ -351,11 +353,12 @@ class Store:
         ------
         ReadOnlyStore, UnsafeBackend, CommitStateUnknown
         BadInput
-            The ranks' shards leave gaps, or overlap.
+            The ranks' shards leave gaps, or overlap; or ``bytes_per_s`` lets nothing pass.
         """
         ranks = OneRank() if ranks is None else ranks
         if shards is None and ranks.world > 1:
             raise BadInput("several ranks write together only shards: say with shards= what this rank holds")
+        check_rate(bytes_per_s)
         info = writer_info(run_id or uuid.uuid4().hex)
         fenced: list[LogEntry] = []
 
@@ -712,11 +715,26 @@ class Store:
 
     def _open_snapshot(self, head: CommitRecord, entry: LogEntry) -> Snapshot:
         version = entry.record.v
+        self._check_live(head, version)
+
+        def tell_of_expiry(missing: MissingObject) -> None:
+            """What a version lost that has expired since, and outlived the readers' grace, is no damage."""
+            try:
+                newest = self.head().record
+            except CnrStoreError:
+                return  # What is missing is the error to tell.
+            try:
+                self._check_live(newest, version)
+            except VersionExpired as expired:
+                raise expired from missing
+
+        return Snapshot(self.storage, entry, self._workers, if_missing=tell_of_expiry)
+
+    def _check_live(self, head: CommitRecord, version: int) -> None:
         if not is_live(head, version):
             raise VersionExpired(
                 f"version {version} of {self._place} has expired; the floor is {head.floor}", version=version
             )
-        return Snapshot(self.storage, entry, self._workers)
 
 
 def open_segment(store: Store, version: int, index: int = -1) -> SegmentReader:

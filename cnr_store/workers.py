@@ -14,12 +14,25 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import TypeVar
 
+from cnr_store.errors import BadInput
+
 Result = TypeVar("Result")
 
 
 def default_threads() -> int:
     """Return the number of threads used when the caller names none: the CPUs this process may use, at most 8."""
     return max(1, min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
+
+
+def check_rate(bytes_per_s: float | None) -> None:
+    """Refuse a cap that lets nothing pass.
+
+    Raises
+    ------
+    BadInput
+    """
+    if bytes_per_s is not None and not bytes_per_s > 0:
+        raise BadInput(f"bytes_per_s is above 0, or None for no cap; found {bytes_per_s}", found=bytes_per_s)
 
 
 class Throttle:
@@ -35,6 +48,7 @@ class Throttle:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        check_rate(bytes_per_s)
         self._bytes_per_s = bytes_per_s
         self._clock = clock
         self._sleep = sleep

@@ -33,7 +33,7 @@ from cnr_store.rebase import draft_after, rebase_compact, replace_run
 from cnr_store.records import ChainEntry, LogEntry, Manifest, SegmentKind
 from cnr_store.segment import SegmentReader
 from cnr_store.store import Store, writer_info
-from cnr_store.workers import Throttle, Workers
+from cnr_store.workers import Throttle, Workers, check_rate
 
 Outcome = Literal["committed", "nothing", "planned", "abandoned", "busy", "unfinished"]
 ProgressCallback = Callable[[str, int, int], None]
@@ -138,7 +138,7 @@ def compact(
     Raises
     ------
     BadInput
-        The engine cannot reach the storage, or ``run`` is none of the chain.
+        The engine cannot reach the storage, ``run`` is none of the chain, or a number is none that can be meant.
     ReadOnlyStore, UnsafeBackend
     CorruptStore, CorruptObject, MissingObject
         The run does not lead to the state that it states, or cannot be read; nothing was committed.
@@ -163,6 +163,7 @@ def compact(
     """
     started = time.monotonic()
     check_engine(engine, store.storage, workers)
+    check_rate(bytes_per_s)
     head = store.head()
     chosen = _choose(head, policy, run)
     if chosen is not None and not dry_run:

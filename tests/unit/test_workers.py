@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from cnr_store.errors import BadInput
 from cnr_store.workers import Inline, Throttle, Workers, blocks
 
 
@@ -103,3 +104,9 @@ def test_inline_work_is_done_on_the_calling_thread_up_to_the_first_error() -> No
             workers.run(lambda k=k: task(k) for k in range(2, 5))
 
     assert done == [(k, threading.get_ident()) for k in range(3)]
+
+
+@pytest.mark.parametrize("rate", [0, -1.0, float("nan")])
+def test_a_cap_that_lets_nothing_pass_is_refused(rate: float) -> None:
+    with pytest.raises(BadInput, match="above 0"):
+        Throttle(rate)
