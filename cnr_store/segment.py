@@ -303,17 +303,24 @@ def merge_receipts(receipts: list[Receipt]) -> dict[str, Any]:
     }
 
 
-class SegmentReader:
-    """One segment, read through its manifest. Thread-safe; keeps no data but the manifest."""
+IfMissing = Callable[[MissingObject], None]
 
-    def __init__(self, storage: Storage, name: str, manifest: Manifest) -> None:
+
+class SegmentReader:
+    """One segment, read through its manifest. Thread-safe; keeps no data but the manifest.
+
+    ``if_missing`` is called with the error before a missing object is raised, and may raise what is behind it.
+    """
+
+    def __init__(self, storage: Storage, name: str, manifest: Manifest, *, if_missing: IfMissing | None = None) -> None:
         self.name = name
         self.manifest = manifest
         self._storage = storage
+        self._if_missing = if_missing
         self._objects = {entry.path: entry for entry in manifest.objects}
 
     @classmethod
-    def open(cls, storage: Storage, entry: ChainEntry) -> SegmentReader:
+    def open(cls, storage: Storage, entry: ChainEntry, *, if_missing: IfMissing | None = None) -> SegmentReader:
         """Read and check the manifest that a chain entry names: one GET.
 
         Raises
@@ -323,7 +330,10 @@ class SegmentReader:
         key = layout.segment_key(entry.seg, layout.MANIFEST)
         data = storage.read(key)
         if data is None:
-            raise MissingObject(f"{key} is missing, but a commit record names it; run `cnr verify`", path=key)
+            missing = MissingObject(f"{key} is missing, but a commit record names it; run `cnr verify`", path=key)
+            if if_missing is not None:
+                if_missing(missing)
+            raise missing
         if sha256(data) != entry.sha256:
             raise CorruptObject(
                 f"{key} has another sha256 than its commit record names; it was altered, run `cnr verify`",
@@ -338,7 +348,7 @@ class SegmentReader:
                 f"{entry.kind} {entry.l0} to {entry.l1}",
                 path=key,
             )
-        return cls(storage, entry.seg, manifest)
+        return cls(storage, entry.seg, manifest, if_missing=if_missing)
 
     def read_object(self, path: str) -> bytes:
         """Return an object's bytes, checked against the inventory.
@@ -351,7 +361,12 @@ class SegmentReader:
         if entry is None:
             raise CorruptStore(f"segment {self.name} has no object {path} in its inventory", path=path)
         key = layout.segment_key(self.name, path)
-        return read_verified(self._storage, key, size_bytes=entry.size, digest=entry.xxh3_128)
+        try:
+            return read_verified(self._storage, key, size_bytes=entry.size, digest=entry.xxh3_128)
+        except MissingObject as missing:
+            if self._if_missing is not None:
+                self._if_missing(missing)
+            raise
 
     def read_chunk(self, entry: ArrayEntry, index: int, scratch: Scratch) -> npt.NDArray[Any]:
         """Return chunk ``index`` (its real rows, without padding) in ``scratch``'s memory."""

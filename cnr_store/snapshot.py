@@ -18,7 +18,7 @@ from cnr_store.replay import replay_hashed
 from cnr_store.replay_plan import TablePlan, plan_table
 from cnr_store.restore import read_mirror, read_range, read_rows, rows_since
 from cnr_store.rows import check_row_ids
-from cnr_store.segment import SegmentReader
+from cnr_store.segment import IfMissing, SegmentReader
 from cnr_store.storage import Storage
 from cnr_store.table_codes import Allocate, Array, ArraySpec, TableCodes, array_specs
 from cnr_store.types import JsonValue, Rectangle, RowIds, SlotsRule
@@ -42,12 +42,17 @@ class Snapshot:
         *,
         known: Mapping[str, SegmentReader] | None = None,
         opens: bool = True,
+        if_missing: IfMissing | None = None,
     ) -> None:
-        """Open the state, or with ``opens=False`` leave that to `open` or the first use; ``known`` are open already."""
+        """Open the state, or with ``opens=False`` leave that to `open` or the first use; ``known`` are open already.
+
+        ``if_missing``: see `SegmentReader`.
+        """
         self.record: CommitRecord = entry.record
         self._storage = storage
         self._workers = workers
         self._known = dict(known or {})
+        self._if_missing = if_missing
         self._readers: tuple[SegmentReader, ...] | None = None
         if opens:
             self.open()
@@ -62,10 +67,16 @@ class Snapshot:
         if self._readers is None:
             chain = self.record.chain
             missing = [item for item in chain if item.seg not in self._known]
-            fresh = self._workers.run(partial(SegmentReader.open, self._storage, item) for item in missing)
+            open_one = partial(SegmentReader.open, self._storage, if_missing=self._if_missing)
+            fresh = self._workers.run(partial(open_one, item) for item in missing)
             readers = {**self._known, **{reader.name: reader for reader in fresh}}
             self._readers = tuple(readers[item.seg] for item in chain)
             self._known = {}
+
+    @property
+    def known_readers(self) -> dict[str, SegmentReader]:
+        """The segments that are open by now, by name; no I/O."""
+        return dict(self._known) if self._readers is None else {reader.name: reader for reader in self._readers}
 
     @property
     def readers(self) -> tuple[SegmentReader, ...]:

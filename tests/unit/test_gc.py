@@ -639,6 +639,23 @@ class Collecting:
         assert verify_store(store, every=True, deep=True).is_sound
 
 
+def test_a_snapshot_that_outlives_the_grace_says_that_its_version_has_expired(store: Store) -> None:
+    """A reader that took longer than the grace was told that the store is damaged."""
+    opened = store.snapshot(3)
+    raced = again(FaultyFileSystem(store.storage._fs, on_call=once(is_manifest, lambda: collect(store))))  # type: ignore[attr-defined]  # of memory
+
+    with pytest.raises(VersionExpired):
+        raced.snapshot(3)
+    with pytest.raises(VersionExpired) as found:
+        opened.table("t").read()
+
+    assert found.value.version == 3
+
+
+def is_manifest(call: Call) -> bool:
+    return call.path.endswith(MANIFEST)
+
+
 def test_a_collection_may_stop_or_fail_at_any_storage_call() -> None:
     report = sweep(Collecting(), every=5)
 
