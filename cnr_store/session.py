@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from cnr_store.errors import CnrStoreError, Conflict, Fenced, StorageFailure
+from cnr_store.errors import CnrStoreError, Conflict, CorruptStore, Fenced, StorageFailure
 from cnr_store.log import CommitLog
 from cnr_store.mirrors import Mirrors
 from cnr_store.placement import Placement, Shard, shards_of
@@ -167,10 +167,10 @@ class Session:
     def won(self, transaction: Committable, entry: LogEntry) -> None:
         """The transaction is version ``entry.record.v``: move head, snapshot and mirrors to it.
 
-        The commit stays acknowledged if its state cannot be opened behind it, because compaction put another segment
-        into its chain. Where the storage is the reason the next save tries again; else the writer needs a restore.
+        The commit stays acknowledged if its state cannot be opened behind it, where compaction put another segment into
+        its chain; `open_snapshot` tries again.
         """
-        known = {reader.name: reader for reader in (self.snapshot.readers if self.snapshot else ())}
+        known = self.snapshot.known_readers if self.snapshot else {}
         known |= transaction.written_reader()
         self.head = entry
         self.open = None
@@ -180,12 +180,9 @@ class Session:
         snapshot = Snapshot(self.storage, entry, self.workers, known=known, opens=False)
         try:
             snapshot.open()
-        except StorageFailure as error:
-            logger.warning("version %d is committed, and is opened at the next save: %s", entry.record.v, error)
         except CnrStoreError as error:
-            logger.warning("version %d is committed, but cannot be opened: %s", entry.record.v, error)
-            self.mirrors.clear()
-            return
+            # Perhaps a connection that was cut: the mirrors are this state all the same, and the next save asks again.
+            logger.warning("version %d is committed, and is opened at the next save: %s", entry.record.v, error)
         try:
             transaction.move_mirrors(self.mirrors)
         except BaseException:
@@ -194,6 +191,23 @@ class Session:
             raise
         self.snapshot = snapshot
         self.mirrors.is_complete = True
+
+    def open_snapshot(self) -> None:
+        """Open the state that the mirrors stand for, where that failed behind the last commit. Blocks.
+
+        Raises
+        ------
+        StorageFailure
+            The mirrors stay: ask again.
+        CorruptStore
+            The chain cannot be built on: the writer needs a restore, or a full.
+        """
+        if self.snapshot is not None:
+            try:
+                self.snapshot.open()
+            except CorruptStore:
+                self.forget()
+                raise
 
     def lost(self, error: BaseException) -> None:
         """Nothing became visible.

@@ -211,6 +211,8 @@ class Writer:
             A delta without having restored the head.
         SaveInProgress
             The transaction before has neither been committed nor aborted.
+        CorruptStore, StorageFailure
+            The chain of the last commit cannot be opened; behind a CorruptStore the writer needs `restore`, or a full.
         BadInput
             ``step`` is no integer of 0 or more, or the ranks are at different steps.
         """
@@ -250,8 +252,7 @@ class Writer:
         step = _checked_step(step)
         if session.open is not None:
             raise SaveInProgress("a transaction of this writer is still open; commit or abort it before the next")
-        if session.snapshot is not None:
-            session.snapshot.open()  # where it could not be opened behind the last commit
+        session.open_snapshot()
         chain = self.head.record.chain
         keep = 1 if base == "baseline" else len(chain)
         if kind == "delta" and (not chain or keep + 1 > MAX_CHAIN or self._is_cut_anew()):

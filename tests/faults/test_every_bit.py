@@ -93,6 +93,21 @@ def build_overflow(profile: Profile) -> IsolatedMemoryFileSystem:
     return files
 
 
+def build_smallest(profile: Profile) -> IsolatedMemoryFileSystem:
+    """A baseline and a delta of one table, small enough to flip every byte of everything."""
+    files = IsolatedMemoryFileSystem()
+    store = Store.create_on(storage_from_filesystem(files, ROOT), profile=profile, threads=1)
+    values = np.arange(8, dtype=np.float32).reshape(4, 2)
+    with store.writer() as writer:
+        with writer.begin(step=1) as txn:
+            txn.write_table("t", values, options=TableOptions(scale=1.0))
+            txn.put_dense({"w": np.ones(2, np.float32)})
+        with writer.begin(step=2) as txn:
+            txn.write_rows("t", np.asarray([0, 3]), values[[0, 3]] + 1)
+    store.close()
+    return files
+
+
 @dataclass
 class Count:
     """What a sweep did, by kind of mutation; `failures` say what did not hold."""
@@ -275,6 +290,19 @@ def test_damage_of_side_objects_is_named_and_never_restored() -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("profile", PROFILES)
+def test_every_byte_of_the_smallest_store_is_named_and_never_restored(profile: Profile, part: int) -> None:
+    sweep = Sweep(profile, build_smallest)
+
+    sweep.flip(itertools.islice(every_byte(sweep.objects, 1), part, None, 4))
+
+    report(sweep, profile)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
 @pytest.mark.parametrize("part", range(8))
 @pytest.mark.parametrize("profile", PROFILES)
 def test_every_byte_is_named_and_never_restored(profile: Profile, part: int) -> None:

@@ -32,6 +32,7 @@ from cnr_store.storage import storage_from_filesystem
 from cnr_store.store import writer_info
 from cnr_store.testing.faulty import Call, Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
 from cnr_store.types import Rectangle
+from cnr_store.writer import Writer
 from format_spec.reader.compare import compare
 from tests.compacted import Training, manifest_in, objects_in
 from tests.snapshot_bytes import bytes_of
@@ -40,6 +41,8 @@ GOLDEN = Path(__file__).resolve().parents[2] / "format_spec" / "golden"
 STORES = sorted(path.parent.name for path in GOLDEN.glob("*/store"))
 ALL = (0, 4)
 """The chain of the fixture: a baseline and three deltas."""
+
+QUICK = RetryPolicy(deadline_s=0.02, first_delay_s=0.001, max_delay_s=0.002)
 
 
 @pytest.fixture
@@ -240,14 +243,10 @@ def test_a_writer_keeps_its_mirrors_where_the_folded_chain_cannot_be_opened_at_o
             raise OSError(5, "the backend is down")
 
     view = FaultyFileSystem(files, on_call=fail_reads_of_manifests)
-    quick = RetryPolicy(deadline_s=0.02, first_delay_s=0.001, max_delay_s=0.002)
-    store = Store.create_on(storage_from_filesystem(view, "/root"), threads=1, retry=quick)
+    store = Store.create_on(storage_from_filesystem(view, "/root"), threads=1, retry=QUICK)
     training = Training(store)
-    with store.writer() as writer, Store.open_on(storage_from_filesystem(files, "/root"), threads=1) as other:
-        training.full(writer)
-        training.delta(writer)
-        assert compact(other, run=(0, 2)).outcome == "committed"
-
+    with store.writer() as writer:
+        fold_behind(training, writer, files)
         down = True
         training.delta(writer)
         with pytest.raises(StorageFailure):
@@ -258,6 +257,48 @@ def test_a_writer_keeps_its_mirrors_where_the_folded_chain_cannot_be_opened_at_o
         assert [entry.kind for entry in store.head().record.chain] == ["baseline", "delta", "delta"]
         training.check()
     assert verify_store(store, deep=True).is_sound
+
+
+def test_a_reply_that_is_cut_while_the_folded_chain_is_opened_costs_nothing() -> None:
+    """The manifest looked damaged, so the mirrors were given up."""
+    files = IsolatedMemoryFileSystem()
+    store = Store.create_on(storage_from_filesystem(files, "/root"), threads=1, retry=QUICK)
+    training = Training(store)
+    with store.writer() as writer:
+        path, whole = fold_behind(training, writer, files)
+        files.pipe_file(path, whole[:100])
+        training.delta(writer)
+        files.pipe_file(path, whole)
+        training.delta(writer)
+
+        training.check()
+
+
+def test_a_folded_chain_that_stays_damaged_is_refused_once_and_healed_by_a_full() -> None:
+    files = IsolatedMemoryFileSystem()
+    store = Store.create_on(storage_from_filesystem(files, "/root"), threads=1, retry=QUICK)
+    training = Training(store)
+    with store.writer() as writer:
+        path, whole = fold_behind(training, writer, files)
+        files.pipe_file(path, whole[:100])
+        training.delta(writer)
+
+        with pytest.raises(CorruptStore):
+            writer.begin(training.step + 1)
+        assert not writer.is_synced
+        training.full(writer)
+        training.delta(writer)
+        training.check()
+
+
+def fold_behind(training: Training, writer: Writer, files: IsolatedMemoryFileSystem) -> tuple[str, bytes]:
+    """Save twice, and let another process fold both; returns where the new manifest is, and its bytes."""
+    training.full(writer)
+    training.delta(writer)
+    with Store.open_on(storage_from_filesystem(files, "/root"), threads=1) as other:
+        assert compact(other, run=(0, 2)).outcome == "committed"
+        path = f"/root/{segment_prefix(other.head().record.chain[0].seg)}{MANIFEST}"
+    return path, files.cat_file(path)
 
 
 def test_a_restored_writer_goes_on_from_a_folded_chain(store: Store, training: Training) -> None:
