@@ -178,7 +178,13 @@ class LogReader:
             data = self._storage.read(self._key(version)) if version >= 0 else None
             if data is None:
                 return None
-            self._known[version] = self._decode(version, data)
+            try:
+                self._known[version] = self._decode(version, data)
+            except CorruptStore:
+                standing = self.log.read_standing(version)
+                if standing is None or standing.record.v != version:
+                    return None  # Superseded: nobody holds what is no version.
+                self._known[version] = self._remember(standing)
         return self._known[version]
 
     def _decode(self, version: int, data: bytes) -> _Known:

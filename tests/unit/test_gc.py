@@ -40,13 +40,14 @@ from cnr_store.layout import (
     READER_LEASES,
     RECEIPT,
     commit_key,
+    cursor_key,
     segment_key,
     segment_name,
     segment_prefix,
 )
 from cnr_store.leases import CLOCK_TOLERANCE_MS
 from cnr_store.rebase import draft_after, rebase_fence
-from cnr_store.records import encode_record, is_live
+from cnr_store.records import canonical_json, encode_record, is_live
 from cnr_store.storage import Storage, open_storage, storage_from_filesystem
 from cnr_store.store import writer_info
 from cnr_store.testing.faulty import (
@@ -554,6 +555,23 @@ def test_a_cursor_between_plan_and_record_keeps_the_data_of_all_behind_it(
     store.drop_cursor("serving")
     collect(store)
     assert listed(store) == referenced(store)
+
+
+def test_a_cursor_that_holds_expired_versions_passes_over_superseded_positions(store: Store) -> None:
+    """The torn position among them stopped every collection, as long as the cursor stood."""
+    store.storage.put(commit_key(store.latest_version() + 1), b'{"v":')
+    repair_store(store, dry_run=False)
+    cursor = store.register_cursor("late", 5)
+    store.drop_cursor("late")
+    fill(store, steps=3)
+    collect_garbage(store, policy=LAST, dry_run=False)
+    store.storage.put(cursor_key("late"), canonical_json(cursor))
+
+    assert collect(store).outcome in ("clean", "collected")
+
+    assert {entry.seg for version in (5, 6, 7) for entry in store.record(version).chain} <= {
+        key.split("/")[1] for key in listed(store)
+    }
 
 
 def test_leases_and_cursors_keep_versions_and_ended_ones_do_not(store: Store) -> None:
