@@ -28,7 +28,7 @@ from cnr_store.compaction.lease import (
 from cnr_store.compaction.plan import DEFAULT_POLICY, CompactionPolicy, Run, choose_run, run_between
 from cnr_store.compaction.result import put_manifest, verified, write_rest
 from cnr_store.compaction.tasks import FoldTask, foldable_run, plan_digest, plan_tasks
-from cnr_store.errors import CommitStateUnknown, Conflict, CorruptStore
+from cnr_store.errors import CommitStateUnknown, Conflict, CorruptStore, MissingObject
 from cnr_store.rebase import draft_after, rebase_compact, replace_run
 from cnr_store.records import ChainEntry, LogEntry, Manifest, SegmentKind
 from cnr_store.segment import SegmentReader
@@ -173,7 +173,14 @@ def compact(
         store.url, "nothing", chain_before=len(head.record.chain), chain_after=len(head.record.chain)
     )
     if chosen is not None:
-        plan = _plan(store, head, chosen)
+        try:
+            plan = _plan(store, head, chosen)
+        except MissingObject:
+            if store.head().record.chain == head.record.chain:
+                raise
+            # Folded by another compaction, and deleted, since the head was read: nothing is damaged.
+            report = replace(report, outcome="abandoned", reason="the chain was replaced while it was looked at")
+            return replace(report, seconds=time.monotonic() - started)
         if dry_run:
             report = plan.describe(report, "planned")
         else:

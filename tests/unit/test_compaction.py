@@ -17,9 +17,11 @@ from cnr_store import (
     CompactionPolicy,
     CorruptStore,
     ReadOnlyStore,
+    RetentionPolicy,
     StorageFailure,
     Store,
     TableOptions,
+    collect_garbage,
     compact,
     verify_store,
 )
@@ -359,6 +361,33 @@ def test_a_run_that_is_gone_is_given_up(store: Store, training: Training, what: 
     assert store.head().record.kind in ("full", "rollback", "compact")
     if what != "rollback":
         training.check()
+
+
+def test_a_chain_that_is_replaced_and_deleted_while_it_is_looked_at_is_given_up() -> None:
+    """It was called damaged, which keeps maintenance from deleting anything."""
+    files = IsolatedMemoryFileSystem()
+    other = Store.create_on(storage_from_filesystem(files, "/root"), threads=1)
+    training = Training(other)
+    with other.writer() as writer:
+        training.full(writer)
+        training.delta(writer)
+    left = [True]
+
+    def replace_the_chain(call: Call) -> None:
+        if left and call.path.endswith(MANIFEST):
+            left.clear()
+            assert compact(other, run=(0, 2)).outcome == "committed"
+            policy = RetentionPolicy(keep_last=1)
+            for _ in range(2):
+                collect_garbage(other, policy=policy, grace_s=0, orphan_age_s=0, dry_run=False, force=True)
+
+    view = FaultyFileSystem(files, on_call=replace_the_chain)
+    store = Store.open_on(storage_from_filesystem(view, "/root"), threads=1)
+
+    report = compact(store, run=(0, 2))
+
+    assert (report.outcome, report.reason) == ("abandoned", "the chain was replaced while it was looked at")
+    training.check()
 
 
 def test_a_transaction_that_was_declared_dead_is_given_up(store: Store, training: Training) -> None:
