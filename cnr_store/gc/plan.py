@@ -271,7 +271,8 @@ def _report(
     if name in held and txn in before:
         return SegmentReport(name, "waiting", "a reader holds a version that has expired", size, before[txn])
     if txn in until:
-        reason = "a save that never committed" if name in ages else "no version that stays needs it"
+        unnamed = "nobody refers to it: of a save that never committed, or of a branch that has ended"
+        reason = unnamed if name in ages else "no version that stays needs it"
         return SegmentReport(name, "named", reason, size, until[txn])
     if txn in before:
         if before[txn] <= now_ms:
