@@ -7,6 +7,7 @@ before it is decoded, so a missing, short, swapped or stale object is an error, 
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Callable, Mapping
@@ -18,7 +19,15 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store import arrays, layout
-from cnr_store.errors import BadDtype, BadInput, CorruptObject, CorruptStore, MissingObject, TableNotFound
+from cnr_store.errors import (
+    BadDtype,
+    BadInput,
+    CorruptObject,
+    CorruptStore,
+    MissingObject,
+    StorageFailure,
+    TableNotFound,
+)
 from cnr_store.records import (
     ArrayEntry,
     ChainEntry,
@@ -36,6 +45,8 @@ from cnr_store.records import (
 from cnr_store.storage import Storage, object_digest, read_verified
 from cnr_store.types import JsonValue, Profile, Rectangle, RowIds
 from cnr_store.workers import Throttle, Workers
+
+logger = logging.getLogger(__name__)
 
 Blocks = dict[str, npt.NDArray[Any]]
 """Array name (``rows``, ``codes``, ``slots/momentum1`` ...) to the block of one chunk."""
@@ -143,10 +154,19 @@ class SegmentWriter:
             arrays=entries,
         )
 
-    def forget(self, path: str) -> None:
-        """Take the objects below ``path`` off the inventory; the caller puts every one of them again."""
+    def discard(self, path: str) -> None:
+        """Take the objects below ``path`` off the inventory and delete them: no manifest will name them.
+
+        They stay where deleting is not allowed, and go with the segment.
+        """
         with self._lock:
-            self._objects = {key: entry for key, entry in self._objects.items() if not key.startswith(f"{path}/")}
+            dropped = [key for key in self._objects if key.startswith(f"{path}/")]
+            for key in dropped:
+                del self._objects[key]
+        try:
+            self._storage.delete([layout.segment_key(self.name, key) for key in dropped])
+        except StorageFailure as error:
+            logger.warning("segment %s: %d objects that it does not need stay: %s", self.name, len(dropped), error)
 
     def write_dense(self, tensors: Mapping[str, npt.NDArray[Any]], dtypes: Mapping[str, str]) -> None:
         """Write dense tensors, packed end to end into one 1-d array per stored dtype.

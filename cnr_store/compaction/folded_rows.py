@@ -90,14 +90,18 @@ def write_folded(out: SegmentWriter, path: str, rows: FoldedRows, cache_bytes: i
     plan, specs = rows.reading(), rows.specs()
     dtypes = {name: _narrowest(spec, plan) for name, spec in specs.items()}
     attributes = list_attributes(plan.table, plan.schema, rows.operation)
+    tries = 0
     while True:
         attempt = _Attempt(rows, plan, specs, dtypes, cache_bytes)
+        place = f"{path}-{tries}" if tries else path
         try:
-            return out.write_row_list(path, attempt.row_list, attributes), attempt.digest
+            return out.write_row_list(place, attempt.row_list, attributes), attempt.digest
         except Overflow as overflow:
-            # Every object is put again: chunks of wider codes have as many rows as those before, or fewer.
+            # At another place: whoever does this task at the same time may have ended with the wider codes already,
+            # and what was committed must not be written again with others.
             dtypes = dtypes | dict.fromkeys(overflow.names, np.dtype(np.int32))
-            out.forget(path)
+            out.discard(place)
+            tries += 1
 
 
 class _Attempt:

@@ -170,6 +170,34 @@ def test_codes_that_outgrow_int16_are_written_again_and_leave_no_other_object(
     assert named <= listed
 
 
+@pytest.mark.usefixtures("small_chunks")
+def test_who_does_a_task_again_never_puts_other_bytes_where_the_result_lies(
+    store: Store, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Narrow codes were put in the place of the wide ones, until these came again: a reader met damage meanwhile."""
+    values = np.full((200, 2), 20_000, np.float32)
+    readers = write(
+        store,
+        lambda txn: txn.write_table("t", values, options=TableOptions(scale=1.0)),
+        lambda txn: txn.write_rows("t", np.arange(200), values + np.arange(200, dtype=np.float32)[:, None]),
+        lambda txn: txn.write_rows("t", np.arange(150, 200), values[150:] * 2),
+    )
+    folded = fold(store.storage, readers, (0, 3), [whole(200, 2)], workers, name=NAME)
+    prefix, put = segment_prefix(NAME), store.storage.put
+    before = {f"{prefix}{entry.path}": store.storage.read(f"{prefix}{entry.path}") for entry in folded.manifest.objects}
+    puts: list[str] = []
+
+    def checked(key: str, data: bytes) -> None:
+        assert before.get(key, data) == data
+        puts.append(key)
+        put(key, data)
+
+    monkeypatch.setattr(store.storage, "put", checked)
+    fold(store.storage, readers, (0, 3), [whole(200, 2)], workers, name=NAME)
+
+    assert len(puts) > len(before.keys() & set(puts)) == len(before)
+
+
 def test_differences_of_sixteen_bit_floats_may_need_int32_where_their_codes_do_not(
     store: Store, workers: Workers
 ) -> None:
