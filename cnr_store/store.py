@@ -312,6 +312,8 @@ class Store:
                 raise TagNotFound(f"no tag {tag!r}; there are {sorted(tags)}", found=tag)
             version = tags[tag]
         if version is not None:
+            if 0 <= version < head.record.v:
+                self._check_live(head.record, version)  # before its record is read: that may be what was given up
             entry = head if version == head.record.v else self._entry(version)
         elif step is not None:
             entry = self._by_step(head, step)

@@ -34,6 +34,8 @@ class LogView:
         What is live, ascending; of a closed log, what was live before.
     is_closed
         Whether the branch has ended, or is about to, so that nothing of it stays.
+    unreadable
+        Live versions whose records are damaged, where the caller gives them up.
     """
 
     branch: str
@@ -41,6 +43,7 @@ class LogView:
     entry: LogEntry
     versions: tuple[LiveVersion, ...]
     is_closed: bool = False
+    unreadable: tuple[int, ...] = ()
 
     @property
     def head(self) -> CommitRecord:
@@ -87,12 +90,23 @@ class _Known:
 
 
 class LogReader:
-    """Reads one log, again and again; records that it knows are not read twice."""
+    """Reads one log, again and again; records that it knows are not read twice.
+
+    ``despite_damage``: a live version whose record cannot be read is given up, and nothing else about it is known.
+    """
 
     def __init__(
-        self, storage: Storage, log: CommitLog, store_uuid: str, names: SegmentNames, workers: Workers
+        self,
+        storage: Storage,
+        log: CommitLog,
+        store_uuid: str,
+        names: SegmentNames,
+        workers: Workers,
+        *,
+        despite_damage: bool = False,
     ) -> None:
         self.log = log
+        self._despite_damage = despite_damage
         self._storage = storage
         self._store_uuid = store_uuid
         self._names = names
@@ -107,7 +121,7 @@ class LogReader:
         Raises
         ------
         CorruptRecord
-            A record is damaged or the digest chain breaks: what the store needs is not known.
+            The record of a live version is damaged, or the digest chain breaks: what the store needs is not known.
         CorruptStore
             A position is empty.
         StorageFailure
@@ -118,28 +132,46 @@ class LogReader:
         # Of a branch that has ended nothing is live; what was, is what it gives up.
         head = msgspec.structs.replace(entry.record, kind="fence") if is_closed else entry.record
         below = sorted({version for version in _named_below(head) if is_live(head, version)})
+        unreadable: list[int] = []
         try:
-            versions = [*self._states(below, progress), *self._walk(head, entry.digest, progress)]
+            versions = [
+                *self._states(below, unreadable, progress),
+                *self._walk(head, entry.digest, unreadable, progress),
+            ]
         except CorruptStore:
             if not is_closed:
                 raise
             versions = []  # Its segments go as those that nobody names.
-        return LogView(branch, name, entry, tuple(versions), is_closed)
+        return LogView(branch, name, entry, tuple(versions), is_closed, tuple(sorted(unreadable)))
 
     def states(self, versions: Iterable[int]) -> list[LiveVersion]:
         """Return what single versions need, live or not; positions that hold none are left out."""
         return [known.state for version in versions if (known := self._known_or_read(version)) is not None]
 
-    def _states(self, versions: list[int], progress: Callable[[int], None]) -> Iterator[LiveVersion]:
+    def _states(
+        self, versions: list[int], unreadable: list[int], progress: Callable[[int], None]
+    ) -> Iterator[LiveVersion]:
         for start in range(0, len(versions), BATCH):
             batch = versions[start : start + BATCH]
-            for version, data in self._fetch(batch).items():
-                self._known[version] = self._decode(version, data)
-            yield from (self._known[version].state for version in batch)
+            fetched = self._fetch(batch)
+            for version in batch:
+                try:
+                    self._known[version] = self._known.get(version) or self._decode(version, fetched[version])
+                except CorruptStore:
+                    if not self._despite_damage:
+                        raise
+                    unreadable.append(version)
+                else:
+                    yield self._known[version].state
             progress(len(batch))
 
-    def _walk(self, head: CommitRecord, digest: str, progress: Callable[[int], None]) -> list[LiveVersion]:
-        """From the head down to the floor, each record vouched for by the one behind it."""
+    def _walk(
+        self, head: CommitRecord, digest: str | None, unreadable: list[int], progress: Callable[[int], None]
+    ) -> list[LiveVersion]:
+        """From the head down to the floor, each record vouched for by the one behind it.
+
+        One that is damaged vouches for none, and is passed where its version is not live or is given up.
+        """
         found = []
         version = head.v
         for stop in range(head.v, head.floor - 1, -BATCH):
@@ -148,13 +180,15 @@ class LogReader:
             for position in batch:
                 if position > version:
                     continue  # A torn position that a later record has superseded.
-                known = self._known.get(position) or self._decode(position, fetched[position])
-                if known.digest != digest:
-                    raise CorruptRecord(
-                        f"commit record {position} is not the one that the record behind it was written behind; run "
-                        "`cnr verify`, and collect no garbage before it is put right",
-                        version=position, path=self._key(position), expected=digest, found=known.digest,
-                    )  # fmt: skip
+                try:
+                    known = self._vouched(position, fetched, digest)
+                except CorruptStore:
+                    if is_live(head, position):
+                        if not self._despite_damage:
+                            raise
+                        unreadable.append(position)
+                    version, digest = position - 1, None
+                    continue
                 self._known[position] = known
                 version, digest = known.follows
                 if is_live(head, position):
@@ -162,16 +196,22 @@ class LogReader:
             progress(len(batch))
         return found[::-1]
 
-    def _fetch(self, versions: Iterable[int]) -> dict[int, bytes]:
+    def _vouched(self, position: int, fetched: dict[int, bytes | None], digest: str | None) -> _Known:
+        """A record, if it is the one that the record behind it names; ``digest`` is None where that one is damaged."""
+        known = self._known.get(position) or self._decode(position, fetched[position])
+        if digest is not None and known.digest != digest:
+            raise CorruptRecord(
+                f"commit record {position} is not the one that the record behind it was written behind; run "
+                "`cnr verify`, and collect no garbage before it is put right, or give the version up with "
+                "despite_damage=True",
+                version=position, path=self._key(position), expected=digest, found=known.digest,
+            )  # fmt: skip
+        return known
+
+    def _fetch(self, versions: Iterable[int]) -> dict[int, bytes | None]:
         wanted = [version for version in versions if version not in self._known]
         bodies = self._workers.run(partial(self._storage.read, self._key(version)) for version in wanted)
-        for version, data in zip(wanted, bodies, strict=True):
-            if data is None:
-                raise CorruptStore(
-                    f"log position {version} is empty although the log goes on behind it; restore it from a backup",
-                    version=version, path=self._key(version),
-                )  # fmt: skip
-        return {version: data for version, data in zip(wanted, bodies, strict=True) if data is not None}
+        return dict(zip(wanted, bodies, strict=True))
 
     def _known_or_read(self, version: int) -> _Known | None:
         if version not in self._known:
@@ -181,14 +221,22 @@ class LogReader:
             try:
                 self._known[version] = self._decode(version, data)
             except CorruptStore:
+                if self._despite_damage:
+                    return None
                 standing = self.log.read_standing(version)
                 if standing is None or standing.record.v != version:
                     return None  # Superseded: nobody holds what is no version.
                 self._known[version] = self._remember(standing)
         return self._known[version]
 
-    def _decode(self, version: int, data: bytes) -> _Known:
+    def _decode(self, version: int, data: bytes | None) -> _Known:
         """Without its side object: only the head's lists count."""
+        if data is None:
+            raise CorruptStore(
+                f"log position {version} is empty although the log goes on behind it; restore it from a backup, or "
+                "give the version up with despite_damage=True",
+                version=version, path=self._key(version),
+            )  # fmt: skip
         entry = decode_record(data, version)
         if entry.record.store_uuid != self._store_uuid:
             raise CorruptStore(

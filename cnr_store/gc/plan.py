@@ -221,15 +221,21 @@ def _log_steps(
     are given up with their times, ``fresh`` those that this run gives up.
     """
     head = log.head
+    named = {*head.tags.values(), *head.channels.values(), *(pin.version for pin in head.pins.values())}
     # What is needed again was given up here before another log committed it.
     aborted = {txn: ms for txn, ms in head.aborted.items() if txn in listed and txn not in needed}
     is_wrong = any(txn in needed for txn in head.aborted)
     steps: list[ExpireStep] = []
     new = 0
 
+    def expired_at(floor: int) -> tuple[int, ...]:
+        """Below the floor only a name would keep what is listed."""
+        listed_ones = {*head.expired, *log.unreadable}
+        return tuple(sorted(version for version in listed_ones if version >= floor or version in named))
+
     def add(floor: int, kept: tuple[int, ...]) -> None:
         nonlocal new
-        expired = tuple(version for version in head.expired if version >= floor)
+        expired = expired_at(floor)
         steps.append(ExpireStep(log.branch, floor, kept, expired, dict(aborted)))
         new = 0
 
@@ -249,7 +255,8 @@ def _log_steps(
             aborted[txn] = declared[txn]
             new += 1
     now = (steps[-1].floor, steps[-1].kept) if steps else (head.floor, head.kept)
-    if new or (is_wrong and not steps) or now != (retention.floor, retention.kept):
+    is_given_up = set(expired_at(retention.floor)) - set(head.expired)
+    if new or ((is_wrong or is_given_up) and not steps) or now != (retention.floor, retention.kept):
         add(retention.floor, retention.kept)
     return steps
 

@@ -75,6 +75,7 @@ def collect_garbage(
     orphan_age_s: float = 7 * 86_400.0,
     dry_run: bool = True,
     force: bool = False,
+    despite_damage: bool = False,
     batch: int = 1000,
     deadline_s: float | None = None,
     progress: ProgressCallback | None = None,
@@ -101,8 +102,10 @@ def collect_garbage(
     dry_run
         Change nothing and explain. The ages of orphans are then judged by this machine's clock.
     force
-        Allow ``grace_s`` below 1 hour and ``orphan_age_s`` below 1 day, and go on where a version that stays lacks a
-        segment.
+        Allow ``grace_s`` below 1 hour and ``orphan_age_s`` below 1 day.
+    despite_damage
+        Give up versions whose records are damaged: they expire, and what only they needed goes. And go on where a
+        version that stays lacks a segment. For what no backup brings back, behind `verify_store`.
     batch
         Segments given up by one record, about.
     deadline_s
@@ -139,7 +142,8 @@ def collect_garbage(
     started = time.monotonic()
     run = _Run(
         store, RetentionPolicy() if policy is None else policy,
-        grace_ms=int(grace_s * 1000), orphan_age_ms=int(orphan_age_s * 1000), batch=batch, force=force,
+        grace_ms=int(grace_s * 1000), orphan_age_ms=int(orphan_age_s * 1000), batch=batch,
+        despite_damage=despite_damage,
         is_late=lambda: deadline_s is not None and time.monotonic() - started >= deadline_s,
         progress=progress, clock_ms=clock_ms,
     )  # fmt: skip
@@ -182,13 +186,14 @@ class _Run:
         grace_ms: int,
         orphan_age_ms: int,
         batch: int,
-        force: bool,
+        despite_damage: bool,
         is_late: Callable[[], bool],
         progress: ProgressCallback | None,
         clock_ms: Callable[[], int],
     ) -> None:
         self._store, self._storage, self._policy = store, store.storage, policy
-        self._grace_ms, self._orphan_age_ms, self._batch, self._force = grace_ms, orphan_age_ms, batch, force
+        self._grace_ms, self._orphan_age_ms, self._batch = grace_ms, orphan_age_ms, batch
+        self._despite_damage = despite_damage
         self._is_late, self._progress, self._clock_ms = is_late, progress, clock_ms
         self._main = store.commit_log if store.branch is None else store.commit_log.below("")
         self._names = SegmentNames()
@@ -284,7 +289,10 @@ class _Run:
 
     def _reader(self, branch: str, log: CommitLog) -> LogReader:
         if branch not in self._readers:
-            self._readers[branch] = LogReader(self._storage, log, self._store.uuid, self._names, self._store.workers)
+            self._readers[branch] = LogReader(
+                self._storage, log, self._store.uuid, self._names, self._store.workers,
+                despite_damage=self._despite_damage,
+            )  # fmt: skip
         return self._readers[branch]
 
     def _count_records(self, count: int) -> None:
@@ -395,11 +403,11 @@ class _Run:
             times=Times(self._grace_ms, self._orphan_age_ms, now_ms), batch=self._batch,
         )  # fmt: skip
         missing = missing_segments(plan, logs, folders)
-        if missing and not self._force:
+        if missing and not self._despite_damage:
             raise CorruptStore(
                 f"{len(missing)} segments of versions that stay are not in storage, {missing[0]} for one: either data "
                 "was lost or a record is damaged, so nothing is called unneeded; run `cnr verify`, then `cnr repair`, "
-                "or collect with force=True",
+                "or collect with despite_damage=True",
                 path=segment_prefix(missing[0]), found=len(missing),
             )  # fmt: skip
         return plan
@@ -410,6 +418,10 @@ class _Run:
             for verdict in plan.retention[log.branch].verdicts:
                 self._versions[log.branch, verdict.version] = VersionReport(
                     log.name or None, verdict.version, verdict.stays, verdict.reason
+                )
+            for version in log.unreadable:
+                self._versions[log.branch, version] = VersionReport(
+                    log.name or None, version, False, "its record cannot be read"
                 )
         for segment in plan.segments:
             before = self._segments.get(segment.name)

@@ -56,6 +56,7 @@ from cnr_store.testing.faulty import (
     IsolatedMemoryFileSystem,
 )
 from cnr_store.testing.sweep import sweep
+from tests.snapshot_bytes import bytes_of
 
 ROWS, DIM = 4, 2
 DAY_MS = 86_400_000
@@ -776,16 +777,63 @@ def test_a_segment_that_cannot_be_deleted_is_reported_and_tried_again(
 # ---- damage
 
 
-def test_a_missing_segment_of_a_version_that_stays_stops_everything_but_force(store: Store) -> None:
+def test_a_missing_segment_of_a_version_that_stays_stops_everything_unless_it_is_given_up(store: Store) -> None:
     name = store.head().record.chain[0].seg
     store.storage.delete([key for key in listed(store) if name in key])
     before = contents(store)
 
     with pytest.raises(CorruptStore, match="not in storage"):
-        collect(store, force=False, grace_s=DAY_MS / 1000, orphan_age_s=DAY_MS / 1000)
+        collect(store)
     assert contents(store) == before
 
-    assert collect(store).outcome == "collected"
+    assert collect(store, despite_damage=True).outcome == "collected"
+
+
+@pytest.mark.parametrize("how", ["rotten", "empty", "another"])
+def test_versions_whose_records_are_lost_can_be_given_up_once_for_all(store: Store, how: str) -> None:
+    lost = store.latest_version() - 1
+    held = {version: bytes_of(store.snapshot(version)) for version in range(2, lost)}
+    damage(store, lost, how)
+    keep = RetentionPolicy(keep_last=100)
+    with pytest.raises(CorruptStore):
+        collect(store, policy=keep)
+
+    report = collect(store, policy=keep, despite_damage=True)
+
+    assert [one.reason for one in report.versions if one.version == lost] == ["its record cannot be read"]
+    assert not is_live(store.head().record, lost)
+    assert collect(store, policy=keep).outcome == "clean"
+    assert {version: bytes_of(store.snapshot(version)) for version in held} == held
+    with pytest.raises(VersionExpired):
+        store.snapshot(lost)
+
+
+@pytest.mark.parametrize("how", ["rotten", "empty"])
+def test_a_tagged_version_whose_record_is_lost_can_be_given_up_below_the_floor(store: Store, how: str) -> None:
+    store.tag("old", 3)
+    collect(store, policy=RetentionPolicy(keep_last=1))
+    assert store.head().record.floor > 3
+    damage(store, 3, how)
+    with pytest.raises(CorruptStore):
+        collect(store)
+
+    collect(store, despite_damage=True)
+
+    assert 3 in store.head().record.expired
+    assert collect(store).outcome == "clean"
+    assert listed(store) == referenced(store)
+    assert live(store)[-1] == store.latest_version()
+
+
+def damage(store: Store, version: int, how: str) -> None:
+    """Lose a commit record."""
+    if how == "empty":
+        store.storage.delete([commit_key(version)])
+    elif how == "rotten":
+        store.storage.put(commit_key(version), (store.storage.read(commit_key(version)) or b"")[:-9])
+    else:
+        other = msgspec.structs.replace(store.record(version), user={"from": "a backup"})
+        store.storage.put(commit_key(version), encode_record(other))
 
 
 def test_a_record_that_is_not_the_one_the_next_was_written_behind_stops_everything(store: Store) -> None:

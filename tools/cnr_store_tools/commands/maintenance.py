@@ -120,8 +120,9 @@ def gc(
     keep_every: KeepEvery = None,
     grace: Grace = "24h",
     orphan_age: OrphanAge = "7d",
-    force: Annotated[
-        bool, typer.Option("--force", help="Allow a grace below 1h, an orphan age below 1d, and a damaged store.")
+    force: Annotated[bool, typer.Option("--force", help="Allow a grace below 1h and an orphan age below 1d.")] = False,
+    despite_damage: Annotated[
+        bool, typer.Option("--despite-damage", help="Give up versions whose records or segments are lost for good.")
     ] = False,
     budget: Budget = None,
     storage_option: StorageOptions = None,
@@ -134,7 +135,7 @@ def gc(
         report = collect_garbage(
             store, policy=policy, grace_s=parse_duration(grace, "--grace"),
             orphan_age_s=parse_duration(orphan_age, "--orphan-age"), dry_run=not delete, force=force,
-            deadline_s=_time(budget, "--budget"), progress=progress,
+            despite_damage=despite_damage, deadline_s=_time(budget, "--budget"), progress=progress,
         )  # fmt: skip
     emit(documents.gc_document(report), render.collection, as_json=json)
     if report.failures:
