@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from cnr_store.errors import CnrStoreError, Conflict, CorruptStore, Fenced, StorageFailure
+from cnr_store.errors import (
+    CnrStoreError,
+    Conflict,
+    CorruptStore,
+    Fenced,
+    RankFailed,
+    RankLost,
+    StorageFailure,
+)
 from cnr_store.log import CommitLog
 from cnr_store.mirrors import Mirrors
 from cnr_store.placement import Placement, Shard, shards_of
@@ -106,11 +114,12 @@ class Session:
         """Move behind records that left the training state alone, and keep the mirrors: they are still the head's.
 
         For saves that read the chain: compaction may have replaced segments of it, and what it replaced is deleted some
-        day. One request and one more for each such record; stops before any other. All ranks call this.
+        day. One request and one more for each such record; stops before any other. All ranks call this. Where the log
+        cannot be read all stay where they are: the save does without, or meets what is wrong when it commits.
 
         Raises
         ------
-        CorruptStore, StorageFailure
+        RankLost
         """
         before, opened = self.head, list[Snapshot]()
 
@@ -123,9 +132,12 @@ class Session:
         try:
             newest = rank_zero(self.ranks, self._move_behind_maintenance)
             together(self.ranks, move)
-        except BaseException:
+        except BaseException as error:
             self.head = before  # all of it or nothing: the snapshot must be the head's, on every rank
-            raise
+            if not isinstance(error, StorageFailure | CorruptStore | RankFailed) or isinstance(error, RankLost):
+                raise
+            logger.warning("what came behind version %d cannot be looked at: %s", before.record.v, error)
+            return
         if opened:
             self.snapshot = opened[0]
 
