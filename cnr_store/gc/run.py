@@ -175,6 +175,10 @@ def check_arguments(grace_s: float, orphan_age_s: float, batch: int = 1, *, forc
         raise BadInput(f"batch is {batch}; give 1 or more", found=batch)
 
 
+class _Overtaken(Exception):
+    """A segment is gone that was needed when the logs were read, and they have gone on since: look again."""
+
+
 class _Run:
     """One collection. Keeps the records that it has read, since it may have to plan several times."""
 
@@ -209,10 +213,17 @@ class _Run:
 
     def explain(self) -> GcReport:
         """Change nothing: what a run would do now."""
-        now_ms = self._clock_ms()
-        logs, folders = self._look(ended_ms=now_ms)
-        logs = _as_if_ended(logs, now_ms)
-        plan = self._plan(logs, folders, now_ms, store_ms=now_ms)
+        for _ in range(_PLANS):
+            now_ms = self._clock_ms()
+            logs, folders = self._look(ended_ms=now_ms)
+            logs = _as_if_ended(logs, now_ms)
+            try:
+                plan = self._plan(logs, folders, now_ms, store_ms=now_ms)
+                break
+            except _Overtaken:
+                continue
+        else:
+            raise Conflict(f"others changed {self._store.url} during each of {_PLANS} looks at it; try again")
         self._note(logs, plan)
         is_clean = not plan.steps and not any(segment.state == "due" for segment in plan.segments)
         segments = with_sizes(self._storage, self._segments.values())
@@ -404,6 +415,8 @@ class _Run:
         )  # fmt: skip
         missing = missing_segments(plan, logs, folders)
         if missing and not self._despite_damage:
+            if not self._are_newest(logs):
+                raise _Overtaken
             raise CorruptStore(
                 f"{len(missing)} segments of versions that stay are not in storage, {missing[0]} for one: either data "
                 "was lost or a record is damaged, so nothing is called unneeded; run `cnr verify`, then `cnr repair`, "
@@ -411,6 +424,10 @@ class _Run:
                 path=segment_prefix(missing[0]), found=len(missing),
             )  # fmt: skip
         return plan
+
+    def _are_newest(self, logs: Sequence[LogView]) -> bool:
+        """Whether nothing was appended since the logs were read; else another collection may have deleted meanwhile."""
+        return all(log.is_closed or self._readers[log.branch].log.poll(log.entry) is None for log in logs)
 
     def _note(self, logs: Sequence[LogView], plan: CollectionPlan) -> None:
         """Keep what a plan says for the report; what an earlier plan of this run has given up stays said so."""
@@ -452,7 +469,10 @@ class _Run:
         for _ in range(_PLANS):
             now_ms = self._clock_ms()
             logs, folders = self._look()
-            plan = self._plan(logs, folders, now_ms, store_ms=None)
+            try:
+                plan = self._plan(logs, folders, now_ms, store_ms=None)
+            except _Overtaken:
+                continue
             self._note(logs, plan)
             done = self._commit_all(plan.steps, logs)
             if done == len(plan.steps):

@@ -789,6 +789,26 @@ def test_a_missing_segment_of_a_version_that_stays_stops_everything_unless_it_is
     assert collect(store, despite_damage=True).outcome == "collected"
 
 
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_segment_that_another_collection_deletes_between_heads_and_listing_is_no_damage(
+    fs: IsolatedMemoryFileSystem, store: Store, dry_run: bool
+) -> None:
+    """Without a grace it was called lost, and nothing was collected."""
+    has_run = False
+
+    def collects_first(call: Call) -> None:
+        nonlocal has_run
+        if call.operation == "list" and call.path.rstrip("/").endswith("data") and not has_run:
+            has_run = True
+            assert collect(again(fs)).outcome == "collected"
+
+    view = Store.open_on(on(FaultyFileSystem(fs, on_call=collects_first)), threads=1)
+
+    assert collect(view, keep_last=100, dry_run=dry_run).outcome == "clean"
+    assert has_run
+    assert listed(store) == referenced(store)
+
+
 @pytest.mark.parametrize("how", ["rotten", "empty", "another"])
 def test_versions_whose_records_are_lost_can_be_given_up_once_for_all(store: Store, how: str) -> None:
     lost = store.latest_version() - 1
