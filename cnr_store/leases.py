@@ -8,7 +8,6 @@ nothing of it is deleted. A reader that may not write here relies on the grace b
 from __future__ import annotations
 
 import contextlib
-import time
 import uuid
 from collections.abc import Callable
 from types import TracebackType
@@ -23,7 +22,7 @@ from cnr_store.layout import (
     is_branch_name,
     reader_lease_key,
 )
-from cnr_store.log import CommitLog
+from cnr_store.log import CommitLog, wall_ms
 from cnr_store.records import MAX_RECORD_BYTES, Cursor, ReaderLease, canonical_json, decode_document, is_live
 from cnr_store.storage import Storage
 
@@ -31,11 +30,6 @@ CLOCK_TOLERANCE_MS = 300_000
 """How far the clocks of holders and of maintenance may differ: a lease counts for so long behind its end."""
 
 _ATTEMPTS = 5
-
-
-def wall_ms() -> int:
-    """Return the time of this machine, ms since 1970."""
-    return time.time_ns() // 1_000_000
 
 
 class Lease:

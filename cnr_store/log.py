@@ -54,6 +54,11 @@ _CORRUPT_READ_BACKS = 3
 """How often an unreadable record is read again: a cut connection heals, a torn record does not."""
 
 
+def wall_ms() -> int:
+    """Return the time of this machine, ms since 1970: of records, leases and branches alike."""
+    return time.time_ns() // 1_000_000
+
+
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
     """Jittered exponential back-off: a delay is 50 to 100 % of a step that doubles up to ``max_delay_s``."""
@@ -96,7 +101,7 @@ class CommitLog:
         prefix: str = "",
         *,
         retry: RetryPolicy = RetryPolicy(),
-        clock_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+        clock_ms: Callable[[], int] = wall_ms,
         monotonic_s: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         random: Random | None = None,

@@ -14,6 +14,7 @@ from typing import Literal
 from cnr_store.compaction import DEFAULT_POLICY, CompactionPolicy, CompactionReport, Engine, check_engine, compact
 from cnr_store.errors import BadInput, CnrStoreError, CorruptStore, NotFound, StorageFailure
 from cnr_store.gc import GcReport, check_arguments, collect_garbage, with_sizes
+from cnr_store.log import wall_ms
 from cnr_store.retention import RetentionPolicy
 from cnr_store.status import LastMaintenance, put_last_maintenance
 from cnr_store.store import Store
@@ -322,7 +323,7 @@ def _collected(stage: Stage, report: GcReport) -> StageReport:
 def _put_note(store: Store, report: MaintenanceReport) -> None:
     found = report.stages[-1].collection
     note = LastMaintenance(
-        ended_ms=time.time_ns() // 1_000_000, duration_s=report.duration_s, outcome=report.outcome,
+        ended_ms=wall_ms(), duration_s=report.duration_s, outcome=report.outcome,
         rewritten_bytes=report.rewritten_bytes, deleted_bytes=report.deleted_bytes,
         doomed_bytes=None if found is None else found.doomed_bytes,
         orphans=None if found is None else sum(segment.state == "young" for segment in found.segments),

@@ -126,7 +126,7 @@ class Session:
         def move() -> None:
             self.move_to(newest)
             if self.snapshot is not None and self.head is not before:
-                known = {reader.name: reader for reader in self.snapshot.readers}
+                known = self.snapshot.known_readers
                 opened.append(Snapshot(self.storage, self.head, self.workers, known=known))
 
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime as dt
 import os
 import socket
-import time
 import uuid
 import warnings
 from collections.abc import Iterator, Mapping
@@ -31,7 +30,7 @@ from cnr_store.errors import (
     VersionNotFound,
 )
 from cnr_store.leases import Lease
-from cnr_store.log import CommitLog, RetryPolicy
+from cnr_store.log import CommitLog, RetryPolicy, wall_ms
 from cnr_store.mirrors import MirrorMode, Mirrors
 from cnr_store.placement import Placement, check_placements, column_cuts
 from cnr_store.ranks import OneRank, Ranks, rank_zero, together
@@ -153,7 +152,7 @@ class Store:
             storage.probe()
         identity = Identity(
             format=FORMAT, major=MAJOR, minor=MINOR, hash="sha256", profile=profile,
-            store_uuid=uuid.uuid4().hex, created_ms=_now_ms(),
+            store_uuid=uuid.uuid4().hex, created_ms=wall_ms(),
             exclusive_create="unsafe_single_writer" if unsafe_single_writer else "verified",
         )  # fmt: skip
         data = canonical_json(identity)
@@ -529,7 +528,7 @@ class Store:
             )
         head = self._settled_head()
         point = self._live_entry(head, version)
-        expires_ms = None if expires_s is None else _now_ms() + int(1000 * expires_s)
+        expires_ms = None if expires_s is None else wall_ms() + int(1000 * expires_s)
         return self._on(branches.fork(self._main, head, point, name, writer_info(), expires_ms=expires_ms))
 
     def on_branch(self, name: str) -> Store:
@@ -625,7 +624,7 @@ class Store:
     def _find_branch(self, name: str) -> Branch:
         """The branch of this name, by the store's log; it may be one whose log has no position 0 yet."""
         branch = branches.find_branch(_newest_readable(self._main).record, name)
-        if branch.is_expired(_now_ms()):
+        if branch.is_expired(wall_ms()):
             raise VersionExpired(
                 f"branch {name!r} of {self.url} expired at {branch.pin.expires_ms} ms; drop it, and fork anew",
                 version=branch.pin.version,
@@ -775,10 +774,6 @@ def _channel_of(head: CommitRecord, name: str) -> int:
     if name not in head.channels:
         raise ChannelNotFound(f"no channel {name!r}; there are {sorted(head.channels)}", found=name)
     return head.channels[name]
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
 
 
 def writer_info(run_id: str = "") -> WriterInfo:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 
@@ -16,7 +15,7 @@ import msgspec
 
 from cnr_store.errors import CnrStoreError, StorageFailure
 from cnr_store.layout import COMPACTION_LEASE, segment_name
-from cnr_store.log import CommitLog
+from cnr_store.log import CommitLog, wall_ms
 from cnr_store.records import CommitRecord, LogEntry, canonical_json
 from cnr_store.storage import Storage
 from cnr_store.store import LIBRARY
@@ -54,9 +53,7 @@ _DECODER = msgspec.json.Decoder(CompactionLease)
 class LeasePlace:
     """Where the note of one log lies: one object, overwritten by whoever works."""
 
-    def __init__(
-        self, storage: Storage, log: CommitLog, clock_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000
-    ) -> None:
+    def __init__(self, storage: Storage, log: CommitLog, clock_ms: Callable[[], int] = wall_ms) -> None:
         self._storage = storage
         self._key = f"{log.prefix}{COMPACTION_LEASE}"
         self._clock_ms = clock_ms

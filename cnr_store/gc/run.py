@@ -45,8 +45,8 @@ from cnr_store.layout import (
     is_segment_name,
     segment_prefix,
 )
-from cnr_store.leases import is_held, read_cursors, read_leases, wall_ms
-from cnr_store.log import CommitLog
+from cnr_store.leases import is_held, read_cursors, read_leases
+from cnr_store.log import CommitLog, wall_ms
 from cnr_store.rebase import draft_after, rebase_expire
 from cnr_store.records import Cursor, LogEntry, Pin, ReaderLease, is_live, unknown_writer_features
 from cnr_store.retention import Holds, RetentionPolicy
