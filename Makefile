@@ -3,13 +3,13 @@
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
-EXTRAS := test,train,gpu,torchrec,s3,azure,gcs,metrics,ray
+EXTRAS := test,train,gpu,torchrec,s3,azure,gcs,metrics,ray,redis
 # Two workers: the tests start servers and training processes of their own.
 WORKERS ?= 2
 DEMO_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check azurite bench soak clean
+.PHONY: help setup demo test check azurite redis bench soak clean
 
 help:
 	@echo "make demo   train, kill, restore and finish a small model; leaves a store to look at"
@@ -45,8 +45,14 @@ azurite: $(VENV)/.stamp
 	  $(BIN)/python tests/install_azurite.py || echo "warning: Azurite was not installed; its tests will be skipped" >&2; \
 	fi
 
+# A package of the system: only root can install it. Without it the Redis tests skip and say so.
+redis:
+	@command -v redis-server > /dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null \
+	  && { apt-get install -y -qq redis-server || { apt-get update -qq && apt-get install -y -qq redis-server; }; } > /dev/null 2>&1; } \
+	  || echo "warning: redis-server is not installed (Debian: apt-get install redis-server); its tests will be skipped" >&2
+
 # TorchRec warns while it is imported, and a warning is an error here: its tests run it in processes of their own.
-test: check azurite
+test: check azurite redis
 	$(BIN)/python -m pytest -q --doctest-modules --doctest-ignore-import-errors --ignore cnr_store/integrations/torchrec cnr_store
 	$(BIN)/python -m pytest -q -n $(WORKERS) tests
 
@@ -55,7 +61,7 @@ bench: $(VENV)/.stamp
 	  [ -f "$$script" ] || continue; echo "== $$script"; $(BIN)/python "$$script"; \
 	done
 
-soak: $(VENV)/.stamp azurite
+soak: $(VENV)/.stamp azurite redis
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m "soak or slow" --timeout 0 tests
 
 clean:

@@ -7,6 +7,7 @@
     │   ├── NotAStore
     │   ├── VersionNotFound
     │   ├── VersionExpired
+    │   │   └── CursorExpired
     │   ├── TableNotFound
     │   ├── TagNotFound
     │   ├── ChannelNotFound
@@ -112,6 +113,12 @@ class VersionExpired(NotFound):
     """The version existed, and its data may be gone: an ``expire`` record names it."""
 
     kind = "version_expired"
+
+
+class CursorExpired(VersionExpired):
+    """What changed since a consumer's cursor cannot be told any more: compare a snapshot with your own copy."""
+
+    kind = "cursor_expired"
 
 
 class TableNotFound(NotFound):

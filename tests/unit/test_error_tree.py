@@ -52,6 +52,7 @@ TREE = [
     ("ChannelNotFound", "NotFound", "channel_not_found"),
     ("BranchNotFound", "NotFound", "branch_not_found"),
     ("BranchExists", "Conflict", "branch_exists"),
+    ("CursorExpired", "VersionExpired", "cursor_expired"),
 ]
 
 # Second bases: what a caller who does not know this library would catch.

@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 ERRORS = """
     CnrStoreError
-    NotFound NotAStore VersionNotFound VersionExpired TableNotFound TagNotFound ChannelNotFound
+    NotFound NotAStore VersionNotFound VersionExpired CursorExpired TableNotFound TagNotFound ChannelNotFound
     BranchNotFound
     BadInput BadName BadShape BadDtype BadRowIds NonFiniteValues
     Conflict Fenced TransactionAborted DoesNotApply TagExists BranchExists StoreExists SaveInProgress
@@ -48,6 +48,7 @@ PUBLIC = {
         RowRequest Staged StagingBuffers gather_rows
         LatticeCodes AffineCodes PackedRows
     """,
+    "cnr_store.consume": "",
     "cnr_store.integrations": "StateDict load_state_dict",
     "cnr_store.testing": "",
     "cnr_store.training": """
