@@ -15,6 +15,7 @@ What is not in ``__all__`` may change without notice. Importing this package loa
 
 from __future__ import annotations
 
+from cnr_store.chunk_lru import ChunkLru, LruCounts
 from cnr_store.compaction import CompactionPolicy, CompactionReport, compact
 from cnr_store.errors import (
     AccessDenied,
@@ -57,6 +58,7 @@ from cnr_store.errors import (
     Unsupported,
     VersionExpired,
     VersionNotFound,
+    VersionRefused,
 )
 from cnr_store.exporting import ExportedTensor, ExportReport, export_snapshot
 from cnr_store.gc import GcReport, collect_garbage
@@ -117,6 +119,8 @@ __all__ = [
     "TableOptions",
     "Store",
     "Snapshot",
+    "ChunkLru",
+    "LruCounts",
     # Several ranks that write one store together.
     "Ranks",
     "Shard",
@@ -161,6 +165,7 @@ __all__ = [
     "ReadOnlyStore",
     "MissingDependency",
     "BackgroundSaveFailed",
+    "VersionRefused",
     "RankFailed",
     "RankLost",
 ]

@@ -40,6 +40,7 @@
     │   ├── ReadOnlyStore
     │   └── MissingDependency
     ├── BackgroundSaveFailed       a save behind training failed; its rows are still dirty
+    ├── VersionRefused             the consumer's own check turned a version down; the one before it stays
     └── RankFailed                 another rank of the same training failed; nothing became visible
         └── RankLost               it does not answer: restart the training from the last checkpoint
 
@@ -314,6 +315,12 @@ class BackgroundSaveFailed(CnrStoreError):
     """A background save failed; ``__cause__`` says why. The rows it held are dirty again."""
 
     kind = "background_save_failed"
+
+
+class VersionRefused(CnrStoreError):
+    """A consumer's ``validate`` turned a version down; ``__cause__`` is what it raised, if it did."""
+
+    kind = "version_refused"
 
 
 class RankFailed(CnrStoreError):

@@ -53,6 +53,7 @@ TREE = [
     ("BranchNotFound", "NotFound", "branch_not_found"),
     ("BranchExists", "Conflict", "branch_exists"),
     ("CursorExpired", "VersionExpired", "cursor_expired"),
+    ("VersionRefused", "CnrStoreError", "version_refused"),
 ]
 
 # Second bases: what a caller who does not know this library would catch.

@@ -22,14 +22,14 @@ ERRORS = """
     CorruptStore CorruptRecord CorruptObject MissingObject
     StorageFailure AccessDenied UnsafeBackend
     Unsupported NewerFormat UnknownFeature ReadOnlyStore MissingDependency
-    BackgroundSaveFailed RankFailed RankLost
+    BackgroundSaveFailed VersionRefused RankFailed RankLost
 """
 
 # One entry for each package that exists; its names, separated by blanks.
 PUBLIC = {
     "cnr_store": ERRORS
     + """
-        Snapshot Store TableOptions TableView Transaction Writer
+        Snapshot Store TableOptions TableView Transaction Writer ChunkLru LruCounts
         Ranks Shard Rectangle Declaration
         verify_store VerifyReport Problem
         repair_store RepairReport RepairAction

@@ -27,6 +27,7 @@ from cnr_store import (
     RankFailed,
     StorageFailure,
     Unsupported,
+    VersionRefused,
 )
 from cnr_store_tools.text import one_line
 
@@ -69,6 +70,7 @@ _BY_CLASS: tuple[tuple[type[CnrStoreError], ExitCode], ...] = (
     (CorruptStore, ExitCode.CORRUPT),
     (StorageFailure, ExitCode.STORAGE),
     (BackgroundSaveFailed, ExitCode.STORAGE),
+    (VersionRefused, ExitCode.CONFLICT),
     (RankFailed, ExitCode.CONFLICT),
     (Unsupported, ExitCode.UNSUPPORTED),
 )
