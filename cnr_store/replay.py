@@ -21,7 +21,7 @@ from cnr_store.encodings.widths import carrier
 from cnr_store.errors import CorruptStore
 from cnr_store.records import ArrayEntry, Manifest, RowListEntry
 from cnr_store.replay_plan import Batch, Step, TablePlan, by_columns
-from cnr_store.segment import Scratch, SegmentReader
+from cnr_store.segment import Scratch
 from cnr_store.table_codes import (
     ABSENT,
     ADDED,
@@ -212,7 +212,7 @@ def _cut_packed(packed: Array, bits: int, dim: int, low: int, high: int) -> Arra
 
 
 def replay(
-    readers: Sequence[SegmentReader], plan: TablePlan, codes: TableCodes, workers: Workers, rows: RowIds | None = None
+    readers: Sequence[ChunkReader], plan: TablePlan, codes: TableCodes, workers: Workers, rows: RowIds | None = None
 ) -> None:
     """Replay into ``codes``, widening int16 arrays and starting over in the rare case that codes outgrow them."""
     engine = Replay(readers, workers)
@@ -261,10 +261,7 @@ class _Target:
         if self._rows is None:
             low, high = np.searchsorted(rows, [self.codes.start, self.codes.stop])
             return rows[low:high] - self.codes.start, slice(int(low), int(high))
-        at = np.searchsorted(self._rows, rows)
-        at[at == len(self._rows)] = 0
-        wanted = self._rows[at] == rows if len(self._rows) else np.zeros(len(rows), np.bool_)
-        return at[wanted].astype(np.int64), wanted
+        return matching(self._rows, rows)
 
     def truncate(self, num_rows: int) -> None:
         """Rows at and beyond ``num_rows`` stop to exist."""
@@ -321,10 +318,24 @@ class _Target:
             self.codes.escapes.put(rows + self.codes.start, values)
 
 
+def matching(wanted: RowIds, rows: RowIds) -> tuple[RowIds, RowIds]:
+    """Return where two sorted lists of unique rows have the same: positions in the first, and in the second. Pure.
+
+    The shorter list is searched for in the longer one, so a few rows cost little against a large chunk.
+    """
+    if len(wanted) > len(rows):
+        second, first = matching(rows, wanted)
+        return first, second
+    at = np.searchsorted(rows, wanted)
+    found = np.flatnonzero(at < len(rows))
+    found = found[rows[at[found]] == wanted[found]]
+    return found.astype(np.int64), at[found].astype(np.int64)
+
+
 def _positions_of(positions: Any, chosen: npt.NDArray[np.bool_]) -> RowIds:
-    """The chosen of the positions that a slice or a mask stands for."""
-    at = np.arange(positions.start, positions.stop) if isinstance(positions, slice) else np.flatnonzero(positions)
-    return at[chosen].astype(np.int64)
+    """The chosen of the positions, which may be a slice."""
+    at = np.arange(positions.start, positions.stop) if isinstance(positions, slice) else positions
+    return np.asarray(at[chosen], np.int64)
 
 
 def _may_overlap(steps: Sequence[Step]) -> bool:
@@ -382,11 +393,16 @@ def finish(codes: TableCodes, outputs: Mapping[str, Array], workers: Workers, *,
 
 
 def replay_hashed(
-    readers: Sequence[SegmentReader], plan: TablePlan, names: Sequence[str], workers: Workers
+    readers: Sequence[ChunkReader],
+    plan: TablePlan,
+    names: Sequence[str],
+    workers: Workers,
+    wanted: RowIds | None = None,
 ) -> tuple[RowIds, dict[str, Array]]:
     """Return the sorted keys and the values of a hashed table: the newest set of each key that no delete follows.
 
-    Memory: all rows of the chain's segments at once, before the newest are chosen.
+    Of the keys ``wanted`` (sorted, unique) alone if they are given. Memory: all rows asked for of the chain's
+    segments at once, before the newest are chosen.
     """
     engine = Replay(readers, workers)
     specs = array_specs(plan.schema)
@@ -396,17 +412,21 @@ def replay_hashed(
 
     def read(step: Step) -> tuple[RowIds, dict[str, Array]]:
         reader = readers[step.segment]
-        rows = reader.read_rows(step.row_list, step.chunk, Scratch()).copy()
         if step.operation == "add":
             raise CorruptStore(f"hashed table {plan.table!r} has add rows; only set rows are legal", table=plan.table)
-        floats = {}
+        rows = reader.read_rows(step.row_list, step.chunk, Scratch())
+        chosen: Any = slice(None) if wanted is None else matching(wanted, rows)[1]
+        rows = rows[chosen].copy()
+        floats: dict[str, Array] = {}
         for name in names:
             spec = specs[name]
             out = np.zeros((len(rows), spec.width), carrier(spec.dtype))
-            if step.operation == "set":
-                decode_block(spec, np.ascontiguousarray(engine._values(reader, plan, step, spec)), out)
+            if len(rows) == 0:
+                pass
+            elif step.operation == "set":
+                decode_block(spec, np.ascontiguousarray(engine._values(reader, plan, step, spec)[chosen]), out)
             elif step.operation == "escape":
-                out[...] = engine._values(reader, plan, step, spec)
+                out[...] = engine._values(reader, plan, step, spec)[chosen]
             floats[name] = out
         return rows, floats
 

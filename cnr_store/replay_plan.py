@@ -137,7 +137,9 @@ def plan_table(
             covered = sum(_overlap(part.rows, (start, stop)) * _overlap(part.columns, columns) for part in full)
             complete = complete and covered == (stop - start) * (columns[1] - columns[0])
         if not hashed:
-            steps = [step for step in steps if _is_wanted(step, start, stop, rows)]
+            steps = [step for step in steps if step.last >= start and step.first < stop]
+        if rows is not None:
+            steps = [step for step in steps if _may_hold(step, rows)]
         batches.append(Batch(index, here.num_rows, tuple(steps)))
     tracks = hashed or not complete or len(set(sizes)) > 1
     ends = tuple(part for part in last.parts if part.table == table)
@@ -257,13 +259,10 @@ def _filtered(plan: TablePlan, keeps: Callable[[Step], bool]) -> tuple[Batch, ..
     return tuple(replace(batch, steps=tuple(step for step in batch.steps if keeps(step))) for batch in plan.batches)
 
 
-def _is_wanted(step: Step, start: int, stop: int, rows: RowIds | None) -> bool:
-    if step.last < start or step.first >= stop:
-        return False
-    if rows is None:
-        return True
-    low, high = np.searchsorted(rows, [step.first, step.last + 1])
-    return bool(low < high)
+def _may_hold(step: Step, rows: RowIds) -> bool:
+    """Whether one of ``rows`` (sorted) lies in the chunk's range."""
+    low, high = np.searchsorted(rows, [step.first, step.last])
+    return bool(low < high or (low < len(rows) and rows[low] == step.last))
 
 
 def _overlap(a: tuple[int, int], b: tuple[int, int]) -> int:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from cnr_store.encodings.digest import add_digests
 from cnr_store.encodings.widths import from_float32, to_float32
 from cnr_store.records import TableSchema
-from cnr_store.replay import finish, replay
+from cnr_store.replay import ChunkReader, finish, replay
 from cnr_store.replay_plan import TablePlan, by_columns, check_digest, check_row_slots, clip
 from cnr_store.segment import Scratch, SegmentReader
 from cnr_store.table_codes import CODED, Allocate, Array, ArraySpec, TableCodes, array_specs
@@ -113,7 +113,7 @@ def read_mirror(
 
 
 def read_rows(
-    readers: Sequence[SegmentReader],
+    readers: Sequence[ChunkReader],
     plan: TablePlan,
     rows: RowIds,
     outputs: Mapping[str, Array],

@@ -10,17 +10,18 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store import tree
+from cnr_store.chunk_lru import ChunkLru
 from cnr_store.encodings.widths import carrier
 from cnr_store.errors import BadDtype, BadInput, BadRowIds, BadShape, CorruptStore, TableNotFound
 from cnr_store.placement import whole_of
 from cnr_store.records import CommitRecord, DenseEntry, LogEntry, Manifest, TableSchema
-from cnr_store.replay import replay_hashed
+from cnr_store.replay import ChunkReader, matching, replay_hashed
 from cnr_store.replay_plan import TablePlan, plan_table
 from cnr_store.restore import read_mirror, read_range, read_rows, rows_since
 from cnr_store.rows import check_row_ids
 from cnr_store.segment import IfMissing, SegmentReader
 from cnr_store.storage import Storage
-from cnr_store.table_codes import Allocate, Array, ArraySpec, TableCodes, array_specs
+from cnr_store.table_codes import Allocate, Array, ArraySpec, TableCodes, array_specs, fill_value
 from cnr_store.types import JsonValue, Rectangle, RowIds, SlotsRule
 from cnr_store.workers import Workers
 
@@ -43,16 +44,19 @@ class Snapshot:
         known: Mapping[str, SegmentReader] | None = None,
         opens: bool = True,
         if_missing: IfMissing | None = None,
+        cache: ChunkLru | None = None,
     ) -> None:
         """Open the state, or with ``opens=False`` leave that to `open` or the first use; ``known`` are open already.
 
-        ``if_missing``: see `SegmentReader`.
+        ``if_missing``: see `SegmentReader`. ``cache`` keeps what `TableView.read_rows` decodes, and nothing else: a
+        read of ranges would push out what is looked up again.
         """
         self.record: CommitRecord = entry.record
         self._storage = storage
         self._workers = workers
         self._known = dict(known or {})
         self._if_missing = if_missing
+        self._cache = cache
         self._readers: tuple[SegmentReader, ...] | None = None
         if opens:
             self.open()
@@ -85,6 +89,11 @@ class Snapshot:
             self.open()
         assert self._readers is not None
         return self._readers
+
+    @property
+    def lookup_readers(self) -> Sequence[ChunkReader]:
+        """The segments of the chain through the cache, if there is one."""
+        return self.readers if self._cache is None else self._cache.over(self.readers)
 
     @property
     def version(self) -> int:
@@ -347,29 +356,75 @@ class TableView:
         return {"values" if name == "codes" else name.removeprefix("slots/"): result(name) for name in filled}
 
     def read_rows(
-        self, row_ids: RowIds, *, slot: str | None = None, slots_rule: Literal["exact", "mean"] = "exact"
+        self,
+        row_ids: RowIds,
+        *,
+        slot: str | None = None,
+        slots_rule: Literal["exact", "mean"] = "exact",
+        missing: npt.NDArray[np.bool_] | None = None,
     ) -> Array:
         """Return the given rows, (len(row_ids), dim): any order, repeats allowed; reads only chunks that hold one.
+
+        Of a hashed table the ids are keys, and the chunks those whose range of keys holds one. With a cache given to
+        the snapshot, a chunk is read and decoded once.
+
+        Parameters
+        ----------
+        missing
+            bool (len(row_ids),), filled: True where a hashed table has no such key; the row is then the table's fill.
+            Without it such a key is an error. A dense table has every row in its range, so all become False.
 
         Raises
         ------
         BadRowIds
+            Ids that are no integers, or outside a dense table; or keys that a hashed table does not have.
         """
-        self._refuse_hashed("read_rows")
         name = "codes" if slot is None else self._slot_array(slot)
         given = np.asarray(row_ids)
-        if given.size and given.dtype.kind not in "iu":
+        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
             raise BadRowIds(
-                f"row ids of table {self.name!r} must be integers, found {given.dtype}",
-                table=self.name, expected="int64", found=str(given.dtype),
+                f"row ids of table {self.name!r} must be integers in one dimension, found {given.dtype} of shape "
+                f"{given.shape}",
+                table=self.name, expected="int64 (n,)", found=f"{given.dtype} {given.shape}",
+            )  # fmt: skip
+        if missing is not None and (missing.shape != given.shape or missing.dtype != np.bool_):
+            raise BadShape(
+                f"missing must be bool of shape {given.shape}, found {missing.dtype} of shape {missing.shape}",
+                table=self.name, expected=given.shape, found=missing.shape,
             )  # fmt: skip
         unique, inverse = np.unique(given.astype(np.int64, copy=False), return_inverse=True)
-        check_row_ids(unique, self.schema.num_rows, table=self.name)
+        inverse = inverse.reshape(-1)
+        if self.schema.keys == "hashed":
+            values, absent = self._read_keys(unique, name)
+        else:
+            check_row_ids(unique, self.schema.num_rows, table=self.name)
+            values, absent = np.empty((len(unique), self._specs[name].width), carrier(self._specs[name].dtype)), None
+            plan = self._snapshot.plan(self.name, rows=unique)
+            workers = self._snapshot.workers
+            read_rows(self._snapshot.lookup_readers, plan, unique, {name: values}, workers, slots_rule)
+        if missing is not None:
+            missing[...] = False if absent is None else absent[inverse]
+        elif absent is not None and absent.any():
+            key = int(unique[np.argmax(absent)])
+            raise BadRowIds(
+                f"table {self.name!r} has no key {key} at version {self._snapshot.version}, nor {absent.sum() - 1} "
+                "more of those asked for; pass missing= to be told which",
+                table=self.name, version=self._snapshot.version, found=key,
+            )  # fmt: skip
+        return self._shaped(name, values[inverse])
+
+    def _read_keys(self, unique: RowIds, name: str) -> tuple[Array, npt.NDArray[np.bool_]]:
+        """Return the values of the keys (sorted, unique) of a hashed table, and which of them it does not have."""
+        plan = self._snapshot.plan(self.name, rows=unique)
+        readers, workers = self._snapshot.lookup_readers, self._snapshot.workers
+        keys, arrays = replay_hashed(readers, plan, [name], workers, unique)
         spec = self._specs[name]
-        out = np.empty((len(unique), spec.width), carrier(spec.dtype))
-        plan = plan_table(self._snapshot.manifests, self.name, rows=unique)
-        read_rows(self._snapshot.readers, plan, unique, {name: out}, self._snapshot.workers, slots_rule)
-        return self._shaped(name, out[inverse.reshape(-1)])
+        values = np.full((len(unique), spec.width), fill_value(spec), carrier(spec.dtype))
+        at, found = matching(unique, keys)
+        values[at] = arrays[name][found]
+        absent = np.ones(len(unique), np.bool_)
+        absent[at] = False
+        return values, absent
 
     def changed_rows(self) -> RowIds:
         """Return the rows that the deltas of the chain hold: sorted, unique. Reads row ids only, no values."""

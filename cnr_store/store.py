@@ -13,6 +13,7 @@ from typing import Any
 
 from cnr_store import arrays, branches, layout, leases
 from cnr_store.branches import Branch
+from cnr_store.chunk_lru import ChunkLru
 from cnr_store.errors import (
     BadInput,
     BranchNotFound,
@@ -289,11 +290,17 @@ class Store:
         tag: str | None = None,
         channel: str | None = None,
         time: dt.datetime | None = None,
+        cache: ChunkLru | None = None,
     ) -> Snapshot:
         """Open a state: the latest, or that of a version, training step, tag, channel or time (at most one of them).
 
         By step, the newest version that saved that step wins, so after a rollback the run that went on. By time, the
         last version committed at or before it.
+
+        Parameters
+        ----------
+        cache
+            Keeps what `TableView.read_rows` decodes, for later look-ups; several snapshots of this store may share it.
 
         Raises
         ------
@@ -320,7 +327,7 @@ class Store:
             entry = self._by_time(head, int(time.timestamp() * 1000))
         else:
             entry = head
-        return self._open_snapshot(head.record, entry)
+        return self._open_snapshot(head.record, entry, cache)
 
     def writer(
         self,
@@ -714,7 +721,7 @@ class Store:
             raise VersionNotFound(f"{self._place} has no version at or before time {time_ms} ms", found=time_ms)
         return found
 
-    def _open_snapshot(self, head: CommitRecord, entry: LogEntry) -> Snapshot:
+    def _open_snapshot(self, head: CommitRecord, entry: LogEntry, cache: ChunkLru | None = None) -> Snapshot:
         version = entry.record.v
         self._check_live(head, version)
 
@@ -729,7 +736,7 @@ class Store:
             except VersionExpired as expired:
                 raise expired from missing
 
-        return Snapshot(self.storage, entry, self._workers, if_missing=tell_of_expiry)
+        return Snapshot(self.storage, entry, self._workers, if_missing=tell_of_expiry, cache=cache)
 
     def _check_live(self, head: CommitRecord, version: int) -> None:
         if not is_live(head, version):

@@ -23,7 +23,8 @@ DOCUMENTS = WORDS | {"layout", "records"}
 PARTS = DOCUMENTS | {"storage", "encodings", "rows", "arrays", "workers"}
 FORMAT = PARTS | {"rebase", "log", "segment", "table_codes", "replay_plan", "replay", "tree"}
 CODEC = PARTS | {"segment", "table_codes"}
-READING = FORMAT | {"restore", "snapshot"}
+KEEPING = {"cached_reader", "chunk_lru"}
+READING = FORMAT | KEEPING | {"restore", "snapshot"}
 STAGING = READING | {
     "placement", "agreement", "ranks", "options", "encode", "changes", "baseline", "mirrors", "planning", "inputs",
     "assembly",
@@ -49,6 +50,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "arrays": DOCUMENTS,
     "workers": WORDS,
     "segment": PARTS,
+    "cached_reader": PARTS | {"segment"},
+    "chunk_lru": PARTS | {"segment", "cached_reader"},
     "table_codes": DOCUMENTS | {"encodings", "rows", "workers"},
     "replay_plan": PARTS | {"table_codes"},
     "replay": PARTS | {"segment", "table_codes", "replay_plan"},
@@ -64,7 +67,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "exporting": READING | {"tensor_file"},
     "importing": WRITING | {"store", "tensor_file", "exporting"},
     "restore": CODEC | {"replay_plan", "replay"},
-    "snapshot": FORMAT | {"restore", "placement"},  # no writing below this line
+    "snapshot": FORMAT | KEEPING | {"restore", "placement"},  # no writing below this line
     "options": WORDS | {"records", "encodings"},
     "encode": CODEC,
     "changes": CODEC | {"encode"},
