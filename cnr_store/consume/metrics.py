@@ -1,0 +1,111 @@
+"""What a loader tells of itself: the outcome of a look at the store, and counts since it was opened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Poll:
+    """What one look at the store did.
+
+    Attributes
+    ----------
+    version, step
+        What is served behind it; with ``publish="apply"`` what is served until `Loader.apply`.
+    staged
+        The version that waits for `Loader.apply`, or None.
+    moved
+        Whether another version is served, or staged, than before.
+    rows, bytes
+        Changed rows that were put into the tables, and the bytes of them as float32.
+    apply_s
+        Time from the records being known to the new versions being visible (staged), in seconds.
+    error
+        Why the loader does not serve what it should: the store cannot be read, the channel is gone, `validate` refused
+        the version. What was served before stays. None if all is well.
+    """
+
+    version: int
+    step: int
+    staged: int | None
+    moved: bool
+    rows: int
+    bytes: int
+    apply_s: float
+    error: Exception | None
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderMetrics:
+    """Counts of a loader since it was opened, and its state now.
+
+    Attributes
+    ----------
+    version, step
+        What is served.
+    staged
+        The version that waits for `Loader.apply`, or None.
+    staleness_s
+        For how long a newer state than the one served has been there, as far as the loader knows: the time since the
+        commit of the first version that it wants and does not serve; 0 if there is none. A store that cannot be reached
+        does not show here but in ``checked_s``.
+    age_s
+        Time since the commit of the version served.
+    checked_s
+        Time since the loader last learned which version is the newest.
+    load_s
+        How long the first load took.
+    apply_s
+        How long the last move to another version took, reading included.
+    polls
+        Looks at the store.
+    moves
+        Versions that were published after the first.
+    rows, bytes
+        Changed rows that were put into the tables, and the bytes of them as float32.
+    errors
+        Looks that ended in an error, refusals not counted.
+    failures
+        How many of the last looks failed in a row.
+    refused
+        Versions that ``validate`` turned down.
+    lookups, retries
+        Lookups of this process, and how often one began anew because its view was folded meanwhile.
+    error
+        What `Poll.error` of the last look was, as text; None if all is well.
+    """
+
+    version: int
+    step: int
+    staged: int | None
+    staleness_s: float
+    age_s: float
+    checked_s: float
+    load_s: float
+    apply_s: float
+    polls: int
+    moves: int
+    rows: int
+    bytes: int
+    errors: int
+    failures: int
+    refused: int
+    lookups: int
+    retries: int
+    error: str | None
+
+
+@dataclass(slots=True)
+class Tally:
+    """The counts of `LoaderMetrics` while they grow; whoever changes them holds the loader's lock."""
+
+    load_s: float = 0.0
+    apply_s: float = 0.0
+    polls: int = 0
+    moves: int = 0
+    rows: int = 0
+    bytes: int = 0
+    errors: int = 0
+    failures: int = 0
+    refused: int = 0
