@@ -1,0 +1,52 @@
+"""Rows that say at which training step they were written, so that a lookup can prove that it saw one version.
+
+Every table ends with `NUM_WITNESSES` rows that no traffic looks up. The trainer writes its step into each of them, in
+every column, before each save. A batch that shows two steps, or another one than it says that it is of, is torn; so is
+an element that is no digit.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+NUM_WITNESSES = 32
+NUM_DIGITS = 5
+BASE = 16
+SPACING = np.float32(1 / 32)
+"""Between two digits. A table of the demonstration is stored far finer, so rounding never makes one into another."""
+
+MAX_STEP = BASE**NUM_DIGITS - 1
+GARBLED = -1
+
+
+def witness_row(step: int, dim: int) -> npt.NDArray[np.float32]:
+    """Return what a witness holds at a step: float32 (dim,); column ``c`` carries hexadecimal digit ``c % 5``.
+
+    >>> read_steps(witness_row(0x1F2, 16)[None]).tolist()
+    [498]
+    """
+    columns = np.arange(dim) % NUM_DIGITS
+    digits = (step >> (4 * columns)) % BASE
+    return (digits * SPACING).astype(np.float32)
+
+
+def read_steps(rows: npt.NDArray[np.floating]) -> npt.NDArray[np.int64]:
+    """Return the step that each row (n, dim) shows, int64 (n,); `GARBLED` where its columns contradict each other.
+
+    >>> mixed = witness_row(3, 16)
+    >>> mixed[7] = witness_row(200, 16)[7]
+    >>> read_steps(mixed[None]).tolist()
+    [3]
+    >>> mixed[6] = witness_row(200, 16)[6]
+    >>> read_steps(mixed[None]).tolist()
+    [-1]
+    """
+    scaled = rows.astype(np.float64) / SPACING
+    digits = np.rint(scaled)
+    is_digit = (np.abs(scaled - digits) < 0.25) & (digits >= 0) & (digits < BASE)
+    whole = digits.astype(np.int64)
+    first = whole[:, :NUM_DIGITS]
+    repeats = first[:, np.arange(rows.shape[1]) % NUM_DIGITS]
+    steps = (first * BASE ** np.arange(NUM_DIGITS)).sum(axis=1)
+    return np.where(is_digit.all(axis=1) & (whole == repeats).all(axis=1), steps, GARBLED)
