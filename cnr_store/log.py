@@ -27,6 +27,7 @@ from cnr_store.errors import (
     Fenced,
     MissingObject,
     StorageFailure,
+    VersionNotFound,
 )
 from cnr_store.layout import COMMITS, commit_key, hint_key, state_key
 from cnr_store.records import (
@@ -88,6 +89,8 @@ class CommitLog:
     prefix
         Where positions and hint are: nothing for the store's own log, `layout.branch_prefix` for a branch. Side objects
         are named by their digest and lie at the root for all.
+    first
+        Where the log begins: 0, or above in a relay, which copies the newer end of a log and is never appended to.
     retry
         How long an append whose outcome is unclear is retried with the same bytes.
     clock_ms, monotonic_s, sleep, random
@@ -100,6 +103,7 @@ class CommitLog:
         store_uuid: str,
         prefix: str = "",
         *,
+        first: int = 0,
         retry: RetryPolicy = RetryPolicy(),
         clock_ms: Callable[[], int] = wall_ms,
         monotonic_s: Callable[[], float] = time.monotonic,
@@ -109,6 +113,7 @@ class CommitLog:
         self._storage = storage
         self._store_uuid = store_uuid
         self._prefix = prefix
+        self._first = first
         self._retry = retry
         self._clock_ms = clock_ms
         self._monotonic_s = monotonic_s
@@ -122,18 +127,31 @@ class CommitLog:
         """What the keys of positions and hint begin with: nothing, or ``branches/<uuid>/``."""
         return self._prefix
 
+    @property
+    def first(self) -> int:
+        """The position that the log begins at."""
+        return self._first
+
     def below(self, prefix: str) -> CommitLog:
         """Return another log of the same store, with the same patience and clocks. No I/O."""
+        return self._with(prefix, 0)
+
+    def _with(self, prefix: str, first: int) -> CommitLog:
         return CommitLog(
             self._storage,
             self._store_uuid,
             prefix,
+            first=first,
             retry=self._retry,
             clock_ms=self._clock_ms,
             monotonic_s=self._monotonic_s,
             sleep=self._sleep,
             random=self._random,
         )
+
+    def starting_at(self, first: int) -> CommitLog:
+        """Return this log where it begins at position ``first``, as in a relay. No I/O."""
+        return self._with(self._prefix, first)
 
     def is_blank(self) -> bool:
         """Return whether nothing was ever written here, so that position 0 may be: no hint, no position. Two requests.
@@ -200,7 +218,7 @@ class CommitLog:
         Raises
         ------
         CorruptStore
-            Position 0 is empty.
+            The first position is empty.
         CorruptRecord
             The newest record is damaged (its ``version`` says which); the one before it can still be `read`.
         StorageFailure
@@ -226,7 +244,7 @@ class CommitLog:
         """
         torn: list[str] = []
         newest = self._gallop(self._read_hint(), {})
-        for version in range(newest, -1, -1):
+        for version in range(newest, self._first - 1, -1):
             data = self._storage.read(self._key(version))
             if data is None:
                 raise self._hole(version)
@@ -257,12 +275,14 @@ class CommitLog:
         return entry
 
     def walk(self, newest: LogEntry) -> Iterator[LogEntry]:
-        """Yield ``newest`` and every record before it down to position 0; one GET each.
+        """Yield ``newest`` and every record before it down to the first; one GET each.
 
         Torn positions that were superseded are passed over.
 
         Raises
         ------
+        VersionNotFound
+            A position of a relay is empty, which is still at work there.
         CorruptStore
             A position is empty: something deleted part of the log.
         CorruptRecord
@@ -270,8 +290,7 @@ class CommitLog:
         """
         entry = newest
         yield entry
-        while entry.record.v > 0:
-            version = parent_of(entry.record)[0]
+        while (version := parent_of(entry.record)[0]) >= self._first:
             before = self.read(version)
             if before is None:
                 raise self._hole(version)
@@ -549,13 +568,15 @@ class CommitLog:
                 seen[version] = data
             return data is not None
 
-        if start and not is_occupied(start):
-            start = 0
-        if not start and not is_occupied(0):
+        first = self._first
+        start = max(start, first)
+        if start > first and not is_occupied(start):
+            start = first
+        if start == first and not is_occupied(first):
             raise CorruptStore(
-                "log position 0 is empty: the store was not initialized completely, or its log was deleted",
-                version=0,
-                path=self._key(0),
+                f"log position {first} is empty: the store was not initialized completely, or its log was deleted",
+                version=first,
+                path=self._key(first),
             )
         occupied, step = start, 1
         while is_occupied(start + step):
@@ -642,7 +663,15 @@ class CommitLog:
     def _key(self, version: int) -> str:
         return commit_key(version, self._prefix)
 
-    def _hole(self, version: int) -> CorruptStore:
+    def _hole(self, version: int) -> CnrStoreError:
+        if self._first > 0:
+            # A relay that leaves versions out fills their positions downwards, after the newer record.
+            return VersionNotFound(
+                f"log position {version} has not been copied to this relay yet, or was lost here; try again, and let "
+                "the relay run",
+                version=version,
+                path=self._key(version),
+            )
         return CorruptStore(
             f"log position {version} is empty although the log goes on behind it: part of the log was deleted (a "
             "lifecycle rule?); restore it from a backup",

@@ -244,6 +244,7 @@ def maintain(
     >>> maintain(store).outcome
     'done'
     """
+    store.check_not_relay()
     if store.branch is not None:
         raise BadInput(f"maintenance takes the store itself, which takes its branches along; found {store.branch!r}")
     if budget_s is not None and not budget_s >= 0:

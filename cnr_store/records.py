@@ -323,6 +323,32 @@ class Cursor(msgspec.Struct, frozen=True, kw_only=True):
     holder: str
 
 
+class RelayMarker(msgspec.Struct, frozen=True, kw_only=True):
+    """``relay.json``: this root is a read-only copy of one log from position ``first`` on (spec, section 7.11).
+
+    ``source`` is the URL that was copied from, without credentials; ``branch`` is the uuid of the branch whose log it
+    is, or empty.
+    """
+
+    store_uuid: str
+    branch: str
+    first: int
+    source: str
+    library: str
+    created_ms: int
+
+
+class RelayTrims(msgspec.Struct, frozen=True, kw_only=True):
+    """``relay/trims.json``: what a relay holds no longer, and from when (ms) the objects of a segment may be deleted.
+
+    Versions from ``floor`` on and those in ``kept`` are held. Of no meaning to readers.
+    """
+
+    floor: int = 0
+    kept: tuple[int, ...] = ()
+    doomed: dict[str, int] = {}
+
+
 @dataclass(frozen=True, slots=True)
 class LogEntry:
     """A decoded record, the sha256 of its bytes, and the unknown fields that rewriters carry on."""
@@ -336,8 +362,10 @@ class LogEntry:
 # that do so at once crash the interpreter (msgspec 0.22). `convert` uses the same information.
 _DECODERS: dict[type[Any], msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind)
-    for kind in (dict, Identity, CommitRecord, Overflow, Receipt, Manifest, Hint, ReaderLease, Cursor)
-}
+    for kind in (
+        dict, Identity, CommitRecord, Overflow, Receipt, Manifest, Hint, ReaderLease, Cursor, RelayMarker, RelayTrims,
+    )
+}  # fmt: skip
 
 
 def stated_digest(parts: Iterable[PartEntry], rectangle: Rectangle) -> int | None:
@@ -560,6 +588,25 @@ def decode_identity(data: bytes, where: str) -> Identity:
             found=major,
         )
     return decode_document(data, Identity, where)
+
+
+def decode_relay_marker(data: bytes, store_uuid: str, where: str) -> RelayMarker:
+    """Parse ``relay.json`` and check that it can be one, of that store.
+
+    Raises
+    ------
+    CorruptStore
+    """
+    marker = decode_document(data, RelayMarker, where)
+    if marker.store_uuid != store_uuid:
+        raise CorruptStore(
+            f"{where} is of store {marker.store_uuid}, expected {store_uuid}; two stores were mixed, or another one is "
+            "being copied here: take an empty place",
+            path=where, expected=store_uuid, found=marker.store_uuid,
+        )  # fmt: skip
+    if marker.first < 1:
+        raise CorruptStore(f"{where} begins at version {marker.first}; a relay has no position 0", path=where)
+    return marker
 
 
 def decode_manifest(data: bytes, where: str) -> Manifest:

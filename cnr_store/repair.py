@@ -194,7 +194,7 @@ def repair_store(
     Conflict, Fenced
         Another process saved, or opened a writer, meanwhile; call again.
     ReadOnlyStore
-        A newer library's store.
+        A newer library's store, or a relay.
     StorageFailure, AccessDenied, CommitStateUnknown
 
     Examples
@@ -206,6 +206,7 @@ def repair_store(
     >>> repair_store(store).actions
     ()
     """
+    store.check_not_relay()
     findings = Findings()
     tail = read_tail(store)
     prefix = store.commit_log.prefix

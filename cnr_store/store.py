@@ -54,9 +54,11 @@ from cnr_store.records import (
     Identity,
     LogEntry,
     Pin,
+    RelayMarker,
     WriterInfo,
     canonical_json,
     decode_identity,
+    decode_relay_marker,
     is_live,
     sha256,
     unknown_writer_features,
@@ -102,6 +104,7 @@ class Store:
         self._main = CommitLog(storage, identity.store_uuid, retry=retry or RetryPolicy())
         self._log = self._main
         self._branch: Branch | None = None
+        self._relay: RelayMarker | None = None
 
     @classmethod
     def create(
@@ -212,7 +215,11 @@ class Store:
         identity = decode_identity(data, f"{storage.url}/{layout.IDENTITY}")
         store = cls(storage, identity, threads=threads, retry=retry)
         if storage.read(layout.commit_key(0)) is None:
-            store._finish_creation(data)
+            marker = storage.read(layout.RELAY)
+            if marker is None:
+                store._finish_creation(data)
+            else:
+                store._enter_relay(decode_relay_marker(marker, identity.store_uuid, f"{storage.url}/{layout.RELAY}"))
         if branch is not None:
             store._enter(store._find_branch(branch))
         return store
@@ -243,6 +250,25 @@ class Store:
     def branch(self) -> str | None:
         """The name of the branch that this is, or None."""
         return None if self._branch is None else self._branch.name
+
+    @property
+    def relay(self) -> RelayMarker | None:
+        """What this root says of itself if it is a relay, a copy to read from (spec, section 7.11); else None."""
+        return self._relay
+
+    def check_not_relay(self) -> None:
+        """Refuse what changes a store where this is only a copy of one.
+
+        Raises
+        ------
+        ReadOnlyStore
+        """
+        if self._relay is not None:
+            raise ReadOnlyStore(
+                f"{self.url} is a relay, a copy of {self._relay.source} to read from; do this at the source",
+                path=self.url,
+                found=self._relay.source,
+            )
 
     @property
     def commit_log(self) -> CommitLog:
@@ -556,6 +582,7 @@ class Store:
         ------
         BranchNotFound, CorruptStore, CommitStateUnknown
         """
+        self.check_not_relay()
         branch = branches.find_branch(self._main.latest().record, name)
         branches.close_branch(self._main, branch.uuid, writer_info())
 
@@ -569,7 +596,14 @@ class Store:
         ------
         VersionNotFound, VersionExpired, BadInput, AccessDenied, StorageFailure
         """
-        return leases.take_lease(self.storage, self._log, version, ttl_s=ttl_s, holder=writer_info().host)
+        lease = leases.take_lease(self.storage, self._log, version, ttl_s=ttl_s, holder=writer_info().host)
+        if self._relay is not None:
+            try:
+                self._check_held(lease.version)
+            except BaseException:
+                lease.release()
+                raise
+        return lease
 
     def register_cursor(self, name: str, version: int, *, ttl_s: float | None = None) -> Cursor:
         """Say that consumer ``name`` stands at ``version``: it and every later version stay. Call it again to move.
@@ -583,6 +617,8 @@ class Store:
         ------
         VersionNotFound, VersionExpired, BadName, BadInput, AccessDenied, StorageFailure
         """
+        if self._relay is not None:
+            self._check_held(version)
         holder = writer_info().host
         return leases.put_cursor(self.storage, self._log, name, version, ttl_s=ttl_s, holder=holder)
 
@@ -628,8 +664,47 @@ class Store:
         except CorruptRecord:
             pass  # Of the newest record, as in any store.
 
+    def _enter_relay(self, marker: RelayMarker) -> None:
+        self._relay = marker
+        self._main = self._log = self._main.starting_at(marker.first)
+
+    def _check_held(self, version: int) -> None:
+        """Refuse a version of a relay that lacks one of its segments. One small GET for each of them."""
+        if version < 0:
+            return
+        for item in self._entry(version).record.chain:
+            if not self._has_segment(item.seg):
+                raise self._not_held(version)
+
+    def _has_segment(self, segment: str) -> bool:
+        """Whether a relay holds a segment: its manifest is put last, and deleted first."""
+        return self.storage.read(layout.segment_key(segment, layout.MANIFEST), stop=1) is not None
+
+    def _is_let_go(self, missing: MissingObject) -> bool:
+        """Whether a relay lacks the whole segment of a missing object, so that this is no damage."""
+        segment = (missing.path or "").removeprefix(layout.DATA).partition("/")[0]
+        try:
+            return layout.is_segment_name(segment) and not self._has_segment(segment)
+        except CnrStoreError:
+            return False  # What is missing is the error to tell.
+
+    def _not_held(self, version: int) -> VersionExpired:
+        marker = self._relay
+        source, first = ("its source", 0) if marker is None else (marker.source, marker.first)
+        return VersionExpired(
+            f"the relay {self.url} does not hold version {version} (any more); it copies {source} from version {first} "
+            "on and keeps the newest ones: take a newer one here, or this one at the source",
+            version=version,
+        )
+
     def _find_branch(self, name: str) -> Branch:
         """The branch of this name, by the store's log; it may be one whose log has no position 0 yet."""
+        if self._relay is not None:
+            raise ReadOnlyStore(
+                f"{self.url} is a relay of one log of {self._relay.source}, without its branches; open the branch "
+                "there, or run a relay of it",
+                path=self.url,
+            )
         branch = branches.find_branch(_newest_readable(self._main).record, name)
         if branch.is_expired(wall_ms()):
             raise VersionExpired(
@@ -655,6 +730,7 @@ class Store:
 
     def _settled_head(self) -> LogEntry:
         """The newest entry, which something may follow, once an earlier append of this store is known to be there."""
+        self.check_not_relay()
         self._log.resolve()
         head = self.head()
         self._check_open(head)
@@ -679,6 +755,8 @@ class Store:
         read = self._log.read_standing if or_superseding else self._log.read
         entry = read(version) if version >= 0 else None
         if entry is None:
+            if self._relay is not None and 0 <= version < self._relay.first:
+                raise self._not_held(version)
             raise VersionNotFound(f"{self._place} has no version {version}", version=version)
         return entry
 
@@ -704,12 +782,13 @@ class Store:
                 if record.kind in ("full", "delta"):
                     break
         if newest is None:
-            raise VersionNotFound(f"{self._place} has no checkpoint of step {step}", found=step)
+            since = "" if self._relay is None else f"; it is a relay that begins at version {self._relay.first}"
+            raise VersionNotFound(f"{self._place} has no checkpoint of step {step}{since}", found=step)
         return newest
 
     def _by_time(self, head: LogEntry, time_ms: int) -> LogEntry:
         """Bisect: record times increase strictly."""
-        low, high, found = 0, head.record.v, None
+        low, high, found = self._log.first, head.record.v, None
         while low <= high:
             middle = (low + high) // 2
             entry = head if middle == head.record.v else self._entry(middle, or_superseding=True)
@@ -718,6 +797,8 @@ class Store:
             else:
                 high = middle - 1
         if found is None:
+            if self._log.first > 0:
+                raise self._not_held(self._log.first - 1)
             raise VersionNotFound(f"{self._place} has no version at or before time {time_ms} ms", found=time_ms)
         return found
 
@@ -735,6 +816,9 @@ class Store:
                 self._check_live(newest, version)
             except VersionExpired as expired:
                 raise expired from missing
+            # The newest version of a relay is whole at any time; of an older one it may have let segments go.
+            if self._relay is not None and version != newest.v and self._is_let_go(missing):
+                raise self._not_held(version) from missing
 
         return Snapshot(self.storage, entry, self._workers, if_missing=tell_of_expiry, cache=cache)
 

@@ -23,8 +23,10 @@ DOCUMENTS = {
     "hint": records.Hint,
     "reader_lease": records.ReaderLease,
     "cursor": records.Cursor,
+    "relay": records.RelayMarker,
+    "relay_trims": records.RelayTrims,
 }
-"""File name to type; the objects they describe are in sections 3 and 7.8 of the specification."""
+"""File name to type; the objects they describe are in sections 3, 7.8 and 7.11 of the specification."""
 
 
 def schema(name: str) -> dict[str, Any]:

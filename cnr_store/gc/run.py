@@ -123,7 +123,7 @@ def collect_garbage(
         The log, or what readers hold, cannot be read: then nothing is known to be unneeded. Or a version that stays
         lacks a segment.
     ReadOnlyStore
-        A log uses writer features that this library does not know.
+        A log uses writer features that this library does not know, or the store is a relay.
     CommitStateUnknown, AccessDenied, StorageFailure
 
     Examples
@@ -139,6 +139,7 @@ def collect_garbage(
     ('planned', 4, 2)
     """
     check_arguments(grace_s, orphan_age_s, batch, force=force)
+    store.check_not_relay()
     started = time.monotonic()
     run = _Run(
         store, RetentionPolicy() if policy is None else policy,

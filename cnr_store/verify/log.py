@@ -103,6 +103,7 @@ def read_log(
     version: int | None = None,
     every: bool = False,
     prefix: str = "",
+    first: int = 0,
 ) -> LogView:
     """Read every position and check it against its neighbours. Blocks; about one GET per version.
 
@@ -112,6 +113,8 @@ def read_log(
         Which entries to keep: that version, or all live ones, or (neither) the head and what has a name.
     prefix
         Of the log's keys; of a branch its `layout.branch_prefix`.
+    first
+        Where the log begins; above 0 in a relay.
 
     Raises
     ------
@@ -122,8 +125,8 @@ def read_log(
     after: Position | None = None
     torn: dict[int, str] = {}
     foreign = readable = 0
-    for stop in range(newest + 1, 0, -_BATCH):
-        numbers = range(stop - 1, max(stop - _BATCH, 0) - 1, -1)
+    for stop in range(newest + 1, first, -_BATCH):
+        numbers = range(stop - 1, max(stop - _BATCH, first) - 1, -1)
         for here in workers.run(partial(read_position, storage, number, prefix) for number in numbers):
             view.records += here.digest is not None
             if here.version in torn:

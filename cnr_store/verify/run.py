@@ -66,9 +66,11 @@ def verify_store(
     with Workers(threads, name="cnr-verify") as workers:
         view = read_log(
             store.storage, store.identity, workers, findings, version=version, every=every,
-            prefix=store.commit_log.prefix,
+            prefix=store.commit_log.prefix, first=store.commit_log.first,
         )  # fmt: skip
         _check_version(store, view, version, findings)
+        if store.relay is not None:
+            _leave_out_what_is_not_held(store.storage, view)
         check_root(store.storage, findings)
         elsewhere = segments_elsewhere(store.storage, store.identity, workers, view)
         check_references(view, findings)
@@ -90,6 +92,25 @@ def _restorable(view: LogView, checked: Collection[str], findings: Findings) -> 
     unread = {version for segment, versions in view.users.items() if segment not in checked for version in versions}
     hurt = {version for problem in findings.problems for version in problem.versions}
     return tuple(sorted(view.live - unread - hurt, reverse=True))
+
+
+def _leave_out_what_is_not_held(storage: Storage, view: LogView) -> None:
+    """A relay need not hold any version but its newest; those that it lacks a segment of are none to check."""
+    held = {
+        name
+        for name in storage.list_folders(layout.DATA)
+        if layout.is_segment_name(name) and storage.read(layout.segment_key(name, layout.MANIFEST), stop=1) is not None
+    }
+    head = None if view.head is None else view.head.record
+    needed = set() if head is None else {item.seg for item in head.chain}
+    gone = {version for name, users in view.users.items() if name not in held | needed for version in users}
+    for version in gone:
+        view.entries.pop(version, None)
+    for users in (view.users, view.enders):
+        for name in list(users):
+            users[name] = [version for version in users[name] if version not in gone]
+            if not users[name]:
+                del users[name]
 
 
 def _check_version(store: Store, view: LogView, version: int | None, findings: Findings) -> None:
