@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -49,6 +50,9 @@ class Memory(Protocol):
     def release(self, block: int) -> None:
         """Give a block back. Whoever still has an array of it may go on reading it; nobody new can."""
 
+    def attempt(self) -> AbstractContextManager[None]:
+        """Return a context that releases, when it is left by an error, what was allocated in it by any thread."""
+
 
 class AnonymousMemory:
     """Memory of this process. A block goes when nobody has an array of it any more; `release` does nothing."""
@@ -75,6 +79,10 @@ class AnonymousMemory:
 
     def release(self, block: int) -> None:
         """Do nothing."""
+
+    def attempt(self) -> AbstractContextManager[None]:
+        """Return a context that does nothing."""
+        return nullcontext()
 
 
 ANONYMOUS = AnonymousMemory()
