@@ -131,8 +131,8 @@ def encode_chunk(entry: ArrayEntry, block: npt.NDArray[Any]) -> bytes:
 def decode_chunk(entry: ArrayEntry, data: bytes, out: npt.NDArray[Any], where: str) -> None:
     """Decode one chunk into ``out`` of exactly `chunk_shape` and the array's dtype, C-contiguous.
 
-    The caller has checked the inventory digest of ``data``, which covers the crc32c. Memory beyond ``out``: one copy
-    of the compressed bytes. Releases the GIL while it decompresses.
+    The caller has checked the inventory digest of ``data``, which covers the crc32c. Releases the GIL while it
+    decompresses; of compressed data nothing is copied.
 
     Raises
     ------
@@ -142,10 +142,11 @@ def decode_chunk(entry: ArrayEntry, data: bytes, out: npt.NDArray[Any], where: s
     flat = out.reshape(-1)
     if len(data) < _CRC_BYTES:
         raise CorruptObject(f"{where} has {len(data)} bytes, no room for its checksum", path=where)
-    payload = data[:-_CRC_BYTES]
+    payload = memoryview(data)[:-_CRC_BYTES]
     if entry.codec == "pcodec":
         try:
-            progress = standalone.simple_decompress_into(payload, flat)
+            # The whole of it: pcodec takes no memoryview, and stops at the end of its stream, before the checksum.
+            progress = standalone.simple_decompress_into(data, flat)
         except (RuntimeError, TypeError) as error:
             raise CorruptObject(f"{where} is no pcodec stream of {entry.dtype}: {error}", path=where) from error
         found = progress.n_processed if progress.finished else f"more than {flat.size}"
@@ -218,9 +219,9 @@ def _fill_document(dtype: np.dtype[Any]) -> JsonValue:
     return "NaN" if dtype.kind == "f" else int(_fill_value(dtype))
 
 
-def _zstd_content_size(frame: bytes) -> int | None:
+def _zstd_content_size(frame: memoryview) -> int | None:
     """Return the content size in a zstd frame header (RFC 8878, section 3.1.1), None if it states none."""
-    if len(frame) < 6 or frame[:4] != b"\x28\xb5\x2f\xfd":
+    if len(frame) < 6 or bytes(frame[:4]) != b"\x28\xb5\x2f\xfd":
         return None
     descriptor = frame[4]
     single_segment = bool(descriptor & 0x20)

@@ -112,30 +112,21 @@ class Replay:
         overflowed = []
         if step.operation == "escape" and target.codes.status is not None:
             specs = [target.codes.specs[name] for name in target.codes.arrays]
-            target.escape(index, {s.name: self._values(reader, plan, step, s)[positions].copy() for s in specs})
+            target.escape(index, {s.name: self.values(step, plan, s)[positions].copy() for s in specs})
         else:
             # Without a status all rows are of one kind: where that is escape, the arrays are of exact floats.
             for name in target.codes.arrays:
-                if not self._store(reader, plan, step, name, target, index, positions):
+                if not self._store(plan, step, name, target, index, positions):
                     overflowed.append(name)
             if step.operation == "set":
                 target.mark(index, CODED)
         return overflowed
 
-    def _store(
-        self,
-        reader: ChunkReader,
-        plan: TablePlan,
-        step: Step,
-        name: str,
-        target: _Target,
-        index: RowIds,
-        positions: Any,
-    ) -> bool:
+    def _store(self, plan: TablePlan, step: Step, name: str, target: _Target, index: RowIds, positions: Any) -> bool:
         """Put or add one array's chunk; False when an int16 mirror is too narrow."""
         spec = target.codes.specs[name]
         held = target.codes.arrays[name]
-        values = self._values(reader, plan, step, spec)[positions]
+        values = self.values(step, plan, spec)[positions]
         if not spec.is_integer:
             held[index] = values
             return True
@@ -144,7 +135,7 @@ class Replay:
         adds = step.operation == "add" and spec.is_additive
         contiguous = index[-1] - index[0] + 1 == len(index)
         if adds and held.dtype == np.int32 and name in _wrapping(spec):
-            return _checked(kernels.add_codes_wrapping(held, index, 0, values), plan, step)
+            return checked_codes(kernels.add_codes_wrapping(held, index, 0, values), plan, step)
         if contiguous:
             block = held[index[0] : index[-1] + 1]
             bad = kernels.add_block(block, values, shift) if adds else kernels.put_block(block, values, shift)
@@ -156,11 +147,14 @@ class Replay:
             )
         if bad >= 0 and target.codes.can_widen(name):
             return False
-        return _checked(bad, plan, step)
+        return checked_codes(bad, plan, step)
 
-    def _values(self, reader: ChunkReader, plan: TablePlan, step: Step, spec: ArraySpec) -> Array:
-        """Decode the plan's columns of one array of the step's chunk: integer codes, or floats of other rows."""
-        row_list = step.row_list
+    def values(self, step: Step, plan: TablePlan, spec: ArraySpec) -> Array:
+        """Decode the plan's columns of one array of the step's chunk: integer codes, or floats of other rows.
+
+        (rows, columns), in memory that the calling thread's next call overwrites.
+        """
+        reader, row_list = self._readers[step.segment], step.row_list
         stored = "values" if step.operation == "escape" and spec.name == "codes" else spec.name
         if stored not in row_list.arrays:
             raise CorruptStore(
@@ -357,7 +351,8 @@ def _wrapping(spec: ArraySpec) -> tuple[str, ...]:
     return (spec.name,) if spec.is_integer and not hasattr(spec.encoding, "scale") else ()
 
 
-def _checked(bad: int, plan: TablePlan, step: Step) -> bool:
+def checked_codes(bad: int, plan: TablePlan, step: Step) -> bool:
+    """Refuse what a put or add kernel returned, unless that is -1: then True."""
     if bad >= 0:
         raise CorruptStore(
             f"codes of table {plan.table!r} leave their range in chunk {step.chunk} of segment {step.segment}; "
@@ -424,9 +419,9 @@ def replay_hashed(
             if len(rows) == 0:
                 pass
             elif step.operation == "set":
-                decode_block(spec, np.ascontiguousarray(engine._values(reader, plan, step, spec)[chosen]), out)
+                decode_block(spec, np.ascontiguousarray(engine.values(step, plan, spec)[chosen]), out)
             elif step.operation == "escape":
-                out[...] = engine._values(reader, plan, step, spec)[chosen]
+                out[...] = engine.values(step, plan, spec)[chosen]
             floats[name] = out
         return rows, floats
 

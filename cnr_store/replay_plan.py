@@ -46,6 +46,12 @@ class Step:
         """Last row id of the chunk, inclusive."""
         return self.row_list.last[self.chunk]
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of the chunk."""
+        chunk_rows = self.row_list.arrays["rows"].chunk_rows
+        return min(chunk_rows, self.row_list.count - self.chunk * chunk_rows)
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:

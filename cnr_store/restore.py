@@ -6,7 +6,7 @@ through windows of bounded size. So restoring needs the target, the mirror if as
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +15,9 @@ from cnr_store.encodings.digest import add_digests
 from cnr_store.encodings.widths import from_float32, to_float32
 from cnr_store.records import TableSchema
 from cnr_store.replay import ChunkReader, finish, replay
-from cnr_store.replay_plan import TablePlan, by_columns, check_digest, check_row_slots, clip
+from cnr_store.replay_plan import Columns, TablePlan, by_columns, check_digest, check_row_slots, clip, expected_digest
 from cnr_store.segment import Scratch, SegmentReader
+from cnr_store.settled import is_settled, load_settled
 from cnr_store.table_codes import CODED, Allocate, Array, ArraySpec, TableCodes, array_specs
 from cnr_store.types import RowIds, SlotsRule
 from cnr_store.workers import Workers, blocks
@@ -47,6 +48,9 @@ def read_range(
     wanted = {name: outputs[name] for name in check_row_slots(plan, outputs, slots_rule)}
     if len(by_columns(plan)) > 1:
         _read_intervals(readers, plan, wanted, workers, None)
+        return list(wanted)
+    if is_settled(plan):
+        check_digest(plan, [(plan.columns, load_settled(readers, plan, wanted, workers))], set(wanted))
         return list(wanted)
     specs = array_specs(plan.schema, plan.columns)
     apart = [specs[name] for name, out in wanted.items() if not _holds_its_codes(specs[name], out)]
@@ -132,6 +136,65 @@ def read_rows(
         finish(codes, pieces, workers, with_digest=False)
         window.count(piece, pieces)
     window.finish()
+
+
+def read_codes(
+    readers: Sequence[ChunkReader],
+    plan: TablePlan,
+    workers: Workers,
+    take: Callable[[TableCodes, bool], int],
+    *,
+    memory: Callable[[Columns], Array] | None = None,
+    rows: RowIds | None = None,
+) -> None:
+    """Replay the weights of the plan's rectangle, without slots, and hand out their codes a window at a time; blocks.
+
+    Of a window of rows one elementary column interval comes after the other: in one of them a row has one status.
+
+    Parameters
+    ----------
+    take
+        Gets the codes of a window, with their status and escape rows, and whether their state digest is wanted; returns
+        that digest, or anything.
+    memory
+        Columns of an elementary interval to where the codes of all its rows go: C-contiguous, of the array's held
+        dtype, or int16 where codes are expected to fit; its content does not matter. There is one window then, of all
+        rows. What ``take`` gets is another array, of int32, where int16 was too narrow.
+
+        Left out, codes are in memory of this function's own, at most `WINDOW_BYTES`, which goes with ``take``.
+    rows
+        Sorted, unique: position i of the codes is row ``rows[i]``. The plan was made for them; there is one window, and
+        no digest is wanted.
+
+    Raises
+    ------
+    CorruptStore, CorruptObject, MissingObject
+        Also for a wrong state digest, after the last window: it is known where the rectangle is a union of whole parts,
+        and no slot counts in it.
+    """
+    pieces = by_columns(plan)
+    specs = {piece.columns: array_specs(plan.schema, piece.columns)["codes"] for piece in pieces}
+    with_digest = rows is None and expected_digest(plan, {"codes"}) is not None
+    totals = dict.fromkeys(specs, 0)
+    scratch = Scratch()
+    windows = [(plan.start, plan.stop)]
+    if rows is not None:
+        windows = [(0, len(rows))]
+    elif memory is None:
+        windows = _windows(plan, [max(specs.values(), key=lambda spec: spec.width)])
+    for start, stop in windows:
+        for piece in pieces:
+            spec = specs[piece.columns]
+            if memory is not None:
+                held = memory(piece.columns)
+            else:
+                held = scratch.take((stop - start, spec.width), spec.held_dtype)
+                held[...] = 0
+            codes = TableCodes(plan.schema, start, stop, {"codes": held}, columns=piece.columns)
+            replay(readers, piece if rows is not None else clip(piece, start, stop), codes, workers, rows)
+            totals[piece.columns] = add_digests(totals[piece.columns], take(codes, with_digest))
+    if with_digest:
+        check_digest(plan, list(totals.items()), {"codes"})
 
 
 def _read_intervals(

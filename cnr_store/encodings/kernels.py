@@ -537,6 +537,26 @@ def digest_block(codes, row_start, multipliers, presence):  # type: ignore[no-un
 
 
 @_compiled
+def lattice_decode_digest(codes, scale, out, row_start, multipliers, presence):  # type: ignore[no-untyped-def]
+    """`lattice_decode` and `digest_block` in one pass: write the values to ``out``, return the state digest.
+
+    The pass is bound by the memory that ``out`` is written to, so that the digest costs next to nothing.
+    """
+    step = np.float32(scale)
+    n, d = codes.shape
+    constant = np.uint64(presence)
+    digest = _ZERO
+    for i in range(n):
+        row = np.uint64(row_start + i)
+        digest += _row_sum(codes, i, multipliers) * _row_multiplier(row)
+        if constant != _ZERO:
+            digest += _splitmix64(row ^ constant)
+        for j in range(d):
+            out[i, j] = step * np.float32(codes[i, j])
+    return digest
+
+
+@_compiled
 def digest_rows(codes, rows, multipliers, presence):  # type: ignore[no-untyped-def]
     """State digest of the rows ``rows`` (int64 (n,), global ids) with codes (n, d); otherwise as `digest_block`."""
     n = codes.shape[0]
