@@ -1,3 +1,19 @@
 """Consumers of a store: what serves its rows, follows its changes, and carries them on."""
 
-__all__: list[str] = []
+from __future__ import annotations
+
+from cnr_store.consume.arrow import change_schema
+from cnr_store.consume.catching_up import CatchUp, catch_up
+from cnr_store.consume.cursor import ChangeCursor
+from cnr_store.consume.stream import ChangeStream, VersionChanges, changes
+
+__all__ = [
+    # What changes, as Arrow record batches.
+    "changes",
+    "ChangeStream",
+    "VersionChanges",
+    "ChangeCursor",
+    "change_schema",
+    "catch_up",
+    "CatchUp",
+]

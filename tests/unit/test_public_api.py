@@ -48,7 +48,9 @@ PUBLIC = {
         RowRequest Staged StagingBuffers gather_rows
         LatticeCodes AffineCodes PackedRows
     """,
-    "cnr_store.consume": "",
+    "cnr_store.consume": """
+        changes ChangeStream VersionChanges ChangeCursor change_schema catch_up CatchUp
+    """,
     "cnr_store.integrations": "StateDict load_state_dict",
     "cnr_store.testing": "",
     "cnr_store.training": """
