@@ -9,7 +9,7 @@ Byte for byte what FBGEMM's row-wise quantizers and `torch.ops.quantized.embeddi
 AVX2, except that a row which those would store as something else than finite numbers is refused, not stored: NaN
 becomes 0 there, and a range beyond float32 (4 bit: beyond float16) an infinite scale.
 
-All release the GIL and are serial; `fused_reference` says what they compute. Arrays are C-contiguous, dim is at least 1.
+All release the GIL and are serial; `fused_reference` says what they compute. Arrays are C-contiguous, dim >= 1.
 """
 
 from __future__ import annotations

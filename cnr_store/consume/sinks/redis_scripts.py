@@ -1,0 +1,229 @@
+"""What Redis runs for a sink and its readers: one Lua script is one step that nobody sees half of.
+
+Keys of a sink with prefix ``p``; the braces make a cluster keep them all in one slot::
+
+    {p}:token              who may write: "<count>:<uuid>" of the newest process that opened the sink
+    {p}:sequence           number of the newest batch
+    {p}:current            what readers see: generation, sequence (two big-endian uint64), then a JSON document
+    {p}:pending            the batch that is being written: sequence, generation, whether it is full (a byte)
+    {p}:written            rows of batches that are not settled: a list of chunks, table name, NUL, int64 ids
+    {p}:garbage            generations whose rows are to go
+    {p}:<generation>:<table>:<row id>
+
+A row's value holds one entry, or two while a batch is written: sequence (uint64), length + 1 (uint32; 0: the row is
+absent from here on), the bytes. A reader takes the last entry that is not newer than ``current``, so a batch that is
+not committed is not there. *Settling* a row leaves just that entry: after a commit it drops what the batch replaced,
+after a crash what the batch had written. A full batch writes rows of a new generation, so that nothing of before can
+show through; the old generation goes when the new one is current.
+
+Every script may run twice (a reply can be lost): the second run changes nothing.
+"""
+
+from __future__ import annotations
+
+_GUARD = """
+local token = redis.call('GET', KEYS[1])
+if token ~= ARGV[1] then
+  local found = token and tonumber(string.match(token, '^%d+')) or 0
+  if found < tonumber(string.match(ARGV[1], '^%d+')) then return redis.error_reply('CNRLOST') end
+  return redis.error_reply('CNRFENCED')
+end
+"""
+
+_ENTRIES = """
+local function chosen(value, newest)
+  local sequence, size, after = struct.unpack('>I8I4', value)
+  local stop = after - 1 + (size > 0 and size - 1 or 0)
+  local first, last = 1, stop
+  local present = size > 0
+  if sequence > newest then return nil end
+  if stop < #value then
+    sequence, size, after = struct.unpack('>I8I4', value, stop + 1)
+    if sequence <= newest then
+      first, last = stop + 1, #value
+      present = size > 0
+    end
+  end
+  return first, last, present
+end
+"""
+
+OPEN = """
+local token = redis.call('GET', KEYS[1])
+local count = token and tonumber(string.match(token, '^%d+')) or 0
+token = string.format('%d', count + 1) .. ':' .. ARGV[1]
+redis.call('SET', KEYS[1], token)
+return {token, redis.call('GET', KEYS[2])}
+"""
+"""KEYS token, current; ARGV a uuid. Returns the new token and `current`."""
+
+DROP = (
+    _GUARD
+    + """
+local pending = redis.call('GET', KEYS[2])
+if pending then
+  local sequence, generation, full = struct.unpack('>I8I8B', pending)
+  if full == 1 then redis.call('SADD', KEYS[3], string.format('%d', generation)) end
+  redis.call('DEL', KEYS[2])
+end
+return redis.call('LINDEX', KEYS[4], 0)
+"""
+)
+"""Give the pending batch up. KEYS token, pending, garbage, written; ARGV token. Returns the first unsettled chunk."""
+
+SETTLE = (
+    _GUARD
+    + _ENTRIES
+    + """
+if redis.call('LINDEX', KEYS[3], 0) == ARGV[2] then
+  local current = redis.call('GET', KEYS[2])
+  local newest = current and select(2, struct.unpack('>I8I8', current)) or -1
+  for i = 4, #KEYS do
+    local value = redis.call('GET', KEYS[i])
+    if value then
+      local first, last, present = chosen(value, newest)
+      if not present then redis.call('DEL', KEYS[i])
+      elseif last - first + 1 < #value then redis.call('SET', KEYS[i], string.sub(value, first, last)) end
+    end
+  end
+  redis.call('LPOP', KEYS[3])
+end
+return redis.call('LINDEX', KEYS[3], 0)
+"""
+)
+"""Settle the rows of the first chunk. KEYS token, current, written, rows; ARGV token, the chunk. Returns the next."""
+
+BEGIN = (
+    _GUARD
+    + """
+if redis.call('EXISTS', KEYS[5]) == 1 then return redis.error_reply('CNRUNSETTLED') end
+local current = redis.call('GET', KEYS[2])
+local full = tonumber(ARGV[2])
+if full == 0 and not current then return redis.error_reply('CNREMPTY') end
+local sequence = redis.call('INCR', KEYS[4])
+local generation = sequence
+if full == 0 then generation = struct.unpack('>I8', current) end
+local pending = redis.call('GET', KEYS[3])
+if pending then
+  local _, old, was_full = struct.unpack('>I8I8B', pending)
+  if was_full == 1 then redis.call('SADD', KEYS[6], string.format('%d', old)) end
+end
+redis.call('SET', KEYS[3], struct.pack('>I8I8B', sequence, generation, full))
+return {sequence, generation}
+"""
+)
+"""KEYS token, current, pending, sequence, written, garbage; ARGV token, full. Returns sequence and generation."""
+
+_PENDING = """
+local pending = redis.call('GET', KEYS[2])
+if not pending or string.sub(pending, 1, 8) ~= ARGV[2] then return redis.error_reply('CNRLOST') end
+local full = string.byte(pending, 17) == 1
+"""
+
+_KEPT = """
+local function kept(value)
+  if not value then return '' end
+  local _, size = struct.unpack('>I8I4', value)
+  if string.sub(value, 1, 8) == ARGV[2] then return '' end
+  return string.sub(value, 1, 12 + (size > 0 and size - 1 or 0))
+end
+"""
+
+PUT = (
+    _GUARD
+    + _PENDING
+    + _KEPT
+    + """
+if not full then redis.call('RPUSH', KEYS[3], ARGV[3]) end
+local width = tonumber(ARGV[4])
+local head = ARGV[2] .. struct.pack('>I4', width + 1)
+for i = 4, #KEYS do
+  local entry = head .. string.sub(ARGV[5], (i - 4) * width + 1, (i - 3) * width)
+  if not full then entry = kept(redis.call('GET', KEYS[i])) .. entry end
+  redis.call('SET', KEYS[i], entry)
+end
+return #KEYS - 3
+"""
+)
+"""KEYS token, pending, written, rows; ARGV token, sequence (8 bytes), chunk, width, the rows' bytes in order."""
+
+DELETE = (
+    _GUARD
+    + _PENDING
+    + _KEPT
+    + """
+if not full then redis.call('RPUSH', KEYS[3], ARGV[3]) end
+for i = 4, #KEYS do
+  local value = redis.call('GET', KEYS[i])
+  local before = full and '' or kept(value)
+  if before ~= '' then redis.call('SET', KEYS[i], before .. ARGV[2] .. struct.pack('>I4', 0))
+  elseif value then redis.call('DEL', KEYS[i]) end
+end
+return #KEYS - 3
+"""
+)
+"""KEYS token, pending, written, rows; ARGV token, sequence (8 bytes), chunk."""
+
+COMMIT = (
+    _GUARD
+    + """
+local current = redis.call('GET', KEYS[2])
+if current and string.sub(current, 9, 16) == ARGV[2] then return 1 end
+local pending = redis.call('GET', KEYS[3])
+if not pending or string.sub(pending, 1, 8) ~= ARGV[2] then return redis.error_reply('CNRLOST') end
+if string.byte(pending, 17) == 1 and current then
+  redis.call('SADD', KEYS[4], string.format('%d', struct.unpack('>I8', current)))
+end
+redis.call('SET', KEYS[2], string.sub(pending, 9, 16) .. ARGV[2] .. ARGV[3])
+redis.call('DEL', KEYS[3])
+return 1
+"""
+)
+"""KEYS token, current, pending, garbage; ARGV token, sequence (8 bytes), the document."""
+
+CLEAR = (
+    _GUARD
+    + """
+local current = redis.call('GET', KEYS[2])
+if current and string.format('%d', struct.unpack('>I8', current)) == ARGV[2] then
+  return redis.error_reply('CNRLOST')
+end
+for i = 3, #KEYS do redis.call('UNLINK', KEYS[i]) end
+return 1
+"""
+)
+"""Remove rows of a generation that is not current. KEYS token, current, rows; ARGV token, the generation."""
+
+READ = (
+    _ENTRIES
+    + """
+local current = redis.call('GET', KEYS[1])
+if not current then return {false} end
+local generation, newest = struct.unpack('>I8I8', current)
+if string.format('%d', generation) ~= ARGV[1] then return {current} end
+local out = {current}
+local key = 2
+for table_index = 2, #ARGV, 2 do
+  local width = tonumber(ARGV[table_index + 1])
+  local empty = string.rep('\\0', width)
+  local marks, parts = {}, {}
+  for i = 1, tonumber(ARGV[table_index]) do
+    local value = redis.call('GET', KEYS[key])
+    key = key + 1
+    marks[i], parts[i] = '\\0', empty
+    if value then
+      local first, last, present = chosen(value, newest)
+      if present then
+        if last - first - 11 ~= width then return redis.error_reply('CNRWIDTH ' .. KEYS[key - 1]) end
+        marks[i], parts[i] = '\\1', string.sub(value, first + 12, last)
+      end
+    end
+  end
+  out[#out + 1] = table.concat(marks)
+  out[#out + 1] = table.concat(parts)
+end
+return out
+"""
+)
+"""KEYS current, rows; ARGV generation, then count and width per table. Returns `current`, then marks and bytes of each
+table's rows; `current` alone where the generation is another one."""
