@@ -20,7 +20,7 @@ class Poll:
     rows, bytes
         Changed rows that were put into the tables, and the bytes of them as float32.
     apply_s
-        Time from the records being known to the new versions being visible (staged), in seconds.
+        How long it took until the new versions were visible (staged), reading included, in seconds; 0 without any.
     error
         Why the loader does not serve what it should: the store cannot be read, the channel is gone, `validate` refused
         the version. What was served before stays. None if all is well.
@@ -54,6 +54,8 @@ class LoaderMetrics:
         Time since the commit of the version served.
     checked_s
         Time since the loader last learned which version is the newest.
+    cursor
+        Where the registered cursor stands in the store; None without one, or where it could not be written.
     load_s
         How long the first load took.
     apply_s
@@ -82,6 +84,7 @@ class LoaderMetrics:
     staleness_s: float
     age_s: float
     checked_s: float
+    cursor: int | None
     load_s: float
     apply_s: float
     polls: int
