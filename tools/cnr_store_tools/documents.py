@@ -29,6 +29,7 @@ from cnr_store import (
     total_sizes,
 )
 from cnr_store_tools.demo.records import DemoReport
+from cnr_store_tools.serve_demo.records import ServeReport
 from cnr_store_tools.text import time_text
 
 Document = dict[str, Any]
@@ -258,6 +259,13 @@ def demo_document(report: DemoReport) -> Document:
     document = _plain(asdict(report))
     assert isinstance(document, dict)  # asdict of a record
     return document
+
+
+def serve_demo_document(report: ServeReport) -> Document:
+    """Return what a serving demonstration found; a spread of no values has nulls."""
+    document = _plain(asdict(report))
+    assert isinstance(document, dict)  # asdict of a record
+    return {"is_sound": not report.problems, **document}
 
 
 def _plain(value: Any) -> Any:

@@ -38,7 +38,7 @@ class ExitCode(IntEnum):
     OK = 0
     """Done."""
     PROBLEMS = 1
-    """``verify`` found problems, or ``repair`` has something to do."""
+    """``verify`` or ``serve-demo`` found problems, or ``repair`` has something to do."""
     USAGE = 2
     """The arguments make no command."""
     NOT_FOUND = 3

@@ -1,4 +1,4 @@
-"""Show what the library does, on a small model: demo."""
+"""Show what the library does, on a small model: demo, serve-demo."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 
 from cnr_store import BadInput
 from cnr_store_tools import documents
+from cnr_store_tools.exits import ExitCode
 from cnr_store_tools.options import Debug, Json, check_bits
 from cnr_store_tools.output import emit, make_console
 from cnr_store_tools.text import one_line
@@ -64,3 +65,30 @@ def _tell(line: str) -> None:
 
 def _silent(line: str) -> None:
     """Say nothing."""
+
+
+def serve_demo(
+    seconds: Annotated[float, typer.Option("--seconds", help="How long all processes run together.")] = 60.0,
+    store: Annotated[str, typer.Option("--store", help="Where the store is left.")] = "./serve-demo-store",
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of traffic, model and the times of the kills.")] = 0,
+    kills: Annotated[int, typer.Option("--kills", min=0, help="How many processes are killed and restarted.")] = 10,
+    rows: Annotated[int, typer.Option("--rows", help="Rows of all tables together.")] = 100_000,
+    force: Annotated[bool, typer.Option("--force", help="Replace a store that no demonstration left behind.")] = False,
+    json: Json = False,
+    debug: Debug = False,  # noqa: ARG001 - as above
+) -> None:
+    """Train, compact, serve and learn on one store while processes are killed. Exit code 1 if anything is wrong."""
+    from cnr_store_tools.serve_demo import report as serve_report
+    from cnr_store_tools.serve_demo.records import ServeOptions
+    from cnr_store_tools.serve_demo.run import run_serve_demo
+
+    options = ServeOptions(store=store, seconds=seconds, seed=seed, kills=kills, rows=rows, force=force)
+    if json:
+        report = run_serve_demo(options)
+        emit(documents.serve_demo_document(report), lambda *_: None, as_json=True)
+    else:
+        with serve_report.progress_shown() as show:
+            report = run_serve_demo(options, show)
+        serve_report.render(report, make_console(markup=True))
+    if report.problems:
+        raise typer.Exit(ExitCode.PROBLEMS)

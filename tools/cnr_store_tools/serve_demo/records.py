@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 TRAINER, MAINTENANCE, ONLINE = "trainer", "maintenance", "online training"
 INFERENCE = ("inference 1", "inference 2")
@@ -191,8 +191,9 @@ class ServeReport:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How a run stands: for whoever shows it while it goes on."""
+    """How a run stands: for whoever shows it while it goes on. ``elapsed_s`` counts from when all were ready."""
 
+    phase: Literal["starting", "running", "finishing"]
     elapsed_s: float
     seconds: float
     states: tuple[tuple[str, str], ...]

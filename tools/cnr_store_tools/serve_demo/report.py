@@ -3,23 +3,69 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rich import box
 from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
 from cnr_store_tools.serve_demo.records import Progress, ServeReport, Spread
-from cnr_store_tools.text import size_text
+from cnr_store_tools.text import one_line, size_text
 
 MAX_NEWS = 8
+LINE_EVERY_S = 5.0
+
+Watch = Callable[[Progress], None]
+
+
+@contextmanager
+def progress_shown() -> Iterator[Watch]:
+    """Yield a function that shows how a run stands, on stderr: in place on a terminal, else line by line."""
+    if sys.stderr.isatty():
+        with Live(console=Console(stderr=True), transient=True) as live:
+            yield lambda progress: live.update(progress_view(progress))
+        return
+    told = Lines()
+    yield told.show
+
+
+class Lines:
+    """Progress as lines: news at once, how things stand every few seconds."""
+
+    def __init__(self) -> None:
+        self._news = 0
+        self._phase = ""
+        self._next_s = 0.0
+
+    def show(self, progress: Progress) -> None:
+        """Write what is new."""
+        lines = [*progress.news[self._news :]]
+        self._news = len(progress.news)
+        if progress.phase != self._phase or progress.elapsed_s >= self._next_s:
+            self._phase = progress.phase
+            self._next_s = progress.elapsed_s + LINE_EVERY_S
+            lines.append(progress_line(progress))
+        for line in lines:
+            sys.stderr.write(f"{one_line(line)}\n")
+        sys.stderr.flush()
+
+
+def phase_text(progress: Progress) -> str:
+    """Return what a run is at. Pure."""
+    if progress.phase == "running":
+        return f"{progress.elapsed_s:.0f} of {progress.seconds:.0f} s"
+    return progress.phase
 
 
 def progress_line(progress: Progress) -> str:
     """Return how a run stands as one line. Pure."""
     served = ", ".join(f"v{version}" if version >= 0 else "-" for _, version in progress.served)
     return (
-        f"{progress.elapsed_s:.0f} of {progress.seconds:.0f} s: {progress.versions} versions, {progress.folds} folds, "
+        f"{phase_text(progress)}: {progress.versions} versions, {progress.folds} folds, "
         f"serving {served}, {progress.lookups:,} lookups, {progress.torn} torn, "
         f"publish to served p50 {time_text(progress.publish_to_served_s.p50)}"
     )
@@ -27,7 +73,7 @@ def progress_line(progress: Progress) -> str:
 
 def progress_view(progress: Progress) -> RenderableType:
     """Return how a run stands, to be drawn in place of the one before. Pure."""
-    table = _figures(f"{progress.elapsed_s:.0f} of {progress.seconds:.0f} s")
+    table = _figures(phase_text(progress))
     for name, state in progress.states:
         version = dict(progress.served).get(name, -1)
         table.add_row(name, state if version < 0 else f"{state}, serving version {version}")

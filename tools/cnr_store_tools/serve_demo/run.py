@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from cnr_store import BadInput, CnrStoreError, Store
 from cnr_store_tools.demo.records import DemoOptions
@@ -88,6 +88,7 @@ class _Demonstration:
         self._news: list[str] = []
         self._started = time.monotonic()
         self._watched = 0.0
+        self._phase: Literal["starting", "running", "finishing"] = "starting"
 
     def run(self) -> ServeReport:
         try:
@@ -108,6 +109,7 @@ class _Demonstration:
             for name in group:
                 self._processes[name].wait_for("ready", READY_S, self._tell)
         self._started = time.monotonic()
+        self._phase = "running"
 
     def _run_and_kill(self) -> None:
         options = self._options
@@ -133,6 +135,7 @@ class _Demonstration:
 
     def _finish(self) -> int:
         """Let the trainer save once more, end maintenance, and have every consumer reach that version and compare."""
+        self._phase = "finishing"
         for name in (TRAINER, MAINTENANCE):
             self._end(name)
         last_version = self._store.latest_version()
@@ -170,7 +173,7 @@ class _Demonstration:
         serving = tally.tally_serving(self._commits, told)
         self._watch(
             Progress(
-                elapsed_s=now - self._started, seconds=self._options.seconds,
+                phase=self._phase, elapsed_s=now - self._started, seconds=self._options.seconds,
                 states=tuple((name, process.state) for name, process in self._processes.items()),
                 versions=sum(one.is_saved for one in self._commits),
                 folds=sum(one.kind == "compact" for one in self._commits), lookups=serving.lookups,

@@ -187,9 +187,7 @@ def find_problems(
     if serving.torn:
         found.append(f"{serving.torn} of {serving.lookups} lookups are torn")
     if serving.different_rows:
-        found.append(
-            f"{serving.different_rows} of {serving.compared_rows} rows are not those of their version's snapshot"
-        )
+        found.append(f"{serving.different_rows} of {serving.compared_rows} rows differ from their version's snapshot")
     if saving.lost:
         found.append(f"{saving.lost} acknowledged saves are lost")
     if saving.versions < 2:

@@ -1,0 +1,421 @@
+"""`cnr serve-demo`: processes that follow one store while they are killed, and what would be noticed."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from cnr_store import BadInput, CnrStoreError, Store, StoreExists
+from cnr_store_tools import documents
+from cnr_store_tools.serve_demo import tally
+from cnr_store_tools.serve_demo.records import (
+    INFERENCE,
+    MAINTENANCE,
+    NAMES,
+    ONLINE,
+    TRAINER,
+    FinalCopy,
+    LearningReport,
+    ProcessReport,
+    Progress,
+    SavingReport,
+    ServeOptions,
+    ServeReport,
+    ServingReport,
+    Spread,
+)
+from cnr_store_tools.serve_demo.report import Lines, progress_view, render
+from cnr_store_tools.serve_demo.run import run_serve_demo
+from cnr_store_tools.serve_demo.schedule import plan_kills
+from cnr_store_tools.serve_demo.supervised import Heard, Supervised
+from cnr_store_tools.serve_demo.tally import Commit
+from cnr_store_tools.serve_demo.witness import GARBLED, MAX_STEP, read_steps, witness_row
+from tests.tools.cli_runner import cnr
+
+DIM = 16
+
+# ---- the whole of it
+
+
+def checked(report: ServeReport) -> ServeReport:
+    """Check what holds for every demonstration in which all is well."""
+    assert report.problems == ()
+    assert sum(one.kills for one in report.processes) == report.options.kills
+    assert all(one.starts == one.kills + 1 and not one.crashes for one in report.processes)
+    assert report.serving.lookups > 0
+    assert report.serving.torn == report.serving.different_rows == report.saving.lost == 0
+    assert {one.name for one in report.finals} == {*INFERENCE, ONLINE}
+    with Store.open(report.options.store) as store:
+        assert store.latest_version() == report.last_version
+        assert store.head().record.step == report.saving.steps
+    return report
+
+
+@pytest.mark.slow
+def test_a_short_demonstration_with_kills_tears_and_loses_nothing(tmp_path: Path) -> None:
+    before = children()
+
+    report = checked(
+        run_serve_demo(ServeOptions(store=str(tmp_path / "store"), seconds=6, kills=3, rows=5_000, seed=3))
+    )
+
+    assert report.saving.versions >= 2
+    assert report.serving.publish_to_served_s.count > 0
+    assert report.learning.rows > 0
+    assert children() == before
+
+
+@pytest.mark.soak
+def test_a_minute_in_which_every_process_is_killed_more_than_once(tmp_path: Path) -> None:
+    report = checked(run_serve_demo(ServeOptions(store=str(tmp_path / "store"), seconds=60, kills=12)))
+
+    assert report.saving.folds > 3
+    assert report.saving.deleted_bytes > 0
+    assert report.learning.resumes > 0
+    assert report.serving.compared_rows > 0
+
+
+def children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+# ---- what is asked for
+
+
+def test_numbers_that_make_no_demonstration_are_refused_before_a_store_is_made(tmp_path: Path) -> None:
+    options = ServeOptions(store=str(tmp_path / "store"))
+
+    for bad in (replace(options, seconds=0), replace(options, kills=-1), replace(options, rows=10)):
+        with pytest.raises(BadInput):
+            run_serve_demo(bad)
+
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_store_that_no_demonstration_left_is_not_replaced(tmp_path: Path) -> None:
+    Store.create(str(tmp_path / "store")).close()
+
+    with pytest.raises(StoreExists, match="--force"):
+        run_serve_demo(ServeOptions(store=str(tmp_path / "store")))
+
+
+def test_the_command_names_its_options_and_refuses_what_it_cannot_do(tmp_path: Path) -> None:
+    text = cnr("serve-demo", "--help").out
+
+    assert all(
+        option in text for option in ("--seconds", "--store", "--seed", "--kills", "--rows", "--force", "--json")
+    )
+    assert cnr("serve-demo", "--store", tmp_path / "store", "--rows", 1).code == 4
+    assert cnr("serve-demo", "--store", tmp_path / "store", "--kills", -1).code == 2
+
+
+# ---- when who is killed
+
+
+@given(st.integers(0, 40), st.integers(0, 2**31), st.floats(1, 1000))
+def test_kills_are_spread_evenly_over_processes_and_lie_inside_the_run(kills: int, seed: int, seconds: float) -> None:
+    plan = plan_kills(NAMES, kills=kills, seconds=seconds, seed=seed)
+
+    counts = Counter(kill.name for kill in plan)
+    times = [kill.at_s for kill in plan]
+    assert len(plan) == kills
+    assert times == sorted(times)
+    assert all(0 < at_s < seconds for at_s in times)
+    assert max(counts.values(), default=0) - min((counts[name] for name in NAMES), default=0) <= 1
+    assert plan == plan_kills(NAMES, kills=kills, seconds=seconds, seed=seed)
+
+
+# ---- rows that say their step
+
+
+@given(st.integers(0, MAX_STEP), st.integers(5, 40))
+def test_a_witness_says_its_step_however_it_was_rounded(step: int, dim: int) -> None:
+    row = witness_row(step, dim)
+    noise = np.random.default_rng(step).uniform(-0.004, 0.004, dim).astype(np.float32)
+
+    assert read_steps((row + noise)[None]).tolist() == [step]
+
+
+@given(st.integers(0, MAX_STEP), st.integers(0, MAX_STEP), st.integers(1, DIM - 1))
+def test_a_row_of_two_steps_never_passes_for_either(one: int, other: int, cut: int) -> None:
+    mixed = np.concatenate([witness_row(one, DIM)[:cut], witness_row(other, DIM)[cut:]])
+
+    found = read_steps(mixed[None])[0]
+
+    same = [np.array_equal(mixed, witness_row(step, DIM)) for step in (one, other)]
+    assert (found in (one, other)) == any(same)
+
+
+def test_what_is_no_digit_is_garbled() -> None:
+    rows = np.stack([witness_row(9, DIM)] * 4)
+    rows[0, 3] += 0.5 / 32
+    rows[1, 3] = math.nan
+    rows[2, 3] = 16 / 32
+
+    with np.errstate(invalid="ignore"):
+        assert read_steps(rows).tolist() == [GARBLED, GARBLED, GARBLED, 9]
+
+
+# ---- processes
+
+
+def supervised(name: str, store: Path) -> Supervised:
+    return Supervised(name, {"role": "maintaining", "store": str(store)})
+
+
+def test_a_killed_process_is_told_from_one_that_ended_by_itself(tmp_path: Path) -> None:
+    Store.create(str(tmp_path / "store")).close()
+    process = supervised("killed", tmp_path / "store")
+
+    process.start()
+    process.wait_for("ready", 60)
+    assert process.kill()
+    assert process.state == "down"
+    process.start()
+    process.wait_for("ready", 60)
+    process.send(do="finish")
+    process.wait_for("finished", 60)
+    process.stop(grace_s=60)
+
+    assert (process.starts, process.kills, process.crashes) == (2, 1, [])
+    assert {heard.life for heard in process.heard} == {0, 1}
+    assert not process.kill()
+
+
+def test_a_process_that_fails_says_why(tmp_path: Path) -> None:
+    process = supervised("lost", tmp_path / "nothing")
+
+    process.start()
+    with pytest.raises(CnrStoreError, match="not_a_store"):
+        process.wait_for("ready", 60)
+
+    assert len(process.crashes) == 1
+    process.stop()
+
+
+def test_a_process_ends_when_its_starter_is_killed(tmp_path: Path) -> None:
+    Store.create(str(tmp_path / "store")).close()
+    program = (
+        "import sys, time\n"
+        "from cnr_store_tools.serve_demo.supervised import Supervised\n"
+        f"process = Supervised('orphan', {{'role': 'maintaining', 'store': {str(tmp_path / 'store')!r}}})\n"
+        "process.start()\n"
+        "process.wait_for('ready', 60)\n"
+        "print(process._process.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    starter = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )  # fmt: skip
+    assert starter.stdout is not None
+    orphan = psutil.Process(int(starter.stdout.readline()))
+
+    starter.send_signal(signal.SIGKILL)
+    starter.wait()
+    starter.stdout.close()
+
+    gone, _ = psutil.wait_procs([orphan], timeout=60)
+    assert gone == [orphan]
+
+
+# ---- figures and verdict
+
+
+COMMITS = (
+    Commit(2, "full", 0, 1_000, 100),
+    Commit(3, "delta", 10, 2_000, 20),
+    Commit(4, "compact", 10, 2_500, 70),
+    Commit(5, "delta", 20, 3_000, 20),
+    Commit(6, "delta", 30, 4_000, 20),
+)
+
+
+def seen(life: int, version: int, at_ms: float) -> Heard:
+    return Heard(life, "seen", {"version": version, "at_ms": at_ms, "before": -1})
+
+
+def test_publish_to_served_counts_each_save_once_a_life_and_none_from_before_it() -> None:
+    heard = [
+        Heard(0, "ready", {"version": 2}), seen(0, 2, 1_900), seen(0, 3, 2_200), seen(0, 4, 2_600), seen(0, 6, 4_100),
+        Heard(1, "ready", {"version": 5}), seen(1, 5, 9_000), seen(1, 6, 9_500),
+    ]  # fmt: skip
+
+    found = tally.publish_to_served(COMMITS, heard)
+
+    assert found == pytest.approx([0.2, 1.1, 0.1, 5.5])
+
+
+def test_a_first_lookup_that_is_told_before_ready_begins_the_life() -> None:
+    heard = [seen(0, 3, 2_200), Heard(0, "ready", {"version": 3}), seen(0, 5, 3_300)]
+
+    assert tally.publish_to_served(COMMITS, heard) == pytest.approx([0.3])
+
+
+def saved(version: int, step: int, life: int = 0) -> Heard:
+    return Heard(life, "saved", {"version": version, "step": step})
+
+
+@pytest.mark.parametrize(
+    ("heard", "lost"),
+    [
+        ([saved(3, 10), saved(5, 20)], 0),
+        ([saved(3, 10), Heard(1, "restored", {"version": 3, "step": 10}), saved(5, 20, 1)], 0),
+        ([saved(3, 10), Heard(1, "restored", {"version": 2, "step": 0})], 1),
+        ([saved(3, 10), saved(7, 40)], 1),
+        ([saved(3, 11)], 1),
+    ],
+)
+def test_what_was_acknowledged_and_is_not_there_is_lost(heard: list[Heard], lost: int) -> None:
+    report = tally.tally_saving(COMMITS, {TRAINER: heard, MAINTENANCE: []})
+
+    assert report.lost == lost
+    assert (report.versions, report.folds, report.saved_bytes, report.folded_bytes) == (4, 1, 160, 70)
+
+
+def test_a_spread_of_nothing_is_not_zero() -> None:
+    assert math.isnan(tally.spread_of([]).p50)
+    assert tally.spread_of(range(101)) == Spread(101, 50.0, 99.0)
+
+
+def good_world() -> dict[str, list[Heard]]:
+    """What processes tell when all is well."""
+    tick = {"lookups": 10, "rows": 100, "torn": 0, "retries": 1, "staleness_s": 0.1}
+    applied = {"version": 3, "rows": 5, "size_bytes": 50, "seconds": 0.01}
+    served = [
+        Heard(0, "ready", {"version": 2}), seen(0, 3, 2_100), Heard(0, "tick", tick), Heard(0, "applied", applied),
+        Heard(0, "compared", {"rows": 9, "different": 0}),
+        Heard(0, "finished", {"version": 6, "rows": 40, "different": 0}),
+    ]  # fmt: skip
+    return {
+        TRAINER: [saved(2, 0), saved(3, 10), saved(5, 20), saved(6, 30)],
+        MAINTENANCE: [Heard(0, "maintained", {"outcome": "done", "deleted_bytes": 7, "error": None})],
+        INFERENCE[0]: list(served), INFERENCE[1]: list(served),
+        ONLINE: [
+            Heard(0, "opened", {"how": "snapshot", "version": 2}), Heard(0, "learned", {"steps": 4}),
+            Heard(0, "moved", {"version": 3, "batches": 2, "rows": 8}),
+            Heard(0, "finished", {"version": 6, "rows": 40, "different": 0}),
+        ],
+    }  # fmt: skip
+
+
+def report_of(world: dict[str, list[Heard]], **changes: object) -> ServeReport:
+    """The report of a world that is given, as the demonstration would make it."""
+    processes = tuple(ProcessReport(name, 2, 1, 0) for name in NAMES)
+    saving, serving = tally.tally_saving(COMMITS, world), tally.tally_serving(COMMITS, world)
+    learning, finals = tally.tally_learning(world[ONLINE]), tally.final_copies(world)
+    options = ServeOptions(kills=5)
+    crashes = changes.pop("crashes", {})
+    assert isinstance(crashes, dict)
+    problems = tally.find_problems(
+        world, processes, crashes, saving, serving, learning, finals, last_version=6, kills=options.kills
+    )
+    return ServeReport(options, 60.0, 6, processes, saving, serving, learning, finals, problems)
+
+
+def test_a_world_in_which_all_is_well_has_no_problem() -> None:
+    report = report_of(good_world())
+
+    assert report.problems == ()
+    assert report.serving.lookups == 20
+    assert report.serving.publish_to_served_s.count == 2
+
+
+def change(world: dict[str, list[Heard]], name: str, event: str, **facts: object) -> None:
+    world[name] = [Heard(one.life, event, {**one.facts, **facts}) if one.event == event else one for one in world[name]]
+
+
+def test_whatever_goes_wrong_is_named() -> None:
+    worlds: list[tuple[str, dict[str, list[Heard]]]] = []
+
+    def broken(words: str) -> dict[str, list[Heard]]:
+        worlds.append((words, good_world()))
+        return worlds[-1][1]
+
+    change(broken("lookups are torn"), INFERENCE[1], "tick", torn=1)
+    torn = Heard(0, "torn", {"version": 5, "found": "shows steps [1, 2]"})
+    broken("shows steps [1, 2]")[INFERENCE[0]].append(torn)
+    broken("shows steps [1, 2]")[INFERENCE[0]].append(Heard(0, "torn", {"version": 5, "found": "shows steps [1, 2]"}))
+    broken("an older version than before")[INFERENCE[0]].append(Heard(0, "went_back", {"version": 2, "at_ms": 0}))
+    change(broken("rows differ from their version's snapshot"), INFERENCE[0], "compared", different=1)
+    change(broken("3 of 40 rows differ from the last snapshot"), ONLINE, "finished", different=3)
+    change(broken("reached version 5 of 6"), INFERENCE[0], "finished", version=5)
+    broken("did not compare its copy")[ONLINE].pop()
+    change(broken("served no lookup"), INFERENCE[0], "tick", lookups=0)
+    change(broken("the change stream gave no row"), ONLINE, "moved", rows=0)
+    change(broken("maintenance: disk full"), MAINTENANCE, "maintained", error="disk full")
+    broken("acknowledged saves are lost")[TRAINER].append(saved(9, 90))
+
+    for words, world in worlds:
+        assert any(words in problem for problem in report_of(world).problems), words
+    assert "trainer ended by itself: code 1" in report_of(good_world(), crashes={TRAINER: ["code 1"]}).problems
+
+
+# ---- what is shown
+
+
+def test_the_report_says_every_figure_and_its_document_is_json() -> None:
+    report = replace(
+        report_of(good_world()),
+        saving=SavingReport(60, 3 << 20, 9, 5 << 20, 1 << 20, 59, 0, 1_800),
+        serving=ServingReport(
+            123_456, 9_999_999, 0, 17, 88, Spread(110, 0.31, 0.62), Spread(400, 0.1, 0.5), Spread(88, 0.012, 0.04),
+            500_000, 9 << 20, 4_000, 0, 1,
+        ),
+        learning=LearningReport(180, 250_000, 60, 900, 1, 2),
+        finals=(FinalCopy(INFERENCE[0], 99, 100_096, 0), FinalCopy(ONLINE, 99, 100_096, 2)),
+        problems=("something is [odd]",),
+    )  # fmt: skip
+    out = io.StringIO()
+
+    render(report, Console(file=out, width=110))
+
+    text = out.getvalue()
+    for words in (
+        "123,456", "torn reads", "p50 310.0 ms, p99 620.0 ms (110)", "p50 12.0 ms", "17", "60, 1,800 steps",
+        "9, 5.00 MiB written, 1.00 MiB deleted", "250,000 rows in 180 batches", "equal bit for bit", "2 ROWS DIFFER",
+        "something is [odd]", "2 starts, 1 kills",
+    ):  # fmt: skip
+        assert words in text, words
+    document = documents.serve_demo_document(
+        replace(report, serving=replace(report.serving, apply_s=tally.spread_of([])))
+    )
+    assert document["is_sound"] is False
+    assert document["serving"]["apply_s"] == {"count": 0, "p50": None, "p99": None}
+
+
+def test_progress_is_shown_in_place_or_as_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    none = Spread(0, math.nan, math.nan)
+    progress = Progress(
+        phase="running", elapsed_s=3.0, seconds=60.0, states=tuple((name, "ready") for name in NAMES), versions=4,
+        folds=1, lookups=99,
+        torn=0, retries=2, served=((INFERENCE[0], 7), (INFERENCE[1], -1)), publish_to_served_s=none, apply_s=none,
+        learned_rows=5, news=("1.0 s: trainer killed, started again",),
+    )  # fmt: skip
+    lines = Lines()
+
+    lines.show(progress)
+    lines.show(replace(progress, elapsed_s=3.5))
+
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 2
+    assert "trainer killed" in told[0]
+    assert "serving v7, -" in told[1]
+    out = io.StringIO()
+    Console(file=out, width=100).print(progress_view(progress))
+    assert "serving version 7" in out.getvalue()
+    assert "trainer killed" in out.getvalue()
