@@ -1,4 +1,4 @@
-"""Storage servers for tests: SeaweedFS (S3) and Azurite (Azure Blob), started once and bound to loopback.
+"""Servers for tests: SeaweedFS (S3) and Azurite (Azure Blob), started once and bound to loopback; Redis.
 
 Mark tests that use them with ``@pytest.mark.servers``. Under pytest-xdist a session fixture lives once per
 worker, so these tests also get the xdist group "servers": with ``--dist loadgroup`` they all run on one worker
@@ -86,6 +86,57 @@ class AzureServer:
             client.create_container(name)
 
 
+@dataclass(slots=True)
+class RedisServer:
+    """A Redis that keeps nothing on disk, with a password; it can be stopped and started empty at the same port."""
+
+    binary: str
+    folder: Path
+    port: int = 0
+    password: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
+    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    @property
+    def url(self) -> str:
+        """The URL for redis-py, with the password."""
+        return f"redis://:{self.password}@127.0.0.1:{self.port}/0"
+
+    def client(self, **options: Any) -> Any:
+        """Return a client that returns bytes."""
+        import redis
+
+        return redis.Redis.from_url(self.url, **options)
+
+    def start(self) -> None:
+        """Start the server, empty, and wait until it answers."""
+        log = self.folder / "redis.log"
+        for attempt in range(_START_ATTEMPTS):
+            port = self.port or _free_ports(1, 0)[0]
+            command = [
+                self.binary, "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no",
+                "--dir", str(self.folder), "--requirepass", self.password, "--daemonize", "no",
+            ]  # fmt: skip
+            with log.open("wb") as output:
+                self.process = _start(command, output, None)
+            before, self.port = self.port, port
+            if _wait(self.process, self._answers) is not None:
+                return
+            self.stop()
+            self.port = before
+            assert attempt < _START_ATTEMPTS - 1, f"redis-server did not start:\n{_tail(log)}"
+
+    def stop(self) -> None:
+        """Kill the server by its own process id; what it held is gone."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def _answers(self) -> bool:
+        with self.client() as client:
+            return bool(client.ping())
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """An empty root on some backend: what to hand to `open_storage`."""
@@ -148,6 +199,35 @@ def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AzureServer]:
     with _running(command, ready, log=log, ports=1, environment=environment) as server:
         yield server
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A Redis for the session: tests choose prefixes of their own, and leave it running."""
+    with _redis(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
+    """A Redis for one test, which may stop and start it."""
+    with _redis(tmp_path) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def _redis(folder: Path) -> Iterator[RedisServer]:
+    binary = shutil.which("redis-server")
+    if binary is None:
+        pytest.skip("redis-server is not installed: apt-get install redis-server")
+    if importlib.util.find_spec("redis") is None:
+        pytest.skip('redis-py is not installed: pip install "cnr-store[redis]"')
+    server = RedisServer(binary, folder)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
 
 
 @pytest.fixture(scope="session")

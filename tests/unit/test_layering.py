@@ -26,8 +26,8 @@ CODEC = PARTS | {"segment", "table_codes"}
 KEEPING = {"cached_reader", "chunk_lru"}
 READING = FORMAT | KEEPING | {"settled", "restore", "snapshot"}
 STAGING = READING | {
-    "placement", "agreement", "ranks", "options", "encode", "changes", "baseline", "mirrors", "planning", "inputs",
-    "assembly",
+    "placement", "agreement", "ranks", "options", "narrowing", "encode", "changes", "baseline", "mirrors", "planning",
+    "inputs", "assembly",
 }  # fmt: skip
 WRITING = STAGING | {"session", "committing", "transaction", "writer"}
 DECISIONS = {"policy", "retention", "planning"}
@@ -69,10 +69,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "settled": CODEC | {"replay_plan", "replay"},
     "restore": CODEC | {"replay_plan", "replay", "settled"},
     "snapshot": FORMAT | KEEPING | {"restore", "placement"},  # no writing below this line
+    "narrowing": PARTS,
     "options": WORDS | {"records", "encodings"},
     "encode": CODEC,
     "changes": CODEC | {"encode"},
-    "baseline": CODEC | {"encode", "changes", "placement"},
+    "baseline": CODEC | {"encode", "changes", "narrowing", "placement"},
     "mirrors": CODEC | {"placement"},
     "inputs": CODEC,
     "assembly": READING | {"encode", "changes", "baseline", "placement"},
@@ -114,6 +115,7 @@ ONLY_IN: dict[str, set[str]] = {
         ("fsspec s3fs gcsfs adlfs botocore aiobotocore", {"storage", "testing"}),
         ("hypothesis pytest", {"testing"}),
         ("ray", {"compaction"}),
+        ("redis", {"consume"}),
         ("typer click rich tqdm cnr_store_tools", set[str]()),
     ]
     for package in packages.split()
