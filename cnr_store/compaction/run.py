@@ -164,6 +164,7 @@ def compact(
     started = time.monotonic()
     check_engine(engine, store.storage, workers)
     check_rate(bytes_per_s)
+    store.check_not_relay()
     head = store.head()
     chosen = _choose(head, policy, run)
     if chosen is not None and not dry_run:
