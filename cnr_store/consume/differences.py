@@ -219,7 +219,7 @@ def compared_rows(before: Copy, after: Copy) -> Iterator[RowBlock]:
     Blocks. Memory: a window of both.
     """
     spans = [*before.spans(), *after.spans()]
-    most = max([1024, *(count for _, _, count in spans)])
+    most = max([1, *(count for _, _, count in spans)])
     for window in plan_windows(spans, most):
         block = _difference(before.read_window(window), after.read_window(window))
         if len(block.rows):
@@ -252,7 +252,7 @@ def _differ(left: Array, right: Array) -> Array:
         return np.ones(len(right), np.bool_)
     unsigned = np.dtype(f"u{left.itemsize}")
     different = np.ascontiguousarray(left).view(unsigned) != np.ascontiguousarray(right).view(unsigned)
-    return np.asarray(different.reshape(len(left), -1).any(axis=1))
+    return np.asarray(different.any(axis=1))
 
 
 def are_comparable(before: TableSchema, after: TableSchema) -> bool:

@@ -24,6 +24,9 @@ from cnr_store.types import RowIds, SlotsRule
 WINDOW_BYTES = 32 * 1024 * 1024
 """Values held at once, about; a window of a hashed table is never less than a chunk."""
 
+LEAST_ROWS = 1024
+"""Rows read at once however wide they are."""
+
 FIRST_KEY, LAST_KEY = -(2**63), 2**63 - 1
 Span = tuple[int, int, int]
 """First row, last row (inclusive, for 2**63 has no int64), and how many rows of these there are."""
@@ -72,7 +75,7 @@ class TableRows:
     def most_rows(self) -> int:
         """Rows that are read at once."""
         row_bytes = sum(self._specs[name].width * carrier(self._specs[name].dtype).itemsize for name in self._names)
-        return max(1024, WINDOW_BYTES // max(8, row_bytes))
+        return max(LEAST_ROWS, WINDOW_BYTES // max(8, row_bytes))
 
     def spans(self) -> list[Span]:
         """Return where the rows are, for `plan_windows`; no I/O."""
