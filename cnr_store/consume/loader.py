@@ -25,13 +25,17 @@ import numpy.typing as npt
 from cnr_store.consume.background import Repeating
 from cnr_store.consume.candidate import Candidate, Check, pass_gate
 from cnr_store.consume.following import Target, pause_s, plan_between, repeats, wanted_version
-from cnr_store.consume.held import Holds, Overlay, Served, row_kind
+from cnr_store.consume.held import Holds, Overlay, RowKind, Served, row_kind
 from cnr_store.consume.holds import FollowingCursor, leased
 from cnr_store.consume.loading import load_table
 from cnr_store.consume.memory import ANONYMOUS, Memory
 from cnr_store.consume.metrics import LoaderMetrics, Poll, Tally
 from cnr_store.consume.moving import Apply, Compare, Reread, Same
 from cnr_store.consume.shards import Shard, check_shard
+from cnr_store.consume.shared_memory import SharedMemory
+from cnr_store.consume.sinks import RowSink
+from cnr_store.consume.sinks.feed import SinkFeed
+from cnr_store.consume.sources import LoaderSource
 from cnr_store.consume.views import MIN_VIEW_S, Batch, Lookups, Publisher, TableChange, View
 from cnr_store.errors import (
     BadInput,
@@ -44,6 +48,7 @@ from cnr_store.errors import (
     VersionNotFound,
     VersionRefused,
 )
+from cnr_store.layout import branch_of
 from cnr_store.log import wall_ms
 from cnr_store.records import DenseEntry, LogEntry, TableSchema
 from cnr_store.segment import SegmentReader
@@ -115,10 +120,10 @@ class Loader:
         Which rows: a `RowRange`, a `HashShard`, or one of them (None for all rows) by table.
     served
         What lookups return: ``float32``, ``float16``, ``bfloat16`` (its bits, uint16) or ``int8`` (fused 8-bit rows);
-        None is each table's own dtype.
+        None is each table's own dtype. One for all tables, or by table.
     holds
         ``values`` or ``codes``; ``auto`` holds values wherever differences can be applied to them. Codes of a float32
-        lattice table take half the memory and are decoded as they are looked up.
+        lattice table take half the memory and are decoded as they are looked up. One for all tables, or by table.
     version, tag, channel
         What to serve, at most one of them; without, the newest state.
     follow
@@ -164,8 +169,8 @@ class Loader:
         *,
         dense: Sequence[str] | None = None,
         shard: Shard | Mapping[str, Shard | None] | None = None,
-        served: Served | None = None,
-        holds: Literal["auto"] | Holds = "auto",
+        served: Served | Mapping[str, Served | None] | None = None,
+        holds: Literal["auto"] | Holds | Mapping[str, Literal["auto"] | Holds] = "auto",
         version: int | None = None,
         tag: str | None = None,
         channel: str | None = None,
@@ -202,10 +207,19 @@ class Loader:
                 os.fspath(store), branch=branch, storage_options=storage_options, threads=threads
             )  # fmt: skip
         self._own_workers = Workers(threads) if threads is not None and not self._owns_store else None
-        self._memory: Memory = _memory(shared)
         # A bound parameter has changed when `apply` returns, so nothing may wait for lookups that began before.
-        self._publisher = Publisher(self._memory, min_view_s=0.0 if publish == "apply" else MIN_VIEW_S)
+        min_view_s = 0.0 if publish == "apply" else MIN_VIEW_S
+        self._shared = None if shared is None else SharedMemory(os.fspath(shared))
+        self._memory: Memory = ANONYMOUS if self._shared is None else self._shared
+        if self._shared is None:
+            self._publisher = Publisher(min_view_s=min_view_s)
+        else:
+            self._publisher = self._shared.publisher(min_view_s=min_view_s)
         self._lookups = Lookups(self._publisher)
+        self._source = LoaderSource(
+            self._publisher, store=self._store.uuid, branch=branch_of(self._store.commit_log.prefix),
+            scope="" if tables is None and shard is None else f"{sorted(self._tables or ['*'])} {shard}",
+        )  # fmt: skip
         self._lock = threading.RLock()
         """Held while the loader moves, however long that takes."""
         self._swap = threading.RLock()
@@ -224,6 +238,7 @@ class Loader:
         self._checked_s = time.monotonic()
         self._binding: Any = None
         self._thread: Repeating | None = None
+        self._feeds: list[SinkFeed] = []
         self._is_closed = False
         self._states: list[_State] = []
         """What is served, and behind it what is staged, in order."""
@@ -447,13 +462,16 @@ class Loader:
         Raises
         ------
         BadInput
-            The loader publishes as it polls, has a module already, or holds a bound table by key or as int8.
+            The loader publishes as it polls, shares its memory, has a module already, or holds a bound table by key or
+            as int8.
         TableNotFound, BadShape, BadDtype
         """
         from cnr_store.consume.binding import ModuleBinding
 
         if self._publish != "apply":
             raise BadInput("a module's parameters change in apply(): open the loader with publish='apply'")
+        if self._shared is not None:
+            raise BadInput("a loader that shares its tables has no module; look rows up, or open another loader")
         with self._lock, self._swap:
             if self._binding is not None:
                 raise BadInput("the loader has a module already; open another loader for this one")
@@ -463,9 +481,30 @@ class Loader:
             binding.show(view.tables, dict.fromkeys(view.tables), view.dense, state.dense, view.dense)
             self._binding = binding
 
+    def add_sink(self, sink: RowSink, *, start: bool = True) -> SinkFeed:
+        """Push each version that is published to a sink as well, behind serving; return the feed that does so.
+
+        A sink that fails delays nobody: its feed tries again, and `SinkFeed.metrics` tells. It ends with the loader.
+
+        Parameters
+        ----------
+        start
+            Push on a thread of its own; with False only in `SinkFeed.push`.
+        """
+        with self._lock, self._swap:
+            self._check_open()
+            feed = SinkFeed(self._source, sink)
+            self._feeds.append(feed)
+            feed.notice(self._source.described(self._view), dict.fromkeys(self._view.tables))
+        if start:
+            feed.start()
+        return feed
+
     def close(self) -> None:
         """End the thread and release memory and, if the loader opened it, the store. A second call does nothing."""
         self.stop()
+        for feed in self._feeds:
+            feed.stop()
         with self._lock, self._swap:
             self._release()
 
@@ -722,7 +761,6 @@ class Loader:
         if self._publisher.candidate is None:
             with self._swap:
                 self._publisher.fold()
-        changes, escapes, rows, size = self._read_changes(snapshot, names, move)
         entries = {name: dense for name, dense in snapshot.dense.items() if self._dense is None or name in self._dense}
         changed_dense = frozenset(
             name for name, dense in entries.items() if last is None or not _is_same(dense, last.dense.get(name))
@@ -731,6 +769,9 @@ class Loader:
         if last is None or changed_dense or entries.keys() != last.dense.keys():
             kept = {} if self._publisher.newest is None else self._publisher.newest.dense
             dense = {n: snapshot.read_dense(n) if n in changed_dense else kept[n] for n in entries}
+        # Only around what is read: folding takes memory too, and keeps it whatever becomes of this.
+        with self._memory.attempt():
+            changes, escapes, rows, size = self._read_changes(snapshot, names, move)
         state = _State(
             entry, snapshot.known_readers, entries, {name: _rows_of(change) for name, change in changes.items()},
             changed_dense,
@@ -753,7 +794,7 @@ class Loader:
                 changes[name] = None
         for name in names:
             schema = snapshot.tables[name]
-            kind = row_kind(schema, self._served, self._holds)
+            kind = self._kind_of(name, schema)
             table = load_table(
                 snapshot.readers, name, kind, self._workers, shard=self._shard_of(name), memory=self._memory
             )
@@ -761,6 +802,11 @@ class Loader:
             rows += table.held.num_rows
             size += table.held.num_rows * kind.dim * 4
         return changes, escapes, rows, size
+
+    def _kind_of(self, table: str, schema: TableSchema) -> RowKind:
+        served = self._served.get(table) if isinstance(self._served, Mapping) else self._served
+        holds = self._holds.get(table, "auto") if isinstance(self._holds, Mapping) else self._holds
+        return row_kind(schema, served, holds)
 
     def _shard_of(self, table: str) -> Shard | None:
         return self._shard.get(table) if isinstance(self._shard, Mapping) else self._shard
@@ -824,11 +870,14 @@ class Loader:
             return
         shown, self._states = self._states[1:], self._states[-1:]
         self._tally.moves += len(shown)
+        changed = _union(shown)
+        for feed in self._feeds:
+            feed.notice(self._source.described(view), changed)
         if self._binding is not None:
             self._publisher.fold()
             state = self._states[0]
             moved = frozenset[str]().union(*(one.changed_dense for one in shown))
-            self._binding.show(self._view.tables, _union(shown), self._view.dense, state.dense, moved)
+            self._binding.show(self._view.tables, changed, self._view.dense, state.dense, moved)
 
     def _drop_staged(self) -> None:
         with self._swap:
@@ -857,16 +906,12 @@ class Loader:
             return
         self._is_closed = True
         self._publisher.close()
+        if self._shared is not None:
+            self._shared.close()
         if self._own_workers is not None:
             self._own_workers.close()
         if self._owns_store:
             self._store.close()
-
-
-def _memory(shared: str | os.PathLike[str] | None) -> Memory:
-    if shared is None:
-        return ANONYMOUS
-    raise NotImplementedError
 
 
 def _as_array(out: Any) -> Array:
