@@ -49,8 +49,11 @@ def chunk_rows_for(num_rows: int, row_bytes: int) -> int:
 
 
 def codec_for(dtype: np.dtype[Any], profile: Profile) -> CodecName:
-    """Return the codec of an array: pcodec for integers of 16 bits and more in ``compact``; floats stay bytes."""
-    if dtype.kind == "f" or (dtype.itemsize == 1 and profile == "compact"):
+    """Return the codec of an array: pcodec for integers of 16 bits and more in ``compact``; floats stay bytes.
+
+    int8 is zstd in both profiles.
+    """
+    if dtype.kind == "f" or (dtype == np.uint8 and profile == "compact"):
         return "bytes"
     if profile == "compact" and dtype.name in _PCODEC_DTYPES:
         return "pcodec"
@@ -122,7 +125,7 @@ def encode_chunk(entry: ArrayEntry, block: npt.NDArray[Any]) -> bytes:
     if entry.codec == "pcodec":
         payload: Any = _pcodec(entry).encode(block.reshape(-1))
     elif entry.codec == "zstd":
-        payload = Zstd(level=3).encode(block.reshape(-1).view(np.uint8))
+        payload = Zstd(level=_zstd_level(entry)).encode(block.reshape(-1).view(np.uint8))
     else:
         payload = block.reshape(-1).view(np.uint8).data
     return b"".join((payload, google_crc32c.value(bytes(payload)).to_bytes(_CRC_BYTES, "little")))
@@ -188,6 +191,11 @@ def check_chunk_size(entry: ArrayEntry) -> None:
         )
 
 
+def _zstd_level(entry: ArrayEntry) -> int:
+    """Codes of 8 bits repeat by chance alone: what level 3 finds makes them larger, and slower to decode."""
+    return 1 if entry.dtype == "int8" else 3
+
+
 def _pcodec(entry: ArrayEntry) -> PCodec:
     return PCodec(**_pcodec_config(entry))
 
@@ -204,7 +212,7 @@ def _codec_documents(entry: ArrayEntry) -> list[JsonValue]:
     if entry.codec == "pcodec":
         return [{"name": "numcodecs.pcodec", "configuration": _pcodec_config(entry)}, crc]
     if entry.codec == "zstd":
-        return [bytes_codec, {"name": "zstd", "configuration": {"level": 3, "checksum": False}}, crc]
+        return [bytes_codec, {"name": "zstd", "configuration": {"level": _zstd_level(entry), "checksum": False}}, crc]
     return [bytes_codec, crc]
 
 

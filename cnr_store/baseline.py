@@ -28,10 +28,21 @@ from cnr_store.encode import (
     unencodable,
 )
 from cnr_store.encodings import kernels, packing, widths
+from cnr_store.narrowing import LARGEST_INT8, sample_blocks, stored_dtype
 from cnr_store.placement import whole_of
 from cnr_store.records import TableSchema
 from cnr_store.segment import Blocks, RowList
-from cnr_store.table_codes import ABSENT, CODED, ESCAPED, Allocate, Array, ArraySpec, TableCodes, array_specs
+from cnr_store.table_codes import (
+    ABSENT,
+    CODED,
+    ESCAPED,
+    TASK_ROWS,
+    Allocate,
+    Array,
+    ArraySpec,
+    TableCodes,
+    array_specs,
+)
 from cnr_store.types import MAX_CODE, Affine, Lattice, Rectangle, RowIds
 from cnr_store.workers import Workers, blocks
 
@@ -174,7 +185,20 @@ def _scan(
     if held is not None and held.dtype == np.int16 and largest > _INT16_MAX and mirror is not None:
         mirror.widen(spec.name)
         workers.run(partial(scan, a, b) for a, b in ranges)
-    return widths.narrowest(min(largest, MAX_CODE))
+    sample = None
+    if spec.name == "codes" and largest <= LARGEST_INT8:
+        pieces = [_encoded(spec, values, mirror, a, b) for a, b in sample_blocks(len(flags), spec.width)]
+        sample = np.concatenate(pieces) if pieces else None
+    return stored_dtype(min(largest, MAX_CODE), len(flags) * spec.width, sample)
+
+
+def _encoded(spec: ArraySpec, values: Any, mirror: TableCodes | None, start: int, stop: int) -> npt.NDArray[np.int16]:
+    """The codes of some rows, known to fit; zeros for rows that cannot be encoded."""
+    if mirror is not None and spec.name in mirror.arrays:
+        return np.asarray(mirror.arrays[spec.name][start:stop], np.int16)
+    out = np.empty((stop - start, spec.width), np.int16)
+    scan_block(spec, _block_of(values, start, stop), out, np.zeros(stop - start, np.uint8))
+    return out
 
 
 def _table_rows(
@@ -222,7 +246,7 @@ def _stored_widths(
 
 
 def _overlaid_dtype(name: str, mirror: TableCodes, staged: StagedRows | None) -> np.dtype[Any]:
-    """int16 unless the mirror or what is laid over it may need int32."""
+    """What the mirror with what is laid over it needs, at most."""
     held = mirror.arrays[name]
     if held.dtype == np.int32:
         return np.dtype(np.int32)
@@ -234,7 +258,12 @@ def _overlaid_dtype(name: str, mirror: TableCodes, staged: StagedRows | None) ->
         codes = columns_of(item.arrays[name]).astype(np.int32)
         base = held[item.rows - mirror.start].astype(np.int32) if item is staged.lists.get("add") else 0  # type: ignore[union-attr]
         limit = max(limit, int(np.abs(codes + base).max(initial=0)))
-    return widths.narrowest(limit)
+    if name != "codes" or limit > LARGEST_INT8 or not isinstance(mirror.specs[name].encoding, Lattice):
+        return widths.narrowest(limit)
+    ends = [(int(held[a:b].min()), int(held[a:b].max())) for a, b in blocks(len(held), TASK_ROWS)]
+    limit = max([limit, *(max(-low, high) for low, high in ends)])
+    pieces = [held[a:b] for a, b in sample_blocks(len(held), held.shape[1])]
+    return stored_dtype(limit, held.size, np.concatenate(pieces) if pieces else None)
 
 
 def _overlay(block: Array, rows: RowIds, staged: StagedList, name: str, *, adds: bool) -> None:

@@ -37,6 +37,7 @@ from cnr_store.records import (
     Receipt,
     TableSchema,
     canonical_json,
+    needed_reader_features,
     sha256,
 )
 from cnr_store.segment import SegmentReader, merge_receipts, read_receipt, write_manifest
@@ -155,6 +156,7 @@ class Commit:
                 record, self._draft.kind, session.info,
                 chain=next_chain(record, entry, keep=self._draft.keep), logical=entry.l1, step=self._draft.step,
                 tables=generations(self._share.tables), user=dict(user or {}),
+                reader_features=self._reader_features(record),
             )  # fmt: skip
             decision.entry = self._append(draft)
         except BaseException as error:  # noqa: BLE001 (raised by `_take`, when the other ranks know)
@@ -196,6 +198,11 @@ class Commit:
             seg=draft.segment, sha256=digest, kind=manifest.kind, l0=draft.l0, l1=l1,
             bytes=self.size_bytes, rows=manifest.changed_rows,
         )  # fmt: skip
+
+    def _reader_features(self, record: CommitRecord) -> tuple[str, ...]:
+        """What the record's readers must know, and what those of the segment behind it must."""
+        assert self._manifest is not None
+        return tuple(sorted({*record.reader_features, *needed_reader_features(self._manifest)}))
 
     def _append(self, draft: CommitRecord) -> LogEntry:
         """Append the record, and note it in `undecided` if its fate stays open."""

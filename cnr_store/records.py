@@ -27,7 +27,10 @@ OVERFLOW_BYTES = 8 * 1024
 MAX_DOCUMENT_BYTES = 256 * 1024 * 1024
 """A manifest or receipt beyond this is refused before it is parsed."""
 
-KNOWN_READER_FEATURES: frozenset[str] = frozenset()
+INT8_CODES = "int8_codes"
+"""Reader feature of records in whose chain codes are stored as int8."""
+
+KNOWN_READER_FEATURES: frozenset[str] = frozenset({INT8_CODES})
 KNOWN_WRITER_FEATURES: frozenset[str] = frozenset()
 RESERVED_FEATURES: frozenset[str] = frozenset({"row_classes", "row_order"})
 
@@ -531,6 +534,13 @@ def is_live(head: CommitRecord, version: int) -> bool:
     return version in named
 
 
+def needed_reader_features(manifest: Manifest) -> tuple[str, ...]:
+    """Return the reader features that the segment's own arrays need. Pure."""
+    lists = (part.set for part in manifest.parts if part.set is not None)
+    is_narrow = any(entry.dtype == "int8" for row_list in lists for entry in row_list.arrays.values())
+    return (INT8_CODES,) if is_narrow else ()
+
+
 def unknown_writer_features(record: CommitRecord) -> list[str]:
     """Return the writer features that make the store read-only for this library."""
     return [name for name in record.writer_features if name not in KNOWN_WRITER_FEATURES]
@@ -723,7 +733,8 @@ def _expected_arrays(schema: TableSchema, operation: str, width: int) -> dict[st
             expected["codes"] = (("uint8",), (width + 7) // 8 * encoding.bits)
             expected["scale"] = expected["zero_point"] = ((encoding.param_dtype,), None)
         elif isinstance(encoding, Lattice | FloatBits):
-            expected[name] = (("int16", "int32"), columns)
+            is_narrow = name == "codes" and operation == "set" and isinstance(encoding, Lattice)
+            expected[name] = (("int8", "int16", "int32") if is_narrow else ("int16", "int32"), columns)
         else:
             expected[name] = ((_CARRIERS[dtype],), columns)
     return expected

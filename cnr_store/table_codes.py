@@ -255,12 +255,13 @@ class TableCodes:
             self.escapes.drop(rows)
 
     def can_widen(self, name: str) -> bool:
-        """Whether the array is int16 only because int32 was not needed so far."""
-        return self.arrays[name].dtype == np.int16 and self.specs[name].held_dtype == np.int32
+        """Whether the array is narrower than int32 only because that was not needed so far."""
+        held = self.specs[name].held_dtype
+        return held == np.int32 and self.arrays[name].itemsize < held.itemsize
 
     def widen(self, name: str) -> None:
-        """Replace an int16 array by int32, because a code beyond int16 is about to be stored."""
-        if self.arrays[name].dtype == np.int16:
+        """Replace a narrower array by int32, because a code beyond its range is about to be stored."""
+        if self.arrays[name].itemsize < np.dtype(np.int32).itemsize:
             narrow = self.arrays[name]
             wide = self._allocate(narrow.shape, np.dtype(np.int32))
             wide[...] = narrow

@@ -19,7 +19,7 @@ from unittest import mock
 import msgspec
 import numpy as np
 
-from cnr_store import Store, TableOptions, arrays, branches
+from cnr_store import Store, TableOptions, arrays, branches, narrowing
 from cnr_store.placement import Shard
 from cnr_store.store import writer_info
 from cnr_store.table_codes import TableCodes
@@ -413,6 +413,24 @@ def branches_case(folder: Path) -> None:
     golden.close()
 
 
+def int8_case(folder):
+    """Codes of four bits or so in a baseline are int8; differences to them, and what is set again, int16."""
+    golden, random, scale = Golden(folder), np.random.default_rng(8), 0.25
+    values = random.normal(0, 3.5 * scale, (300, 6)).astype(np.float32)
+    with mock.patch.object(narrowing, "LEAST_CODES", 1), golden.writer.begin(step=1) as txn:
+        txn.write_table("t", values, options=TableOptions(scale=scale))
+        first = txn.commit()
+    golden.expect(first, {"t": {"values": lattice(values, scale)}})
+    values[::7] += random.normal(0, scale, values[::7].shape).astype(np.float32)
+    values[14] = 200 * scale  # no int8 any more
+    with golden.writer.begin(step=2) as txn:
+        txn.write_rows("t", np.arange(0, 300, 7), values[::7])
+        second = txn.commit()
+    golden.expect(second, {"t": {"values": lattice(values, scale)}})
+    assert golden.store.record(second).reader_features == ("int8_codes",)
+    golden.close()
+
+
 CASES = {
     "lattice": lattice_case,
     "portable": portable_case,
@@ -422,6 +440,7 @@ CASES = {
     "one_shot": one_shot_case,
     "overflow": overflow_case,
     "branches": branches_case,
+    "int8": int8_case,
 }
 
 

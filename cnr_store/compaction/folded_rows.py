@@ -37,6 +37,9 @@ from cnr_store.table_codes import (
 from cnr_store.types import RowIds
 from cnr_store.workers import Inline, blocks
 
+_WIDER: dict[np.dtype[Any], np.dtype[Any]] = {
+    np.dtype(np.int8): np.dtype(np.int16), np.dtype(np.int16): np.dtype(np.int32)
+}  # fmt: skip
 _STATUS: dict[Operation, int] = {"add": ADDED, "set": CODED, "delete": ABSENT, "escape": ESCAPED}
 _READS: dict[Operation, tuple[Operation, ...]] = {
     "add": ("add",), "set": ("add", "set"), "delete": (), "escape": ("escape",)
@@ -99,7 +102,7 @@ def write_folded(out: SegmentWriter, path: str, rows: FoldedRows, cache_bytes: i
         except Overflow as overflow:
             # At another place: whoever does this task at the same time may have ended with the wider codes already,
             # and what was committed must not be written again with others.
-            dtypes = dtypes | dict.fromkeys(overflow.names, np.dtype(np.int32))
+            dtypes = dtypes | {name: _WIDER[dtypes[name]] for name in overflow.names}
             out.discard(place)
             tries += 1
 
@@ -189,9 +192,12 @@ class _Attempt:
 
 
 def _narrowest(spec: ArraySpec, plan: TablePlan) -> np.dtype[Any]:
-    """int16 where int32 might be needed, but no segment has it."""
+    """What the segments have where int32 might be needed: for sets with differences to them, what the sets have."""
     if spec.held_dtype != np.int32:
         return spec.held_dtype
-    lists = (step.row_list for batch in plan.batches for step in batch.steps)
-    is_narrow = all(entry.arrays[spec.name].dtype == "int16" for entry in lists if spec.name in entry.arrays)
-    return np.dtype(np.int16 if is_narrow else np.int32)
+    steps = [step for batch in plan.batches for step in batch.steps if spec.name in step.row_list.arrays]
+    found = {np.dtype(step.row_list.arrays[spec.name].dtype) for step in steps}
+    if np.dtype(np.int32) in found:
+        return np.dtype(np.int32)
+    sets = {np.dtype(step.row_list.arrays[spec.name].dtype) for step in steps if step.operation == "set"}
+    return np.dtype(np.int8) if sets == {np.dtype(np.int8)} else np.dtype(np.int16)

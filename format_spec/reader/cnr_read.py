@@ -76,7 +76,7 @@ class Store:  # in a local folder; records[v] is None where a later record super
         record, bad = parse(data, "corrupt_record", key), "corrupt_record"
         check = xxhash.xxh3_128_hexdigest(canonical(record | {"check": ""}).encode())
         need(canonical(record).encode() == data and record.get("check") == check and len(data) <= 65536, bad, key)
-        need(not record.get("reader_features"), "unknown_feature", f"{key}: {record.get('reader_features')}")
+        need({*record.get("reader_features", ())} <= {"int8_codes"}, "unknown_feature", f"{key}: reader_features")
         need(record["store_uuid"] == self.identity["store_uuid"], "corrupt_store", f"{key}: of another store")
         need((record["v"], record["parent_digest"]) == (len(self.records), [before, *torn][-1]), bad, key)
         need(record["supersedes"] == ({"follows": before, "torn": torn} if torn else None), bad, f"{key}: supersedes")
@@ -236,7 +236,7 @@ class Table:  # columns [low, high) of one
                 codes = (bits << np.arange(encoding["bits"], dtype=np.uint8)).sum(axis=2, dtype=np.uint8)
                 scale, zero = (segment.array(arrays[k])[:, None].astype(np.float32) for k in ("scale", "zero_point"))
                 values = narrow(zero + scale * codes[:, : high - low].astype(np.float32), dtype)
-            known = (np.int16, np.int32) if target.dtype == np.int64 else (target.dtype,)
+            known = (np.int8, np.int16, np.int32) if target.dtype == np.int64 else (target.dtype,)
             fits = values.dtype in known and values.shape == ((len(at),) if vector else (len(at), high - low))
             need(fits and low <= self.low and self.high <= high, "corrupt_store", f"{where}: {name}")
             values, first = values.reshape(len(at), -1).astype(target.dtype), 0 if vector else self.low - low

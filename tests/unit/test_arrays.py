@@ -15,6 +15,7 @@ from cnr_store import arrays
 from cnr_store.errors import CorruptObject
 
 CASES = [
+    ("int8", 2),
     ("int16", 2),
     ("int32", 2),
     ("int64", 1),
@@ -106,7 +107,7 @@ def test_chunks_decode_into_given_memory(profile: Any, dtype: str, ndim: int) ->
 
 
 @pytest.mark.parametrize("profile", ["compact", "portable"])
-@pytest.mark.parametrize("dtype", ["int16", "uint8", "float32"])
+@pytest.mark.parametrize("dtype", ["int8", "int16", "uint8", "float32"])
 @pytest.mark.parametrize("claimed", [3, 5, 4096])
 def test_a_stream_with_another_element_count_is_refused(profile: Any, dtype: str, claimed: int) -> None:
     honest = arrays.describe("a", (4, 2), np.dtype(dtype), 4, profile)
