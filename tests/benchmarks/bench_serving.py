@@ -1,0 +1,472 @@
+"""What serving costs: publish to served, lookups while deltas are applied, apply speed, memory, torn reads.
+
+``python tests/benchmarks/bench_serving.py [--sections latency,lookups,apply,memory,torn] [--quick]``: deltas of 1 % of
+5,000,000 x 64 rows, 8-bit quality. Everything that was written is in the page cache: what is measured is the way from
+there to a lookup, and no disk. Writers and readers are processes of their own on one machine with one monotonic clock;
+where cores are few they take them from each other.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import harness
+import numpy as np
+import numpy.typing as npt
+from drifting import DIM
+from numba import njit
+from partners import Partner, Told
+from pcodec import standalone
+from serving_stores import BITS, DELTA_SHARE, STEP_CHANGED, STEP_TABLES, TABLE, write_deltas
+
+from cnr_store import Store, arrays
+from cnr_store.consume import Loader
+from cnr_store.consume.attached import AttachedTables
+from cnr_store.encodings import kernels
+from cnr_store.layout import segment_key
+from cnr_store.records import ArrayEntry, RowListEntry
+
+SECTIONS = ("latency", "lookups", "apply", "memory", "torn")
+STORES = str(Path(__file__).parent / "serving_stores.py")
+
+GOAL_PUBLISH_S, GOAL_LOOKUPS, GOAL_APPLY_MBS, GOAL_BARE, GOAL_SPARE_MIB = 1.0, 1.5, 300.0, 0.7, 256.0
+
+POLL_INTERVAL_S = inspect.signature(Loader).parameters["poll_interval_s"].default
+LOOKUP_ROWS = 1024
+TORN_THREADS, TORN_PROCESSES, TORN_IDS = 4, 2, 16
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much of everything."""
+
+    rows: int
+    published: int
+    least_pause_s: float
+    most_pause_s: float
+    rounds: int
+    round_deltas: int
+    applied: int
+    torn_lookups: int
+
+
+FULL = Size(5_000_000, 40, 0.4, 1.4, 6, 8, 12, 1_000_000)
+QUICK = Size(200_000, 6, 0.2, 0.8, 2, 4, 4, 20_000)
+
+
+def main() -> None:
+    parser = harness.arguments(__doc__, rows=FULL.rows, repeats=5)
+    parser.add_argument("--sections", default=",".join(SECTIONS), help=f"of {', '.join(SECTIONS)}")
+    parser.add_argument("--quick", action="store_true", help="small sizes: whether it works, not how fast")
+    options = parser.parse_args()
+    chosen = options.sections.split(",")
+    if not set(chosen) <= set(SECTIONS):
+        parser.error(f"sections are {', '.join(SECTIONS)}")
+    size = QUICK if options.quick else FULL
+    report = harness.Report(
+        f"serving: deltas of {DELTA_SHARE:.0%} of {size.rows:,} x {DIM} fp32 at {BITS} bits, all in the page cache"
+    )
+    report.start()
+    for section in chosen:
+        report.note(f"\n{section}")
+        with harness.data_folder(options.folder) as folder:
+            globals()[f"measure_{section}"](report, folder, size, options.repeats)
+    report.finish(options.json)
+
+
+# ---- publish to served
+
+
+def measure_latency(report: harness.Report, folder: Path, size: Size, repeats: int) -> None:
+    """From the acknowledgement of a commit to the first lookup that sees it, in another process."""
+    del repeats
+    _measure_latency_at(report, "local disk", str(folder / "store"), None, size)
+    with seaweed_bucket(folder) as (url, storage_options):
+        _measure_latency_at(report, "SeaweedFS", url, storage_options, size)
+
+
+def _measure_latency_at(
+    report: harness.Report, where: str, url: str, storage_options: dict[str, Any] | None, size: Size
+) -> None:
+    with Partner(
+        STORES, "publish", url=url, rows=size.rows, deltas=size.published, least_pause_s=size.least_pause_s,
+        most_pause_s=size.most_pause_s, storage_options=storage_options,
+    ) as writer:  # fmt: skip
+        first = writer.hear()["version"]
+        with Loader(url, storage_options=storage_options) as loader:
+            loader.start()
+            seen: list[tuple[int, float]] = []
+            ends = threading.Event()
+            watcher = threading.Thread(target=_watch, args=(loader, seen, ends))
+            watcher.start()
+            writer.say()
+            acknowledged = [writer.hear() for _ in range(size.published)]
+            deadline = time.monotonic() + 60
+            while loader.version < acknowledged[-1]["version"] and time.monotonic() < deadline:
+                time.sleep(0.05)
+            time.sleep(0.1)
+            ends.set()
+            watcher.join()
+            metrics = loader.metrics()
+    latencies = [_first_at(seen, one["version"]) - one["at_s"] for one in acknowledged if one["version"] > first]
+    _, median, worst = harness.spread(latencies)
+    p99 = float(np.quantile(latencies, 0.99))
+    report.add(f"publish to served, {where}: p99 of {len(latencies)}", p99, goal=GOAL_PUBLISH_S, unit=" s", high=worst)
+    report.note(
+        f"      p50 {median:.3f} s, poll interval {POLL_INTERVAL_S} s (default); last apply "
+        f"{1000 * metrics.apply_s:.0f} ms; {metrics.polls} polls, {metrics.errors} errors"
+    )
+
+
+def _watch(loader: Loader, seen: list[tuple[int, float]], ends: threading.Event) -> None:
+    version = -1
+    while not ends.wait(0.0005):
+        batch = loader.lookup_many({TABLE: [0]})
+        if batch.version != version:
+            version = batch.version
+            seen.append((version, time.monotonic()))
+
+
+def _first_at(seen: Sequence[tuple[int, float]], version: int) -> float:
+    return next(at_s for found, at_s in seen if found >= version)
+
+
+@contextmanager
+def seaweed_bucket(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield an empty root on a SeaweedFS of its own, and the options to open it with."""
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    from tests.servers import running_seaweed
+
+    place = folder / "seaweed"
+    place.mkdir()
+    with running_seaweed(place) as server:
+        server.client().create_bucket(Bucket="serving")
+        yield "s3://serving/store", server.storage_options
+
+
+# ---- lookups while deltas are applied
+
+
+def measure_lookups(report: harness.Report, folder: Path, size: Size, repeats: int) -> None:
+    """Lookups idle and while deltas are applied one after the other, in turns, in this process and in another."""
+    del repeats
+    url = str(folder / "store")
+    versions = write_deltas(url, size.rows, size.rounds * size.round_deltas)
+    steps = Steps(url, versions)
+    with steps.loader() as loader:
+        timed = TimedLookups(lambda ids: loader.lookup_many({TABLE: ids}), size.rows)
+        thread = threading.Thread(target=timed.run, daemon=True)
+        thread.start()
+        phases = _alternate(loader, steps, size)
+        timed.end(thread)
+        _report_lookups(report, "in process", timed.samples, phases)
+    with steps.loader(shared="/dev/shm/cnr-bench-lookups") as loader, Partner(
+        __file__, "look_up_attached", folder="/dev/shm/cnr-bench-lookups", rows=size.rows
+    ) as reader:  # fmt: skip
+        reader.hear()
+        phases = _alternate(loader, steps, size)
+        reader.say()
+        samples = np.array(reader.hear()["samples"])
+        _report_lookups(report, "shared memory, another process", samples, phases)
+
+
+class Steps:
+    """A store whose versions a loader is taken through one by one."""
+
+    def __init__(self, url: str, versions: Sequence[int]) -> None:
+        self.url, self.versions = url, versions
+
+    def loader(self, **options: Any) -> Loader:
+        """Return a loader that stands at the first version."""
+        return Loader(self.url, version=self.versions[0], **options)
+
+    def move(self, loader: Loader, version: int) -> None:
+        """Have the loader apply what leads to ``version``."""
+        loader.pin(version)
+        assert loader.version == version
+
+
+@dataclass(slots=True)
+class TimedLookups:
+    """Looks up random rows without end and keeps when each lookup began and how long it took."""
+
+    look_up: Callable[[npt.NDArray[np.int64]], object]
+    rows: int
+    _found: list[tuple[float, float]]
+    _ends: bool
+
+    def __init__(self, look_up: Callable[[npt.NDArray[np.int64]], object], rows: int) -> None:
+        self.look_up, self.rows = look_up, rows
+        self._found, self._ends = [], False
+
+    def run(self) -> None:
+        """Look up until told to end."""
+        chosen = np.random.default_rng(5).integers(0, self.rows, (256, LOOKUP_ROWS))
+        count = 0
+        while not self._ends:
+            ids = chosen[count % len(chosen)]
+            began = time.monotonic()
+            self.look_up(ids)
+            self._found.append((began, time.monotonic() - began))
+            count += 1
+
+    def end(self, thread: threading.Thread) -> None:
+        """Let the thread end."""
+        self._ends = True
+        thread.join()
+
+    @property
+    def samples(self) -> npt.NDArray[np.float64]:
+        """(count, 2): monotonic time at the beginning, and seconds."""
+        return np.array(self._found)
+
+
+def look_up_attached(told: Told, folder: str, rows: int) -> None:
+    """The reader process: attach, look up until an order comes, tell the samples."""
+    tables = AttachedTables(folder)
+    timed = TimedLookups(lambda ids: tables.lookup({TABLE: ids}), rows)
+    thread = threading.Thread(target=timed.run, daemon=True)
+    thread.start()
+    told.tell(ready=True)
+    told.order()
+    timed.end(thread)
+    told.tell(samples=timed.samples.tolist())
+
+
+def _alternate(loader: Loader, steps: Steps, size: Size) -> list[tuple[bool, float, float]]:
+    """Apply deltas in some phases and do nothing in as long ones between; returns (is busy, start, stop) of each."""
+    phases: list[tuple[bool, float, float]] = []
+    time.sleep(0.5)  # the first lookups load pages and compiled code
+    for number in range(size.rounds):
+        began = time.monotonic()
+        for version in steps.versions[1 + number * size.round_deltas :][: size.round_deltas]:
+            steps.move(loader, version)
+        stop = time.monotonic()
+        phases.append((True, began, stop))
+        time.sleep(0.2)  # the last overlay is folded when nothing else is to do
+        began = time.monotonic()
+        time.sleep(stop - phases[-1][1])
+        phases.append((False, began, time.monotonic()))
+    return phases
+
+
+def _report_lookups(
+    report: harness.Report, where: str, samples: npt.NDArray[np.float64], phases: list[tuple[bool, float, float]]
+) -> None:
+    def of(kind: bool) -> list[npt.NDArray[np.float64]]:
+        return [
+            samples[(samples[:, 0] >= start) & (samples[:, 0] < stop), 1]
+            for is_busy, start, stop in phases
+            if is_busy == kind
+        ]
+
+    busy, idle = of(True), of(False)
+    for share, goal in ((0.5, None), (0.99, GOAL_LOOKUPS)):
+        name = f"lookups of {LOOKUP_ROWS} rows, {where}: p{100 * share:.0f} busy / idle"
+        ratios = [float(np.quantile(a, share) / np.quantile(b, share)) for a, b in zip(busy, idle, strict=True)]
+        both = [float(np.quantile(np.concatenate(one), share)) for one in (busy, idle)]
+        report.add(name, both[0] / both[1], goal=goal, low=min(ratios), high=max(ratios))
+        report.note(f"      {1e6 * both[0]:.0f} us against {1e6 * both[1]:.0f} us")
+    counts = [sum(len(one) for one in kind) for kind in (busy, idle)]
+    report.note(f"      {counts[0]:,} lookups while deltas were applied, {counts[1]:,} idle")
+
+
+# ---- apply
+
+
+def measure_apply(report: harness.Report, folder: Path, size: Size, repeats: int) -> None:
+    """Deltas put into a loaded table, one thread, against reading, decoding and scattering the same files bare."""
+    del repeats
+    url = str(folder / "store")
+    versions = write_deltas(url, size.rows, size.applied + 1)
+    steps = Steps(url, versions)
+    for holds in ("values", "codes"):
+        with steps.loader(holds=holds, threads=1) as loader:
+            bare = Bare(url, versions[0], holds)
+            steps.move(loader, versions[1])
+            bare.apply(versions[1])  # compiled code and pages are there from here on
+            times = {"loader": harness.Timings([], []), "bare": harness.Timings([], [])}
+            for version in versions[2:]:
+                sides = {"loader": partial(steps.move, loader, version), "bare": partial(bare.apply, version)}
+                for name, work in sides.items():
+                    cpu = time.process_time()
+                    times[name].wall.append(harness.timed(work))
+                    times[name].cpu.append(time.process_time() - cpu)
+            ids = np.arange(0, size.rows, 97)
+            if not np.array_equal(loader.lookup(TABLE, ids), bare.values(ids)):
+                raise SystemExit("the bare loop and the loader hold different values")
+        mbs = DELTA_SHARE * size.rows * DIM * 4 / 1e6
+        rates = sorted(mbs / seconds for seconds in times["loader"].wall)
+        report.add(
+            f"apply, {holds} held: fp32 rows per second and core", float(np.median(rates)), goal=GOAL_APPLY_MBS,
+            sense="at least", unit=" MB/s", low=rates[0], high=rates[-1],
+        )  # fmt: skip
+        ratios = [bare / mine for bare, mine in zip(times["bare"].wall, times["loader"].wall, strict=True)]
+        report.add(
+            f"apply, {holds} held: speed against bare decode and scatter", float(np.median(ratios)), goal=GOAL_BARE,
+            sense="at least", low=min(ratios), high=max(ratios),
+        )  # fmt: skip
+        report.note(f"      {times['loader']} against {times['bare']} for a delta of {mbs:.1f} MB")
+
+
+class Bare:
+    """A table in memory, and a loop that reads a delta's files, decodes them and adds; it checks nothing."""
+
+    def __init__(self, url: str, version: int, holds: str) -> None:
+        self._store = Store.open(url, threads=1)
+        snapshot = self._store.snapshot(version)
+        self._scale = np.float32(snapshot.tables[TABLE].encoding.scale)  # type: ignore[union-attr] # it is a lattice
+        self._table: npt.NDArray[Any] = snapshot.table(TABLE).read()
+        self._holds = holds
+        if holds == "codes":
+            self._table = np.rint(self._table / self._scale).astype(np.int16)
+
+    def apply(self, version: int) -> None:
+        """Add the delta that made ``version``."""
+        reader = self._store.snapshot(version).readers[-1]
+        root = (Path(self._store.url) / segment_key(reader.name, "x")).parent
+        for part in reader.manifest.parts:
+            assert part.add is not None
+            entry = part.add.arrays["codes"]
+            for index in range(arrays.chunk_count(entry)):
+                self._add(root, part.add, index)
+
+    def values(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        """Return rows as float32."""
+        rows = self._table[ids]
+        return rows if self._holds == "values" else rows.astype(np.float32) * self._scale
+
+    def _add(self, root: Path, row_list: RowListEntry, index: int) -> None:
+        entry = row_list.arrays["codes"]
+        count = min(entry.chunk_rows, row_list.count - index * entry.chunk_rows)
+        block = _decode(root, entry, index)[:count]
+        rows = _decode(root, row_list.arrays["rows"], index)[:count]
+        if self._holds == "codes":
+            kernels.add_codes(self._table, rows, 0, block, 0)
+        else:
+            add_scaled(self._table, rows, block, self._scale)
+
+
+@njit(nogil=True, cache=True)
+def add_scaled(table: Any, rows: Any, differences: Any, scale: Any) -> None:
+    """Move rows held as floats by differences of codes: the least that keeps every bit of the lattice's values."""
+    step = np.float32(scale)
+    for i in range(len(rows)):
+        row = rows[i]
+        for j in range(table.shape[1]):
+            table[row, j] = step * (np.rint(table[row, j] / step) + np.float32(differences[i, j]))
+
+
+def _decode(root: Path, entry: ArrayEntry, index: int) -> npt.NDArray[Any]:
+    data = (root / arrays.chunk_path(entry, index)).read_bytes()
+    out = np.empty(arrays.chunk_shape(entry), entry.dtype)
+    standalone.simple_decompress_into(data[:-4], out.reshape(-1))
+    return out
+
+
+# ---- memory
+
+
+def measure_memory(report: harness.Report, folder: Path, size: Size, repeats: int) -> None:
+    """Peak memory of a fresh process that loads and applies one delta, beyond the table and the changed rows."""
+    del repeats
+    url = str(folder / "store")
+    versions = write_deltas(url, size.rows, 1)
+    for holds, width in (("values", 4), ("codes", 2)):
+        found = harness.in_fresh_process(__file__, "peak_memory", url=url, versions=versions, holds=holds)
+        table = size.rows * DIM * width / harness.MIB
+        changed = DELTA_SHARE * table
+        report.add(
+            f"{holds} held: peak {found['peak'] / harness.MIB:.0f} MiB, table {table:.0f}, changed {changed:.0f}: rest",
+            found["peak"] / harness.MIB - table - changed, goal=GOAL_SPARE_MIB, unit=" MiB",
+        )  # fmt: skip
+        report.note(f"      load alone: peak {found['loaded'] / harness.MIB:.0f} MiB")
+
+
+def peak_memory(url: str, versions: list[int], holds: str) -> dict[str, int]:
+    """Load and apply one delta in this process; returns the peaks beyond what it held before, in bytes."""
+    peak = harness.PeakMemory()
+    steps = Steps(url, versions)
+    with steps.loader(holds=holds) as loader:
+        loaded = peak.beyond_bytes
+        loader.lookup(TABLE, np.arange(1000))
+        steps.move(loader, versions[1])
+        loader.lookup(TABLE, np.arange(1000))
+        time.sleep(0.3)  # the overlay is folded
+        loader.poll()
+        return {"loaded": loaded, "peak": peak.beyond_bytes}
+
+
+# ---- torn reads
+
+
+def measure_torn(report: harness.Report, folder: Path, size: Size, repeats: int) -> None:
+    """Batches whose rows show their step, by threads and processes, while deltas land as fast as they are written."""
+    del repeats
+    url, shared = str(folder / "store"), "/dev/shm/cnr-bench-torn"
+    with Partner(STORES, "write_steps", url=url) as writer:
+        first = writer.hear()["version"]
+        with Loader(url, shared=shared, poll_interval_s=0.01) as loader:
+            loader.start()
+            each = size.torn_lookups // (TORN_THREADS + TORN_PROCESSES)
+            readers = [Partner(__file__, "look_for_tears", folder=shared, lookups=each) for _ in range(TORN_PROCESSES)]
+            found: list[dict[str, Any]] = []
+            threads = [
+                threading.Thread(target=lambda: found.append(tears(loader.lookup_many, each)))
+                for _ in range(TORN_THREADS)
+            ]
+            began = time.monotonic()
+            for thread in threads:
+                thread.start()
+            found += [reader.hear() for reader in readers]
+            for thread in threads:
+                thread.join()
+            seconds = time.monotonic() - began
+            for reader in readers:
+                reader.__exit__(None, None, None)
+            metrics = loader.metrics()
+        writer.say()
+        while "step" not in (last := writer.hear()):
+            pass
+    total = sum(one["lookups"] for one in found)
+    report.add(f"torn of {total:,} lookups", float(sum(one["torn"] for one in found)), goal=0.0, unit="")
+    report.note(
+        f"      {total / seconds:,.0f} lookups per second of {2 * TORN_IDS} rows, {TORN_THREADS} threads and "
+        f"{TORN_PROCESSES} processes; {last['step']} deltas written in {seconds:.0f} s, {metrics.moves} moves, "
+        f"{sum(one['versions'] for one in found)} versions seen, {sum(one['retries'] for one in found)} retries; "
+        f"first version {first}"
+    )
+    if not all(one["versions"] > 1 for one in found):
+        raise SystemExit(f"a reader saw no version change: {found}")
+
+
+def look_for_tears(told: Told, folder: str, lookups: int) -> None:
+    """A reader process of the torn reads."""
+    told.tell(**tears(AttachedTables(folder).lookup, lookups))
+
+
+def tears(look_up: Callable[..., Any], lookups: int) -> dict[str, int]:
+    """Look up batches of both tables and count those that show another step than they say."""
+    chosen = np.random.default_rng().integers(0, STEP_CHANGED, (256, len(STEP_TABLES), TORN_IDS))
+    torn = versions = 0
+    last = -1
+    for number in range(lookups):
+        ids = chosen[number % len(chosen)]
+        batch = look_up(dict(zip(STEP_TABLES, ids, strict=True)))
+        torn += any((batch.rows[table] != batch.step).any() for table in STEP_TABLES)
+        versions += batch.version != last
+        last = batch.version
+    return {"lookups": lookups, "torn": torn, "versions": versions, "retries": 0}
+
+
+if __name__ == "__main__":
+    main()
