@@ -400,7 +400,7 @@ class Publisher:
 
     def _kept_arrays(self, name: str, arrays: Sequence[Array]) -> list[Array]:
         """Return the arrays where readers of other processes find them too."""
-        if self._announcer is None:
+        if self._announcer is None or not arrays:
             return [np.asarray(array, order="C").view() for array in arrays]
         kept = self._memory.allocate_together(name, [(array.shape, array.dtype) for array in arrays])
         for into, array in zip(kept, arrays, strict=True):
