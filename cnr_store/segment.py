@@ -388,6 +388,11 @@ class SegmentReader:
                 self._if_missing(missing)
             raise
 
+    def chunk_bytes(self, entry: ArrayEntry, index: int) -> int:
+        """Return how many bytes chunk ``index`` is stored in, 0 where the inventory lacks it; no I/O."""
+        stored = self._objects.get(arrays.chunk_path(entry, index))
+        return 0 if stored is None else stored.size
+
     def read_chunk(self, entry: ArrayEntry, index: int, scratch: Scratch) -> npt.NDArray[Any]:
         """Return chunk ``index`` (its real rows, without padding) in ``scratch``'s memory."""
         arrays.check_chunk_size(entry)

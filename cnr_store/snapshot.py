@@ -14,7 +14,7 @@ from cnr_store.chunk_lru import ChunkLru
 from cnr_store.encodings.widths import carrier
 from cnr_store.errors import BadDtype, BadInput, BadRowIds, BadShape, CorruptStore, TableNotFound
 from cnr_store.placement import whole_of
-from cnr_store.records import CommitRecord, DenseEntry, LogEntry, Manifest, TableSchema
+from cnr_store.records import ChainEntry, CommitRecord, DenseEntry, LogEntry, Manifest, TableSchema
 from cnr_store.replay import ChunkReader, matching, replay_hashed
 from cnr_store.replay_plan import TablePlan, plan_table
 from cnr_store.restore import read_mirror, read_range, read_rows, rows_since
@@ -76,6 +76,16 @@ class Snapshot:
             readers = {**self._known, **{reader.name: reader for reader in fresh}}
             self._readers = tuple(readers[item.seg] for item in chain)
             self._known = {}
+
+    def open_segment(self, entry: ChainEntry) -> SegmentReader:
+        """Return a segment that need not be of this state's chain: one GET, unless it is open by now.
+
+        Raises
+        ------
+        MissingObject, CorruptObject, CorruptStore, StorageFailure
+        """
+        known = self.known_readers.get(entry.seg)
+        return SegmentReader.open(self._storage, entry) if known is None else known
 
     @property
     def known_readers(self) -> dict[str, SegmentReader]:

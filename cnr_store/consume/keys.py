@@ -1,0 +1,122 @@
+"""The rows of a hashed table, from the newest segment of its chain back to the first: each key once, as it is now.
+
+Memory: an index of the keys (`KeyIndex`), and chunks in flight; never the values of a whole chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from cnr_store.consume.content import serve
+from cnr_store.consume.held import RowKind
+from cnr_store.consume.key_index import KeyIndex
+from cnr_store.consume.shards import Shard, rows_in_shard
+from cnr_store.encodings.widths import carrier
+from cnr_store.errors import CorruptStore
+from cnr_store.replay import ChunkReader, Replay, matching
+from cnr_store.replay_plan import Step, TablePlan
+from cnr_store.segment import Scratch
+from cnr_store.table_codes import ABSENT, CODED, ESCAPED, Array, array_specs, decode_block
+from cnr_store.types import RowIds
+from cnr_store.workers import Inline, Workers, blocks
+
+LEAST_KEYS = 1024
+INLINE = Inline()
+_STATUS = {"set": CODED, "escape": ESCAPED, "delete": ABSENT}
+
+
+@dataclass(frozen=True, slots=True)
+class KeyedRows:
+    """Keys whose newest row is in one chunk, sorted; all of one ``status``.
+
+    ``rows``: as they are held, (n, kind.width); (0, kind.width) where keys were deleted, or only ids are read.
+    """
+
+    keys: RowIds
+    status: int
+    rows: Array
+
+
+def newest_rows(
+    readers: Sequence[ChunkReader],
+    plan: TablePlan,
+    kind: RowKind,
+    workers: Workers,
+    *,
+    shard: Shard | None = None,
+    wanted: RowIds | None = None,
+    only_ids: bool = False,
+) -> Iterator[KeyedRows]:
+    """Yield every key that a chain names, chunk by chunk, the newest segment first: a key is yielded once. Blocks.
+
+    Parameters
+    ----------
+    kind
+        How rows are held; values, because no difference is ever added to them.
+    wanted
+        Keys to look for (sorted, unique); None means all of the shard.
+    only_ids
+        Read no values.
+
+    Raises
+    ------
+    CorruptStore, CorruptObject, MissingObject
+    NonFiniteValues
+        A row that is not finite has no int8 form.
+    """
+    engine = Replay(readers, workers)
+    seen = KeyIndex.allocate(LEAST_KEYS)
+
+    def read(step: Step) -> tuple[RowIds, Array]:
+        rows = readers[step.segment].read_rows(step.row_list, step.chunk, Scratch())
+        chosen = rows_in_shard(shard, rows)
+        if wanted is not None:
+            chosen = chosen[matching(wanted, chosen)[1]]
+        known = seen.find(np.ascontiguousarray(chosen))
+        if (known == step.segment).any():
+            raise _in_two_lists(plan, readers[step.segment], int(chosen[np.argmax(known == step.segment)]))
+        fresh = chosen[known < 0].copy()
+        if only_ids or step.operation == "delete" or len(fresh) == 0:
+            return fresh, np.empty((0, kind.width), kind.dtype)
+        return fresh, _held_rows(engine, plan, step, kind, matching(fresh, rows)[1])
+
+    for batch in reversed(plan.batches):
+        added = next((step for step in batch.steps if step.operation == "add"), None)
+        if added is not None:
+            raise CorruptStore(f"hashed table {plan.table!r} has add rows; only set rows are legal", table=plan.table)
+        # Threads look at `seen`; it grows only while none of them is at work.
+        for low, high in blocks(len(batch.steps), 2 * workers.threads):
+            steps = batch.steps[low:high]
+            found = workers.run(partial(read, step) for step in steps)
+            for step, (keys, rows) in zip(steps, found, strict=True):
+                if seen.room < len(keys):
+                    seen = seen.grown(2 * (seen.count + len(keys)))
+                repeated = seen.insert_many(keys, np.full(len(keys), step.segment, np.int64))
+                if repeated >= 0:
+                    raise _in_two_lists(plan, readers[step.segment], int(keys[repeated]))
+                if len(keys):
+                    yield KeyedRows(keys, _STATUS[step.operation], rows)
+
+
+def _held_rows(engine: Replay, plan: TablePlan, step: Step, kind: RowKind, at: RowIds) -> Array:
+    """Decode the rows of a chunk at positions ``at`` as they are held."""
+    spec = array_specs(plan.schema)["codes"]
+    values = np.ascontiguousarray(engine.values(step, plan, spec)[at])
+    if step.operation == "set":
+        floats = np.empty(values.shape, carrier(spec.dtype))
+        decode_block(spec, values, floats)
+        values = floats
+    rows = np.empty((len(at), kind.width), kind.dtype)
+    serve(kind, values, rows, plan.table, 0, INLINE)
+    return rows
+
+
+def _in_two_lists(plan: TablePlan, reader: ChunkReader, key: int) -> CorruptStore:
+    return CorruptStore(
+        f"row {key} of table {plan.table!r} stands in two row lists of segment {reader.name}; run `cnr verify`",
+        table=plan.table, found=key,
+    )  # fmt: skip
