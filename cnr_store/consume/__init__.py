@@ -5,6 +5,7 @@ from __future__ import annotations
 from cnr_store.consume.arrow import change_schema
 from cnr_store.consume.catching_up import CatchUp, catch_up
 from cnr_store.consume.cursor import ChangeCursor
+from cnr_store.consume.recording import RecordedVersion, RecordingReport, recorded_cursor, write_ipc, write_parquet
 from cnr_store.consume.stream import ChangeStream, VersionChanges, changes
 
 __all__ = [
@@ -16,4 +17,10 @@ __all__ = [
     "change_schema",
     "catch_up",
     "CatchUp",
+    # The same as files.
+    "write_parquet",
+    "write_ipc",
+    "recorded_cursor",
+    "RecordedVersion",
+    "RecordingReport",
 ]

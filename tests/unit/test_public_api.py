@@ -50,6 +50,7 @@ PUBLIC = {
     """,
     "cnr_store.consume": """
         changes ChangeStream VersionChanges ChangeCursor change_schema catch_up CatchUp
+        write_parquet write_ipc recorded_cursor RecordedVersion RecordingReport
     """,
     "cnr_store.integrations": "StateDict load_state_dict",
     "cnr_store.testing": "",

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import typer
 
-from cnr_store_tools.commands import branches, checks, consumers, demonstration, heads, maintenance, stores, transfer
+from cnr_store_tools.commands import (
+    branches,
+    checks,
+    consumers,
+    demonstration,
+    following,
+    heads,
+    maintenance,
+    stores,
+    transfer,
+)
 from cnr_store_tools.exits import GuardedGroup
 
 app = typer.Typer(
@@ -31,6 +41,7 @@ app.command()(heads.rollback)
 app.command()(branches.fork)
 app.command("branches")(branches.list_)
 app.command("drop-branch")(branches.drop)
+app.command()(following.changes)
 app.command()(consumers.cursors)
 app.command("drop-cursor")(consumers.drop_cursor)
 app.command()(maintenance.compact)

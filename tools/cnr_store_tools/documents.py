@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -31,6 +31,9 @@ from cnr_store import (
 from cnr_store_tools.demo.records import DemoReport
 from cnr_store_tools.serve_demo.records import ServeReport
 from cnr_store_tools.text import time_text
+
+if TYPE_CHECKING:  # with pyarrow, which is slow to import
+    from cnr_store.consume import RecordedVersion
 
 Document = dict[str, Any]
 
@@ -129,6 +132,30 @@ def cursors_document(store: Store) -> Document:
             }
         )  # fmt: skip
     return {"url": store.url, "cursors": listed}
+
+
+def change_document(version: int, step: int, table: str, upserts: int, deletes: int) -> Document:
+    """Return how many rows of one table one version changes."""
+    return {"version": version, "step": step, "table": table, "upserts": upserts, "deletes": deletes}
+
+
+def recorded_documents(recorded: RecordedVersion) -> list[Document]:
+    """Return the same for each table of a version that was written as files."""
+    return [
+        change_document(
+            recorded.version, recorded.step, table, recorded.upserts.get(table, 0), recorded.deletes.get(table, 0)
+        )
+        for table in sorted({*recorded.upserts, *recorded.deletes})
+    ]
+
+
+def plain_floats(value: Any) -> Any:
+    """Return a row as JSON can hold it: what is not finite becomes null."""
+    if isinstance(value, dict):
+        return {key: plain_floats(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain_floats(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def compaction_document(store: Store, reports: Sequence[CompactionReport], *, is_dry_run: bool) -> Document:

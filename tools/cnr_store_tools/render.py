@@ -281,6 +281,26 @@ def cursors(console: Console, document: Document) -> None:
     console.print(table)
 
 
+def changes(console: Console, document: Document) -> None:
+    """Draw how many rows each version changes, and where that leads."""
+    if document["changes"]:
+        table = _table("version", "step", "table", "upserts", "deletes", title=_place(document))
+        for item in document["changes"]:
+            table.add_row(*map(cell, (item[key] for key in ("version", "step", "table", "upserts", "deletes"))))
+        console.print(table)
+    if "folder" in document:
+        say(console, f"wrote {_many(document['files'], 'file')} ({size_text(document['size_bytes'])}) to "
+                     f"{document['folder']}")  # fmt: skip
+    end = "the store is empty" if document["cursor"] is None else f"this was all up to version {document['cursor']}"
+    say(console, end)
+
+
+def change(console: Console, item: Document) -> None:
+    """Print how many rows of a table a version changes, as one line."""
+    say(console, f"version {item['version']}, step {item['step']}: {item['table']}: "
+                 f"{_many(item['upserts'], 'upsert')}, {_many(item['deletes'], 'delete')}")  # fmt: skip
+
+
 def message(console: Console, document: Document) -> None:
     """Print the document's own sentence."""
     say(console, document["message"])
@@ -301,7 +321,8 @@ def _many(count: int, noun: str) -> str:
 
 def _table(*columns: str, title: str) -> Table:
     table = Table(title=cell(title), title_justify="left", header_style="bold")
-    numbers = {"version", "step", "chain", "rows", "size", "dim", "from version", "head", "fp32 full / size", *KINDS}
+    counts = {"rows", "upserts", "deletes", "size", "fp32 full / size", *KINDS}
+    numbers = {"version", "step", "chain", "dim", "from version", "head", *counts}
     for column in columns:
         table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
     return table
