@@ -212,15 +212,16 @@ class Publisher:
         """
         escapes = escapes or {}
         with self._lock:
-            self._blocks |= self._blocks_of(_arrays_of_changes(changes, dense, escapes))
+            given = self._blocks_of(_arrays_of_changes(changes, dense, escapes))
             try:
                 if self._staged is None:
                     self.fold()
                 with self._memory.attempt():
                     candidate = self._candidate(version, step, changes, dense, escapes)
-                self._blocks |= self._blocks_of(_arrays_of(candidate))
+                given |= self._blocks_of(_arrays_of(candidate))
                 self._staged_before, self._staged, self._can_unstage = self._staged, candidate, True
             finally:
+                self._blocks |= given
                 # Also of what was handed over and is in no view: it was merged into something else, or failed.
                 self._sweep()
             return candidate

@@ -1,4 +1,4 @@
-"""Any interleaving of publications, folds, staging and lookups equals a dict; old views are whole, or known not to be."""
+"""Any order of publications, folds, staging and lookups equals a dict; old views are whole, or known not to be."""
 
 from __future__ import annotations
 
@@ -242,4 +242,4 @@ def check(batch: Any, view: View, version: int, models: Models) -> None:
 TestServedTables = ServedTables.TestCase
 TestServedTables.settings = settings(max_examples=25, stateful_step_count=15, deadline=None)
 TestSharedTables = SharedTables.TestCase
-TestSharedTables.settings = settings(max_examples=15, stateful_step_count=12, deadline=None)
+TestSharedTables.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)

@@ -50,7 +50,9 @@ def test_hashed_tables_hold_values_since_nothing_is_added_to_their_rows(served: 
 def test_codes_of_a_lattice_table_may_be_asked_for() -> None:
     kind = row_kind(schema_of(), holds="codes")
 
-    assert (kind.holds, kind.dtype, kind.served) == ("codes", np.int16, "float32")
+    assert kind.holds == "codes"
+    assert kind.dtype == np.int16
+    assert kind.served == "float32"
 
 
 @pytest.mark.parametrize(
@@ -249,9 +251,9 @@ def test_gathering_equals_its_reference(width: int, dtype: Any) -> None:
     places = np.concatenate([random.integers(0, 50, 20), random.integers(-8, 0, 20), [-1, -1, 49, 0, -8]])
     random.shuffle(places)
     out, expected = np.empty((2, len(places), width), dtype)
-    words = [gather.as_words(rows) for rows in (held, overlay)]
+    held_words, overlay_words, fill_words = (gather.as_words(rows) for rows in (held, overlay, fill[None]))
 
-    nowhere = gather.gather(*words, gather.as_words(fill[None])[0], places, gather.as_words(out))
+    nowhere = gather.gather(held_words, overlay_words, fill_words[0], places, gather.as_words(out))
 
     assert nowhere == gather.gather_reference(held, overlay, fill, places, expected)
     np.testing.assert_array_equal(out, expected)
