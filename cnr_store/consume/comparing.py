@@ -79,7 +79,9 @@ def reread_rows(
         if schema.keys == "hashed":
             plan = plan_table([reader.manifest for reader in readers], served.name)
             missing = np.ones(len(rows), np.bool_)
-            for one in newest_rows(readers, plan, kind, workers, shard=served.held.shard, wanted=rows):
+            for one in newest_rows(
+                readers, plan, kind, workers, shard=served.held.shard, wanted=rows, dtype=served.held.rows.dtype
+            ):
                 found.put_keyed(one)
                 missing[np.searchsorted(rows, one.keys)] = False
             found.put_absent(rows[missing])
@@ -157,8 +159,7 @@ class _Differing:
         if one.status == ABSENT:
             self.put_absent(one.keys)
             return
-        status = np.full(len(one.keys), one.status, np.uint8)
-        self.put(one.keys, Content(one.rows, status, EscapeRows()))
+        self.put(one.keys, one.content)
 
     def put_absent(self, ids: RowIds) -> None:
         """Take those of the rows that are held; the version does not have them."""
@@ -242,7 +243,7 @@ def _compare_hashed(readers: Sequence[ChunkReader], served: ServedTable, workers
     plan = plan_table([reader.manifest for reader in readers], served.name)
     ours = served.row_ids()
     named = np.zeros(len(ours), np.bool_)
-    for one in newest_rows(readers, plan, served.kind, workers, shard=served.held.shard):
+    for one in newest_rows(readers, plan, served.kind, workers, shard=served.held.shard, dtype=served.held.rows.dtype):
         found.put_keyed(one)
         named[matching(ours, one.keys)[0]] = True
     found.put_absent(ours[~named])

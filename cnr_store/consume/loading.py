@@ -19,11 +19,12 @@ from cnr_store.consume.held import HeldTable, RowKind, ServedTable
 from cnr_store.consume.keys import newest_rows
 from cnr_store.consume.memory import ANONYMOUS, Memory
 from cnr_store.consume.shards import HashShard, Shard, dense_range, is_in_shard
-from cnr_store.replay import ChunkReader
+from cnr_store.replay import ChunkReader, matching
 from cnr_store.replay_plan import Columns, TablePlan, check_digest, plan_table
 from cnr_store.restore import read_codes
 from cnr_store.settled import is_settled, load_settled
-from cnr_store.table_codes import ABSENT, ESCAPED, TASK_ROWS, Array, EscapeRows, array_specs
+from cnr_store.table_codes import ABSENT, CODED, ESCAPED, TASK_ROWS, Array, EscapeRows, array_specs
+from cnr_store.types import RowIds
 from cnr_store.workers import Workers, blocks
 
 
@@ -55,13 +56,12 @@ def load_table(
     """
     manifests = [reader.manifest for reader in readers]
     schema = manifests[-1].tables[table]
-    if schema.keys == "hashed":
-        plan = plan_table(manifests, table)
-        with memory.attempt():
-            return ServedTable(_load_hashed(readers, plan, kind, workers, shard, memory))
-    rows = dense_range(shard, schema.num_rows)
-    plan = plan_table(manifests, table, rows.start, rows.stop)
     load = _load_hash_shard if isinstance(shard, HashShard) else _load_range
+    if schema.keys == "hashed":
+        plan, load = plan_table(manifests, table), _load_hashed
+    else:
+        rows = dense_range(shard, schema.num_rows)
+        plan = plan_table(manifests, table, rows.start, rows.stop)
     try:
         with memory.attempt():
             return load(readers, plan, kind, workers, shard, memory, kind.dtype)
@@ -138,10 +138,10 @@ def _load_hash_shard(
 
     ranges = [(plan.start + low, plan.start + high) for low, high in blocks(plan.stop - plan.start, TASK_ROWS)]
     room = sum(workers.run(partial(chosen, low, high) for low, high in ranges))
-    held = HeldTable.allocate(plan.table, plan.schema, kind, shard=shard, num_keys=room, dtype=dtype, memory=memory)
-    assert held.index is not None
-    escapes = EscapeRows()
-    count = 0
+    keyed = _Keyed(
+        HeldTable.allocate(plan.table, plan.schema, kind, shard=shard, num_keys=room, dtype=dtype, memory=memory),
+        memory,
+    )
     window = np.empty((0, kind.width), dtype)
 
     def place(start: int, stop: int) -> Array:
@@ -151,27 +151,49 @@ def _load_hash_shard(
         return window[: stop - start]
 
     def keep(start: int, stop: int, content: Content) -> None:
-        nonlocal held, count
         mine = is_in_shard(shard, np.arange(start, stop, dtype=np.int64))
         if content.status is not None:
             mine &= content.status != ABSENT
-        at = np.flatnonzero(mine)
-        into = slice(count, count + len(at))
-        np.take(content.rows, at, axis=0, out=held.rows[into])
-        if content.status is not None and (content.status[at] == ESCAPED).any():
-            held = held.with_status(memory)
-        if held.status is not None:
-            held.status[into] = 0 if content.status is None else content.status[at]
-        assert held.index is not None
-        held.index.insert_many(at + start, np.arange(into.start, into.stop, dtype=np.int64))
-        count = into.stop
-        escaped = np.flatnonzero(mine[content.escapes.rows])
-        if len(escaped):
-            values = {name: values[escaped] for name, values in content.escapes.values.items()}
-            escapes.put(content.escapes.rows[escaped] + start, values)
+        at = np.flatnonzero(mine).astype(np.int64)
+        keyed.put(at + start, content, at)
 
     read_codes(readers, plan, workers, Assembly(plan, kind, workers, place, keep).take)
-    return ServedTable(replace(held, num_rows=count), escapes=escapes)
+    return keyed.table()
+
+
+class _Keyed:
+    """A table that is held by key, while it is filled."""
+
+    def __init__(
+        self, plan: TablePlan, kind: RowKind, shard: Shard | None, room: int, memory: Memory, dtype: np.dtype[Any]
+    ) -> None:
+        self._held = HeldTable.allocate(
+            plan.table, plan.schema, kind, shard=shard, num_keys=room, dtype=dtype, memory=memory
+        )
+        self._memory = memory
+        self._escapes = EscapeRows()
+        self._count = 0
+
+    def put(self, keys: RowIds, content: Content, at: RowIds) -> None:
+        """Take the rows at positions ``at`` (sorted) of ``content``, none of them absent, under keys not there yet."""
+        into = slice(self._count, self._count + len(keys))
+        np.take(content.rows, at, axis=0, out=self._held.rows[into])
+        if content.status is not None and (content.status[at] == ESCAPED).any():
+            self._held = self._held.with_status(self._memory)
+        if self._held.status is not None:
+            self._held.status[into] = CODED if content.status is None else content.status[at]
+        assert self._held.index is not None
+        self._held.index.insert_many(keys, np.arange(into.start, into.stop, dtype=np.int64))
+        self._count = into.stop
+        mine, theirs = matching(at, content.escapes.rows)
+        if len(mine):
+            rows, values = keys[mine], content.escapes.values["codes"][theirs]
+            order = np.argsort(rows)
+            self._escapes.put(rows[order], {"codes": values[order]})
+
+    def table(self) -> ServedTable:
+        """Return what was put."""
+        return ServedTable(replace(self._held, num_rows=self._count), escapes=self._escapes)
 
 
 def _load_hashed(
@@ -181,23 +203,16 @@ def _load_hashed(
     workers: Workers,
     shard: Shard | None,
     memory: Memory,
-) -> HeldTable:
+    dtype: np.dtype[Any],
+) -> ServedTable:
     """Row ids are read twice: to count the keys, and to find which chunk has the newest row of each."""
     counted = newest_rows(readers, plan, kind, workers, shard=shard, only_ids=True)
     room = sum(len(one.keys) for one in counted if one.status != ABSENT)
-    held = HeldTable.allocate(plan.table, plan.schema, kind, shard=shard, num_keys=room, memory=memory)
-    assert held.index is not None
-    count = 0
-    for one in newest_rows(readers, plan, kind, workers, shard=shard):
-        if one.status == ABSENT:
-            continue
-        into = slice(count, count + len(one.keys))
-        held.rows[into] = one.rows
-        if one.status == ESCAPED:
-            held = held.with_status(memory)
-        if held.status is not None:
-            held.status[into] = one.status
-        assert held.index is not None
-        held.index.insert_many(one.keys, np.arange(into.start, into.stop, dtype=np.int64))
-        count = into.stop
-    return held
+    keyed = _Keyed(
+        HeldTable.allocate(plan.table, plan.schema, kind, shard=shard, num_keys=room, dtype=dtype, memory=memory),
+        memory,
+    )
+    for one in newest_rows(readers, plan, kind, workers, shard=shard, dtype=dtype):
+        if one.status != ABSENT:
+            keyed.put(one.keys, one.content, np.arange(len(one.keys), dtype=np.int64))
+    return keyed.table()

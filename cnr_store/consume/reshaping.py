@@ -70,8 +70,9 @@ def reshaped(
         held = held.with_status(memory)
         assert held.status is not None
         held.status[: len(states)] = states
-    # Only a dense table holds codes, and so escape rows beside them.
-    inside = served.escapes.rows < schema.num_rows
+    inside = np.ones(len(served.escapes.rows), np.bool_)
+    if schema.keys == "dense":
+        inside = served.escapes.rows < schema.num_rows
     values = {name: values[inside] for name, values in served.escapes.values.items()}
     return ServedTable(held, escapes=EscapeRows(served.escapes.rows[inside], values))
 
