@@ -138,10 +138,7 @@ def _load_hash_shard(
 
     ranges = [(plan.start + low, plan.start + high) for low, high in blocks(plan.stop - plan.start, TASK_ROWS)]
     room = sum(workers.run(partial(chosen, low, high) for low, high in ranges))
-    keyed = _Keyed(
-        HeldTable.allocate(plan.table, plan.schema, kind, shard=shard, num_keys=room, dtype=dtype, memory=memory),
-        memory,
-    )
+    keyed = _Keyed(plan, kind, shard, room, memory, dtype)
     window = np.empty((0, kind.width), dtype)
 
     def place(start: int, stop: int) -> Array:
@@ -208,10 +205,7 @@ def _load_hashed(
     """Row ids are read twice: to count the keys, and to find which chunk has the newest row of each."""
     counted = newest_rows(readers, plan, kind, workers, shard=shard, only_ids=True)
     room = sum(len(one.keys) for one in counted if one.status != ABSENT)
-    keyed = _Keyed(
-        HeldTable.allocate(plan.table, plan.schema, kind, shard=shard, num_keys=room, dtype=dtype, memory=memory),
-        memory,
-    )
+    keyed = _Keyed(plan, kind, shard, room, memory, dtype)
     for one in newest_rows(readers, plan, kind, workers, shard=shard, dtype=dtype):
         if one.status != ABSENT:
             keyed.put(one.keys, one.content, np.arange(len(one.keys), dtype=np.int64))
