@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from cnr_store.consume.arrow import change_schema
+from cnr_store.consume.assigning import assign_shards
 from cnr_store.consume.catching_up import CatchUp, catch_up
 from cnr_store.consume.cursor import ChangeCursor
 from cnr_store.consume.recording import RecordedVersion, RecordingReport, recorded_cursor, write_ipc, write_parquet
+from cnr_store.consume.relay import Relay, RelayReport
 from cnr_store.consume.stream import ChangeStream, VersionChanges, changes
 
 __all__ = [
@@ -23,4 +25,8 @@ __all__ = [
     "recorded_cursor",
     "RecordedVersion",
     "RecordingReport",
+    # Copies that many read.
+    "Relay",
+    "RelayReport",
+    "assign_shards",
 ]

@@ -40,6 +40,8 @@ from cnr_store.records import (
     RelayTrims,
     canonical_json,
     decode_document,
+    decode_identity,
+    decode_record,
     decode_relay_marker,
     is_live,
     sha256,
@@ -290,9 +292,7 @@ class Relay:
     def _open(self, counts: _Counts) -> bool:
         """Find what the target has, or begin there; whether there is anything to read."""
         source, target = self._source, self._target
-        identity, found = source.storage.read(layout.IDENTITY), target.read(layout.IDENTITY)
-        if identity is None:
-            raise MissingObject(f"{source.url} has lost its {layout.IDENTITY}", path=layout.IDENTITY)
+        identity, found = self._read_identity(), target.read(layout.IDENTITY)
         marker = self._read_marker()
         if found is not None and (marker is None or found != identity):
             raise StoreExists(
@@ -307,8 +307,6 @@ class Relay:
             self._load_held(self._head)
             self._mend(self._head, counts)
             return True
-        if target.is_exclusive:
-            target.probe()
         return self._begin(marker, counts)
 
     def _begin(self, marker: RelayMarker | None, counts: _Counts) -> bool:
@@ -323,15 +321,33 @@ class Relay:
                 raise VersionNotFound(f"{self._source.url} has no version {first} yet to start from", version=first)
             if self._start is not None and not is_live(head.record, first):
                 raise VersionExpired(f"version {first} of {self._source.url} has expired; start later", version=first)
+            if self._target.is_exclusive:
+                self._target.probe()
             marker = self._create_marker(first)
         self._first = marker.first
         self._copy_version(head.record.v if self._start is None else self._first, counts)
         root = self._source.storage.read(layout.ROOT_GROUP)
         if root is not None:
+            decode_document(root, dict, f"{self._source.url}/{layout.ROOT_GROUP}")  # not one that was cut on its way
             self._target.put(layout.ROOT_GROUP, root)
             self._target.sync_folders([layout.ROOT_GROUP])
         self._create(layout.IDENTITY, self._identity)
         return True
+
+    def _read_identity(self) -> bytes:
+        """The source's ``cnr.json``, bound by the record that was written behind it, where that is there."""
+        storage, where = self._source.storage, f"{self._source.url}/{layout.IDENTITY}"
+        data = storage.read(layout.IDENTITY)
+        if data is None:
+            raise MissingObject(f"{where} is missing; restore it from a backup", path=layout.IDENTITY)
+        first = storage.read(layout.commit_key(0))
+        expected = None if first is None else decode_record(first, 0).record.parent_digest
+        if decode_identity(data, where) != self._source.identity or expected not in (None, sha256(data)):
+            raise CorruptStore(
+                f"{where} is not the one that the store began with; run `cnr verify` there",
+                path=layout.IDENTITY, expected=expected, found=sha256(data),
+            )  # fmt: skip
+        return data
 
     def _read_marker(self) -> RelayMarker | None:
         data = self._target.read(layout.RELAY)

@@ -51,6 +51,7 @@ PUBLIC = {
     "cnr_store.consume": """
         changes ChangeStream VersionChanges ChangeCursor change_schema catch_up CatchUp
         write_parquet write_ipc recorded_cursor RecordedVersion RecordingReport
+        Relay RelayReport assign_shards
     """,
     "cnr_store.integrations": "StateDict load_state_dict",
     "cnr_store.testing": "",

@@ -405,6 +405,20 @@ def test_while_positions_are_filled_a_reader_sees_the_end_before_or_behind(
     assert seen == {before, *alive}
 
 
+def test_an_identity_that_was_altered_is_not_copied(store: Store, files: IsolatedMemoryFileSystem) -> None:
+    save(store, 1)
+    right = store.storage.read(IDENTITY)
+    assert right is not None
+    for wrong in (right[:-9], right.replace(b"created_ms", b"created_mz"), right.replace(b"compact", b"portable")):
+        store.storage.put(IDENTITY, wrong)
+        with pytest.raises(CorruptStore, match=r"cnr\.json"):
+            Relay(store, place(files)).advance()
+    store.storage.delete([IDENTITY])
+    with pytest.raises(MissingObject):
+        Relay(store, place(files)).advance()
+    assert place(files).read(IDENTITY) is None
+
+
 def test_damage_at_the_source_is_not_copied(store: Store, files: IsolatedMemoryFileSystem) -> None:
     save(store, 1)
     relay = Relay(store, place(files))

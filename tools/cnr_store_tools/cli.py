@@ -12,6 +12,7 @@ from cnr_store_tools.commands import (
     following,
     heads,
     maintenance,
+    relaying,
     stores,
     transfer,
 )
@@ -44,6 +45,7 @@ app.command("drop-branch")(branches.drop)
 app.command()(following.changes)
 app.command()(consumers.cursors)
 app.command("drop-cursor")(consumers.drop_cursor)
+app.command()(relaying.relay)
 app.command()(maintenance.compact)
 app.command()(maintenance.gc)
 app.command("maintain")(maintenance.maintain_)
