@@ -8,13 +8,13 @@ that is served stays, and the reason is told by `Poll.error`, the metrics and th
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
 from random import random
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,75 +23,51 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store.consume.background import Repeating
-from cnr_store.consume.candidate import Candidate, Check, pass_gate
+from cnr_store.consume.candidate import Check, pass_gate
 from cnr_store.consume.following import Target, pause_s, plan_between, repeats, wanted_version
-from cnr_store.consume.held import Holds, Overlay, RowKind, Served, row_kind
+from cnr_store.consume.held import Holds, Served
 from cnr_store.consume.holds import FollowingCursor, leased
-from cnr_store.consume.loading import load_table
+from cnr_store.consume.log_tail import LogTail
 from cnr_store.consume.memory import ANONYMOUS, Memory
 from cnr_store.consume.metrics import LoaderMetrics, Poll, Tally
-from cnr_store.consume.moving import Apply, Compare, Reread, Same
+from cnr_store.consume.mover import Holding, move_tables
+from cnr_store.consume.moving import Apply, Compare, Move, Same
+from cnr_store.consume.serving import Serving, State
 from cnr_store.consume.shards import Shard, check_shard
 from cnr_store.consume.shared_memory import SharedMemory
 from cnr_store.consume.sinks import RowSink
 from cnr_store.consume.sinks.feed import SinkFeed
 from cnr_store.consume.sources import LoaderSource
-from cnr_store.consume.views import MIN_VIEW_S, Batch, Lookups, Publisher, TableChange, View
+from cnr_store.consume.trouble import Trouble
+from cnr_store.consume.views import MIN_VIEW_S, Batch, Lookups, Publisher
 from cnr_store.errors import (
     BadInput,
     CnrStoreError,
-    CorruptRecord,
     CorruptStore,
     NotFound,
     StorageFailure,
     TableNotFound,
-    VersionNotFound,
     VersionRefused,
 )
 from cnr_store.layout import branch_of
 from cnr_store.log import wall_ms
 from cnr_store.records import DenseEntry, LogEntry, TableSchema
-from cnr_store.segment import SegmentReader
 from cnr_store.snapshot import Snapshot
 from cnr_store.store import Store
-from cnr_store.table_codes import Array, EscapeRows
-from cnr_store.types import RowIds
+from cnr_store.table_codes import Array
 from cnr_store.workers import Workers
 
 if TYPE_CHECKING:
     import torch
 
-logger = logging.getLogger(__name__)
+    from cnr_store.consume.binding import ModuleBinding
+    from cnr_store.consume.views import View
 
 MOST_RECORDS = 8
 """So many records are followed one by one; a loader that is further behind goes to the newest state in one step."""
 
-LONGEST_PATH = 256
-"""Records behind the version served that are kept, for what they tell of the way to a newer one."""
-
-MOST_COMPLAINTS = 64
-"""Distinct errors that are logged before they are told again."""
-
 _TROUBLE = (CnrStoreError, OSError, MemoryError)
 """What may go wrong with a store, or for want of memory, while a version is served that can go on being served."""
-
-
-@dataclass(frozen=True, slots=True)
-class _State:
-    """What is known of a version that was staged or is served.
-
-    ``changed`` are its changed rows by table (None: any row), ``changed_dense`` its changed dense tensors.
-    """
-
-    entry: LogEntry
-    readers: Mapping[str, SegmentReader] = field(default_factory=dict)
-    dense: Mapping[str, DenseEntry] = field(default_factory=dict)
-    changed: Mapping[str, RowIds | None] = field(default_factory=dict)
-    changed_dense: frozenset[str] = frozenset()
-
-    @property
-    def version(self) -> int:
-        return self.entry.record.v
 
 
 @dataclass(slots=True)
@@ -207,46 +183,32 @@ class Loader:
                 os.fspath(store), branch=branch, storage_options=storage_options, threads=threads
             )  # fmt: skip
         self._own_workers = Workers(threads) if threads is not None and not self._owns_store else None
-        # A bound parameter has changed when `apply` returns, so nothing may wait for lookups that began before.
-        min_view_s = 0.0 if publish == "apply" else MIN_VIEW_S
         self._shared = None if shared is None else SharedMemory(os.fspath(shared))
         self._memory: Memory = ANONYMOUS if self._shared is None else self._shared
-        if self._shared is None:
-            self._publisher = Publisher(min_view_s=min_view_s)
-        else:
-            self._publisher = self._shared.publisher(min_view_s=min_view_s)
-        self._lookups = Lookups(self._publisher)
+        # A bound parameter has changed when `apply` returns, so nothing waits for lookups that began before.
+        make = Publisher if self._shared is None else self._shared.publisher
+        publisher = make(min_view_s=0.0 if publish == "apply" else MIN_VIEW_S)
+        self._lookups = Lookups(publisher)
         self._source = LoaderSource(
-            self._publisher, store=self._store.uuid, branch=branch_of(self._store.commit_log.prefix),
+            publisher, store=self._store.uuid, branch=branch_of(self._store.commit_log.prefix),
             scope="" if tables is None and shard is None else f"{sorted(self._tables or ['*'])} {shard}",
         )  # fmt: skip
-        self._lock = threading.RLock()
-        """Held while the loader moves, however long that takes."""
-        self._swap = threading.RLock()
-        """Held while something is staged, checked or made visible; what holds it never reads the store."""
         self._tally = Tally()
         self._lookups_done = 0
-        self._complaints: set[str] = set()
+        self._serving = Serving(publisher, self._source, self._tally, waits=publish == "apply")
+        self._trouble = Trouble(self._store.url, poll_interval_s, self._tally)
+        self._lock = threading.RLock()
+        """Held while the loader looks or moves, however long that takes."""
         self._refusal: _Refusal | None = None
         self._pinned: int | None = None
-        self._behind_since_ms: int | None = None
         self._wanted: int | None = None
-        self._trouble: Exception | None = None
-        self._is_unreachable = False
-        self._retry_at_s = 0.0
+        self._behind_since_ms: int | None = None
         self._next_look_s = 0.0
-        self._checked_s = time.monotonic()
-        self._binding: Any = None
         self._thread: Repeating | None = None
-        self._feeds: list[SinkFeed] = []
         self._is_closed = False
-        self._states: list[_State] = []
-        """What is served, and behind it what is staged, in order."""
-        self._path: list[LogEntry] = []
-        """Records read behind the newest state, in order."""
         self._cursor = None if cursor is None else FollowingCursor(self._store, cursor)
         try:
-            self._seen = self._newest_entry()
+            self._tail = LogTail(self._store)
             self._load()
             if self._cursor is not None:
                 self._cursor.move(self.version)
@@ -295,22 +257,22 @@ class Loader:
     @property
     def version(self) -> int:
         """The version that lookups see."""
-        return self._view.version
+        return self._serving.view.version
 
     @property
     def step(self) -> int:
         """The training step of it."""
-        return self._view.step
+        return self._serving.view.step
 
     @property
     def tables(self) -> dict[str, TableSchema]:
         """Table name to schema, of that version."""
-        return {name: table.schema for name, table in self._view.tables.items()}
+        return {name: table.schema for name, table in self._serving.view.tables.items()}
 
     @property
     def dense(self) -> Mapping[str, Array]:
         """Dense tensors by name, of that version (bfloat16 as uint16, bool as uint8); not to be written."""
-        return self._view.dense
+        return self._serving.view.dense
 
     @property
     def store(self) -> Store:
@@ -327,14 +289,14 @@ class Loader:
 
     def metrics(self) -> LoaderMetrics:
         """Return counts and the state now. No I/O, no lock: the numbers may be of slightly different moments."""
-        tally = self._tally
+        tally, trouble = self._tally, self._trouble.error
         return LoaderMetrics(
             version=self.version,
             step=self.step,
-            staged=self._staged_version(),
+            staged=self._serving.staged_version,
             staleness_s=self.staleness_s,
-            age_s=max(0.0, (wall_ms() - self._states[0].entry.record.ts_ms) / 1000),
-            checked_s=time.monotonic() - self._checked_s,
+            age_s=max(0.0, (wall_ms() - self._serving.states[0].entry.record.ts_ms) / 1000),
+            checked_s=time.monotonic() - self._tail.checked_s,
             cursor=None if self._cursor is None else self._cursor.version,
             load_s=tally.load_s,
             apply_s=tally.apply_s,
@@ -347,7 +309,7 @@ class Loader:
             refused=tally.refused,
             lookups=self._lookups_done,
             retries=self._lookups.retries,
-            error=None if self._trouble is None else f"{type(self._trouble).__name__}: {self._trouble}",
+            error=None if trouble is None else f"{type(trouble).__name__}: {trouble}",
         )
 
     # What moves it.
@@ -376,11 +338,7 @@ class Loader:
         Parameters of a module that was bound change here and nowhere else. Does not wait for a poll that is at work on
         another thread: what that is about to stage is visible with the next call.
         """
-        if self._swap.acquire(blocking=False):
-            try:
-                self._show()
-            finally:
-                self._swap.release()
+        self._serving.try_show()
         return self.version
 
     def pin(self, version: int | None = None) -> None:
@@ -396,11 +354,11 @@ class Loader:
         with self._lock:
             self._check_open()
             if version is None:
-                self._drop_staged()
+                self._serving.drop_staged()
                 self._pinned = self.version
             else:
-                if version > self._seen.record.v:
-                    self._see(self._newest_entry())
+                if version > self._tail.seen.record.v:
+                    self._see(self._read_newest())
                 self._go(Target(version=version), insists=True)
                 self._pinned = version
             self._note_wanted()
@@ -472,14 +430,15 @@ class Loader:
             raise BadInput("a module's parameters change in apply(): open the loader with publish='apply'")
         if self._shared is not None:
             raise BadInput("a loader that shares its tables has no module; look rows up, or open another loader")
-        with self._lock, self._swap:
-            if self._binding is not None:
+
+        def make(view: View, state: State) -> ModuleBinding:
+            return ModuleBinding(module, names, view.tables, state.dense)
+
+        with self._lock:
+            self._check_open()
+            if self._serving.is_bound:
                 raise BadInput("the loader has a module already; open another loader for this one")
-            self._publisher.fold()
-            view, state = self._view, self._states[0]
-            binding = ModuleBinding(module, names, view.tables, state.dense)
-            binding.show(view.tables, dict.fromkeys(view.tables), view.dense, state.dense, view.dense)
-            self._binding = binding
+            self._serving.bind(make)
 
     def add_sink(self, sink: RowSink, *, start: bool = True) -> SinkFeed:
         """Push each version that is published to a sink as well, behind serving; return the feed that does so.
@@ -491,11 +450,10 @@ class Loader:
         start
             Push on a thread of its own; with False only in `SinkFeed.push`.
         """
-        with self._lock, self._swap:
+        with self._lock:
             self._check_open()
             feed = SinkFeed(self._source, sink)
-            self._feeds.append(feed)
-            feed.notice(self._source.described(self._view), dict.fromkeys(self._view.tables))
+            self._serving.add_feed(feed)
         if start:
             feed.start()
         return feed
@@ -503,9 +461,7 @@ class Loader:
     def close(self) -> None:
         """End the thread and release memory and, if the loader opened it, the store. A second call does nothing."""
         self.stop()
-        for feed in self._feeds:
-            feed.stop()
-        with self._lock, self._swap:
+        with self._lock:
             self._release()
 
     def __enter__(self) -> Loader:
@@ -536,42 +492,40 @@ class Loader:
                 if now >= self._next_look_s:
                     self._next_look_s = now + self._interval_s  # stands if the look raises
                     self._look(is_patient=True)
-                    failures = self._tally.failures if self._is_unreachable else 0
+                    failures = self._tally.failures if self._tail.is_unreachable else 0
                     self._next_look_s = time.monotonic() + pause_s(self._interval_s, failures, random())
-                else:
-                    with self._swap:
-                        self._publisher.fold(wait=False)
+                if self._serving.publisher.fold_due_in_s() == 0:
+                    self._serving.fold(wait=False)
         except Exception as error:  # noqa: BLE001  a bug, ours or a callback's: serving goes on, and the log has it
-            self._tally.errors += 1
-            self._complain(error)
+            self._trouble.note(error, self.version)
         rest = self._next_look_s - time.monotonic()
-        due = self._publisher.fold_due_in_s()
+        due = self._serving.publisher.fold_due_in_s()
         return max(0.0, rest if due is None else min(rest, max(due, 0.01)))
 
     def _look(self, *, is_patient: bool) -> Poll:
         self._check_open()
-        tally = self._tally
-        before, rows, size, began = self._states[-1].version, tally.rows, tally.bytes, time.monotonic()
+        tally, serving = self._tally, self._serving
+        before, rows, size, began = serving.newest.version, tally.rows, tally.bytes, time.monotonic()
         tally.polls += 1
         error: Exception | None = None
         try:
             if self._follow(is_patient=is_patient):
-                error = self._trouble
+                error = self._trouble.error
             else:
-                self._judge(None)
+                self._trouble.note(None, self.version)
         except _TROUBLE as trouble:
             error = trouble
-            self._judge(trouble)
+            self._trouble.note(trouble, self.version)
         self._note_wanted()
         if self._cursor is not None:
             self._cursor.move(self.version)
-        moved = self._states[-1].version != before
+        moved = serving.newest.version != before
         if moved:
             tally.apply_s = time.monotonic() - began
         return Poll(
             version=self.version,
             step=self.step,
-            staged=self._staged_version(),
+            staged=serving.staged_version,
             moved=moved,
             rows=tally.rows - rows,
             bytes=tally.bytes - size,
@@ -580,19 +534,22 @@ class Loader:
         )
 
     def _follow(self, *, is_patient: bool) -> bool:
-        """Read what is new in the log and go there, record by record; whether it rests from an earlier failure."""
-        news, trouble = self._read_news()
+        """Read what is new in the log and go there, record by record; returns whether it rests from a failure."""
+        tail = self._tail
+        news, trouble = tail.read_news(MOST_RECORDS + 1)
         if len(news) > MOST_RECORDS:
-            self._see(self._newest_entry())
-            news = [self._seen]
+            for entry in news:
+                self._see(entry)
+            self._see(self._read_newest())
+            news = [tail.seen]
         elif self._publish == "apply" or not self._aim.is_newest:
             for entry in news[:-1]:
                 self._see(entry)
             news = news[-1:]
-        if is_patient and not news and trouble is None and time.monotonic() < self._retry_at_s:
+        if is_patient and not news and trouble is None and self._trouble.rests:
             return True
         failure: CnrStoreError | None = None
-        for entry in news or [self._seen]:
+        for entry in news or [tail.seen]:
             self._see(entry)
             try:
                 self._go(self._aim)
@@ -601,7 +558,7 @@ class Loader:
                 raise
             except CnrStoreError as error:
                 failure = error  # the next record may lead past it
-        if isinstance(failure, CorruptStore | NotFound) and trouble is None and self._see(self._newest_entry()):
+        if isinstance(failure, CorruptStore | NotFound) and trouble is None and self._see(self._read_newest()):
             # What it needs may have been folded, expired and deleted since: the newest state does not need it.
             self._go(self._aim)
             failure = None
@@ -611,87 +568,32 @@ class Loader:
             raise trouble
         return False
 
-    def _read_news(self) -> tuple[list[LogEntry], Exception | None]:
-        """The records behind the newest that is known, at most one more than are followed, and why no more came."""
-        news: list[LogEntry] = []
-        self._is_unreachable = True
-        try:
-            while len(news) <= MOST_RECORDS:
-                entry = self._store.poll(news[-1] if news else self._seen)
-                if entry is None:
-                    break
-                news.append(entry)
-        except (CnrStoreError, OSError) as error:
-            return news, error
-        self._is_unreachable = False
-        self._checked_s = time.monotonic()
-        return news, None
-
-    def _newest_entry(self) -> LogEntry:
-        """The newest record that can be read: a torn one is nobody's acknowledged state."""
-        log = self._store.commit_log
-        for _ in range(2):  # a reply may have been cut short on its way
-            try:
-                return log.latest()
-            except CorruptRecord as error:
-                torn = error
-        entry, _ = log.tail()
-        self._complain(torn)
+    def _read_newest(self) -> LogEntry:
+        entry, torn = self._tail.read_newest()
+        if torn is not None:
+            self._trouble.say(torn, f"version {entry.record.v} is the newest that can be read")
         return entry
 
     def _see(self, entry: LogEntry) -> bool:
-        """Take a record as the newest that is known; whether it is newer than what was."""
-        if entry.record.v <= self._seen.record.v:
-            return False
-        self._seen = entry
-        self._path = [*self._path[-LONGEST_PATH:], entry]
-        if self._behind_since_ms is None:
+        is_newer = self._tail.see(entry)
+        if is_newer and self._behind_since_ms is None:
             with suppress(CnrStoreError):
                 if wanted_version(self._aim, entry.record) != self.version:
                     self._behind_since_ms = entry.record.ts_ms
-        return True
+        return is_newer
 
     @property
     def _aim(self) -> Target:
         return self._target if self._pinned is None else Target(version=self._pinned)
 
     def _note_wanted(self) -> None:
+        seen = self._tail.seen.record
         with suppress(CnrStoreError):
-            self._wanted = wanted_version(self._aim, self._seen.record)
+            self._wanted = wanted_version(self._aim, seen)
         if self._wanted == self.version:
             self._behind_since_ms = None
         elif self._behind_since_ms is None:
-            self._behind_since_ms = self._seen.record.ts_ms
-
-    def _judge(self, error: Exception | None) -> None:
-        """Take the outcome of a look into counts, log and the time of the next attempt."""
-        tally = self._tally
-        if error is None:
-            if self._trouble is not None:
-                logger.info("%s is served at version %d again without trouble", self._store.url, self.version)
-            self._trouble = None
-            self._complaints.clear()
-        else:
-            # Without the frames, which would keep the arrays of a failed move alive.
-            self._trouble = error.with_traceback(None)
-            self._complain(error)
-        if error is None or isinstance(error, VersionRefused):
-            tally.failures, self._retry_at_s = 0, 0.0
-            return
-        tally.errors += 1
-        tally.failures += 1
-        self._retry_at_s = time.monotonic() + pause_s(self._interval_s, tally.failures, random())
-
-    def _complain(self, error: Exception) -> None:
-        """Log an error once, until all is well again."""
-        said = f"{type(error).__name__}: {error}"
-        if said in self._complaints:
-            return
-        if len(self._complaints) >= MOST_COMPLAINTS:
-            self._complaints.clear()
-        self._complaints.add(said)
-        served = f"version {self.version} stays" if self._states else "nothing is served yet"
-        logger.warning("%s: %s; %s", self._store.url, said, served)
+            self._behind_since_ms = seen.ts_ms
 
     # How it moves.
 
@@ -699,199 +601,113 @@ class Loader:
         """The first state; where it is folded and deleted while it is loaded, a newer one."""
         began = time.monotonic()
         while True:
-            version = wanted_version(self._target, self._seen.record)
             try:
-                entry = self._entry_of(version)
+                version = wanted_version(self._target, self._tail.seen.record)
+                entry = self._tail.entry(version)
                 with leased(self._store, version):
-                    self._take(entry, None)
+                    self._take(entry, Compare())
                 break
             except (CorruptStore, NotFound):
-                newest = self._newest_entry()
-                if newest.record.v <= self._seen.record.v:
+                if not self._tail.see(self._read_newest()):
                     raise
-                self._seen = newest
         self._note_wanted()
         self._tally.load_s = time.monotonic() - began
 
     def _go(self, target: Target, *, insists: bool = False) -> None:
         """Serve, or stage, what the target means by the newest record that is known."""
-        if self._publish == "poll" and len(self._states) > 1:
-            with self._swap:
-                self._show()  # it could not be told to other processes before
-        version = wanted_version(target, self._seen.record)
-        newest = self._states[-1]
+        serving = self._serving
+        if self._publish == "poll":
+            serving.show()  # does nothing, unless other processes could not be told before
+        version = wanted_version(target, self._tail.seen.record)
+        newest = serving.newest
         if version == newest.version:
             return
-        entry = self._entry_of(version)
+        entry = self._tail.entry(version)
         refusal = self._refusal
         if refusal is not None and not insists and repeats(entry, refusal.entry):
             if entry.record.v > refusal.entry.record.v:
                 refusal.entry = entry
             raise refusal.error
-        move = plan_between(newest.entry, entry, self._path)
+        move = plan_between(newest.entry, entry, self._tail.path)
         if isinstance(move, Same):
-            with self._swap:
-                self._publisher.stage(version, entry.record.step, {})
-                self._states.append(replace(newest, entry=entry, changed={}, changed_dense=frozenset()))
-                if self._publish == "poll":
-                    self._show()
-        elif isinstance(move, Apply):
-            self._take(entry, move)
+            serving.stage_same(entry)
         else:
-            with leased(self._store, version):
+            with nullcontext() if isinstance(move, Apply) else leased(self._store, version):
                 self._take(entry, move)
-        self._path = [known for known in self._path if known.record.v > version]
+        self._tail.forget(version)
 
-    def _entry_of(self, version: int) -> LogEntry:
-        for entry in (self._seen, *self._path, *(state.entry for state in self._states)):
-            if entry.record.v == version:
-                return entry
-        found = self._store.commit_log.read(version)
-        if found is None:
-            raise VersionNotFound(f"{self._store.url} has no version {version}", version=version)
-        return found
-
-    def _take(self, entry: LogEntry, move: Apply | Reread | Compare | None) -> None:
-        """Read what makes the newest state that of ``entry``, everything if there is none, and stage or publish it."""
-        last = self._states[-1] if self._states else None
-        store = self._store
-        readers = {} if last is None else last.readers
-        snapshot = Snapshot(store.storage, entry, self._workers, known=readers)
-        names = self._names_in(snapshot)
-        if self._publisher.candidate is None:
-            with self._swap:
-                self._publisher.fold()
-        entries = {name: dense for name, dense in snapshot.dense.items() if self._dense is None or name in self._dense}
-        changed_dense = frozenset(
-            name for name, dense in entries.items() if last is None or not _is_same(dense, last.dense.get(name))
-        )
-        dense: dict[str, Array] | None = None
-        if last is None or changed_dense or entries.keys() != last.dense.keys():
-            kept = {} if self._publisher.newest is None else self._publisher.newest.dense
-            dense = {n: snapshot.read_dense(n) if n in changed_dense else kept[n] for n in entries}
-        # Only around what is read: folding takes memory too, and keeps it whatever becomes of this.
-        with self._memory.attempt():
-            changes, escapes, rows, size = self._read_changes(snapshot, names, move)
-        state = _State(
-            entry, snapshot.known_readers, entries, {name: _rows_of(change) for name, change in changes.items()},
-            changed_dense,
+    def _take(self, entry: LogEntry, move: Move) -> None:
+        """Read what makes the newest state that of ``entry``, everything if there is none, and stage it."""
+        serving, memory = self._serving, self._memory
+        last = serving.newest if serving.states else None
+        snapshot = Snapshot(
+            self._store.storage, entry, self._workers, known={} if last is None else last.readers
         )  # fmt: skip
-        self._admit(state, changes, escapes, dense)
+        self._check_tables(snapshot)
+        serving.fold()
+        dense, changed_dense = self._read_dense(snapshot, last)
+        newest = serving.publisher.newest
+        held = {} if newest is None else newest.tables
+        move_there = partial(
+            move_tables, snapshot, tables=held, hold=self._hold, stated=None if last is None else last.stated,
+            memory=memory,
+        )  # fmt: skip
+        try:
+            moved = move_there(move)
+        except CorruptStore as error:
+            if isinstance(move, Compare) or type(error) is not CorruptStore:
+                raise
+            moved = move_there(Compare())  # the segments go on from another state than the one held
+        state = State(
+            entry, snapshot.known_readers, self._held_dense(snapshot), moved.stated, changed_dense=changed_dense
+        )  # fmt: skip
+        gate = partial(
+            pass_gate, validate=self._validate, warm_up=self._warm_up if last is None or self._warms_each else None
+        )
+        try:
+            serving.stage(state, moved.changes, moved.escapes, dense, gate)
+        except VersionRefused as error:
+            self._refusal = _Refusal(entry, error)
+            self._tally.refused += 1
+            raise
         if last is not None:
-            self._tally.rows += rows
-            self._tally.bytes += size
+            self._tally.rows += moved.rows
+            self._tally.bytes += moved.bytes
 
-    def _read_changes(
-        self, snapshot: Snapshot, names: Sequence[str], move: Apply | Reread | Compare | None
-    ) -> tuple[dict[str, TableChange], dict[str, EscapeRows], int, int]:
-        del move
-        changes: dict[str, TableChange] = {}
-        escapes: dict[str, EscapeRows] = {}
-        rows = size = 0
-        newest = self._publisher.newest
-        for name in () if newest is None else newest.tables:
-            if name not in names:
-                changes[name] = None
-        for name in names:
-            schema = snapshot.tables[name]
-            kind = self._kind_of(name, schema)
-            table = load_table(
-                snapshot.readers, name, kind, self._workers, shard=self._shard_of(name), memory=self._memory
-            )
-            changes[name], escapes[name] = table.held, table.escapes
-            rows += table.held.num_rows
-            size += table.held.num_rows * kind.dim * 4
-        return changes, escapes, rows, size
-
-    def _kind_of(self, table: str, schema: TableSchema) -> RowKind:
+    def _hold(self, table: str, schema: TableSchema) -> Holding | None:
+        del schema
+        if self._tables is not None and table not in self._tables:
+            return None
         served = self._served.get(table) if isinstance(self._served, Mapping) else self._served
         holds = self._holds.get(table, "auto") if isinstance(self._holds, Mapping) else self._holds
-        return row_kind(schema, served, holds)
+        shard = self._shard.get(table) if isinstance(self._shard, Mapping) else self._shard
+        return Holding(served, holds, shard)
 
-    def _shard_of(self, table: str) -> Shard | None:
-        return self._shard.get(table) if isinstance(self._shard, Mapping) else self._shard
-
-    def _names_in(self, snapshot: Snapshot) -> list[str]:
-        """The tables of a version that are held here."""
-        if self._tables is None or snapshot.is_empty:
-            return list(snapshot.tables)
-        missing = [name for name in self._tables if name not in snapshot.tables]
+    def _check_tables(self, snapshot: Snapshot) -> None:
+        """Refuse a version that lacks a table; one before anything was saved lacks none."""
+        missing = [] if snapshot.is_empty else [name for name in self._tables or () if name not in snapshot.tables]
         if missing:
             raise TableNotFound(
                 f"version {snapshot.version} has no table {missing[0]!r}; it has {sorted(snapshot.tables)}",
                 table=missing[0], version=snapshot.version,
             )  # fmt: skip
-        return list(self._tables)
 
-    def _admit(
-        self,
-        state: _State,
-        changes: Mapping[str, TableChange],
-        escapes: Mapping[str, EscapeRows],
-        dense: Mapping[str, Array] | None,
-    ) -> None:
-        """Stage a version, let the caller's checks look at it, and publish it if that is done at once."""
-        record = state.entry.record
-        is_first = not self._states
-        with self._swap:
-            view = self._publisher.stage(record.v, record.step, changes, dense, escapes)
-            try:
-                if self._binding is not None:
-                    self._check_binding(view, state)
-                pass_gate(
-                    Candidate(view, None if is_first else self.version),
-                    validate=self._validate,
-                    warm_up=self._warm_up if is_first or self._warms_each else None,
-                )
-            except VersionRefused as error:
-                self._publisher.unstage()
-                self._refusal = _Refusal(state.entry, error)
-                self._tally.refused += 1
-                raise
-            except BaseException:
-                self._publisher.unstage()
-                raise
-            self._states.append(state)
-            if is_first or self._publish == "poll":
-                self._show()
+    def _held_dense(self, snapshot: Snapshot) -> dict[str, DenseEntry]:
+        return {
+            name: entry for name, entry in snapshot.dense.items() if self._dense is None or name in self._dense
+        }  # fmt: skip
 
-    def _check_binding(self, view: View, state: _State) -> None:
-        try:
-            self._binding.check(view.tables, state.dense)
-        except CnrStoreError as error:
-            raise VersionRefused(
-                f"the bound module cannot show version {state.version}: {error}", version=state.version
-            ) from error
-
-    def _show(self) -> None:
-        """Make what is staged visible. With ``_swap`` held."""
-        view = self._publisher.reveal()
-        if self._states[-1].version != view.version or len(self._states) == 1:
-            return
-        shown, self._states = self._states[1:], self._states[-1:]
-        self._tally.moves += len(shown)
-        changed = _union(shown)
-        for feed in self._feeds:
-            feed.notice(self._source.described(view), changed)
-        if self._binding is not None:
-            self._publisher.fold()
-            state = self._states[0]
-            moved = frozenset[str]().union(*(one.changed_dense for one in shown))
-            self._binding.show(self._view.tables, changed, self._view.dense, state.dense, moved)
-
-    def _drop_staged(self) -> None:
-        with self._swap:
-            while self._publisher.candidate is not None:
-                self._publisher.unstage()
-            del self._states[1:]
-
-    def _staged_version(self) -> int | None:
-        states = self._states
-        return states[-1].version if len(states) > 1 else None
-
-    @property
-    def _view(self) -> View:
-        return self._publisher.newest_view()[0]
+    def _read_dense(self, snapshot: Snapshot, last: State | None) -> tuple[dict[str, Array] | None, frozenset[str]]:
+        """All dense tensors, of which those that changed are read, or None if none did; and which changed."""
+        entries = self._held_dense(snapshot)
+        before = {} if last is None else last.dense
+        changed = frozenset(name for name, entry in entries.items() if not _is_same(entry, before.get(name)))
+        newest = self._serving.publisher.newest
+        if newest is not None and not changed and entries.keys() == before.keys():
+            return None, changed
+        return {
+            n: snapshot.read_dense(n) if n in changed or newest is None else newest.dense[n] for n in entries
+        }, changed
 
     @property
     def _workers(self) -> Workers:
@@ -905,7 +721,7 @@ class Loader:
         if self._is_closed:
             return
         self._is_closed = True
-        self._publisher.close()
+        self._serving.close()
         if self._shared is not None:
             self._shared.close()
         if self._own_workers is not None:
@@ -928,17 +744,3 @@ def _is_same(entry: DenseEntry, before: DenseEntry | None) -> bool:
         before.dtype,
         before.shape,
     )
-
-
-def _rows_of(change: TableChange) -> RowIds | None:
-    return np.sort(change.ids) if isinstance(change, Overlay) else None
-
-
-def _union(states: Sequence[_State]) -> dict[str, RowIds | None]:
-    """The changed rows of versions that become visible together."""
-    union: dict[str, RowIds | None] = {}
-    for state in states:
-        for table, rows in state.changed.items():
-            before = union.get(table, rows)
-            union[table] = None if rows is None or before is None else np.union1d(before, rows)
-    return union

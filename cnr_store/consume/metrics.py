@@ -18,7 +18,7 @@ class Poll:
     moved
         Whether another version is served, or staged, than before.
     rows, bytes
-        Changed rows that were put into the tables, and the bytes of them as float32.
+        Changed rows that were put into the tables, and the bytes that were stored for them.
     apply_s
         How long it took until the new versions were visible (staged), reading included, in seconds; 0 without any.
     error
@@ -65,7 +65,7 @@ class LoaderMetrics:
     moves
         Versions that were published after the first.
     rows, bytes
-        Changed rows that were put into the tables, and the bytes of them as float32.
+        Changed rows that were put into the tables, and the bytes that were stored for them.
     errors
         Looks that ended in an error, refusals not counted.
     failures
