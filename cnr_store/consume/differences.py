@@ -16,8 +16,9 @@ import numpy as np
 from cnr_store.consume.arrow import RowBlock
 from cnr_store.consume.table_rows import Span, TableRows, Window, merged, plan_windows
 from cnr_store.records import Manifest, RowListEntry, TableSchema
+from cnr_store.replay import ChunkReader
 from cnr_store.replay_plan import OPERATIONS, Operation
-from cnr_store.segment import Scratch, SegmentReader
+from cnr_store.segment import Scratch
 from cnr_store.table_codes import Array
 from cnr_store.types import RowIds
 from cnr_store.workers import Workers
@@ -138,7 +139,7 @@ def _chunks(segment: Segment, table: str, *, is_new: bool) -> Iterator[ListedChu
 
 
 def listed_rows(
-    after: TableRows, change: Listed, readers: Callable[[str], SegmentReader], workers: Workers
+    after: TableRows, change: Listed, readers: Callable[[str], ChunkReader], workers: Workers
 ) -> Iterator[RowBlock]:
     """Yield the listed rows as they are in ``after``, in order; those that it does not have are marked.
 
@@ -161,7 +162,7 @@ def listed_rows(
 
 
 def _ids_in(
-    window: Window, change: Listed, readers: Callable[[str], SegmentReader], workers: Workers
+    window: Window, change: Listed, readers: Callable[[str], ChunkReader], workers: Workers
 ) -> tuple[RowIds, Array]:
     """The rows of a window, sorted, and for each whether it is settled by the segments behind the common state."""
     first, last = window

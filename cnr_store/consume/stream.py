@@ -43,6 +43,7 @@ from cnr_store.errors import (
 )
 from cnr_store.layout import DATA
 from cnr_store.records import ChainEntry, LogEntry, Manifest, TableSchema, is_live
+from cnr_store.replay import ChunkReader
 from cnr_store.segment import SegmentReader
 from cnr_store.snapshot import Snapshot
 from cnr_store.store import Store
@@ -536,8 +537,9 @@ class ChangeStream:
             self._readers[entry.seg] = SegmentReader.open(self._store.storage, entry)
         return self._readers[entry.seg]
 
-    def _reader(self, name: str) -> SegmentReader:
-        return self._readers[name]
+    def _reader(self, name: str) -> ChunkReader:
+        reader = self._readers[name]
+        return reader if self._cache is None else self._cache.over([reader])[0]
 
 
 class _Told:

@@ -110,7 +110,8 @@ class TableRows:
             return self._read_keys(rows, since)
         inside = int(np.searchsorted(rows, self.schema.num_rows))
         wanted = rows[:inside]
-        is_range = len(wanted) > 0 and int(wanted[-1] - wanted[0]) + 1 == len(wanted)
+        # A few rows come through the cache even where they are neighbours; long runs would push out what others need.
+        is_range = len(wanted) > LEAST_ROWS and int(wanted[-1] - wanted[0]) + 1 == len(wanted)
         if is_range and not since:
             found = self._read_range(int(wanted[0]), int(wanted[-1]) + 1)
         else:

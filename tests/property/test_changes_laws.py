@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis.stateful import invariant
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, precondition, rule
 
 from cnr_store import CursorExpired, DoesNotApply, Store
 from cnr_store.consume import ChangeCursor, ChangeStream, catch_up, changes
@@ -61,6 +62,12 @@ class FollowedStoreMachine(MaintainedStoreMachine):
             elif self.rng.random() < 0.4:
                 versions = None if self.rng.random() < 0.4 else int(self.rng.integers(4))
                 self.consume(consumer, versions, int(self.rng.integers(4)))
+
+    @precondition(lambda self: all(line.expires_ms is None for line in self.lines))
+    @rule(hours=st.integers(1, 3))
+    def time_passes(self, hours: int) -> None:
+        """Of branches without an end: one that ends in the middle of a save on it is for those lives to test."""
+        super().time_passes(hours)
 
     def go_on(self) -> None:
         """As the training does; a save whose chain was folded and deleted beneath it is refused, which is not ours."""
