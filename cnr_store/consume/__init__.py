@@ -1,16 +1,41 @@
-"""Consumers of a store: what serves its rows, follows its changes, and carries them on."""
+"""Consumers of a store: rows served from memory and kept up to date, and a stream of what changes.
+
+::
+
+    from cnr_store.consume import Loader
+
+    with Loader("s3://bucket/run-7", ["user", "item"], channel="prod") as loader:
+        loader.start()                                              # follows on a thread of its own
+        batch = loader.lookup_many({"user": [17, 4], "item": [9]})  # one version, whatever lands meanwhile
+"""
 
 from __future__ import annotations
 
 from cnr_store.consume.arrow import change_schema
 from cnr_store.consume.assigning import assign_shards
+from cnr_store.consume.attached import AttachedTables
+from cnr_store.consume.candidate import Candidate
 from cnr_store.consume.catching_up import CatchUp, catch_up
 from cnr_store.consume.cursor import ChangeCursor
+from cnr_store.consume.loader import Loader
+from cnr_store.consume.metrics import LoaderMetrics, Poll
 from cnr_store.consume.recording import RecordedVersion, RecordingReport, recorded_cursor, write_ipc, write_parquet
 from cnr_store.consume.relay import Relay, RelayReport
+from cnr_store.consume.shards import HashShard
 from cnr_store.consume.stream import ChangeStream, VersionChanges, changes
+from cnr_store.consume.views import Batch
+from cnr_store.types import RowRange
 
 __all__ = [
+    # Rows in memory.
+    "Loader",
+    "AttachedTables",
+    "Candidate",
+    "Poll",
+    "LoaderMetrics",
+    "Batch",
+    "RowRange",
+    "HashShard",
     # What changes, as Arrow record batches.
     "changes",
     "ChangeStream",

@@ -49,6 +49,7 @@ PUBLIC = {
         LatticeCodes AffineCodes PackedRows
     """,
     "cnr_store.consume": """
+        Loader AttachedTables Candidate Poll LoaderMetrics Batch RowRange HashShard
         changes ChangeStream VersionChanges ChangeCursor change_schema catch_up CatchUp
         write_parquet write_ipc recorded_cursor RecordedVersion RecordingReport
         Relay RelayReport assign_shards
