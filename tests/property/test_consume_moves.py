@@ -12,13 +12,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
+from cnr_store import Store, compact
 from cnr_store.records import LogEntry
+from cnr_store.storage import storage_from_filesystem
+from cnr_store.testing.faulty import IsolatedMemoryFileSystem
 from tests.consumers import HOLDINGS, Consumer
 from tests.property.test_maintained_store_machine import Line, MaintainedStoreMachine
 from tests.property.test_store_machine import run
+from tests.rectangles import Model, Parts, schema_of, tiling
 
 CONSUMERS = 3
 SOAK_LIVES = 400
@@ -74,6 +79,52 @@ class ConsumedStoreMachine(MaintainedStoreMachine):
         for consumer in self.consumers:
             if self.random.random() < 0.3:
                 self.go_to(consumer, self.line, self.store.latest_version())
+
+
+ROWS, DIM = 9, 6
+SPLITS = [((0, 6),), ((0, 3), (3, 6)), ((0, 1), (1, 2), (2, 6))]
+
+
+@pytest.mark.parametrize("additive", [True, False])
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    seed=st.integers(0, 2**32 - 1), chunk_bytes=st.sampled_from([16, 1 << 20]), window_bytes=st.sampled_from([1, 99])
+)
+def test_consumers_follow_tables_cut_by_rows_and_columns(
+    additive: bool, seed: int, chunk_bytes: int, window_bytes: int
+) -> None:
+    """Each save cuts the table anew: rows are in one state in some columns and in another elsewhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cnr_store.arrays.CHUNK_BYTES", chunk_bytes)
+        patch.setattr("cnr_store.restore.WINDOW_BYTES", window_bytes)
+        follow_parts(np.random.default_rng(seed), seed, additive=additive)
+
+
+def follow_parts(rng: np.random.Generator, seed: int, *, additive: bool) -> None:
+    store = Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=1)
+    row_slot = bool(rng.random() < 0.3)
+    ranges = SPLITS[rng.integers(len(SPLITS))] if row_slot else ((0, DIM),)
+    parts = Parts(store, Model(schema_of(ROWS, DIM, additive=additive, row_slot=row_slot), ranges), seed)
+    consumers = [Consumer(holding, rng) for holding in HOLDINGS]
+    for index in range(int(rng.integers(2, 6))):
+        if index and rng.random() < 0.3:
+            parts.model.resize(int(rng.integers(0, ROWS + 4)))
+        tiles = tiling(rng, parts.model.schema.num_rows, ranges, free=not row_slot and rng.random() < 0.8)
+        is_full = index == 0 or bool(rng.random() < 0.1)
+        if is_full:
+            parts.model.__post_init__()  # rows that a baseline does not name are absent
+        parts.save(tiles, full=is_full, states_digest=bool(rng.random() < 0.8))
+        if rng.random() < 0.3 and len(store.head().record.chain) > 1:
+            compact(store, run=(0, int(rng.integers(2, len(store.head().record.chain) + 1))), force=True)
+            parts._head = store.head()
+        for consumer in consumers:
+            if rng.random() < 0.6:
+                first = 0 if consumer.entry is None else consumer.entry.record.v + 1
+                path = [store.commit_log.read(version) for version in range(first, store.latest_version() + 1)]
+                if path:
+                    consumer.go(store, [entry for entry in path if entry is not None])
+    parts.close()
+    store.close()
 
 
 def test_consumers_are_the_snapshot() -> None:
