@@ -149,7 +149,8 @@ class SinkFeed:
         with self._changed:
             before, self._published = self._published, published
             self._notices += 1
-            if (before is not None and before.tables != published.tables) or None in changed.values():
+            other_tables = before is not None and before.tables != published.tables
+            if other_tables or any(row_ids is None for row_ids in changed.values()):
                 self._due.everything = True
             self._due.add(changed)
             if self._behind_since is None and self._shown != published.state:
