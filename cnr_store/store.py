@@ -73,6 +73,8 @@ from cnr_store.writer import Writer
 
 LIBRARY = "cnr-store 0.1.0"
 MAX_EXPIRES_S = 10**10
+READ_THREADS = 8
+"""Threads that read from a remote store: while some wait for the network, others decode."""
 
 
 class Store:
@@ -101,6 +103,9 @@ class Store:
         self.identity = identity
         self.storage = storage
         self._workers = Workers(threads)
+        reads_apart = threads is None and storage.is_remote and self._workers.threads < READ_THREADS
+        self._read_workers = Workers(READ_THREADS, name="cnr-read") if reads_apart else self._workers
+        self._threads = threads
         self._main = CommitLog(storage, identity.store_uuid, retry=retry or RetryPolicy())
         self._log = self._main
         self._branch: Branch | None = None
@@ -235,6 +240,7 @@ class Store:
     def close(self) -> None:
         """End the threads. Snapshots and writers of this store end with it."""
         self._workers.close()
+        self._read_workers.close()
 
     @property
     def url(self) -> str:
@@ -526,7 +532,12 @@ class Store:
         return self._log.append(head, draft, rebase_channel).record.v
 
     def branches(self) -> dict[str, Pin]:
-        """Return branch names and what pins them: fork point and end. Of the whole store, on a branch too."""
+        """Return branch names and what pins them: fork point and end. Of the whole store, on a branch too.
+
+        A relay is a copy of one log, so it has none.
+        """
+        if self._relay is not None:
+            return {}
         return {pin.name: pin for pin in self._main.latest().record.pins.values()}
 
     def fork(self, name: str, version: int | None = None, *, expires_s: float | None = None) -> Store:
@@ -714,7 +725,7 @@ class Store:
         return branch
 
     def _on(self, branch: Branch) -> Store:
-        store = Store(self.storage, self.identity, threads=self._workers.threads)
+        store = Store(self.storage, self.identity, threads=self._threads)
         store._main = self._main
         store._enter(branch)
         return store
@@ -820,7 +831,7 @@ class Store:
             if self._relay is not None and version != newest.v and self._is_let_go(missing):
                 raise self._not_held(version) from missing
 
-        return Snapshot(self.storage, entry, self._workers, if_missing=tell_of_expiry, cache=cache)
+        return Snapshot(self.storage, entry, self._read_workers, if_missing=tell_of_expiry, cache=cache)
 
     def _check_live(self, head: CommitRecord, version: int) -> None:
         if not is_live(head, version):

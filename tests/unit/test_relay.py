@@ -30,6 +30,7 @@ from cnr_store import (
     collect_garbage,
     compact_chain,
     maintain,
+    read_status,
     repair_store,
     verify_store,
 )
@@ -684,6 +685,29 @@ def test_nobody_writes_to_a_relay(store: Store, files: IsolatedMemoryFileSystem)
         with pytest.raises(ReadOnlyStore, match="relay"):
             refused()  # type: ignore[no-untyped-call]
     assert {stat.key: stat.modified_ms for stat in copy.storage.list_objects("")} == before
+
+
+def test_monitors_and_checks_take_a_relay_for_the_one_log_that_it_is(
+    store: Store, files: IsolatedMemoryFileSystem
+) -> None:
+    (version,) = save(store, 1)
+    save(store.fork("trial", version), 5)
+    save(store, 2, kind="full")
+    store.tag("good", version)
+    Relay(store, place(files)).advance()
+    copy = near(files)
+
+    status = read_status(copy)
+    report = verify_store(copy, every=True, deep=True)
+
+    assert copy.branches() == {}
+    assert [(head.branch, head.version) for head in status.heads] == [(None, store.latest_version())]
+    assert status.segments == 1
+    assert report.is_sound, report.problems
+    assert version not in report.versions
+    assert store.latest_version() in report.restorable
+    place(files).delete([stat.key for stat in place(files).list_objects(DATA)][:1])
+    assert not verify_store(copy).is_sound
 
 
 def test_versions_are_found_by_step_and_time_from_where_the_relay_begins(
