@@ -146,6 +146,8 @@ class _Connection:
             ) from self._secrets.without(error)  # fmt: skip
 
     def _refused(self, action: str, error: Exception) -> Exception:
+        from redis import exceptions
+
         text = str(error)
         if "CNRFENCED" in text:
             return Fenced(
@@ -165,11 +167,11 @@ class _Connection:
                 "prefix; remove them, and push everything again",
                 path=self.keys.prefix,
             )  # fmt: skip
-        code = text.split(" ", 1)[0]
-        if code in ("NOAUTH", "WRONGPASS", "NOPERM"):
-            return AccessDenied(f"{action} on {self.place} was refused ({code}); check its user and rights", found=code)
-        hint = "it is out of memory" if code == "OOM" else "the cause is attached"
-        return StorageFailure(f"{action} on {self.place} failed ({code}); {hint}", path=self.keys.prefix, found=code)
+        found = type(error).__name__
+        if isinstance(error, exceptions.NoPermissionError):
+            return AccessDenied(f"{action} on {self.place} was refused; check the rights of its user", found=found)
+        hint = "it is out of memory" if isinstance(error, exceptions.OutOfMemoryError) else "the cause is attached"
+        return StorageFailure(f"{action} on {self.place} failed ({found}); {hint}", path=self.keys.prefix, found=found)
 
 
 class RedisSink:
