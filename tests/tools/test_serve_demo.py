@@ -70,7 +70,7 @@ def test_a_short_demonstration_with_kills_tears_and_loses_nothing(tmp_path: Path
     before = children()
 
     report = checked(
-        run_serve_demo(ServeOptions(store=str(tmp_path / "store"), seconds=6, kills=3, rows=5_000, seed=3))
+        run_serve_demo(ServeOptions(store=str(tmp_path / "store"), seconds=4, kills=3, rows=5_000, seed=3))
     )
 
     assert report.saving.versions >= 2
@@ -266,6 +266,14 @@ def test_a_first_lookup_that_is_told_before_ready_begins_the_life() -> None:
     assert tally.publish_to_served(COMMITS, heard) == pytest.approx([0.3])
 
 
+def test_staleness_is_the_age_of_the_oldest_save_that_is_not_served() -> None:
+    found = [
+        tally.staleness(COMMITS, version, at_ms) for version, at_ms in ((3, 2_900), (3, 4_500), (4, 3_100), (6, 9))
+    ]
+
+    assert found == pytest.approx([0.0, 1.5, 0.1, 0.0])
+
+
 def saved(version: int, step: int, life: int = 0) -> Heard:
     return Heard(life, "saved", {"version": version, "step": step})
 
@@ -294,7 +302,7 @@ def test_a_spread_of_nothing_is_not_zero() -> None:
 
 def good_world() -> dict[str, list[Heard]]:
     """What processes tell when all is well."""
-    tick = {"lookups": 10, "rows": 100, "torn": 0, "retries": 1, "staleness_s": 0.1}
+    tick = {"lookups": 10, "rows": 100, "torn": 0, "retries": 1, "version": 3, "at_ms": 3_250}
     applied = {"version": 3, "rows": 5, "size_bytes": 50, "seconds": 0.01}
     served = [
         Heard(0, "ready", {"version": 2}), seen(0, 3, 2_100), Heard(0, "tick", tick), Heard(0, "applied", applied),
@@ -315,7 +323,7 @@ def good_world() -> dict[str, list[Heard]]:
 
 def report_of(world: dict[str, list[Heard]], **changes: object) -> ServeReport:
     """The report of a world that is given, as the demonstration would make it."""
-    processes = tuple(ProcessReport(name, 2, 1, 0) for name in NAMES)
+    processes = tuple(ProcessReport(name, 2, 1, 0, Spread(2, 1.5, 1.6)) for name in NAMES)
     saving, serving = tally.tally_saving(COMMITS, world), tally.tally_serving(COMMITS, world)
     learning, finals = tally.tally_learning(world[ONLINE]), tally.final_copies(world)
     options = ServeOptions(kills=5)
@@ -388,7 +396,7 @@ def test_the_report_says_every_figure_and_its_document_is_json() -> None:
     for words in (
         "123,456", "torn reads", "p50 310.0 ms, p99 620.0 ms (110)", "p50 12.0 ms", "17", "60, 1,800 steps",
         "9, 5.00 MiB written, 1.00 MiB deleted", "250,000 rows in 180 batches", "equal bit for bit", "2 ROWS DIFFER",
-        "something is [odd]", "2 starts, 1 kills",
+        "something is [odd]", "2 starts, 1 kills, 0 ended by itself; ready after 1.50 s",
     ):  # fmt: skip
         assert words in text, words
     document = documents.serve_demo_document(

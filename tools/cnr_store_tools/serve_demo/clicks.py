@@ -1,41 +1,18 @@
-"""The model and the traffic that all processes of the demonstration agree on, made from rows and seed alone."""
+"""The model and the traffic of the processes that train."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from cnr_store_tools.demo.click_log import ClickLog
 from cnr_store_tools.demo.model import ModelConfig
 from cnr_store_tools.demo.traffic import TrafficConfig, generate_clicks
+from cnr_store_tools.serve_demo.tables import DIM, Tables
 from cnr_store_tools.serve_demo.witness import NUM_WITNESSES
 
-DIM = 16
-SHARES = {"user": 0.6, "item": 0.3, "place": 0.1}
 NUM_DENSE = 4
 BATCH_SIZE = 256
 NUM_SAMPLES = 400 * BATCH_SIZE
-
-
-@dataclass(frozen=True, slots=True)
-class Tables:
-    """The tables as a store names them, and how many rows of each the traffic looks up; witnesses come behind these."""
-
-    rows: dict[str, int]
-
-    @property
-    def parameters(self) -> dict[str, int]:
-        """Name of the parameter, as in the store, to the rows that traffic looks up."""
-        return {parameter_of(name): count for name, count in self.rows.items()}
-
-
-def parameter_of(name: str) -> str:
-    """Return the name under which a store knows a table."""
-    return f"tables.{name}.weight"
-
-
-def make_tables(rows: int) -> Tables:
-    """Return the tables of ``rows`` rows together, without the witnesses."""
-    return Tables({name: max(1, round(rows * share)) for name, share in SHARES.items()})
 
 
 def make_model_config(tables: Tables, seed: int) -> ModelConfig:

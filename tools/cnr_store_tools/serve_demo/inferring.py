@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store import MissingObject, NotFound, Store
-from cnr_store.consume import Batch, Loader
+from cnr_store.consume import AttachedTables, Batch, Loader
 from cnr_store_tools.serve_demo.channel import Channel
-from cnr_store_tools.serve_demo.clicks import make_tables
 from cnr_store_tools.serve_demo.comparing import different_rows
+from cnr_store_tools.serve_demo.tables import make_tables
 from cnr_store_tools.serve_demo.witness import NUM_WITNESSES, read_steps
 
-THREADS = 2
 LOOKUP_ROWS = 256
 LOOKUP_WITNESSES = 4
 PAUSE_S = 0.001
@@ -26,6 +26,10 @@ TICK_S = 0.25
 COMPARE_EVERY_S = 1.0
 COMPARE_ROWS = 8_192
 CATCH_UP_S = 60.0
+
+
+Find = Callable[[Mapping[str, npt.NDArray[np.int64]]], Batch]
+"""Ids by table to rows."""
 
 
 @dataclass(slots=True)
@@ -40,8 +44,8 @@ class Tally:
 class LookupThread:
     """Looks up batches of traffic with witnesses among them, and checks that each batch shows one version."""
 
-    def __init__(self, loader: Loader, rows: Mapping[str, int], channel: Channel, seed: int) -> None:
-        self._loader, self._rows, self._channel = loader, rows, channel
+    def __init__(self, find: Find, rows: Mapping[str, int], channel: Channel, seed: int) -> None:
+        self._find, self._rows, self._channel = find, rows, channel
         self._random = np.random.default_rng(seed)
         self._lock = threading.Lock()
         self._tally = Tally()
@@ -56,7 +60,7 @@ class LookupThread:
     def look_up(self) -> None:
         """Look up one batch of all tables."""
         ids = {table: self._ids(count) for table, count in self._rows.items()}
-        batch = self._loader.lookup_many(ids)
+        batch = self._find(ids)
         if batch.version != self._version:
             kind = "seen" if batch.version > self._version else "went_back"
             self._channel.tell(kind, version=batch.version, at_ms=time.time() * 1000, before=self._version)
@@ -93,42 +97,54 @@ def describe_tear(batch: Batch, ids: Mapping[str, npt.NDArray[np.int64]], rows: 
 
 
 def play(order: Mapping[str, Any], channel: Channel) -> None:
-    """Serve lookups until an order comes; then reach the version that it names, and compare the whole copy with it."""
-    rows = make_tables(order["rows"]).parameters
-    with Store.open(order["store"]) as store, Loader(store, poll_interval_s=order["poll_interval_s"]) as loader:
+    """Serve lookups until an order comes; then reach the version that it names, and compare the whole copy with it.
+
+    With ``order["shared"]``, a folder, the tables are held there as codes, and one of the threads looks them up as
+    another process would.
+    """
+    rows, shared = make_tables(order["rows"]).parameters, order["shared"]
+    with (
+        Store.open(order["store"]) as store,
+        Loader(
+            store, holds="codes" if shared else "values", shared=shared, poll_interval_s=order["poll_interval_s"]
+        ) as loader,
+        nullcontext() if shared is None else AttachedTables(shared) as attached,
+    ):
+        finds: list[Find] = [loader.lookup_many, loader.lookup_many if attached is None else attached.lookup]
+        seed = order["seed"] * 1_000 + 10 * order["index"]
+        workers = [LookupThread(find, rows, channel, seed + number) for number, find in enumerate(finds)]
         ends = threading.Event()
-        workers = [
-            LookupThread(loader, rows, channel, order["seed"] * 1_000 + 10 * order["index"] + index)
-            for index in range(THREADS)
-        ]
         threads = [threading.Thread(target=worker.run, args=(ends,), daemon=True) for worker in workers]
         following = (loader, channel, ends, order["poll_interval_s"])
         threads.append(threading.Thread(target=_follow, args=following, daemon=True))
         for thread in threads:
             thread.start()
         channel.tell("ready", version=loader.version)
-        compared_at = time.monotonic()
+        compared_s = time.monotonic()
         retries = 0
-        while True:
-            last = channel.order(TICK_S)
-            tallies = [worker.take() for worker in workers]
-            before, retries = retries, loader.metrics().retries
-            channel.tell(
-                "tick", lookups=sum(one.lookups for one in tallies), rows=sum(one.rows for one in tallies),
-                torn=sum(one.torn for one in tallies), retries=retries - before, staleness_s=loader.staleness_s,
-            )  # fmt: skip
-            if time.monotonic() - compared_at > COMPARE_EVERY_S:
+        while (last := channel.order(TICK_S)) is None:
+            before = retries
+            retries = loader.metrics().retries + (0 if attached is None else attached.retries)
+            _tell_tick(loader, workers, channel, retries - before)
+            if time.monotonic() - compared_s > COMPARE_EVERY_S:
                 _compare_last(store, workers[0], channel)
-                compared_at = time.monotonic()
-            if last is not None:
-                break
-        deadline = time.monotonic() + CATCH_UP_S
-        while loader.version < last["version"] and time.monotonic() < deadline:
+                compared_s = time.monotonic()
+        deadline_s = time.monotonic() + CATCH_UP_S
+        while loader.version < last["version"] and time.monotonic() < deadline_s:
             time.sleep(0.05)
         ends.set()
         for thread in threads:
             thread.join()
+        _tell_tick(loader, workers, channel, 0)
         _finish(store, loader, channel)
+
+
+def _tell_tick(loader: Loader, workers: Iterable[LookupThread], channel: Channel, retries: int) -> None:
+    tallies = [worker.take() for worker in workers]
+    channel.tell(
+        "tick", lookups=sum(one.lookups for one in tallies), rows=sum(one.rows for one in tallies),
+        torn=sum(one.torn for one in tallies), retries=retries, version=loader.version, at_ms=time.time() * 1000,
+    )  # fmt: skip
 
 
 def _follow(loader: Loader, channel: Channel, ends: threading.Event, interval_s: float) -> None:

@@ -24,9 +24,10 @@ from cnr_store.consume import ChangeStream, changes
 from cnr_store_tools.demo.batches import Batch, TimeOrderedBatches
 from cnr_store_tools.demo.model import SmallDLRM
 from cnr_store_tools.serve_demo.channel import Channel
-from cnr_store_tools.serve_demo.clicks import BATCH_SIZE, make_clicks, make_model_config, make_tables
+from cnr_store_tools.serve_demo.clicks import BATCH_SIZE, make_clicks, make_model_config
 from cnr_store_tools.serve_demo.comparing import different_rows
 from cnr_store_tools.serve_demo.saving import endless
+from cnr_store_tools.serve_demo.tables import make_tables
 
 PAUSE_S = 0.05
 KEEP_EVERY_S = 1.0

@@ -59,12 +59,16 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class ProcessReport:
-    """One process over all its lives: how often it was started and killed, and how often it ended by itself."""
+    """One process over all its lives: how often it was started and killed, and how often it ended by itself.
+
+    ``ready_s`` is from a start to being ready.
+    """
 
     name: str
     starts: int
     kills: int
     crashes: int
+    ready_s: Spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +114,7 @@ class ServingReport:
     publish_to_served_s
         From the time in a commit record to the first lookup that saw it or a newer one.
     staleness_s
-        Sampled: how old what is served was, measured from the newest commit that the loader knew of.
+        Sampled: for how long the oldest save that was not served yet had been there; 0 if there was none.
     apply_s
         Time that the loader took to fetch and apply what was new.
     applied_rows, applied_bytes

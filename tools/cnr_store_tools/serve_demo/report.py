@@ -108,7 +108,8 @@ def report_table(report: ServeReport) -> Table:
     options = report.options
     table = _figures(f"{options.rows:,} rows, {options.seconds:.0f} s together, seed {options.seed}")
     for one in report.processes:
-        table.add_row(one.name, f"{one.starts} starts, {one.kills} kills, {one.crashes} ended by itself")
+        ready = f"ready after {time_text(one.ready_s.p50)}"
+        table.add_row(one.name, f"{one.starts} starts, {one.kills} kills, {one.crashes} ended by itself; {ready}")
     table.add_section()
     table.add_row("versions saved", f"{saving.versions}, {saving.steps:,} steps, {size_text(saving.saved_bytes)}")
     table.add_row("acknowledged saves, lost", f"{saving.acknowledged}, {saving.lost}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from cnr_store import BadInput, CnrStoreError, Store
@@ -187,7 +188,9 @@ class _Demonstration:
     def _report(self, last_version: int) -> ServeReport:
         told = {name: process.heard for name, process in self._processes.items()}
         processes = tuple(
-            ProcessReport(process.name, process.starts, process.kills, len(process.crashes))
+            ProcessReport(
+                process.name, process.starts, process.kills, len(process.crashes), tally.spread_of(process.ready_s)
+            )
             for process in self._processes.values()
         )
         saving = tally.tally_saving(self._commits, told)
@@ -208,5 +211,5 @@ def _order(options: ServeOptions, name: str, folder: str) -> Mapping[str, Any]:
     return {
         "role": ROLES[name], "store": options.store, "rows": options.rows, "seed": options.seed,
         "index": NAMES.index(name), "save_every_s": options.save_every_s, "poll_interval_s": POLL_INTERVAL_S,
-        "folder": folder,
+        "folder": folder, "shared": str(Path(folder, "shared")) if name == INFERENCE[1] else None,
     }  # fmt: skip

@@ -14,7 +14,8 @@ from cnr_store_tools.demo.batches import Batch, TimeOrderedBatches
 from cnr_store_tools.demo.model import SmallDLRM
 from cnr_store_tools.demo.train import make_optimizers, train_step
 from cnr_store_tools.serve_demo.channel import Channel
-from cnr_store_tools.serve_demo.clicks import BATCH_SIZE, make_clicks, make_model_config, make_tables, parameter_of
+from cnr_store_tools.serve_demo.clicks import BATCH_SIZE, make_clicks, make_model_config
+from cnr_store_tools.serve_demo.tables import make_tables, parameter_of
 from cnr_store_tools.serve_demo.witness import NUM_WITNESSES, witness_row
 
 PAUSE_S = 0.03

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import IO, Any, Literal
@@ -39,6 +40,8 @@ class Supervised:
         self.heard: list[Heard] = []
         self.starts = self.kills = 0
         self.crashes: list[str] = []
+        self.ready_s: list[float] = []
+        self._started_s = 0.0
         self._order = dict(order)
         self._news = threading.Condition()
         self._process: subprocess.Popen[str] | None = None
@@ -64,6 +67,7 @@ class Supervised:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )  # fmt: skip
         self.starts += 1
+        self._started_s = time.monotonic()
         self._reader = threading.Thread(target=self._read, args=(self._process, self.starts - 1), daemon=True)
         self._reader.start()
 
@@ -140,7 +144,10 @@ class Supervised:
             if line.endswith("}\n"):  # a killed process may leave half a line
                 facts = json.loads(line)
                 with self._news:
-                    self.heard.append(Heard(life, facts.pop("event"), facts))
+                    event = facts.pop("event")
+                    if event == "ready":
+                        self.ready_s.append(time.monotonic() - self._started_s)
+                    self.heard.append(Heard(life, event, facts))
                     self._news.notify_all()
 
     def _last_words(self, code: int) -> str:

@@ -95,6 +95,12 @@ def publish_to_served(commits: Iterable[Commit], heard: Sequence[Heard]) -> list
     return found
 
 
+def staleness(commits: Iterable[Commit], version: int, at_ms: float) -> float:
+    """Return for how many seconds the oldest save that is not in ``version`` had been there; 0 without one."""
+    missing = [one.time_ms for one in commits if one.is_saved and one.version > version and one.time_ms <= at_ms]
+    return (at_ms - min(missing)) / 1000 if missing else 0.0
+
+
 def tally_saving(commits: Sequence[Commit], told: Told) -> SavingReport:
     """Return what was saved, folded and deleted, and whether something acknowledged is missing."""
     saves = facts_of(told[TRAINER], "saved")
@@ -132,7 +138,7 @@ def tally_serving(commits: Sequence[Commit], told: Told) -> ServingReport:
         publish_to_served_s=spread_of(
             value for name in INFERENCE for value in publish_to_served(commits, told[name])
         ),
-        staleness_s=spread_of(one["staleness_s"] for one in ticks if one["staleness_s"] is not None),
+        staleness_s=spread_of(staleness(commits, one["version"], one["at_ms"]) for one in ticks),
         apply_s=spread_of(one["seconds"] for one in applied),
         applied_rows=sum(one["rows"] for one in applied), applied_bytes=sum(one["size_bytes"] for one in applied),
         compared_rows=sum(one["rows"] for one in compared), different_rows=sum(one["different"] for one in compared),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
+import threading
 
 from cnr_store import CnrStoreError
 from cnr_store_tools.serve_demo.channel import Channel
@@ -17,6 +19,13 @@ def main() -> int:
     order = json.loads(sys.argv[1])
     assert order["role"] in ROLES
     channel = Channel()
+
+    def end(failed: threading.ExceptHookArgs) -> None:
+        """A thread that fails takes the process with it: without it the others would prove nothing."""
+        channel.tell("failed", kind=failed.exc_type.__name__, message=str(failed.exc_value))
+        os._exit(1)
+
+    threading.excepthook = end
     try:
         # Only the roles that train load torch.
         importlib.import_module(f"cnr_store_tools.serve_demo.{order['role']}").play(order, channel)
