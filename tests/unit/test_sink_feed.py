@@ -255,6 +255,21 @@ def test_a_restarted_feed_goes_on_from_what_the_sink_has(tells_changes: bool) ->
     assert SinkFeed(source, sink).push() is None
 
 
+@pytest.mark.parametrize("version_of_sink", [0, 1])
+def test_what_was_told_before_the_sink_was_opened_makes_no_full_push(version_of_sink: int) -> None:
+    source = filled_source()
+    source.publish({"dense": {3: 30.0}})
+    feed, sink = connected(source)
+    sink.state, sink.rows = state(version_of_sink), source.history[version_of_sink]
+
+    source.show(1, says_which=False)
+    feed.push()
+    source.publish({"dense": {4: 1.0}})
+
+    assert feed.push() == PushResult(state(2), 1, 0, full=False)
+    assert feed.metrics().full_pushes == 0
+
+
 @pytest.mark.parametrize(
     "other", [state(0, "another"), SinkState("store", "branch", 0, 0), SinkState("store", "", 0, 0, "rows 0 to 9")]
 )

@@ -289,6 +289,8 @@ class SinkFeed:
                 self._is_open = True
                 return
             self._shown = held
+            # What was told until now is in what the source says next; what is told from here on adds to it.
+            self._due = _Due()
             if published is None:
                 return
             if self._behind_since is None and held != published.state:
