@@ -71,6 +71,11 @@ class ServedTables(RuleBasedStateMachine):
     def newest(self) -> Models:
         return self.staged[-1][1] if self.staged else self.visible[1]
 
+    @rule(data=st.data(), changed=st.sets(st.integers(0, len(LOADS) - 1), min_size=1))
+    def publish(self, data: st.DataObject, changed: set[int]) -> None:
+        self.stage(data, changed)
+        self.reveal()
+
     @rule(data=st.data(), changed=st.sets(st.integers(0, len(LOADS) - 1), max_size=3))
     def stage(self, data: st.DataObject, changed: set[int]) -> None:
         newest = self.publisher.newest
