@@ -177,7 +177,8 @@ class ModuleBinding:
             moved = set(changed_dense)
             for name, at in self._dense.items():
                 if at in moved:
-                    tensors[name].copy_(tensor_of(dense[at], entries[at].dtype))
+                    # A copy: torch shares no memory that may not be written.
+                    tensors[name].copy_(tensor_of(dense[at].copy(), entries[at].dtype))
 
     def _adopt(self, name: str, tensor: torch.Tensor, table: ServedTable) -> None:
         rows = table.held.rows
@@ -199,6 +200,8 @@ def _check_table(name: str, tensor: torch.Tensor, table: ServedTable) -> None:
             f"table {table.name!r} is served as {kind.served}, the module's {name!r} is {tensor.dtype}: only floats "
             "can be bound", table=table.name, expected="floats", found=str(tensor.dtype),
         )  # fmt: skip
+    if tensor.is_meta:
+        raise BadInput(f"the module's {name!r} has no memory; call module.to_empty(device=...) first", table=table.name)
     expected = (held.stop - held.start, kind.dim)
     if tuple(tensor.shape) != expected:
         raise BadShape(
@@ -209,15 +212,15 @@ def _check_table(name: str, tensor: torch.Tensor, table: ServedTable) -> None:
 
 
 def _is_adoptable(tensor: torch.Tensor, table: ServedTable) -> bool:
-    """Whether the held rows, as they are, can be the tensor's memory: the tensor owns its memory alone, on the CPU."""
+    """Whether the held rows can be the tensor's memory: as they are, and no part of what other tensors see."""
     kind: RowKind = table.kind
     return (
         kind.holds == "values"
         and not table.held.is_keyed
         and _SERVED_AS[kind.served] == tensor.dtype
         and tensor.device.type == "cpu"
-        and tensor.is_leaf
-        and tensor._base is None
+        and tensor.is_contiguous()
+        and tensor.untyped_storage().nbytes() == tensor.nbytes
     )
 
 

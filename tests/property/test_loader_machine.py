@@ -253,13 +253,14 @@ class LoaderMachine(MaintainedStoreMachine):
 def check_is_state(loader: Loader, state: State) -> None:
     """Every row and tensor is what the training had at that version, by the definitions of the format."""
     assert set(loader.tables) == set(state.tables) | set(state.hashed)
-    assert loader.step == state.step
+    assert loader.step == state.step, (loader.metrics(), state.step)
     ids: dict[str, Any] = {name: np.arange(table.num_rows) for name, table in state.tables.items()}
     ids |= {name: [*sorted(table.rows), 424_242] for name, table in state.hashed.items()}
     batch = loader.lookup_many(ids, dense=sorted(state.dense))
     assert (batch.version, batch.step) == (loader.version, loader.step)
     for name, table in state.tables.items():
-        assert same_bits(batch.rows[name], table.expected()["values"]), name
+        expected = table.expected()["values"]
+        assert same_bits(batch.rows[name], expected), (name, loader.metrics(), batch.rows[name], expected)
     for name, hashed in state.hashed.items():
         missing = batch.missing[name]
         assert missing is not None
