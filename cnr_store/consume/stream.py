@@ -312,7 +312,10 @@ class ChangeStream:
             return self._begun
         assert self._head is not None
         if not self._path:
-            return self._first_target()
+            first = self._first_target()
+            if first.record.chain:
+                return first
+            self._arrive(first)  # Nothing was saved yet: there is no state to tell.
         last = self._head.record.v
         while not self._closed.is_set():
             newest = self._path[-1]
