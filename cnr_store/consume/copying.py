@@ -78,8 +78,11 @@ def has_segment(target: Storage, entry: ChainEntry) -> bool:
     return document is not None and sha256(document) == entry.sha256
 
 
-def delete_segment(target: Storage, name: str) -> int:
+def delete_segment(target: Storage, name: str, written_before_ms: int) -> int | None:
     """Delete a segment's objects, its manifest first, and return their bytes. One listing; may be repeated.
+
+    One without a manifest, to which something was written since ``written_before_ms``, is being copied by another
+    relay: it is left alone, and this returns None.
 
     Raises
     ------
@@ -87,6 +90,9 @@ def delete_segment(target: Storage, name: str) -> int:
     """
     manifest = layout.segment_key(name, layout.MANIFEST)
     found = list(target.list_objects(layout.segment_prefix(name)))
+    is_whole = any(stat.key == manifest for stat in found)
+    if not is_whole and any((stat.modified_ms or 0) > written_before_ms for stat in found):
+        return None
     target.delete([manifest])
     target.delete(stat.key for stat in found if stat.key != manifest)
     return sum(stat.size_bytes for stat in found)

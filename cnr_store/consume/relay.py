@@ -641,11 +641,28 @@ class Relay:
             del self._held[version]
         self._present -= plan.notes.doomed.keys()
         self._entries = {item.seg: item for one in self._held.values() for item in one.chain}
-        for name in plan.due:
-            counts.trimmed_bytes += delete_segment(self._target, name)
-            counts.trimmed_segments += 1
         waiting = [due_ms for due_ms in plan.notes.doomed.values() if due_ms > now_ms]
         self._next_trim_ms = min(waiting, default=None)
+        if plan.due:
+            self._delete(plan.due, head.v + 1, counts)
+
+    def _delete(self, due: tuple[str, ...], following: int, counts: _Counts) -> None:
+        """Delete segments, unless another relay of this target is ahead: what it has copied may need them again."""
+        if self._occupied(following):
+            self._next_trim_ms = 0
+            return
+        for name in due:
+            size_bytes = delete_segment(self._target, name, self._clock_ms() - self._grace_ms)
+            if size_bytes is None:
+                continue
+            counts.trimmed_bytes += size_bytes
+            counts.trimmed_segments += 1
+        # It may have come between: what its records need of these is put again, whatever of it is left.
+        while (entry := self._log.read_standing(following)) is not None:
+            for item in entry.record.chain:
+                if item.seg in due:
+                    self._copy_segment(item, counts)
+            following = entry.record.v + 1
 
     def _read_holds(self, now_ms: int) -> tuple[Holds, set[str]]:
         """What readers of the relay hold, and the segments of leased versions that it would not keep otherwise."""

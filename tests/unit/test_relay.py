@@ -38,7 +38,7 @@ from cnr_store.committing import CommitKind
 from cnr_store.consume.relay import Relay, RelayReport
 from cnr_store.layout import BRANCHES, COMMITS, DATA, IDENTITY, RELAY, RELAY_TRIMS, STATE, commit_key, hint_key
 from cnr_store.log import RetryPolicy
-from cnr_store.records import Hint, canonical_json, is_live, sha256
+from cnr_store.records import Hint, RelayTrims, canonical_json, is_live, sha256
 from cnr_store.storage import Storage, storage_from_filesystem
 from cnr_store.testing.faulty import FaultyFileSystem, IsolatedMemoryFileSystem
 from tests.snapshot_bytes import bytes_of
@@ -641,6 +641,22 @@ def test_holds_that_cannot_be_read_stop_the_trimming_and_nothing_else(
     place(files).delete(["leases/readers/x.json"])
     save(store, 3)
     assert relay.advance().trimmed_segments == 1
+
+
+def test_what_another_relay_is_copying_is_left_alone(store: Store, files: IsolatedMemoryFileSystem) -> None:
+    save(store, 1)
+    policy = RetentionPolicy(keep_last=1)
+    Relay(store, place(files)).advance()
+    save(store, 2, 3, kind="full")
+    target = place(files)
+    half = f"{0:020d}-{7:032x}"
+    target.put(f"{DATA}{half}/r00000-00000000/x", b"half a copy")
+    target.put(RELAY_TRIMS, canonical_json(RelayTrims(doomed={half: 1})))
+
+    Relay(store, target, policy=policy, grace_s=3600).advance()
+    assert target.list_folders(DATA).count(half) == 1
+    Relay(store, target, policy=policy, grace_s=0).advance()
+    assert target.list_folders(DATA).count(half) == 0
 
 
 def test_a_relay_that_trims_nothing_keeps_everything(store: Store, files: IsolatedMemoryFileSystem) -> None:
