@@ -60,20 +60,21 @@ def fold_target(held: HeldTable, overlay: Overlay, memory: Memory) -> FoldTarget
     positions = held.index.find(overlay.ids)
     is_absent = overlay.status == ABSENT
     new = np.flatnonzero((positions == MISSING) & ~is_absent)
-    fresh = max(0, len(new) - len(held.spare))
+    # Readers of this view find the keys that leave in the overlay, so their rows may be given to others at once.
+    spare = np.concatenate([held.spare, positions[(positions != MISSING) & is_absent]])
+    fresh = max(0, len(new) - len(spare))
     if len(new) > held.index.room or held.num_rows + fresh > len(held.rows):
         held = _grown(held, len(new), memory)
         assert held.index is not None
         positions = held.index.find(overlay.ids)
-        fresh = len(new)
+        spare = positions[(positions != MISSING) & is_absent]
+        fresh = max(0, len(new) - len(spare))
     gone = np.flatnonzero((positions != MISSING) & is_absent)
     taken = len(new) - fresh
-    positions[new] = np.concatenate([held.spare[:taken], held.num_rows + np.arange(fresh)])
-    # What leaves now is still read by lookups that began before; its rows are given to keys of the next fold.
-    spare = np.concatenate([held.spare[taken:], positions[gone]])
+    positions[new] = np.concatenate([spare[:taken], held.num_rows + np.arange(fresh)])
     positions[gone] = MISSING
     memory.reserve(held.rows, held.num_rows + fresh)
-    after = replace(held, schema=overlay.schema, num_rows=held.num_rows + fresh, spare=spare)
+    after = replace(held, schema=overlay.schema, num_rows=held.num_rows + fresh, spare=spare[taken:])
     return FoldTarget(after, positions, new, overlay.ids[gone])
 
 

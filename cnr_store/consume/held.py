@@ -17,8 +17,9 @@ from cnr_store.consume import gather
 from cnr_store.consume.fused_kernels import BITS_8_EXTRA_BYTES, fuse_rows_8bit
 from cnr_store.consume.key_index import KeyIndex, slots_for
 from cnr_store.consume.memory import ANONYMOUS, Memory
+from cnr_store.consume.rounding import round_float32
 from cnr_store.consume.shards import HashShard, Shard, dense_range, is_in_shard, is_keyed
-from cnr_store.encodings import widths
+from cnr_store.encodings import kernels, widths
 from cnr_store.errors import BadDtype, BadInput, BadRowIds, BadShape, NonFiniteValues
 from cnr_store.records import TableSchema
 from cnr_store.table_codes import ABSENT, CODED, Array, ArraySpec, EscapeRows, array_specs, decode_block
@@ -109,18 +110,22 @@ class RowKind:
         elif self.served == "float32":
             widths.to_float32(values, self.table_dtype, out)
         else:
-            widths.from_float32(widths.to_float32(values, self.table_dtype), self.served, out)
+            floats = np.ascontiguousarray(widths.to_float32(values, self.table_dtype))
+            round_float32(floats, self.served, out)
         return -1
 
     def decode(self, codes: Array, out: Array) -> int:
         """Write codes (n, dim) as a lookup returns them; returns as `serve`. Only where codes are held."""
         assert self.spec is not None
-        if self.served == self.table_dtype:
-            decode_block(self.spec, codes, out)
-            return -1
-        values = np.empty(codes.shape, widths.carrier(self.table_dtype))
-        decode_block(self.spec, codes, values)
-        return self.serve(values, out)
+        is_served = self.served == self.table_dtype
+        values = out if is_served else np.empty(codes.shape, widths.carrier(self.table_dtype))
+        if isinstance(self.spec.encoding, Lattice) and self.table_dtype != "float32":
+            floats = np.empty(codes.shape, np.float32)
+            kernels.lattice_decode(codes, self.spec.scale, floats)
+            round_float32(floats, self.table_dtype, values)
+        else:
+            decode_block(self.spec, codes, values)
+        return -1 if is_served else self.serve(values, out)
 
 
 def row_kind(schema: TableSchema, served: Served | None = None, holds: Literal["auto"] | Holds = "auto") -> RowKind:

@@ -282,7 +282,7 @@ def test_a_long_lookup_ends_since_folding_waits_for_it() -> None:
     lookups = FoldingLookups(publisher, try_to_fold_a_newer_version)
     batch = lookups.lookup({"t": ROWS})
 
-    assert lookups.retries == 3
+    assert lookups.retries >= 3  # more only if this machine sleeps through the pause
     assert (batch.rows["t"] == (70 + batch.version - 1) * SCALE).all()
 
 
@@ -301,7 +301,7 @@ def test_folding_waits_for_readers_but_not_for_ever() -> None:
     assert not publisher.fold(wait=False)
     assert publisher.fold()
 
-    assert 0 < sum(time.slept) <= LONGEST_HOLD_S
+    assert 0 < sum(time.slept) < LONGEST_HOLD_S + 0.01
 
 
 def test_a_view_is_not_folded_before_its_time() -> None:
@@ -450,8 +450,8 @@ def test_rows_of_keys_that_left_are_used_again() -> None:
 
     held = publisher.newest_view()[0].tables["t"].held
 
-    # 200 keys, 50 that come and go, and 50 whose rows wait for the next fold; whatever number of versions there was.
-    assert held.num_rows <= 300
+    # 200 keys, and 50 that come and go, whatever number of versions there was.
+    assert held.num_rows == 250
     assert len(held.rows) <= 600
 
 
