@@ -192,6 +192,7 @@ class Loader:
         self._source = LoaderSource(
             publisher, store=self._store.uuid, branch=branch_of(self._store.commit_log.prefix),
             scope="" if tables is None and shard is None else f"{sorted(self._tables or ['*'])} {shard}",
+            opened=self._store,
         )  # fmt: skip
         self._tally = Tally()
         self._lookups_done = 0

@@ -1,4 +1,7 @@
-"""What a sink's feed reads: the views of a loader, as the `RowSource` that it asks for. No store is read."""
+"""What a sink's feed reads: the views of a loader, as the `RowSource` that it asks for.
+
+Values never come from the store; the row ids of what changed before the loader was there do, once.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,21 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from cnr_store.consume.comparing import rows_that_may_differ
 from cnr_store.consume.fused_reference import values_of_rows
 from cnr_store.consume.held import RowKind
+from cnr_store.consume.moving import Apply, Compare, Same, plan_move, plan_path
 from cnr_store.consume.sinks import Published, SinkState, SinkTable, SourceRows
 from cnr_store.consume.views import Lookups, Publisher, View
 from cnr_store.encodings.widths import to_float32
+from cnr_store.errors import CorruptStore, NotFound
+from cnr_store.records import TableSchema
+from cnr_store.store import Store
 from cnr_store.table_codes import Array
 from cnr_store.types import Float32s, RowIds
+
+MOST_RECORDS = 256
+"""Records that are read to tell how one version became another; further apart, the two ends alone must tell."""
 
 
 class LoaderSource:
@@ -25,10 +36,15 @@ class LoaderSource:
     ----------
     store, branch, scope
         As in `SinkState`.
+    opened
+        The store, for `changed_since`; without it that is never known.
     """
 
-    def __init__(self, publisher: Publisher, *, store: str, branch: str, scope: str) -> None:
+    def __init__(
+        self, publisher: Publisher, *, store: str, branch: str, scope: str, opened: Store | None = None
+    ) -> None:
         self._publisher = publisher
+        self._opened = opened
         self._lookups = Lookups(publisher)
         self._store, self._branch, self._scope = store, branch, scope
 
@@ -70,9 +86,51 @@ class LoaderSource:
         return SourceRows(batch.version, tables)
 
     def changed_since(self, held: SinkState) -> Mapping[str, RowIds] | None:
-        """See `RowSource.changed_since`; what changed before this loader was there it does not know."""
-        del held
-        return None
+        """See `RowSource.changed_since`: reads the row ids of the segments between the two, and no values."""
+        view = self._publisher.view
+        return None if view is None or self._opened is None else rows_between(self._opened, held.version, view)
+
+
+def rows_between(store: Store, held: int, view: View) -> dict[str, RowIds] | None:
+    """Return which rows of a view's tables may differ between version ``held`` and the view's; blocks.
+
+    None where the segments of the two do not tell, or are gone: another baseline, another life of a table, a version
+    that has expired.
+
+    Raises
+    ------
+    StorageFailure
+    """
+    log = store.commit_log
+    try:
+        versions = range(held, view.version + 1) if 0 <= view.version - held <= MOST_RECORDS else (held, view.version)
+        entries = [entry for entry in map(log.read_standing, versions) if entry is not None]
+        if len(entries) < 1 or (entries[0].record.v, entries[-1].record.v) != (held, view.version):
+            return None
+        move = plan_path(entries) if held <= view.version else plan_move(entries[0], entries[-1])
+        if isinstance(move, Same):
+            return {}
+        if isinstance(move, Compare):
+            return None
+        snapshot = store.snapshot(view.version)
+        common = snapshot.open_segment(entries[0].record.chain[-1] if isinstance(move, Apply) else move.common[-1])
+        chains = (move.segments,) if isinstance(move, Apply) else (move.old, move.new)
+        sides = [[snapshot.open_segment(entry) for entry in chain] for chain in chains]
+        shapes = {name: _shape(snapshot.tables[name]) for name in snapshot.tables}
+        for reader in (common, *(reader for side in sides for reader in side)):
+            if {name: _shape(schema) for name, schema in reader.manifest.tables.items()} != shapes:
+                return None  # rows of a table that grew, shrank or began anew stand in no list
+        changed: dict[str, RowIds] = {}
+        for name, served in view.tables.items():
+            found = [rows_that_may_differ(common, side, served, snapshot.tables[name]) for side in sides]
+            changed[name] = np.unique(np.concatenate(found))
+        return changed
+    except (NotFound, CorruptStore):
+        return None  # what only the older version was made of may be gone; the sink gets everything
+
+
+def _shape(schema: TableSchema) -> tuple[object, ...]:
+    return schema.generation, schema.num_rows, schema.dim, schema.keys
 
 
 def _floats(rows: Array, kind: RowKind) -> Float32s:
