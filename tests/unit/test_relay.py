@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import tracemalloc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -904,3 +906,20 @@ def test_errors_of_a_relay_name_its_source(store: Store, files: IsolatedMemoryFi
 
     assert store.url in str(caught.value)
     assert sha256(place(files).read(IDENTITY) or b"") == sha256(store.storage.read(IDENTITY) or b"")
+
+
+def test_memory_does_not_grow_with_the_table(tmp_path: Path) -> None:
+    values = np.random.default_rng(1).standard_normal((150_000, 64)).astype(np.float32)
+    with Store.create(str(tmp_path / "far"), fsync=False, threads=2) as store:
+        with store.writer() as writer, writer.begin(1) as txn:
+            txn.write_table("t", values, options=TableOptions.exact())
+        relay = Relay(store, str(tmp_path / "near"), fsync=False)
+        tracemalloc.start()
+        try:
+            report = relay.advance()
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert report.bytes > 30 * 2**20
+    assert peak < report.bytes / 2
