@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from cnr_store.encodings.digest import add_digests
 from cnr_store.encodings.widths import from_float32, to_float32
+from cnr_store.read_ahead import reading_ahead
 from cnr_store.records import TableSchema
 from cnr_store.replay import ChunkReader, finish, replay
 from cnr_store.replay_plan import Columns, TablePlan, by_columns, check_digest, check_row_slots, clip, expected_digest
@@ -65,7 +66,7 @@ def read_range(
             for name, out in pieces.items()
         }
         codes = TableCodes(plan.schema, start, stop, held, columns=plan.columns)
-        replay(readers, clip(plan, start, stop), codes, workers)
+        _replay(readers, clip(plan, start, stop), codes, workers)
         total = add_digests(total, finish(codes, pieces, workers, with_digest=True))
     check_digest(plan, [(plan.columns, total)], names)
     return list(wanted)
@@ -106,7 +107,7 @@ def read_mirror(
     codes = TableCodes.allocate(
         plan.schema, plan.start, plan.stop, names=names, mirror=True, allocate=allocate, columns=plan.columns
     )
-    replay(readers, plan, codes, workers)
+    _replay(readers, plan, codes, workers)
     mirrored = {name: out for name, out in outputs.items() if name in codes.arrays}
     total = finish(codes, mirrored, workers, with_digest=True)
     check_digest(plan, [(plan.columns, total)], set(codes.arrays))
@@ -132,7 +133,7 @@ def read_rows(
         specs = array_specs(plan.schema, piece.columns)
         held = {name: np.empty(out.shape, specs[name].held_dtype) for name, out in pieces.items()}
         codes = TableCodes(plan.schema, 0, len(rows), held, columns=piece.columns)
-        replay(readers, piece, codes, workers, rows)
+        _replay(readers, piece, codes, workers, rows)
         finish(codes, pieces, workers, with_digest=False)
         window.count(piece, pieces)
     window.finish()
@@ -191,7 +192,7 @@ def read_codes(
                 held = scratch.take((stop - start, spec.width), spec.held_dtype)
                 held[...] = 0
             codes = TableCodes(plan.schema, start, stop, {"codes": held}, columns=piece.columns)
-            replay(readers, piece if rows is not None else clip(piece, start, stop), codes, workers, rows)
+            _replay(readers, piece if rows is not None else clip(piece, start, stop), codes, workers, rows)
             totals[piece.columns] = add_digests(totals[piece.columns], take(codes, with_digest))
     if with_digest:
         check_digest(plan, list(totals.items()), {"codes"})
@@ -217,7 +218,7 @@ def _read_intervals(
             kinds = {name: specs[piece.columns][name] for name in names}
             held = {name: np.zeros((stop - start, spec.width), spec.held_dtype) for name, spec in kinds.items()}
             codes = TableCodes(plan.schema, start, stop, held, columns=piece.columns)
-            replay(readers, clip(piece, start, stop), codes, workers)
+            _replay(readers, clip(piece, start, stop), codes, workers)
             if mirror is not None:
                 mirror.take(codes)
             targets = window.outputs(piece)
@@ -323,6 +324,13 @@ def _same_states(a: TableCodes, b: TableCodes) -> bool:
     rows = np.zeros(0, np.uint8)
     left, right = (rows if one.status is None or not one.status.any() else one.status for one in (a, b))
     return bool(np.array_equal(left, right))
+
+
+def _replay(
+    readers: Sequence[ChunkReader], plan: TablePlan, codes: TableCodes, workers: Workers, rows: RowIds | None = None
+) -> None:
+    with reading_ahead(readers, plan, list(codes.arrays)) as sources:
+        replay(sources, plan, codes, workers, rows)
 
 
 def rows_since(readers: Sequence[SegmentReader], table: str, schema: TableSchema) -> RowIds:

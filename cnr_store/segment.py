@@ -7,6 +7,7 @@ before it is decoded, so a missing, short, swapped or stale object is an error, 
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import threading
@@ -324,6 +325,8 @@ def merge_receipts(receipts: list[Receipt]) -> dict[str, Any]:
 
 
 IfMissing = Callable[[MissingObject], None]
+TakeObject = Callable[[str], bytes | None]
+"""Path to the verified bytes of an object that was fetched before; None where it was not."""
 
 
 class SegmentReader:
@@ -338,6 +341,7 @@ class SegmentReader:
         self._storage = storage
         self._if_missing = if_missing
         self._objects = {entry.path: entry for entry in manifest.objects}
+        self._take: TakeObject | None = None
 
     @classmethod
     def open(cls, storage: Storage, entry: ChainEntry, *, if_missing: IfMissing | None = None) -> SegmentReader:
@@ -370,6 +374,22 @@ class SegmentReader:
             )
         return cls(storage, entry.seg, manifest, if_missing=if_missing)
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether a read waits for a network."""
+        return self._storage.is_remote
+
+    def size_of(self, path: str) -> int:
+        """Return the bytes of an object by the inventory; 0 if it has none of that path, which a read refuses."""
+        entry = self._objects.get(path)
+        return 0 if entry is None else entry.size
+
+    def fetched_by(self, take: TakeObject) -> SegmentReader:
+        """Return the same segment, of which ``take`` is asked for the verified bytes of an object first."""
+        other = copy.copy(self)
+        other._take = take
+        return other
+
     def read_object(self, path: str) -> bytes:
         """Return an object's bytes, checked against the inventory.
 
@@ -377,6 +397,10 @@ class SegmentReader:
         ------
         MissingObject, CorruptObject
         """
+        if self._take is not None:
+            taken = self._take(path)
+            if taken is not None:
+                return taken
         entry = self._objects.get(path)
         if entry is None:
             raise CorruptStore(f"segment {self.name} has no object {path} in its inventory", path=path)

@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 
 from cnr_store.encodings import digest, kernels
+from cnr_store.read_ahead import reading_ahead
 from cnr_store.replay import ChunkReader, Replay, checked_codes
 from cnr_store.replay_plan import Step, TablePlan
 from cnr_store.table_codes import BLOCK_ROWS, Array, ArraySpec, array_specs, decode_block
@@ -48,19 +49,25 @@ def load_settled(
     CorruptStore, CorruptObject, MissingObject
         ``outputs`` then hold undefined values.
     """
-    engine = Replay(readers, workers)
     specs = array_specs(plan.schema, plan.columns)
-
-    def load(step: Step) -> int:
-        low, high = max(step.first, plan.start), min(step.last + 1, plan.stop)
-        total = 0
-        for name, out in outputs.items():
-            held = engine.values(step, plan, specs[name])[low - step.first : high - step.first]
-            total += _put(specs[name], held, out[low - plan.start : high - plan.start], step, low, plan)
-        return total
-
-    totals = workers.run(partial(load, step) for batch in plan.batches for step in batch.steps)
+    with reading_ahead(readers, plan, list(outputs)) as sources:
+        engine = Replay(sources, workers)
+        totals = workers.run(
+            partial(_load, engine, step, plan, specs, outputs) for batch in plan.batches for step in batch.steps
+        )
     return digest.add_digests(*totals)
+
+
+def _load(
+    engine: Replay, step: Step, plan: TablePlan, specs: Mapping[str, ArraySpec], outputs: Mapping[str, Array]
+) -> int:
+    """Decode one chunk of each array into the outputs; returns what it adds to the digest."""
+    low, high = max(step.first, plan.start), min(step.last + 1, plan.stop)
+    total = 0
+    for name, out in outputs.items():
+        held = engine.values(step, plan, specs[name])[low - step.first : high - step.first]
+        total += _put(specs[name], held, out[low - plan.start : high - plan.start], step, low, plan)
+    return total
 
 
 def _put(spec: ArraySpec, held: Array, out: Array, step: Step, first_row: int, plan: TablePlan) -> int:

@@ -98,11 +98,14 @@ class Storage(ABC):
         False when the caller opted into ``unsafe_single_writer`` on a backend without an exclusive create.
     max_create_bytes
         Largest object `create` accepts.
+    is_remote
+        Whether a request waits for a network, so that several at once are faster than one after the other.
     recipe
         How another process opens the same place; None where none can (memory, a file system object of the caller's).
     """
 
     max_create_bytes: ClassVar[int] = MAX_CREATE_BYTES
+    is_remote: ClassVar[bool] = False
 
     def __init__(self, url: str, *, is_exclusive: bool = True) -> None:
         self.url = url

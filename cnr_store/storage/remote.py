@@ -33,6 +33,7 @@ class RemoteStorage(Storage):
     """Objects under ``root`` of an fsspec file system whose ``pipe_file(mode="create")`` is exclusive."""
 
     read_options: ClassVar[dict[str, Any]] = {}
+    is_remote: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -150,6 +151,8 @@ class RemoteStorage(Storage):
 
 class MemoryStorage(RemoteStorage):
     """The process-wide memory file system: its create is a check and then an assignment, so we lock."""
+
+    is_remote: ClassVar[bool] = False
 
     def _pipe_new(self, key: str, data: bytes) -> None:
         with _MEMORY_LOCK:

@@ -24,7 +24,7 @@ PARTS = DOCUMENTS | {"storage", "encodings", "rows", "arrays", "workers"}
 FORMAT = PARTS | {"rebase", "log", "segment", "table_codes", "replay_plan", "replay", "tree"}
 CODEC = PARTS | {"segment", "table_codes"}
 KEEPING = {"cached_reader", "chunk_lru"}
-READING = FORMAT | KEEPING | {"settled", "restore", "snapshot"}
+READING = FORMAT | KEEPING | {"read_ahead", "settled", "restore", "snapshot"}
 STAGING = READING | {
     "placement", "agreement", "ranks", "options", "narrowing", "encode", "changes", "baseline", "mirrors", "planning",
     "inputs", "assembly",
@@ -66,8 +66,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tensor_file": WORDS,
     "exporting": READING | {"tensor_file"},
     "importing": WRITING | {"store", "tensor_file", "exporting"},
-    "settled": CODEC | {"replay_plan", "replay"},
-    "restore": CODEC | {"replay_plan", "replay", "settled"},
+    "read_ahead": CODEC | {"replay_plan", "replay"},
+    "settled": CODEC | {"replay_plan", "replay", "read_ahead"},
+    "restore": CODEC | {"replay_plan", "replay", "read_ahead", "settled"},
     "snapshot": FORMAT | KEEPING | {"restore", "placement"},  # no writing below this line
     "narrowing": PARTS,
     "options": WORDS | {"records", "encodings"},
