@@ -17,7 +17,8 @@ from cnr_store.errors import (
 from cnr_store.rebase import leaves_state
 from cnr_store.records import CommitRecord, LogEntry, is_live
 
-LONGEST_BACKOFF_S = 30.0
+LONGEST_BACKOFF_S = 10.0
+"""A store that cannot be read is asked this often at the least."""
 
 
 @dataclass(frozen=True, slots=True)
