@@ -1,9 +1,8 @@
 """Put one delta segment on a consumer's own copy of a table: the changed rows, as they are held, as an overlay.
 
-Where all parts of the segment have the table's whole width, threads decode chunks straight into the overlay's rows: an
-``add`` chunk goes onto the rows that are held, gathered block by block, so that each block is added to while it is in
-the cache. Parts that are cut by columns go through `Replay` over the union of their rows, which is the definition.
-Slots are not read. Nothing that is served is changed.
+Where all parts of the segment have the table's whole width, threads decode chunks and write them straight to the
+overlay's rows, differences added to what is held in the same pass. Parts that are cut by columns go through `Replay`
+over the union of their rows, which is the definition. Slots are not read. Nothing that is served is changed.
 """
 
 from __future__ import annotations
@@ -219,6 +218,10 @@ class _Application:
         if step.operation == "set":
             self._set(values, rows, step)
             return none, (none, rows)
+        held = self._served.held
+        if held.index is None and self._served.overlay is None:
+            return self._add(ids, values, rows, status, step), (none, rows)
+        # Rows that are found by key are gathered first, as many as stay in the cache.
         unsure = [
             self._add(ids[low:high], values[low:high], rows[low:high], status[low:high], step)
             for low, high in _blocks(len(ids))
@@ -238,33 +241,48 @@ class _Application:
                 serve(kind, floats, rows[low:high], self._plan.table, 0, _INLINE)
 
     def _add(self, ids: RowIds, values: Array, rows: Array, status: Array, step: Step) -> RowIds:
-        """Add a block to what is held; returns rows to which nothing can be added."""
-        try:
-            before = self._served.gather_held(ids, rows)
-        except BadRowIds as error:
-            raise CorruptStore(
-                f"segment {self._reader.name} has a row of table {self._plan.table!r} that the table has not: {error}; "
-                "run `cnr verify`",
-                table=self._plan.table, found=error.found,
-            ) from error  # fmt: skip
-        if not before.any():
-            self._move(values, rows, step)
+        """Write held rows with differences added to them to ``rows``; returns rows to which nothing can be added."""
+        source, positions, before = self._before(ids)
+        if before is None or not before.any():
+            self._move(source, positions, values, rows, step)
             return ids[:0]
-        coded = before == CODED
-        moved = np.ascontiguousarray(rows[coded])
-        self._move(np.ascontiguousarray(values[coded]), moved, step)
-        rows[coded] = moved
-        status[~coded] = ESCAPED
-        unknown: RowIds = ids[~coded]
-        return unknown
+        at = np.flatnonzero(before == CODED)
+        moved = np.empty((len(at), rows.shape[1]), rows.dtype)
+        self._move(source, positions[at], np.ascontiguousarray(values[at]), moved, step)
+        rows[at] = moved
+        unknown = before != CODED
+        status[unknown] = ESCAPED
+        return np.asarray(ids[unknown], np.int64)
 
-    def _move(self, values: Array, rows: Array, step: Step) -> None:
+    def _before(self, ids: RowIds) -> tuple[Array, RowIds, npt.NDArray[np.uint8] | None]:
+        """Where sorted rows are held: an array, positions in it, and their status (None: all are coded)."""
+        held = self._served.held
+        if held.index is None and self._served.overlay is None:
+            if ids[0] < held.start or ids[-1] >= held.stop:
+                raise self._outside(int(ids[0] if ids[0] < held.start else ids[-1]))
+            positions = ids - held.start
+            return held.rows, positions, None if held.status is None else held.status[positions]
+        source = self._engine.scratch("before").take((len(ids), held.rows.shape[1]), held.rows.dtype)
+        try:
+            before = self._served.gather_held(ids, source)
+        except BadRowIds as error:
+            raise self._outside(int(error.found)) from error
+        return source, np.arange(len(ids), dtype=np.int64), before
+
+    def _outside(self, row: int) -> CorruptStore:
+        return CorruptStore(
+            f"segment {self._reader.name} adds to row {row} of table {self._plan.table!r}, which has "
+            f"{self._plan.schema.num_rows} rows; run `cnr verify`",
+            table=self._plan.table, found=row,
+        )  # fmt: skip
+
+    def _move(self, source: Array, positions: RowIds, values: Array, rows: Array, step: Step) -> None:
         if not self._spec.is_additive:
             self._set(values, rows, step)
         elif self._kind.holds == "codes":
-            self._checked(add_to_codes(self._spec, rows, values), rows, step)
+            self._checked(add_to_codes(self._spec, source, positions, values, rows), rows, step)
         else:
-            self._checked(add_to_values(self._spec, rows, values), rows, step)
+            self._checked(add_to_values(self._spec, source, positions, values, rows), rows, step)
 
     def _checked(self, bad: int, rows: Array, step: Step) -> None:
         if bad < 0:

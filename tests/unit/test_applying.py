@@ -70,11 +70,14 @@ def test_adding_to_values_is_decoding_the_sum_of_the_codes(name: str, seed: int,
     decode_block(spec, after.astype(spec.held_dtype), expected)
     differences = (after - before).astype(np.int64).astype(np.int32)
 
+    positions = rng.permutation(rows).astype(np.int64)
+    out = np.ones_like(values)
+
     plain = add_reference(spec, values, differences)
-    bad = add_to_values(spec, values, differences)
+    bad = add_to_values(spec, values, positions, differences[positions], out)
 
     assert bad == -1
-    assert values.tobytes() == expected.tobytes()
+    assert out.tobytes() == expected[positions].tobytes()
     assert plain is not None
     assert plain.tobytes() == expected.tobytes()
 
@@ -91,7 +94,7 @@ def test_lattice_codes_that_could_not_be_had_back_are_reported(difference: int) 
     differences[1, 2] = difference
 
     assert add_reference(spec, values, differences) is None
-    assert add_to_values(spec, values, differences) == 1
+    assert add_to_values(spec, values, np.arange(3), differences, np.empty_like(values)) == 1
 
 
 def test_16_bit_codes_that_leave_their_range_are_reported() -> None:
@@ -100,17 +103,22 @@ def test_16_bit_codes_that_leave_their_range_are_reported() -> None:
     differences = np.zeros((3, DIM), np.int32)
     differences[2, 0] = 30_000
     assert add_reference(spec, values, differences) is None
-    assert add_to_values(spec, values, differences) == 2
+    assert add_to_values(spec, values, np.arange(3), differences, np.empty_like(values)) == 2
 
 
 def test_codes_are_added_to_as_a_replay_adds() -> None:
     spec = spec_of("exact")
-    codes = np.full((2, DIM), 2**31 - 1, np.int32)
-    assert add_to_codes(spec, codes, np.ones((2, DIM), np.int16)) == -1
-    assert (codes == -(2**31)).all()
+    at, ones = np.array([1, 0]), np.ones((2, DIM), np.int16)
+    codes, out = np.full((2, DIM), 2**31 - 1, np.int32), np.zeros((2, DIM), np.int32)
+    assert add_to_codes(spec, codes, at, ones, out) == -1
+    assert (out == -(2**31)).all()
+
+    codes = np.array([[4] * DIM, [9] * DIM], np.int32)
+    assert add_to_codes(spec_of("lattice"), codes, at, ones, out) == -1
+    assert out[:, 0].tolist() == [10, 5]
 
     narrow = np.full((2, DIM), 32_767, np.int16)
-    assert add_to_codes(spec_of("lattice"), narrow, np.ones((2, DIM), np.int16)) == 0
+    assert add_to_codes(spec_of("lattice"), narrow, at, ones, np.zeros_like(narrow)) == 0
 
 
 # One segment.
