@@ -67,6 +67,7 @@ class AttachedTables:
         self._lock = threading.Lock()
         self._attached: _Attachment | None = None
         self._checked_at = clock()
+        self._missed = 0
         self._lookups = Lookups(self)
         self._attach()
 
@@ -111,7 +112,7 @@ class AttachedTables:
         Raises
         ------
         VersionNotFound
-            `close` was called.
+            `close` was called; or the owner ended, and took away a view that was not mapped here yet.
         CorruptObject
         """
         attached = self._attached
@@ -121,6 +122,8 @@ class AttachedTables:
             attached = self._follow_owner(attached)
         if attached.board.epoch != attached.view.epoch:
             attached = self._follow_epoch()
+            if not attached.board.is_whole(attached.view.epoch):
+                attached = self._leave(attached)
         return attached.view, attached.board
 
     def _is_time_to_check(self, board: Board) -> bool:
@@ -138,6 +141,17 @@ class AttachedTables:
         except VersionNotFound:  # that owner has ended too
             return attached
 
+    def _leave(self, attached: _Attachment) -> _Attachment:
+        """Go over to another owner at once: this one ended, and took the last view away before it was mapped here."""
+        after = self._follow_owner(attached)
+        if after is attached and attached.board.epoch == self._missed:
+            raise VersionNotFound(
+                f"the loader that served in {self.folder} has ended, and the last version was not mapped here before: "
+                "attach again when a loader serves",
+                path=str(self.folder),
+            )
+        return after
+
     def _follow_epoch(self) -> _Attachment:
         with self._lock:
             attached = self._attached
@@ -150,6 +164,7 @@ class AttachedTables:
                     # The view went while it was mapped, and a newer one is there. Or all went with their owner, and
                     # what is mapped stays good.
                     if attached.board.epoch == epoch:
+                        self._missed = epoch
                         break
             self._attached = attached
             return attached

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store.consume import gather
-from cnr_store.consume.held import HeldTable, Overlay
+from cnr_store.consume.held import HeldTable, Overlay, index_capacity
 from cnr_store.consume.key_index import MISSING, KeyIndex
 from cnr_store.consume.memory import Memory
 from cnr_store.table_codes import ABSENT
@@ -63,7 +63,11 @@ def fold_target(held: HeldTable, overlay: Overlay, memory: Memory) -> FoldTarget
     # Readers of this view find the keys that leave in the overlay, so their rows may be given to others at once.
     spare = np.concatenate([held.spare, positions[(positions != MISSING) & is_absent]])
     fresh = max(0, len(new) - len(spare))
-    if len(new) > held.index.room or held.num_rows + fresh > len(held.rows):
+    if held.num_rows + fresh <= len(held.rows) and len(new) > held.index.room:
+        held = replace(
+            held, index=held.index.grown(index_capacity(held.index.count + len(new)), memory, f"{held.name}.index")
+        )
+    elif held.num_rows + fresh > len(held.rows):
         held = _grown(held, len(new), memory)
         assert held.index is not None
         positions = held.index.find(overlay.ids)
@@ -105,7 +109,7 @@ def _grown(held: HeldTable, new: int, memory: Memory) -> HeldTable:
     for low in range(0, count, COPY_ROWS):
         at = positions[low : low + COPY_ROWS]
         np.take(held.rows, at, axis=0, out=rows[low : low + len(at)])
-    index = KeyIndex.allocate(capacity, memory, f"{held.name}.index")
+    index = KeyIndex.allocate(index_capacity(count + new), memory, f"{held.name}.index")
     index.insert_many(keys, np.arange(count, dtype=np.int64))
     larger = replace(held, rows=rows, index=index, num_rows=count, spare=np.empty(0, np.int64), status=None)
     if held.status is not None:

@@ -234,8 +234,8 @@ class HeldTable:
     ) -> HeldTable:
         """Return a table of zeros, every row coded, or no key yet, to be filled by its only user before publication.
 
-        ``dtype`` is ``kind.dtype`` unless given (int32 for wide codes). By key there is room for ``num_keys`` and as
-        many again; the caller fills rows [0, num_keys) and inserts their keys.
+        ``dtype`` is ``kind.dtype`` unless given (int32 for wide codes). By key there is room for ``num_keys`` rows and
+        as many again, which take no memory yet; the caller fills rows [0, num_keys) and inserts their keys.
         """
         keyed = is_keyed(shard, schema)
         rows = dense_range(shard, schema.num_rows)
@@ -252,7 +252,7 @@ class HeldTable:
             ),
             start=0 if keyed else rows.start,
             stop=0 if keyed else rows.stop,
-            index=KeyIndex.allocate(max(capacity, 1), memory, f"{name}.index") if keyed else None,
+            index=KeyIndex.allocate(index_capacity(num_keys), memory, f"{name}.index") if keyed else None,
             num_rows=num_keys if keyed else capacity,
             spare=np.empty(0, np.int64),
             status=None,
@@ -536,6 +536,11 @@ class ServedTable:
             expected=str(shard) if shard is not None else [0, schema.num_rows],
             found=row,
         )
+
+
+def index_capacity(num_keys: int) -> int:
+    """Return for how many keys an index is made where there are ``num_keys``: it is made anew when it is full. Pure."""
+    return num_keys + num_keys // 8 + 64
 
 
 def checked_ids(ids: npt.ArrayLike, table: str) -> RowIds:

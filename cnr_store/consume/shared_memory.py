@@ -2,7 +2,7 @@
 
 Plain files, not ``multiprocessing.shared_memory``, whose resource tracker unlinks what a process that ends had open. ::
 
-    <folder>/owner.lock     flock of the process that owns the folder; gone with it, however it ends
+    <folder>/owner.lock     flock of the process that owns the folder; gone with it, however it ends. Holds <n>
     <folder>/current        which generation readers attach to; replaced atomically
     <folder>/g<n>/          one life of an owner
         board               the `Board`
@@ -96,7 +96,9 @@ class SharedMemory:
             self._lock_fd = _own(self.folder)
             try:
                 there = generations(self.folder)
-                self.generation = 1 + max(there, default=0)
+                # Counted in the file that stays: a number that comes again would look like the same generation.
+                self.generation = 1 + max(there | {int(os.pread(self._lock_fd, 32, 0) or b"0")})
+                os.pwrite(self._lock_fd, b"%d" % self.generation, 0)
                 # What an owner left that died while it loaded, nobody can be attached to.
                 for generation in there - {current_generation(self.folder)}:
                     shutil.rmtree(self.folder / f"g{generation}")
@@ -222,14 +224,19 @@ class SharedMemory:
         """Return the file that describes a view."""
         return self.path / f"view-{epoch}"
 
-    def close(self) -> None:
-        """Take the files away and give the folder back; a second call is harmless. Readers keep what they map."""
+    def close(self, *, keep: bool = False) -> None:
+        """Give the folder back; a second call is harmless. Readers keep what they map.
+
+        Takes the files away, or with ``keep`` leaves them, as an owner that is killed does: then all readers go on with
+        the last view until the next owner serves, and the memory is taken until then.
+        """
         if self._lock_fd < 0:
             return
         self.board.end()
-        if self._is_current:
-            (self.folder / CURRENT_FILE).unlink(missing_ok=True)
-        shutil.rmtree(self.path, ignore_errors=True)
+        if not keep:
+            if self._is_current:
+                (self.folder / CURRENT_FILE).unlink(missing_ok=True)
+            shutil.rmtree(self.path, ignore_errors=True)
         self._let_go()
 
     def _supersede(self) -> None:

@@ -311,12 +311,16 @@ class Publisher:
         return max(0.0, self._published_at + self._fold_after_s - self._clock())
 
     def close(self) -> None:
-        """Say that no view will come any more. Readers keep what they have."""
+        """Say that no view will come any more, and serve none in this process; a second call is harmless.
+
+        What the last view is made of is left to the memory: readers in other processes go on with it.
+        """
         with self._lock:
             self.board.end()
-            self._view = None
             self._forget_staged()
             self._sweep()
+            self._view = None
+            self._blocks = set()
 
     def _candidate(
         self,

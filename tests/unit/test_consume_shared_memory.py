@@ -147,6 +147,36 @@ def test_a_clean_end_takes_the_files_away_and_readers_keep_what_they_have(memory
     tables.close()
 
 
+def test_a_reader_that_missed_the_last_view_says_so_until_somebody_serves_again(memory: SharedMemory) -> None:
+    publisher = served(memory)
+    tables = AttachedTables(memory.folder)
+    publish(publisher, memory, 2)
+    publisher.fold()  # over the rows of the view that is mapped
+    publisher.close()
+    memory.close()
+
+    for _ in range(2):
+        with pytest.raises(VersionNotFound, match="has ended, and the last version was not mapped here"):
+            tables.lookup({"t": ROWS})
+    other = SharedMemory(memory.folder)
+    served(other, 3)
+
+    assert seen(tables) == 3
+    other.close()
+
+
+def test_an_owner_that_is_to_come_again_leaves_its_last_view(memory: SharedMemory) -> None:
+    publisher = served(memory)
+    tables = AttachedTables(memory.folder)
+    publish(publisher, memory, 2)
+    publisher.fold()
+    publisher.close()
+    memory.close(keep=True)
+
+    assert seen(tables) == 2
+    assert seen(AttachedTables(memory.folder)) == 2
+
+
 def test_readers_go_over_to_the_next_owner(tmp_path: Path) -> None:
     first = SharedMemory(tmp_path)
     served(first, 5)
