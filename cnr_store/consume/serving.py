@@ -161,7 +161,8 @@ class Serving:
             view = self.publisher.reveal()
             shown, self.states = self.states[1:], self.states[-1:]
             self._tally.moves += len(shown)
-            changed = _union(shown)
+            # A union of many ids holds the interpreter for milliseconds, and lookups with it.
+            changed = _union(shown) if self._binding is not None or self._feeds else {}
             if self._binding is not None:
                 moved = {name for state in shown for name in state.changed_dense}
                 self._show_module(self._binding, changed, moved)
@@ -238,6 +239,9 @@ def _union(states: Sequence[State]) -> dict[str, RowIds | None]:
     union: dict[str, RowIds | None] = {}
     for state in states:
         for table, rows in state.changed.items():
-            before = union.get(table, rows)
-            union[table] = None if rows is None or before is None else np.union1d(before, rows)
+            before = union.get(table)
+            if table not in union:
+                union[table] = rows
+            else:
+                union[table] = None if rows is None or before is None else np.union1d(before, rows)
     return union
