@@ -154,6 +154,32 @@ def test_a_batch_shows_at_its_commit_and_a_reader_mixes_nothing(redis_server: Re
     assert RedisSink.connect(redis_server.url, prefix, stored_as="int8").open() is None
 
 
+class Twice(CountingRedis):
+    """A client whose first replies are all lost, so that each script runs a second time."""
+
+    def execute_command(self, *args: Any, **options: Any) -> Any:
+        if args[0] == "EVALSHA":
+            super().execute_command(*args, **options)
+        return super().execute_command(*args, **options)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_every_script_may_run_twice(redis_server: RedisServer, prefix: str) -> None:
+    write(opened(redis_server, prefix), 0, full=True)
+    reader = RedisRows(Twice.from_url(redis_server.url), prefix)
+    sink = RedisSink(Twice.from_url(redis_server.url), prefix)
+    assert sink.open() == state(0)
+    for version, full in ((1, False), (2, True), (3, False)):
+        write(sink, version, full=full)
+        assert_is_whole(reader, version)
+        assert_is_settled(redis_server, prefix)
+    sink.begin({"user": SinkTable(4, 60), "item": SinkTable(2, None)}, full=False)
+    sink.put("user", USERS, np.full((60, 4), 99, np.float32))
+    sink.abort()
+    assert_is_whole(reader, 3)
+    assert_is_settled(redis_server, prefix)
+
+
 class Killed(BaseException):
     """The process is gone at this command."""
 

@@ -54,6 +54,10 @@ PUBLIC = {
         write_parquet write_ipc recorded_cursor RecordedVersion RecordingReport
         Relay RelayReport assign_shards
     """,
+    "cnr_store.consume.sinks": """
+        FusedRows RedisSink RedisRows RedisBatch SinkFeed PushResult SinkMetrics
+        RowSink RowSource Published SinkState SinkTable SourceRows
+    """,
     "cnr_store.integrations": "StateDict load_state_dict",
     "cnr_store.testing": "",
     "cnr_store.training": """
@@ -68,6 +72,7 @@ PACKAGES = {
     "cnr_store": "cnr_store",
     "cnr_store.training": "cnr_store/training",
     "cnr_store.consume": "cnr_store/consume",
+    "cnr_store.consume.sinks": "cnr_store/consume/sinks",
     "cnr_store.integrations": "cnr_store/integrations",
     "cnr_store.testing": "cnr_store/testing",
     "cnr_store_gpu": "gpu/cnr_store_gpu",

@@ -17,7 +17,7 @@ from functools import partial
 
 import numpy as np
 
-from cnr_store.consume.sinks import Published, RowSink, RowSource, SinkState, SourceRows
+from cnr_store.consume.sinks.protocol import Published, RowSink, RowSource, SinkState, SourceRows
 from cnr_store.errors import BadInput, CnrStoreError, Fenced, StorageFailure
 from cnr_store.types import RowIds
 

@@ -19,7 +19,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.consume.sinks import SinkState, SinkTable, redis_scripts
+from cnr_store.consume.sinks import redis_scripts
+from cnr_store.consume.sinks.protocol import SinkState, SinkTable
 from cnr_store.consume.sinks.stored_rows import (
     StoredAs,
     check_rows,
