@@ -228,7 +228,7 @@ class _Mover:
             served = _with_schema(served, schema)
         found = compare_table(self._readers, served, kind, self._workers, memory=self._memory)
         self._count(self._readers, served.name)
-        return _if_any(found, served)
+        return _if_any(found, served, self._memory)
 
     def _reread(self, served: ServedTable, schema: TableSchema, kind: RowKind) -> Difference | None:
         old, new = self._segments
@@ -330,10 +330,14 @@ class _Building:
                 self.now.name, schema, 0, self.now.kind.width, self.now.held.rows.dtype, self._memory
             )
         placed = self._placed(replace(overlay, schema=schema))
-        return _if_any(Difference(placed, self.now.escapes), self._before)
+        found = _if_any(Difference(placed, self.now.escapes), self._before)
+        block = self._memory.block_of(placed.rows)
+        if found is None and block is not None:
+            self._memory.release(block)  # nobody is given it: it would stay in shared memory for ever
+        return found
 
     def _copy(self, schema: TableSchema, kind: RowKind, *, wide: bool) -> None:
-        old = self.now.held if self._is_copy else None
+        old = self.now.held if self._is_copy else self._overlay
         try:
             self.now = reshaped(self.now, schema, kind, self._workers, wide=wide, memory=self._memory)
         except CodesTooWide:
@@ -352,6 +356,7 @@ class _Building:
         merged = overlay
         if self._overlay is not None:
             merged = Overlay.merged(held.name, self._overlay, overlay)
+            _release(self._overlay, self._memory)
         self._overlay = merged
         beside = self._before.overlay
         shown = merged if beside is None else Overlay.merged(held.name, beside, merged)
@@ -379,14 +384,17 @@ def _with_schema(served: ServedTable, schema: TableSchema) -> ServedTable:
     return ServedTable(replace(served.held, schema=schema), overlay, served.escapes)
 
 
-def _if_any(found: Difference, before: ServedTable) -> Difference | None:
+def _if_any(found: Difference, before: ServedTable, memory: Memory) -> Difference | None:
     change = found.change
-    is_nothing = isinstance(change, Overlay) and len(change) == 0 and change.schema == before.schema
-    return None if is_nothing else found
+    if isinstance(change, Overlay) and len(change) == 0 and change.schema == before.schema:
+        _release(change, memory)
+        return None
+    return found
 
 
-def _release(held: HeldTable, memory: Memory) -> None:
-    for array in (held.rows, held.status, None if held.index is None else held.index.slots):
+def _release(part: HeldTable | Overlay, memory: Memory) -> None:
+    """Give back the memory of what was never handed out."""
+    for array in (part.rows, part.status, None if part.index is None else part.index.slots):
         block = None if array is None else memory.block_of(array)
         if block is not None:
             memory.release(block)

@@ -47,7 +47,7 @@ class State:
     stated
         By table, the state digest that the version names.
     changed, changed_dense
-        What differs from the version before: rows by table (None: any of them), and dense tensors.
+        What differs from the version before: rows by table (in any order; None: any of them), and dense tensors.
     """
 
     entry: LogEntry
@@ -231,17 +231,17 @@ class Serving:
 
 
 def _rows_of(change: TableChange) -> RowIds | None:
-    return np.sort(change.ids) if isinstance(change, Overlay) else None
+    return change.ids if isinstance(change, Overlay) else None
 
 
 def _union(states: Sequence[State]) -> dict[str, RowIds | None]:
-    """The changed rows of versions that become visible together."""
+    """The changed rows, sorted, of versions that become visible together."""
     union: dict[str, RowIds | None] = {}
     for state in states:
         for table, rows in state.changed.items():
-            before = union.get(table)
-            if table not in union:
-                union[table] = rows
+            before = union.get(table, rows)
+            if rows is None or before is None:
+                union[table] = None
             else:
-                union[table] = None if rows is None or before is None else np.union1d(before, rows)
+                union[table] = np.union1d(before, rows) if table in union else np.sort(rows)
     return union

@@ -36,7 +36,9 @@ from cnr_store import (
     collect_garbage,
     compact,
 )
-from cnr_store.consume import Candidate, HashShard, Loader, RowRange
+from cnr_store.consume import AttachedTables, Candidate, HashShard, Loader, Relay, RowRange
+from cnr_store.consume.shards import rows_in_shard
+from cnr_store.consume.sinks import SinkState
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.testing.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
 from tests.loader_checks import check_is_snapshot, served
@@ -222,8 +224,6 @@ def test_shards_hold_their_rows_and_refuse_others(training: Training) -> None:
         with Loader(training.open(), shard={"user": shard}) as loader:
             training.save(tuple(range(0, ROWS, 7)))
             assert loader.poll().error is None
-            from cnr_store.consume.shards import rows_in_shard
-
             mine = rows_in_shard(shard, every)
             found.extend(mine.tolist())
             assert same_bits(loader.lookup("user", mine), training.store.snapshot().table("user").read_rows(mine))
@@ -575,6 +575,125 @@ def test_leases_end_with_the_load(training: Training, fs: Flaky) -> None:
         loader.poll()
     assert sum("leases/readers" in path for path in fs.paths("write")) == 2
     assert not training.files.find("/root/leases/readers")
+
+
+# Where else its rows go.
+
+
+def test_other_processes_look_up_in_its_memory(training: Training, tmp_path: Path) -> None:
+    with Loader(training.open(), shared=tmp_path / "m") as loader:
+        with AttachedTables(tmp_path / "m") as tables:
+            for act in (training.save, training.full, training.save):
+                act()
+                caught_up(loader, training.store)
+                batch = tables.lookup({"user": np.arange(ROWS)}, dense=["w"])
+                assert batch.version == loader.version
+                assert same_bits(batch.rows["user"], training.store.snapshot().table("user").read())
+                assert batch.dense["w"].tolist() == [training.step] * 3
+        with pytest.raises(BadInput):
+            loader.bind(torch.nn.Embedding(ROWS, DIM))
+    with pytest.raises(VersionNotFound):
+        AttachedTables(tmp_path / "m")
+
+
+def test_a_refused_or_failed_version_leaves_nothing_in_shared_memory(
+    training: Training, fs: Flaky, tmp_path: Path
+) -> None:
+    with Loader(training.open(fs), shared=tmp_path / "m", validate=lambda c: c.step != 2) as loader:
+        training.save()
+        loader.poll()
+        loader._serving.fold()
+        before = sorted(path.name for path in (tmp_path / "m").rglob("*"))
+        training.save()
+        assert isinstance(loader.poll().error, VersionRefused)
+        assert sorted(path.name for path in (tmp_path / "m").rglob("*")) == before
+        training.save()
+        for at in range(2, 7):  # behind the two records: of what it reads of the version
+            fs.arm(Fault(FaultKind.FAIL_BEFORE, len(fs.calls) + at))
+            assert isinstance(loader.poll().error, StorageFailure)
+            assert sorted(path.name for path in (tmp_path / "m").rglob("*")) == before
+        fs.arm(None)
+        caught_up(loader, training.store)
+
+
+class Rows:
+    """A sink that keeps everything it was given, in order."""
+
+    name = "rows"
+
+    def __init__(self) -> None:
+        self.shown: SinkState | None = None
+        self.rows: dict[str, dict[int, list[float]]] = {}
+        self.pending: list[Callable[[], None]] = []
+
+    def open(self) -> SinkState | None:
+        return self.shown
+
+    def begin(self, tables: Any, *, full: bool) -> None:
+        self.pending = [self.rows.clear] if full else []
+
+    def put(self, table: str, row_ids: Any, values: Any) -> None:
+        fresh = dict(zip(row_ids.tolist(), values.tolist(), strict=True))
+        self.pending.append(lambda: self.rows.setdefault(table, {}).update(fresh))
+
+    def delete(self, table: str, row_ids: Any) -> None:
+        ids = row_ids.tolist()
+        self.pending.append(lambda: [self.rows[table].pop(row, None) for row in ids] and None)
+
+    def commit(self, state: SinkState) -> None:
+        for change in self.pending:
+            change()
+        self.shown = state
+
+    def abort(self) -> None:
+        self.pending = []
+
+
+@pytest.mark.parametrize("options", [{}, {"served": "bfloat16"}, {"shard": HashShard(0, 2)}, {"publish": "apply"}])
+def test_a_sink_gets_what_changed_and_a_rollback_too(training: Training, options: dict[str, Any]) -> None:
+    sink = Rows()
+    with Loader(training.open(), **options) as loader:
+        feed = loader.add_sink(sink, start=False)
+        first = feed.push()
+        assert first is not None
+        assert first.full
+        acts = [training.save, training.save, training.full, training.save]
+        for act in (*acts, lambda: loader.rollback(loader.version - 1)):
+            act()
+            loader.poll()
+            loader.apply()
+            assert feed.push() is not None
+            assert sink.shown is not None
+            assert sink.shown.version == loader.version
+            for table, rows in sink.rows.items():
+                ids = sorted(rows)
+                assert len(ids) == len(loader._serving.view.table(table).row_ids())
+                values = training.store.snapshot(loader.version).table(table).read_rows(np.asarray(ids))
+                assert [rows[row] for row in ids] == values.tolist()
+        assert feed.metrics().full_pushes <= 2
+
+
+def test_a_sink_that_fails_stops_nobody(training: Training) -> None:
+    class Broken(Rows):
+        def begin(self, tables: Any, *, full: bool) -> None:
+            raise StorageFailure("away")
+
+    with Loader(training.open()) as loader:
+        feed = loader.add_sink(Broken())
+        training.save()
+        caught_up(loader, training.store)
+        until(loader, lambda: feed.metrics().failures > 0)
+
+
+def test_a_loader_reads_from_a_relay(training: Training, tmp_path: Path) -> None:
+    training.save()
+    relay = Relay(training.store, str(tmp_path / "near"))
+    relay.advance()
+    with Loader(tmp_path / "near", cursor="server") as loader:
+        for act in (training.save, training.full, training.save):
+            act()
+            relay.advance()
+            caught_up(loader, training.store)
 
 
 # When something is wrong.
