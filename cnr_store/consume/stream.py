@@ -30,7 +30,8 @@ from cnr_store.consume.differences import (
     listed_rows,
     plan_table_change,
 )
-from cnr_store.consume.moving import Apply, Move, Reread, Same, plan_move, plan_path
+from cnr_store.consume.moving import Apply, Compare, Move, Reread, Same, plan_move, plan_path
+from cnr_store.consume.stream_copy import StreamCopy
 from cnr_store.consume.table_rows import TableRows
 from cnr_store.errors import (
     BadInput,
@@ -66,6 +67,7 @@ def changes(
     cursor: str | None = None,
     ttl_s: float | None = None,
     max_batch_rows: int = MAX_BATCH_ROWS,
+    mirror: Literal["none", "memory"] = "none",
     cache_bytes: int = CACHE_BYTES,
 ) -> ChangeStream:
     """Return what changed behind a version, as a stream of `pyarrow.RecordBatch`; no I/O before the first is asked for.
@@ -99,8 +101,12 @@ def changes(
         For how long a registered cursor holds without being moved or renewed; None is until `Store.drop_cursor`.
     max_batch_rows
         Most rows in a batch.
+    mirror
+        Where the values of changed rows come from. ``none``: the store. ``memory``: a copy of the tables as of the
+        version consumed, to which deltas are added; it is loaded at the first version, and then a version costs what
+        it changes wherever the rows lie. Without slots.
     cache_bytes
-        Bound on decoded chunks kept for the values of the next versions' rows.
+        Bound on decoded chunks kept for the values of the next versions' rows; not needed with a mirror.
 
     Raises
     ------
@@ -124,7 +130,7 @@ def changes(
     return ChangeStream(
         store, since, tables=tables, follow=follow, slots=slots, slots_rule=slots_rule,
         poll_interval_s=poll_interval_s, cursor=cursor, ttl_s=ttl_s, max_batch_rows=max_batch_rows,
-        cache_bytes=cache_bytes,
+        mirror=mirror, cache_bytes=cache_bytes,
     )  # fmt: skip
 
 
@@ -172,6 +178,7 @@ class ChangeStream:
         cursor: str | None,
         ttl_s: float | None,
         max_batch_rows: int,
+        mirror: Literal["none", "memory"],
         cache_bytes: int,
     ) -> None:
         if isinstance(tables, str):
@@ -181,6 +188,8 @@ class ChangeStream:
                 f"max_batch_rows is {max_batch_rows} and poll_interval_s {poll_interval_s}; both are above 0",
                 found=(max_batch_rows, poll_interval_s),
             )
+        if mirror not in ("none", "memory") or (slots and mirror != "none"):
+            raise BadInput(f"mirror is {mirror!r}; give 'none', or 'memory' without slots", found=mirror)
         if isinstance(since, ChangeCursor):
             since.check_of(store)
         elif since is not None:
@@ -193,6 +202,7 @@ class ChangeStream:
         self._name, self._ttl_s = cursor, ttl_s
         self._max_batch_rows = max_batch_rows
         self._cache = ChunkLru(cache_bytes) if cache_bytes else None
+        self._copy = StreamCopy(self._is_wanted) if mirror == "memory" else None
         self._closed = threading.Event()
         self._is_over = False
         self._flat: Iterator[pa.RecordBatch] | None = None
@@ -301,6 +311,9 @@ class ChangeStream:
         self._hold(version)
         self._path = [entry]
 
+    def _is_wanted(self, table: str) -> bool:
+        return self._only is None or table in self._only
+
     def _check_tables(self, known: Collection[str]) -> None:
         missing = sorted((self._only or frozenset()) - frozenset(known))
         if missing:
@@ -355,6 +368,8 @@ class ChangeStream:
         is_same = isinstance(plan_path([*self._path, entry]) if self._has_moved else step, Same)
         if not is_same:
             return True
+        if self._copy is not None and self._copy.has(self._path[0]):
+            self._copy.follow(entry)
         self._path, self._has_moved = [entry], False
         self._cursor = ChangeCursor.at(self._store, entry.record.v)
         return False
@@ -373,6 +388,8 @@ class ChangeStream:
     def _arrive(self, target: LogEntry) -> None:
         """The consumer has everything up to ``target``."""
         self._begun, self._path, self._has_moved = None, [target], False
+        if self._copy is not None:
+            self._copy.settle()
         self._cursor = ChangeCursor.at(self._store, target.record.v)
         chain = {entry.seg for entry in target.record.chain}
         self._readers = {name: reader for name, reader in self._readers.items() if name in chain}
@@ -472,18 +489,35 @@ class ChangeStream:
     def _read_changes(self, target: LogEntry, move: Move | None) -> Iterator[pa.RecordBatch]:
         """Yield the batches of a version; ``move`` is how the state consumed becomes its own, None where none was."""
         after = self._snapshot(target)
-        held = self._path[0].record.chain if self._path else ()
-        before = self._end_of(held) if held else None
-        tables_before = {} if before is None else before.tables
+        copy = self._prepared_copy(after, move)
+        tables_before = self._tables_before() if copy is None else copy.schemas
         for table in sorted(tables_before.keys() | after.tables.keys()):
-            if self._only is not None and table not in self._only:
+            if not self._is_wanted(table):
                 continue
             schema = after.tables.get(table) or tables_before[table]
             slots = sorted(schema.slots) if self._slots else []
-            for block in self._blocks(table, tables_before.get(table), after, target, move):
+            blocks = self._blocks(table, tables_before.get(table), after, target, move)
+            for block in blocks if copy is None else copy.changed(table):
                 yield from change_batches(
                     table, schema, slots, block, target.record.v, target.record.step, self._max_batch_rows
                 )
+
+    def _tables_before(self) -> dict[str, TableSchema]:
+        held = self._path[0].record.chain if self._path else ()
+        return dict(self._end_of(held).tables) if held else {}
+
+    def _prepared_copy(self, after: Snapshot, move: Move | None) -> StreamCopy | None:
+        """The copy with the version's changes beside it; None where there is none of the state consumed."""
+        if self._copy is None:
+            return None
+        if move is not None and not self._copy.has(self._path[0]):
+            try:
+                self._copy.load(self._snapshot(self._path[0]))
+            except MissingObject:
+                self._copy.load(after)  # for the next version; this one is told from the store
+                return None
+        self._copy.prepare(after, Compare() if move is None else move)
+        return self._copy
 
     def _blocks(
         self, table: str, before: TableSchema | None, after: Snapshot, target: LogEntry, move: Move | None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -33,13 +33,14 @@ class Consumer:
     slots: bool
     max_batch_rows: int
     only: frozenset[str] | None
+    mirror: Literal["none", "memory"] = "none"
     content: ChangeCopy = field(default_factory=ChangeCopy)
     cursor: ChangeCursor | None = None
 
     def stream(self, store: Store) -> ChangeStream:
         return changes(
             store, self.cursor, slots=self.slots, max_batch_rows=self.max_batch_rows,
-            tables=self.only, cache_bytes=1 << 20,
+            tables=self.only, cache_bytes=1 << 20, mirror=self.mirror,
         )  # fmt: skip
 
 
@@ -55,7 +56,9 @@ class FollowedStoreMachine(MaintainedStoreMachine):
         if len(consumers) < MOST_CONSUMERS and self.rng.random() < 0.5:
             only = frozenset(sorted(self.state.tables)[:1]) if self.rng.random() < 0.2 else None
             most = int(self.rng.choice([1, 3, 1000]))
-            consumers.append(Consumer(self.line, bool(self.rng.random() < 0.4), most, only or None))
+            slots = bool(self.rng.random() < 0.4)
+            mirror: Any = "none" if slots or self.rng.random() < 0.4 else "memory"
+            consumers.append(Consumer(self.line, slots, most, only or None, mirror))
         for consumer in list(consumers):
             if consumer.line not in self.lines:
                 consumers.remove(consumer)

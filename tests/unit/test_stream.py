@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -381,6 +383,43 @@ def test_what_the_next_versions_need_again_is_kept(files: IsolatedMemoryFileSyst
     assert len(chunks) == len(set(chunks))
 
 
+MEMORY = """
+import resource, sys
+from cnr_store import Store
+from cnr_store.consume import changes, table_rows
+table_rows.WINDOW_BYTES = 2 << 20
+def consume(url):
+    with Store.open(url, threads=1) as store:
+        return sum(batch.nbytes for batch in changes(store))
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+consume(sys.argv[1])
+before = peak()
+print(consume(sys.argv[2]), peak() - before)
+"""
+
+
+def test_memory_does_not_grow_with_the_table(tmp_path: Path) -> None:
+    sizes = {"small": 1_000, "large": 400_000}
+    for name, rows in sizes.items():
+        with Store.create(str(tmp_path / name), fsync=False) as store:
+            begin(store, options=TableOptions(scale=0.01))
+            with store.writer() as writer, writer.begin(20, "full") as txn:
+                values = np.zeros((rows, 64), np.float32)
+                values[:, 0] = np.arange(rows) % 1000
+                txn.write_table("t", values, options=TableOptions(scale=0.01))
+
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, *(str(tmp_path / name) for name in sizes)],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    sys.stdout.write(done.stdout)
+    told_bytes, more_bytes = map(int, done.stdout.split())
+
+    assert told_bytes > 100e6
+    assert more_bytes < 0.6 * told_bytes
+
+
 def test_a_look_that_finds_nothing_is_one_request(files: IsolatedMemoryFileSystem, store: Store) -> None:
     version = begin(store)
     looks = threading.Semaphore(0)
@@ -398,6 +437,75 @@ def test_a_look_that_finds_nothing_is_one_request(files: IsolatedMemoryFileSyste
     waiting = [call.path for call in fs.calls[-20:]]
     assert set(waiting) == {waiting[0]}
     assert waiting[0].endswith(f"commits/{version + 1:020d}.json")
+
+
+def test_with_a_mirror_a_version_costs_what_it_changes(files: IsolatedMemoryFileSystem, store: Store) -> None:
+    first = begin(store)
+    second, third = save(store, [1, 5], [2])
+    baseline = store.record(third).chain[0].seg
+    fs, reader = opened(files)
+    stream = changes(reader, first, mirror="memory")
+
+    assert told([next(stream)]) == [(second, "t", "upsert", [1, 5])]
+    seen = len(fs.calls)
+    assert told([next(stream)]) == [(third, "t", "upsert", [2])]
+    assert next(stream, None) is None
+
+    assert [call.path for call in fs.calls[seen:] if baseline in call.path] == []
+
+
+def test_a_mirror_tells_of_every_kind_of_change_what_the_store_does(store: Store) -> None:
+    def hashed(txn: Any) -> None:
+        txn.create_table("h", dim=2, options=EXACT)
+        txn.write_rows("h", np.asarray([-5, 7]), np.ones((2, 2), np.float32))
+
+    begin(store)
+    save(
+        store, [1, 5], hashed, lambda txn: txn.delete_rows("h", np.asarray([7])), lambda txn: txn.resize_table("t", 3),
+        lambda txn: txn.resize_table("t", 6), lambda txn: txn.delete_rows("t", np.asarray([1])),
+    )  # fmt: skip
+    fold_all(store)
+    store.rollback(5)
+    with store.writer() as writer, writer.begin(40, "full") as txn:
+        txn.write_table("t", np.ones((4, 2), np.float32), options=EXACT)
+        txn.drop_table("h")
+
+    plain, mirrored = (list(changes(store, 1, mirror=mirror)) for mirror in ("none", "memory"))  # type: ignore[arg-type]
+
+    copies = []
+    for batches in (plain, mirrored):
+        copy = ChangeCopy()
+        states = {}
+        for batch in batches:
+            copy.apply(batch)
+            states[batch["version"][0].as_py()] = copy.copy().tables
+        copies.append(states)
+    assert copies[0] == copies[1]
+    assert list(copies[0].values())[-1] == content_of(store.snapshot(), slots=False)
+    with pytest.raises(BadInput, match="slots"):
+        changes(store, mirror="memory", slots=True)
+
+
+def test_a_mirror_knows_what_was_consumed_when_the_store_no_longer_does(
+    files: IsolatedMemoryFileSystem, store: Store
+) -> None:
+    begin(store)
+    _, reader = opened(files)
+    mirrored, plain = (
+        changes(reader, follow=True, poll_interval_s=0.001, mirror=mirror)  # type: ignore[arg-type]
+        for mirror in ("memory", "none")
+    )
+    for stream in (mirrored, plain):
+        assert next(stream).num_rows == 8
+    values = np.zeros((8, 2), np.float32)
+    values[6] = 1
+    with store.writer() as writer, writer.begin(30, "full") as txn:
+        txn.write_table("t", values, options=EXACT)
+    expire(store)
+
+    assert told([next(mirrored)])[0][2:] == ("upsert", [6])
+    with pytest.raises(CursorExpired):
+        next(plain)
 
 
 # ---- following
