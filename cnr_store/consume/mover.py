@@ -330,11 +330,7 @@ class _Building:
                 self.now.name, schema, 0, self.now.kind.width, self.now.held.rows.dtype, self._memory
             )
         placed = self._placed(replace(overlay, schema=schema))
-        found = _if_any(Difference(placed, self.now.escapes), self._before)
-        block = self._memory.block_of(placed.rows)
-        if found is None and block is not None:
-            self._memory.release(block)  # nobody is given it: it would stay in shared memory for ever
-        return found
+        return _if_any(Difference(placed, self.now.escapes), self._before, self._memory)
 
     def _copy(self, schema: TableSchema, kind: RowKind, *, wide: bool) -> None:
         old = self.now.held if self._is_copy else self._overlay
@@ -393,7 +389,7 @@ def _if_any(found: Difference, before: ServedTable, memory: Memory) -> Differenc
 
 
 def _release(part: HeldTable | Overlay, memory: Memory) -> None:
-    """Give back the memory of what was never handed out."""
+    """Give back the memory of what is handed to nobody: in shared memory it would stay for ever."""
     for array in (part.rows, part.status, None if part.index is None else part.index.slots):
         block = None if array is None else memory.block_of(array)
         if block is not None:
