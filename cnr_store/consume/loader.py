@@ -634,11 +634,14 @@ class Loader:
             serving.stage_same(entry)
         else:
             with nullcontext() if isinstance(move, Apply) else leased(self._store, version):
-                self._take(entry, move)
+                self._take(entry, move, insists=insists)
         self._tail.forget(version)
 
-    def _take(self, entry: LogEntry, move: Move) -> None:
-        """Read what makes the newest state that of ``entry``, everything if there is none, and stage it."""
+    def _take(self, entry: LogEntry, move: Move, *, insists: bool = False) -> None:
+        """Read what makes the newest state that of ``entry``, everything if there is none, and stage it.
+
+        A refusal is remembered unless the caller ``insists`` on just this version.
+        """
         serving, memory = self._serving, self._memory
         last = serving.newest if serving.states else None
         snapshot = Snapshot(
@@ -668,7 +671,8 @@ class Loader:
         try:
             serving.stage(state, moved.changes, moved.escapes, dense, gate)
         except VersionRefused as error:
-            self._refusal = _Refusal(entry, error)
+            if not insists:
+                self._refusal = _Refusal(entry, error)
             self._tally.refused += 1
             raise
         if last is not None:

@@ -504,6 +504,24 @@ def test_a_refused_version_is_passed_over_and_not_asked_about_again(training: Tr
         assert loader.version == newer
 
 
+def test_a_refused_rollback_does_not_bring_a_refused_version_back(training: Training) -> None:
+    allowed = True
+    first = training.save()
+    with Loader(training.open(), validate=lambda _: allowed) as loader:
+        second = training.save()
+        loader.poll()
+        allowed = False
+        training.save()
+        assert isinstance(loader.poll().error, VersionRefused)
+        with pytest.raises(VersionRefused):
+            loader.rollback(first)
+        allowed = True
+        assert isinstance(loader.poll().error, VersionRefused)  # it was not asked about again
+        assert loader.version == second
+        loader.pin(first)
+        assert loader.version == first
+
+
 def test_a_check_that_raises_refuses_and_its_error_is_the_cause(training: Training) -> None:
     def broken(candidate: Candidate) -> None:
         if candidate.serving is not None:
