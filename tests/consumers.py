@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,69 @@ HOLDINGS = (
 )
 
 
+class TrackedMemory:
+    """Memory whose blocks are told apart, and kept until they are released."""
+
+    def __init__(self) -> None:
+        self.live: dict[int, Array] = {}
+        self._next = 0
+        self._attempts: list[list[int]] = []
+
+    def allocate(self, name: str, shape: Any, dtype: Any, *, used_rows: int | None = None) -> Array:
+        return self._kept(np.zeros(shape, dtype))
+
+    def allocate_together(self, name: str, arrays: Any) -> tuple[Array, ...]:
+        whole = self._kept(np.zeros(sum(64 + int(np.prod(s)) * np.dtype(d).itemsize for s, d in arrays), np.uint8))
+        parts, low = [], 0
+        for shape, dtype in arrays:
+            size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+            parts.append(whole[low : low + size].view(dtype).reshape(shape))
+            low += -(-max(size, 1) // 64) * 64
+        return tuple(parts)
+
+    def reserve(self, array: Array, used_rows: int) -> None:
+        pass
+
+    def block_of(self, array: Array) -> int | None:
+        address = array.ctypes.data
+        for number, block in self.live.items():
+            if block.ctypes.data <= address < block.ctypes.data + max(1, block.nbytes):
+                return number
+        return None
+
+    def release(self, block: int) -> None:
+        self.live.pop(block, None)
+
+    def blocks_of(self, arrays: Iterable[Array]) -> set[int]:
+        blocks = {self.block_of(array) for array in arrays}
+        assert None not in blocks
+        return {block for block in blocks if block is not None}
+
+    def keep_only(self, blocks: set[int]) -> None:
+        """What a publisher does when a view is gone."""
+        self.live = {number: block for number, block in self.live.items() if number in blocks}
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        taken: list[int] = []
+        self._attempts.append(taken)
+        try:
+            yield
+        except BaseException:
+            for block in taken:
+                self.release(block)
+            raise
+        finally:
+            self._attempts = [one for one in self._attempts if one is not taken]
+
+    def _kept(self, array: Array) -> Array:
+        self._next += 1
+        self.live[self._next] = array
+        for taken in self._attempts:
+            taken.append(self._next)
+        return array
+
+
 @dataclass
 class Consumer:
     """Tables held as ``holding`` says, where it can be; ``folds`` draws whether overlays are put into the held rows."""
@@ -65,8 +129,17 @@ class Consumer:
         target = path[-1]
         snapshot = Snapshot(store.storage, target, store.workers, known=self.known, opens=False)
         move = self.plan(path)
+        known = set(self.memory.live) if isinstance(self.memory, TrackedMemory) else set()
         moved = move_tables(snapshot, move, self.tables, self.hold, self.stated, memory=self.memory)
+        if isinstance(self.memory, TrackedMemory):
+            assert set(self.memory.live) - known == self.memory.blocks_of(
+                array for change in moved.changes.values() for array in arrays_of(change)
+            )
         self.take(moved)
+        if isinstance(self.memory, TrackedMemory):
+            tables = self.tables.values()
+            held = [array for table in tables for one in (table.held, table.overlay) for array in arrays_of(one)]
+            self.memory.keep_only(self.memory.blocks_of(held))
         self.stated, self.entry, self.known = moved.stated, target, snapshot.known_readers
         self.moves.append(type(move).__name__)
         self.check(snapshot)
@@ -84,7 +157,7 @@ class Consumer:
 
     def with_overlay(self, table: ServedTable, change: Overlay, escapes: EscapeRows) -> ServedTable:
         if table.overlay is not None:
-            change = Overlay.merged(table.name, table.overlay, change)
+            change = Overlay.merged(table.name, table.overlay, change, self.memory)
         if self.random.random() < 0.3:
             return ServedTable(table.held, change, escapes)
         target = fold_target(table.held, change, self.memory)
@@ -117,6 +190,16 @@ class Consumer:
             table.read(ids, out)
             found[name] = ids.tobytes() + out.tobytes()
         return found
+
+
+def arrays_of(part: HeldTable | Overlay | None) -> list[Array]:
+    """The arrays of a table that come from its memory."""
+    if part is None:
+        return []
+    if isinstance(part, Overlay):
+        return [part.ids, part.rows, part.status, part.index.slots]
+    found = [part.rows, part.status, None if part.index is None else part.index.slots]
+    return [array for array in found if array is not None]
 
 
 def expected_rows(snapshot: Snapshot, name: str, holding: Holding) -> tuple[Array, Array]:

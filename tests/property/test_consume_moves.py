@@ -20,7 +20,7 @@ from cnr_store import Store, compact
 from cnr_store.records import LogEntry
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.testing.faulty import IsolatedMemoryFileSystem
-from tests.consumers import HOLDINGS, Consumer
+from tests.consumers import HOLDINGS, Consumer, TrackedMemory
 from tests.property.test_maintained_store_machine import Line, MaintainedStoreMachine
 from tests.property.test_store_machine import run
 from tests.rectangles import Model, Parts, schema_of, tiling
@@ -40,7 +40,7 @@ class ConsumedStoreMachine(MaintainedStoreMachine):
     def create(self, profile: Any, mirror: Any, seed: int) -> None:
         self.random = np.random.default_rng(seed + 1)
         chosen = self.random.choice(len(HOLDINGS), CONSUMERS, replace=False)
-        self.consumers = [Consumer(HOLDINGS[index], self.random) for index in chosen]
+        self.consumers = [Consumer(HOLDINGS[index], self.random, TrackedMemory()) for index in chosen]
         self.places: dict[int, Line] = {}
         super().create(profile, mirror, seed)
 
@@ -105,7 +105,7 @@ def follow_parts(rng: np.random.Generator, seed: int, *, additive: bool) -> None
     row_slot = bool(rng.random() < 0.3)
     ranges = SPLITS[rng.integers(len(SPLITS))] if row_slot else ((0, DIM),)
     parts = Parts(store, Model(schema_of(ROWS, DIM, additive=additive, row_slot=row_slot), ranges), seed)
-    consumers = [Consumer(holding, rng) for holding in HOLDINGS]
+    consumers = [Consumer(holding, rng, TrackedMemory()) for holding in HOLDINGS]
     for index in range(int(rng.integers(2, 6))):
         if index and rng.random() < 0.3:
             parts.model.resize(int(rng.integers(0, ROWS + 4)))

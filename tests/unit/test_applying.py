@@ -29,7 +29,7 @@ from cnr_store.storage import storage_from_filesystem
 from cnr_store.table_codes import ABSENT, CODED, ESCAPED, array_specs, decode_block
 from cnr_store.testing.faulty import FaultyFileSystem, IsolatedMemoryFileSystem
 from cnr_store.types import FloatBits, Lattice, RowRange
-from tests.consumers import HOLDINGS, Consumer
+from tests.consumers import HOLDINGS, Consumer, TrackedMemory
 from tests.store_oracle import KINDS, training_slots, training_values
 
 ROWS, DIM = 60, 4
@@ -433,57 +433,3 @@ def test_a_finer_unit_and_wider_codes_are_followed(store: Store, holding: Holdin
             txn.write_rows("t", np.arange(2, 40, 3), values[2::3])
         assert isinstance(consumer.go(store, [store.head()]).changes["t"], Overlay)
     assert consumer.moves == ["Compare", "Apply", "Apply", "Apply"]
-
-
-class TrackedMemory:
-    """Memory whose blocks are told apart, and kept until they are released."""
-
-    def __init__(self) -> None:
-        self.live: dict[int, Array] = {}
-        self._next = 0
-        self._attempts: list[list[int]] = []
-
-    def allocate(self, name: str, shape: Any, dtype: Any, *, used_rows: int | None = None) -> Array:
-        return self._kept(np.zeros(shape, dtype))
-
-    def allocate_together(self, name: str, arrays: Any) -> tuple[Array, ...]:
-        whole = self._kept(np.zeros(sum(64 + int(np.prod(s)) * np.dtype(d).itemsize for s, d in arrays), np.uint8))
-        parts, low = [], 0
-        for shape, dtype in arrays:
-            size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-            parts.append(whole[low : low + size].view(dtype).reshape(shape))
-            low += -(-max(size, 1) // 64) * 64
-        return tuple(parts)
-
-    def reserve(self, array: Array, used_rows: int) -> None:
-        pass
-
-    def block_of(self, array: Array) -> int | None:
-        address = array.ctypes.data
-        for number, block in self.live.items():
-            if block.ctypes.data <= address < block.ctypes.data + max(1, block.nbytes):
-                return number
-        return None
-
-    def release(self, block: int) -> None:
-        self.live.pop(block, None)
-
-    @contextmanager
-    def attempt(self) -> Iterator[None]:
-        taken: list[int] = []
-        self._attempts.append(taken)
-        try:
-            yield
-        except BaseException:
-            for block in taken:
-                self.release(block)
-            raise
-        finally:
-            self._attempts = [one for one in self._attempts if one is not taken]
-
-    def _kept(self, array: Array) -> Array:
-        self._next += 1
-        self.live[self._next] = array
-        for taken in self._attempts:
-            taken.append(self._next)
-        return array
