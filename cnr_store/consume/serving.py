@@ -180,8 +180,7 @@ class Serving:
     def drop_staged(self) -> None:
         """Forget what waits."""
         with self.lock:
-            while self.publisher.candidate is not None:
-                self.publisher.unstage()
+            self.publisher.discard()
             del self.states[1:]
 
     def bind(self, make: Callable[[View, State], ModuleBinding]) -> None:

@@ -240,6 +240,12 @@ class Publisher:
             self._staged, self._staged_before, self._can_unstage = self._staged_before, None, False
             self._sweep()
 
+    def discard(self) -> None:
+        """Forget everything that is staged; does nothing where nothing is."""
+        with self._lock:
+            self._forget_staged()
+            self._sweep()
+
     def reveal(self) -> View:
         """Let readers see what is staged: one swap of a pointer. Without anything staged, returns the view.
 

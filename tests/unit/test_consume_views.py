@@ -382,6 +382,19 @@ def test_a_refused_version_leaves_what_was_staged_before_it() -> None:
         publisher.unstage()
 
 
+def test_all_that_is_staged_can_be_discarded() -> None:
+    publisher = publisher_of()
+    held = publisher.newest_view()[0].tables["t"].held
+    for version in (2, 3, 4):
+        publisher.stage(version, version, {"t": overlay_of({version: 99}, held)})
+
+    publisher.discard()
+
+    assert publisher.candidate is None
+    assert publisher.reveal().version == 1
+    np.testing.assert_array_equal(rows_of(publisher), expected(FIRST))
+
+
 def test_nothing_is_folded_while_a_version_is_staged() -> None:
     publisher = publisher_of()
     change(publisher, 2, {1: 7})
