@@ -106,6 +106,12 @@ class ServedTables(RuleBasedStateMachine):
         self.staged.pop()
         self.can_unstage = False
 
+    @precondition(lambda self: self.staged)
+    @rule()
+    def discard(self) -> None:
+        self.publisher.discard()
+        self.staged, self.can_unstage = [], False
+
     @rule()
     def reveal(self) -> None:
         self.publisher.reveal()
