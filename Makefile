@@ -9,10 +9,11 @@ WORKERS ?= 2
 DEMO_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check azurite redis bench soak clean
+.PHONY: help setup demo serve-demo test check azurite redis bench soak clean
 
 help:
 	@echo "make demo   train, kill, restore and finish a small model; leaves a store to look at"
+	@echo "make serve-demo  train, compact, serve and learn on one store while processes are killed"
 	@echo "make test   lint, types, doctests and all tests"
 	@echo "make check  lint and types only"
 	@echo "make bench  print the measured ratios (tests/benchmarks)"
@@ -33,6 +34,9 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 
 demo: $(VENV)/.stamp
 	$(BIN)/cnr demo $(DEMO_ARGS)
+
+serve-demo: $(VENV)/.stamp
+	$(BIN)/cnr serve-demo $(DEMO_ARGS)
 
 check: $(VENV)/.stamp
 	$(BIN)/ruff check
