@@ -382,6 +382,37 @@ def test_a_commit_whose_reply_was_lost_counts(full: bool) -> None:
     assert feed.push() == PushResult(state(source.shown), 1, 0, full=False)
 
 
+@pytest.mark.parametrize("full", [True, False])
+def test_after_a_lost_reply_only_what_came_later_is_sent(full: bool) -> None:
+    source = filled_source()
+    feed, sink = connected(source)
+    if not full:
+        feed.push()
+        source.publish({"dense": {1: 5.0}})
+    sink.fails = {sink.calls + (5 if full else 3): ("after", StorageFailure("reply lost"))}
+    with pytest.raises(StorageFailure):
+        feed.push()
+    source.tells_changes = False
+    source.publish({"dense": {2: 6.0}})
+
+    assert feed.push() == PushResult(state(source.shown), 1, 0, full=False)
+
+
+def test_a_full_push_that_fails_is_a_full_push_again() -> None:
+    source = filled_source()
+    feed, sink = connected(source)
+    feed.push()
+    source.publish({"dense": {1: 5.0, 2: 6.0}})
+    source.show(0)
+    feed.push()
+    source.show(1, says_which=False)
+    sink.fails = {sink.calls + 2: ("before", StorageFailure("away"))}
+    with pytest.raises(StorageFailure):
+        feed.push()
+
+    assert feed.push() == PushResult(state(1), 32, 0, full=True)
+
+
 def test_a_fenced_feed_pushes_no_more() -> None:
     source = filled_source()
     feed, sink = connected(source)
