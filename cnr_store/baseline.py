@@ -260,10 +260,16 @@ def _overlaid_dtype(name: str, mirror: TableCodes, staged: StagedRows | None) ->
         limit = max(limit, int(np.abs(codes + base).max(initial=0)))
     if name != "codes" or limit > LARGEST_INT8 or not isinstance(mirror.specs[name].encoding, Lattice):
         return widths.narrowest(limit)
-    ends = [(int(held[a:b].min()), int(held[a:b].max())) for a, b in blocks(len(held), TASK_ROWS)]
-    limit = max([limit, *(max(-low, high) for low, high in ends)])
     pieces = [held[a:b] for a, b in sample_blocks(len(held), held.shape[1])]
-    return stored_dtype(limit, held.size, np.concatenate(pieces) if pieces else None)
+    chosen = stored_dtype(limit, held.size, np.concatenate(pieces) if pieces else None)
+    # The sample first: most tables that do not take int8 are told by it, and the whole mirror is not looked at.
+    if chosen == np.int8 and any(_outgrows_int8(held[a:b]) for a, b in blocks(len(held), TASK_ROWS)):
+        return np.dtype(np.int16)
+    return chosen
+
+
+def _outgrows_int8(codes: Array) -> bool:
+    return max(int(codes.max()), -int(codes.min())) > LARGEST_INT8
 
 
 def _overlay(block: Array, rows: RowIds, staged: StagedList, name: str, *, adds: bool) -> None:

@@ -40,12 +40,16 @@ def stored_dtype(largest: int, num_codes: int, sample: npt.NDArray[np.int16] | N
 
     Parameters
     ----------
+    largest
+        Of the absolute values, as far as it is known: a sample may have larger ones, and is then no sample of int8.
     sample
         Some of the codes, any shape; None never takes int8.
     """
     if largest > LARGEST_INT8 or num_codes < LEAST_CODES or sample is None or sample.size == 0:
         return widths.narrowest(largest)
     wide = np.ascontiguousarray(sample).reshape(-1)
+    if max(int(wide.max()), -int(wide.min())) > LARGEST_INT8:
+        return np.dtype(np.int16)
     narrow = wide.astype(np.int8)
     return np.dtype(np.int8) if _size_of(narrow) <= MAX_GROWTH * _size_of(wide) else np.dtype(np.int16)
 

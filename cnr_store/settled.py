@@ -42,7 +42,8 @@ def load_settled(
 ) -> int:
     """Fill ``outputs`` as `restore.read_range` does from a settled plan of one column interval; blocks.
 
-    Returns the state digest of what was read. Memory: a chunk of each array per thread.
+    Returns the state digest of what was read. Memory: a chunk of each array per thread, and of a remote
+    store what is fetched ahead (`read_ahead.AHEAD_BYTES`).
 
     Raises
     ------

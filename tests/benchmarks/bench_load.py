@@ -33,7 +33,7 @@ from cnr_store import CompactionPolicy, Store, TableOptions, arrays, compact
 from cnr_store.encodings import digest, kernels
 from cnr_store.layout import segment_key
 from cnr_store.records import ArrayEntry
-from cnr_store.storage import Storage, object_digest
+from cnr_store.storage import Storage, object_digest, open_storage
 from cnr_store.types import Float32s
 from cnr_store.workers import blocks, default_threads
 from tests.servers import S3Server, running_seaweed
@@ -185,7 +185,7 @@ def throttled_load(report: harness.Report, folder: Path, rows: int, repeats: int
             def load(bits: int) -> None:
                 stores[bits].snapshot().table(TABLE).read_into(target)
 
-            fp32 = Store.create("s3://bench/fp32", storage_options=slow.storage_options).storage
+            fp32 = open_storage("s3://bench/fp32", storage_options=slow.storage_options)
             work: dict[str, Callable[[], object]] = {"fp32": partial(fetch, fp32, "table.safetensors", size)}
             work |= {str(bits): partial(load, bits) for bits in LINK_BITS}
             found = harness.alternating(work, repeats)

@@ -42,6 +42,7 @@ def test_codes_that_do_not_fit_few_codes_and_codes_without_a_sample_are_not_int8
     assert stored_dtype(20, LEAST_CODES - 1, sample) == np.int16
     assert stored_dtype(20, LEAST_CODES, None) == np.int16
     assert stored_dtype(20, LEAST_CODES, sample[:0]) == np.int16
+    assert stored_dtype(20, LEAST_CODES, np.append(sample, np.int16(-128))) == np.int16
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 15, 1000, 10**6])
