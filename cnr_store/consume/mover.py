@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 
+from cnr_store.consume import gather
 from cnr_store.consume.applying import apply_segment, check_base
 from cnr_store.consume.comparing import (
     Difference,
@@ -23,6 +24,7 @@ from cnr_store.consume.comparing import (
 from cnr_store.consume.content import CodesTooWide
 from cnr_store.consume.folding import fold_into, fold_target
 from cnr_store.consume.held import HeldTable, Holds, Overlay, RowKind, Served, ServedTable, row_kind
+from cnr_store.consume.key_index import KeyIndex
 from cnr_store.consume.loading import load_table
 from cnr_store.consume.memory import ANONYMOUS, Memory
 from cnr_store.consume.moving import Apply, Compare, Move, Reread, Same
@@ -181,7 +183,7 @@ class _Mover:
         kind = row_kind(schema, holding.served, holding.holds)
         if served is None or _is_held_otherwise(served, kind, holding.shard):
             return self._load(name, kind, holding.shard)
-        if not isinstance(self._move, Compare) and self._is_one_life(served):
+        if not isinstance(self._move, Compare) and self._is_one_life(served, schema):
             try:
                 with self._memory.attempt():
                     if isinstance(self._move, Reread):
@@ -205,8 +207,13 @@ class _Mover:
             return Compare(), ([], [])
         return move, ([], [])
 
-    def _is_one_life(self, served: ServedTable) -> bool:
-        """Whether the table is there in all segments of the move, under the generation that is held."""
+    def _is_one_life(self, served: ServedTable, schema: TableSchema) -> bool:
+        """Whether the table is there in all segments of the move, under the generation that is held.
+
+        And in no coarser unit at its end: codes of a refined scale have no codes before it was.
+        """
+        if served.kind.holds == "codes" and schema.shift < served.schema.shift:
+            return False
         readers = [*self._segments[0], *self._segments[1]]
         if isinstance(self._move, Reread):
             readers.append(self._common)
@@ -293,6 +300,7 @@ class _Building:
         self._workers = workers
         self._memory = memory
         self._overlay: Overlay | None = None
+        self._several: _Several | None = None
         self._is_copy = False
 
     def take_schema(self, schema: TableSchema, kind: RowKind) -> None:
@@ -338,7 +346,7 @@ class _Building:
             self.now = reshaped(self.now, schema, kind, self._workers, wide=wide, memory=self._memory)
         except CodesTooWide:
             self.now = reshaped(self.now, schema, kind, self._workers, wide=True, memory=self._memory)
-        self._is_copy, self._overlay = True, None
+        self._is_copy, self._overlay, self._several = True, None, None
         if old is not None:
             _release(old, self._memory)
 
@@ -349,10 +357,13 @@ class _Building:
             fold_into(target, overlay)
             self.now = ServedTable(target.held, escapes=escapes)
             return
-        merged = overlay
-        if self._overlay is not None:
-            merged = Overlay.merged(held.name, self._overlay, overlay)
-            _release(self._overlay, self._memory)
+        if self._overlay is None:
+            merged = overlay
+        else:
+            if self._several is None:
+                self._several = _Several(self._overlay)
+                _release(self._overlay, self._memory)
+            merged = self._several.put(overlay)
         self._overlay = merged
         beside = self._before.overlay
         shown = merged if beside is None else Overlay.merged(held.name, beside, merged)
@@ -368,6 +379,43 @@ class _Building:
         kept.ids[...], kept.rows[...], kept.status[...] = overlay.ids, overlay.rows, overlay.status
         kept.fill_index()
         return kept
+
+
+class _Several:
+    """Overlays of a run of segments put one on another, at the cost of each alone: nobody reads them but the run."""
+
+    def __init__(self, first: Overlay) -> None:
+        self._ids = np.empty(0, np.int64)
+        self._rows = np.empty((0, first.rows.shape[1]), first.rows.dtype)
+        self._status = np.empty(0, np.uint8)
+        self._index = KeyIndex.allocate(len(first))
+        self._count = 0
+        self.put(first)
+
+    def put(self, overlay: Overlay) -> Overlay:
+        """Put another over those before, and return what they are together; it goes with the next call."""
+        positions = self._index.find(overlay.ids)
+        new = np.flatnonzero(positions < 0)
+        positions[new] = self._count + np.arange(len(new))
+        self._make_room(self._count + len(new))
+        self._ids[positions] = overlay.ids
+        self._status[positions] = overlay.status
+        gather.scatter(gather.as_words(self._rows), positions, gather.as_words(overlay.rows))
+        self._index.insert_many(overlay.ids[new], positions[new])
+        self._count += len(new)
+        count = self._count
+        return Overlay(overlay.schema, self._ids[:count], self._rows[:count], self._status[:count], self._index)
+
+    def _make_room(self, count: int) -> None:
+        if count > len(self._ids):
+            # Twice what is needed: zeros that are not written take no memory.
+            for name in ("_ids", "_rows", "_status"):
+                before = getattr(self, name)
+                grown = np.zeros((2 * count, *before.shape[1:]), before.dtype)
+                grown[: self._count] = before[: self._count]
+                setattr(self, name, grown)
+        if self._index.room < count - self._count:
+            self._index = self._index.grown(2 * count)
 
 
 def _is_held_otherwise(served: ServedTable, kind: RowKind, shard: Shard | None) -> bool:

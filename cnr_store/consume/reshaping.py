@@ -47,6 +47,7 @@ def reshaped(
         Codes are to be held in int16 and do not fit it.
     """
     halvings = schema.shift - served.schema.shift if kind.holds == "codes" else 0
+    assert halvings >= 0, "codes are not made coarser: half of them would be lost"
     dtype = np.dtype(np.int32) if wide else kind.dtype
     if served.held.is_keyed:
         ids = served.row_ids()

@@ -404,6 +404,22 @@ def test_versions_are_pinned_rolled_back_and_followed_again(training: Training) 
         assert not loader.poll().moved
 
 
+@pytest.mark.parametrize("holds", ["auto", "codes"])
+def test_a_rollback_to_before_a_finer_scale_reads_the_coarser_codes(training: Training, holds: Any) -> None:
+    """Codes that are all even at the finer scale became zeros."""
+    before = training.save()
+    training.writer.restore()
+    with training.writer.begin(9) as txn:
+        txn.refine_scale("user")
+        txn.write_rows("user", np.asarray([4]), np.full((1, DIM), 8, np.float32))
+    with Loader(training.open(), holds=holds) as loader:
+        assert loader.tables["user"].shift == 1
+        loader.rollback(before)
+        check_is_snapshot(loader, training.store.snapshot(before))
+        loader.unpin()
+        caught_up(loader, training.store)
+
+
 def test_a_version_that_expired_cannot_be_rolled_back_to(training: Training) -> None:
     first = training.save()
     with Loader(training.open()) as loader:
