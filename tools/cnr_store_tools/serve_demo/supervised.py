@@ -112,8 +112,8 @@ class Supervised:
         CnrStoreError
             The process ended without it, or the time is over.
         """
-        left_s = timeout_s
-        while left_s > 0:
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
             with self._news:
                 self._news.wait(0.2)
             found = next((heard for heard in self._life() if heard.event == event), None)
@@ -122,7 +122,6 @@ class Supervised:
             if self.has_ended():
                 raise CnrStoreError(f"process {self.name!r} ended: {self.crashes[-1] if self.crashes else 'too early'}")
             on_news()
-            left_s -= 0.2
         raise CnrStoreError(f"process {self.name!r} is not {event!r} after {timeout_s:.0f} s")
 
     def stop(self, *, grace_s: float = 0.0) -> None:

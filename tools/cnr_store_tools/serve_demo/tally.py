@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,29 +77,26 @@ def publish_to_served(commits: Iterable[Commit], heard: Sequence[Heard]) -> list
 
     What was there before a life began is not counted: that is the time of a start, not of a publication.
     """
-    saved = sorted((one for one in commits if one.is_saved), key=lambda one: one.version)
+    saved = [one for one in commits if one.is_saved]
+    versions = [one.version for one in saved]
     found: list[float] = []
     served: dict[int, int] = {}
     for one in heard:
-        if one.event == "ready":
-            served[one.life] = max(served.get(one.life, -1), one.facts["version"])
-        elif one.event == "seen":
-            before = served.get(one.life)
-            if before is not None:
-                at_ms = one.facts["at_ms"]
-                found += [
-                    (at_ms - commit.time_ms) / 1000
-                    for commit in saved
-                    if before < commit.version <= one.facts["version"]
-                ]
-            served[one.life] = max(served.get(one.life, -1), one.facts["version"])
+        if one.event not in ("ready", "seen"):
+            continue
+        version = one.facts["version"]
+        before = served.get(one.life)
+        if one.event == "seen" and before is not None:
+            new = saved[bisect_right(versions, before) : bisect_right(versions, version)]
+            found += [(one.facts["at_ms"] - commit.time_ms) / 1000 for commit in new]
+        served[one.life] = version if before is None else max(before, version)
     return found
 
 
-def staleness(commits: Iterable[Commit], version: int, at_ms: float) -> float:
+def staleness(saved: Sequence[Commit], version: int, at_ms: float) -> float:
     """Return for how many seconds the oldest save that is not in ``version`` had been there; 0 without one."""
-    missing = [one.time_ms for one in commits if one.is_saved and one.version > version and one.time_ms <= at_ms]
-    return (at_ms - min(missing)) / 1000 if missing else 0.0
+    place = bisect_right(saved, version, key=lambda one: one.version)
+    return max(0.0, (at_ms - saved[place].time_ms) / 1000) if place < len(saved) else 0.0
 
 
 def tally_saving(commits: Sequence[Commit], told: Told) -> SavingReport:
@@ -131,6 +129,7 @@ def tally_serving(commits: Sequence[Commit], told: Told) -> ServingReport:
     """Return what the inference processes did, together."""
     heard = [one for name in INFERENCE for one in told[name]]
     ticks, applied, compared = (facts_of(heard, event) for event in ("tick", "applied", "compared"))
+    saved = [one for one in commits if one.is_saved]
     return ServingReport(
         lookups=sum(one["lookups"] for one in ticks), rows=sum(one["rows"] for one in ticks),
         torn=max(sum(one["torn"] for one in ticks), len(facts_of(heard, "torn"))),
@@ -138,7 +137,7 @@ def tally_serving(commits: Sequence[Commit], told: Told) -> ServingReport:
         publish_to_served_s=spread_of(
             value for name in INFERENCE for value in publish_to_served(commits, told[name])
         ),
-        staleness_s=spread_of(staleness(commits, one["version"], one["at_ms"]) for one in ticks),
+        staleness_s=spread_of(staleness(saved, one["version"], one["at_ms"]) for one in ticks),
         apply_s=spread_of(one["seconds"] for one in applied),
         applied_rows=sum(one["rows"] for one in applied), applied_bytes=sum(one["size_bytes"] for one in applied),
         compared_rows=sum(one["rows"] for one in compared), different_rows=sum(one["different"] for one in compared),
