@@ -140,6 +140,10 @@ class MaintainedStoreMachine(StoreMachine):
     def now_ms(self) -> int:
         return time.time_ns() // 1_000_000 + self.ahead_ms
 
+    def has_expired(self) -> bool:
+        """Whether the next collection ends the branch, and a save on it with that."""
+        return self.line.expires_ms is not None and self.line.expires_ms <= self.now_ms()
+
     def follow(self, line: Line) -> None:
         """Take the records that have landed into the model."""
         log = line.log
@@ -520,7 +524,7 @@ class MaintainedStoreMachine(StoreMachine):
 
     # Saves that maintenance meets.
 
-    @precondition(lambda self: self.writer.is_synced)
+    @precondition(lambda self: self.writer.is_synced and not self.has_expired())
     @rule(
         maintenance=st.lists(st.sampled_from(["fold", "fold all", "collect"]), min_size=1, max_size=3),
         at=st.none() | st.integers(0, 40),
