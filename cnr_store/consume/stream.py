@@ -15,6 +15,7 @@ from itertools import chain as chained
 from types import TracebackType
 from typing import Literal
 
+import numpy as np
 import pyarrow as pa
 
 from cnr_store.chunk_lru import ChunkLru
@@ -153,10 +154,6 @@ class VersionChanges:
 
 class _TargetGone(Exception):
     """The version expired, and is gone, before anything of it was told."""
-
-
-class _PathGone(Exception):
-    """A delta that was folded on the way is gone."""
 
 
 class ChangeStream:
@@ -431,21 +428,10 @@ class ChangeStream:
         if self._registered is None and not self._hold(target.record.v):
             self._refuse_begun(was_begun, target, None)
             raise _TargetGone
-        for move in self._moves_to(target):
-            batches = self._guarded(self._read_changes(target, move), target, is_begun=was_begun)
-            try:
-                first = next(batches, None)
-            except _PathGone:
-                continue
-            self._begun = target
-            return chained([] if first is None else [first], batches)
-        raise AssertionError("the last way goes by the two ends alone")
-
-    def _moves_to(self, target: LogEntry) -> Sequence[Move | None]:
-        if not self._path:
-            return [None]
-        ways = [plan_path([*self._path, target]), plan_move(self._path[0], target)]
-        return ways[:1] if ways[0] == ways[1] else ways
+        batches = self._guarded(self._read_changes(target), target, is_begun=was_begun)
+        first = next(batches, None)
+        self._begun = target
+        return chained([] if first is None else [first], batches)
 
     def _guarded(
         self, batches: Iterator[pa.RecordBatch], target: LogEntry, *, is_begun: bool
@@ -458,16 +444,14 @@ class ChangeStream:
         except MissingObject as missing:
             newest = self._store.head()
             self._head = newest
-            segment = (missing.path or "").removeprefix(DATA).partition("/")[0]
+            segment = _segment_of(missing)
             if segment in _names(target):
                 if is_live(newest.record, target.record.v):
                     raise
                 self._refuse_begun(is_begun, target, missing)
                 raise _TargetGone from missing
             held = self._path[0]
-            if segment not in _names(held) and not is_begun:
-                raise _PathGone from missing
-            if segment in _names(held) and is_live(newest.record, held.record.v):
+            if is_live(newest.record, held.record.v):
                 raise
             raise CursorExpired(
                 f"what changed between version {held.record.v} and version {target.record.v} of {self._store.url} "
@@ -486,41 +470,73 @@ class ChangeStream:
                 version=target.record.v,
             ) from missing
 
-    def _read_changes(self, target: LogEntry, move: Move | None) -> Iterator[pa.RecordBatch]:
-        """Yield the batches of a version; ``move`` is how the state consumed becomes its own, None where none was."""
+    def _read_changes(self, target: LogEntry) -> Iterator[pa.RecordBatch]:
+        """Yield the batches of a version."""
         after = self._snapshot(target)
-        copy = self._prepared_copy(after, move)
+        copy = self._prepared_copy(after, target)
         tables_before = self._tables_before() if copy is None else copy.schemas
         for table in sorted(tables_before.keys() | after.tables.keys()):
             if not self._is_wanted(table):
                 continue
             schema = after.tables.get(table) or tables_before[table]
             slots = sorted(schema.slots) if self._slots else []
-            blocks = self._blocks(table, tables_before.get(table), after, target, move)
-            for block in blocks if copy is None else copy.changed(table):
+            blocks = (
+                self._blocks(table, tables_before.get(table), after, target) if copy is None else copy.changed(table)
+            )
+            for block in blocks:
                 yield from change_batches(
                     table, schema, slots, block, target.record.v, target.record.step, self._max_batch_rows
                 )
+
+    def _ways_to(self, target: LogEntry) -> list[Move]:
+        """How the state consumed becomes the target's, the best way first; the last one needs nothing but the two."""
+        if not self._path:
+            return [Compare()]
+        ways = [plan_path([*self._path, target]), plan_move(self._path[0], target)]
+        return ways[:1] if ways[0] == ways[1] else ways
 
     def _tables_before(self) -> dict[str, TableSchema]:
         held = self._path[0].record.chain if self._path else ()
         return dict(self._end_of(held).tables) if held else {}
 
-    def _prepared_copy(self, after: Snapshot, move: Move | None) -> StreamCopy | None:
+    def _prepared_copy(self, after: Snapshot, target: LogEntry) -> StreamCopy | None:
         """The copy with the version's changes beside it; None where there is none of the state consumed."""
         if self._copy is None:
             return None
-        if move is not None and not self._copy.has(self._path[0]):
+        if self._path and not self._copy.has(self._path[0]):
             try:
                 self._copy.load(self._snapshot(self._path[0]))
             except MissingObject:
                 self._copy.load(after)  # for the next version; this one is told from the store
                 return None
-        self._copy.prepare(after, Compare() if move is None else move)
+        self._copy.prepare(after, self._ways_to(target)[0])
         return self._copy
 
-    def _blocks(
-        self, table: str, before: TableSchema | None, after: Snapshot, target: LogEntry, move: Move | None
+    def _blocks(self, table: str, before: TableSchema | None, after: Snapshot, target: LogEntry) -> Iterator[RowBlock]:
+        """The rows of a table that may differ. A delta that was folded on the way may go at any time: then another way.
+
+        What comes then goes on behind the rows that were told: up to there nothing was left out.
+        """
+        ways, last = self._ways_to(target), None
+        while True:
+            move = ways.pop(0)
+            try:
+                for block in self._blocks_by(move, table, before, after, target):
+                    rest = (
+                        block
+                        if last is None
+                        else block.take(slice(int(np.searchsorted(block.rows, last, side="right")), None))
+                    )
+                    if len(rest.rows):
+                        yield rest
+                        last = int(rest.rows[-1])
+                return
+            except MissingObject as missing:
+                if not ways or _segment_of(missing) in _names(target):
+                    raise
+
+    def _blocks_by(
+        self, move: Move, table: str, before: TableSchema | None, after: Snapshot, target: LogEntry
     ) -> Iterator[RowBlock]:
         schema = after.tables.get(table)
         names = [] if schema is None else self._names(schema)
@@ -598,6 +614,11 @@ class _Told:
         if self._closed.is_set():
             raise StopIteration
         return batch
+
+
+def _segment_of(missing: MissingObject) -> str:
+    """The segment that the object was of."""
+    return (missing.path or "").removeprefix(DATA).partition("/")[0]
 
 
 def _names(entry: LogEntry) -> set[str]:

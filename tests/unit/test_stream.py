@@ -601,6 +601,34 @@ def test_deltas_that_were_folded_on_the_way_are_told_from_what_they_were_folded_
     assert stories[-1] == (last, "t", "upsert", [4])
 
 
+def test_a_folded_delta_that_goes_while_it_is_told_is_made_up_for(store: Store) -> None:
+    def both(*rows: int) -> Callable[[Any], None]:
+        def write(txn: Any) -> None:
+            for table in ("t", "u"):
+                txn.write_rows(table, np.asarray(rows), np.full((len(rows), 2), rows[0], np.float32))
+
+        return write
+
+    with store.writer() as writer:
+        with writer.begin(10) as txn:
+            for table in ("t", "u"):
+                txn.write_table(table, np.zeros((8, 2), np.float32), options=EXACT)
+        first = writer.head.record.v
+    versions = save(store, both(1, 2), both(3))
+    store.tag("kept", first)
+    compact(store, run=(1, 3), force=True)
+    collect_garbage(store, policy=RetentionPolicy(1), dry_run=False)
+    save(store, both(5))
+    folded = store.record(versions[0]).chain[-1].seg
+    store.storage.delete([stat.key for stat in store.storage.list_objects(f"data/{folded}/") if "/u/" in stat.key])
+
+    stories = told(changes(store, first))
+
+    assert {table: sorted(r for _, name, _, rows in stories for r in rows if name == table) for table in "tu"} == {
+        "t": [1, 2, 3, 5], "u": [1, 2, 3, 5],
+    }  # fmt: skip
+
+
 def test_registered_cursors_make_maintenance_wait(store: Store) -> None:
     begin(store)
     stream = changes(store, cursor="lake")
