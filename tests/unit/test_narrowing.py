@@ -13,7 +13,7 @@ import pytest
 from cnr_store import CompactionPolicy, CorruptStore, Store, TableOptions, compact, verify_store
 from cnr_store.narrowing import LEAST_CODES, sample_blocks, stored_dtype
 from cnr_store.records import INT8_CODES, Manifest, RowListEntry, decode_manifest
-from cnr_store.types import Float32s, Profile
+from cnr_store.types import Float32s, Profile, Rectangle
 from format_spec.reader.compare import compare
 from tests.store_oracle import same_bits
 
@@ -98,6 +98,8 @@ def test_a_baseline_is_int8_and_reads_as_ever(store: Store, mirror: Any) -> None
     view = store.snapshot().table("t")
     assert same_bits(view.read(), on_lattice(given))
     assert same_bits(view.read(100, 2345), on_lattice(given)[100:2345])
+    cut = view.read_rectangle(Rectangle((100, 2345), (3, 9)))["values"]
+    assert same_bits(cut, np.ascontiguousarray(on_lattice(given)[100:2345, 3:9]))
     assert same_bits(view.read_rows(np.asarray([7, 2999])), on_lattice(given)[[7, 2999]])
     assert verify_store(store, deep=True).problems == ()
 
