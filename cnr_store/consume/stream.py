@@ -492,8 +492,11 @@ class ChangeStream:
         """How the state consumed becomes the target's, the best way first; the last one needs nothing but the two."""
         if not self._path:
             return [Compare()]
-        ways = [plan_path([*self._path, target]), plan_move(self._path[0], target)]
-        return ways[:1] if ways[0] == ways[1] else ways
+        between_ends = plan_move(self._path[0], target)
+        if isinstance(between_ends, Apply):  # of the target's own segments, which stay as long as it does
+            return [between_ends]
+        by_path = plan_path([*self._path, target])
+        return [between_ends] if by_path == between_ends else [by_path, between_ends]
 
     def _tables_before(self) -> dict[str, TableSchema]:
         held = self._path[0].record.chain if self._path else ()
