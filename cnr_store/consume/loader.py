@@ -49,7 +49,7 @@ from cnr_store.errors import (
     TableNotFound,
     VersionRefused,
 )
-from cnr_store.layout import branch_of
+from cnr_store.layout import branch_of, check_name
 from cnr_store.log import wall_ms
 from cnr_store.records import DenseEntry, LogEntry, TableSchema
 from cnr_store.snapshot import Snapshot
@@ -168,6 +168,8 @@ class Loader:
             raise BadInput(f"publish is 'poll' or 'apply', found {publish!r}", found=publish)
         if not poll_interval_s > 0:
             raise BadInput(f"poll_interval_s is above 0, found {poll_interval_s}", found=poll_interval_s)
+        if cursor is not None:
+            check_name(cursor)
         self._tables = None if tables is None else tuple(dict.fromkeys(tables))
         self._dense = None if dense is None else frozenset(dense)
         self._served, self._holds, self._publish = served, holds, publish

@@ -149,9 +149,8 @@ class LoaderMachine(MaintainedStoreMachine):
         kind=st.sampled_from(FAULTS),
         at=st.integers(0, 25),
         calls=st.sampled_from([1, 1, 2, 40]),
-        is_patient=st.booleans(),
     )
-    def poll_with_a_fault(self, data: Any, kind: FaultKind, at: int, calls: int, is_patient: bool) -> None:
+    def poll_with_a_fault(self, data: Any, kind: FaultKind, at: int, calls: int) -> None:
         """What was served stays, or a newer version comes, whole; the next poll heals. After a crash, a new process."""
         follower = self.chosen(data)
         loader, before = follower.loader, follower.loader.version

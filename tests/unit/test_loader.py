@@ -773,6 +773,84 @@ def test_a_damaged_delta_leaves_what_is_served_until_a_way_past_it(training: Tra
         caught_up(loader, training.store)
 
 
+def test_the_thread_asks_for_news_but_lets_what_failed_rest(training: Training, fs: Flaky) -> None:
+    training.save()
+    with Loader(training.open(fs), poll_interval_s=60) as loader:
+        before = set(training.files.find("/root/data"))
+        training.save()
+        (codes,) = [path for path in set(training.files.find("/root/data")) - before if "/codes/c" in path]
+        training.files.pipe_file(codes, b"")
+        failed = loader._look(is_patient=True)
+        assert isinstance(failed.error, CorruptObject)
+        calls = len(fs.calls)
+        rested = loader._look(is_patient=True)
+        assert len(fs.calls) == calls + 1
+        assert rested.error is failed.error
+        assert loader.metrics().failures == 1
+        training.full()
+        assert loader._look(is_patient=True).error is None
+        check_is_snapshot(loader, training.store.snapshot())
+
+
+def test_staleness_counts_from_the_first_version_that_is_lacked(training: Training, monkeypatch: Any) -> None:
+    refused: set[int] = set()
+    training.save()
+    with Loader(training.open(), validate=lambda candidate: candidate.step not in refused) as loader:
+        assert loader.staleness_s == 0
+        refused |= {2, 3}
+        first = training.store.record(training.save()).ts_ms
+        loader.poll()
+        training.save()
+        loader.poll()
+        monkeypatch.setattr("cnr_store.consume.loader.wall_ms", lambda: first + 90_000)
+        assert loader.staleness_s == 90
+        served_ms = training.store.record(loader.version).ts_ms
+        assert loader.metrics().age_s == (first + 90_000 - served_ms) / 1000
+        training.save()
+        caught_up(loader, training.store)
+        assert loader.staleness_s == 0
+
+
+def test_readers_on_threads_see_one_version_at_a_time(training: Training) -> None:
+    """Every row of both tables is written with its step, so a batch of two versions shows."""
+    rows = tuple(range(ROWS))
+    mixed: list[Any] = []
+    ended = threading.Event()
+    counts = [0, 0]
+
+    def read(number: int) -> None:
+        with np.errstate(all="raise"):
+            while not ended.is_set():
+                batch = loader.lookup_many({"user": rows, "item": rows[::-1]}, dense=["w"])
+                found = {*batch.rows["user"].ravel(), *batch.rows["item"].ravel(), *batch.dense["w"]}
+                if found != {float(batch.step)}:
+                    mixed.append((batch.version, found))
+                counts[number] += 1
+
+    def save_all() -> None:
+        training.step += 1
+        with training.writer.begin(training.step) as txn:
+            for table in ("user", "item"):
+                txn.write_rows(table, np.asarray(rows), np.full((ROWS, DIM), training.step, np.float32))
+            txn.put_dense({"w": np.full(3, training.step, np.float32)})
+
+    save_all()
+    with Loader(training.open(), poll_interval_s=0.001) as loader:
+        readers = [threading.Thread(target=read, args=(number,)) for number in range(2)]
+        for reader in readers:
+            reader.start()
+        loader.start()
+        try:
+            for _ in range(25):
+                save_all()
+            until(loader, lambda: loader.step == training.step and min(counts) > 200)
+        finally:
+            ended.set()
+            for reader in readers:
+                reader.join()
+    assert not mixed
+
+
 def test_a_version_without_a_table_that_is_wanted_is_not_served(training: Training) -> None:
     first = training.save()
     with Loader(training.open(), ["user"]) as loader:
