@@ -29,8 +29,8 @@ from cnr_store.table_codes import ABSENT, CODED, ESCAPED, Array, EscapeRows
 from cnr_store.types import RowIds
 from cnr_store.workers import Workers, blocks
 
-READ_ROWS = 1 << 20
-"""Rows that are read again at once; of each, the codes, the floats and the held row are in memory."""
+READ_BYTES = 32 * 1024 * 1024
+"""Codes of rows that are read again at once; as much again of floats, and of rows that are held, is in memory."""
 
 COMPARED_ROWS = 1 << 16
 
@@ -65,7 +65,7 @@ def reread_rows(
     """Return an overlay of ``rows`` (sorted, unique, of the shard) as the chain's last segment leaves them; blocks.
 
     Rows that the version does not have become absent. The table has as many rows as ``served`` where rows are held by
-    position. Memory: the overlay, and codes and floats of `READ_ROWS` rows.
+    position. Memory: the overlay, and three times `READ_BYTES`.
 
     Raises
     ------
@@ -86,7 +86,7 @@ def reread_rows(
                 missing[np.searchsorted(rows, one.keys)] = False
             found.put_absent(rows[missing])
         else:
-            for low, high in blocks(len(rows), READ_ROWS):
+            for low, high in blocks(len(rows), max(1, READ_BYTES // (4 * kind.dim))):
                 part = rows[low:high]
                 content = read_content(readers, served.name, part, kind, workers, dtype=served.held.rows.dtype)
                 found.put(part, content)
@@ -171,11 +171,12 @@ class _Differing:
         """Return the rows that were taken as an overlay."""
         served = self.served
         overlay = Overlay.allocate(served.name, schema, self._count, served.kind.width, served.held.rows.dtype, memory)
-        low = 0
-        for ids, rows, status in zip(self._ids, self._rows, self._status, strict=True):
-            into = slice(low, low + len(ids))
+        high = self._count
+        while self._ids:  # each block goes as soon as it is copied
+            ids, rows, status = self._ids.pop(), self._rows.pop(), self._status.pop()
+            into = slice(high - len(ids), high)
             overlay.ids[into], overlay.rows[into], overlay.status[into] = ids, rows, status
-            low = into.stop
+            high = into.start
         overlay.fill_index()
         return Difference(overlay, escapes_after(served, overlay, self._exact))
 

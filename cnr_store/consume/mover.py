@@ -21,7 +21,7 @@ from cnr_store.consume.comparing import (
     rows_that_may_differ,
     vanished_rows,
 )
-from cnr_store.consume.content import CodesTooWide
+from cnr_store.consume.content import CodesTooWide, escapes_after
 from cnr_store.consume.folding import fold_into, fold_target
 from cnr_store.consume.held import HeldTable, Holds, Overlay, RowKind, Served, ServedTable, row_kind
 from cnr_store.consume.key_index import KeyIndex
@@ -36,7 +36,7 @@ from cnr_store.records import Manifest, TableSchema, stated_digest
 from cnr_store.replay_plan import plan_table
 from cnr_store.segment import SegmentReader
 from cnr_store.snapshot import Snapshot
-from cnr_store.table_codes import EscapeRows
+from cnr_store.table_codes import ABSENT, EscapeRows
 from cnr_store.types import RowIds
 from cnr_store.workers import Workers
 
@@ -246,8 +246,6 @@ class _Mover:
         except (CorruptStore, VersionExpired) as error:
             raise _GoneSegment from error  # nobody promised to keep what only the state held is made of
         rows = np.union1d(rows, rows_that_may_differ(self._common, new, building.now, schema))
-        if building.now.held.is_keyed and schema.keys == "dense":
-            rows = np.union1d(rows, vanished_rows(building.now, schema))
         self._read_again(building, rows)
         return building.difference(schema)
 
@@ -278,6 +276,8 @@ class _Mover:
         rows = rows_in_shard(held.shard, rows)
         if not held.is_keyed:
             rows = rows[(rows >= held.start) & (rows < held.stop)]
+        elif building.now.schema.keys == "dense":
+            rows = rows[rows < building.now.schema.num_rows]
         if len(rows):
             building.take(reread_rows(self._readers, building.now, rows, self._workers))
             self._count(self._readers, building.now.name, rows)
@@ -309,8 +309,17 @@ class _Building:
         is_resized = not held.is_keyed and schema.num_rows != self.now.schema.num_rows
         if is_resized or kind != held.kind:
             self._copy(schema, kind, wide=held.rows.dtype == np.int32)
-        else:
-            self.now = _with_schema(self.now, schema)
+            return
+        gone = np.empty(0, np.int64)
+        if held.is_keyed and schema.keys == "dense" and schema.num_rows < self.now.schema.num_rows:
+            gone = vanished_rows(self.now, schema)
+        self.now = _with_schema(self.now, schema)
+        if len(gone):
+            # They would be there again where a later segment makes the table longer.
+            overlay = Overlay.allocate(held.name, schema, len(gone), held.kind.width, held.rows.dtype)
+            overlay.ids[...], overlay.status[...] = gone, ABSENT
+            overlay.fill_index()
+            self._put(overlay, escapes_after(self.now, overlay, []))
 
     def apply(self, reader: SegmentReader, *, is_only: bool) -> RowIds:
         """Put a segment on it; returns the rows that must be read again."""
@@ -364,6 +373,7 @@ class _Building:
                 self._several = _Several(self._overlay)
                 _release(self._overlay, self._memory)
             merged = self._several.put(overlay)
+            _release(overlay, self._memory)
         self._overlay = merged
         beside = self._before.overlay
         shown = merged if beside is None else Overlay.merged(held.name, beside, merged)
