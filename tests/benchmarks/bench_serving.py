@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -72,14 +72,14 @@ QUICK = Size(200_000, 6, 0.2, 0.8, 2, 4, 4, 60_000)
 
 
 def main() -> None:
-    parser = harness.arguments(__doc__, rows=FULL.rows, repeats=5)
+    parser = harness.arguments(__doc__, rows=FULL.rows, repeats=FULL.rounds)
     parser.add_argument("--sections", default=",".join(SECTIONS), help=f"of {', '.join(SECTIONS)}")
     parser.add_argument("--quick", action="store_true", help="small sizes: whether it works, not how fast")
     options = parser.parse_args()
     chosen = options.sections.split(",")
     if not set(chosen) <= set(SECTIONS):
         parser.error(f"sections are {', '.join(SECTIONS)}")
-    size = QUICK if options.quick else FULL
+    size = QUICK if options.quick else replace(FULL, rows=options.rows, rounds=options.repeats)
     report = harness.Report(
         f"serving: deltas of {DELTA_SHARE:.0%} of {size.rows:,} x {DIM} fp32 at {BITS} bits, all in the page cache"
     )
@@ -87,16 +87,15 @@ def main() -> None:
     for section in chosen:
         report.note(f"\n{section}")
         with harness.data_folder(options.folder) as folder:
-            globals()[f"measure_{section}"](report, folder, size, options.repeats)
+            globals()[f"measure_{section}"](report, folder, size)
     report.finish(options.json)
 
 
 # ---- publish to served
 
 
-def measure_latency(report: harness.Report, folder: Path, size: Size, repeats: int) -> None:
+def measure_latency(report: harness.Report, folder: Path, size: Size) -> None:
     """From the acknowledgement of a commit to the first lookup that sees it, in another process."""
-    del repeats
     _measure_latency_at(report, "local disk", str(folder / "store"), None, size)
     with seaweed_bucket(folder) as (url, storage_options):
         _measure_latency_at(report, "SeaweedFS", url, storage_options, size)
@@ -164,9 +163,8 @@ def seaweed_bucket(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 # ---- lookups while deltas are applied
 
 
-def measure_lookups(report: harness.Report, folder: Path, size: Size, repeats: int) -> None:
+def measure_lookups(report: harness.Report, folder: Path, size: Size) -> None:
     """Lookups idle and while deltas are applied one after the other, in turns, in this process and in another."""
-    del repeats
     url = str(folder / "store")
     versions = write_deltas(url, size.rows, size.rounds * size.round_deltas)
     steps = Steps(url, versions)
@@ -294,9 +292,8 @@ def _report_lookups(
 # ---- apply
 
 
-def measure_apply(report: harness.Report, folder: Path, size: Size, repeats: int) -> None:
+def measure_apply(report: harness.Report, folder: Path, size: Size) -> None:
     """Deltas put into a loaded table, one thread, against reading, decoding and scattering the same files bare."""
-    del repeats
     url = str(folder / "store")
     versions = write_deltas(url, size.rows, size.applied + 1)
     steps = Steps(url, versions)
@@ -424,9 +421,8 @@ def _decode(root: Path, entry: ArrayEntry, index: int) -> npt.NDArray[Any]:
 # ---- memory
 
 
-def measure_memory(report: harness.Report, folder: Path, size: Size, repeats: int) -> None:
+def measure_memory(report: harness.Report, folder: Path, size: Size) -> None:
     """Peak memory of a fresh process that loads and applies one delta, beyond the table and the changed rows."""
-    del repeats
     url = str(folder / "store")
     versions = write_deltas(url, size.rows, 1)
     for holds, width in (("values", 4), ("codes", 2)):
@@ -457,9 +453,8 @@ def peak_memory(url: str, versions: list[int], holds: str) -> dict[str, int]:
 # ---- torn reads
 
 
-def measure_torn(report: harness.Report, folder: Path, size: Size, repeats: int) -> None:
+def measure_torn(report: harness.Report, folder: Path, size: Size) -> None:
     """Batches whose rows show their step, by threads and processes, while deltas land as fast as they are written."""
-    del repeats
     # Threads that do nothing but look up keep the loader's from the interpreter for 5 ms at each of its steps; here
     # versions shall change as often as they can, and threads be interrupted where it hurts.
     sys.setswitchinterval(SWITCH_S)
