@@ -125,6 +125,8 @@ class Loader:
     ------
     BadInput, NotFound, CorruptStore, StorageFailure, Unsupported
         The state cannot be loaded.
+    Conflict
+        Another loader owns the folder ``shared``.
     VersionRefused
         By ``validate`` or ``warm_up``: there is nothing else to serve.
 
@@ -184,8 +186,13 @@ class Loader:
             self._store = Store.open(
                 os.fspath(store), branch=branch, storage_options=storage_options, threads=threads
             )  # fmt: skip
+        try:
+            self._shared = None if shared is None else SharedMemory(os.fspath(shared))
+        except BaseException:
+            if self._owns_store:
+                self._store.close()
+            raise
         self._own_workers = Workers(threads) if threads is not None and not self._owns_store else None
-        self._shared = None if shared is None else SharedMemory(os.fspath(shared))
         self._memory: Memory = ANONYMOUS if self._shared is None else self._shared
         # A bound parameter has changed when `apply` returns, so nothing waits for lookups that began before.
         make = Publisher if self._shared is None else self._shared.publisher

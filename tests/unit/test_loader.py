@@ -23,6 +23,7 @@ from cnr_store import (
     BranchNotFound,
     ChannelNotFound,
     CompactionPolicy,
+    Conflict,
     CorruptObject,
     RetentionPolicy,
     StorageFailure,
@@ -626,6 +627,8 @@ def test_other_processes_look_up_in_its_memory(training: Training, tmp_path: Pat
                 assert batch.dense["w"].tolist() == [training.step] * 3
         with pytest.raises(BadInput):
             loader.bind(torch.nn.Embedding(ROWS, DIM))
+        with pytest.raises(Conflict):
+            Loader(training.open(), shared=tmp_path / "m")
     with pytest.raises(VersionNotFound):
         AttachedTables(tmp_path / "m")
 

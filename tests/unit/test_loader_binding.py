@@ -133,6 +133,23 @@ def test_parameters_of_another_dtype_follow_by_changed_rows(training: Training, 
             assert model.user.weight.data_ptr() == memory
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: torch.cuda.is_available() is False")
+def test_parameters_on_another_device_follow_by_changed_rows(training: Training) -> None:
+    model = Model(device="cuda")
+    with Loader(training.store, publish="apply") as loader:
+        loader.bind(model)
+        memory = model.user.weight.data_ptr()
+        for full in (False, True, False):
+            before, step = training.values.copy(), training.step
+            training.save((1, 5, 39), full=full)
+            loader.poll()
+            check_shows(model, training, step, before)
+            loader.apply()
+            check_shows(model, training, training.step)
+            assert model.user.weight.data_ptr() == memory
+
+
 @pytest.mark.parametrize(("served", "dtype"), [("float16", torch.float16), ("bfloat16", torch.bfloat16)])
 def test_rows_held_as_codes_are_copied(training: Training, served: Any, dtype: torch.dtype) -> None:
     model = Model(dtype=dtype)
