@@ -29,6 +29,9 @@ from cnr_store.storage import Storage
 CLOCK_TOLERANCE_MS = 300_000
 """How far the clocks of holders and of maintenance may differ: a lease counts for so long behind its end."""
 
+HOLD_KEPT_MS = 86_400_000
+"""A hold that ended is deleted only so much later."""
+
 _ATTEMPTS = 5
 
 
@@ -216,6 +219,22 @@ def read_cursors(storage: Storage) -> dict[str, Cursor]:
     """Return every cursor by name, ended ones too; as `read_leases`."""
     cursors = (_decode_cursor(data, key) for key, data in _read_all(storage, CURSORS).items())
     return {cursor.name: cursor for cursor in cursors}
+
+
+def delete_ended_holds(storage: Storage, now_ms: int) -> None:
+    """Delete leases and cursors that ended so long ago that nobody can mean to renew them. Listings, a GET each.
+
+    Raises
+    ------
+    CorruptStore, AccessDenied, StorageFailure
+    """
+
+    def is_long_over(hold: ReaderLease | Cursor) -> bool:
+        return hold.expires_ms is not None and hold.expires_ms + HOLD_KEPT_MS < now_ms
+
+    ended = [key for key, lease in read_leases(storage).items() if is_long_over(lease)]
+    ended += [cursor_key(name) for name, cursor in read_cursors(storage).items() if is_long_over(cursor)]
+    storage.delete(ended)
 
 
 def is_held(expires_ms: int | None, now_ms: int) -> bool:

@@ -20,6 +20,7 @@ from cnr_store.errors import (
     ChannelNotFound,
     CnrStoreError,
     CorruptRecord,
+    CorruptStore,
     MissingObject,
     NotAStore,
     ReadOnlyStore,
@@ -73,6 +74,10 @@ from cnr_store.writer import Writer
 
 LIBRARY = "cnr-store 0.1.0"
 MAX_EXPIRES_S = 10**10
+
+_LOOK_BACK = 60
+"""Polls of a relay in a row without news before one asks whether it is still the same relay."""
+
 READ_THREADS = 8
 """Threads that read from a remote store: while some wait for the network, others decode."""
 
@@ -110,6 +115,7 @@ class Store:
         self._log = self._main
         self._branch: Branch | None = None
         self._relay: RelayMarker | None = None
+        self._idle_polls = 0
 
     @classmethod
     def create(
@@ -295,8 +301,22 @@ class Store:
         return self.head().record.v
 
     def poll(self, after: LogEntry) -> LogEntry | None:
-        """Return the entry behind ``after``, None when there is nothing new: one request."""
-        return self._log.poll(after)
+        """Return the entry behind ``after``, None when there is nothing new: one request.
+
+        Raises
+        ------
+        CorruptStore
+            The log was rewritten; or this is a relay that was begun anew in its place, without ``after``.
+        StorageFailure
+        """
+        entry = self._log.poll(after)
+        if entry is None and self._relay is not None:
+            # The new one may begin behind ``after``: then there would be nothing new, for ever.
+            self._idle_polls += 1
+            if self._idle_polls >= _LOOK_BACK:
+                self._check_same_relay(after)
+                self._idle_polls = 0
+        return entry
 
     def log(self, *, limit: int | None = None) -> Iterator[CommitRecord]:
         """Yield commit records, newest first; one GET each."""
@@ -678,6 +698,16 @@ class Store:
     def _enter_relay(self, marker: RelayMarker) -> None:
         self._relay = marker
         self._main = self._log = self._main.starting_at(marker.first)
+
+    def _check_same_relay(self, seen: LogEntry) -> None:
+        key = layout.commit_key(seen.record.v)
+        data = self.storage.read(key)
+        if data is None or sha256(data) != seen.digest:
+            raise CorruptStore(
+                f"the relay {self.url} has not got record {seen.record.v} any more that was read there: it was begun "
+                "anew; open it again",
+                version=seen.record.v, path=key, expected=seen.digest,
+            )  # fmt: skip
 
     def _check_held(self, version: int) -> None:
         """Refuse a version of a relay that lacks one of its segments. One small GET for each of them."""

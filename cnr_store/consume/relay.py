@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -30,10 +30,11 @@ from cnr_store.errors import (
     VersionExpired,
     VersionNotFound,
 )
-from cnr_store.leases import is_held, read_cursors, read_leases
+from cnr_store.leases import delete_ended_holds, is_held, read_cursors, read_leases
 from cnr_store.log import CommitLog, wall_ms
 from cnr_store.records import (
     ChainEntry,
+    CommitRecord,
     Hint,
     LogEntry,
     RelayMarker,
@@ -54,6 +55,17 @@ from cnr_store.workers import Throttle, blocks
 _BATCH = 64
 """Records read at once when many positions are copied; at most 4 MiB."""
 
+_MANY = 64
+"""Versions copied in one look between two trims, as a relay that is far behind has no room for all of them; and before
+a look ends although a source that is faster has gone on."""
+
+_LOOK_BACK = 60
+"""Looks in a row without news before one asks whether the source is still the one that was copied."""
+
+_TIDY_EVERY_MS = 86_400_000
+_LEFTOVER_S = 3600.0
+"""A file that is not whole after so long is nobody's any more."""
+
 _CREATE_ATTEMPTS = 6
 _FIRST_PAUSE_S = 0.05
 _JITTER = 0.25
@@ -70,7 +82,8 @@ class RelayReport:
     versions
         Versions that were copied with all that they name.
     skipped
-        Positions that were copied as records alone: their versions had expired at the source, or were superseded.
+        Positions that were copied as records alone: their versions had expired at the source, were superseded, or are
+        damaged there.
     segments, objects, bytes, reused_objects
         What was put, segments of versions that channels name included; objects that an interrupted copy had put.
     trimmed_segments, trimmed_bytes
@@ -81,7 +94,8 @@ class RelayReport:
     staleness_s
         How long ago the relay had all that the source had: 0 at the end of a look that found it so.
     problem
-        Why the look ended early, or what could not be trimmed; it is tried again by the next. None if all went well.
+        Why the look ended early, what could not be trimmed, or which damage at the source was passed over for a newer
+        version. None if all went well.
     """
 
     version: int | None
@@ -112,6 +126,7 @@ class _Counts:
     trimmed_segments: int = 0
     trimmed_bytes: int = 0
     delay_s: float | None = None
+    damage: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +223,10 @@ class Relay:
         self._entries: dict[str, ChainEntry] = {}
         self._present: set[str] = set()
         self._next_trim_ms: int | None = 0
+        self._next_tidy_ms = 0
         self._level_s: float | None = None
+        self._idle_looks = 0
+        self._damaged: dict[str, CorruptStore] = {}  # at the source, by segment, in this look
 
     @property
     def version(self) -> int | None:
@@ -223,7 +241,8 @@ class Relay:
     def advance(self) -> RelayReport:
         """Copy every version that is new at the source, then let go what nothing needs. Blocks; one GET if none is new.
 
-        May be called again after any error: what was copied is not copied again.
+        Where the source goes on faster than it is copied, a look ends behind what was the newest when it began. May be
+        called again after any error: what was copied is not copied again.
 
         Raises
         ------
@@ -237,25 +256,19 @@ class Relay:
             Of either.
         """
         counts = _Counts()
+        self._damaged.clear()
         if not self._is_open:
             self._is_open = self._open(counts)
         if not self._is_open:
             self._level_s = self._monotonic_s()
-            return self._report(counts)
-        assert self._head is not None
-        while (entry := self._source.poll(self._head)) is not None:
-            if self._newest is None or self._newest.record.v < entry.record.v:
-                self._newest = self._newest_at_source(entry)
-            self._copy_version(entry.record.v, counts)
-        self._newest = self._head
-        self._level_s = self._monotonic_s()
-        problem = None
-        if self._trims and (counts.versions or self._is_trim_due()):
-            try:
-                self._trim(counts)
-            except (StorageFailure, CorruptStore) as error:
-                problem = error.message  # What was copied stands; the next look tries again.
-        return self._report(counts, problem)
+            return self._report(counts, is_level=True)
+        try:
+            is_level = self._catch_up(counts)
+        except StorageFailure:
+            self._let_go(counts)  # The target may have no room, and only this makes some.
+            raise
+        untrimmed = self._let_go(counts)
+        return self._report(counts, counts.damage if untrimmed is None else untrimmed, is_level=is_level)
 
     def run(
         self,
@@ -271,7 +284,7 @@ class Relay:
 
         Raises
         ------
-        BadInput, StoreExists, VersionNotFound, VersionExpired
+        BadInput, StoreExists, Unsupported, VersionNotFound, VersionExpired
             What another look would not mend.
         """
         if not every_s > 0:
@@ -281,9 +294,11 @@ class Relay:
             try:
                 report = self.advance()
             except (StorageFailure, CorruptStore) as error:
-                report = replace(self._report(_Counts(), error.message), staleness_s=self.staleness_s)
+                report = self._report(_Counts(), error.message)
             if on_report is not None:
                 on_report(report)
+            if report.problem is None and self._head is not None and report.version != report.source_version:
+                continue  # The source has gone on meanwhile.
             # Several relays of one store shall not ask at once.
             stop.wait(every_s * random.uniform(1 - _JITTER, 1 + _JITTER))
 
@@ -423,6 +438,30 @@ class Relay:
 
     # ---- copying
 
+    def _catch_up(self, counts: _Counts) -> bool:
+        """Copy up to what the source had when this began; returns whether nothing newer is there at the end."""
+        assert self._head is not None
+        goal: int | None = None
+        while (entry := self._source.poll(self._head)) is not None:
+            self._idle_looks = 0
+            if self._newest is None or self._newest.record.v < entry.record.v:
+                self._newest = self._newest_at_source(entry)
+            if goal is None:
+                goal = self._newest.record.v
+            elif self._head.record.v >= goal and counts.versions >= _MANY:
+                return False
+            self._copy_version(entry.record.v, counts)
+            if counts.versions % _MANY == 0:
+                self._let_go(counts)
+        self._idle_looks += 1
+        if self._idle_looks >= _LOOK_BACK:
+            # A shorter log in the place of the source's would look like a source with no news, for ever.
+            self._check_history(self._head)
+            self._idle_looks = 0
+        self._newest = self._head
+        self._level_s = self._monotonic_s()
+        return True
+
     def _copy_version(self, version: int, counts: _Counts) -> None:
         """Copy the first version from ``version`` on that can still be had, and the records up to it."""
         entry = self._hold_next(version, counts)
@@ -432,6 +471,8 @@ class Relay:
         counts.versions += 1
         counts.delay_s = (self._clock_ms() - entry.record.ts_ms) / 1000
         self._remember(entry.record.v, entry)
+        if not self._trims:
+            self._forget_unnamed(entry)
         self._head = entry
         self._target.put(layout.hint_key(), canonical_json(Hint(entry.record.v)))
 
@@ -444,22 +485,36 @@ class Relay:
             entry = newest if version >= newest.record.v else self._source_entry(version)
             try:
                 reused = self._copy_segments(entry.record.chain, counts) if newest.record.kind != "close" else []
-            except MissingObject:
-                if not self._is_gone(entry.record.v):
-                    raise
-                # A source that is a relay itself lets versions go that its records call live.
-                version = entry.record.v + 1 if self._source.relay is None else self._newest_version()
+                reused += self._copy_named(entry.record, counts)
+            except CorruptStore as error:
+                version = self._pass_over(entry.record.v, error, counts)
                 continue
-            for named in versions_to_hold(entry.record, self._first):
-                try:
-                    if named not in self._held:
-                        self._remember(named, self._source_entry(named))
-                    reused += self._copy_segments(self._held[named].chain, counts)
-                except MissingObject:
-                    if not self._is_gone(named):
-                        raise
             self._check_reused(reused, counts)
             return entry
+
+    def _copy_named(self, record: CommitRecord, counts: _Counts) -> list[ChainEntry]:
+        """Copy the segments of the versions that a record's channels name, as far as these have not expired."""
+        reused = []
+        for named in versions_to_hold(record, self._first):
+            try:
+                if named not in self._held:
+                    self._remember(named, self._source_entry(named))
+                reused += self._copy_segments(self._held[named].chain, counts)
+            except MissingObject:
+                if not self._is_gone(named):
+                    raise
+        return reused
+
+    def _pass_over(self, version: int, error: CorruptStore, counts: _Counts) -> int:
+        """Return where to go on behind a version that cannot be had; raises ``error`` where nothing newer is there."""
+        if not (isinstance(error, MissingObject) and self._is_gone(version)):
+            self._newest = newest = self._source.head()
+            if version >= newest.record.v or any(item.seg in self._damaged for item in newest.record.chain):
+                raise error
+            # Damage that a repair went back from, or a new baseline left behind, must not end the relay.
+            counts.damage = error.message
+        # A source that is a relay itself lets versions go that its records call live.
+        return version + 1 if self._source.relay is None else self._newest_version()
 
     def _newest_at_source(self, seen: LogEntry) -> LogEntry:
         """The source's newest record; where that one is torn, which others will repair, the one that was seen."""
@@ -500,9 +555,15 @@ class Relay:
         return reused
 
     def _copy_segment(self, item: ChainEntry, counts: _Counts) -> None:
-        copied = copy_segment(
-            self._source.storage, self._target, item, self._source.workers, self._throttle
-        )  # fmt: skip
+        if item.seg in self._damaged:
+            raise self._damaged[item.seg]
+        try:
+            copied = copy_segment(
+                self._source.storage, self._target, item, self._source.workers, self._throttle
+            )  # fmt: skip
+        except CorruptStore as error:
+            self._damaged[item.seg] = error
+            raise
         counts.segments += 1
         counts.objects += copied.objects
         counts.bytes += copied.size_bytes
@@ -584,16 +645,36 @@ class Relay:
 
     # ---- what is held, and let go
 
+    def _let_go(self, counts: _Counts) -> str | None:
+        """Trim if that is due; returns why it could not be done. What was copied stands, and the next look tries it."""
+        if not self._trims or not (counts.versions or self._is_trim_due()):
+            return None
+        try:
+            self._trim(counts)
+        except (StorageFailure, CorruptStore) as error:
+            self._next_trim_ms = 0
+            return error.message
+        return None
+
     def _remember(self, version: int, entry: LogEntry) -> None:
         record = entry.record
         chain = tuple(self._entries.setdefault(item.seg, item) for item in record.chain)
         self._held[version] = _Held(record.logical, record.ts_ms, chain)
 
+    def _forget_unnamed(self, head: LogEntry) -> None:
+        """Without trimming nothing else would, and a relay is to run for years."""
+        named = versions_to_hold(head.record, self._first)
+        self._held = {version: one for version, one in self._held.items() if version in (*named, head.record.v)}
+        self._entries = {item.seg: item for one in self._held.values() for item in one.chain}
+        self._present &= self._entries.keys()
+
     def _load_held(self, head: LogEntry) -> None:
-        """What an earlier process has copied and not let go: one GET for each of its versions."""
-        notes = self._read_notes()
-        versions = [one for one in notes.kept if one < notes.floor]
-        versions += range(max(notes.floor, self._first), head.record.v)
+        """What an earlier process has copied and not let go: one GET for each of its versions, to trim by."""
+        versions: list[int] = []
+        if self._trims:
+            notes = self._read_notes()
+            versions += (one for one in notes.kept if one < notes.floor)
+            versions += range(max(notes.floor, self._first), head.record.v)
         for start, stop in blocks(len(versions), _BATCH):
             reads = [partial(self._read_held, version) for version in versions[start:stop]]
             for entry in self._source.workers.run(reads):
@@ -624,6 +705,8 @@ class Relay:
             self._next_trim_ms = None
             return
         now_ms = self._clock_ms()
+        if self._next_tidy_ms <= now_ms:
+            self._tidy(now_ms)
         self._held = {version: one for version, one in sorted(self._held.items()) if is_live(head, version)}
         versions = [
             LiveVersion(version, one.logical, one.ts_ms, tuple(item.seg for item in one.chain))
@@ -645,6 +728,13 @@ class Relay:
         self._next_trim_ms = min(waiting, default=None)
         if plan.due:
             self._delete(plan.due, head.v + 1, counts)
+
+    def _tidy(self, now_ms: int) -> None:
+        """Delete what readers and relays that died left: garbage collection does not come here."""
+        delete_ended_holds(self._target, now_ms)
+        for folder in (layout.DATA, layout.COMMITS, layout.STATE, layout.LEASES):
+            self._target.sweep(folder, older_than_s=max(self._grace_ms / 1000, _LEFTOVER_S))
+        self._next_tidy_ms = now_ms + _TIDY_EVERY_MS
 
     def _delete(self, due: tuple[str, ...], following: int, counts: _Counts) -> None:
         """Delete segments, unless another relay of this target is ahead: what it has copied may need them again."""
@@ -682,14 +772,14 @@ class Relay:
         }
         return Holds(leases, cursors), leased
 
-    def _report(self, counts: _Counts, problem: str | None = None) -> RelayReport:
+    def _report(self, counts: _Counts, problem: str | None = None, *, is_level: bool = False) -> RelayReport:
         newest = self._newest
         return RelayReport(
             version=self.version, source_version=None if newest is None else newest.record.v,
             versions=counts.versions, skipped=counts.skipped, segments=counts.segments, objects=counts.objects,
             bytes=counts.bytes, reused_objects=counts.reused_objects, trimmed_segments=counts.trimmed_segments,
             trimmed_bytes=counts.trimmed_bytes, delay_s=counts.delay_s,
-            staleness_s=None if self._level_s is None else 0.0, problem=problem,
+            staleness_s=0.0 if is_level else self.staleness_s, problem=problem,
         )  # fmt: skip
 
 

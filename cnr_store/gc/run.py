@@ -40,12 +40,11 @@ from cnr_store.layout import (
     STATE,
     branch_prefix,
     commit_key,
-    cursor_key,
     is_branch_name,
     is_segment_name,
     segment_prefix,
 )
-from cnr_store.leases import is_held, read_cursors, read_leases
+from cnr_store.leases import delete_ended_holds, is_held, read_cursors, read_leases
 from cnr_store.log import CommitLog, wall_ms
 from cnr_store.rebase import draft_after, rebase_expire
 from cnr_store.records import Cursor, LogEntry, Pin, ReaderLease, is_live, unknown_writer_features
@@ -57,9 +56,6 @@ MIN_GRACE_S = 3600.0
 
 MIN_ORPHAN_AGE_S = 86_400.0
 """A lower age gives up saves that are under way: they fail, and only with ``force``."""
-
-HOLD_KEPT_MS = 86_400_000
-"""A hold that ended is deleted only so much later, when nobody can mean to renew it."""
 
 _PLANS = 50
 """How often a plan is made anew because writers were faster; then the next run goes on."""
@@ -256,7 +252,7 @@ class _Run:
             held = self._held_segments(logs, leases, cursors)
             deletion.run(due_segments(logs, folders, held, now_ms), self._segments, self._is_late, self._progress)
             self._commit_all(plan_clean_up(logs, folders - deletion.deleted), logs)
-            self._forget_ended_holds(now_ms)
+            delete_ended_holds(self._storage, now_ms)
             self._sweep()
             was_stopped = deletion.was_stopped
         outcome: Outcome = "collected" if self._records or deletion.deleted else "clean"
@@ -503,12 +499,6 @@ class _Run:
             self._tell("expire", done + 1, len(steps))
         return len(steps)
 
-    def _forget_ended_holds(self, now_ms: int) -> None:
-        ended = [key for key, lease in read_leases(self._storage).items() if _is_long_over(lease.expires_ms, now_ms)]
-        cursors = read_cursors(self._storage).values()
-        ended += [cursor_key(cursor.name) for cursor in cursors if _is_long_over(cursor.expires_ms, now_ms)]
-        self._storage.delete(ended)
-
     def _sweep(self) -> None:
         """Leftovers of interrupted writes: local files that no listing shows."""
         older_than_s = max(self._orphan_age_ms / 1000, MIN_GRACE_S)
@@ -539,7 +529,3 @@ def _check_writable(log: LogView) -> None:
             "collected",
             version=log.head.v, found=unknown,
         )  # fmt: skip
-
-
-def _is_long_over(expires_ms: int | None, now_ms: int) -> bool:
-    return expires_ms is not None and expires_ms + HOLD_KEPT_MS < now_ms

@@ -33,7 +33,6 @@ from cnr_store import (
     verify_store,
 )
 from cnr_store.gc.plan import CLEAN_UP_AT, txn_of
-from cnr_store.gc.run import HOLD_KEPT_MS
 from cnr_store.layout import (
     DATA,
     MANIFEST,
@@ -45,7 +44,7 @@ from cnr_store.layout import (
     segment_name,
     segment_prefix,
 )
-from cnr_store.leases import CLOCK_TOLERANCE_MS
+from cnr_store.leases import CLOCK_TOLERANCE_MS, HOLD_KEPT_MS
 from cnr_store.rebase import draft_after, rebase_fence
 from cnr_store.records import canonical_json, encode_record, is_live
 from cnr_store.storage import Storage, open_storage, storage_from_filesystem

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
+import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from cnr_store import (
     MissingObject,
     ReadOnlyStore,
     RetentionPolicy,
+    StorageFailure,
     Store,
     StoreExists,
     TableOptions,
@@ -39,9 +43,11 @@ from cnr_store import (
 from cnr_store.committing import CommitKind
 from cnr_store.consume.relay import Relay, RelayReport
 from cnr_store.layout import BRANCHES, COMMITS, DATA, IDENTITY, RELAY, RELAY_TRIMS, STATE, commit_key, hint_key
-from cnr_store.log import RetryPolicy
+from cnr_store.leases import read_cursors, read_leases
+from cnr_store.log import RetryPolicy, wall_ms
 from cnr_store.records import Hint, RelayTrims, canonical_json, is_live, sha256
-from cnr_store.storage import Storage, storage_from_filesystem
+from cnr_store.storage import Storage, open_storage, storage_from_filesystem
+from cnr_store.storage.base import TEMPORARY_PREFIX
 from cnr_store.testing.faulty import FaultyFileSystem, IsolatedMemoryFileSystem
 from tests.snapshot_bytes import bytes_of
 
@@ -182,6 +188,23 @@ def test_an_empty_store_is_waited_for(store: Store, files: IsolatedMemoryFileSys
     save(store, 1)
     assert relay.advance().version == store.latest_version()
     assert value_of(near(files)) == 1
+
+
+def test_a_run_rests_between_two_looks_at_an_empty_store(store: Store, files: IsolatedMemoryFileSystem) -> None:
+    class Stop(threading.Event):
+        rests = 0
+
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout
+            self.rests += 1
+            if self.rests == 3:
+                self.set()
+            return True
+
+    stop, reports = Stop(), list[RelayReport]()
+    Relay(store, place(files)).run(5, stop=stop, on_report=reports.append)
+
+    assert len(reports) == 3
 
 
 def test_another_process_goes_on_where_one_ended(store: Store, files: IsolatedMemoryFileSystem) -> None:
@@ -408,6 +431,87 @@ def test_while_positions_are_filled_a_reader_sees_the_end_before_or_behind(
     assert seen == {before, *alive}
 
 
+def test_a_look_ends_though_the_source_goes_on_and_makes_room_on_its_way(
+    store: Store, files: IsolatedMemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A source that was faster kept a look, and with it all trimming and every report, from its end."""
+    monkeypatch.setattr("cnr_store.consume.relay._MANY", 3)
+    save(store, 1)
+    watched = FaultyFileSystem(files)
+    relay = Relay(near(watched, FAR), place(files), policy=RetentionPolicy(keep_last=1), grace_s=0)
+    relay.advance()
+    goal = save(store, 2, 3, kind="full")[-1]
+    stop, reports = threading.Event(), list[RelayReport]()
+
+    def go_on(call: Any) -> None:
+        if "_segment.json" in call.path and not stop.is_set():
+            with store.writer() as writer:  # One version for each that is copied.
+                writer.restore()
+                with writer.begin(store.head().record.step + 1, kind="full") as txn:
+                    txn.write_table("t", np.full((ROWS, DIM), 9, np.float32), options=TableOptions(scale=1.0))
+
+    def on_report(report: RelayReport) -> None:
+        reports.append(report)
+        if len(reports) == 2:
+            stop.set()
+        if len(reports) == 3:
+            halt.set()
+
+    halt = threading.Event()
+    watched._on_call = go_on
+    relay.run(10**6, stop=halt, on_report=on_report)  # It waits for nothing while the source is ahead.
+
+    assert [report.version == report.source_version for report in reports] == [False, False, True]
+    assert all(report.trimmed_segments > 0 for report in reports[:2])
+    assert reports[0].version is not None
+    assert reports[0].version >= goal
+    assert reports[0].staleness_s is not None
+    assert near(files).head() == store.head()
+
+
+def fails_within(times: int, ask: Callable[[], object], why: str) -> int:
+    """The number of the call that first raises, which one of so many does."""
+    for number in range(1, times + 1):
+        try:
+            ask()
+        except CorruptStore as error:
+            if why not in error.message:
+                raise
+            return number
+    pytest.fail(f"{times} calls without an error")
+
+
+def test_a_source_that_is_another_one_now_is_noticed(store: Store, files: IsolatedMemoryFileSystem) -> None:
+    """A store in the place of the source whose log is shorter looked like a source without news, for ever."""
+    save(store, 1)
+    backup = dict(files.store)
+    save(store, 2)
+    relay = Relay(store, place(files))
+    relay.advance()
+    for key in [key for key in files.store if key.startswith(FAR)]:
+        del files.store[key]
+    files.store.update(backup)
+
+    assert fails_within(100, relay.advance, "restored from a backup") > 2
+    assert fails_within(1, relay.advance, "restored from a backup") == 1
+
+
+def test_a_reader_notices_that_its_relay_was_begun_anew(store: Store, files: IsolatedMemoryFileSystem) -> None:
+    """One that begins behind what a reader has seen looked like a relay without news, for ever."""
+    save(store, 1)
+    Relay(store, place(files)).advance()
+    reader = near(files)
+    seen = reader.head()
+    assert all(reader.poll(seen) is None for _ in range(100))
+    save(store, 2, 3)
+    place(files).delete([stat.key for stat in place(files).list_objects("")])
+    Relay(store, place(files)).advance()
+
+    assert fails_within(100, lambda: reader.poll(seen), "begun anew") > 2
+    assert fails_within(1, lambda: reader.poll(seen), "begun anew") == 1
+    assert value_of(near(files)) == 3
+
+
 def test_an_identity_that_was_altered_is_not_copied(store: Store, files: IsolatedMemoryFileSystem) -> None:
     save(store, 1)
     right = store.storage.read(IDENTITY)
@@ -445,6 +549,35 @@ def test_damage_at_the_source_is_not_copied(store: Store, files: IsolatedMemoryF
     store.storage.put(chunk, right)
     assert relay.advance().version == store.latest_version()
     assert value_of(near(files)) == 2
+
+
+def test_damage_that_a_newer_version_left_behind_is_passed_over(store: Store, files: IsolatedMemoryFileSystem) -> None:
+    """A relay stood still for as long as a damaged version was live, also behind `repair_store`."""
+    save(store, 1)
+    relay = Relay(store, place(files))
+    relay.advance()
+    damaged, _ = save(store, 2, 3)
+    segment = store.head().record.chain[-2].seg
+    chunk = next(stat.key for stat in store.storage.list_objects(f"{DATA}{segment}") if "/codes/c/" in stat.key)
+    store.storage.put(chunk, b"rot" + (store.storage.read(chunk) or b"")[3:])
+    with pytest.raises(CorruptObject):
+        relay.advance()
+    assert value_of(near(files)) == 1
+
+    repair_store(store, dry_run=False)
+    (following,) = save(store, 4)
+    report = relay.advance()
+
+    assert report.version == store.latest_version()
+    assert report.problem is not None
+    assert segment in report.problem
+    copy = near(files)
+    assert copy.head() == store.head()
+    assert value_of(copy, following) == 4
+    with pytest.raises(VersionExpired):
+        copy.snapshot(damaged)
+    assert chunk not in [stat.key for stat in place(files).list_objects(DATA)]
+    assert relay.advance().problem is None
 
 
 def test_a_manifest_that_is_not_the_one_the_record_names_is_not_copied(
@@ -645,6 +778,83 @@ def test_holds_that_cannot_be_read_stop_the_trimming_and_nothing_else(
     assert relay.advance().trimmed_segments == 1
 
 
+def test_a_full_target_makes_room_before_it_copies(store: Store, files: IsolatedMemoryFileSystem) -> None:
+    """What was due was deleted behind a copy alone, so that a full disk stayed full."""
+    clock = Clock()
+    save(store, 1)
+    oldest = store.head().record.chain[0].seg
+    target = FaultyFileSystem(files)
+    relay = Relay(store, place(target), policy=RetentionPolicy(keep_last=1), clock_ms=clock)
+    relay.advance()
+    save(store, 2, kind="full")
+    relay.advance()
+    clock.ms += DAY_MS
+    save(store, 3, kind="full")
+
+    def refuse(call: Any) -> None:
+        if call.operation == "write" and DATA in call.path and oldest in place(files).list_folders(DATA):
+            raise OSError(errno.ENOSPC, "no space left on device")
+
+    target._on_call = refuse
+    with pytest.raises(StorageFailure):
+        relay.advance()
+    report = relay.advance()
+
+    assert report.version == store.latest_version()
+    assert value_of(near(files)) == 3
+
+
+def test_what_could_not_be_deleted_is_deleted_by_the_next_look(store: Store, files: IsolatedMemoryFileSystem) -> None:
+    """It waited for the next version of the source."""
+    save(store, 1)
+    target = FaultyFileSystem(files)
+    relay = Relay(store, place(target), policy=RetentionPolicy(keep_last=1), grace_s=0)
+    relay.advance()
+    save(store, 2, kind="full")
+
+    def refuse(call: Any) -> None:
+        if call.operation == "delete":
+            raise OSError(errno.EIO, "no")
+
+    target._on_call = refuse
+    assert relay.advance().problem is not None
+    assert relay.advance().problem is not None
+    target._on_call = None
+    report = relay.advance()
+
+    assert report.problem is None
+    assert len(place(files).list_folders(DATA)) == 1
+    assert relay.advance() == RelayReport(relay.version, relay.version, staleness_s=0.0)
+
+
+def test_what_dead_readers_and_relays_left_goes(store: Store, tmp_path: Path) -> None:
+    """Garbage collection is refused at a relay, so nothing ever deleted their leases and half-written files."""
+    clock = Clock()
+    clock.ms = wall_ms()
+    save(store, 1)
+    relay = Relay(store, str(tmp_path), fsync=False, clock_ms=clock, grace_s=0)
+    relay.advance()
+    place_there = open_storage(str(tmp_path))
+    with Store.open(str(tmp_path)) as copy:
+        copy.lease()
+        copy.lease(ttl_s=10**8)
+        copy.register_cursor("dead", copy.latest_version(), ttl_s=1)
+        copy.register_cursor("alive", copy.latest_version())
+    folder = tmp_path / DATA / store.head().record.chain[0].seg
+    for name, age_s in (("old", 10**5), ("young", 0)):
+        (folder / f"{TEMPORARY_PREFIX}{name}").write_bytes(b"half")
+        os.utime(folder / f"{TEMPORARY_PREFIX}{name}", (time.time() - age_s,) * 2)
+    clock.ms += 2 * DAY_MS
+    save(store, 2)
+    relay.advance()
+
+    assert len(read_leases(place_there)) == 1
+    assert read_cursors(place_there).keys() == {"alive"}
+    assert [path.name for path in folder.iterdir() if path.name.startswith(TEMPORARY_PREFIX)] == [
+        f"{TEMPORARY_PREFIX}young"
+    ]
+
+
 def test_what_another_relay_is_copying_is_left_alone(store: Store, files: IsolatedMemoryFileSystem) -> None:
     save(store, 1)
     policy = RetentionPolicy(keep_last=1)
@@ -670,6 +880,27 @@ def test_a_relay_that_trims_nothing_keeps_everything(store: Store, files: Isolat
 
     assert [value_of(near(files), version) for version in versions] == [1, 2, 3]
     assert place(files).read(RELAY_TRIMS) is None
+
+
+def test_a_relay_that_trims_nothing_does_not_grow(store: Store, files: IsolatedMemoryFileSystem) -> None:
+    """It remembered every version that it had copied, and read all of them again when it was started."""
+    versions = save(store, 1)
+    store.set_channel("serving", versions[0])
+    relay = Relay(store, place(files), trims=False)
+    relay.advance()
+    versions += save(store, *range(2, 12), kind="full")
+    relay.advance()
+    target = FaultyFileSystem(files)
+    another = Relay(store, place(target), trims=False)
+    another.advance()
+
+    for one in (relay, another):
+        assert set(one._held) <= {versions[0], store.latest_version()}
+        assert len(one._entries) <= 2
+        assert len(one._present) <= 2
+    assert len(target.calls) < 12
+    save(store, 12)
+    assert another.advance().segments == 1
 
 
 # ---- what a relay refuses
