@@ -231,9 +231,8 @@ class _Mover:
         return Difference(loaded.held, loaded.escapes)
 
     def _compare(self, served: ServedTable, schema: TableSchema, kind: RowKind) -> Difference | None:
-        if served.held.is_keyed:
-            served = _with_schema(served, schema)
-        found = compare_table(self._readers, served, kind, self._workers, memory=self._memory)
+        known = _with_schema(served, schema) if served.held.is_keyed else served
+        found = compare_table(self._readers, known, kind, self._workers, memory=self._memory)
         self._count(self._readers, served.name)
         return _if_any(found, served, self._memory)
 

@@ -73,3 +73,21 @@ def test_a_table_of_another_size_is_loaded_anew_where_rows_are_held_by_position(
     for holding, expected in ((Holding(), HeldTable), (Holding(shard=HashShard(0, 2)), Overlay)):
         change = moved_to(np.ones((40, DIM), np.float32), np.ones((30, DIM), np.float32), holding, options).changes["t"]
         assert isinstance(change, expected)
+
+
+def test_a_table_that_only_got_longer_is_known_to_be() -> None:
+    """By key its new rows are nowhere, and its length is all that differs."""
+    store = Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=1)
+    consumer = Consumer(Holding(shard=HashShard(0, 2)), np.random.default_rng(0))
+    with store.writer() as writer:
+        with writer.begin(1, "full") as txn:
+            txn.write_table("t", np.ones((4, DIM), np.float32), options=TableOptions.exact())
+        consumer.go(store, [store.head()])
+        with writer.begin(2, "full") as txn:
+            txn.write_table("t", np.ones((4, DIM), np.float32), options=TableOptions.exact())
+        with writer.begin(3) as txn:
+            txn.resize_table("t", 9)
+    moved = consumer.go(store, [store.head()])
+    assert consumer.moves == ["Compare", "Compare"]
+    assert moved.rows == 0
+    store.close()
