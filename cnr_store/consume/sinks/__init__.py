@@ -17,7 +17,8 @@ from __future__ import annotations
 from cnr_store.consume.sinks.feed import PushResult, SinkFeed, SinkMetrics
 from cnr_store.consume.sinks.fused import FusedRows
 from cnr_store.consume.sinks.protocol import Published, RowSink, RowSource, SinkState, SinkTable, SourceRows
-from cnr_store.consume.sinks.redis import RedisBatch, RedisRows, RedisSink
+from cnr_store.consume.sinks.redis import RedisSink
+from cnr_store.consume.sinks.redis_rows import RedisBatch, RedisRows
 
 __all__ = [
     # Sinks.

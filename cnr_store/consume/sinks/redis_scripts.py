@@ -5,7 +5,8 @@ Keys of a sink with prefix ``p``; the braces make a cluster keep them all in one
     {p}:token              who may write: "<count>:<uuid>" of the newest process that opened the sink
     {p}:sequence           number of the newest batch
     {p}:current            what readers see: generation, sequence (two big-endian uint64), then a JSON document
-    {p}:pending            the batch that is being written: sequence, generation, whether it is full (a byte)
+    {p}:pending            the batch that is being written: sequence, generation, whether it is full (a byte), and how
+                           many of its steps (`PUT`, `DELETE`) have run
     {p}:written            rows of batches that are not settled: a list of chunks, table name, NUL, int64 ids
     {p}:garbage            generations whose rows are to go
     {p}:<generation>:<table>:<row id>
@@ -16,7 +17,9 @@ not committed is not there. *Settling* a row leaves just that entry: after a com
 after a crash what the batch had written. A full batch writes rows of a new generation, so that nothing of before can
 show through; the old generation goes when the new one is current.
 
-Every script may run twice (a reply can be lost): the second run changes nothing.
+Every script may run twice (a reply can be lost), and the second run may come late: it changes nothing. A server that
+was restored from an older copy has lost what was written since. So a batch begins only on what the writer knows to be
+current, and commits only if all its steps are there.
 """
 
 from __future__ import annotations
@@ -50,9 +53,11 @@ end
 
 OPEN = """
 local token = redis.call('GET', KEYS[1])
-local count = token and tonumber(string.match(token, '^%d+')) or 0
-token = string.format('%d', count + 1) .. ':' .. ARGV[1]
-redis.call('SET', KEYS[1], token)
+if not token or string.match(token, ':(.*)$') ~= ARGV[1] then
+  local count = token and tonumber(string.match(token, '^%d+')) or 0
+  token = string.format('%d', count + 1) .. ':' .. ARGV[1]
+  redis.call('SET', KEYS[1], token)
+end
 return {token, redis.call('GET', KEYS[2])}
 """
 """KEYS token, current; ARGV a uuid. Returns the new token and `current`."""
@@ -75,10 +80,11 @@ SETTLE = (
     _GUARD
     + _ENTRIES
     + """
+if redis.call('EXISTS', KEYS[4]) == 1 then return redis.error_reply('CNRLOST') end
 if redis.call('LINDEX', KEYS[3], 0) == ARGV[2] then
   local current = redis.call('GET', KEYS[2])
   local newest = current and select(2, struct.unpack('>I8I8', current)) or -1
-  for i = 4, #KEYS do
+  for i = 5, #KEYS do
     local value = redis.call('GET', KEYS[i])
     if value then
       local first, last, present = chosen(value, newest)
@@ -91,13 +97,16 @@ end
 return redis.call('LINDEX', KEYS[3], 0)
 """
 )
-"""Settle the rows of the first chunk. KEYS token, current, written, rows; ARGV token, the chunk. Returns the next."""
+"""Settle the rows of the first chunk, while no batch is pending: a late second run would undo that batch's rows.
+
+KEYS token, current, written, pending, rows; ARGV token, the chunk. Returns the next."""
 
 BEGIN = (
     _GUARD
     + """
 if redis.call('EXISTS', KEYS[5]) == 1 then return redis.error_reply('CNRUNSETTLED') end
 local current = redis.call('GET', KEYS[2])
+if (current and string.sub(current, 1, 16) or '') ~= ARGV[3] then return redis.error_reply('CNRLOST') end
 local full = tonumber(ARGV[2])
 if full == 0 and not current then return redis.error_reply('CNREMPTY') end
 local sequence = redis.call('INCR', KEYS[4])
@@ -108,16 +117,25 @@ if pending then
   local _, old, was_full = struct.unpack('>I8I8B', pending)
   if was_full == 1 then redis.call('SADD', KEYS[6], string.format('%d', old)) end
 end
-redis.call('SET', KEYS[3], struct.pack('>I8I8B', sequence, generation, full))
+redis.call('SET', KEYS[3], struct.pack('>I8I8BI8', sequence, generation, full, 0))
 return {sequence, generation}
 """
 )
-"""KEYS token, current, pending, sequence, written, garbage; ARGV token, full. Returns sequence and generation."""
+"""KEYS token, current, pending, sequence, written, garbage; ARGV token, full, the first 16 bytes of the `current` that
+the writer knows (empty: none). Returns sequence and generation."""
 
 _PENDING = """
 local pending = redis.call('GET', KEYS[2])
 if not pending or string.sub(pending, 1, 8) ~= ARGV[2] then return redis.error_reply('CNRLOST') end
 local full = string.byte(pending, 17) == 1
+local step, steps = tonumber(ARGV[3]), struct.unpack('>I8', pending, 18)
+if steps >= step then return 0 end
+if steps < step - 1 then return redis.error_reply('CNRLOST') end
+"""
+
+_STEPPED = """
+redis.call('SET', KEYS[2], string.sub(pending, 1, 17) .. struct.pack('>I8', step))
+return #KEYS - 3
 """
 
 _KEPT = """
@@ -134,35 +152,36 @@ PUT = (
     + _PENDING
     + _KEPT
     + """
-if not full then redis.call('RPUSH', KEYS[3], ARGV[3]) end
-local width = tonumber(ARGV[4])
+if not full then redis.call('RPUSH', KEYS[3], ARGV[4]) end
+local width = tonumber(ARGV[5])
 local head = ARGV[2] .. struct.pack('>I4', width + 1)
 for i = 4, #KEYS do
-  local entry = head .. string.sub(ARGV[5], (i - 4) * width + 1, (i - 3) * width)
+  local entry = head .. string.sub(ARGV[6], (i - 4) * width + 1, (i - 3) * width)
   if not full then entry = kept(redis.call('GET', KEYS[i])) .. entry end
   redis.call('SET', KEYS[i], entry)
 end
-return #KEYS - 3
 """
+    + _STEPPED
 )
-"""KEYS token, pending, written, rows; ARGV token, sequence (8 bytes), chunk, width, the rows' bytes in order."""
+"""KEYS token, pending, written, rows; ARGV token, sequence (8 bytes), number of the step from 1,
+chunk, width, the rows' bytes in order."""
 
 DELETE = (
     _GUARD
     + _PENDING
     + _KEPT
     + """
-if not full then redis.call('RPUSH', KEYS[3], ARGV[3]) end
+if not full then redis.call('RPUSH', KEYS[3], ARGV[4]) end
 for i = 4, #KEYS do
   local value = redis.call('GET', KEYS[i])
   local before = full and '' or kept(value)
   if before ~= '' then redis.call('SET', KEYS[i], before .. ARGV[2] .. struct.pack('>I4', 0))
   elseif value then redis.call('DEL', KEYS[i]) end
 end
-return #KEYS - 3
 """
+    + _STEPPED
 )
-"""KEYS token, pending, written, rows; ARGV token, sequence (8 bytes), chunk."""
+"""KEYS token, pending, written, rows; ARGV token, sequence (8 bytes), number of the step from 1, chunk."""
 
 COMMIT = (
     _GUARD
@@ -170,16 +189,18 @@ COMMIT = (
 local current = redis.call('GET', KEYS[2])
 if current and string.sub(current, 9, 16) == ARGV[2] then return 1 end
 local pending = redis.call('GET', KEYS[3])
-if not pending or string.sub(pending, 1, 8) ~= ARGV[2] then return redis.error_reply('CNRLOST') end
+if not pending or string.sub(pending, 1, 8) ~= ARGV[2] or struct.unpack('>I8', pending, 18) ~= tonumber(ARGV[3]) then
+  return redis.error_reply('CNRLOST')
+end
 if string.byte(pending, 17) == 1 and current then
   redis.call('SADD', KEYS[4], string.format('%d', struct.unpack('>I8', current)))
 end
-redis.call('SET', KEYS[2], string.sub(pending, 9, 16) .. ARGV[2] .. ARGV[3])
+redis.call('SET', KEYS[2], string.sub(pending, 9, 16) .. ARGV[2] .. ARGV[4])
 redis.call('DEL', KEYS[3])
 return 1
 """
 )
-"""KEYS token, current, pending, garbage; ARGV token, sequence (8 bytes), the document."""
+"""KEYS token, current, pending, garbage; ARGV token, sequence (8 bytes), number of steps, the document."""
 
 CLEAR = (
     _GUARD
@@ -214,7 +235,7 @@ for table_index = 2, #ARGV, 2 do
     if value then
       local first, last, present = chosen(value, newest)
       if present then
-        if last - first - 11 ~= width then return redis.error_reply('CNRWIDTH ' .. KEYS[key - 1]) end
+        if last - first - 11 ~= width then return {current, KEYS[key - 1]} end
         marks[i], parts[i] = '\\1', string.sub(value, first + 12, last)
       end
     end
@@ -226,4 +247,5 @@ return out
 """
 )
 """KEYS current, rows; ARGV generation, then count and width per table. Returns `current`, then marks and bytes of each
-table's rows; `current` alone where the generation is another one."""
+table's rows; `current` alone where the generation is another one; `current` and a row's key where that has another
+width."""
