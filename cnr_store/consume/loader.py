@@ -37,7 +37,7 @@ from cnr_store.consume.shards import Shard, check_shard
 from cnr_store.consume.shared_memory import SharedMemory
 from cnr_store.consume.sinks import RowSink
 from cnr_store.consume.sinks.feed import SinkFeed
-from cnr_store.consume.sources import LoaderSource
+from cnr_store.consume.sources import LoaderSource, scope_of
 from cnr_store.consume.trouble import Trouble
 from cnr_store.consume.views import MIN_VIEW_S, Batch, Lookups, Publisher
 from cnr_store.errors import (
@@ -200,8 +200,7 @@ class Loader:
         self._lookups = Lookups(publisher)
         self._source = LoaderSource(
             publisher, store=self._store.uuid, branch=branch_of(self._store.commit_log.prefix),
-            scope="" if tables is None and shard is None else f"{sorted(self._tables or ['*'])} {shard}",
-            opened=self._store,
+            scope=scope_of(self._tables, shard, served), opened=self._store,
         )  # fmt: skip
         self._tally = Tally()
         self._lookups_done = 0

@@ -5,7 +5,8 @@ Values never come from the store; the row ids of what changed before the loader 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -45,7 +46,6 @@ class LoaderSource:
     ) -> None:
         self._publisher = publisher
         self._opened = opened
-        self._lookups = Lookups(publisher)
         self._store, self._branch, self._scope = store, branch, scope
 
     def published(self) -> Published | None:
@@ -75,8 +75,10 @@ class LoaderSource:
 
     def read_rows(self, row_ids: Mapping[str, RowIds]) -> SourceRows:
         """See `RowSource.read_rows`."""
-        batch = self._lookups.lookup(row_ids)
-        view = self._publisher.newest_view()[0]
+        lookups = _LookupsOfAView(self._publisher)
+        batch = lookups.lookup(row_ids)
+        view = lookups.view  # not the newest one, whose tables may be others by now
+        assert view is not None
         tables = {}
         for name, rows in batch.rows.items():
             missing = batch.missing[name]
@@ -89,6 +91,33 @@ class LoaderSource:
         """See `RowSource.changed_since`: reads the row ids of the segments between the two, and no values."""
         view = self._publisher.view
         return None if view is None or self._opened is None else rows_between(self._opened, held.version, view)
+
+
+class _LookupsOfAView(Lookups):
+    """A lookup that says which view its rows are of."""
+
+    view: View | None = None
+
+    def _gathered(self, view: View) -> None:
+        self.view = view
+
+
+def scope_of(
+    tables: Collection[str] | None, shard: object | Mapping[str, object], served: str | Mapping[str, str | None] | None
+) -> str:
+    """Return the `SinkState.scope` of a choice of tables, rows and dtype: "" for all rows of all tables as they are.
+
+    What is chosen in other words, or in another order, has the same scope.
+    """
+    chosen = {"tables": None if tables is None else sorted(tables), "shard": _plain(shard), "served": _plain(served)}
+    return "" if all(choice is None for choice in chosen.values()) else json.dumps(chosen, sort_keys=True)
+
+
+def _plain(choice: object) -> object:
+    """One choice for all tables as its text, or those by table; None where nothing is chosen."""
+    if isinstance(choice, Mapping):
+        return {table: str(chosen) for table, chosen in choice.items() if chosen is not None} or None
+    return None if choice is None else str(choice)
 
 
 def rows_between(store: Store, held: int, view: View) -> dict[str, RowIds] | None:

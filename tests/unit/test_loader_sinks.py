@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 
 from cnr_store import CompactionPolicy, Store, TableOptions, compact
-from cnr_store.consume import Loader, RowRange
+from cnr_store.consume import HashShard, Loader, RowRange
 from cnr_store.consume.fused_reference import fuse_rows
 from cnr_store.consume.sinks import FusedRows, SinkState, SinkTable
+from cnr_store.consume.sources import scope_of
+from cnr_store.consume.views import Lookups
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.testing.faulty import IsolatedMemoryFileSystem
 from cnr_store.types import Float32s, RowIds
@@ -163,3 +167,102 @@ def test_fused_rows_follow_a_loader(store: Store) -> None:
     expected, _ = fuse_rows(store.snapshot(version).table("user").read(), 8)
     assert sink.version == version
     assert (sink.tensors["user"].numpy() == expected).all()
+
+
+def test_a_loader_that_serves_another_dtype_sends_everything(store: Store) -> None:
+    sink = Rows()
+    served: Any
+    for served in ("bfloat16", None, "float32", {"user": "float16"}, {"user": None}, {}):
+        with Loader(store, served=served) as loader:
+            loader.add_sink(sink, start=False).push()
+    assert sink.batches == [(True, ROWS)] * 5  # the last two serve alike
+
+
+def test_a_scope_is_the_choice_and_not_its_words() -> None:
+    assert scope_of(None, None, None) == scope_of(None, {"a": None}, {}) == ""
+    same = [
+        (["b", "a"], {"a": RowRange(0, 5), "b": HashShard(1, 2), "c": None}, {"a": "int8", "b": "float16"}),
+        (["a", "b"], {"b": HashShard(1, 2), "a": RowRange(0, 5)}, {"b": "float16", "a": "int8", "c": None}),
+    ]
+    assert scope_of(*same[0]) == scope_of(*same[1])
+    choices = [
+        (None, RowRange(0, 5), None), (None, RowRange(0, 6), None), (None, HashShard(0, 2), None),
+        (None, HashShard(0, 3), None), (["a"], None, None), ([], None, None), (None, None, "int8"),
+        (None, {"a": RowRange(0, 5)}, None), (None, None, {"a": "int8"}),
+    ]  # fmt: skip
+    assert len({scope_of(*choice) for choice in [*choices, same[0]]}) == len(choices) + 1
+
+
+def test_rows_are_read_as_what_they_were_served_as(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Between a feed's lookup and the widening of its rows a version with a wider table becomes visible.
+    with Loader(store, served="int8") as loader:
+        feed = loader.add_sink(Rows(), start=False)
+        expected = loader._source.read_rows({"user": np.arange(3)})
+        with store.writer() as writer:
+            writer.restore()
+            with writer.begin(1) as txn:
+                txn.drop_table("user")
+            with writer.begin(2) as txn:
+                txn.write_table("user", np.ones((ROWS, DIM + 3), np.float32))
+        lookup = Lookups.lookup
+
+        def look_up_and_move(self: Lookups, *arguments: Any) -> Any:
+            batch = lookup(self, *arguments)
+            loader.poll()
+            return batch
+
+        monkeypatch.setattr(Lookups, "lookup", look_up_and_move)
+        found = loader._source.read_rows({"user": np.arange(3)})
+        monkeypatch.undo()
+        feed.push()
+
+    assert found.version == expected.version
+    assert (found.tables["user"][0] == expected.tables["user"][0]).all()
+
+
+def test_tables_that_change_while_they_are_pushed_begin_the_push_anew(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Dropped, wider, and longer, each behind the feed's back at its first read.
+    def drop() -> None:
+        with store.writer() as writer:
+            writer.restore()
+            with writer.begin(1) as txn:
+                txn.drop_table("user")
+                txn.write_table(f"item {store.snapshot().version}", np.ones((3, DIM), np.float32))
+
+    def widen() -> None:
+        drop()
+        with store.writer() as writer:
+            writer.restore()
+            with writer.begin(2) as txn:
+                txn.write_table("user", np.ones((ROWS, DIM + 3), np.float32))
+
+    def grow() -> None:
+        with store.writer() as writer:
+            writer.restore()
+            with writer.begin(3) as txn:
+                txn.resize_table("user", ROWS + 5)
+
+    for change in (grow, widen, grow, drop):
+        sink = Rows()
+        with Loader(store) as loader:
+            feed = loader.add_sink(sink, start=False)
+            waiting = [change]
+            source = loader._source
+
+            def move_first(original: Any, *arguments: Any, waiting: Any = waiting, loader: Any = loader) -> Any:
+                while waiting:
+                    waiting.pop()()
+                    loader.poll()
+                return original(*arguments)
+
+            for name in ("read_rows", "row_ids"):
+                monkeypatch.setattr(source, name, partial(move_first, getattr(source, name)), raising=False)
+            feed.push()
+            monkeypatch.undo()
+            assert feed.metrics().failures == 0
+            assert sink.shown.keys() == loader.tables.keys()
+            for table, schema in loader.tables.items():
+                rows = np.stack([sink.shown[table][row] for row in range(schema.num_rows)])
+                assert (rows == loader.lookup(table, np.arange(schema.num_rows))).all()

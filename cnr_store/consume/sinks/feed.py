@@ -11,14 +11,14 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
-from cnr_store.consume.sinks.protocol import Published, RowSink, RowSource, SinkState, SourceRows
-from cnr_store.errors import BadInput, CnrStoreError, Fenced, StorageFailure
+from cnr_store.consume.sinks.protocol import Published, RowSink, RowSource, SinkState, SinkTable, SourceRows
+from cnr_store.errors import BadInput, CnrStoreError, Fenced, StorageFailure, TableNotFound
 from cnr_store.types import RowIds
 
 CHUNK_ROWS = 65_536
@@ -254,12 +254,12 @@ class SinkFeed:
                     return None
                 published = self._published
                 full = self._shown is None or self._due.everything
-                self._attempt = attempt = _Attempt(full, until_stop)
+                self._attempt = attempt = _Attempt(published.tables, full, until_stop)
                 if full:
                     self._due = _Due()
             self.sink.begin(published.tables, full=full)
             try:
-                attempt.state = self._write(attempt, published)
+                attempt.state = self._write(attempt)
             except _TablesChanged:
                 self.sink.abort()
                 continue
@@ -304,56 +304,69 @@ class SinkFeed:
                 self._due.add(lacking or {})
         self._is_open = True
 
-    def _write(self, attempt: _Attempt, published: Published) -> SinkState:
+    def _write(self, attempt: _Attempt) -> SinkState:
         """Write the batch, and return the state that it is."""
         if attempt.full:
-            for table in published.tables:
-                row_ids = self._source.row_ids(table)
+            for table in attempt.tables:
+                row_ids = self._row_ids(attempt, table)
                 for start in range(0, len(row_ids), self._chunk_rows):
                     chunk = np.asarray(row_ids[start : start + self._chunk_rows], np.int64)
-                    self._put(attempt, self._read({table: chunk})[0])
+                    self._put(attempt, self._read(attempt, {table: chunk})[0])
         while True:
             # A batch that is written for long would otherwise be chased by new versions: what is left is read at once.
-            changed, told = self._take(attempt, published)
+            changed, told = self._take(attempt)
             if _count(changed) > self._most_rows_at_once and attempt.chases < _CHASES:
                 attempt.chases += 1
                 for piece in _pieces(changed, self._chunk_rows):
-                    self._put(attempt, self._read(piece)[0])
+                    self._put(attempt, self._read(attempt, piece)[0])
                 continue
             pieces = []
-            while True:
-                if not changed:
-                    break
-                rows, seen = self._read(changed)
+            while changed:
+                rows, seen = self._read(attempt, changed)
                 pieces.append(rows)
                 if seen.notices == told.notices:
                     break
-                changed, told = self._take(attempt, published)
+                changed, told = self._take(attempt)
             for rows in pieces:
                 self._put(attempt, rows)
             return told.state
 
-    def _take(self, attempt: _Attempt, published: Published) -> tuple[dict[str, RowIds], _Told]:
+    def _take(self, attempt: _Attempt) -> tuple[dict[str, RowIds], _Told]:
         """Take what is due, and which state it leads to."""
         with self._changed:
-            assert self._published is not None
-            if self._due.everything or self._published.tables != published.tables:
-                self._due.everything = True
-                raise _TablesChanged
+            told = self._told(attempt)
             changed = self._due.joined()
             self._due = _Due()
             attempt.taken.append(changed)
             attempt.taken_at = time.monotonic()
-            return changed, _Told(self._notices, self._published.state)
+            return changed, told
 
-    def _read(self, row_ids: Mapping[str, RowIds]) -> tuple[_Rows, _Told]:
+    def _told(self, attempt: _Attempt) -> _Told:
+        """What was told last, while the lock is held; ends the batch if that is of other tables than the batch."""
+        assert self._published is not None
+        if self._due.everything or self._published.tables != attempt.tables:
+            self._due.everything = True
+            raise _TablesChanged
+        return _Told(self._notices, self._published.state)
+
+    def _row_ids(self, attempt: _Attempt, table: str) -> Sequence[int] | RowIds:
+        try:
+            return self._source.row_ids(table)
+        except TableNotFound:
+            self._await_other_tables(attempt)
+            raise
+
+    def _read(self, attempt: _Attempt, row_ids: Mapping[str, RowIds]) -> tuple[_Rows, _Told]:
         """Read rows as they are in the state told last, so that every later change of them will be told, or was."""
         deadline = time.monotonic() + _NOTICE_TIMEOUT_S
         while True:
             with self._changed:
-                assert self._published is not None
-                told = _Told(self._notices, self._published.state)
-            found = self._source.read_rows(row_ids)
+                told = self._told(attempt)
+            try:
+                found = self._source.read_rows(row_ids)
+            except TableNotFound:
+                self._await_other_tables(attempt)
+                raise
             if found.version == told.state.version:
                 return _Rows(row_ids, found), told
             with self._changed:
@@ -365,6 +378,16 @@ class SinkFeed:
                         f"{told.state.version}: call notice() after each version",
                         version=found.version, expected=told.state.version, found=found.version,
                     )  # fmt: skip
+
+    def _await_other_tables(self, attempt: _Attempt) -> None:
+        """Wait until a version without a table of the batch is told too; that ends the batch."""
+        with self._changed:
+            if self._changed.wait_for(partial(self._has_other_tables, attempt), _NOTICE_TIMEOUT_S):
+                self._due.everything = True
+                raise _TablesChanged
+
+    def _has_other_tables(self, attempt: _Attempt) -> bool:
+        return self._published is not None and self._published.tables != attempt.tables
 
     def _has_told_after(self, told: _Told) -> bool:
         return self._notices > told.notices
@@ -446,6 +469,7 @@ class _Due:
 class _Attempt:
     """One batch: what it took of what was due, and what became of it."""
 
+    tables: Mapping[str, SinkTable]
     full: bool
     until_stop: bool
     taken_at: float = 0.0
