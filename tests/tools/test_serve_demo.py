@@ -304,7 +304,7 @@ def test_a_spread_of_nothing_is_not_zero() -> None:
 def good_world() -> dict[str, list[Heard]]:
     """What processes tell when all is well."""
     tick = {"lookups": 10, "rows": 100, "torn": 0, "retries": 1, "version": 3, "at_ms": 3_250}
-    applied = {"version": 3, "rows": 5, "size_bytes": 50, "seconds": 0.01}
+    applied = {"version": 3, "rows": 5, "size_bytes": 50, "seconds": 0.01, "at_ms": 2_100}
     served = [
         Heard(0, "ready", {"version": 2}), seen(0, 3, 2_100), Heard(0, "tick", tick), Heard(0, "applied", applied),
         Heard(0, "compared", {"rows": 9, "different": 0}),
@@ -342,6 +342,13 @@ def test_a_world_in_which_all_is_well_has_no_problem() -> None:
     assert report.problems == ()
     assert report.serving.lookups == 20
     assert report.serving.publish_to_served_s.count == 2
+
+
+def test_times_are_of_the_run_and_counts_of_everything() -> None:
+    serving = tally.tally_serving(COMMITS, good_world(), since_ms=2_200)
+
+    assert serving.publish_to_served_s.count == serving.apply_s.count == 0
+    assert serving.staleness_s.count == serving.versions_seen == 2
 
 
 def change(world: dict[str, list[Heard]], name: str, event: str, **facts: object) -> None:

@@ -151,7 +151,10 @@ def _follow(loader: Loader, channel: Channel, ends: threading.Event, interval_s:
     while True:
         poll = loader.poll()
         if poll.moved:
-            channel.tell("applied", version=poll.version, rows=poll.rows, size_bytes=poll.bytes, seconds=poll.apply_s)
+            channel.tell(
+                "applied", version=poll.version, rows=poll.rows, size_bytes=poll.bytes, seconds=poll.apply_s,
+                at_ms=time.time() * 1000,
+            )  # fmt: skip
         if poll.error is not None:
             channel.tell("poll_failed", message=str(poll.error))
         if ends.wait(interval_s):

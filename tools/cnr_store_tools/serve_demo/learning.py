@@ -70,6 +70,7 @@ def play(order: Mapping[str, Any], channel: Channel) -> None:
             if steps == STEPS_PER_TELL:
                 channel.tell("learned", steps=steps)
                 steps = 0
+        channel.tell("learned", steps=steps)
         follower.reach(last["version"], CATCH_UP_S)
         follower.finish()
 

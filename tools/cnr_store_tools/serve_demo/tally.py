@@ -125,9 +125,10 @@ def _steps_back(heard: Iterable[Heard]) -> int:
     return lost
 
 
-def tally_serving(commits: Sequence[Commit], told: Told) -> ServingReport:
-    """Return what the inference processes did, together."""
+def tally_serving(commits: Sequence[Commit], told: Told, since_ms: float = 0.0) -> ServingReport:
+    """Return what the inference processes did, together; times only of what happened since ``since_ms``."""
     heard = [one for name in INFERENCE for one in told[name]]
+    timed = [one for one in commits if one.time_ms >= since_ms]
     ticks, applied, compared = (facts_of(heard, event) for event in ("tick", "applied", "compared"))
     saved = [one for one in commits if one.is_saved]
     return ServingReport(
@@ -135,10 +136,12 @@ def tally_serving(commits: Sequence[Commit], told: Told) -> ServingReport:
         torn=max(sum(one["torn"] for one in ticks), len(facts_of(heard, "torn"))),
         retries=sum(one["retries"] for one in ticks), versions_seen=len(applied),
         publish_to_served_s=spread_of(
-            value for name in INFERENCE for value in publish_to_served(commits, told[name])
+            value for name in INFERENCE for value in publish_to_served(timed, told[name])
         ),
-        staleness_s=spread_of(staleness(saved, one["version"], one["at_ms"]) for one in ticks),
-        apply_s=spread_of(one["seconds"] for one in applied),
+        staleness_s=spread_of(
+            staleness(saved, one["version"], one["at_ms"]) for one in ticks if one["at_ms"] >= since_ms
+        ),
+        apply_s=spread_of(one["seconds"] for one in applied if one["at_ms"] >= since_ms),
         applied_rows=sum(one["rows"] for one in applied), applied_bytes=sum(one["size_bytes"] for one in applied),
         compared_rows=sum(one["rows"] for one in compared), different_rows=sum(one["different"] for one in compared),
         errors=len(facts_of(heard, "poll_failed")),
