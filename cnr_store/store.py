@@ -264,6 +264,14 @@ class Store:
         return None if self._branch is None else self._branch.name
 
     @property
+    def branch_uuid(self) -> str:
+        """The uuid of the branch whose log this is, empty for the store's own; of a relay, that of what it copies.
+
+        With `uuid` it says what a version number means.
+        """
+        return layout.branch_of(self._log.prefix) if self._relay is None else self._relay.branch
+
+    @property
     def relay(self) -> RelayMarker | None:
         """What this root says of itself if it is a relay, a copy to read from (spec, section 7.11); else None."""
         return self._relay
@@ -628,12 +636,11 @@ class Store:
         VersionNotFound, VersionExpired, BadInput, AccessDenied, StorageFailure
         """
         lease = leases.take_lease(self.storage, self._log, version, ttl_s=ttl_s, holder=writer_info().host)
-        if self._relay is not None:
-            try:
-                self._check_held(lease.version)
-            except BaseException:
-                lease.release()
-                raise
+        try:
+            self.check_held(lease.version)
+        except BaseException:
+            lease.release()
+            raise
         return lease
 
     def register_cursor(self, name: str, version: int, *, ttl_s: float | None = None) -> Cursor:
@@ -648,8 +655,7 @@ class Store:
         ------
         VersionNotFound, VersionExpired, BadName, BadInput, AccessDenied, StorageFailure
         """
-        if self._relay is not None:
-            self._check_held(version)
+        self.check_held(version)
         holder = writer_info().host
         return leases.put_cursor(self.storage, self._log, name, version, ttl_s=ttl_s, holder=holder)
 
@@ -709,9 +715,16 @@ class Store:
                 version=seen.record.v, path=key, expected=seen.digest,
             )  # fmt: skip
 
-    def _check_held(self, version: int) -> None:
-        """Refuse a version of a relay that lacks one of its segments. One small GET for each of them."""
-        if version < 0:
+    def check_held(self, version: int) -> None:
+        """Refuse a version that this is a relay without. One GET for its record and a small one for each segment.
+
+        Raises
+        ------
+        VersionExpired
+            A relay begins behind it, or lacks one of its segments. No other store refuses anything here.
+        VersionNotFound, CorruptStore, StorageFailure
+        """
+        if self._relay is None or version < 0:
             return
         for item in self._entry(version).record.chain:
             if not self._has_segment(item.seg):

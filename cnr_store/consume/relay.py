@@ -369,18 +369,18 @@ class Relay:
         if data is None:
             return None
         marker = decode_relay_marker(data, self._source.uuid, f"{self._target.url}/{layout.RELAY}")
-        if marker.branch != self._branch:
+        if marker.branch != self._source.branch_uuid:
             raise StoreExists(
                 f"{self._target.url} is a relay of another log of the store (branch {marker.branch or 'none'!r}); give "
                 "an empty place",
-                path=self._target.url, expected=self._branch, found=marker.branch,
+                path=self._target.url, expected=self._source.branch_uuid, found=marker.branch,
             )  # fmt: skip
         return marker
 
     def _create_marker(self, first: int) -> RelayMarker:
         marker = RelayMarker(
-            store_uuid=self._source.uuid, branch=self._branch, first=first, source=self._source.url, library=LIBRARY,
-            created_ms=self._clock_ms(),
+            store_uuid=self._source.uuid, branch=self._source.branch_uuid, first=first, source=self._source.url,
+            library=LIBRARY, created_ms=self._clock_ms(),
         )  # fmt: skip
         if self._target.create(layout.RELAY, canonical_json(marker)) is CreateOutcome.CREATED:
             return marker
@@ -388,12 +388,6 @@ class Relay:
         if found is None:
             raise StorageFailure(f"{self._target.url} did not take {layout.RELAY}; try again", path=layout.RELAY)
         return found
-
-    @property
-    def _branch(self) -> str:
-        if self._source.relay is not None:
-            return self._source.relay.branch
-        return layout.branch_of(self._source.commit_log.prefix)
 
     def _find_head(self) -> LogEntry:
         """The last record of the target without a gap before it. A gallop would pass over a gap that is being filled.

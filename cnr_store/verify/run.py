@@ -71,6 +71,8 @@ def verify_store(
         _check_version(store, view, version, findings)
         if store.relay is not None:
             _leave_out_what_is_not_held(store.storage, view)
+            if version is not None and version not in view.entries:
+                store.check_held(version)
         check_root(store.storage, findings)
         elsewhere = segments_elsewhere(store.storage, store.identity, workers, view)
         check_references(view, findings)

@@ -41,6 +41,7 @@ from cnr_store import (
     verify_store,
 )
 from cnr_store.committing import CommitKind
+from cnr_store.consume import Loader
 from cnr_store.consume.relay import Relay, RelayReport
 from cnr_store.layout import BRANCHES, COMMITS, DATA, IDENTITY, RELAY, RELAY_TRIMS, STATE, commit_key, hint_key
 from cnr_store.leases import read_cursors, read_leases
@@ -284,6 +285,21 @@ def test_a_branch_is_copied_as_a_log_of_its_own(store: Store, files: IsolatedMem
     Relay(branch, place(files)).advance()
     with pytest.raises(BranchNotFound, match="dropped"):
         copy.snapshot()
+
+
+def test_versions_of_a_branch_are_those_of_the_branch_at_a_relay_too(
+    store: Store, files: IsolatedMemoryFileSystem
+) -> None:
+    """By uuid and version alone those of a branch were taken for the store's own."""
+    save(store, 1)
+    trial = store.fork("trial")
+    save(trial, 2)
+    Relay(trial, place(files)).advance()
+    Relay(near(files), place(files, "/leaf")).advance()
+
+    assert store.branch_uuid == ""
+    assert trial.branch_uuid == next(iter(store.head().record.pins))
+    assert near(files).branch_uuid == near(files, "/leaf").branch_uuid == trial.branch_uuid
 
 
 def test_a_relay_of_a_relay_is_one(store: Store, files: IsolatedMemoryFileSystem) -> None:
@@ -955,6 +971,8 @@ def test_monitors_and_checks_take_a_relay_for_the_one_log_that_it_is(
     assert report.is_sound, report.problems
     assert version not in report.versions
     assert store.latest_version() in report.restorable
+    with pytest.raises(VersionExpired, match="does not hold"):
+        verify_store(copy, version=version)  # It had no problems.
     place(files).delete([stat.key for stat in place(files).list_objects(DATA)][:1])
     assert not verify_store(copy).is_sound
 
@@ -1049,6 +1067,92 @@ def test_the_marker_names_the_source_without_credentials(files: IsolatedMemoryFi
     assert marker is not None
     assert marker.source == store.url
     assert (marker.store_uuid, marker.branch, marker.first) == (store.uuid, "", store.latest_version())
+
+
+# ---- whoever follows a relay
+
+
+def test_a_loader_follows_a_relay_through_all_that_happens_at_the_source(
+    store: Store, files: IsolatedMemoryFileSystem
+) -> None:
+    """Trimmed as hard as can be: what a loader wants next may be gone, and then it goes to what is there."""
+    truth: dict[int, Any] = {}
+
+    def note() -> None:
+        head = store.head().record
+        for version in range(1, head.v + 1):
+            if version not in truth and is_live(head, version) and store.record(version).chain:
+                truth[version] = store.snapshot(version).table("t").read()
+
+    first = save(store, 1)[0]
+    store.set_channel("serving", first)
+    note()
+    relay = Relay(store, place(files), policy=RetentionPolicy(keep_last=1), grace_s=0)
+    relay.advance()
+    newest, pointed, staged = Loader(near(files)), Loader(near(files), channel="serving"), Loader(near(files))
+    loaders = [newest, pointed, Loader(near(files), publish="apply", holds="codes")]
+    seen: list[int] = []
+    events: list[Callable[[], object]] = [
+        lambda: save(store, 2, 3),
+        lambda: compact_chain(store),
+        lambda: expire_all_but_newest(store),
+        lambda: save(store, *range(4, 16), kind="full"),
+        lambda: store.set_channel("serving", store.latest_version()),
+        lambda: store.rollback(save(store, 20, 21, 22, kind="full")[0]),
+        lambda: store.fork("trial"),
+        lambda: (save(store, 30, 31, kind="full"), expire_all_but_newest(store)),
+        lambda: (save(store, 32), repair_store(store, dry_run=False)),
+        lambda: store.set_channel("serving"),
+        lambda: save(store, 40),
+    ]
+    for event in events:
+        event()
+        note()
+        relay.advance()
+        for loader in loaders:
+            outcome = loader.poll()
+            loader.apply()
+            assert outcome.error is None
+            assert np.array_equal(loader.lookup("t", np.arange(ROWS)), truth[loader.version])
+        assert newest.version == near(files).latest_version() == store.latest_version()
+        assert pointed.version == store.channels()["serving"]
+        seen.append(newest.version)
+    assert seen == sorted(seen)
+
+    let_go, _ = save(store, 50, 51, kind="full")
+    note()
+    relay.advance()
+    assert newest.poll().error is None
+    assert staged.poll().error is None  # It slept through everything; all that it knew is gone here.
+    assert np.array_equal(staged.lookup("t", np.arange(ROWS)), truth[store.latest_version()])
+    with pytest.raises(VersionExpired, match="does not hold"):
+        newest.pin(let_go)
+    assert newest.version == store.latest_version()
+    for loader in (*loaders, staged):
+        loader.close()
+
+
+def test_a_loader_keeps_serving_while_its_relay_is_damaged_or_gone(
+    store: Store, files: IsolatedMemoryFileSystem
+) -> None:
+    save(store, 1)
+    relay = Relay(store, place(files))
+    relay.advance()
+    with Loader(near(files)) as loader:
+        save(store, 2)
+        relay.advance()
+        target = place(files)
+        segment = store.head().record.chain[-1].seg
+        held = {stat.key: target.read(stat.key) or b"" for stat in target.list_objects(f"{DATA}{segment}")}
+        target.delete(held)
+        gone = loader.poll()
+        assert isinstance(gone.error, CorruptStore)
+        assert loader.lookup("t", [0]).tolist() == [[1] * DIM]
+
+        Relay(store, place(files)).advance()  # Copies again what the newest version lacks.
+        assert loader.poll().error is None
+        assert loader.lookup("t", [0]).tolist() == [[2] * DIM]
+        assert {stat.key: target.read(stat.key) for stat in target.list_objects(f"{DATA}{segment}")} == held
 
 
 # ---- two at once, and again and again
