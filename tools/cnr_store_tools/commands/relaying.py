@@ -5,13 +5,12 @@ from __future__ import annotations
 import json as json_text
 import sys
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from cnr_store import BadInput, RetentionPolicy
-from cnr_store.consume import Relay, RelayReport
 from cnr_store_tools.options import (
     Branch,
     Debug,
@@ -25,6 +24,9 @@ from cnr_store_tools.options import (
 )
 from cnr_store_tools.output import emit
 from cnr_store_tools.text import one_line
+
+if TYPE_CHECKING:  # pyarrow is slow to import, and no other command needs it
+    from cnr_store.consume import RelayReport
 
 KEEP = RetentionPolicy()
 
@@ -63,6 +65,8 @@ def relay(
 
     Each look that copied something is a line, with --json a document on a line. Failures are told and tried again.
     """
+    from cnr_store.consume import Relay
+
     every_s = parse_duration(every, "--every")
     if not every_s > 0:
         raise BadInput(f"--every takes a time above 0, found {every!r}", found=every)
