@@ -178,9 +178,11 @@ def measure_lookups(report: harness.Report, folder: Path, size: Size) -> None:
         phases = _alternate(loader, steps, size)
         timed.end(thread)
         _report_lookups(report, "in process", timed.samples, phases)
-    with steps.loader(threads=threads, shared="/dev/shm/cnr-bench-lookups") as loader, Partner(
-        __file__, "look_up_attached", folder="/dev/shm/cnr-bench-lookups", rows=size.rows
-    ) as reader:  # fmt: skip
+    with (
+        harness.data_folder("/dev/shm") as shared,
+        steps.loader(threads=threads, shared=shared) as loader,
+        Partner(__file__, "look_up_attached", folder=str(shared), rows=size.rows) as reader,
+    ):
         reader.hear()
         phases = _alternate(loader, steps, size)
         reader.say()
@@ -242,7 +244,7 @@ class TimedLookups:
 def look_up_attached(told: Told, folder: str, rows: int) -> None:
     """The reader process: attach, look up until an order comes, tell the samples."""
     tables = AttachedTables(folder)
-    timed = TimedLookups(lambda ids: tables.lookup({TABLE: ids}), rows)
+    timed = TimedLookups(lambda ids: tables.lookup_many({TABLE: ids}), rows)
     thread = threading.Thread(target=timed.run, daemon=True)
     thread.start()
     told.tell(ready=True)
@@ -458,13 +460,15 @@ def measure_torn(report: harness.Report, folder: Path, size: Size) -> None:
     # Threads that do nothing but look up keep the loader's from the interpreter for 5 ms at each of its steps; here
     # versions shall change as often as they can, and threads be interrupted where it hurts.
     sys.setswitchinterval(SWITCH_S)
-    url, shared = str(folder / "store"), "/dev/shm/cnr-bench-torn"
-    with Partner(STORES, "write_steps", url=url) as writer:
+    url = str(folder / "store")
+    with harness.data_folder("/dev/shm") as shared, Partner(STORES, "write_steps", url=url) as writer:
         first = writer.hear()["version"]
         with Loader(url, shared=shared, poll_interval_s=0.01) as loader:
             loader.start()
             each = size.torn_lookups // (TORN_THREADS + TORN_PROCESSES)
-            readers = [Partner(__file__, "look_for_tears", folder=shared, lookups=each) for _ in range(TORN_PROCESSES)]
+            readers = [
+                Partner(__file__, "look_for_tears", folder=str(shared), lookups=each) for _ in range(TORN_PROCESSES)
+            ]
             found: list[dict[str, Any]] = []
             threads = [
                 threading.Thread(target=lambda: found.append(tears(loader.lookup_many, each)))
@@ -499,7 +503,7 @@ def measure_torn(report: harness.Report, folder: Path, size: Size) -> None:
 def look_for_tears(told: Told, folder: str, lookups: int) -> None:
     """A reader process of the torn reads."""
     tables = AttachedTables(folder)
-    told.tell(**tears(tables.lookup, lookups), retries=tables.retries)
+    told.tell(**tears(tables.lookup_many, lookups), retries=tables.retries)
 
 
 def tears(look_up: Callable[..., Any], lookups: int) -> dict[str, int]:
