@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from cnr_store.errors import BadInput
-from cnr_store.layout import branch_of, is_branch_name
+from cnr_store.layout import is_branch_name
 from cnr_store.records import canonical_json
 from cnr_store.store import Store
 
@@ -36,7 +36,7 @@ class ChangeCursor(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def at(cls, store: Store, version: int) -> ChangeCursor:
         """Return the cursor of a consumer that has the state of ``version`` of this store or branch. No I/O."""
-        return cls(store=store.uuid, branch=branch_of(store.commit_log.prefix), version=version)
+        return cls(store=store.uuid, branch=store.branch_uuid, version=version)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> ChangeCursor:

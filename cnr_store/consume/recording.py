@@ -25,7 +25,7 @@ from cnr_store.consume.arrow import OPERATIONS
 from cnr_store.consume.cursor import ChangeCursor
 from cnr_store.consume.stream import ChangeStream, VersionChanges
 from cnr_store.errors import BadInput, Conflict
-from cnr_store.layout import branch_of, encode_name
+from cnr_store.layout import encode_name
 from cnr_store.records import canonical_json
 
 RECORDING = "__recording.json"
@@ -200,7 +200,7 @@ def _write(
 def _begin(stream: ChangeStream, folder: Path, kind: RecordingFormat) -> Recording:
     """Check that the stream goes on where the folder ends, and remove what a killed run left."""
     own = Recording(
-        format=kind, store=stream.store.uuid, branch=branch_of(stream.store.commit_log.prefix),
+        format=kind, store=stream.store.uuid, branch=stream.store.branch_uuid,
         version=None if stream.cursor is None else stream.cursor.version,
     )  # fmt: skip
     found = _read(folder)

@@ -178,6 +178,8 @@ class ChangeStream:
         mirror: Literal["none", "memory"],
         cache_bytes: int,
     ) -> None:
+        if not isinstance(store, Store):
+            raise BadInput(f"changes() takes an open store, found {store!r}; give Store.open(url)", found=str(store))
         if isinstance(tables, str):
             raise BadInput(f"tables takes a list of names, found {tables!r}; give [{tables!r}]", found=tables)
         if max_batch_rows < 1 or not 0 < poll_interval_s < 10**9:
@@ -189,6 +191,10 @@ class ChangeStream:
             raise BadInput(f"mirror is {mirror!r}; give 'none', or 'memory' without slots", found=mirror)
         if isinstance(since, ChangeCursor):
             since.check_of(store)
+        elif isinstance(since, str):
+            raise BadInput(
+                "since takes a version or a ChangeCursor, found text; give ChangeCursor.from_json(...)", found=since
+            )
         elif since is not None:
             since = ChangeCursor.at(store, since)
         self._store = store
@@ -298,6 +304,14 @@ class ChangeStream:
             return
         version = self._cursor.version
         entry = self._store.commit_log.read_standing(version)
+        relay = self._store.relay
+        if entry is None and relay is not None and version < relay.first:
+            raise CursorExpired(
+                f"relay {self._store.url} holds no version before {relay.first}, the cursor is at {version}: what "
+                "changed between them cannot be told here; compare your copy with a snapshot (catch_up), or read from "
+                "the source",
+                version=version, expected=relay.first,
+            )  # fmt: skip
         if entry is None or entry.record.v != version:
             raise VersionNotFound(
                 f"{self._store.url} has no version {version} to go on from; the newest is {self._head.record.v}",

@@ -24,6 +24,7 @@ from cnr_store import (
     CorruptObject,
     CorruptRecord,
     CorruptStore,
+    CursorExpired,
     MissingObject,
     ReadOnlyStore,
     RetentionPolicy,
@@ -41,7 +42,7 @@ from cnr_store import (
     verify_store,
 )
 from cnr_store.committing import CommitKind
-from cnr_store.consume import Loader
+from cnr_store.consume import Loader, changes
 from cnr_store.consume.relay import Relay, RelayReport
 from cnr_store.layout import BRANCHES, COMMITS, DATA, IDENTITY, RELAY, RELAY_TRIMS, STATE, commit_key, hint_key
 from cnr_store.leases import read_cursors, read_leases
@@ -219,6 +220,24 @@ def test_another_process_goes_on_where_one_ended(store: Store, files: IsolatedMe
     assert report.segments == 2
     assert value_of(near(files)) == 3
     assert not [path for path in watched.paths("write") if IDENTITY in path]
+
+
+def test_a_change_stream_of_a_relay_is_that_of_its_source(store: Store, files: IsolatedMemoryFileSystem) -> None:
+    """A cursor of a relay of a branch passed for one of the main log; one from before the relay was 'no version'."""
+    save(store, 1)
+    trial = store.fork("trial")
+    versions = save(trial, 2, 3, 4)
+    Relay(trial, place(files), start=versions[1]).advance()
+    copy = near(files)
+
+    stream = changes(copy, versions[1])
+    assert [batch["version"][0].as_py() for batch in stream] == [versions[2]]
+    assert stream.cursor is not None
+    assert stream.cursor.branch == trial.branch_uuid
+    with pytest.raises(BadInput):
+        changes(store, stream.cursor)
+    with pytest.raises(CursorExpired, match="holds no version before"):
+        list(changes(copy, versions[0]))
 
 
 def test_a_relay_may_begin_at_an_older_version(store: Store, files: IsolatedMemoryFileSystem) -> None:
