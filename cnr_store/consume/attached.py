@@ -47,7 +47,7 @@ class AttachedTables:
     """The tables that the owner of ``folder`` serves, for lookups on any number of threads.
 
     >>> with AttachedTables("/dev/shm/model") as tables:  # doctest: +SKIP
-    ...     batch = tables.lookup({"user": [3, 5]})
+    ...     batch = tables.lookup_many({"user": [3, 5]})
     """
 
     def __init__(
@@ -92,14 +92,28 @@ class AttachedTables:
         """How often a view was folded away under a lookup, which then read again."""
         return self._lookups.retries
 
-    def lookup(
+    def lookup(self, table: str, row_ids: npt.ArrayLike, out: Array | None = None) -> Array:
+        """Return rows of a table: (n, dim), in the order asked for, of the newest version; as `Loader.lookup`.
+
+        Raises
+        ------
+        TableNotFound, BadRowIds, BadShape, BadDtype, VersionNotFound
+        """
+        return self._lookups.lookup({table: row_ids}, (), None if out is None else {table: out}).rows[table]
+
+    def lookup_many(
         self,
-        ids: Mapping[str, npt.ArrayLike],
+        row_ids: Mapping[str, npt.ArrayLike],
         dense: Sequence[str] = (),
         out: Mapping[str, Array] | None = None,
     ) -> Batch:
-        """Return rows of some tables and dense tensors, all of the newest version; see `Lookups.lookup`."""
-        return self._lookups.lookup(ids, dense, out)
+        """Return rows of several tables, and dense tensors, all of the newest version; as `Loader.lookup_many`.
+
+        Raises
+        ------
+        TableNotFound, BadRowIds, BadShape, BadDtype, VersionNotFound
+        """
+        return self._lookups.lookup(row_ids, dense, out)
 
     def close(self) -> None:
         """Forget what is mapped; it is unmapped when no array of it is left. Rows of batches are copies and stay."""

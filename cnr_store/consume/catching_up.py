@@ -87,6 +87,8 @@ def catch_up(
     >>> [batch["row_id"].to_pylist() for batch in differences], differences.cursor.version
     ([[1, 2]], 2)
     """
+    if not isinstance(store, Store):
+        raise BadInput(f"catch_up() takes an open store, found {store!r}; give Store.open(url)", found=str(store))
     if max_batch_rows < 1:
         raise BadInput(f"max_batch_rows is {max_batch_rows}; give 1 or more", found=max_batch_rows)
     for _ in range(_TRIES - 1):

@@ -165,7 +165,19 @@ class Loader:
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._target = Target(version, tag, channel)
-        self._shard = shard if isinstance(shard, Mapping) else check_shard(shard)
+        for names, argument in ((tables, "tables"), (dense, "dense")):
+            if isinstance(names, str):
+                raise BadInput(f"{argument} takes a list of names, found {names!r}; give [{names!r}]", found=names)
+        for by_table, argument in ((shard, "shard"), (served, "served"), (holds, "holds")):
+            strange = sorted(by_table.keys() - set(tables)) if tables and isinstance(by_table, Mapping) else []
+            if strange:
+                raise BadInput(
+                    f"{argument} names {strange[0]!r}, not one of the tables to hold: {sorted(set(tables or ()))}",
+                    found=strange[0],
+                )
+        for one in shard.values() if isinstance(shard, Mapping) else (shard,):
+            check_shard(one)
+        self._shard = shard
         if publish not in ("poll", "apply"):
             raise BadInput(f"publish is 'poll' or 'apply', found {publish!r}", found=publish)
         if not poll_interval_s > 0:
@@ -242,6 +254,8 @@ class Loader:
         Raises
         ------
         TableNotFound, BadRowIds, BadShape, BadDtype
+        VersionNotFound
+            The loader is closed.
         """
         into = None if out is None else {table: _as_array(out)}
         self._lookups_done += 1
@@ -259,6 +273,8 @@ class Loader:
         Raises
         ------
         TableNotFound, BadRowIds, BadShape, BadDtype
+        VersionNotFound
+            The loader is closed.
         """
         self._lookups_done += 1
         return self._lookups.lookup(row_ids, dense, None if out is None else {t: _as_array(o) for t, o in out.items()})
@@ -385,9 +401,10 @@ class Loader:
             It cannot be served: nothing has changed.
         """
         with self._lock:
+            self._check_open()
             if not 0 <= version < self.version:
                 raise BadInput(
-                    f"version {version} is not older than {self.version}, which is served; use pin() to go ahead",
+                    f"version {version} is none before {self.version}, which is served; use pin() to go ahead",
                     found=version,
                 )
             self.pin(version)
@@ -746,6 +763,8 @@ class Loader:
 def _as_array(out: Any) -> Array:
     if isinstance(out, np.ndarray):
         return out
+    if not hasattr(out, "device"):
+        raise BadInput(f"out takes a numpy array or a CPU tensor, found {type(out).__name__}", found=str(type(out)))
     from cnr_store.consume.binding import array_of
 
     return array_of(out)

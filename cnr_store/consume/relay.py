@@ -195,6 +195,8 @@ class Relay:
         clock_ms: Callable[[], int] = wall_ms,
         monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
+        if not isinstance(source, Store):
+            raise BadInput(f"a relay takes an open store, found {source!r}; give Store.open(url)", found=str(source))
         if not 0 <= grace_s < 10**9:
             raise BadInput(f"grace_s is {grace_s}; give seconds of 0 or more", found=grace_s)
         if start is not None and start < 0:

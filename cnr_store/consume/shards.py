@@ -32,6 +32,10 @@ def check_shard(shard: Shard | None) -> Shard | None:
     ------
     BadInput
     """
+    if shard is not None and not isinstance(shard, RowRange | HashShard):
+        raise BadInput(
+            f"a shard is RowRange(start, stop) or HashShard(index, count), found {shard!r}", found=str(shard)
+        )
     if isinstance(shard, RowRange) and shard.start > shard.stop:
         raise BadInput(f"a row range ends behind its start; found [{shard.start}, {shard.stop})", found=str(shard))
     if isinstance(shard, HashShard) and not 0 <= shard.index < shard.count:

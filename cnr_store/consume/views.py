@@ -164,11 +164,11 @@ class Publisher:
         Raises
         ------
         VersionNotFound
-            Nothing was published yet.
+            Nothing was published yet, or it is closed.
         """
         view = self._view
         if view is None:
-            raise VersionNotFound("nothing is served yet: the first version has not been loaded")
+            raise VersionNotFound("nothing is served: the loader is closed, or has not loaded its first version")
         return view, self.board
 
     def publish(

@@ -182,7 +182,7 @@ class SharedTables(ServedTables):
     def the_other_process_sees_the_same(self) -> None:
         if self.attached is not None:
             view = self.attached.newest_view()[0]
-            check(self.attached.lookup(asked(), dense=["version"]), view, *self.visible)
+            check(self.attached.lookup_many(asked(), dense=["version"]), view, *self.visible)
 
     @invariant()
     def no_file_is_left_over(self) -> None:

@@ -48,7 +48,7 @@ def publish(publisher: Publisher, memory: SharedMemory, number: int) -> None:
 
 def seen(tables: AttachedTables) -> int:
     """The version that a lookup reads, all of whose rows are of it."""
-    batch = tables.lookup({"t": ROWS}, dense=["w"])
+    batch = tables.lookup_many({"t": ROWS}, dense=["w"])
     assert (batch.rows["t"] == batch.version * SCALE).all()
     assert batch.dense["w"].tolist() == [batch.version]
     return batch.version
@@ -81,11 +81,11 @@ def test_a_reader_follows_versions_and_folds(memory: SharedMemory) -> None:
 def test_a_detached_reader_says_so_and_keeps_its_batches(memory: SharedMemory) -> None:
     served(memory)
     tables = AttachedTables(memory.folder)
-    batch = tables.lookup({"t": [3]})
+    batch = tables.lookup_many({"t": [3]})
     tables.close()
 
     with pytest.raises(VersionNotFound, match="not attached any more"):
-        tables.lookup({"t": [3]})
+        tables.lookup_many({"t": [3]})
     assert batch.rows["t"][0, 0] == SCALE
 
 
@@ -157,7 +157,7 @@ def test_a_reader_that_missed_the_last_view_says_so_until_somebody_serves_again(
 
     for _ in range(2):
         with pytest.raises(VersionNotFound, match="has ended, and the last version was not mapped here"):
-            tables.lookup({"t": ROWS})
+            tables.lookup_many({"t": ROWS})
     other = SharedMemory(memory.folder)
     served(other, 3)
 

@@ -621,7 +621,7 @@ def test_other_processes_look_up_in_its_memory(training: Training, tmp_path: Pat
             for act in (training.save, training.full, training.save):
                 act()
                 caught_up(loader, training.store)
-                batch = tables.lookup({"user": np.arange(ROWS)}, dense=["w"])
+                batch = tables.lookup_many({"user": np.arange(ROWS)}, dense=["w"])
                 assert batch.version == loader.version
                 assert same_bits(batch.rows["user"], training.store.snapshot().table("user").read())
                 assert batch.dense["w"].tolist() == [training.step] * 3

@@ -110,7 +110,7 @@ def play(order: Mapping[str, Any], channel: Channel) -> None:
         ) as loader,
         nullcontext() if shared is None else AttachedTables(shared) as attached,
     ):
-        finds: list[Find] = [loader.lookup_many, loader.lookup_many if attached is None else attached.lookup]
+        finds: list[Find] = [loader.lookup_many, loader.lookup_many if attached is None else attached.lookup_many]
         seed = order["seed"] * 1_000 + 10 * order["index"]
         workers = [LookupThread(find, rows, channel, seed + number) for number, find in enumerate(finds)]
         ends = threading.Event()
