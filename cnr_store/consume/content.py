@@ -87,7 +87,6 @@ class Assembly:
         if low == 0:
             self._begin(codes)
         is_whole = high - low == self.kind.dim
-        held = codes.arrays["codes"]
         if self.kind.holds == "codes":
             self._put_codes(codes)
             total = codes.digest(self.workers) if with_digest else 0
@@ -95,7 +94,6 @@ class Assembly:
                 finish(codes, {"codes": self._floats[:, low:high]}, self.workers, with_digest=False)
         else:
             total = finish(codes, {"codes": self._floats[:, low:high]}, self.workers, with_digest=with_digest)
-        del held
         escapes = EscapeRows(codes.escapes.rows - codes.start, dict(codes.escapes.values))
         self._intervals.append(_Interval(codes.columns, codes.status, escapes))
         if high == self.kind.dim:
@@ -164,11 +162,29 @@ def serve(kind: RowKind, floats: Array, out: Array, table: str, first_row: int, 
 
     for bad in workers.run(partial(block, low, high) for low, high in blocks(len(floats), TASK_ROWS)):
         if bad >= 0:
-            raise NonFiniteValues(
-                f"row {first_row + bad} of table {table!r} holds NaN or Inf, which has no int8 form; serve the table "
-                "as floats",
-                table=table, found=first_row + bad,
-            )  # fmt: skip
+            raise _no_int8_form(first_row + bad, table)
+
+
+def check_escapes(kind: RowKind, escapes: EscapeRows, table: str) -> None:
+    """Refuse rows kept as exact floats beside codes that no lookup could return. Pure.
+
+    Raises
+    ------
+    NonFiniteValues
+        A row that is not finite has no int8 form.
+    """
+    if kind.served == "int8" and len(escapes.rows):
+        out = np.empty((len(escapes.rows), kind.served_width), kind.served_dtype)
+        bad = kind.serve(escapes.values["codes"], out)
+        if bad >= 0:
+            raise _no_int8_form(int(escapes.rows[bad]), table)
+
+
+def _no_int8_form(row: int, table: str) -> NonFiniteValues:
+    return NonFiniteValues(
+        f"row {row} of table {table!r} holds NaN or Inf, which has no int8 form; serve the table as floats",
+        table=table, found=row,
+    )  # fmt: skip
 
 
 def holds_codes_in_place(plan: TablePlan, kind: RowKind) -> bool:

@@ -21,7 +21,7 @@ from cnr_store.consume.comparing import (
     rows_that_may_differ,
     vanished_rows,
 )
-from cnr_store.consume.content import CodesTooWide, escapes_after
+from cnr_store.consume.content import CodesTooWide, check_escapes, escapes_after
 from cnr_store.consume.folding import fold_into, fold_target
 from cnr_store.consume.held import HeldTable, Holds, Overlay, RowKind, Served, ServedTable, row_kind
 from cnr_store.consume.key_index import KeyIndex
@@ -29,7 +29,7 @@ from cnr_store.consume.loading import load_table
 from cnr_store.consume.memory import ANONYMOUS, Memory
 from cnr_store.consume.moving import Apply, Compare, Move, Reread, Same
 from cnr_store.consume.reshaping import reshaped
-from cnr_store.consume.shards import Shard, rows_in_shard
+from cnr_store.consume.shards import Shard, is_keyed, rows_in_shard
 from cnr_store.errors import CorruptStore, VersionExpired
 from cnr_store.placement import whole_of
 from cnr_store.records import Manifest, TableSchema, stated_digest
@@ -148,7 +148,9 @@ def move_tables(
                 continue
             result.changes[name] = found.change
             rows += found.change.num_rows if isinstance(found.change, HeldTable) else len(found.change)
-            if row_kind(schema, holding.served, holding.holds).holds == "codes":
+            kind = row_kind(schema, holding.served, holding.holds)
+            if kind.holds == "codes":
+                check_escapes(kind, found.escapes, name)
                 result.escapes[name] = found.escapes
         return replace(result, rows=rows, bytes=bytes_read)
 
@@ -181,7 +183,7 @@ class _Mover:
         """Return what changes a table, None where it stays as it is."""
         self.bytes = 0
         kind = row_kind(schema, holding.served, holding.holds)
-        if served is None or _is_held_otherwise(served, kind, holding.shard):
+        if served is None or _is_held_otherwise(served, schema, kind, holding.shard):
             return self._load(name, kind, holding.shard)
         if not isinstance(self._move, Compare) and self._is_one_life(served, schema):
             try:
@@ -351,7 +353,8 @@ class _Building:
     def _copy(self, schema: TableSchema, kind: RowKind, *, wide: bool) -> None:
         old = self.now.held if self._is_copy else self._overlay
         try:
-            self.now = reshaped(self.now, schema, kind, self._workers, wide=wide, memory=self._memory)
+            with self._memory.attempt():
+                self.now = reshaped(self.now, schema, kind, self._workers, wide=wide, memory=self._memory)
         except CodesTooWide:
             self.now = reshaped(self.now, schema, kind, self._workers, wide=True, memory=self._memory)
         self._is_copy, self._overlay, self._several = True, None, None
@@ -364,6 +367,7 @@ class _Building:
             target = fold_target(held, overlay, self._memory)
             fold_into(target, overlay)
             self.now = ServedTable(target.held, escapes=escapes)
+            _release(held, self._memory, but=target.held)
             return
         if self._overlay is None:
             merged = overlay
@@ -427,9 +431,11 @@ class _Several:
             self._index = self._index.grown(2 * count)
 
 
-def _is_held_otherwise(served: ServedTable, kind: RowKind, shard: Shard | None) -> bool:
-    before = served.kind
-    return served.held.shard != shard or (before.holds, before.served) != (kind.holds, kind.served)
+def _is_held_otherwise(served: ServedTable, schema: TableSchema, kind: RowKind, shard: Shard | None) -> bool:
+    held, before = served.held, served.kind
+    return (held.shard, held.is_keyed, before.holds, before.served) != (
+        shard, is_keyed(shard, schema), kind.holds, kind.served,
+    )  # fmt: skip
 
 
 def _with_schema(served: ServedTable, schema: TableSchema) -> ServedTable:
@@ -445,9 +451,13 @@ def _if_any(found: Difference, before: ServedTable, memory: Memory) -> Differenc
     return found
 
 
-def _release(part: HeldTable | Overlay, memory: Memory) -> None:
-    """Give back the memory of what is handed to nobody: in shared memory it would stay for ever."""
-    for array in (part.rows, part.status, None if part.index is None else part.index.slots):
-        block = None if array is None else memory.block_of(array)
-        if block is not None:
-            memory.release(block)
+def _release(part: HeldTable | Overlay, memory: Memory, *, but: HeldTable | None = None) -> None:
+    """Give back the memory of what is handed to nobody, ``but`` what goes on in a table: shared, it would stay."""
+    for block in _blocks_of(part, memory) - (set() if but is None else _blocks_of(but, memory)):
+        memory.release(block)
+
+
+def _blocks_of(part: HeldTable | Overlay, memory: Memory) -> set[int]:
+    arrays = (part.rows, part.status, None if part.index is None else part.index.slots)
+    blocks = (memory.block_of(array) for array in arrays if array is not None)
+    return {block for block in blocks if block is not None}
