@@ -705,6 +705,7 @@ class Transaction:
     def move_mirrors(self, mirrors: Mirrors) -> None:
         """Apply what was staged to the mirrors; the commit has won."""
         mirrors.commit_staged()
+        mirrors.keep_only(self._tables.keys() - self._created)  # no hashed table has one, though its name may have had
         for shard, whole in self._whole.items():
             if whole.mirror is not None and whole.digest is not None:
                 mirrors.put(shard, whole.mirror, whole.digest)

@@ -456,3 +456,21 @@ def test_a_table_of_two_parts_is_cut_to_the_size_of_the_first(store: Store) -> N
 
     assert np.array_equal(store.snapshot().table("t").read(), values[:4] + 1)
     assert verify_store(store, deep=True).is_sound
+
+
+def test_a_name_passes_from_a_dense_table_to_a_hashed_one_in_one_save(store: Store) -> None:
+    """The save was committed, and then raised IndexError: its keys were put on the mirror of the table before."""
+    options = TableOptions(scale=1.0)
+    with store.writer() as writer:
+        with writer.begin(step=0) as txn:
+            txn.write_table("t", np.ones((6, 2), np.float32), options=options)
+        for step, keys in enumerate(([2, 77], [3, 78]), start=1):
+            with writer.begin(step, "full" if step == 1 else "delta") as txn:
+                if step == 1:
+                    txn.drop_table("t")
+                    txn.create_table("t", dim=2, options=options)
+                txn.write_rows("t", np.asarray(keys), np.full((2, 2), step, np.float32))
+
+    keys, arrays = store.snapshot().table("t").read_all()
+    assert keys.tolist() == [2, 3, 77, 78]
+    assert arrays["values"][:, 0].tolist() == [1, 2, 1, 2]
