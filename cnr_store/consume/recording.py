@@ -179,6 +179,8 @@ def _write(
 ) -> RecordingReport:
     if max_file_bytes < 1:
         raise BadInput(f"max_file_bytes is {max_file_bytes}; give 1 or more", found=max_file_bytes)
+    if folder.exists() and not folder.is_dir():
+        raise BadInput(f"{folder} is a file; changes are written to a folder", path=str(folder))
     folder.mkdir(parents=True, exist_ok=True)
     with _alone_in(folder):
         recording = _begin(stream, folder, kind)
@@ -323,6 +325,8 @@ def _read(folder: Path) -> Recording | None:
         return _DECODER.decode(path.read_bytes())
     except FileNotFoundError:
         return None
+    except NotADirectoryError as error:
+        raise BadInput(f"{folder} is a file; changes are written to a folder", path=str(folder)) from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise BadInput(f"{path} cannot be read: {error}; use another folder", path=str(path)) from error
 

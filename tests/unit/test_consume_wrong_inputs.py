@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cnr_store import BadInput, Store, VersionNotFound
-from cnr_store.consume import AttachedTables, Loader, Relay, RowRange, catch_up, changes
+from cnr_store.consume import AttachedTables, Loader, Relay, RowRange, catch_up, changes, recorded_cursor, write_parquet
 
 
 @pytest.fixture
@@ -68,6 +68,15 @@ def test_a_saved_cursor_is_parsed_before_a_stream_takes_it(store: Store) -> None
     saved: Any = "{}"
     with pytest.raises(BadInput, match=r"ChangeCursor\.from_json"):
         changes(store, saved)
+
+
+def test_changes_are_written_to_a_folder(store: Store, tmp_path: Path) -> None:
+    file = tmp_path / "lake"
+    file.write_text("")
+
+    for begin in (lambda: write_parquet(changes(store), file), lambda: recorded_cursor(file)):
+        with pytest.raises(BadInput, match="lake is a file; changes are written to a folder"):
+            begin()
 
 
 def test_a_loader_and_tables_of_another_process_are_asked_alike(store: Store, tmp_path: Path) -> None:
