@@ -53,7 +53,7 @@ from cnr_store.segment import (
     check_dense_dtype,
 )
 from cnr_store.session import Session
-from cnr_store.table_codes import Array
+from cnr_store.table_codes import Array, TableCodes
 from cnr_store.types import JsonValue, Lattice, Rectangle, RowIds, TableDtype, TableOptions
 
 
@@ -408,7 +408,7 @@ class Transaction:
         arrays = check_arrays(table, schema, len(row_ids), values, slots or {}, place.columns)
         self._check_first(shard, "add", "set", "escape")
         self._check_disjoint(shard, row_ids)
-        mirror = self._session.mirrors.get(shard)
+        mirror, base = self._mirror(shard)
         if self.kind == "full" and not hashed and (mirror is None or not is_fully_mirrored(schema)):
             raise BadInput(
                 f"table {table!r} has no full mirror, so a full needs all its rows: use write_table()", table=table
@@ -421,7 +421,7 @@ class Transaction:
         given = Given(row_ids, floats, None if hashed else place.columns)
         staged = stage_rows(
             table, schema, mirror, given,
-            base_digest=self._session.mirrors.digest(shard),
+            base_digest=base,
             absolute=self.kind == "delta" and self._keep < len(self._session.head.record.chain),
             on_bad_rows=nonfinite or options_on_bad_rows(options),
             workers=self._session.workers,
@@ -445,14 +445,14 @@ class Transaction:
         row_ids = own_row_ids(table, row_ids, None if hashed else shard.rectangle_in(schema).rows)
         self._check_first(shard, "delete")
         self._check_disjoint(shard, row_ids)
-        if self.kind == "full" and not (shard in self._session.mirrors and is_fully_mirrored(schema)):
+        mirror, base = self._mirror(shard)
+        if self.kind == "full" and (mirror is None or not is_fully_mirrored(schema)):
             raise BadInput(
                 f"table {table!r} has no full mirror, so a full needs all its rows: delete them in a delta", table=table
             )
         if len(row_ids) == 0:
             return
-        mirrors = self._session.mirrors
-        self._keep_rows(shard, stage_delete(schema, mirrors.get(shard), row_ids, mirrors.digest(shard)))
+        self._keep_rows(shard, stage_delete(schema, mirror, row_ids, base))
 
     def resize_table(self, table: str, num_rows: int) -> None:
         """Change a dense table's number of rows; new rows read as the fill until they are ``set``.
@@ -776,7 +776,7 @@ class Transaction:
         before = None
         if base is not None and table in base.tables and base.tables[table].generation == schema.generation:
             before = mirrors.committed_digest(shard) if self._keep == len(self._session.head.record.chain) else None
-        return self._assembly.part(shard, schema, before, self._digests.get(shard, mirrors.digest(shard)))
+        return self._assembly.part(shard, schema, before, self._digests.get(shard, self._mirror(shard)[1]))
 
     def base_manifest(self) -> Manifest | None:
         """See `cnr_store.committing.Share`."""
@@ -896,9 +896,14 @@ class Transaction:
         self._digests[shard] = whole.digest
         self._assembly.write_table(shard, whole)
 
+    def _mirror(self, shard: Shard) -> tuple[TableCodes | None, int | None]:
+        """The mirror that rows of a shard are laid over, and its digest: a hashed table has none, its name may have."""
+        if self._tables[shard.table].keys == "hashed":
+            return None, None
+        return self._session.mirrors.get(shard), self._session.mirrors.digest(shard)
+
     def _keep_rows(self, shard: Shard, staged: StagedRows) -> None:
-        before = self._digests.get(shard)
-        base = self._session.mirrors.digest(shard)
+        before, base = self._digests.get(shard), self._mirror(shard)[1]
         if before is not None and staged.digest is not None and base is not None:
             # Both changes were computed from the mirror's state; they touch disjoint rows, so they add up.
             staged.digest = (before + staged.digest - base) % (1 << 64)

@@ -459,7 +459,7 @@ def test_a_table_of_two_parts_is_cut_to_the_size_of_the_first(store: Store) -> N
 
 
 def test_a_name_passes_from_a_dense_table_to_a_hashed_one_in_one_save(store: Store) -> None:
-    """The save was committed, and then raised IndexError: its keys were put on the mirror of the table before."""
+    """Its keys were laid over the mirror of the table before: add rows that nobody can read, and an IndexError."""
     options = TableOptions(scale=1.0)
     with store.writer() as writer:
         with writer.begin(step=0) as txn:
