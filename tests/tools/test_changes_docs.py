@@ -70,6 +70,6 @@ def test_the_commands_are_commands(tmp_path: Path) -> None:
 
     options = set(re.findall(r"`(--[a-z]+)|(?<= )(--[a-z]+)", DOCS.split("## From a shell")[1]))
     named = {option for pair in options for option in pair if option}
-    assert {"--since", "--follow", "--to", "--tables", "--slots", "--cursor", "--branch", "--json"} <= named
+    assert {"--since", "--follow", "--to", "--table", "--every", "--slots", "--cursor", "--branch", "--json"} <= named
     assert [option for option in named if option not in help_text] == []
     assert cnr("changes", tmp_path / "run-7", "--to", f"parquet:{tmp_path / 'lake'}").code == 0

@@ -48,7 +48,7 @@ def test_without_a_version_the_newest_one_comes_whole(root: Path) -> None:
     counts = [(item["table"], item["upserts"]) for item in cnr("changes", root, "--json").document["changes"]]
 
     assert counts == [("half/item", 90), ("user", 400)]
-    assert cnr("changes", root, "--tables", "user", "--json").document["changes"][0]["table"] == "user"
+    assert cnr("changes", root, "--table", "user", "--json").document["changes"][0]["table"] == "user"
 
 
 def test_rows_are_printed_as_json_lines_and_what_json_cannot_say_is_null(root: Path) -> None:
@@ -83,7 +83,7 @@ def test_what_cannot_be_meant_is_refused(root: Path, tmp_path: Path) -> None:
     assert cnr("changes", root, "--to", "csv:x").code == 4
     assert cnr("changes", root, "--to", "parquet:").code == 4
     assert cnr("changes", root, "--since", 99).code == 3
-    assert cnr("changes", root, "--tables", "nobody").code == 3
+    assert cnr("changes", root, "--table", "nobody").code == 3
     assert cnr("changes", tmp_path / "nothing").code == 3
 
     folder = tmp_path / "out"
@@ -102,7 +102,7 @@ def test_a_registered_consumer_is_listed_where_it_stands(root: Path) -> None:
 def test_following_tells_each_version_as_it_lands_until_it_is_interrupted(root: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     cnr("changes", root, "--to", f"parquet:{folder}")
-    command = [PROGRAM, "changes", str(root), "--follow", "--poll", "0.05s", "--json", "--to", f"parquet:{folder}"]
+    command = [PROGRAM, "changes", str(root), "--follow", "--every", "0.05s", "--json", "--to", f"parquet:{folder}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as follower:
         assert follower.stdout is not None
         save(root, 50)

@@ -28,13 +28,15 @@ def changes(
         typer.Option("--since", min=0, help="Only what changed behind this version; else the whole newest one first."),
     ] = None,
     tables: Annotated[
-        list[str] | None, typer.Option("--tables", metavar="TABLE", help="Only this table; repeat it for more.")
+        list[str] | None, typer.Option("--table", "-t", metavar="TABLE", help="Only this table; repeat it for more.")
     ] = None,
     slots: Annotated[bool, typer.Option("--slots", help="Optimizer state too.")] = False,
     follow: Annotated[
         bool, typer.Option("--follow", help="Wait for more until interrupted; a line for each table that changes.")
     ] = False,
-    poll: Annotated[str, typer.Option("--poll", metavar="TIME", help="How often to look when following.")] = "0.5s",
+    every: Annotated[
+        str, typer.Option("--every", metavar="TIME", help="How often to look for news when following: 0.5s, 1m.")
+    ] = "0.5s",
     to: Annotated[
         str | None,
         typer.Option(
@@ -56,7 +58,7 @@ def changes(
     from cnr_store import consume
 
     kind, folder = _target(to)
-    interval_s = parse_duration(poll, "--poll")
+    interval_s = parse_duration(every, "--every")
     with open_store(url, storage_option, branch) as store:
         begin = consume.recorded_cursor(folder) if folder is not None and since is None else since
         stream = consume.changes(
