@@ -11,6 +11,7 @@ import asyncio
 import os
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -227,6 +228,7 @@ class Loader:
         self._next_look_s = 0.0
         self._thread: Repeating | None = None
         self._is_closed = False
+        _OPEN.add(self)
         self._cursor = None if cursor is None else FollowingCursor(self._store, cursor)
         try:
             self._tail = LogTail(self._store)
@@ -488,7 +490,9 @@ class Loader:
         """End the thread and release memory and, if the loader opened it, the store. A second call does nothing."""
         self.stop()
         with self._lock:
-            self._release()
+            if not self._is_closed:
+                self._check_open()
+                self._release()
 
     def __enter__(self) -> Loader:
         return self
@@ -745,7 +749,9 @@ class Loader:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise BadInput("the loader is closed; open another")
+            raise BadInput("the loader is closed, or is that of the process that forked this one; open another")
+        if self._serving.is_asking:
+            raise BadInput("a loader is not moved by its own validate or warm_up; answer with what they return")
 
     def _release(self) -> None:
         if self._is_closed:
@@ -776,3 +782,17 @@ def _is_same(entry: DenseEntry, before: DenseEntry | None) -> bool:
         before.dtype,
         before.shape,
     )
+
+
+_OPEN: weakref.WeakSet[Loader] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    # The threads that read and decode are not in the child, and a lock that one of them held stays held.
+    for loader in list(_OPEN):
+        loader._lock = threading.RLock()
+        loader._is_closed = True
+        loader._thread = None
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -76,6 +76,8 @@ class Serving:
         What is served, and behind it what is staged, in order; empty before the first version.
     lock
         Held while something is staged or shown.
+    is_asking
+        Whether a gate is asked about a version at this moment; a caller that holds the lock is called by it.
     """
 
     def __init__(self, publisher: Publisher, source: LoaderSource, tally: Tally, *, waits: bool) -> None:
@@ -83,10 +85,12 @@ class Serving:
         self.publisher = publisher
         self.lock = threading.RLock()
         self.states: list[State] = []
+        self.is_asking = False
         self._source = source
         self._tally = tally
         self._waits = waits
         self._binding: ModuleBinding | None = None
+        self._module_lags = False
         self._feeds: list[SinkFeed] = []
 
     @property
@@ -137,6 +141,7 @@ class Serving:
         state = replace(state, changed={name: _rows_of(change) for name, change in changes.items()})
         with self.lock:
             view = self.publisher.stage(record.v, record.step, changes, dense, escapes)
+            self.is_asking = True
             try:
                 if self._binding is not None:
                     self._check_binding(self._binding, view, state)
@@ -144,6 +149,8 @@ class Serving:
             except BaseException:
                 self.publisher.unstage()
                 raise
+            finally:
+                self.is_asking = False
             self.states.append(state)
             self._show_unless_it_waits()
 
@@ -156,24 +163,27 @@ class Serving:
             Other processes cannot be told; it stays staged.
         """
         with self.lock:
-            if len(self.states) < 2 and self.publisher.candidate is None:
+            if len(self.states) < 2 and self.publisher.candidate is None and not self._module_lags:
                 return
             view = self.publisher.reveal()
-            shown, self.states = self.states[1:], self.states[-1:]
+            shown = self.states[1:]
+            # Without the ids of what changed: in shared memory they keep all of its overlay.
+            self.states = [self.newest.at(self.newest.entry)]
             self._tally.moves += len(shown)
             # A union of many ids holds the interpreter for milliseconds, and lookups with it.
             changed = _union(shown) if self._binding is not None or self._feeds else {}
+            for feed in self._feeds:
+                feed.notice(self._source.described(view), changed)
             if self._binding is not None:
                 moved = {name for state in shown for name in state.changed_dense}
                 self._show_module(self._binding, changed, moved)
-            for feed in self._feeds:
-                feed.notice(self._source.described(view), changed)
 
     def try_show(self) -> None:
-        """As `show`, unless another thread is staging something at this moment."""
+        """As `show`, unless something is being staged at this moment."""
         if self.lock.acquire(blocking=False):
             try:
-                self.show()
+                if not self.is_asking:
+                    self.show()
             finally:
                 self.lock.release()
 
@@ -187,7 +197,11 @@ class Serving:
         """Let a module show what is served from now on."""
         with self.lock:
             binding = make(self.view, self.states[0])
-            self._show_module(binding, dict.fromkeys(self.view.tables), self.view.dense)
+            self._module_lags = True  # all of it is to be shown
+            try:
+                self._show_module(binding, {}, ())
+            finally:
+                self._module_lags = False
             self._binding = binding
 
     @property
@@ -215,9 +229,14 @@ class Serving:
     def _show_module(
         self, binding: ModuleBinding, changed: Mapping[str, RowIds | None], moved: Iterable[str]
     ) -> None:  # fmt: skip
+        view = self.view
+        if self._module_lags:  # it was left half way
+            changed, moved = dict.fromkeys(view.tables), view.dense
+        self._module_lags = True
         self.publisher.fold()  # what a parameter has adopted are the held rows
         view = self.view
         binding.show(view.tables, changed, view.dense, self.states[0].dense, moved)
+        self._module_lags = False
 
     @staticmethod
     def _check_binding(binding: ModuleBinding, view: View, state: State) -> None:

@@ -90,6 +90,7 @@ class SharedMemory:
         self._epochs: list[int] = []
         self._attempts: list[list[int]] = []
         self._is_current = False
+        self._publishers: weakref.WeakSet[Publisher] = weakref.WeakSet()
         self._lock_fd = -1
         with _failing_at(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -115,7 +116,9 @@ class SharedMemory:
 
     def publisher(self, **options: Any) -> Publisher:
         """Return the publisher of what is in this memory; ``options`` are those of `Publisher`."""
-        return Publisher(self, board=self.board, announcer=self, **options)
+        publisher = Publisher(self, board=self.board, announcer=self, **options)
+        self._publishers.add(publisher)
+        return publisher
 
     @property
     def nbytes(self) -> int:
@@ -366,9 +369,12 @@ _OWNERS: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
 
 
 def _disown_in_child() -> None:
-    # A lock belongs to the open file, which a child shares: it would keep the folder when the owner has died.
+    # A lock belongs to the open file, which a child shares: it would keep the folder when the owner has died. And the
+    # view that a child has goes stale, as the owner folds newer ones into the rows that both see.
     for memory in list(_OWNERS):
         memory._let_go()
+        for publisher in list(memory._publishers):
+            publisher.leave()
 
 
 os.register_at_fork(after_in_child=_disown_in_child)

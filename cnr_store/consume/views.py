@@ -140,6 +140,7 @@ class Publisher:
         self._staged: View | None = None
         self._staged_before: View | None = None
         self._can_unstage = False
+        self._why_not = "yet: the first version has not been loaded"
         self._published_at = 0.0
         self._blocks: set[int] = set()
 
@@ -168,7 +169,7 @@ class Publisher:
         """
         view = self._view
         if view is None:
-            raise VersionNotFound("nothing is served: the loader is closed, or has not loaded its first version")
+            raise VersionNotFound(f"nothing is served {self._why_not}")
         return view, self.board
 
     def publish(
@@ -325,8 +326,15 @@ class Publisher:
             self.board.end()
             self._forget_staged()
             self._sweep()
+            self._why_not = "any more: the loader is closed"
             self._view = None
             self._blocks = set()
+
+    def leave(self) -> None:
+        """Serve none in this process from now on, and tell nobody: for a child that was forked from the owner."""
+        self._why_not = "here: the loader is the parent's; attach to its folder with AttachedTables"
+        self._view = None
+        self._forget_staged()
 
     def _candidate(
         self,

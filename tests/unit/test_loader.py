@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -553,6 +555,37 @@ def test_a_check_that_raises_refuses_and_its_error_is_the_cause(training: Traini
         Loader(training.open(), validate=lambda _: False)
 
 
+@pytest.mark.parametrize("publish", ["poll", "apply"])
+def test_a_check_that_calls_its_loader_shows_nobody_the_version(training: Training, publish: Any) -> None:
+    """`apply` in ``validate`` published the version that was being judged; `poll` began anew, and raised ValueError."""
+    calls: list[Callable[[], Any]] = []
+
+    def validate(candidate: Candidate) -> bool:
+        for call in calls:
+            call()
+        return candidate.step != 1
+
+    with Loader(training.open(), validate=validate, publish=publish) as loader:
+        before = loader.version
+        training.save()
+        calls = [loader.apply]
+        assert isinstance(loader.poll().error, VersionRefused)
+        assert loader.version == before
+        assert training.value(loader) == 0
+        for call in (loader.poll, loader.close, loader.pin, lambda: loader.rollback(0), loader.start):
+            training.save()
+            calls = [call]
+            error = loader.poll().error
+            assert error is not None
+            assert isinstance(error.__cause__, BadInput)
+            assert loader.version == before
+        calls = []
+        training.save()
+        assert loader.poll().error is None
+        loader.apply()
+        check_is_snapshot(loader, training.store.snapshot())
+
+
 def test_a_candidate_is_read_before_anybody_is_served_it(training: Training) -> None:
     seen: list[tuple[Any, ...]] = []
 
@@ -651,6 +684,73 @@ def test_a_refused_or_failed_version_leaves_nothing_in_shared_memory(
             assert sorted(path.name for path in (tmp_path / "m").rglob("*")) == before
         fs.arm(None)
         caught_up(loader, training.store)
+
+
+def test_what_changed_is_forgotten_when_it_is_shown(training: Training, tmp_path: Path) -> None:
+    """The ids of the last overlay kept all of its memory mapped until the next version came."""
+    with Loader(training.open(), shared=tmp_path / "m") as loader:
+        training.save()
+        loader.poll()
+        loader._serving.fold()
+        gc.collect()
+        gone = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+        assert gone
+        assert not [line for line in gone if line.endswith("(deleted)")]
+
+
+FORKED = """
+import os, signal, sys
+import numpy as np
+from cnr_store import CnrStoreError, Store
+from cnr_store.consume import AttachedTables, Loader
+store, shared = Store.create("memory://forked"), sys.argv[1] or None
+writer = store.writer()
+
+def save(step):
+    with writer.begin(step) as txn:
+        txn.write_table("t", np.full((9, 2), step, np.float32)) if step == 0 else txn.write_rows(
+            "t", np.arange(9), np.full((9, 2), step, np.float32))
+
+save(0)
+loader = Loader(store, shared=shared, poll_interval_s=0.001)
+loader.start()
+readable, writable = os.pipe()
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    os.read(readable, 1)
+    loader.close()
+    for call in (loader.poll, loader.pin, loader.start, lambda: print(loader.lookup("t", [1])[0, 0], flush=True)):
+        try:
+            call()
+        except CnrStoreError as error:
+            print(error.kind, flush=True)
+    if shared:
+        print(AttachedTables(shared).lookup("t", [1])[0, 0], flush=True)
+    os._exit(0)
+loader.stop()
+for step in (1, 2, 3):
+    save(step)
+    loader.poll()
+    loader._serving.fold()
+os.write(writable, b"x")
+assert os.waitpid(child, 0)[1] == 0
+save(4)
+assert loader.poll().error is None
+assert loader.lookup("t", [1])[0, 0] == 4
+"""
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_forked_child_leaves_the_loader_to_its_parent(tmp_path: Path, shared: bool) -> None:
+    """With shared memory a lookup of the child span for ever, and a poll of it wrote to its parent's rows."""
+    folder = str(tmp_path / "m") if shared else ""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKED, folder], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    refused = ["bad_input"] * 3
+    assert done.stdout.split() == [*refused, *(["version_not_found", "3.0"] if shared else ["0.0"])]
 
 
 class Rows:
@@ -873,6 +973,8 @@ def test_a_closed_loader_says_so(training: Training) -> None:
     for call in calls:
         with pytest.raises((BadInput, VersionNotFound)):
             call()
+    with pytest.raises(VersionNotFound, match="any more: the loader is closed"):
+        loader.lookup("user", [1])
 
 
 @pytest.mark.parametrize("wrong", [{"publish": "now"}, {"poll_interval_s": 0}, {"served": "float8"}, {"holds": "all"}])

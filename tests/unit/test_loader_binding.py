@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cnr_store import BadInput, BadShape, Store, TableNotFound, TableOptions, VersionRefused
-from cnr_store.consume import HashShard, Loader, RowRange
+from cnr_store.consume import HashShard, Loader, RowRange, binding
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.testing.faulty import IsolatedMemoryFileSystem
 
@@ -269,3 +269,35 @@ def test_a_rollback_is_shown_by_apply(training: Training) -> None:
         check_shows(model, training, 2)
         loader.apply()
         check_shows(model, training, 1, before)
+
+
+def test_a_module_that_was_left_half_way_is_shown_whole_by_the_next_apply(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that was full when a version was shown left old rows in the module for good."""
+    model = Model(dtype=torch.float64)
+    copy_rows = binding._copy_rows
+
+    def fails(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    with Loader(training.store, publish="apply") as loader:
+        loader.bind(model)
+        training.save((1, 5))
+        loader.poll()
+        monkeypatch.setattr(binding, "_copy_rows", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            loader.apply()
+        monkeypatch.setattr(binding, "_copy_rows", copy_rows)
+        loader.apply()
+        check_shows(model, training, training.step)
+        monkeypatch.setattr(binding, "_copy_rows", fails)
+        training.save((2, 5))
+        loader.poll()
+        with pytest.raises(torch.OutOfMemoryError):
+            loader.apply()
+        monkeypatch.setattr(binding, "_copy_rows", copy_rows)
+        training.save((3,))
+        loader.poll()
+        loader.apply()
+        check_shows(model, training, training.step)
