@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import signal
 import subprocess
 import sys
 import threading
@@ -508,9 +509,11 @@ class Model:
 @pytest.fixture
 def fed(own_redis: RedisServer, prefix: str) -> Iterator[tuple[Model, SinkFeed, RedisServer]]:
     model = Model()
-    model.feed = SinkFeed(model, RedisSink.connect(own_redis.url, prefix))
+    sink = RedisSink.connect(own_redis.url, prefix)
+    model.feed = SinkFeed(model, sink)
     yield model, model.feed, own_redis
     model.feed.stop()
+    sink.close()
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -559,6 +562,59 @@ def test_a_server_that_is_down_fails_clearly_and_is_filled_when_it_is_back(
     server.start()
     assert feed.push() is not None
     assert_is_whole(reader_of(server, prefix), 1)
+
+
+class Telling(RedisSink):
+    """A sink that tells of its commits."""
+
+    is_told: threading.Event
+
+    def commit(self, state: SinkState) -> None:
+        super().commit(state)
+        self.is_told.set()
+
+
+def test_an_emptied_server_is_filled_again_without_a_new_version(own_redis: RedisServer, prefix: str) -> None:
+    model = Model()
+    sink = Telling.connect(own_redis.url, prefix)
+    sink.is_told = threading.Event()
+    feed = SinkFeed(model, sink, check_every_s=0.05)
+    model.show(1)
+    feed.push()
+    own_redis.stop()
+    own_redis.start()
+    reader = reader_of(own_redis, prefix)
+    sink.is_told.clear()
+    feed.start()
+    assert sink.is_told.wait(60)
+    feed.stop()
+    assert_is_whole(reader, 1)
+    assert_is_settled(own_redis, prefix)
+    sink.close()
+    reader.close()
+
+
+def test_a_server_that_hangs_is_a_failure_after_a_time(
+    own_redis: RedisServer, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cnr_store.consume.sinks.redis_connection.TIMEOUT_S", 0.2)
+    sink, reader = opened(own_redis, prefix), reader_of(own_redis, prefix)
+    write(sink, 1, full=True)
+    assert own_redis.process is not None
+    own_redis.process.send_signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(StorageFailure, match="Timeout"):
+            sink.begin({"user": SinkTable(4, 60), "item": SinkTable(2, None)}, full=False)
+        with pytest.raises(StorageFailure, match="Timeout"):
+            reader.state()
+    finally:
+        own_redis.process.send_signal(signal.SIGCONT)
+    sink.open()
+    write(sink, 2, full=False)
+    assert_is_whole(reader, 2)
+    assert_is_settled(own_redis, prefix)
+    sink.close()
+    reader.close()
 
 
 def test_a_rollback_puts_the_older_version_back(fed: tuple[Model, SinkFeed, RedisServer], prefix: str) -> None:

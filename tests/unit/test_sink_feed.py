@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -134,7 +135,8 @@ class Sink:
         return self.state
 
     def begin(self, tables: Mapping[str, SinkTable], *, full: bool) -> None:
-        assert full or self.state is not None
+        if not full and self.state is None:
+            raise StorageFailure("it was emptied")
         kept = {} if full else self.rows
         self._do(
             "begin full" if full else "begin",
@@ -169,7 +171,7 @@ class Sink:
         self.batch = None
 
 
-def connected(source: Source, **options: int) -> tuple[SinkFeed, Sink]:
+def connected(source: Source, **options: Any) -> tuple[SinkFeed, Sink]:
     sink = Sink(source)
     feed = SinkFeed(source, sink, **options)
     source.feeds.append(feed)
@@ -426,6 +428,65 @@ def test_a_fenced_feed_pushes_no_more() -> None:
     feed.stop()
 
 
+@pytest.mark.parametrize("loses", ["all", "newest"])
+def test_an_idle_feed_finds_out_that_its_sink_lost_rows(loses: str) -> None:
+    source = filled_source()
+    feed, sink = connected(source, check_every_s=0.01)
+    feed.push()
+    source.publish({"dense": {1: 5.0}})
+    feed.push()
+    begin, commit = sink.begin, sink.commit
+    is_back, lost = threading.Event(), state(1)
+
+    def begin_on_what_is_known(tables: Mapping[str, SinkTable], *, full: bool) -> None:
+        if not full and not sink.log[-1].startswith("open") and sink.state != lost:
+            raise StorageFailure("restored from an older copy")
+        begin(tables, full=full)
+
+    def commit_and_tell(to: SinkState) -> None:
+        commit(to)
+        is_back.set()
+
+    sink.begin, sink.commit = begin_on_what_is_known, commit_and_tell  # type: ignore[method-assign]
+    sink.rows, sink.state = ({}, None) if loses == "all" else (source.history[0], state(0))
+    feed.start()
+    assert is_back.wait(60)
+    feed.stop()
+
+    assert (sink.state, sink.rows) == (state(1), source.history[1])
+    assert feed.metrics().full_pushes == (2 if loses == "all" else 1)
+
+
+def test_an_idle_feed_that_was_taken_over_ends() -> None:
+    feed, sink = connected(filled_source(), check_every_s=0.01)
+    feed.push()
+    sink.fails = {sink.calls + 3: ("before", Fenced("taken over"))}
+    feed.start()
+    thread = feed._thread
+    assert thread is not None
+    thread.join(60)
+    assert not thread.is_alive()
+    assert feed.metrics().is_fenced
+    assert sink.log[2 + 2 :] == ["commit", "begin", "begin", "begin"]
+
+
+def test_a_sink_that_is_away_costs_bounded_memory_and_gets_everything() -> None:
+    source = filled_source()
+    feed, sink = connected(source, most_waiting_keys=100)
+    feed.push()
+    most = 0
+    for version in range(1, 200):  # keys come and go, and none of them comes twice
+        keys = range(10 * version, 10 * version + 10)
+        source.publish({"hashed": {**dict.fromkeys(keys, 1.0), **dict.fromkeys([key - 10 for key in keys])}})
+        most = max(most, feed._due.count("hashed"))
+
+    assert most <= 100
+    result = feed.push()
+    assert result is not None
+    assert result.full
+    assert sink.rows == source.history[199]
+
+
 def test_an_error_of_a_foreign_sink_is_a_storage_failure_without_its_text() -> None:
     source = filled_source()
     feed, sink = connected(source)
@@ -472,6 +533,8 @@ def test_metrics_tell_what_is_behind_and_why() -> None:
 def test_sizes_below_one_row_are_refused() -> None:
     with pytest.raises(BadInput):
         connected(Source(), chunk_rows=0)
+    with pytest.raises(BadInput):
+        connected(Source(), check_every_s=0)
 
 
 changes = st.dictionaries(

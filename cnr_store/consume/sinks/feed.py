@@ -27,6 +27,15 @@ CHUNK_ROWS = 65_536
 MOST_ROWS_AT_ONCE = 1 << 20
 """Changed rows that a feed reads in one piece, so that they are of one version whatever is published meanwhile."""
 
+CHECK_EVERY_S = 30.0
+"""So often the thread of an idle feed asks its sink whether it still shows what was pushed last."""
+
+MOST_WAITING_KEYS = 1 << 24
+"""Changed keys of a hashed table that a feed remembers, 8 bytes each; beyond, the sink gets everything when it is back.
+
+Rows of a dense table need no such bound: they are no more than the table has.
+"""
+
 _CHASES = 4
 _RESTARTS = 3
 _MOST_WAITING = 16
@@ -104,6 +113,8 @@ class SinkFeed:
         Opened by the feed, and by nobody else as long as the feed is used.
     chunk_rows, most_rows_at_once
         See `CHUNK_ROWS` and `MOST_ROWS_AT_ONCE`; memory is about that many rows as float32.
+    most_waiting_keys, check_every_s
+        See `MOST_WAITING_KEYS` and `CHECK_EVERY_S`.
     """
 
     def __init__(
@@ -113,13 +124,19 @@ class SinkFeed:
         *,
         chunk_rows: int = CHUNK_ROWS,
         most_rows_at_once: int = MOST_ROWS_AT_ONCE,
+        most_waiting_keys: int = MOST_WAITING_KEYS,
+        check_every_s: float = CHECK_EVERY_S,
     ) -> None:
         if chunk_rows < 1 or most_rows_at_once < 1:
             raise BadInput(f"rows at a time are at least 1, found {chunk_rows} and {most_rows_at_once}")
+        if not check_every_s > 0:
+            raise BadInput(f"check_every_s is above 0, found {check_every_s}", found=check_every_s)
         self.sink = sink
         self._source = source
         self._chunk_rows = chunk_rows
         self._most_rows_at_once = most_rows_at_once
+        self._most_waiting_keys = most_waiting_keys
+        self._check_every_s = check_every_s
         self._pushing = threading.Lock()  # one batch at a time
         self._changed = threading.Condition()  # guards what follows; notified by notices and by stop
         self._published: Published | None = None
@@ -153,6 +170,10 @@ class SinkFeed:
             if other_tables or any(row_ids is None for row_ids in changed.values()):
                 self._due.everything = True
             self._due.add(changed)
+            hashed = [table for table, shape in published.tables.items() if shape.num_rows is None]
+            if sum(map(self._due.count, hashed)) > self._most_waiting_keys:
+                self._due.everything = True
+                self._due.add({})
             if self._behind_since is None and self._shown != published.state:
                 self._behind_since = time.monotonic()
             self._changed.notify_all()
@@ -204,29 +225,37 @@ class SinkFeed:
         pause_s = _FIRST_PAUSE_S
         while True:
             with self._changed:
-                while not self._stops and self._error is None and self._is_current():
-                    self._changed.wait()
+                is_due = self._changed.wait_for(self._has_work, self._check_every_s)
                 if self._error is not None and not self._stops:
                     # Jitter: the sinks of a hundred servers must not come back to a cache in step.
                     self._changed.wait_for(lambda: self._stops, pause_s * (0.5 + random.random()))
                 if self._stops or self._is_fenced:
                     return
             try:
-                self._guarded(until_stop=True)
+                self._guarded(until_stop=True, checks=not is_due)
             except CnrStoreError:  # told by metrics(); serving goes on, and the next attempt opens the sink anew
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             else:
                 pause_s = _FIRST_PAUSE_S
 
+    def _has_work(self) -> bool:
+        return self._stops or self._error is not None or not self._is_current()
+
     def _is_current(self) -> bool:
         return self._published is None or (self._is_open and self._shown == self._published.state)
 
-    def _guarded(self, *, until_stop: bool) -> PushResult | None:
-        """Push; count and keep what it fails with. ``until_stop`` gives a long batch up when `stop` is called."""
+    def _guarded(self, *, until_stop: bool, checks: bool = False) -> PushResult | None:
+        """Push; count and keep what it fails with.
+
+        ``until_stop`` gives a long batch up when `stop` is called. With ``checks`` a sink that should be current is
+        asked whether it is.
+        """
         with self._pushing:
             if self._is_fenced:
                 raise Fenced(f"another process took {self.sink.name} over; make a new feed to take it back")
             try:
+                if checks:
+                    self._check()
                 result = self._push(until_stop)
             except _Stopped:
                 self._give_up()
@@ -244,6 +273,15 @@ class SinkFeed:
             with self._changed:
                 self._error = None
             return result
+
+    def _check(self) -> None:
+        """Begin a batch and drop it: a sink that lost what it showed, or was taken over, refuses."""
+        with self._changed:
+            published = self._published
+            if published is None or self._due.everything or not self._is_current():
+                return
+        self.sink.begin(published.tables, full=False)
+        self.sink.abort()
 
     def _push(self, until_stop: bool) -> PushResult | None:
         for _ in range(_RESTARTS):
@@ -460,6 +498,10 @@ class _Due:
                     self.told[table] = [np.unique(np.concatenate(waiting))]
         if self.everything:
             self.told.clear()
+
+    def count(self, table: str) -> int:
+        """How many rows of a table are remembered; one that was told again since they were joined counts twice."""
+        return sum(map(len, self.told.get(table, ())))
 
     def joined(self) -> dict[str, RowIds]:
         return {table: np.unique(np.concatenate(waiting)) for table, waiting in self.told.items()}

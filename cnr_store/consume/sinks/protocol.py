@@ -104,9 +104,12 @@ class RowSink(Protocol):
     def begin(self, tables: Mapping[str, SinkTable], *, full: bool) -> None:
         """Begin a batch; ``tables`` is every table of it. With ``full`` rows that it does not put are absent after it.
 
+        A feed that has nothing to push begins and aborts a batch from time to time, to learn whether either is so.
+
         Raises
         ------
         StorageFailure
+            Also where the sink serves something else than was committed to it last, if it can tell; `open` tells what.
         Fenced
             Another process opened the sink after this one; also from all that follow.
         """

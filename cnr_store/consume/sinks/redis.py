@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 import numpy as np
@@ -74,7 +74,7 @@ class RedisSink:
         self._batch: _Batch | None = None
 
     @classmethod
-    def connect(cls, url: str, prefix: str, *, stored_as: StoredAs = "float32", **options: Any) -> RedisSink:
+    def connect(cls, url: str, prefix: str, *, stored_as: StoredAs = "float32", **options: Any) -> Self:
         """Return a sink at a URL such as ``redis://user:password@host:6379/0``; no I/O. Options go to redis-py.
 
         Without ``socket_timeout`` and ``socket_connect_timeout`` a server that does not answer in 10 s is a failure.
@@ -195,6 +195,10 @@ class RedisSink:
             self._batch = None
             with contextlib.suppress(StorageFailure, Fenced):
                 self._settle()
+
+    def close(self) -> None:
+        """Close the client's connections, once its feed has ended; using the sink again opens them again."""
+        self._at.client.close()
 
     def _settle(self) -> None:
         """Give up a pending batch, and leave of every row that batches wrote what `current` shows."""

@@ -141,6 +141,10 @@ class RedisRows:
             path=self._at.keys.prefix,
         )  # fmt: skip
 
+    def close(self) -> None:
+        """Close the client's connections; reading again opens them again."""
+        self._at.client.close()
+
     def _known(self) -> tuple[int, Current | None]:
         seen = self._seen
         return (-1, None) if seen is None else (seen[0], seen[2])
