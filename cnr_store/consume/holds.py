@@ -22,6 +22,9 @@ LEASE_S = 3600.0
 CURSOR_S = 24 * 3600.0
 """How long a cursor counts after its last move: a consumer that died holds the data for no longer."""
 
+CURSOR_RETRY_S = 10.0
+"""How long a move that failed is left alone, unless the consumer goes on: idle looks stay at one request each."""
+
 
 @contextmanager
 def leased(store: Store, version: int) -> Iterator[None]:
@@ -62,7 +65,8 @@ class FollowingCursor:
         self._name = name
         self._monotonic_s = monotonic_s
         self._told_s = 0.0
-        self._complained = False
+        self._failed: tuple[int, float] | None = None
+        """The version that could not be told, and when."""
 
     def move(self, version: int) -> None:
         """Say where the consumer stands, if that is new or was said long ago; else no request. A failure is logged.
@@ -75,13 +79,15 @@ class FollowingCursor:
         now = self._monotonic_s()
         if version == self.version and now - self._told_s < CURSOR_S / 4:
             return
+        if self._failed is not None and version == self._failed[0] and now - self._failed[1] < CURSOR_RETRY_S:
+            return
         try:
             self._store.register_cursor(self._name, version, ttl_s=CURSOR_S)
         except BadInput:
             raise
         except CnrStoreError as error:
-            if not self._complained:
+            if self._failed is None:
                 logger.warning("cursor %r of %s stays at %s: %s", self._name, self._store.url, self.version, error)
-            self._complained = True
+            self._failed = version, now
             return
-        self.version, self._told_s, self._complained = version, now, False
+        self.version, self._told_s, self._failed = version, now, None

@@ -22,6 +22,7 @@ import mmap
 import os
 import re
 import shutil
+import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -50,6 +51,8 @@ _GENERATION = re.compile(r"g([0-9]{1,18})")
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]+")
 _NAME_LENGTH = 80
 _RESERVE_STEP = 1 << 20
+_NO_DESCRIPTOR: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+"""A map keeps a descriptor of its file open otherwise, and there are some per table."""
 
 
 class Current(msgspec.Struct, frozen=True):
@@ -324,7 +327,7 @@ def map_file(
             if used := size if used is None else used:
                 os.posix_fallocate(file, 0, used)
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-        return np.frombuffer(mmap.mmap(file, size, access=access), np.uint8)
+        return np.frombuffer(mmap.mmap(file, size, access=access, **_NO_DESCRIPTOR), np.uint8)
     finally:
         os.close(file)
 
@@ -362,6 +365,8 @@ def _failing_at(path: Path, size: int | None = None) -> Iterator[None]:
         advice = ""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             advice = "; there is no shared memory left: enlarge the tmpfs (in a container --shm-size), or serve less"
+        elif error.errno in (errno.EMFILE, errno.ENFILE):
+            advice = "; a table takes one to four descriptors: raise the limit of open files (ulimit -n)"
         raise StorageFailure(f"shared memory {what}: {error.strerror}{advice}", path=str(path), found=size) from error
 
 

@@ -628,11 +628,15 @@ class NotToBeWritten(Flaky):
 def test_a_store_that_may_not_be_written_is_served_all_the_same(
     training: Training, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Loader(training.open(NotToBeWritten(training.files)), cursor="server") as loader:
+    files = NotToBeWritten(training.files)
+    with Loader(training.open(files), cursor="server") as loader:
         for _ in range(3):
             training.save()
             caught_up(loader, training.store)
         assert loader.metrics().cursor is None
+        before = len(files.calls)
+        loader.poll()
+        assert len(files.calls) == before + 1  # it is not tried again as long as nothing is new
     assert training.store.cursors() == {}
     assert sum("cursor" in record.message for record in caplog.records) == 1
 
