@@ -14,6 +14,7 @@ from cnr_store.consume.comparing import rows_that_may_differ
 from cnr_store.consume.fused_reference import values_of_rows
 from cnr_store.consume.held import RowKind
 from cnr_store.consume.moving import Apply, Compare, Same, plan_move, plan_path
+from cnr_store.consume.shards import rows_in_shard
 from cnr_store.consume.sinks import Published, SinkState, SinkTable, SourceRows
 from cnr_store.consume.views import Lookups, Publisher, View
 from cnr_store.encodings.widths import to_float32
@@ -69,6 +70,8 @@ class LoaderSource:
             served = view.table(table)
             if not served.held.is_keyed:
                 return range(served.held.start, served.held.stop)
+            if served.schema.keys != "hashed":  # deleted rows have the fill, and no key
+                return rows_in_shard(served.held.shard, np.arange(served.schema.num_rows, dtype=np.int64))
             ids = served.row_ids()
             if board.is_whole(view.epoch):
                 return ids

@@ -266,3 +266,30 @@ def test_tables_that_change_while_they_are_pushed_begin_the_push_anew(
             for table, schema in loader.tables.items():
                 rows = np.stack([sink.shown[table][row] for row in range(schema.num_rows)])
                 assert (rows == loader.lookup(table, np.arange(schema.num_rows))).all()
+
+
+@pytest.mark.parametrize("shard", [None, RowRange(5, 15), HashShard(1, 2)])
+def test_deleted_rows_of_a_dense_table_have_its_fill_in_full_pushes_too(
+    store: Store, shard: RowRange | HashShard | None
+) -> None:
+    with store.writer() as writer:
+        writer.restore()
+        with writer.begin(1) as txn:
+            txn.write_table("filled", np.ones((ROWS, DIM), np.float32), options=TableOptions(scale=0.25, fill=7.0))
+    fresh, kept = Rows(), Rows()
+    with Loader(store, shard=shard) as loader:
+        feed = loader.add_sink(kept, start=False)
+        feed.push()
+        with store.writer() as writer:
+            writer.restore()
+            with writer.begin(2) as txn:
+                txn.delete_rows("filled", np.arange(6, 12))
+        loader.poll()
+        feed.push()
+        loader.add_sink(fresh, start=False).push()
+
+    assert [full for full, _ in kept.batches + fresh.batches] == [True, False, True]
+    assert fresh.shown["filled"].keys() == kept.shown["filled"].keys()
+    for row, values in fresh.shown["filled"].items():
+        assert (values == kept.shown["filled"][row]).all()
+        assert (values == (7.0 if 6 <= row < 12 else 1.0)).all()
