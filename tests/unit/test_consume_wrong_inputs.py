@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cnr_store import BadInput, Store, VersionNotFound
+from cnr_store import BadInput, MissingDependency, Store, VersionNotFound
 from cnr_store.consume import AttachedTables, Loader, Relay, RowRange, catch_up, changes, recorded_cursor, write_parquet
+from cnr_store.consume.sinks import FusedRows
 
 
 @pytest.fixture
@@ -68,6 +70,13 @@ def test_a_saved_cursor_is_parsed_before_a_stream_takes_it(store: Store) -> None
     saved: Any = "{}"
     with pytest.raises(BadInput, match=r"ChangeCursor\.from_json"):
         changes(store, saved)
+
+
+def test_fused_tensors_without_torch_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+
+    with pytest.raises(MissingDependency, match=r'pip install "cnr-store\[train\]"'):
+        FusedRows()
 
 
 def test_changes_are_written_to_a_folder(store: Store, tmp_path: Path) -> None:

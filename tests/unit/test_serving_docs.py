@@ -1,4 +1,4 @@
-"""The examples of docs/serving.md run as they stand, one after the other, and its table names every argument."""
+"""The examples of docs/serving.md run as they stand, on the store of the first, and its table names every argument."""
 
 from __future__ import annotations
 
@@ -10,33 +10,21 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from cnr_store import Store, TableOptions
 from cnr_store.consume import Loader
 
 DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```", DOCS.read_text(), flags=re.DOTALL | re.MULTILINE)
+STORE, *BLOCKS = re.findall(r"^```python\n(.*?)^```", DOCS.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A folder with the store of the docs, and a folder in memory that is nobody else's."""
-    random = np.random.default_rng(5)
-    values = random.normal(size=(1000, 8)).astype(np.float32)
-    with Store.create(str(tmp_path / "run-7"), fsync=False) as store, store.writer() as writer:
-        for step in range(3):
-            with writer.begin(step) as txn:
-                for table in ("user", "item"):
-                    if step == 0:
-                        txn.write_table(table, values, options=TableOptions(bits=8))
-                    else:
-                        txn.write_rows(table, np.arange(step), values[:step] + step)
-                txn.put_dense({"top.bias": np.ones(1, np.float32), "top.weight": np.ones((1, 8), np.float32)})
-        store.set_channel("prod")
     shared = f"/dev/shm/cnr-docs-{uuid.uuid4().hex}"
     monkeypatch.chdir(tmp_path)
+    Path("store.py").write_text(STORE)
+    runpy.run_path("store.py")["store"].close()
     yield shared
     shutil.rmtree(shared, ignore_errors=True)
 

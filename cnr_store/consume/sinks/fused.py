@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy.typing as npt
 from cnr_store.consume.fused_kernels import fused_row_bytes
 from cnr_store.consume.sinks.protocol import SinkState, SinkTable
 from cnr_store.consume.sinks.stored_rows import StoredAs, check_rows, rows_to_bytes
-from cnr_store.errors import BadInput, BadRowIds, TableNotFound, Unsupported
+from cnr_store.errors import BadInput, BadRowIds, MissingDependency, TableNotFound, Unsupported
 from cnr_store.types import Float32s, RowIds
 
 if TYPE_CHECKING:
@@ -53,6 +54,12 @@ class FusedRows:
         ``"apply"`` or ``"commit"``.
     name
         For messages and metrics.
+
+    Raises
+    ------
+    BadInput
+    MissingDependency
+        There is no torch.
     """
 
     def __init__(
@@ -62,6 +69,8 @@ class FusedRows:
             raise BadInput(f"fused rows have 8 or 4 bits, found {bits}", expected=(4, 8), found=bits)
         if publish not in ("apply", "commit"):
             raise BadInput(f'publish is "apply" or "commit", found {publish!r}', found=publish)
+        if find_spec("torch") is None:
+            raise MissingDependency('fused tensors need torch; pip install "cnr-store[train]"', found="torch")
         self.bits = bits
         self._publish = publish
         self._name = name
