@@ -75,7 +75,11 @@ def wanted_version(target: Target, newest: CommitRecord) -> int:
     if not 0 <= version <= newest.v:
         raise VersionNotFound(f"there is no version {version}; the newest is {newest.v}", version=version)
     if not is_live(newest, version):
-        raise VersionExpired(f"version {version} has expired; the floor is {newest.floor}", version=version)
+        raise VersionExpired(
+            f"version {version} has expired; the floor is {newest.floor}: take that or a newer one; tags, channels and "
+            "cursors keep versions",
+            version=version,
+        )
     return version
 
 

@@ -38,7 +38,7 @@ def test_duckdb_queries_the_files(tmp_path: Path) -> None:
     assert [step for step, _ in counts] == ["1", "2", "3", "4", "5"]
     assert all(40 < int(rows) <= 51 for _, rows in counts)
     assert lines[3] == "[(42, 5)]"
-    assert lines[4].startswith("3 rows drifted most")
+    assert lines[4] == "3 rows drifted most, and none stood still: True"
 
 
 def test_a_second_training_keeps_up_with_the_first(tmp_path: Path) -> None:
