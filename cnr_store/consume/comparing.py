@@ -19,14 +19,14 @@ from cnr_store.consume.held import HeldTable, Overlay, RowKind, ServedTable
 from cnr_store.consume.keys import KeyedRows, newest_rows
 from cnr_store.consume.loading import load_table
 from cnr_store.consume.memory import ANONYMOUS, Memory
-from cnr_store.consume.shards import is_in_shard, rows_in_shard
+from cnr_store.consume.shards import dense_range, is_in_shard, rows_in_shard
 from cnr_store.records import TableSchema
 from cnr_store.replay import ChunkReader, matching
 from cnr_store.replay_plan import plan_table
 from cnr_store.restore import read_codes, rows_since
 from cnr_store.segment import SegmentReader
 from cnr_store.table_codes import ABSENT, CODED, ESCAPED, Array, EscapeRows
-from cnr_store.types import RowIds
+from cnr_store.types import RowIds, RowRange
 from cnr_store.workers import Workers, blocks
 
 READ_BYTES = 32 * 1024 * 1024
@@ -98,8 +98,8 @@ def compare_table(
 ) -> Difference:
     """Return what makes the copy that is held the state of the chain's last segment, having read all of it; blocks.
 
-    Where more than half of the rows differ, or rows are held in another way (``kind`` is that of the version), or there
-    is another number of them by position, the table is loaded anew, beside the one held.
+    Where more than half of the rows differ, or rows are held in another way (``kind`` is that of the version), or other
+    rows by position, the table is loaded anew, beside the one held.
 
     Memory: what differs, and a window of the table (`restore.WINDOW_BYTES` of codes, and the same of floats).
 
@@ -109,8 +109,7 @@ def compare_table(
     """
     held = served.held
     schema = readers[-1].manifest.tables[served.name]
-    is_alike = kind == served.kind and schema.keys == served.schema.keys
-    if is_alike and (held.is_keyed or schema.num_rows == served.schema.num_rows):
+    if kind == served.kind and schema.keys == served.schema.keys and not has_other_rows(held, schema):
         found = _Differing(served, workers, limit=max(LEAST_LIMIT, held.num_rows // 2))
         try:
             with memory.attempt():
@@ -123,6 +122,11 @@ def compare_table(
             del found  # half of the table, which is no longer wanted
     anew = load_table(readers, served.name, kind, workers, shard=held.shard, memory=memory)
     return Difference(anew.held, anew.escapes)
+
+
+def has_other_rows(held: HeldTable, schema: TableSchema) -> bool:
+    """Return whether a table of ``schema`` has other rows at the positions that are held than it had. Pure."""
+    return not held.is_keyed and dense_range(held.shard, schema.num_rows) != RowRange(held.start, held.stop)
 
 
 class _TooMany(Exception):

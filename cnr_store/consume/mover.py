@@ -17,6 +17,7 @@ from cnr_store.consume.applying import apply_segment, check_base
 from cnr_store.consume.comparing import (
     Difference,
     compare_table,
+    has_other_rows,
     reread_rows,
     rows_that_may_differ,
     vanished_rows,
@@ -103,7 +104,8 @@ def move_tables(
     """Return what makes ``tables`` the snapshot's; loads tables that are not held yet. Blocks; runs on its workers.
 
     Memory: the overlays and new tables that are returned, and as much again of the overlays where several segments are
-    put one on another; chunks in flight; 256 MiB at most beside.
+    put one on another; chunks in flight; 256 MiB at most beside. A table that several segments of one move resize is
+    there a third time while it is copied.
 
     Parameters
     ----------
@@ -307,8 +309,7 @@ class _Building:
     def take_schema(self, schema: TableSchema, kind: RowKind) -> None:
         """Give the table another size or unit."""
         held = self.now.held
-        is_resized = not held.is_keyed and schema.num_rows != self.now.schema.num_rows
-        if is_resized or kind != held.kind:
+        if has_other_rows(held, schema) or kind != held.kind:
             self._copy(schema, kind, wide=held.rows.dtype == np.int32)
             return
         gone = np.empty(0, np.int64)

@@ -14,6 +14,7 @@ from cnr_store.consume.mover import Holding
 from cnr_store.records import LogEntry
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.testing.faulty import IsolatedMemoryFileSystem
+from cnr_store.types import RowRange
 from tests.consumers import Consumer, TrackedMemory
 
 OPTIONS = TableOptions(scale=0.5, nonfinite="escape")
@@ -100,3 +101,19 @@ def test_a_table_that_is_no_longer_hashed_is_held_by_position(store: Store) -> N
             txn.write_table("t", np.ones((10, 2), np.float32), options=OPTIONS)
     consumer.go(store, [store.head()])
     assert not consumer.tables["t"].held.is_keyed
+
+
+def test_a_shard_that_a_longer_table_gives_no_rows_is_not_copied(store: Store) -> None:
+    ranges = [RowRange(3, 8), RowRange(3, 40)]
+    consumers = [consumer_of(Holding(shard=shard)) for shard in ranges]
+    with store.writer() as writer:
+        for step, num_rows in enumerate((10, 20, 9, 30)):
+            with writer.begin(step) as txn:
+                if step == 0:
+                    txn.write_table("t", np.ones((num_rows, 2), np.float32), options=OPTIONS)
+                else:
+                    txn.resize_table("t", num_rows)
+                    txn.write_rows("t", np.array([4]), np.full((1, 2), step, np.float32))
+            changes = [one.go(store, [store.head()]).changes["t"] for one in consumers]
+            assert isinstance(changes[0], HeldTable) == (step == 0)
+            assert isinstance(changes[1], HeldTable)
