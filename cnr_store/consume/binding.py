@@ -60,6 +60,8 @@ def tensor_of(array: Array, dtype: str) -> torch.Tensor:
 class ModuleBinding:
     """The tensors of a module that are served, each with the table or the dense tensor that it shows.
 
+    They take no gradients from then on: what is served is not trained.
+
     Parameters
     ----------
     module
@@ -104,6 +106,9 @@ class ModuleBinding:
             )  # fmt: skip
         self._adopted: dict[str, Array] = {}
         self.check(tables, dense)
+        for tensor in tensors.values():
+            # A step of an optimizer would be written to rows that are served, and later differences added to it.
+            tensor.requires_grad_(False)
 
     @property
     def tables(self) -> set[str]:

@@ -436,7 +436,8 @@ class Loader:
         """Let a module's tensors show the tables and dense tensors of the version served, from now on.
 
         A parameter on the CPU in the dtype that is held takes the held rows as its memory: one copy for lookups and the
-        module. Rows of any other are copied there. Both change in `apply` alone.
+        module. Rows of any other are copied there. Both change in `apply` alone, and take no gradients any more
+        (``requires_grad`` is False): what is served is not trained.
 
         Parameters
         ----------

@@ -301,3 +301,36 @@ def test_a_module_that_was_left_half_way_is_shown_whole_by_the_next_apply(
         loader.poll()
         loader.apply()
         check_shows(model, training, training.step)
+
+
+def test_what_is_bound_is_not_trained(training: Training) -> None:
+    """A step of an optimizer was served, and the next delta was added to it."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.1)
+    with Loader(training.store, publish="apply") as loader:
+        loader.bind(model)
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            model.top(model.user(torch.tensor([[3, 9]]))).sum().backward()
+        optimizer.step()
+        training.save((3, 9))
+        loader.poll()
+        loader.apply()
+        check_shows(model, training, training.step)
+
+
+def test_tied_parameters_show_one_table(training: Training) -> None:
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.user = torch.nn.Embedding(ROWS, DIM)
+            self.scores = torch.nn.Linear(DIM, ROWS, bias=False)
+            self.scores.weight = self.user.weight
+
+    model = Tied()
+    with Loader(training.store, publish="apply") as loader:
+        loader.bind(model, names={"scores.weight": "user.weight"})
+        training.save((3, 9))
+        loader.poll()
+        loader.apply()
+        assert model.scores.weight is model.user.weight
+        assert np.array_equal(model.scores.weight.numpy(), training.values)
