@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +21,11 @@ from cnr_store.consume.held import HeldTable
 from cnr_store.consume.memory import Array
 from cnr_store.consume.shared_memory import BOARD_FILE, current_generation, map_file
 from cnr_store.consume.view_file import ArrayRef, HeldRef, check_file_name, check_ref, parse_view, view_of
-from cnr_store.consume.views import Batch, Lookups, View
+from cnr_store.consume.views import Batch, Lookups, View, as_array
 from cnr_store.errors import VersionNotFound
+
+if TYPE_CHECKING:
+    import torch
 
 RECHECK_S = 1.0
 """A reader looks so often whether another owner has taken over without being able to say so."""
@@ -92,14 +96,15 @@ class AttachedTables:
         """How often a view was folded away under a lookup, which then read again."""
         return self._lookups.retries
 
-    def lookup(self, table: str, row_ids: npt.ArrayLike, out: Array | None = None) -> Array:
+    def lookup(self, table: str, row_ids: npt.ArrayLike, out: Array | torch.Tensor | None = None) -> Any:
         """Return rows of a table: (n, dim), in the order asked for, of the newest version; as `Loader.lookup`.
 
         Raises
         ------
         TableNotFound, BadRowIds, BadShape, BadDtype, VersionNotFound
         """
-        return self._lookups.lookup({table: row_ids}, (), None if out is None else {table: out}).rows[table]
+        rows = self._lookups.lookup({table: row_ids}, (), None if out is None else {table: as_array(out)}).rows[table]
+        return rows if out is None else out
 
     def lookup_many(
         self,
@@ -113,7 +118,7 @@ class AttachedTables:
         ------
         TableNotFound, BadRowIds, BadShape, BadDtype, VersionNotFound
         """
-        return self._lookups.lookup(row_ids, dense, out)
+        return self._lookups.lookup(row_ids, dense, None if out is None else {t: as_array(o) for t, o in out.items()})
 
     def close(self) -> None:
         """Forget what is mapped; it is unmapped when no array of it is left. Rows of batches are copies and stay."""

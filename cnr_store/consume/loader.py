@@ -20,7 +20,6 @@ from random import random
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import numpy.typing as npt
 
 from cnr_store.consume.background import Repeating
@@ -40,7 +39,7 @@ from cnr_store.consume.sinks import RowSink
 from cnr_store.consume.sinks.feed import SinkFeed
 from cnr_store.consume.sources import LoaderSource, scope_of
 from cnr_store.consume.trouble import Trouble
-from cnr_store.consume.views import MIN_VIEW_S, Batch, Lookups, Publisher
+from cnr_store.consume.views import MIN_VIEW_S, Batch, Lookups, Publisher, as_array
 from cnr_store.errors import (
     BadInput,
     CnrStoreError,
@@ -133,6 +132,7 @@ class Loader:
 
     Examples
     --------
+    >>> import numpy as np
     >>> store = Store.create("memory://doctest-loader")
     >>> with store.writer() as writer, writer.begin(step=10) as txn:
     ...     txn.write_table("user", np.ones((4, 2), np.float32))
@@ -259,7 +259,7 @@ class Loader:
         VersionNotFound
             The loader is closed.
         """
-        into = None if out is None else {table: _as_array(out)}
+        into = None if out is None else {table: as_array(out)}
         self._lookups_done += 1
         rows = self._lookups.lookup({table: row_ids}, (), into).rows[table]
         return rows if out is None else out
@@ -279,7 +279,7 @@ class Loader:
             The loader is closed.
         """
         self._lookups_done += 1
-        return self._lookups.lookup(row_ids, dense, None if out is None else {t: _as_array(o) for t, o in out.items()})
+        return self._lookups.lookup(row_ids, dense, None if out is None else {t: as_array(o) for t, o in out.items()})
 
     @property
     def version(self) -> int:
@@ -765,16 +765,6 @@ class Loader:
             self._own_workers.close()
         if self._owns_store:
             self._store.close()
-
-
-def _as_array(out: Any) -> Array:
-    if isinstance(out, np.ndarray):
-        return out
-    if not hasattr(out, "device"):
-        raise BadInput(f"out takes a numpy array or a CPU tensor, found {type(out).__name__}", found=str(type(out)))
-    from cnr_store.consume.binding import array_of
-
-    return array_of(out)
 
 
 def _is_same(entry: DenseEntry, before: DenseEntry | None) -> bool:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from cnr_store.consume.board import LONGEST_HOLD_S, Board
 from cnr_store.consume.folding import fold_into, fold_target
 from cnr_store.consume.held import HeldTable, Overlay, ServedTable, checked_ids, checked_out
 from cnr_store.consume.memory import ANONYMOUS, Memory
-from cnr_store.errors import CnrStoreError, TableNotFound, VersionNotFound
+from cnr_store.errors import BadInput, CnrStoreError, TableNotFound, VersionNotFound
 from cnr_store.table_codes import Array, EscapeRows
 
 FOLD_AFTER_S = 0.05
@@ -499,6 +499,23 @@ class ViewSource(Protocol):
 
     def newest_view(self) -> tuple[View, Board]:
         """Return the newest view, and the board that tells whether it was whole."""
+
+
+def as_array(out: Any) -> Array:
+    """Return the memory that a caller gives for rows, an array or a CPU tensor, as numpy carries it.
+
+    Raises
+    ------
+    BadInput
+        It is something else, or on another device.
+    """
+    if isinstance(out, np.ndarray):
+        return out
+    if not hasattr(out, "device"):
+        raise BadInput(f"out takes a numpy array or a CPU tensor, found {type(out).__name__}", found=str(type(out)))
+    from cnr_store.consume.binding import array_of
+
+    return array_of(out)
 
 
 def lookup_in(

@@ -94,4 +94,7 @@ def test_a_loader_and_tables_of_another_process_are_asked_alike(store: Store, tm
 
         assert attached.lookup("user", [7, 1], out=out) is out
         assert (out == loader.lookup("user", [7, 1])).all()
+        tensor = pytest.importorskip("torch").empty((2, 2))
+        assert attached.lookup("user", [7, 1], out=tensor) is tensor
+        assert (tensor.numpy() == out).all()
         assert attached.lookup_many({"item": [3]}).version == loader.lookup_many({"item": [3]}).version

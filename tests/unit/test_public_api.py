@@ -136,6 +136,14 @@ def test_public_functions_and_classes_are_documented(name: str) -> None:
     assert undocumented == []
 
 
+def test_the_command_starts_without_what_only_consumers_need() -> None:
+    program = "import sys, cnr_store_tools.cli; print([n for n in ('torch', 'pyarrow', 'redis') if n in sys.modules])"
+
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+
+    assert done.stdout.strip() == "[]"
+
+
 def test_importing_the_library_loads_nothing_optional() -> None:
     program = f"import sys, cnr_store; print([name for name in {HEAVY!r} if name in sys.modules])"
 
