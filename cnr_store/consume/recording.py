@@ -34,7 +34,7 @@ RECORDING = "__recording.json"
 MAX_FILE_BYTES = 256 * 1024 * 1024
 RecordingFormat = Literal["parquet", "ipc"]
 _SUFFIXES: dict[RecordingFormat, str] = {"parquet": ".parquet", "ipc": ".arrow"}
-_FILE = re.compile(r"([0-9]{20})-[0-9]{5}\.(parquet|arrow)(\.part)?")
+_FILE = re.compile(r"([0-9]{20})-[0-9]{5,}\.(parquet|arrow)(\.part)?")
 
 
 class Recording(msgspec.Struct, frozen=True, kw_only=True):

@@ -182,21 +182,26 @@ class ChangeStream:
             raise BadInput(f"changes() takes an open store, found {store!r}; give Store.open(url)", found=str(store))
         if isinstance(tables, str):
             raise BadInput(f"tables takes a list of names, found {tables!r}; give [{tables!r}]", found=tables)
-        if max_batch_rows < 1 or not 0 < poll_interval_s < 10**9:
+        if isinstance(max_batch_rows, float) or max_batch_rows < 1 or not 0 < poll_interval_s < 10**9:
             raise BadInput(
-                f"max_batch_rows is {max_batch_rows} and poll_interval_s {poll_interval_s}; both are above 0",
+                f"max_batch_rows is {max_batch_rows} and poll_interval_s {poll_interval_s}; both are above 0, and "
+                "rows a whole number",
                 found=(max_batch_rows, poll_interval_s),
             )
         if mirror not in ("none", "memory") or (slots and mirror != "none"):
             raise BadInput(f"mirror is {mirror!r}; give 'none', or 'memory' without slots", found=mirror)
         if isinstance(since, ChangeCursor):
             since.check_of(store)
-        elif isinstance(since, str):
-            raise BadInput(
-                "since takes a version or a ChangeCursor, found text; give ChangeCursor.from_json(...)", found=since
-            )
         elif since is not None:
-            since = ChangeCursor.at(store, since)
+            if isinstance(since, bool) or not isinstance(since, int | np.integer):
+                raise BadInput(
+                    f"since takes a version or a ChangeCursor, found {since!r}; of a text that was kept give "
+                    "ChangeCursor.from_json(...)",
+                    found=str(since),
+                )
+            since = ChangeCursor.at(store, int(since))
+        if slots_rule not in ("exact", "mean"):
+            raise BadInput(f"slots_rule is 'exact' or 'mean', found {slots_rule!r}", found=slots_rule)
         self._store = store
         self._cursor = since
         self._only = None if tables is None else frozenset(tables)
@@ -237,7 +242,11 @@ class ChangeStream:
         self.close()
 
     def close(self) -> None:
-        """End the stream: whoever waits in it comes back. A registered cursor stays where it is."""
+        """End the stream: whoever waits in it comes back. A registered cursor stays where it is.
+
+        The iteration over batches ends at once. `versions` ends behind the version under way, whose batches still come:
+        who applies versions as a whole never takes a part of one for all of it.
+        """
         self._closed.set()
 
     def __iter__(self) -> Iterator[pa.RecordBatch]:
@@ -259,13 +268,17 @@ class ChangeStream:
         if self._flat is None:
             self._flat = (batch for version in self.versions() for batch in version.batches)
         try:
-            return next(self._flat)
+            batch = next(self._flat)
         except StopIteration:
             self._is_over = True
             raise
         except BaseException:
             self._flat = None
             raise
+        if self._closed.is_set():
+            self._is_over = True
+            raise StopIteration
+        return batch
 
     def versions(self) -> Iterator[VersionChanges]:
         """Yield the changes version by version, for a consumer that applies a version as a whole; errors as `next`.
@@ -282,7 +295,7 @@ class ChangeStream:
             except _TargetGone:
                 self._pass_by(target)
                 continue
-            told = _Told(batches, self._closed)
+            told = _Told(batches)
             yield VersionChanges(target.record.v, target.record.step, told)
             if told.is_open:
                 if self._closed.is_set():
@@ -615,22 +628,19 @@ class ChangeStream:
 class _Told:
     """The batches of a version, and whether its consumer has seen that there are no more."""
 
-    def __init__(self, batches: Iterator[pa.RecordBatch], closed: threading.Event) -> None:
+    def __init__(self, batches: Iterator[pa.RecordBatch]) -> None:
         self.is_open = True
-        self._batches, self._closed = batches, closed
+        self._batches = batches
 
     def __iter__(self) -> Iterator[pa.RecordBatch]:
         return self
 
     def __next__(self) -> pa.RecordBatch:
         try:
-            batch = next(self._batches)
+            return next(self._batches)
         except StopIteration:
             self.is_open = False
             raise
-        if self._closed.is_set():
-            raise StopIteration
-        return batch
 
 
 def _segment_of(missing: MissingObject) -> str:

@@ -351,7 +351,13 @@ def test_cursors_of_other_stores_and_branches_are_refused(store: Store) -> None:
         next(changes(store, 99))
 
 
-@pytest.mark.parametrize("options", [{"max_batch_rows": 0}, {"poll_interval_s": 0}, {"tables": "t"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_batch_rows": 0}, {"max_batch_rows": 2.5}, {"poll_interval_s": 0}, {"tables": "t"}, {"slots_rule": "any"},
+        {"since": 1.5}, {"since": True}, {"since": "3"},
+    ],
+)  # fmt: skip
 def test_arguments_that_cannot_be_meant_are_refused(store: Store, options: dict[str, Any]) -> None:
     with pytest.raises(BadInput):
         changes(store, **options)
@@ -539,6 +545,26 @@ def test_a_stream_that_follows_tells_what_lands_and_ends_when_it_is_closed(
     assert stream.cursor is not None
     assert stream.cursor.version >= versions[-2]
     assert list(stream) == []
+
+
+def test_a_stream_that_is_closed_within_a_version_ends_its_batches_and_not_a_whole_version(store: Store) -> None:
+    begin(store)
+    save(store, [1])
+
+    batches = changes(store, max_batch_rows=3)
+    next(batches)
+    batches.close()
+    assert list(batches) == []
+    assert batches.cursor is None
+
+    stream = changes(store, max_batch_rows=3, follow=True)
+    counts = []
+    for version in stream.versions():
+        next(version.batches)
+        stream.close()
+        counts.append(sum(batch.num_rows for batch in version.batches))
+    assert counts == [5]
+    assert stream.cursor == ChangeCursor.at(store, store.latest_version())
 
 
 def test_a_branch_that_is_dropped_ends_its_followers(store: Store) -> None:
@@ -814,6 +840,25 @@ def test_a_recording_that_is_killed_anywhere_goes_on_without_gap_or_repetition(
         assert not list(folder.rglob("*.part"))
         again = write_parquet(changes(store, recorded_cursor(folder)), folder)
         assert (again.versions, again.files) == (0, 0)
+
+
+def test_a_recording_whose_stream_is_closed_within_a_version_has_all_of_it(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(store)
+    stream = changes(store, max_batch_rows=3, follow=True)
+    write = pyarrow.parquet.ParquetWriter.write_batch
+
+    def closing(writer: Any, batch: pa.RecordBatch) -> None:
+        stream.close()
+        write(writer, batch)
+
+    monkeypatch.setattr(pyarrow.parquet.ParquetWriter, "write_batch", closing)
+    report = write_parquet(stream, tmp_path)
+
+    assert (report.versions, report.rows) == (1, 8)
+    assert report.cursor == recorded_cursor(tmp_path) == ChangeCursor.at(store, store.latest_version())
+    assert rows_of(tmp_path).tables == content_of(store.snapshot(), slots=False)
 
 
 def test_folders_of_something_else_are_refused(store: Store, tmp_path: Path) -> None:
