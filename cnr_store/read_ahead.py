@@ -114,10 +114,16 @@ class ReadAhead:
         return begun[1].result()
 
     def close(self) -> None:
-        """Begin nothing more, and wait for what is being fetched."""
+        """Begin nothing more, wait for what is being fetched, and give up what nobody took.
+
+        An error that is still being looked at keeps this object, and need not keep the bytes.
+        """
         with self._lock:
             self._waiting.clear()
         self._pool.shutdown(wait=True, cancel_futures=True)
+        with self._lock:
+            self._begun.clear()
+            self._begun_bytes = 0
 
     def _begin(self) -> None:
         while self._waiting:

@@ -271,9 +271,17 @@ def _rows_on_demand(table: str, held: Callable[[int, int], Any], sample: HeldArr
 
 
 def _keys_at_hand(table: str, keys: Array, given: HeldArrays) -> _Held:
+    keys = np.asarray(keys)
+    if keys.ndim != 1 or (keys.dtype.kind not in "iu" and len(keys)):
+        raise BadInput(
+            f"the copy of table {table!r} has keys of dtype {keys.dtype} and shape {keys.shape}; they are integers in "
+            "one dimension",
+            table=table, found=str(keys.dtype),
+        )  # fmt: skip
+    keys = keys.astype(np.int64)
     arrays = _arrays_of(table, given, len(keys))
     order = np.argsort(keys, kind="stable")
-    rows = np.asarray(keys, np.int64)[order]
+    rows = keys[order]
     if np.any(rows[1:] == rows[:-1]):
         raise BadInput(f"the copy of table {table!r} has a key twice", table=table)
     pieces = [(int(rows[low]), int(rows[high - 1]), high - low) for low, high in blocks(len(rows), _PIECE_ROWS)]
@@ -304,7 +312,7 @@ def _arrays_of(table: str, given: HeldArrays, rows: int | None) -> dict[str, Arr
         "codes" if name == "values" else f"slots/{name}": _widened(as_columns(np.asarray(array)))
         for name, array in named.items()
     }
-    rows = len(arrays["codes"]) if rows is None else rows
+    rows = arrays["codes"].shape[0] if rows is None and arrays["codes"].ndim else rows
     for name, array in arrays.items():
         if array.ndim != 2 or len(array) != rows:
             raise BadShape(

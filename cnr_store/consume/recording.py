@@ -38,12 +38,17 @@ _FILE = re.compile(r"([0-9]{20})-[0-9]{5,}\.(parquet|arrow)(\.part)?")
 
 
 class Recording(msgspec.Struct, frozen=True, kw_only=True):
-    """``__recording.json``: what the folder holds the changes of, and up to which version (None: nothing yet)."""
+    """``__recording.json``: what the folder holds the changes of, and up to which version (None: nothing yet).
+
+    ``tables`` None is all tables. A run with others would leave gaps that nobody sees: it is refused.
+    """
 
     format: RecordingFormat
     store: str
     branch: str
     version: int | None = None
+    tables: tuple[str, ...] | None = None
+    slots: bool = False
 
     @property
     def cursor(self) -> ChangeCursor | None:
@@ -128,7 +133,7 @@ def write_parquet(
     Raises
     ------
     BadInput
-        The folder holds changes of another store, in another format, or up to another version.
+        The folder holds changes of another store, of other tables, in another format, or up to another version.
     Conflict
         Another process is writing there.
     CursorExpired, CorruptStore, StorageFailure, OSError
@@ -204,6 +209,7 @@ def _begin(stream: ChangeStream, folder: Path, kind: RecordingFormat) -> Recordi
     own = Recording(
         format=kind, store=stream.store.uuid, branch=stream.store.branch_uuid,
         version=None if stream.cursor is None else stream.cursor.version,
+        tables=stream.tables, slots=stream.has_slots,
     )  # fmt: skip
     found = _read(folder)
     left = [path for path in folder.glob("*/*") if _FILE.fullmatch(path.name)]
@@ -211,6 +217,12 @@ def _begin(stream: ChangeStream, folder: Path, kind: RecordingFormat) -> Recordi
         if left:
             raise BadInput(f"{folder} holds changes, and no {RECORDING} that says of what; use another folder")
         return _put(folder, own)
+    if (found.tables, found.slots) != (own.tables, own.slots):
+        raise BadInput(
+            f"{folder} holds {_contents(found)}, and the stream would add {_contents(own)}: versions of some would be "
+            "missing, and nothing would say so; pass the same tables= and slots=, or use another folder",
+            path=str(folder), expected=_contents(found), found=_contents(own),
+        )  # fmt: skip
     if found != own:
         raise BadInput(
             f"{folder} holds {found.format} of store {found.store} (branch {found.branch or 'none'}) up to version "
@@ -223,6 +235,11 @@ def _begin(stream: ChangeStream, folder: Path, kind: RecordingFormat) -> Recordi
         if path.suffix == ".part" or found.version is None or int(path.name[:20]) > found.version:
             path.unlink()
     return found
+
+
+def _contents(recording: Recording) -> str:
+    tables = "all tables" if recording.tables is None else f"tables {list(recording.tables)}"
+    return f"{tables} {'with' if recording.slots else 'without'} slots"
 
 
 def _write_version(

@@ -229,6 +229,16 @@ class ChangeStream:
         return self._cursor
 
     @property
+    def tables(self) -> tuple[str, ...] | None:
+        """The tables that are told of, sorted; None is all."""
+        return None if self._only is None else tuple(sorted(self._only))
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether slots are told too."""
+        return self._slots
+
+    @property
     def store(self) -> Store:
         """The store whose changes these are."""
         return self._store

@@ -120,6 +120,7 @@ def test_no_more_is_fetched_than_the_bound_before_it_is_taken(
     wait_until_idle(ahead)
     assert ahead._begun_bytes <= limit
     ahead.close()
+    assert ahead._begun == {}, "bytes that nobody took would live as long as an error that names their reader"
 
 
 def test_an_object_that_was_not_begun_is_left_to_whoever_asks_and_not_fetched_any_more(

@@ -881,6 +881,29 @@ def test_folders_of_something_else_are_refused(store: Store, tmp_path: Path) -> 
         recorded_cursor(folder)
 
 
+def test_a_recording_goes_on_with_the_tables_and_slots_that_it_has(store: Store, tmp_path: Path) -> None:
+    begin(store)
+    save(store, [1], [], lambda txn: txn.write_table("u", np.ones((2, 3), np.float32), options=EXACT))
+    write_parquet(changes(store, tables=["t"]), tmp_path)
+    save(store, [2])
+
+    for others in ({}, {"tables": ["t", "u"]}, {"tables": ["t"], "slots": True}):
+        stream = changes(store, recorded_cursor(tmp_path), **others)  # type: ignore[arg-type]
+        with pytest.raises(BadInput, match="tables"):
+            write_parquet(stream, tmp_path)
+    assert write_parquet(changes(store, recorded_cursor(tmp_path), tables=("t",)), tmp_path).rows == 1
+
+
+@pytest.mark.parametrize(
+    "held", [5, np.float32(1), (np.asarray([1.5]), np.ones((1, 4))), (np.asarray([[1]]), np.ones((1, 4)))]
+)
+def test_what_cannot_be_a_copy_is_refused(store: Store, held: Any) -> None:
+    begin(store)
+
+    with pytest.raises(BadInput, match="copy of table 't'"):
+        list(catch_up(store, {"t": held}))
+
+
 def test_two_recordings_of_one_folder_do_not_mix(store: Store, tmp_path: Path) -> None:
     begin(store)
     folder = tmp_path / "out"
