@@ -151,7 +151,7 @@ class SharedMemory:
         StorageFailure
         """
         number = self.block_of(array)
-        if number is None or not len(array):
+        if number is None or not len(array) or used_rows == 0:
             return
         block = self._blocks[number]
         end = _address(array) - block.address + used_rows * (array.nbytes // len(array))

@@ -253,6 +253,14 @@ def test_arrays_know_their_block(memory: SharedMemory) -> None:
         memory.ref_of(other[:, :1])
 
 
+def test_no_rows_are_reserved_where_none_are_used(memory: SharedMemory) -> None:
+    """Deletions alone, folded into a table without a key, were an OSError: invalid argument."""
+    rows = memory.allocate("rows", (16, 4), np.float32, used_rows=0)
+    memory.reserve(rows, 0)
+    memory.reserve(rows, 1)
+    rows[0] = 1
+
+
 def test_room_to_grow_takes_memory_when_it_is_reserved(memory: SharedMemory) -> None:
     rows = memory.allocate("rows", (1 << 20, 16), np.float32, used_rows=10)
     path = memory.path / memory.ref_of(rows).file
