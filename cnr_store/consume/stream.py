@@ -99,7 +99,8 @@ def changes(
         The name to register in the store (`Store.register_cursor`), so that expiry and collection wait: at ``since`` or
         the first snapshot when the stream begins, and behind each version that was consumed. Needs write access.
     ttl_s
-        For how long a registered cursor holds without being moved or renewed; None is until `Store.drop_cursor`.
+        For how long a registered cursor holds without being moved or renewed; None is until `Store.drop_cursor`. It is
+        renewed between batches and looks, so give more than a consumer takes for a batch.
     max_batch_rows
         Most rows in a batch.
     mirror
@@ -446,10 +447,17 @@ class ChangeStream:
         """Move the registered cursor to where the consumer is, or renew it in time."""
         if self._name is None or self._cursor is None:
             return
-        age_s = time.monotonic() - self._registered_at_s
-        is_due = self._ttl_s is not None and age_s * _RENEWALS_PER_TTL > self._ttl_s
-        if self._registered != self._cursor.version or is_due:
+        if self._registered != self._cursor.version or self._is_renewal_due():
             self._hold(self._cursor.version)
+
+    def _renew_hold(self) -> None:
+        """Keep what is held while a version is being told: a consumer may take longer for it than ``ttl_s``."""
+        if self._registered is not None and self._is_renewal_due():
+            self._hold(self._registered)
+
+    def _is_renewal_due(self) -> bool:
+        age_s = time.monotonic() - self._registered_at_s
+        return self._ttl_s is not None and age_s * _RENEWALS_PER_TTL > self._ttl_s
 
     # ---- what a version changes
 
@@ -478,6 +486,7 @@ class ChangeStream:
             for batch in batches:
                 yield batch
                 is_begun = True
+                self._renew_hold()
         except MissingObject as missing:
             newest = self._store.head()
             self._head = newest

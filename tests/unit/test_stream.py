@@ -678,6 +678,30 @@ def test_registered_cursors_make_maintenance_wait(store: Store) -> None:
         list(changes(store, stream.cursor))
 
 
+def test_a_cursor_is_renewed_while_a_version_is_taken(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin(store)
+    save(store, [1])
+    registered: list[int] = []
+    register = Store.register_cursor
+
+    def registering(self: Store, name: str, version: int, *, ttl_s: float | None = None) -> Any:
+        registered.append(version)
+        return register(self, name, version, ttl_s=ttl_s)
+
+    monkeypatch.setattr(Store, "register_cursor", registering)
+    stream = changes(store, cursor="slow", ttl_s=1000, max_batch_rows=1)
+    next(stream)
+    head = store.latest_version()
+    assert registered == [head]
+    for expected in (2, 3):
+        stream._registered_at_s -= 400
+        next(stream)
+        next(stream)
+        assert registered == [head] * expected
+    assert len(list(stream)) == 3
+    assert registered == [head] * 3
+
+
 def test_a_cursor_is_registered_before_the_first_snapshot_is_read(store: Store) -> None:
     begin(store)
     stream = changes(store, cursor="lake", max_batch_rows=2)
