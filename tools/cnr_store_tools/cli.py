@@ -21,7 +21,8 @@ from cnr_store_tools.exits import GuardedGroup
 app = typer.Typer(
     cls=GuardedGroup,
     name="cnr",
-    help="Make, inspect, check, repair, export, import, name, copy and maintain stores of sparse, quantized checkpoints.",
+    help="Make, inspect, check, repair, export, import, name, copy and maintain stores of sparse, quantized "
+    "checkpoints.",
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
