@@ -31,6 +31,8 @@ Served = Literal["float32", "float16", "bfloat16", "int8"]
 
 Holds = Literal["values", "codes"]
 
+_LARGEST_ID = np.iinfo(np.int64).max
+
 READ_BLOCK_ROWS = 1024
 """Rows decoded at a time in a lookup, so that codes and floats on the way stay in the cache."""
 
@@ -549,7 +551,7 @@ def checked_ids(ids: npt.ArrayLike, table: str) -> RowIds:
     Raises
     ------
     BadRowIds
-        They are no integers, or not one-dimensional.
+        They are no integers, beyond int64, or not one-dimensional.
     """
     array = np.asarray(ids)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
@@ -557,6 +559,11 @@ def checked_ids(ids: npt.ArrayLike, table: str) -> RowIds:
             f"row ids of table {table!r} are a one-dimensional array of integers, "
             f"found {array.dtype} with shape {array.shape}",
             table=table, expected="int64 (n,)", found=f"{array.dtype} {array.shape}",
+        )  # fmt: skip
+    if array.dtype == np.uint64 and array.size and array.max() > _LARGEST_ID:
+        raise BadRowIds(
+            f"row ids of table {table!r} are int64, found {int(array.max())}: hash keys to 63 bits, or view them as int64",
+            table=table, expected="int64", found=int(array.max()),
         )  # fmt: skip
     return np.ascontiguousarray(array, np.int64)
 

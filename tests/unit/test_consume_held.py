@@ -265,6 +265,14 @@ def test_row_ids_are_integers_in_a_row(ids: Any) -> None:
         checked_ids(ids, "t")
 
 
+def test_unsigned_ids_beyond_int64_do_not_become_negative_ones() -> None:
+    ids = np.array([3, 2**63], np.uint64)
+
+    with pytest.raises(BadRowIds, match="63 bits"):
+        checked_ids(ids, "t")
+    assert checked_ids(ids[:1], "t").tolist() == [3]
+
+
 def test_row_ids_of_other_widths_and_none_are_taken() -> None:
     assert checked_ids(np.array([3, 1], np.int32), "t").dtype == np.int64
     assert checked_ids([], "t").tolist() == []
