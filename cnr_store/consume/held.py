@@ -562,7 +562,7 @@ def checked_ids(ids: npt.ArrayLike, table: str) -> RowIds:
         )  # fmt: skip
     if array.dtype == np.uint64 and array.size and array.max() > _LARGEST_ID:
         raise BadRowIds(
-            f"row ids of table {table!r} are int64, found {int(array.max())}: hash keys to 63 bits, or view them as int64",
+            f"row ids of table {table!r} are int64, found {int(array.max())}: hash keys to 63 bits, or view as int64",
             table=table, expected="int64", found=int(array.max()),
         )  # fmt: skip
     return np.ascontiguousarray(array, np.int64)
