@@ -513,7 +513,7 @@ def as_array(out: Any) -> Array:
         return out
     if not hasattr(out, "device"):
         raise BadInput(f"out takes a numpy array or a CPU tensor, found {type(out).__name__}", found=str(type(out)))
-    from cnr_store.consume.binding import array_of
+    from cnr_store.consume.tensors import array_of
 
     return array_of(out)
 
