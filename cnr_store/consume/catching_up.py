@@ -42,6 +42,7 @@ HeldTable = HeldRows | HeldKeys
 
 _PIECE_ROWS = 65_536
 _TRIES = 5
+_MOST_ROWS = 1 << 48
 
 
 def catch_up(
@@ -261,7 +262,7 @@ def _rows_on_demand(table: str, held: Callable[[int, int], Any], sample: HeldArr
     def has(row: int) -> bool:
         return len(_arrays_of(table, held(row, row + 1), None)["codes"]) > 0
 
-    size = _size(has)
+    size = _size(table, has)
 
     def read(first: int, last: int) -> tuple[RowIds, dict[str, Array]]:
         start, stop = rows_of((first, last), size)
@@ -334,13 +335,19 @@ def _pieces(size: int) -> tuple[Span, ...]:
     return tuple((start, stop - 1, stop - start) for start, stop in blocks(size, _PIECE_ROWS))
 
 
-def _size(has: Callable[[int], bool]) -> int:
+def _size(table: str, has: Callable[[int], bool]) -> int:
     """How many rows there are, where only single ones can be asked for."""
     if not has(0):
         return 0
     high = 1
     while has(high):
         high *= 2
+        if high > _MOST_ROWS:
+            raise BadInput(
+                f"the copy of table {table!r} has no end: its function returns row {high // 2}; let it return fewer "
+                "rows than it is asked for where the copy ends",
+                table=table, found=high // 2,
+            )  # fmt: skip
     low = high // 2
     while low + 1 < high:
         middle = (low + high) // 2

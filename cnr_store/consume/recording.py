@@ -7,11 +7,11 @@ the next one, so that no version is there twice and none is missing.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -277,17 +277,27 @@ class _Files:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._close()
         if kind is not None:
-            for name in self.names:
-                _part(name).unlink(missing_ok=True)
+            # A full disk refuses the end of the file as well: what went wrong first is told, and nothing is left.
+            with contextlib.suppress(OSError, pa.ArrowException):
+                self._close()
+            self._remove()
             return
+        try:
+            self._close()
+        except BaseException:
+            self._remove()
+            raise
         for name in self.names:
             _sync(_part(name))
         for name in self.names:
             _part(name).rename(name)
         for parent in {name.parent for name in self.names}:
             _sync(parent)
+
+    def _remove(self) -> None:
+        for name in self.names:
+            _part(name).unlink(missing_ok=True)
 
     def write(self, table: str, batch: pa.RecordBatch) -> None:
         """Put a batch into the table's file, or into its next part."""
@@ -366,7 +376,7 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
     """Keep other processes, and other threads, out of the folder; the lock ends with its holder, whatever kills it."""
     with open(folder / "__lock", "wb") as lock:

@@ -928,6 +928,39 @@ def test_what_cannot_be_a_copy_is_refused(store: Store, held: Any) -> None:
         list(catch_up(store, {"t": held}))
 
 
+def test_a_copy_without_an_end_is_refused(store: Store) -> None:
+    begin(store)
+
+    with pytest.raises(BadInput, match="no end"):
+        list(catch_up(store, {"t": lambda start, stop: np.zeros((stop - start, 3), np.float32)}))
+
+
+def test_a_full_disk_leaves_nothing_of_the_version_and_is_told_as_what_it_is(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(store)
+
+    def full(*_arguments: Any) -> None:
+        raise OSError("no space left")
+
+    close = pyarrow.parquet.ParquetWriter.close
+
+    def still_full(writer: Any) -> None:
+        close(writer)
+        raise OSError("nor for the end of the file")
+
+    for call in ("write_batch", "close"):
+        with monkeypatch.context() as patch:
+            patch.setattr(pyarrow.parquet.ParquetWriter, "close", still_full)
+            if call == "write_batch":
+                patch.setattr(pyarrow.parquet.ParquetWriter, "write_batch", full)
+            with pytest.raises(OSError, match="no space" if call == "write_batch" else "nor for"):
+                write_parquet(changes(store), tmp_path)
+        assert not list(tmp_path.glob("*/*"))
+    write_parquet(changes(store), tmp_path)
+    assert rows_of(tmp_path).tables == content_of(store.snapshot(), slots=False)
+
+
 def test_two_recordings_of_one_folder_do_not_mix(store: Store, tmp_path: Path) -> None:
     begin(store)
     folder = tmp_path / "out"
