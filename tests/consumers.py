@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from cnr_store import Store
-from cnr_store.consume.folding import fold_into, fold_target
-from cnr_store.consume.held import HeldTable, Overlay, ServedTable
-from cnr_store.consume.memory import ANONYMOUS, Memory
-from cnr_store.consume.mover import Holding, Moved, move_tables
-from cnr_store.consume.moving import Compare, Move, plan_move, plan_path
-from cnr_store.consume.shards import HashShard, is_in_shard, rows_in_shard
+from cnr_store.consume.moves.mover import Holding, Moved, move_tables
+from cnr_store.consume.moves.moving import Compare, Move, plan_move, plan_path
+from cnr_store.consume.rows.folding import fold_into, fold_target
+from cnr_store.consume.rows.held import HeldTable, Overlay, ServedTable
+from cnr_store.consume.rows.memory import ANONYMOUS, Memory
+from cnr_store.consume.rows.shards import HashShard, is_in_shard, rows_in_shard
 from cnr_store.records import LogEntry, TableSchema
 from cnr_store.segment import SegmentReader
 from cnr_store.snapshot import Snapshot

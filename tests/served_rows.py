@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cnr_store.consume.held import HeldTable, Overlay, RowKind, Served, row_kind
-from cnr_store.consume.memory import ANONYMOUS, Array, Memory
-from cnr_store.consume.shards import Shard, dense_range
+from cnr_store.consume.rows.held import HeldTable, Overlay, RowKind, Served, row_kind
+from cnr_store.consume.rows.memory import ANONYMOUS, Array, Memory
+from cnr_store.consume.rows.shards import Shard, dense_range
 from cnr_store.encodings import widths
 from cnr_store.records import TableSchema
 from cnr_store.table_codes import ABSENT, EscapeRows

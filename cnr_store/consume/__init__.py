@@ -11,19 +11,25 @@
 
 from __future__ import annotations
 
-from cnr_store.consume.arrow import change_schema
-from cnr_store.consume.assigning import assign_shards
-from cnr_store.consume.attached import AttachedTables
-from cnr_store.consume.candidate import Candidate
-from cnr_store.consume.catching_up import CatchUp, catch_up
-from cnr_store.consume.cursor import ChangeCursor
-from cnr_store.consume.loader import Loader
-from cnr_store.consume.metrics import LoaderMetrics, Poll
-from cnr_store.consume.recording import RecordedVersion, RecordingReport, recorded_cursor, write_ipc, write_parquet
-from cnr_store.consume.relay import Relay, RelayReport
-from cnr_store.consume.shards import HashShard
-from cnr_store.consume.stream import ChangeStream, VersionChanges, changes
-from cnr_store.consume.views import Batch
+from cnr_store.consume.relay.assigning import assign_shards
+from cnr_store.consume.relay.relay import Relay, RelayReport
+from cnr_store.consume.rows.attached import AttachedTables
+from cnr_store.consume.rows.shards import HashShard
+from cnr_store.consume.rows.views import Batch
+from cnr_store.consume.serve.candidate import Candidate
+from cnr_store.consume.serve.loader import Loader
+from cnr_store.consume.serve.metrics import LoaderMetrics, Poll
+from cnr_store.consume.stream.arrow import change_schema
+from cnr_store.consume.stream.catching_up import CatchUp, catch_up
+from cnr_store.consume.stream.cursor import ChangeCursor
+from cnr_store.consume.stream.recording import (
+    RecordedVersion,
+    RecordingReport,
+    recorded_cursor,
+    write_ipc,
+    write_parquet,
+)
+from cnr_store.consume.stream.stream import ChangeStream, VersionChanges, changes
 from cnr_store.types import RowRange
 
 __all__ = [

@@ -31,10 +31,10 @@ from serving_stores import BITS, DELTA_SHARE, STEP_CHANGED, STEP_TABLES, TABLE, 
 
 from cnr_store import Store, arrays
 from cnr_store.consume import AttachedTables, Loader
-from cnr_store.consume.applying import apply_segment
-from cnr_store.consume.held import Holds, row_kind
-from cnr_store.consume.loading import load_table
-from cnr_store.consume.views import Publisher
+from cnr_store.consume.moves.applying import apply_segment
+from cnr_store.consume.moves.loading import load_table
+from cnr_store.consume.rows.held import Holds, row_kind
+from cnr_store.consume.rows.views import Publisher
 from cnr_store.encodings import kernels
 from cnr_store.layout import segment_key
 from cnr_store.records import ArrayEntry, RowListEntry

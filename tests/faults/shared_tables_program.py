@@ -17,14 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from cnr_store.consume import gather
-from cnr_store.consume.attached import AttachedTables
-from cnr_store.consume.board import Board
-from cnr_store.consume.held import HeldTable, Overlay, row_kind
-from cnr_store.consume.key_index import KeyIndex
-from cnr_store.consume.memory import Memory
-from cnr_store.consume.shared_memory import SharedMemory
-from cnr_store.consume.views import Batch, Lookups, Publisher, ViewSource
+from cnr_store.consume.rows import gather
+from cnr_store.consume.rows.attached import AttachedTables
+from cnr_store.consume.rows.board import Board
+from cnr_store.consume.rows.held import HeldTable, Overlay, row_kind
+from cnr_store.consume.rows.key_index import KeyIndex
+from cnr_store.consume.rows.memory import Memory
+from cnr_store.consume.rows.shared_memory import SharedMemory
+from cnr_store.consume.rows.views import Batch, Lookups, Publisher, ViewSource
 from cnr_store.errors import VersionNotFound
 from cnr_store.records import TableSchema
 from cnr_store.types import Lattice, RowIds

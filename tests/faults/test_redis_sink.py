@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cnr_store.consume.fused_reference import fuse_rows, values_of_rows
+from cnr_store.consume.rows.fused_reference import fuse_rows, values_of_rows
 from cnr_store.consume.sinks import SinkFeed, SinkState, SinkTable
 from cnr_store.consume.sinks.stored_rows import StoredAs
 from cnr_store.errors import (

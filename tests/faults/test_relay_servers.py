@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cnr_store import RetentionPolicy, Store, TableOptions, verify_store
-from cnr_store.consume.relay import Relay
+from cnr_store.consume.relay.relay import Relay
 from cnr_store.layout import COMMITS, DATA
 from tests.servers import Place
 from tests.snapshot_bytes import bytes_of

@@ -19,7 +19,7 @@ from cnr_store import (
     VersionNotFound,
     collect_garbage,
 )
-from cnr_store.consume.relay import Relay
+from cnr_store.consume.relay.relay import Relay
 from cnr_store.layout import COMMITS, DATA, RELAY_TRIMS, STATE, is_segment_name
 from cnr_store.log import RetryPolicy
 from cnr_store.records import is_live

@@ -162,9 +162,9 @@ def _held(store: Store, name: str, rows: dict[int, bytes]) -> Any:
 @pytest.fixture(params=[(1, 1), (1024, 1 << 20)], ids=["small windows", "whole tables"])
 def windows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     least_rows, listed_rows = request.param
-    monkeypatch.setattr("cnr_store.consume.table_rows.LEAST_ROWS", least_rows)
-    monkeypatch.setattr("cnr_store.consume.table_rows.WINDOW_BYTES", 1)
-    monkeypatch.setattr("cnr_store.consume.differences.LISTED_ROWS", listed_rows)
+    monkeypatch.setattr("cnr_store.consume.stream.table_rows.LEAST_ROWS", least_rows)
+    monkeypatch.setattr("cnr_store.consume.stream.table_rows.WINDOW_BYTES", 1)
+    monkeypatch.setattr("cnr_store.consume.stream.differences.LISTED_ROWS", listed_rows)
 
 
 @pytest.mark.usefixtures("windows")

@@ -11,12 +11,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cnr_store.consume.attached import AttachedTables
-from cnr_store.consume.board import Board
-from cnr_store.consume.memory import ANONYMOUS, Memory
-from cnr_store.consume.shards import HashShard, is_in_shard
-from cnr_store.consume.shared_memory import SharedMemory
-from cnr_store.consume.views import Lookups, Publisher, View, lookup_in
+from cnr_store.consume.rows.attached import AttachedTables
+from cnr_store.consume.rows.board import Board
+from cnr_store.consume.rows.memory import ANONYMOUS, Memory
+from cnr_store.consume.rows.shards import HashShard, is_in_shard
+from cnr_store.consume.rows.shared_memory import SharedMemory
+from cnr_store.consume.rows.views import Lookups, Publisher, View, lookup_in
 from cnr_store.types import RowRange
 from tests.served_rows import expected_rows, held_table, overlay_of, schema_of
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cnr_store.consume.key_index import MISSING, KeyIndex, slots_for
-from cnr_store.consume.shards import HashShard, is_in_shard
+from cnr_store.consume.rows.key_index import MISSING, KeyIndex, slots_for
+from cnr_store.consume.rows.shards import HashShard, is_in_shard
 
 # Few different keys, so that they meet; the extremes, 0 and -1 among them.
 KEYS = st.one_of(st.integers(-20, 20), st.sampled_from([-(2**63), 2**63 - 1]))

@@ -26,8 +26,8 @@ from cnr_store import (
     compact_chain,
     verify_store,
 )
-from cnr_store.consume import relay as relay_module
-from cnr_store.consume.relay import Relay
+from cnr_store.consume.relay import relay as relay_module
+from cnr_store.consume.relay.relay import Relay
 from cnr_store.log import RetryPolicy
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.testing.faulty import Call, Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem, SimulatedCrash

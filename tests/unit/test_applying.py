@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cnr_store import CorruptStore, MissingObject, Store, TableOptions
-from cnr_store.consume.adding import LARGEST_CODE, add_reference, add_to_codes, add_to_values
-from cnr_store.consume.applying import Applied, apply_segment
-from cnr_store.consume.content import CodesTooWide
-from cnr_store.consume.held import HeldTable, Overlay, ServedTable, row_kind
-from cnr_store.consume.loading import load_table
-from cnr_store.consume.mover import Holding, move_tables
-from cnr_store.consume.moving import Apply, Reread, plan_move
-from cnr_store.consume.shards import HashShard
+from cnr_store.consume.moves.adding import LARGEST_CODE, add_reference, add_to_codes, add_to_values
+from cnr_store.consume.moves.applying import Applied, apply_segment
+from cnr_store.consume.moves.content import CodesTooWide
+from cnr_store.consume.moves.loading import load_table
+from cnr_store.consume.moves.mover import Holding, move_tables
+from cnr_store.consume.moves.moving import Apply, Reread, plan_move
+from cnr_store.consume.rows.held import HeldTable, Overlay, ServedTable, row_kind
+from cnr_store.consume.rows.shards import HashShard
 from cnr_store.layout import segment_prefix
 from cnr_store.records import LogEntry, TableSchema
 from cnr_store.segment import SegmentReader

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from cnr_store.consume import change_schema
-from cnr_store.consume.arrow import RowBlock, change_batches
+from cnr_store.consume.stream.arrow import RowBlock, change_batches
 from cnr_store.encodings.widths import to_float32
 from cnr_store.records import SlotSchema, TableSchema
 from cnr_store.types import FloatBits, Raw, TableDtype

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cnr_store import BadInput
-from cnr_store.consume.assigning import assign_shards
+from cnr_store.consume.relay.assigning import assign_shards
 
 NAMES = [f"relay-{number}" for number in range(12)]
 sizes_of = st.lists(st.integers(0, 60), max_size=7)

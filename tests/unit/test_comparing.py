@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from cnr_store import Store, TableOptions
-from cnr_store.consume.comparing import LEAST_LIMIT
-from cnr_store.consume.held import HeldTable, Overlay
-from cnr_store.consume.mover import Holding, Moved
-from cnr_store.consume.shards import HashShard, rows_in_shard
+from cnr_store.consume.moves.comparing import LEAST_LIMIT
+from cnr_store.consume.moves.mover import Holding, Moved
+from cnr_store.consume.rows.held import HeldTable, Overlay
+from cnr_store.consume.rows.shards import HashShard, rows_in_shard
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.testing.faulty import IsolatedMemoryFileSystem
 from tests.consumers import Consumer

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cnr_store.consume import gather
-from cnr_store.consume.held import HeldTable, Overlay, ServedTable, checked_ids, checked_out, row_kind
-from cnr_store.consume.shards import HashShard, is_in_shard
+from cnr_store.consume.rows import gather
+from cnr_store.consume.rows.held import HeldTable, Overlay, ServedTable, checked_ids, checked_out, row_kind
+from cnr_store.consume.rows.shards import HashShard, is_in_shard
 from cnr_store.encodings import float_bits, widths
 from cnr_store.errors import BadDtype, BadInput, BadRowIds, BadShape, NonFiniteValues
 from cnr_store.records import TableSchema

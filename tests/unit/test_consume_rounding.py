@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cnr_store.consume.rounding import round_float32
+from cnr_store.consume.rows.rounding import round_float32
 from cnr_store.encodings import widths
 
 EDGES = np.array(

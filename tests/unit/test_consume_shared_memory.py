@@ -14,11 +14,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from cnr_store.consume import attached as attached_module
-from cnr_store.consume.attached import AttachedTables
-from cnr_store.consume.shared_memory import BOARD_FILE, CURRENT_FILE, Current, SharedMemory
-from cnr_store.consume.view_file import MAGIC, ArrayRef, check_file_name, check_ref, encode_view, parse_view
-from cnr_store.consume.views import Publisher
+from cnr_store.consume.rows import attached as attached_module
+from cnr_store.consume.rows.attached import AttachedTables
+from cnr_store.consume.rows.shared_memory import BOARD_FILE, CURRENT_FILE, Current, SharedMemory
+from cnr_store.consume.rows.view_file import MAGIC, ArrayRef, check_file_name, check_ref, encode_view, parse_view
+from cnr_store.consume.rows.views import Publisher
 from cnr_store.errors import Conflict, CorruptObject, NewerFormat, StorageFailure, VersionNotFound
 from tests.served_rows import SCALE, held_table, overlay_of, schema_of
 
@@ -106,7 +106,7 @@ def test_a_forked_child_does_not_keep_the_folder_of_a_dead_owner(tmp_path: Path)
     # The owner forks a child and dies; the child lives on.
     program = (
         "import os, sys, time\n"
-        "from cnr_store.consume.shared_memory import SharedMemory\n"
+        "from cnr_store.consume.rows.shared_memory import SharedMemory\n"
         "memory = SharedMemory(sys.argv[1])\n"
         "child = os.fork()\n"
         "if child == 0:\n"

@@ -11,12 +11,12 @@ import numba
 import numpy as np
 import pytest
 
-from cnr_store.consume import board as boards
-from cnr_store.consume import key_index
-from cnr_store.consume.board import LONGEST_HOLD_S, Board
-from cnr_store.consume.held import HeldTable, row_kind
-from cnr_store.consume.shards import HashShard, is_in_shard
-from cnr_store.consume.views import Lookups, Publisher, View, lookup_in
+from cnr_store.consume.rows import board as boards
+from cnr_store.consume.rows import key_index
+from cnr_store.consume.rows.board import LONGEST_HOLD_S, Board
+from cnr_store.consume.rows.held import HeldTable, row_kind
+from cnr_store.consume.rows.shards import HashShard, is_in_shard
+from cnr_store.consume.rows.views import Lookups, Publisher, View, lookup_in
 from cnr_store.errors import BadRowIds, StorageFailure, TableNotFound, VersionNotFound
 from cnr_store.table_codes import ESCAPED, EscapeRows
 from tests.served_rows import DIM, FILL, SCALE, expected_rows, held_table, overlay_of, schema_of
@@ -534,7 +534,7 @@ def test_a_fold_that_gets_no_memory_leaves_the_view_as_it_is(monkeypatch: pytest
     def full(*_: Any) -> HeldTable:
         raise StorageFailure("there is no memory left")
 
-    monkeypatch.setattr("cnr_store.consume.views.fold_target", full)
+    monkeypatch.setattr("cnr_store.consume.rows.views.fold_target", full)
     with pytest.raises(StorageFailure):
         publisher.fold()
 

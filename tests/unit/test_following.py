@@ -26,7 +26,8 @@ from cnr_store import (
     collect_garbage,
     compact,
 )
-from cnr_store.consume.following import (
+from cnr_store.consume.moves.moving import Apply, Compare, Same
+from cnr_store.consume.serve.following import (
     LONGEST_BACKOFF_S,
     Target,
     pause_s,
@@ -34,7 +35,6 @@ from cnr_store.consume.following import (
     repeats,
     wanted_version,
 )
-from cnr_store.consume.moving import Apply, Compare, Same
 from cnr_store.records import LogEntry
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.testing.faulty import IsolatedMemoryFileSystem

@@ -15,8 +15,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from cnr_store.consume.fused_kernels import fuse_rows_4bit, fuse_rows_8bit, fused_row_bytes, half_bits, half_value
-from cnr_store.consume.fused_reference import fuse_rows, values_of_rows
+from cnr_store.consume.rows.fused_kernels import fuse_rows_4bit, fuse_rows_8bit, fused_row_bytes, half_bits, half_value
+from cnr_store.consume.rows.fused_reference import fuse_rows, values_of_rows
 from cnr_store.consume.sinks import FusedRows, SinkState, SinkTable
 from cnr_store.errors import BadInput, BadRowIds, BadShape, NonFiniteValues, TableNotFound, Unsupported
 

@@ -97,6 +97,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": ENGINE | MAINTENANCE | {"exporting", "importing", "status", "maintenance"},
 }
 
+# The same inside `consume`, which is six rooms: what a consumer holds, how that moves on, and who uses it for what.
+CONSUME_MAY_IMPORT: dict[str, set[str]] = {
+    "rows": set(),
+    "moves": {"rows"},
+    "sinks": {"rows"},
+    "stream": {"rows", "moves"},
+    "relay": set(),
+    "serve": {"rows", "moves", "sinks"},
+    "__init__": {"rows", "serve", "sinks", "stream", "relay"},
+}
+
 WITH_TORCH = {"training", "consume", "integrations"}
 GPU_MAY_IMPORT = {"cnr_store.errors", "cnr_store.types"}
 TOOLS_MAY_IMPORT = {
@@ -262,6 +273,20 @@ def test_library_imports_follow_the_arrows() -> None:
     found = ((room_of(one.file), one) for one in imports_under(LIBRARY))
 
     problems = [problem for room, one in found if (problem := arrow_problem(room, one))]
+
+    assert problems == []
+
+
+def test_the_rooms_of_the_consumers_follow_their_arrows() -> None:
+    consume = LIBRARY / "consume"
+    problems = []
+    for found in imports_under(consume):
+        room = found.file.relative_to(consume).parts[0].removesuffix(".py")
+        parts = found.module.split(".")
+        if parts[:2] == ["cnr_store", "consume"]:
+            target = parts[2] if len(parts) > 2 else "__init__"
+            if target != room and target not in CONSUME_MAY_IMPORT[room]:
+                problems.append(f"{found}: {room} may not know {target}")
 
     assert problems == []
 

@@ -40,7 +40,7 @@ from cnr_store import (
     compact,
 )
 from cnr_store.consume import AttachedTables, Candidate, HashShard, Loader, Relay, RowRange
-from cnr_store.consume.shards import rows_in_shard
+from cnr_store.consume.rows.shards import rows_in_shard
 from cnr_store.consume.sinks import SinkState
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.testing.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
@@ -909,7 +909,7 @@ def test_staleness_counts_from_the_first_version_that_is_lacked(training: Traini
         loader.poll()
         training.save()
         loader.poll()
-        monkeypatch.setattr("cnr_store.consume.loader.wall_ms", lambda: first + 90_000)
+        monkeypatch.setattr("cnr_store.consume.serve.loader.wall_ms", lambda: first + 90_000)
         assert loader.staleness_s == 90
         served_ms = training.store.record(loader.version).ts_ms
         assert loader.metrics().age_s == (first + 90_000 - served_ms) / 1000

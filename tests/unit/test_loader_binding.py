@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from cnr_store import BadInput, BadShape, Store, TableNotFound, TableOptions, VersionRefused
-from cnr_store.consume import HashShard, Loader, RowRange, binding
+from cnr_store.consume import HashShard, Loader, RowRange
+from cnr_store.consume.serve import binding
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.testing.faulty import IsolatedMemoryFileSystem
 

@@ -11,10 +11,10 @@ import pytest
 
 from cnr_store import CompactionPolicy, Store, TableOptions, compact
 from cnr_store.consume import HashShard, Loader, RowRange
-from cnr_store.consume.fused_reference import fuse_rows
+from cnr_store.consume.rows.fused_reference import fuse_rows
+from cnr_store.consume.rows.views import Lookups
+from cnr_store.consume.serve.sources import scope_of
 from cnr_store.consume.sinks import FusedRows, SinkState, SinkTable
-from cnr_store.consume.sources import scope_of
-from cnr_store.consume.views import Lookups
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.testing.faulty import IsolatedMemoryFileSystem
 from cnr_store.types import Float32s, RowIds

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cnr_store import CorruptStore, NonFiniteValues, Store, TableOptions
-from cnr_store.consume.held import ServedTable, row_kind
-from cnr_store.consume.loading import load_table
-from cnr_store.consume.mover import Holding
-from cnr_store.consume.shards import HashShard, rows_in_shard
+from cnr_store.consume.moves.loading import load_table
+from cnr_store.consume.moves.mover import Holding
+from cnr_store.consume.rows.held import ServedTable, row_kind
+from cnr_store.consume.rows.shards import HashShard, rows_in_shard
 from cnr_store.records import TableSchema
 from cnr_store.segment import SegmentReader
 from cnr_store.snapshot import Snapshot

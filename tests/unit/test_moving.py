@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from cnr_store.consume.moving import Apply, Compare, Reread, Same, is_directly_behind, plan_move, plan_path
+from cnr_store.consume.moves.moving import Apply, Compare, Reread, Same, is_directly_behind, plan_move, plan_path
 from cnr_store.rebase import draft_init
 from cnr_store.records import ChainEntry, LogEntry, Superseded, WriterInfo
 

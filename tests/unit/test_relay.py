@@ -43,7 +43,7 @@ from cnr_store import (
 )
 from cnr_store.committing import CommitKind
 from cnr_store.consume import Loader, changes
-from cnr_store.consume.relay import Relay, RelayReport
+from cnr_store.consume.relay.relay import Relay, RelayReport
 from cnr_store.layout import BRANCHES, COMMITS, DATA, IDENTITY, RELAY, RELAY_TRIMS, STATE, commit_key, hint_key
 from cnr_store.leases import read_cursors, read_leases
 from cnr_store.log import RetryPolicy, wall_ms
@@ -470,7 +470,7 @@ def test_a_look_ends_though_the_source_goes_on_and_makes_room_on_its_way(
     store: Store, files: IsolatedMemoryFileSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A source that was faster kept a look, and with it all trimming and every report, from its end."""
-    monkeypatch.setattr("cnr_store.consume.relay._MANY", 3)
+    monkeypatch.setattr("cnr_store.consume.relay.relay._MANY", 3)
     save(store, 1)
     watched = FaultyFileSystem(files)
     relay = Relay(near(watched, FAR), place(files), policy=RetentionPolicy(keep_last=1), grace_s=0)

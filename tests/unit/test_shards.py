@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from cnr_store import BadInput
-from cnr_store.consume.shards import (
+from cnr_store.consume.rows.shards import (
     HashShard,
     Shard,
     check_shard,

@@ -392,7 +392,8 @@ def test_what_the_next_versions_need_again_is_kept(files: IsolatedMemoryFileSyst
 MEMORY = """
 import resource, sys
 from cnr_store import Store
-from cnr_store.consume import changes, table_rows
+from cnr_store.consume import changes
+from cnr_store.consume.stream import table_rows
 table_rows.WINDOW_BYTES = 2 << 20
 def consume(url):
     with Store.open(url, threads=1) as store:
@@ -739,8 +740,8 @@ def test_a_version_that_expires_before_it_is_read_is_passed_by(files: IsolatedMe
 def test_a_version_that_expires_while_it_is_told_is_said_to_be_part_of_a_state(
     files: IsolatedMemoryFileSystem, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cnr_store.consume.table_rows.LEAST_ROWS", 2)
-    monkeypatch.setattr("cnr_store.consume.table_rows.WINDOW_BYTES", 1)
+    monkeypatch.setattr("cnr_store.consume.stream.table_rows.LEAST_ROWS", 2)
+    monkeypatch.setattr("cnr_store.consume.stream.table_rows.WINDOW_BYTES", 1)
     begin(store)
     _, reader = opened(files)
     stream = changes(reader, max_batch_rows=1)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.consume.fused_kernels import fused_row_bytes
+from cnr_store.consume.rows.fused_kernels import fused_row_bytes
 from cnr_store.consume.sinks.protocol import SinkState, SinkTable
 from cnr_store.consume.sinks.stored_rows import StoredAs, check_rows, rows_to_bytes
 from cnr_store.errors import BadInput, BadRowIds, MissingDependency, TableNotFound, Unsupported

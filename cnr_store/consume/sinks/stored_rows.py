@@ -7,8 +7,8 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.consume.fused_kernels import fuse_rows_4bit, fuse_rows_8bit, fused_row_bytes
-from cnr_store.consume.fused_reference import values_of_rows
+from cnr_store.consume.rows.fused_kernels import fuse_rows_4bit, fuse_rows_8bit, fused_row_bytes
+from cnr_store.consume.rows.fused_reference import values_of_rows
 from cnr_store.errors import BadInput, BadShape, NonFiniteValues
 from cnr_store.types import Float32s, RowIds
 

@@ -1,0 +1,1 @@
+"""Changes as Arrow record batches, version by version, and files of them."""
