@@ -138,6 +138,12 @@ def scatter(held: Array, positions: Places, rows: Array) -> None:
                 held[at, j] = rows[i, j]
 
 
+@njit(nogil=True, cache=True)
+def clear(array: Array) -> None:
+    """Write zeros."""
+    array[...] = 0
+
+
 def gather_reference(held: Array, overlay: Array, fill: Array, places: Places, out: Array) -> int:
     """`gather` in numpy, on rows rather than words."""
     of_held, nowhere, of_overlay = places >= 0, places == ABSENT_PLACE, places < ABSENT_PLACE

@@ -310,11 +310,13 @@ class Overlay:
     def allocate(
         cls, name: str, schema: TableSchema, count: int, width: int, dtype: npt.DTypeLike, memory: Memory = ANONYMOUS
     ) -> Overlay:
-        """Return an overlay of ``count`` rows, zeros and `CODED`, in one block. Fill it, then call `fill_index`."""
+        """Return an overlay of ``count`` rows, `CODED`, in one block. Fill ids and rows, then call `fill_index`."""
         ids, rows, status, slots = memory.allocate_together(
             f"{name}.overlay",
             [((count,), np.int64), ((count, width), dtype), ((count,), np.uint8), ((slots_for(count), 2), np.int64)],
         )
+        gather.clear(status.reshape(1, -1))
+        gather.clear(slots)
         return cls(schema, ids, rows, status, KeyIndex(slots))
 
     def fill_index(self) -> int:

@@ -22,7 +22,7 @@ ALIGNMENT = 64
 
 
 class Memory(Protocol):
-    """Gives out arrays of zeros."""
+    """Gives out arrays."""
 
     def allocate(
         self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike, *, used_rows: int | None = None
@@ -39,7 +39,7 @@ class Memory(Protocol):
         """
 
     def allocate_together(self, name: str, arrays: Sequence[ArrayShape]) -> tuple[Array, ...]:
-        """Return several arrays of zeros in one block; each begins at a multiple of `ALIGNMENT` bytes."""
+        """Return several arrays in one block, each from a multiple of `ALIGNMENT` bytes on; they hold anything."""
 
     def reserve(self, array: Array, used_rows: int) -> None:
         """Make rows [0, used_rows) of an array that was allocated with ``used_rows`` writable."""
@@ -65,9 +65,12 @@ class AnonymousMemory:
         return np.zeros(shape, dtype)
 
     def allocate_together(self, name: str, arrays: Sequence[ArrayShape]) -> tuple[Array, ...]:
-        """See `Memory.allocate_together`."""
+        """See `Memory.allocate_together`.
+
+        Zeros would be written while the interpreter is held: a version's rows would stop lookups for a millisecond.
+        """
         del name
-        return tuple(np.zeros(shape, dtype) for shape, dtype in arrays)
+        return tuple(np.empty(shape, dtype) for shape, dtype in arrays)
 
     def reserve(self, array: Array, used_rows: int) -> None:
         """Do nothing: every row is writable."""
