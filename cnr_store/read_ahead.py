@@ -19,6 +19,7 @@ from cnr_store import arrays
 from cnr_store.replay import ChunkReader
 from cnr_store.replay_plan import TablePlan
 from cnr_store.segment import SegmentReader
+from cnr_store.workers import Workers
 
 FETCH_THREADS = 8
 LAST_FETCHES = 2
@@ -54,14 +55,17 @@ def wanted_objects(readers: Sequence[SegmentReader], plan: TablePlan, names: Ite
 
 @contextlib.contextmanager
 def reading_ahead(
-    readers: Sequence[ChunkReader], plan: TablePlan, names: Sequence[str]
+    readers: Sequence[ChunkReader], plan: TablePlan, names: Sequence[str], workers: Workers
 ) -> Iterator[Sequence[ChunkReader]]:
     """Yield the segments for one replay of ``plan``, their objects on their way if the store is remote.
+
+    Where ``workers`` have no threads, nothing has: reads keep the order of the code.
 
     What is still being fetched at the end is waited for, and nothing else is begun.
     """
     segments = [reader for reader in readers if isinstance(reader, SegmentReader) and reader.is_remote]
-    wanted = wanted_objects(segments, plan, names) if len(segments) == len(readers) else []
+    helps = not workers.is_inline and len(segments) == len(readers)
+    wanted = wanted_objects(segments, plan, names) if helps else []
     if len(wanted) < 2:
         yield readers
         return

@@ -329,7 +329,7 @@ def _same_states(a: TableCodes, b: TableCodes) -> bool:
 def _replay(
     readers: Sequence[ChunkReader], plan: TablePlan, codes: TableCodes, workers: Workers, rows: RowIds | None = None
 ) -> None:
-    with reading_ahead(readers, plan, list(codes.arrays)) as sources:
+    with reading_ahead(readers, plan, list(codes.arrays), workers) as sources:
         replay(sources, plan, codes, workers, rows)
 
 

@@ -68,7 +68,12 @@ class Throttle:
 
 
 class Workers:
-    """A pool of threads that runs batches of tasks; usable from several threads, not from its own tasks."""
+    """A pool of threads that runs batches of tasks; usable from several threads, not from its own tasks.
+
+    ``is_inline``: tasks run on the calling thread, one after the other.
+    """
+
+    is_inline = False
 
     def __init__(self, threads: int | None = None, *, name: str = "cnr") -> None:
         self.threads = threads or default_threads()
@@ -112,6 +117,8 @@ class Workers:
 
 class Inline(Workers):
     """Runs tasks at once on the calling thread: for work that is itself a task of `Workers`."""
+
+    is_inline = True
 
     def __init__(self) -> None:
         self.threads = 1

@@ -13,6 +13,8 @@ class InlineWorkers(Workers):
     Takes what `Workers` takes, so that it can stand in for it, and has no threads whatever it is told.
     """
 
+    is_inline = True
+
     def __init__(self, threads: int | None = None, *, name: str = "cnr") -> None:
         super().__init__(1, name=name)
 

@@ -108,11 +108,14 @@ def test_a_forked_child_does_not_keep_the_folder_of_a_dead_owner(tmp_path: Path)
         "import os, sys, time\n"
         "from cnr_store.consume.rows.shared_memory import SharedMemory\n"
         "memory = SharedMemory(sys.argv[1])\n"
+        "there, here = os.pipe()\n"
         "child = os.fork()\n"
         "if child == 0:\n"
         "    memory.close()\n"  # does nothing: the child owns nothing
+        "    os.write(here, b'1')\n"
         "    sys.stdin.read()\n"
         "    os._exit(0)\n"
+        "os.read(there, 1)\n"  # by then the child has given up what it was forked with
         "print(child, flush=True)\n"
         "os._exit(9)\n"
     )

@@ -183,7 +183,7 @@ def test_a_local_store_is_read_without_it(store: tuple[Store, list[Float32s]], m
     snapshot = store[0].snapshot()
     plan = snapshot.plan("t")
 
-    with reading_ahead(snapshot.readers, plan, ["codes"]) as sources:
+    with reading_ahead(snapshot.readers, plan, ["codes"], snapshot.workers) as sources:
         assert sources is snapshot.readers
 
 
