@@ -128,7 +128,7 @@ class World(FaultyWorld):
         def sleep(seconds: float) -> None:
             now[0] += seconds
 
-        store._workers = InlineWorkers()
+        store._workers = store._read_workers = InlineWorkers()
         # What is asked of a storage has tests of its own.
         store.storage.probe = lambda: None  # type: ignore[method-assign]
         log = store.commit_log
@@ -138,7 +138,7 @@ class World(FaultyWorld):
     def look(self) -> Store:
         """Open the store as one who disturbs nobody and whom nothing disturbs."""
         store = Store.open_on(storage_from_filesystem(self.files, ROOT), threads=1)
-        store._workers = InlineWorkers()
+        store._workers = store._read_workers = InlineWorkers()
         return store
 
     def check_read(self, record: CommitRecord, values: Values, dense: Values | None = None) -> None:
