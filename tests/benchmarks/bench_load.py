@@ -59,8 +59,8 @@ def write_store(url: str, table: DriftingTable, bits: Any, options: Mapping[str,
         while len(store.snapshot().readers) > 1:
             compact(store, policy=CompactionPolicy(max_chain=1))
         manifest = store.snapshot().manifests[-1]
-        entry = _codes(store)
-        size = sum(item.size for item in manifest.objects if item.path.startswith(f"{entry.path}/c/"))
+        paths = tuple(f"{part.set.arrays['codes'].path}/c/" for part in manifest.parts if part.set is not None)
+        size = sum(item.size for item in manifest.objects if item.path.startswith(paths))
         return 8 * size / table.values.size
 
 
@@ -105,7 +105,7 @@ class Local:
 
 
 def note_parts(report: harness.Report, local: Local) -> None:
-    """Print what each part of the load costs, on one thread."""
+    """Print what each piece of work of a load costs, on one thread; of the rows that the first writer's part has."""
     entry, reader = _codes(local.store), local.store.snapshot().readers[-1]
     keys = [arrays.chunk_path(entry, k) for k in range(arrays.chunk_count(entry))]
     paths = [Path(local.store.url) / segment_key(reader.name, key) for key in keys]
@@ -124,7 +124,7 @@ def note_parts(report: harness.Report, local: Local) -> None:
         block = codes[: stop - start]
         kernels.lattice_decode_digest(block, np.float32(0.01), out, start, multipliers, digest.PRESENCE_CODED)
 
-    ranges = blocks(len(local.target), entry.chunk_rows)
+    ranges = blocks(entry.shape[0], entry.chunk_rows)
     work: dict[str, Callable[[], object]] = {
         "reading files": lambda: [path.read_bytes() for path in paths],
         "xxh3": lambda: [object_digest(one) for one in data],
@@ -132,7 +132,7 @@ def note_parts(report: harness.Report, local: Local) -> None:
         "codes to floats, and digest": lambda: [convert(*one) for one in ranges],
     }
     found = harness.alternating(work, 3)
-    values = local.target.size
+    values = entry.shape[0] * DIM
     for name, timings in found.items():
         report.note(f"      one thread, {name}: {timings}, {values / min(timings.wall) / 1e6:.0f} million values per s")
 
