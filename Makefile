@@ -3,10 +3,12 @@
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
-EXTRAS := test,train,gpu,torchrec,s3,azure,gcs,metrics,ray,redis
+EXTRAS := test,bench,train,gpu,torchrec,s3,azure,gcs,metrics,ray,redis
 # Two workers: the tests start servers and training processes of their own.
 WORKERS ?= 2
 DEMO_ARGS ?=
+SUITES ?=
+QUICK ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo serve-demo test check azurite redis bench soak clean
@@ -16,7 +18,7 @@ help:
 	@echo "make serve-demo  train, compact, serve and learn on one store while processes are killed"
 	@echo "make test   lint, types, doctests and all tests"
 	@echo "make check  lint and types only"
-	@echo "make bench  print the measured ratios (tests/benchmarks)"
+	@echo "make bench  run all benchmarks and write build/bench/report.md (SUITES=\"size cost\", QUICK=1)"
 	@echo "make soak   the full counts of the crash and property sweeps"
 	@echo "make clean  remove the environment, caches and build results"
 
@@ -61,9 +63,7 @@ test: check azurite redis
 	$(BIN)/python -m pytest -q -n $(WORKERS) tests
 
 bench: $(VENV)/.stamp
-	@set -e; for script in tests/benchmarks/bench_*.py; do \
-	  [ -f "$$script" ] || continue; echo "== $$script"; $(BIN)/python "$$script"; \
-	done
+	$(BIN)/python tests/benchmarks/suites.py $(if $(QUICK),--quick) $(SUITES)
 
 soak: $(VENV)/.stamp azurite redis
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m "soak or slow" --timeout 0 tests

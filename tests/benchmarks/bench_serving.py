@@ -74,7 +74,6 @@ QUICK = Size(200_000, 6, 0.2, 0.8, 2, 4, 4, 60_000)
 def main() -> None:
     parser = harness.arguments(__doc__, rows=FULL.rows, repeats=FULL.rounds)
     parser.add_argument("--sections", default=",".join(SECTIONS), help=f"of {', '.join(SECTIONS)}")
-    parser.add_argument("--quick", action="store_true", help="small sizes: whether it works, not how fast")
     options = parser.parse_args()
     chosen = options.sections.split(",")
     if not set(chosen) <= set(SECTIONS):

@@ -1,8 +1,8 @@
-"""What every benchmark of the store shares: paired timing, peak memory in a fresh process, bytes on disk, the table.
+"""What every benchmark of the store shares: paired timing, peak memory in a fresh process, bytes on disk, the report.
 
 A figure counts only as a ratio within one run: the two sides alternate, so that other work on the machine weighs on
-both alike. Run as a script it is the fresh process: ``harness.py FILE FUNCTION JSON`` calls one function of a
-benchmark and prints what it returns as JSON.
+both alike. Timings are kept as pyperf benchmarks, with what pyperf knows of the machine. Run as a script it is the
+fresh process: ``harness.py FILE FUNCTION JSON`` calls one function of a benchmark and prints what it returns as JSON.
 """
 
 from __future__ import annotations
@@ -22,14 +22,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import pyperf
+
 MIB = 1024 * 1024
 DATA_FOLDER = "/var/tmp"
 """Not /tmp, which is memory on many machines: what is measured is a disk."""
+
+QUICK_ROWS, QUICK_REPEATS = 100_000, 2
 
 _LIBRARIES = ("numpy", "numba", "pcodec", "zarr", "torch", "safetensors")
 
@@ -77,13 +81,66 @@ class Timings:
         )
 
 
+Cell = str | float | int | None
+"""What a table holds; None is an empty cell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Named columns and rows of equal length, with a note below."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One curve of a plot; ``low`` and ``high`` are its spread, point by point."""
+
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] | None = None
+    high: Sequence[float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """Curves over one axis; ``name`` is that of the picture's file."""
+
+    name: str
+    title: str
+    x_label: str
+    y_label: str
+    series: Mapping[str, Series]
+    log_x: bool = False
+    log_y: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Headline:
+    """A row of the README's table: what was measured, the figure, its goal, and the command that prints it."""
+
+    what: str
+    measured: str
+    goal: str
+    command: str
+
+
 @dataclass(slots=True)
 class Report:
-    """The result of one benchmark: lines with goals, and notes in between, printed as they come."""
+    """The result of one benchmark: lines with goals, tables, plots, notes, printed in the order in which they come."""
 
     title: str
     lines: list[Line] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    plots: list[Plot] = field(default_factory=list)
+    headlines: list[Headline] = field(default_factory=list)
+    timed: dict[str, Timings] = field(default_factory=dict)
+    order: list[tuple[str, int]] = field(default_factory=list)
+    """Kind and position of each line, note, table and plot, as they came."""
 
     def start(self) -> None:
         """Print title and machine."""
@@ -91,8 +148,55 @@ class Report:
 
     def note(self, text: str) -> None:
         """Print and keep a line without a goal."""
-        self.notes.append(text)
+        self._keep("notes", self.notes, text)
         print(text, flush=True)
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], note: str = "") -> None:
+        """Add a table and print it aligned.
+
+        Raises
+        ------
+        ValueError
+            A row has another length than the columns.
+        """
+        made = Table(title, tuple(columns), tuple(tuple(row) for row in rows), note)
+        for row in made.rows:
+            if len(row) != len(made.columns):
+                raise ValueError(f"table {title!r} has {len(made.columns)} columns, a row has {len(row)}: {row}")
+        self._keep("tables", self.tables, made)
+        print(f"\n{aligned(made)}\n", flush=True)
+
+    def plot(
+        self,
+        name: str,
+        title: str,
+        x_label: str,
+        y_label: str,
+        series: Mapping[str, Series],
+        *,
+        log_x: bool = False,
+        log_y: bool = False,
+    ) -> None:
+        """Keep a plot for the page of all benchmarks; nothing is printed.
+
+        Raises
+        ------
+        ValueError
+            A curve has as many x as y not, or its spread is of another length.
+        """
+        for label, one in series.items():
+            lengths = {len(values) for values in (one.x, one.y, one.low, one.high) if values is not None}
+            if len(lengths) != 1:
+                raise ValueError(f"curve {label!r} of plot {name!r} has lists of lengths {sorted(lengths)}")
+        self._keep("plots", self.plots, Plot(name, title, x_label, y_label, dict(series), log_x, log_y))
+
+    def headline(self, what: str, measured: str, goal: str, command: str) -> None:
+        """Keep a row for the README's table."""
+        self.headlines.append(Headline(what, measured, goal, command))
+
+    def timings(self, name: str, timings: Timings) -> None:
+        """Keep the seconds of one side for the JSON, where pyperf's commands can read them; nothing is printed."""
+        self.timed[name] = timings
 
     def add(
         self,
@@ -107,7 +211,7 @@ class Report:
     ) -> None:
         """Add a figure and print it."""
         line = Line(name, value, goal, sense, unit, value if low is None else low, value if high is None else high)
-        self.lines.append(line)
+        self._keep("lines", self.lines, line)
         wanted = "" if goal is None else f"goal {sense} {_number(goal)}{unit}"
         verdict = {None: "", True: "pass", False: "MISS"}[line.is_met]
         spread = f"({_number(line.low)} to {_number(line.high)})" if line.low != line.high else ""
@@ -123,6 +227,8 @@ class Report:
         self.add(name, value, goal=goal, low=low, high=high)
         cpu = statistics.median(first.cpu) / max(statistics.median(second.cpu), 1e-9)
         self.note(f"      {first} against {second}; median of the rounds' ratios {middle:.2f}; CPU {cpu:.2f}x")
+        self.timings(f"{name}: first", first)
+        self.timings(f"{name}: second", second)
 
     def finish(self, path: str | None) -> None:
         """Print the summary; write everything to ``path`` as JSON if it is given."""
@@ -130,14 +236,30 @@ class Report:
         goals = [line for line in self.lines if line.is_met is not None]
         print(f"\n{len(goals) - len(missed)} of {len(goals)} goals met; load {load()}")
         if path is not None:
-            document = {
-                "title": self.title,
-                "machine": machine(),
-                "load": load(),
-                "lines": [asdict(line) | {"met": line.is_met} for line in self.lines],
-                "notes": self.notes,
-            }
-            Path(path).write_text(json.dumps(document, indent=1) + "\n")
+            target = Path(path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(json.dumps(self.as_document(), indent=1) + "\n")
+            if self.timed:
+                pyperf_suite(self.timed).dump(str(target.with_suffix(".pyperf.json")), replace=True)
+
+    def as_document(self) -> dict[str, Any]:
+        """Return everything as JSON holds it."""
+        return {
+            "title": self.title,
+            "machine": machine(),
+            "load": load(),
+            "when": time.strftime("%Y-%m-%d", time.gmtime()),
+            "lines": [asdict(line) | {"met": line.is_met} for line in self.lines],
+            "notes": self.notes,
+            "tables": [asdict(table) for table in self.tables],
+            "plots": [asdict(plot) for plot in self.plots],
+            "headlines": [asdict(row) for row in self.headlines],
+            "order": self.order,
+        }
+
+    def _keep(self, kind: str, kept: list[Any], one: Any) -> None:
+        self.order.append((kind, len(kept)))
+        kept.append(one)
 
 
 def alternating(
@@ -164,6 +286,46 @@ def alternating(
             found[name].wall.append(timed(sides[name]))
             found[name].cpu.append(time.process_time() - cpu)
     return found
+
+
+def pyperf_suite(sides: Mapping[str, Timings]) -> pyperf.BenchmarkSuite:
+    """Return wall seconds as pyperf keeps them: one run per side, with the machine's description."""
+    benchmarks = [
+        pyperf.Benchmark([pyperf.Run(side.wall, metadata={"name": name, "unit": "second"})])
+        for name, side in sides.items()
+    ]
+    return pyperf.BenchmarkSuite(benchmarks)
+
+
+def aligned(table: Table) -> str:
+    """Return a table as text in columns: numbers to the right, the title above, the note below."""
+    cells = [list(table.columns), *([shown(cell) for cell in row] for row in table.rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(table.columns))]
+    is_number = [
+        all(not isinstance(row[column], str) for row in table.rows) and bool(table.rows)
+        for column in range(len(table.columns))
+    ]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, is_number, strict=True)
+        ).rstrip()
+        for row in cells
+    ]
+    return "\n".join([table.title, *lines, *([table.note] if table.note else [])])
+
+
+def shown(cell: Cell) -> str:
+    """Return a cell as a reader sees it: numbers with three figures or all of their digits, whichever is more."""
+    if cell is None:
+        return ""
+    if isinstance(cell, str):
+        return cell
+    if isinstance(cell, int):
+        return f"{cell:,}"
+    if not math.isfinite(cell):
+        return str(cell)
+    return f"{cell:,.0f}" if abs(cell) >= 1000 else f"{cell:.3g}"
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -198,10 +360,17 @@ def load() -> str:
 
 
 def arguments(description: str | None, *, rows: int, repeats: int) -> argparse.ArgumentParser:
-    """Return a parser with the options that every benchmark has."""
+    """Return a parser with the options that every benchmark has.
+
+    ``--quick`` makes ``rows`` and ``repeats`` small, unless they are given behind it; what else it leaves out each
+    benchmark decides.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=rows)
     parser.add_argument("--repeats", type=int, default=repeats)
+    parser.add_argument(
+        "--quick", action=_Quick, nargs=0, default=False, help="a small run: whether it works, not how fast"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the figures there too")
     parser.add_argument("--folder", default=DATA_FOLDER, help="where data is written, and removed again")
     return parser
@@ -238,6 +407,15 @@ def disk_bytes(folder: Path) -> tuple[int, int]:
     """Return (sum of file lengths, `du` in blocks) of the files under ``folder``."""
     sizes = [path.stat() for path in folder.rglob("*") if path.is_file()]
     return sum(size.st_size for size in sizes), sum(512 * size.st_blocks for size in sizes)
+
+
+class _Quick(argparse.Action):
+    """Sets ``quick``, and small numbers of rows and repeats."""
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, *rest: object) -> None:
+        namespace.quick = True
+        namespace.rows = min(namespace.rows, QUICK_ROWS)
+        namespace.repeats = min(namespace.repeats, QUICK_REPEATS)
 
 
 class PeakMemory:

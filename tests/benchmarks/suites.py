@@ -1,0 +1,88 @@
+"""Runs the suites of benchmarks and writes one page: ``make bench``, or ``make bench SUITES="size plan" QUICK=1``.
+
+Each suite is a script that runs by itself too (``python tests/benchmarks/bench_size.py``). Its figures come as JSON
+beside the page, its timings as pyperf's JSON (``python -m pyperf stats FILE``, ``compare_to``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import page
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """One script and what it is about."""
+
+    name: str
+    script: str
+    about: str
+
+
+SUITES = (
+    Suite("size", "bench_size.py", "bytes on disk by policy and encoding"),
+    Suite("growth", "bench_growth.py", "what grows with rows, versions, tables and writers"),
+    Suite("encode", "bench_delta.py", "encoding and committing a delta"),
+    Suite("restore", "bench_restore.py", "restoring a baseline and its deltas"),
+    Suite("load", "bench_load.py", "loading a compacted snapshot"),
+    Suite("serving", "bench_serving.py", "lookups while deltas land"),
+    Suite("tracking", "bench_tracking.py", "marking the rows that a batch touches"),
+    Suite("staging", "bench_staging.py", "the copy for which training stalls"),
+    Suite("compaction", "bench_compaction.py", "folding deltas into baselines"),
+    Suite("gc", "bench_gc.py", "collecting what nobody needs"),
+    Suite("affine", "bench_affine.py", "the published row quantizer against torch's"),
+    Suite("arrays", "bench_arrays.py", "writing and reading chunks"),
+    Suite("kernels", "bench_kernels.py", "the compiled loops"),
+)
+"""In the order of the page. `bench_gpu.py` needs a GPU and stands alone."""
+
+
+def main() -> None:
+    """Run the suites that were asked for and write the page of all results that lie in the folder.
+
+    Exits with 1 if a suite failed; the others run all the same.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    known = [suite.name for suite in SUITES]
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"which, by default all of {', '.join(known)}")
+    parser.add_argument("--quick", action="store_true", help="small runs: whether they work, not how fast")
+    parser.add_argument("--out", default="build/bench", help="folder of the results and of the page")
+    options = parser.parse_args()
+    wrong = sorted(set(options.suites) - set(known))
+    if wrong:
+        parser.error(f"no suite {wrong}; there are {', '.join(known)}")
+    out = Path(options.out)
+    chosen = [suite for suite in SUITES if not options.suites or suite.name in options.suites]
+    failed = [suite.name for suite in chosen if not _run(suite, out, quick=options.quick)]
+    written = page.write(out, [(suite.name, suite.about, command(suite)) for suite in SUITES])
+    print(f"\n{written}: {len(chosen) - len(failed)} of {len(chosen)} suites ran")
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+def command(suite: Suite) -> str:
+    """Return the command that runs one suite."""
+    return f"python tests/benchmarks/{suite.script}"
+
+
+def _run(suite: Suite, out: Path, *, quick: bool) -> bool:
+    out.mkdir(parents=True, exist_ok=True)
+    print(f"\n== {suite.name}: {suite.about}", flush=True)
+    flags: Sequence[str] = ["--quick"] if quick else []
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, HERE / suite.script, "--json", out / f"{suite.name}.json", *flags])
+    print(f"   {time.monotonic() - started:.0f} s", flush=True)
+    return done.returncode == 0
+
+
+if __name__ == "__main__":
+    main()
