@@ -14,14 +14,13 @@ error is what is compared; ``bits=`` samples all rows, and cold rows are smaller
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import harness
 import numpy as np
-import torch
+from dlrm_trace import SLOT, Interval, train
 
 from cnr_store import Store, TableOptions
 from cnr_store.encodings.scale import choose_scale
@@ -29,55 +28,14 @@ from cnr_store.layout import segment_prefix
 from cnr_store.options import sample_of
 from cnr_store.records import ChainEntry
 from cnr_store.sizes import segment_sizes
-from cnr_store.types import Float32s, Precision, RowIds
+from cnr_store.types import Float32s, Precision
 from cnr_store.writer import Writer
-from cnr_store_tools.demo.batches import TimeOrderedBatches
-from cnr_store_tools.demo.click_log import split_by_time
-from cnr_store_tools.demo.model import SmallDLRM
-from cnr_store_tools.demo.presets import RunConfig, trace_config
-from cnr_store_tools.demo.traffic import generate_clicks
-from cnr_store_tools.demo.train import make_optimizers, train_step
+from cnr_store_tools.demo.presets import trace_config
 
 BITS = (2, 4, 8)
 AGAINST_AFFINE = {2: 0.4, 4: 0.5, 8: 0.7}
 AGAINST_FP32 = {2: 55.0, 4: 25.0, 8: 11.0}
 KINDS = ("rows", "codes", "scales", "slots", "metadata", "receipt", "dense")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Interval:
-    """The model after one save interval: whole tables and slots (copied), rows touched in it, dense tensors."""
-
-    step: int
-    tables: dict[str, Float32s]
-    slots: dict[str, Float32s]
-    touched: dict[str, RowIds]
-    dense: dict[str, np.ndarray[Any, Any]]
-
-
-def train(config: RunConfig) -> Iterator[Interval]:
-    """Train the trace and yield at each save."""
-    past, _ = split_by_time(generate_clicks(config.traffic), config.test_share)
-    torch.set_num_threads(config.num_threads)
-    model = SmallDLRM(config.model_config(past))
-    optimizers = make_optimizers(model, table_lr=config.table_lr, dense_lr=config.dense_lr)
-    tables = dict(model.table_parameters())
-    marks = {name: np.zeros(len(weight), np.bool_) for name, weight in tables.items()}
-    batches = TimeOrderedBatches(past, config.batch_size, max_batches=config.steps)
-    for step, batch in enumerate(batches, start=1):
-        train_step(model, optimizers, batch)
-        for column, name in enumerate(tables):
-            marks[name][batch.ids[:, column].numpy()] = True
-        if step % config.save_every == 0:
-            yield Interval(
-                step=step,
-                tables={name: weight.detach().numpy().copy() for name, weight in tables.items()},
-                slots={name: optimizers[0].state[w]["momentum1"].numpy().copy() for name, w in tables.items()},
-                touched={name: np.flatnonzero(mark).astype(np.int64) for name, mark in marks.items()},
-                dense={name: weight.detach().numpy().copy() for name, weight in model.dense_parameters()},
-            )
-            for mark in marks.values():
-                mark[:] = False
 
 
 class Candidate:
@@ -102,9 +60,9 @@ class Candidate:
                 slots, rows = interval.slots[table], interval.touched[table]
                 if txn.kind == "full":
                     options = self._options_for(values[rows]) if self._on_touched else self._options
-                    txn.write_table(table, values, slots={"momentum1": slots}, options=options)
+                    txn.write_table(table, values, slots={SLOT: slots}, options=options)
                 else:
-                    txn.write_rows(table, rows, values[rows], slots={"momentum1": slots[rows]})
+                    txn.write_rows(table, rows, values[rows], slots={SLOT: slots[rows]})
             txn.put_dense(interval.dense)
 
     def sizes(self) -> dict[str, int]:

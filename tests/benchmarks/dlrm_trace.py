@@ -1,0 +1,107 @@
+"""A small DLRM trained for real, and what a checkpoint sees of it: its tables, slots and touched rows at each save.
+
+One thread, one seed, nothing kept on disk: the same arguments give the same intervals, bit for bit, on one machine and
+set of versions. Sizes and quality are measured on the same run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cnr_store.types import Float32s, RowIds
+from cnr_store_tools.demo.batches import TimeOrderedBatches
+from cnr_store_tools.demo.click_log import ClickLog, split_by_time
+from cnr_store_tools.demo.model import SmallDLRM
+from cnr_store_tools.demo.presets import RunConfig
+from cnr_store_tools.demo.traffic import generate_clicks
+from cnr_store_tools.demo.train import make_optimizers, train_step
+
+SLOT = "momentum1"
+"""The one slot of every table: row-wise Adagrad's accumulator, float32 (num_rows,)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """The model after one save interval.
+
+    Attributes
+    ----------
+    step
+        Training steps so far.
+    tables, slots
+        Table name to float32 (num_rows, dim) and (num_rows,): copies, so they stay what they were.
+    touched
+        Table name to the sorted ids of the rows that the interval looked up, int64.
+    dense
+        Everything that is no table, by name: copies.
+    """
+
+    step: int
+    tables: dict[str, Float32s]
+    slots: dict[str, Float32s]
+    touched: dict[str, RowIds]
+    dense: dict[str, npt.NDArray[Any]]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all tables."""
+        return sum(len(values) for values in self.tables.values())
+
+    @property
+    def num_touched(self) -> int:
+        """Rows that the interval touched."""
+        return sum(len(rows) for rows in self.touched.values())
+
+    @property
+    def touched_elements(self) -> int:
+        """Elements of the touched rows, without slots."""
+        return sum(len(rows) * self.tables[name].shape[1] for name, rows in self.touched.items())
+
+    @property
+    def fp32_bytes(self) -> int:
+        """Bytes of all tables and slots in fp32, as a full checkpoint has them."""
+        return sum(array.nbytes for named in (self.tables, self.slots) for array in named.values())
+
+
+def train(config: RunConfig) -> Iterator[Interval]:
+    """Train on the generated traffic of ``config`` and yield at each save. Blocks; see `train_on`."""
+    assert config.traffic is not None
+    past, _ = split_by_time(generate_clicks(config.traffic), config.test_share)
+    return train_on(past, config)
+
+
+def train_on(past: ClickLog, config: RunConfig) -> Iterator[Interval]:
+    """Train on a log in time order, ``config.steps`` batches of it at most, and yield every ``save_every`` steps.
+
+    Sets the number of torch's threads, for the process: with another number of threads sums are taken in another order.
+    """
+    torch.set_num_threads(config.num_threads)
+    model = SmallDLRM(config.model_config(past))
+    optimizers = make_optimizers(model, table_lr=config.table_lr, dense_lr=config.dense_lr)
+    tables = dict(model.table_parameters())
+    marks = {name: np.zeros(len(weight), np.bool_) for name, weight in tables.items()}
+    batches = TimeOrderedBatches(past, config.batch_size, max_batches=config.steps)
+    for step, batch in enumerate(batches, start=1):
+        train_step(model, optimizers, batch)
+        for column, mark in enumerate(marks.values()):
+            mark[batch.ids[:, column].numpy()] = True
+        if step % config.save_every == 0:
+            yield Interval(
+                step=step,
+                tables={name: _copy(weight) for name, weight in tables.items()},
+                slots={name: _copy(optimizers[0].state[weight][SLOT]) for name, weight in tables.items()},
+                touched={name: np.flatnonzero(mark).astype(np.int64) for name, mark in marks.items()},
+                dense={name: _copy(weight) for name, weight in model.dense_parameters()},
+            )
+            for mark in marks.values():
+                mark[:] = False
+
+
+def _copy(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    return tensor.detach().numpy().copy()
