@@ -23,6 +23,7 @@ _UNMEASURED: dict[int, tuple[int, float]] = {2: (25, 1.0), 3: (25, 1.0), 4: (45,
 """The paper's settings by bits, for a sample without rows."""
 
 _SAMPLE_LIMIT = 1024
+_BLOCK_ROWS = 2048
 _WORTH_THE_STEPS = 1.001
 """More greedy steps must lower the error by more than this factor to be taken."""
 
@@ -66,10 +67,23 @@ def sample_mse(sample: Float32s, encoding: Affine) -> float:
     ------
     BadInput, BadShape, BadDtype
     """
+    errors = row_errors(sample, encoding)
+    return float(np.sum(errors)) / (len(errors) * sample.shape[1]) if errors.size else 0.0
+
+
+def row_errors(sample: Float32s, encoding: Affine) -> npt.NDArray[np.float64]:
+    """Return each row's squared error, summed over its elements, after encoding and decoding: float64 (m,).
+
+    ``m`` is less than the sample's rows where the encoding refuses some. float32 (n, dim); read only.
+
+    Raises
+    ------
+    BadInput, BadShape, BadDtype
+    """
     rows = np.ascontiguousarray(sample[affine.codable_rows(sample, param_dtype=encoding.param_dtype)])
     num_rows, dim = rows.shape
     if num_rows == 0:
-        return 0.0
+        return np.zeros(0)
     codes = np.empty((num_rows, packing.packed_width(dim, encoding.bits)), np.uint8)
     scale, zero_point = np.empty(num_rows, encoding.param_dtype), np.empty(num_rows, encoding.param_dtype)
     affine.encode(
@@ -85,7 +99,17 @@ def sample_mse(sample: Float32s, encoding: Affine) -> float:
     )
     decoded = np.empty_like(rows)
     affine.decode(codes, scale, zero_point, bits=encoding.bits, dim=dim, out=decoded)
-    return float(np.mean(np.square(decoded.astype(np.float64) - rows)))
+    return squared_distances(decoded, rows)
+
+
+def squared_distances(found: Float32s, wanted: Float32s) -> npt.NDArray[np.float64]:
+    """Return the squared distance of each row of ``found`` from that of ``wanted``, both (n, dim): float64 (n,)."""
+    errors = np.empty(len(found))
+    for start in range(0, len(found), _BLOCK_ROWS):
+        block = slice(start, start + _BLOCK_ROWS)
+        differences = found[block].astype(np.float64) - wanted[block]
+        errors[block] = np.einsum("ij,ij->i", differences, differences)
+    return errors
 
 
 def choose_greedy(sample: Float32s, bits: int) -> tuple[int, float]:

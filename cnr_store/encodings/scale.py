@@ -7,15 +7,21 @@ told.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from cnr_store.encodings import kernels
-from cnr_store.encodings.choose import choose_greedy, sample_mse
+from cnr_store.encodings.choose import choose_greedy, row_errors, squared_distances
 from cnr_store.encodings.lattice import LARGEST_SCALE, SMALLEST_SCALE, check_scale
-from cnr_store.encodings.widths import as_columns
+from cnr_store.encodings.sampling import SAMPLE_ROWS, RowSample
+from cnr_store.encodings.widths import as_columns, to_float32
 from cnr_store.errors import BadInput
-from cnr_store.types import MAX_CODE, Affine, AffineBits, Float32s, Precision
+from cnr_store.types import MAX_CODE, Affine, AffineBits, Float32s, Precision, TableDtype
 
 FALLBACK_STEPS = 1 << 16
 """Without anything to measure (a sample that is empty, all zero, or constant rows), the scale is the sample's
@@ -29,25 +35,123 @@ _BISECTIONS = 40
 _LARGEST_USABLE = float(np.nextafter(np.float32(LARGEST_SCALE), np.float32(0)))
 
 
-def choose_scale(sample: Float32s, precision: Precision) -> float:
-    """Return the lattice scale for a table, as a number that float32 holds exactly.
+TOLERANCE = 0.02
+"""Half-width, relative, at which `measure_scale` is content with the ratio of errors; the scale goes with its root."""
+
+CONFIDENCE = 0.95
+
+
+class ScaleChoice(msgspec.Struct, frozen=True):
+    """A lattice scale and how sure it is.
+
+    Attributes
+    ----------
+    scale
+        The step, as a number that float32 holds exactly.
+    sample_rows
+        Rows that it was measured on; those with NaN or Inf do not count.
+    mse
+        Mean squared error per element of the lattice on them.
+    relative_half_width
+        With ``confidence``, the lattice's mean squared error on the whole table is within this share of that of the
+        rows asked for (b-bit Check-N-Run rows). 0 where every row was looked at, or the scale was given.
+    confidence
+        Probability, 0 to 1.
+    """
+
+    scale: float
+    sample_rows: int
+    mse: float
+    relative_half_width: float
+    confidence: float = CONFIDENCE
+
+
+def measure_scale(
+    sample: RowSample,
+    dtype: TableDtype,
+    precision: Precision,
+    *,
+    tolerance: float = TOLERANCE,
+    confidence: float = CONFIDENCE,
+    held: float | None = None,
+    may_escape: bool = False,
+) -> ScaleChoice:
+    """Return the lattice scale for a table, on as many rows of the sample as the tolerance needs.
 
     Parameters
     ----------
     sample
-        float32 (n, d): rows of the table, a few thousand are enough. Read only. Rows with NaN or Inf are left
-        out (they are refused, or escape, when they are written).
+        Rows of the table; `SAMPLE_ROWS` of them are looked at, then twice as many, and so on to its end.
     precision
         ``scale``: taken as it is, rounded to float32. ``max_error``: twice it, rounded down. ``bits``: the
         largest scale found whose mean squared error on the sample is at most that of b-bit affine rows
-        (greedy search with its settings chosen on the sample, fp16 parameters), within 0.5 %; see
+        (greedy search with its settings chosen on the first rows, fp16 parameters), within 0.5 %; see
         quantization reference, 5.4.
+    tolerance, confidence
+        For ``bits``: how far, as a share, the ratio of the two errors on the whole table may be from that on the
+        sample, and how sure that must be.
+    held
+        The scale that the table had when it was last restored, if it was; see `spread_over_cells`.
+    may_escape
+        Whether rows beyond the code range of a given scale escape: they do not count, and do not refuse it.
 
     Returns
     -------
-    float
-        The scale. Blocks for the computation alone: milliseconds for given scales, about a second for
-        ``bits``.
+    ScaleChoice
+        Blocks for the reads and the computation: milliseconds for given scales, about a second for ``bits``.
+
+    Raises
+    ------
+    BadInput
+        As `choose_scale`.
+
+    Notes
+    -----
+    Rows are the sampling unit, since elements of a row share its parameters. The interval is that of a ratio of two
+    means by the delta method: residuals ``l_i - R a_i`` of the rows' lattice and affine errors, with the correction
+    for a finite table (Cochran, Sampling Techniques, 3rd ed., 6.4). A bootstrap gives the same where both can be
+    trusted, for many times the work. Neither sees rows that are rare, large and not in the sample: of tables whose
+    error is that of a few rows the interval is too narrow.
+    """
+    _check_one_target(precision)
+    bits = precision.bits
+    if bits is None:
+        rows = _finite(to_float32(sample.rows(), dtype))
+        given = choose_scale(rows[:0], precision)
+        if may_escape:
+            rows = rows[np.abs(rows).max(axis=1, initial=0.0) <= given * MAX_CODE]
+        _check_range(rows, given)
+        return ScaleChoice(given, len(rows), lattice_mse(rows, given), 0.0, confidence)
+    settings: tuple[int, float] | None = None
+    scale: float | None = None
+    count = SAMPLE_ROWS
+    while True:
+        rows = _finite(to_float32(sample.rows(count), dtype))
+        if held is not None:
+            rows = spread_over_cells(rows, held)
+        target = _target_of(rows, bits, settings)
+        settings = target.settings
+        scale = _scale_for_error(rows, target.mse, near=scale)
+        _check_range(rows, scale)
+        errors = lattice_row_errors(rows, scale)
+        whole = sample.size if sample.is_all else None
+        half_width = ratio_half_width(errors, target.row_errors, whole, confidence)
+        if half_width <= tolerance or count >= sample.most:
+            mse = float(np.mean(errors)) / rows.shape[1] if errors.size else 0.0
+            return ScaleChoice(scale, len(rows), mse, half_width, confidence)
+        count *= 2
+
+
+def choose_scale(sample: Float32s, precision: Precision) -> float:
+    """Return the lattice scale that fits these rows, as a number that float32 holds exactly; looks at all of them.
+
+    Parameters
+    ----------
+    sample
+        float32 (n, d). Read only. Rows with NaN or Inf are left out (they are refused, or escape, when they are
+        written).
+    precision
+        As for `measure_scale`.
 
     Raises
     ------
@@ -55,23 +159,95 @@ def choose_scale(sample: Float32s, precision: Precision) -> float:
         If not exactly one target is set, the target is no positive finite number, or the sample holds values
         that would need codes beyond MAX_CODE at this scale.
     """
-    targets = [name for name in ("bits", "max_error", "scale") if getattr(precision, name) is not None]
-    if len(targets) != 1:
-        raise BadInput(
-            f"a precision names exactly one of bits, max_error and scale, found {targets or 'none'}",
-            expected="one of bits, max_error, scale",
-            found=targets,
-        )
-    finite = sample[np.isfinite(sample).all(axis=1)] if sample.size else sample[:0]
+    _check_one_target(precision)
+    finite = _finite(sample)
     if precision.scale is not None:
         scale = float(check_scale(precision.scale))
     elif precision.max_error is not None:
         scale = float(check_scale(_rounded_down(2.0 * precision.max_error)))
     else:
         assert precision.bits is not None
-        scale = _scale_for_bits(finite, precision.bits)
+        scale = _scale_for_error(finite, _target_of(finite, precision.bits).mse)
     _check_range(finite, scale)
     return scale
+
+
+def spread_over_cells(rows: Float32s, scale: float, *, seed: int = 0) -> Float32s:
+    """Return rows as they may have been before a lattice of this scale rounded them; others as they are.
+
+    A restored row lies on the lattice, and so says nothing about what a finer one would cost: affine rows with as many
+    levels as it has points hold it exactly. Each of its values was somewhere in its cell: evenly, as far as is known.
+    Rows of zeros stay: most were never anything else.
+
+    Parameters
+    ----------
+    rows
+        float32 (n, d), finite. Not changed.
+    """
+    if rows.size == 0:
+        return rows
+    step = check_scale(scale)
+    on_lattice = (rows == step * np.rint(rows / step)).all(axis=1) & rows.any(axis=1)
+    spread = rows.copy()
+    moved = np.random.default_rng(seed).random((int(on_lattice.sum()), rows.shape[1]), np.float32) - np.float32(0.5)
+    spread[on_lattice] += step * moved
+    return spread
+
+
+def pooled(choices: Sequence[ScaleChoice], elements: Sequence[int]) -> ScaleChoice:
+    """Return one choice for a table from those of its shards, of so many elements each. Pure.
+
+    The scale is the root of the mean of the squared scales, weighted by elements: its square is 12 times the mean
+    squared error that was asked for, so this is the scale that the rows of all shards together ask for. Their
+    samples are independent, so the squares of the half-widths add up.
+    """
+    if len(choices) == 1 or len({choice.scale for choice in choices}) == 1:
+        scale = choices[0].scale
+    else:
+        measured = [(c.scale, n) for c, n in zip(choices, elements, strict=True) if n] or [
+            (c.scale, 1) for c in choices
+        ]
+        total = sum(n for _, n in measured)
+        scale = float(np.float32(math.sqrt(sum(scale**2 * n for scale, n in measured) / total)))
+    weights = [choice.mse * n for choice, n in zip(choices, elements, strict=True)]
+    error = sum(weights)
+    half_width = math.hypot(*(w * c.relative_half_width for w, c in zip(weights, choices, strict=True)))
+    return ScaleChoice(
+        scale,
+        sum(choice.sample_rows for choice in choices),
+        error / sum(elements) if sum(elements) else 0.0,
+        half_width / error if error else 0.0,
+        choices[0].confidence,
+    )
+
+
+def ratio_half_width(
+    errors: npt.NDArray[np.float64], targets: npt.NDArray[np.float64], num_rows: int | None, confidence: float
+) -> float:
+    """Return half the width of the confidence interval of ``mean(errors) / mean(targets)``, relative to it. Pure.
+
+    Parameters
+    ----------
+    errors, targets
+        float64 (n,): two figures of each sampled row. `measure_scale` says how, and when not to trust it.
+    num_rows
+        Rows of the table that they are a sample of; None if that is not known, or large.
+
+    Returns
+    -------
+    float
+        0 for a sample of all rows, or of none; inf for one row of several.
+    """
+    count = len(errors)
+    left_out = 1.0 if num_rows is None else max(0.0, 1.0 - count / max(num_rows, 1))
+    total, of_targets = float(np.sum(errors)), float(np.sum(targets))
+    if count == 0 or left_out == 0.0 or total == 0.0 or of_targets == 0.0:
+        return 0.0
+    if count == 1:
+        return math.inf
+    residuals = errors - (total / of_targets) * targets
+    deviation = math.sqrt(float(np.sum(np.square(residuals))) / (count - 1))
+    return NormalDist().inv_cdf(0.5 + confidence / 2) * deviation * math.sqrt(left_out * count) / total
 
 
 def lattice_mse(sample: Float32s, scale: float) -> float:
@@ -82,8 +258,19 @@ def lattice_mse(sample: Float32s, scale: float) -> float:
     BadInput
         If a value needs a code beyond MAX_CODE.
     """
+    return float(np.sum(lattice_row_errors(sample, scale))) / sample.size if sample.size else 0.0
+
+
+def lattice_row_errors(sample: Float32s, scale: float) -> npt.NDArray[np.float64]:
+    """Return each row's squared error, summed over its elements: float64 (n,), of a finite sample (n, d).
+
+    Raises
+    ------
+    BadInput
+        If a value needs a code beyond MAX_CODE.
+    """
     if sample.size == 0:
-        return 0.0
+        return np.zeros(len(sample))
     step = check_scale(scale)
     block = as_columns(np.ascontiguousarray(sample))
     codes, flags = np.empty(block.shape, np.int32), np.zeros(len(block), np.uint8)
@@ -92,7 +279,7 @@ def lattice_mse(sample: Float32s, scale: float) -> float:
         _check_range(sample, scale)
     values = codes.view(np.float32)
     kernels.lattice_decode_in_place(values, step)
-    return float(np.mean(np.square(values.astype(np.float64) - block)))
+    return squared_distances(values, block)
 
 
 def affine_mse(sample: Float32s, bits: AffineBits) -> float:
@@ -102,25 +289,54 @@ def affine_mse(sample: Float32s, bits: AffineBits) -> float:
     between 1 and 2 by a power of two first, so that fp16 parameters neither overflow nor vanish: the target then
     depends on the shape of the rows, not on their unit.
     """
+    return _target_of(sample, bits).mse
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Target:
+    """The error of affine rows: their mean, each row's, and the settings of the greedy search (None: all zero)."""
+
+    mse: float
+    row_errors: npt.NDArray[np.float64]
+    settings: tuple[int, float] | None
+
+
+def _target_of(sample: Float32s, bits: AffineBits, settings: tuple[int, float] | None = None) -> _Target:
     largest = float(np.max(np.abs(sample), initial=0.0))
     if largest == 0.0:
-        return 0.0
+        return _Target(0.0, np.zeros(len(sample)), settings)
     exponent = math.frexp(largest)[1] - 1
     rows = np.ascontiguousarray(np.ldexp(sample, -exponent), dtype=np.float32)
-    num_bins, ratio = choose_greedy(rows, bits)
-    rows_encoding = Affine(bits, search="greedy", param_dtype="float16", num_bins=num_bins, ratio=ratio)
-    return math.ldexp(sample_mse(rows, rows_encoding), 2 * exponent)
+    num_bins, ratio = settings or choose_greedy(rows, bits)
+    errors = row_errors(rows, Affine(bits, search="greedy", param_dtype="float16", num_bins=num_bins, ratio=ratio))
+    return _Target(
+        math.ldexp(float(np.sum(errors)) / rows.size, 2 * exponent), np.ldexp(errors, 2 * exponent), (num_bins, ratio)
+    )
 
 
-def _scale_for_bits(sample: Float32s, bits: AffineBits) -> float:
+def _finite(sample: Float32s) -> Float32s:
+    return sample[np.isfinite(sample).all(axis=1)] if sample.size else sample[:0]
+
+
+def _check_one_target(precision: Precision) -> None:
+    targets = [name for name in ("bits", "max_error", "scale") if getattr(precision, name) is not None]
+    if len(targets) != 1:
+        raise BadInput(
+            f"a precision names exactly one of bits, max_error and scale, found {targets or 'none'}",
+            expected="one of bits, max_error, scale",
+            found=targets,
+        )
+
+
+def _scale_for_error(sample: Float32s, target: float, *, near: float | None = None) -> float:
+    """Return the largest scale found whose error on the sample is at most ``target``; ``near``: where to look first."""
     largest = float(np.max(np.abs(sample), initial=0.0))
-    target = affine_mse(sample, bits) if largest > 0.0 else 0.0
     start = math.sqrt(12.0 * target)
     # Below this the sample itself would come near the end of the code range.
     finest = largest / (MAX_CODE // 4)
     if start <= finest:
         return _usable(math.ldexp(1.0, math.frexp(largest or 1.0)[1] - 1) / FALLBACK_STEPS)
-    fits, misses = _bracket(sample, target, start, finest, largest)
+    fits, misses = _bracket(sample, target, near or start, finest, largest)
     for _ in range(_BISECTIONS):
         if misses is None or lattice_mse(sample, fits) >= (1.0 - MSE_TOLERANCE) * target:
             break
