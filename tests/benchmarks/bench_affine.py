@@ -9,12 +9,11 @@ times torch's. At 2 bits torch's greedy falls back to min-max on many rows (quan
 
 from __future__ import annotations
 
-import argparse
-import platform
 import time
 from collections.abc import Callable
 from typing import Any
 
+import harness
 import numpy as np
 import torch
 
@@ -69,47 +68,60 @@ def seconds(function: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--rows", type=int, default=1000)
-    parser.add_argument("--repeats", type=int, default=9)
-    arguments = parser.parse_args()
+    options = harness.arguments(__doc__, rows=1000, repeats=9).parse_args()
     torch.set_num_threads(1)
-    quantized = torch.ops.quantized
-    prepack = {2: quantized.embedding_bag_2bit_prepack, 4: quantized.embedding_bag_4bit_prepack}
-    unpack = {2: quantized.embedding_bag_2bit_unpack, 4: quantized.embedding_bag_4bit_unpack}
+    report = harness.Report(f"affine rows against torch's greedy prepack, {options.rows:,} rows, one thread")
+    report.start()
     rng = np.random.default_rng(0)
-    print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, {arguments.rows} rows")
-    print(
-        f"{'bits':>4} {'dim':>4} {'rows':<8} {'torch us':>9} {'grid us':>8} {'faster':>7} {'error/torch':>12} "
-        f"{'error/greedy':>13} {'minmax us':>10}"
+    cells = [
+        compare(bits, kind, rows_of(kind, options.rows, dim, rng), options.repeats)
+        for bits in (2, 4)
+        for dim in (16, 64, 128)
+        for kind in ("gauss", "laplace", "outlier")
+    ]
+    columns = (
+        "bits",
+        "dim",
+        "rows",
+        "torch, us",
+        "grid, us",
+        "faster",
+        "error / torch",
+        "error / greedy",
+        "minmax, us",
     )
-    misses = 0
-    for bits in (2, 4):
-        for dim in (16, 64, 128):
-            for kind in ("gauss", "laplace", "outlier"):
-                rows = rows_of(kind, arguments.rows, dim, rng)
-                tensor = torch.from_numpy(rows)
-                grid, minmax = Ours(rows, bits), Ours(rows, bits, search="minmax")
-                greedy = Ours(rows, bits, search="greedy", num_bins=200, ratio=0.5 if bits == 2 else 0.16)
-                grid_error, greedy_error = grid.error(), greedy.error()
-                packed = prepack[bits](tensor, True, 200, 0.16)
-                torch_error = float(torch.mean(torch.square(unpack[bits](packed) - tensor).double()))
-                torch_s, grid_s, minmax_s = [], [], []
-                for _ in range(arguments.repeats):
-                    torch_s.append(seconds(lambda: prepack[bits](tensor, True, 200, 0.16)))  # noqa: B023
-                    grid_s += [seconds(grid.encode) for _ in range(3)]
-                    minmax_s += [seconds(minmax.encode) for _ in range(3)]
-                torch_us, grid_us, minmax_us = (
-                    1e6 * min(times) / arguments.rows for times in (torch_s, grid_s, minmax_s)
-                )
-                speed, error = torch_us / grid_us, grid_error / torch_error
-                hit = speed >= SPEED_TARGET and error <= ERROR_TARGET
-                misses += not hit
-                print(
-                    f"{bits:>4} {dim:>4} {kind:<8} {torch_us:>9.2f} {grid_us:>8.3f} {speed:>6.1f}x {error:>12.4f} "
-                    f"{grid_error / greedy_error:>13.4f} {minmax_us:>10.3f}{'' if hit else '  MISS'}"
-                )
-    print("all targets met" if misses == 0 else f"{misses} cells miss a target")
+    report.table("one row", columns, cells, "least CPU time of a row; errors are mean squares of what comes back")
+    faster, errors = [float(cell[5]) for cell in cells], [float(cell[6]) for cell in cells]
+    report.add(
+        "faster than torch, slowest cell", min(faster), goal=SPEED_TARGET, sense="at least",
+        low=min(faster), high=max(faster),
+    )  # fmt: skip
+    report.add("error / torch, worst cell", max(errors), goal=ERROR_TARGET, low=min(errors), high=max(errors))
+    report.finish(options.json)
+
+
+def compare(
+    bits: int, kind: str, rows: Float32s, repeats: int
+) -> tuple[int, int, str, float, float, float, float, float, float]:
+    """Time one kind of rows in turns: ours three times for each of torch's."""
+    quantized = torch.ops.quantized
+    prepack = {2: quantized.embedding_bag_2bit_prepack, 4: quantized.embedding_bag_4bit_prepack}[bits]
+    unpack = {2: quantized.embedding_bag_2bit_unpack, 4: quantized.embedding_bag_4bit_unpack}[bits]
+    tensor = torch.from_numpy(rows)
+    grid, minmax = Ours(rows, bits), Ours(rows, bits, search="minmax")
+    greedy = Ours(rows, bits, search="greedy", num_bins=200, ratio=0.5 if bits == 2 else 0.16)
+    grid_error, greedy_error = grid.error(), greedy.error()
+    torch_error = float(torch.mean(torch.square(unpack(prepack(tensor, True, 200, 0.16)) - tensor).double()))
+    torch_s, grid_s, minmax_s = [], [], []
+    for _ in range(repeats):
+        torch_s.append(seconds(lambda: prepack(tensor, True, 200, 0.16)))
+        grid_s += [seconds(grid.encode) for _ in range(3)]
+        minmax_s += [seconds(minmax.encode) for _ in range(3)]
+    torch_us, grid_us, minmax_us = (1e6 * min(times) / len(rows) for times in (torch_s, grid_s, minmax_s))
+    return (
+        bits, rows.shape[1], kind, torch_us, grid_us, torch_us / grid_us,
+        grid_error / torch_error, grid_error / greedy_error, minmax_us,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

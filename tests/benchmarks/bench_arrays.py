@@ -1,15 +1,11 @@
 """Write and read int16 (1,000,000 x 64) codes: zarr-python against `cnr_store.arrays`, time and peak memory.
 
-    python tests/benchmarks/bench_arrays.py
-
-Each run is a fresh process with two threads on a temporary folder; neither side syncs. Peaks are VmHWM, reset before
-each phase, beyond what the array and the output take.
+``python tests/benchmarks/bench_arrays.py``. Each run is a fresh process with two threads on a temporary folder; neither
+side syncs. Peaks are VmHWM, reset before each phase, beyond what the array and the output take.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -18,9 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
 
-ROWS, DIM, RUNS = 1_000_000, 64, 3
+DIM = 64
 
 
 def peak_mib() -> float:
@@ -91,35 +88,42 @@ def directly(folder: str, codes: Any, out: Any, chunk_rows: int) -> list[tuple[f
         ]
 
 
-def one_run(side: str) -> None:
+def one_run(side: str, rows: int) -> list[float]:
     from cnr_store import arrays
 
     random = np.random.default_rng(0)
-    codes = np.empty((ROWS, DIM), np.int16)
-    for start in range(0, ROWS, 50_000):
-        codes[start : start + 50_000] = np.rint(random.laplace(0, 1.2, (50_000, DIM)))
+    codes = np.empty((rows, DIM), np.int16)
+    for start in range(0, rows, 50_000):
+        block = codes[start : start + 50_000]
+        block[...] = np.rint(random.laplace(0, 1.2, block.shape))
     out = np.zeros_like(codes)
-    run = through_zarr if side == "zarr" else directly
+    run = through_zarr if side == "zarr-python" else directly
     with tempfile.TemporaryDirectory() as folder:
-        results = run(folder, codes, out, arrays.chunk_rows_for(ROWS, 2 * DIM))
+        results = run(folder, codes, out, arrays.chunk_rows_for(rows, 2 * DIM))
     assert np.array_equal(out, codes)
-    print(" ".join(f"{seconds:.4f} {mib:.1f}" for seconds, mib in results))
+    return [figure for pair in results for figure in pair]
 
 
 def main() -> None:
-    best: dict[str, list[float]] = {}
-    for _ in range(RUNS):
-        for side in ("zarr", "direct"):
-            command = [sys.executable, __file__, side]
-            found = [
-                float(x) for x in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-            ]
-            best[side] = [min(pair) for pair in zip(best.get(side, found), found, strict=True)]
-    for side, (write, write_mib, read, read_mib) in best.items():
-        print(f"{side:7} write {write:.3f} s, peak +{write_mib:.0f} MiB; read {read:.3f} s, peak +{read_mib:.0f} MiB")
-    ratio = [a / b for a, b in zip(best["direct"], best["zarr"], strict=True)]
-    print(f"direct / zarr-python (best of {RUNS}): write time {ratio[0]:.2f}, read time {ratio[2]:.2f}")
+    options = harness.arguments(__doc__, rows=1_000_000, repeats=3).parse_args()
+    report = harness.Report(f"chunks: int16 ({options.rows:,} x {DIM}) through zarr-python and directly, two threads")
+    report.start()
+    found: dict[str, list[list[float]]] = {"zarr-python": [], "cnr_store.arrays": []}
+    for _ in range(options.repeats):
+        for side, runs in found.items():
+            runs.append(harness.in_fresh_process(__file__, "one_run", side=side, rows=options.rows))
+    best = {side: [min(column) for column in zip(*runs, strict=True)] for side, runs in found.items()}
+    columns = ("side", "write, s", "its peak, MiB", "read, s", "its peak, MiB")
+    report.table(f"best of {options.repeats}", columns, [(side, *figures) for side, figures in best.items()])
+    for name, column in (("write", 0), ("read", 2)):
+        ratios = [
+            ours[column] / theirs[column]
+            for ours, theirs in zip(found["cnr_store.arrays"], found["zarr-python"], strict=True)
+        ]
+        value = best["cnr_store.arrays"][column] / best["zarr-python"][column]
+        report.add(f"{name}: directly / zarr-python, best of each", value, low=min(ratios), high=max(ratios))
+    report.finish(options.json)
 
 
 if __name__ == "__main__":
-    one_run(sys.argv[1]) if len(sys.argv) > 1 else main()
+    main()

@@ -8,10 +8,10 @@ files that are not fsynced; requests are counted at the storage, a listing of a 
 from __future__ import annotations
 
 import resource
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 import harness
 import numpy as np
@@ -24,6 +24,7 @@ from cnr_store.storage.local import LocalStorage
 
 SEGMENTS, OBJECTS = 1000, 100_000
 DAY_MS = 86_400_000
+REQUESTS = ("list", "get", "create", "put", "delete")
 
 
 class CountingStorage(LocalStorage):
@@ -59,49 +60,67 @@ class CountingStorage(LocalStorage):
         super().delete(chosen)
 
 
-def build(storage: LocalStorage) -> int:
+def build(storage: LocalStorage, segments: int, objects: int) -> int:
     """Make full checkpoints, each filled up with objects as a large table would have them; returns the objects."""
     store = Store.create_on(storage)
     with store.writer() as writer:
-        for step in range(SEGMENTS):
+        for step in range(segments):
             with writer.begin(step, "full") as txn:
                 txn.write_table("t", np.full((4, 2), step, np.float32), options=TableOptions(scale=1.0))
     present = sum(1 for _ in storage.list_objects(DATA))
-    more = -(-(OBJECTS - present) // SEGMENTS)
+    more = -(-(objects - present) // segments)
     for name in storage.list_folders(DATA):
         for number in range(more):
             storage.put(segment_key(name, f"r00000-12345678/t/c/{number}"), b"x")
-    return present + more * SEGMENTS
+    return present + more * segments
 
 
-def measure(name: str, storage: CountingStorage, *, dry_run: bool, now_ms: int) -> GcReport:
-    """Run one collection and print what it asked for."""
-    store = Store.open_on(storage)
-    storage.counts.clear()
-    started = time.perf_counter()
-    report = collect_garbage(store, policy=RetentionPolicy(keep_last=1), dry_run=dry_run, clock_ms=lambda: now_ms)
-    elapsed_s = time.perf_counter() - started
-    shown = ", ".join(f"{storage.counts[kind]} {kind}" for kind in ("list", "get", "create", "put", "delete"))
-    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"{name:17}{elapsed_s:7.2f} s  {shown}; {report.outcome}: {report.named} segments given up, "
-          f"{report.deleted_segments} of {report.deleted_objects} objects gone; peak {peak_mib:.0f} MiB")  # fmt: skip
-    return report
+@dataclass(slots=True)
+class Runs:
+    """Collections of one store, and what each asked for."""
+
+    storage: CountingStorage
+    rows: list[tuple[harness.Cell, ...]] = field(default_factory=list)
+
+    def measure(self, name: str, *, dry_run: bool, now_ms: int) -> GcReport:
+        """Run one collection and keep what it asked for."""
+        store = Store.open_on(self.storage)
+        self.storage.counts.clear()
+        started = time.perf_counter()
+        report = collect_garbage(store, policy=RetentionPolicy(keep_last=1), dry_run=dry_run, clock_ms=lambda: now_ms)
+        counts = tuple(self.storage.counts[kind] for kind in REQUESTS)
+        peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+        self.rows.append((
+            name, time.perf_counter() - started, *counts, report.outcome, report.named, report.deleted_segments,
+            report.deleted_objects, peak_mib,
+        ))  # fmt: skip
+        return report
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory(dir=harness.DATA_FOLDER) as folder:
-        print(f"{SEGMENTS} segments, {build(LocalStorage(folder, fsync=False))} objects")
-        storage = CountingStorage(folder)
+    parser = harness.arguments(__doc__, rows=OBJECTS, repeats=1)
+    options = parser.parse_args()
+    segments = SEGMENTS // 20 if options.quick else SEGMENTS
+    report = harness.Report("garbage collection: requests, by object where objects are deleted")
+    report.start()
+    with harness.data_folder(options.folder) as folder:
+        objects = build(LocalStorage(str(folder), fsync=False), segments, options.rows // (20 if options.quick else 1))
+        report.note(f"{segments:,} segments, {objects:,} objects")
+        runs = Runs(CountingStorage(str(folder)))
         now_ms = time.time_ns() // 1_000_000
         later_ms = now_ms + 2 * DAY_MS
-        measure("dry run", storage, dry_run=True, now_ms=now_ms)
-        measure("give up", storage, dry_run=False, now_ms=now_ms)
-        due = measure("dry run when due", storage, dry_run=True, now_ms=later_ms)
-        assert sum(segment.state == "due" for segment in due.segments) == SEGMENTS - 1
-        done = measure("delete", storage, dry_run=False, now_ms=later_ms)
-        assert done.deleted_segments == SEGMENTS - 1
-        assert storage.counts["list"] < SEGMENTS + 20
-        assert measure("nothing to do", storage, dry_run=False, now_ms=later_ms).outcome == "clean"
+        runs.measure("dry run", dry_run=True, now_ms=now_ms)
+        runs.measure("give up", dry_run=False, now_ms=now_ms)
+        due = runs.measure("dry run when due", dry_run=True, now_ms=later_ms)
+        assert sum(segment.state == "due" for segment in due.segments) == segments - 1
+        done = runs.measure("delete", dry_run=False, now_ms=later_ms)
+        assert done.deleted_segments == segments - 1
+        lists = runs.storage.counts["list"]
+        assert runs.measure("nothing to do", dry_run=False, now_ms=later_ms).outcome == "clean"
+    columns = ("run", "seconds", *REQUESTS, "outcome", "given up", "segments gone", "objects gone", "peak, MiB")
+    report.table("requests of each run", columns, runs.rows)
+    report.add("listings of the run that deletes / segments", lists / segments, goal=1.0 + 20 / segments)
+    report.finish(options.json)
 
 
 if __name__ == "__main__":

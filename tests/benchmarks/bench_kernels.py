@@ -1,19 +1,16 @@
-"""Million elements per second of each row kernel, and its time against a memcpy of the same bytes, in one
-run.
+"""Million elements per second of each row kernel, and its time against a memcpy of the same bytes, in one run.
 
-Run: ``python tests/benchmarks/bench_kernels.py [--rows 200000] [--dim 64] [--table-rows 1000000] [--repeats
-7]``. One thread.
+``python tests/benchmarks/bench_kernels.py [--dim 64] [--table-rows 1000000]``. One thread.
 """
 
 from __future__ import annotations
 
-import argparse
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
+import harness
 import numpy as np
 
 from cnr_store.encodings import digest, float_bits, kernels
@@ -103,24 +100,25 @@ def cases(rows: int, dim: int, table_rows: int) -> list[tuple[str, int, Callable
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=200_000)
+    parser = harness.arguments(__doc__, rows=200_000, repeats=7)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--table-rows", type=int, default=1_000_000)
-    parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args()
+    report = harness.Report(f"kernels: {options.rows:,} of {options.table_rows:,} rows x {options.dim}, one thread")
+    report.start()
     source = np.ones(options.rows * options.dim * 4, np.uint8)
     target = np.empty_like(source)
     copy_s, _ = seconds(lambda: np.copyto(target, source), options.repeats)
     bytes_per_second = 2 * source.nbytes / copy_s
-    print(f"{platform.machine()}, numpy {np.__version__}, {options.rows} of {options.table_rows} rows x {options.dim}")
-    print(f"memcpy of {source.nbytes / 1e6:.0f} MB: {bytes_per_second / 1e9:.1f} GB/s read + written\n")
-    print(f"{'kernel':38s} {'Melem/s':>8s} {'x memcpy time':>14s} {'spread':>7s}")
+    report.note(f"memcpy of {source.nbytes / 1e6:.0f} MB: {bytes_per_second / 1e9:.1f} GB/s read and written")
+    rows = []
     for name, size_bytes, work in cases(options.rows, options.dim, options.table_rows):
         elements = options.rows * (1 if "1-d" in name else options.dim)
         taken, spread = seconds(work, options.repeats)
-        ratio = taken / (size_bytes / bytes_per_second)
-        print(f"{name:38s} {elements / taken / 1e6:8.0f} {ratio:14.2f} {spread:7.0%}")
+        rows.append((name, elements / taken / 1e6, taken * bytes_per_second / size_bytes, spread))
+    columns = ("kernel", "million elements/s", "time / memcpy of its bytes", "median over best, less 1")
+    report.table("best of the repeats", columns, rows)
+    report.finish(options.json)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,7 @@ from typing import Any
 import harness
 import numpy as np
 import torch
-from drifting import DIM, TABLE, DriftingTable
-from numcodecs.zstd import Zstd
-from pcodec import standalone
+from drifting import DIM, TABLE, DriftingTable, decompress
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -113,12 +111,6 @@ def note_parts(report: harness.Report, local: Local) -> None:
     codes = np.empty(arrays.chunk_shape(entry), entry.dtype)
     multipliers = digest.column_multipliers(0, DIM)
 
-    def decompress(payload: bytes) -> None:
-        if entry.codec == "pcodec":
-            standalone.simple_decompress_into(payload, codes.reshape(-1))
-        else:
-            Zstd().decode(memoryview(payload)[:-4], out=codes.reshape(-1).view(np.uint8))
-
     def convert(start: int, stop: int) -> None:
         out = local.target[start:stop]
         block = codes[: stop - start]
@@ -128,7 +120,7 @@ def note_parts(report: harness.Report, local: Local) -> None:
     work: dict[str, Callable[[], object]] = {
         "reading files": lambda: [path.read_bytes() for path in paths],
         "xxh3": lambda: [object_digest(one) for one in data],
-        f"{entry.codec} of {entry.dtype}": lambda: [decompress(one) for one in data],
+        f"{entry.codec} of {entry.dtype}": lambda: [decompress(entry, one, codes) for one in data],
         "codes to floats, and digest": lambda: [convert(*one) for one in ranges],
     }
     found = harness.alternating(work, 3)

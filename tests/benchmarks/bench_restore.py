@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import harness
 import numpy as np
 import torch
-from drifting import DIM, TABLE, DriftingTable, decode_ranges
-from pcodec import standalone
+from drifting import DIM, TABLE, DriftingTable, decode_ranges, decompress
 from safetensors.torch import load_file, save_file
 
 from cnr_store import Store, TableOptions, arrays
@@ -107,10 +107,9 @@ def _apply(
         kernels.put_codes(codes, rows, 0, block, 0)
 
 
-def _decode(root: Path, entry: ArrayEntry, index: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int16]]:
-    data = (root / arrays.chunk_path(entry, index)).read_bytes()
+def _decode(root: Path, entry: ArrayEntry, index: int) -> np.ndarray[tuple[int, ...], Any]:
     out = np.empty(arrays.chunk_shape(entry), entry.dtype)
-    standalone.simple_decompress_into(data[:-4], out.reshape(-1))
+    decompress(entry, (root / arrays.chunk_path(entry, index)).read_bytes(), out)
     return out
 
 

@@ -160,6 +160,8 @@ def main() -> None:
     parser = harness.arguments(__doc__, rows=10_000_000, repeats=31)
     parser.add_argument("--steps", type=int, default=1500, help="of the demo's model; a third of it of the larger one")
     options = parser.parse_args()
+    if options.quick:
+        options.steps = min(options.steps, 150)
     warmup()
     report = harness.Report(f"tracking: {NUM_IDS} ids, {options.rows} rows, steps of the demo's DLRM")
     report.start()

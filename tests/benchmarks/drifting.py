@@ -14,16 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import zarr
+from numcodecs import Zstd
 from numcodecs.pcodec import PCodec
+from pcodec import standalone
 from zarr.codecs import Crc32cCodec
 from zarr.codecs import numcodecs as zarr_numcodecs
 
 from cnr_store import arrays
 from cnr_store.encode import ENCODE_ROWS
 from cnr_store.encodings import digest, kernels
+from cnr_store.records import ArrayEntry
 from cnr_store.table_codes import BLOCK_ROWS, TASK_ROWS
-from cnr_store.types import Float32s, RowIds
+from cnr_store.types import Codes, Float32s, RowIds
 from cnr_store.workers import Workers, blocks
 
 DIM = 64
@@ -160,3 +164,11 @@ def _pcodec_config(entry: Any) -> dict[str, Any]:
 
 def _pcodec(entry: Any) -> PCodec:
     return PCodec(**_pcodec_config(entry))
+
+
+def decompress(entry: ArrayEntry, data: bytes, out: Codes | npt.NDArray[np.int8] | RowIds) -> None:
+    """Decode a chunk's bytes, its crc32c left aside, into ``out``, an array of the chunk's shape."""
+    if entry.codec == "pcodec":
+        standalone.simple_decompress_into(data[:-4], out.reshape(-1))
+    else:
+        Zstd().decode(memoryview(data)[:-4], out=out.reshape(-1).view(np.uint8))
