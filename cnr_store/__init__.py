@@ -74,7 +74,7 @@ from cnr_store.snapshot import Snapshot, TableView
 from cnr_store.status import HeadStatus, LastMaintenance, StoreStatus, read_status
 from cnr_store.store import Store
 from cnr_store.transaction import Declaration, Transaction
-from cnr_store.types import Rectangle, TableOptions
+from cnr_store.types import Rectangle, TableOptions, Threshold
 from cnr_store.verify import Problem, VerifyReport, verify_store
 from cnr_store.writer import Writer
 
@@ -117,6 +117,7 @@ __all__ = [
     "Transaction",
     "TableView",
     "TableOptions",
+    "Threshold",
     "Store",
     "Snapshot",
     "ChunkLru",

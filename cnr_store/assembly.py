@@ -14,7 +14,7 @@ import numpy as np
 from cnr_store.baseline import StagedTable
 from cnr_store.changes import StagedRows
 from cnr_store.placement import Shard
-from cnr_store.records import DenseEntry, PartEntry, RowListEntry, TableSchema
+from cnr_store.records import DenseEntry, PartEntry, RowListEntry, TableSchema, WaitingEntry
 from cnr_store.segment import SegmentWriter
 from cnr_store.snapshot import Snapshot
 from cnr_store.storage import object_digest
@@ -102,12 +102,20 @@ class Assembly:
                 dtypes.setdefault(name, old.dtype)
         self.out.write_dense(changed, dtypes)
 
-    def part(self, shard: Shard, schema: TableSchema, base_digest: int | None, state_digest: int | None) -> PartEntry:
+    def part(
+        self,
+        shard: Shard,
+        schema: TableSchema,
+        base_digest: int | None,
+        state_digest: int | None,
+        waiting: WaitingEntry | msgspec.UnsetType = msgspec.UNSET,
+    ) -> PartEntry:
         """Return the manifest's line for this writer's rectangle of a table."""
         rectangle = shard.rectangle_in(schema)
         return PartEntry(
             table=shard.table, folder=self._folder(shard, schema), rows=rectangle.rows, columns=rectangle.columns,
-            base_digest=_hex(base_digest), state_digest=_hex(state_digest), **self.entries.get(shard, {}),
+            base_digest=_hex(base_digest), state_digest=_hex(state_digest), waiting=waiting,
+            **self.entries.get(shard, {}),
         )  # fmt: skip
 
     def _folder(self, shard: Shard, schema: TableSchema) -> str:

@@ -32,6 +32,7 @@ from cnr_store.encode import (
 from cnr_store.encodings import digest, float_bits, kernels, widths
 from cnr_store.records import TableSchema
 from cnr_store.table_codes import ABSENT, CODED, ESCAPED, Array, ArraySpec, TableCodes, array_specs, escape_bits
+from cnr_store.thresholds import Energies, Held, Hold, Largest
 from cnr_store.types import Lattice, RowIds, TableOptions
 from cnr_store.workers import Workers, blocks
 
@@ -42,12 +43,14 @@ _BAD = kernels.BAD_ROW
 class StagedRows:
     """What one save does to a table's rows: lists by operation, and the state digest they lead to.
 
-    ``digest`` is None for tables without a mirror.
+    ``digest`` is None for tables without a mirror. ``held``: which rows are in no list because they wait; None where
+    none may.
     """
 
     schema: TableSchema
     lists: dict[str, StagedList] = field(default_factory=dict)
     digest: int | None = None
+    held: Held | None = None
 
     def apply(self, mirror: TableCodes, workers: Workers) -> None:
         """Move the mirror to what was staged; call once, after the commit has won. Blocks; runs on ``workers``."""
@@ -73,6 +76,7 @@ def stage_rows(
     absolute: bool,
     on_bad_rows: OnBadRows,
     workers: Workers,
+    hold: Hold | None = None,
 ) -> StagedRows:
     """Encode touched rows against the mirror: ``add`` where it has codes, else ``set``; unchanged rows leave.
 
@@ -86,6 +90,8 @@ def stage_rows(
         Write ``set`` rows although there is a mirror (one_shot deltas apply to the baseline, not to the mirror).
     on_bad_rows
         Rows with NaN, Inf or codes beyond the range: raise, or keep them as escape rows.
+    hold
+        Which of the ``add`` rows wait for a later save; None: none does.
 
     Raises
     ------
@@ -95,14 +101,14 @@ def stage_rows(
     specs = array_specs(schema, given.columns)
     staged = StagedRows(schema)
     try:
-        return _stage(staged, specs, mirror, given, base_digest, absolute, workers)
+        return _stage(staged, specs, mirror, given, base_digest, absolute, workers, hold)
     except FoundBadRows:
         bad = _find_bad(specs, given, workers)
     rows = given.rows[bad]
     if on_bad_rows == "refuse":
         raise refused_rows(table, int(rows[0]), len(rows))
     staged = StagedRows(schema, {"escape": escape_list(specs, given.take(bad))})
-    return _stage(staged, specs, mirror, given.take(~bad), base_digest, absolute, workers)
+    return _stage(staged, specs, mirror, given.take(~bad), base_digest, absolute, workers, hold)
 
 
 def _stage(
@@ -113,15 +119,16 @@ def _stage(
     base_digest: int | None,
     absolute: bool,
     workers: Workers,
+    hold: Hold | None,
 ) -> StagedRows:
     schema = staged.schema
     change = _leaving(mirror, staged.lists["escape"].rows) if "escape" in staged.lists and mirror is not None else 0
     coded = mirror.is_coded(given.rows) if mirror is not None and not absolute else np.zeros(len(given.rows), np.bool_)
     if coded.all() and len(given.rows) and mirror is not None:
-        change += _stage_add(staged, specs, mirror, given, workers)
+        change += _stage_add(staged, specs, mirror, given, workers, hold)
     else:
         if coded.any() and mirror is not None:
-            change += _stage_add(staged, specs, mirror, given.take(coded), workers)
+            change += _stage_add(staged, specs, mirror, given.take(coded), workers, hold)
             given = given.take(~coded)
         if len(given.rows):
             if mirror is not None:
@@ -156,25 +163,36 @@ def _find_bad(specs: Mapping[str, ArraySpec], given: Given, workers: Workers) ->
 
 
 def _stage_add(
-    staged: StagedRows, specs: Mapping[str, ArraySpec], mirror: TableCodes, given: Given, workers: Workers
+    staged: StagedRows,
+    specs: Mapping[str, ArraySpec],
+    mirror: TableCodes,
+    given: Given,
+    workers: Workers,
+    hold: Hold | None,
 ) -> int:
-    """Stage ``add`` rows; returns the change of the digest. Rows whose every code is unchanged leave."""
+    """Stage ``add`` rows; returns the change of the digest. Rows whose every code is unchanged leave, some wait."""
     count = len(given.rows)
     flags = np.zeros(count, np.uint8)
     if not all(spec.is_additive for spec in specs.values()):
         flags |= 1
     arrays: dict[str, Array] = {}
     change = 0
+    moved = None if hold is None else (np.empty(count, np.int64), np.empty(count, np.int32))
     for name, spec in specs.items():
         if not spec.is_additive:
             arrays |= encode_absolute(spec, given.values[name], workers)
             continue
-        arrays[name], changed = _differences(spec, mirror, given, flags, workers)
+        arrays[name], changed = _differences(spec, mirror, given, flags, workers, moved if name == "codes" else None)
         change += changed
     if (flags == _BAD).any():
         raise FoundBadRows
     rows = given.rows
     keep = flags == 1
+    if hold is not None and moved is not None:
+        staged.held = hold.decide(rows, keep, *moved)
+        if len(staged.held.after.rows):
+            change -= _change_of(specs, mirror, given, staged.held.waits, workers)
+            keep &= ~staged.held.waits
     if not keep.all():
         rows = rows[keep]
         arrays = {name: array[keep] for name, array in arrays.items()}
@@ -184,9 +202,17 @@ def _stage_add(
 
 
 def _differences(
-    spec: ArraySpec, mirror: TableCodes, given: Given, flags: npt.NDArray[np.uint8], workers: Workers
+    spec: ArraySpec,
+    mirror: TableCodes,
+    given: Given,
+    flags: npt.NDArray[np.uint8],
+    workers: Workers,
+    moved: tuple[Energies, Largest] | None = None,
 ) -> tuple[Array, int]:
-    """Return the differences to the mirror in the narrowest of int16 and int32, and the digest's change."""
+    """Return the differences to the mirror in the narrowest of int16 and int32, and the digest's change.
+
+    ``moved`` takes each row's energy and largest difference, block by block while those are in the cache.
+    """
     values = given.values[spec.name]
     multipliers = spec.multipliers
     held = mirror.arrays[spec.name]
@@ -209,6 +235,9 @@ def _differences(
             largest, _, _, change = kernels.float_bits_delta(
                 bits, rows, held, mirror.start, spec.bit_shift, multipliers, out[start:stop], flags[start:stop]
             )
+        if moved is not None:
+            energies, most = moved
+            kernels.row_energies(out[start:stop], energies[start:stop], most[start:stop])
         return int(largest), int(change)
 
     for dtype in (np.int16, np.int32):
@@ -217,6 +246,21 @@ def _differences(
         if max(largest for largest, _ in results) <= np.iinfo(dtype).max:
             break
     return out, sum(change for _, change in results)
+
+
+def _change_of(
+    specs: Mapping[str, ArraySpec],
+    mirror: TableCodes,
+    given: Given,
+    chosen: npt.NDArray[np.bool_],
+    workers: Workers,
+) -> int:
+    """What the chosen rows, all encodable, add to the digest: of their true differences, which slots may not hold."""
+    additive = [spec for spec in specs.values() if spec.is_additive]
+    arrays = {spec.name: given.values[spec.name][chosen] for spec in additive}
+    rows = Given(given.rows[chosen], arrays, given.columns)
+    flags = np.zeros(len(rows.rows), np.uint8)
+    return sum(_differences(spec, mirror, rows, flags, workers)[1] for spec in additive)
 
 
 def _arriving(specs: Mapping[str, ArraySpec], staged: StagedList) -> int:

@@ -32,6 +32,7 @@ from cnr_store.records import (
     MAJOR,
     ChainEntry,
     CommitRecord,
+    Generation,
     LogEntry,
     Manifest,
     Receipt,
@@ -155,7 +156,7 @@ class Commit:
             draft = draft_after(
                 record, self._draft.kind, session.info,
                 chain=next_chain(record, entry, keep=self._draft.keep), logical=entry.l1, step=self._draft.step,
-                tables=generations(self._share.tables), user=dict(user or {}),
+                tables=self._generations(), user=dict(user or {}),
                 reader_features=self._reader_features(record),
             )  # fmt: skip
             decision.entry = self._append(draft)
@@ -198,6 +199,11 @@ class Commit:
             seg=draft.segment, sha256=digest, kind=manifest.kind, l0=draft.l0, l1=l1,
             bytes=self.size_bytes, rows=manifest.changed_rows,
         )  # fmt: skip
+
+    def _generations(self) -> dict[str, Generation]:
+        """What the record says of each table."""
+        assert self._manifest is not None
+        return generations(self._share.tables, self._manifest.parts)
 
     def _reader_features(self, record: CommitRecord) -> tuple[str, ...]:
         """What the record's readers must know, and what those of the segment behind it must."""

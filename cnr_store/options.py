@@ -14,6 +14,7 @@ from cnr_store.encodings.scale import choose_scale
 from cnr_store.encodings.widths import carrier, to_float32
 from cnr_store.errors import BadDtype, BadInput, BadShape
 from cnr_store.records import SlotSchema, TableSchema
+from cnr_store.thresholds import check_threshold
 from cnr_store.types import (
     Affine,
     AffineBits,
@@ -86,6 +87,9 @@ def table_schema(
         If the options contradict themselves or the sample needs codes beyond the range.
     """
     encoding = choose_encoding(options, dtype, to_float32(np.ascontiguousarray(sample), dtype))
+    if options.threshold is not None:
+        has_codes = has_mirror and keys == "dense"
+        check_threshold(table, options.threshold, is_lattice=isinstance(encoding, Lattice), has_mirror=has_codes)
     additive = has_mirror and keys == "dense" and isinstance(encoding, Lattice | FloatBits)
     return TableSchema(
         num_rows=num_rows if keys == "dense" else 0,

@@ -5,9 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+from msgspec import UNSET
+
 from cnr_store.errors import BadInput, DoesNotApply
 from cnr_store.placement import check_placements, column_cuts
-from cnr_store.records import ChainEntry, CommitRecord, Generation, Manifest, PartEntry, Receipt, TableSchema
+from cnr_store.records import (
+    ChainEntry,
+    CommitRecord,
+    Generation,
+    Manifest,
+    PartEntry,
+    Receipt,
+    TableSchema,
+    WaitingEntry,
+)
 from cnr_store.types import MAX_CHAIN, Lattice, Rectangle
 
 
@@ -25,16 +36,29 @@ def next_chain(head: CommitRecord, entry: ChainEntry, *, keep: int) -> tuple[Cha
     return chain
 
 
-def generations(tables: Mapping[str, TableSchema]) -> dict[str, Generation]:
-    """Return what a record says of each table's scale."""
+def generations(tables: Mapping[str, TableSchema], parts: Sequence[PartEntry]) -> dict[str, Generation]:
+    """Return what a record says of each table: its scale, and the rows of all its parts that wait."""
+    waiting: dict[str, list[WaitingEntry]] = {}
+    for part in parts:
+        if isinstance(part.waiting, WaitingEntry):
+            waiting.setdefault(part.table, []).append(part.waiting)
     return {
         name: Generation(
             generation=schema.generation,
             scale=schema.encoding.scale if isinstance(schema.encoding, Lattice) else None,
             shift=schema.shift,
+            waiting=_joined(waiting[name]) if name in waiting else UNSET,
         )
         for name, schema in tables.items()
     }
+
+
+def _joined(entries: Sequence[WaitingEntry]) -> WaitingEntry:
+    return WaitingEntry(
+        count=sum(entry.count for entry in entries),
+        max_error=max(entry.max_error for entry in entries),
+        oldest=max(entry.oldest for entry in entries),
+    )
 
 
 def check_receipts(receipts: Sequence[Receipt], *, txn: str, world: int, l0: int, base: Manifest | None) -> None:

@@ -293,4 +293,5 @@ def _tables(store: Store, target: CommitRecord) -> dict[str, Generation]:
     """A record's tables; its manifest has them too where its side object, which had them, is gone."""
     if target.state is None or not target.chain:
         return target.tables
-    return generations(SegmentReader.open(store.storage, target.chain[-1]).manifest.tables)
+    manifest = SegmentReader.open(store.storage, target.chain[-1]).manifest
+    return generations(manifest.tables, manifest.parts)

@@ -14,7 +14,7 @@ from cnr_store.chunk_lru import ChunkLru
 from cnr_store.encodings.widths import carrier
 from cnr_store.errors import BadDtype, BadInput, BadRowIds, BadShape, CorruptStore, TableNotFound
 from cnr_store.placement import whole_of
-from cnr_store.records import ChainEntry, CommitRecord, DenseEntry, LogEntry, Manifest, TableSchema
+from cnr_store.records import ChainEntry, CommitRecord, DenseEntry, LogEntry, Manifest, TableSchema, WaitingEntry
 from cnr_store.replay import ChunkReader, matching, replay_hashed
 from cnr_store.replay_plan import TablePlan, plan_table
 from cnr_store.restore import read_mirror, read_range, read_rows, rows_since
@@ -129,6 +129,15 @@ class Snapshot:
     def tables(self) -> dict[str, TableSchema]:
         """Table name to schema."""
         return dict(self.readers[-1].manifest.tables) if self.readers else {}
+
+    @property
+    def waiting(self) -> dict[str, WaitingEntry]:
+        """Table name to what waits of it: rows that stood for a later save when this version was written.
+
+        Tables without such rows are left out (`TableOptions.threshold`).
+        """
+        known = {name: known.waiting for name, known in self.record.tables.items()}
+        return {name: entry for name, entry in known.items() if isinstance(entry, WaitingEntry)}
 
     def table(self, name: str) -> TableView:
         """Return one table.

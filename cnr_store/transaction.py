@@ -45,6 +45,7 @@ from cnr_store.records import (
     PartEntry,
     Receipt,
     TableSchema,
+    WaitingEntry,
 )
 from cnr_store.restore import rows_since
 from cnr_store.segment import (
@@ -54,7 +55,8 @@ from cnr_store.segment import (
 )
 from cnr_store.session import Session
 from cnr_store.table_codes import Array, TableCodes
-from cnr_store.types import JsonValue, Lattice, Rectangle, RowIds, TableDtype, TableOptions
+from cnr_store.thresholds import Hold, check_threshold
+from cnr_store.types import JsonValue, Lattice, Rectangle, RowIds, TableDtype, TableOptions, Threshold
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +87,11 @@ class Transaction:
     ``rectangle=`` says which shard is meant; it can be left out where this rank holds one shard of the table.
     """
 
-    def __init__(self, session: Session, step: int, kind: CommitKind, keep: int, txn: str) -> None:
+    def __init__(
+        self, session: Session, step: int, kind: CommitKind, keep: int, txn: str, *, may_wait: bool = False
+    ) -> None:
         self.kind: CommitKind = kind
+        self._may_wait = may_wait and kind == "delta"
         self.step = step
         self.txn = txn
         self._session = session
@@ -152,6 +157,16 @@ class Transaction:
     def scalars(self) -> Mapping[str, JsonValue]:
         """What `put_scalars` was given."""
         return self._scalars
+
+    @property
+    def waiting(self) -> Mapping[Shard, RowIds]:
+        """The rows given to `write_rows` that wait for a later save, by shard, sorted; shards without any are left out.
+
+        Once the commit has won they are to be given again, with what changed meanwhile, in the next save: they are in
+        no segment.
+        """
+        held = ((shard, staged.held) for shard, changes in self._rows.items() for staged in changes)
+        return {shard: one.after.rows for shard, one in held if one is not None and len(one.after.rows)}
 
     def settle(self) -> LogEntry | None:
         """Learn an outcome that was left unknown; see `Writer.settle`."""
@@ -373,11 +388,13 @@ class Transaction:
         *,
         slots: Mapping[str, Array] | None = None,
         nonfinite: Literal["refuse", "escape"] | None = None,
+        threshold: Threshold | None = None,
         rectangle: Rectangle | None = None,
     ) -> int:
         """Write touched rows of a table; returns how many the segment holds (unchanged rows leave). Blocks.
 
-        They are encoded now, against the mirror, and put by `commit`.
+        They are encoded now, against the mirror, and put by `commit`. Of a table with a threshold, rows that changed
+        little wait: see `waiting`.
 
         Parameters
         ----------
@@ -393,10 +410,13 @@ class Transaction:
             What to do with rows that hold NaN, Inf or values beyond the code range. None does as the table's options
             say; a writer that has restored the table knows no options, and refuses. Rows given as codes can escape only
             as what their codes stand for.
+        threshold
+            Which rows may wait. None does as the table's options say; a writer that has restored the table knows none.
+            Of no effect in a full, in one-shot deltas, after `refine_scale`, and with ``flush``.
 
         Raises
         ------
-        BadRowIds, BadShape, BadDtype, NonFiniteValues, TableNotFound
+        BadInput, BadRowIds, BadShape, BadDtype, NonFiniteValues, TableNotFound
             Nothing of the table was written.
         """
         self._check_open()
@@ -417,6 +437,7 @@ class Transaction:
             self._rows.setdefault(shard, [])
             return 0
         options = self._bad_rows.get(table) or self._session.mirrors.options.get(table)
+        hold = self._hold(shard, mirror, threshold or (None if options is None else options.threshold))
         floats = {name: np.asarray(array).reshape(len(row_ids), -1) for name, array in arrays.items()}
         given = Given(row_ids, floats, None if hashed else place.columns)
         staged = stage_rows(
@@ -425,9 +446,22 @@ class Transaction:
             absolute=self.kind == "delta" and self._keep < len(self._session.head.record.chain),
             on_bad_rows=nonfinite or options_on_bad_rows(options),
             workers=self._session.workers,
+            hold=hold,
         )  # fmt: skip
         self._keep_rows(shard, staged)
         return sum(len(item.rows) for item in staged.lists.values())
+
+    def _hold(self, shard: Shard, mirror: TableCodes | None, threshold: Threshold | None) -> Hold | None:
+        """What decides which rows of a shard wait; None where none may in this transaction."""
+        if threshold is None:
+            return None
+        schema = self._tables[shard.table]
+        is_lattice = isinstance(schema.encoding, Lattice)
+        check_threshold(shard.table, threshold, is_lattice=is_lattice, has_mirror=mirror is not None)
+        if not self._may_wait or shard.table in self._refined or mirror is None:
+            return None
+        before = self._session.mirrors.waiting(shard, (schema.generation, schema.shift))
+        return Hold(threshold, before, float(mirror.specs["codes"].scale))
 
     def delete_rows(self, table: str, row_ids: RowIds, *, rectangle: Rectangle | None = None) -> None:
         """Delete rows: a dense table reads them as its fill, a hashed table no longer has them.
@@ -709,6 +743,7 @@ class Transaction:
         for shard, whole in self._whole.items():
             if whole.mirror is not None and whole.digest is not None:
                 mirrors.put(shard, whole.mirror, whole.digest)
+                mirrors.hold_back(shard, None)
             else:
                 mirrors.forget(shard)
         for shard, changes in self._rows.items():
@@ -717,6 +752,7 @@ class Transaction:
                 for staged in changes:
                     staged.apply(mirror, self._session.workers)
                 mirrors.put(shard, mirror, self._digests.get(shard, mirrors.digest(shard)))
+                mirrors.hold_back(shard, next((one.held.after for one in changes if one.held is not None), None))
         mirrors.options.update(self._bad_rows)
         mirrors.keep_only(self._tables)
 
@@ -776,7 +812,12 @@ class Transaction:
         before = None
         if base is not None and table in base.tables and base.tables[table].generation == schema.generation:
             before = mirrors.committed_digest(shard) if self._keep == len(self._session.head.record.chain) else None
-        return self._assembly.part(shard, schema, before, self._digests.get(shard, self._mirror(shard)[1]))
+        held = next((one.held for one in self._rows.get(shard, []) if one.held is not None), None)
+        waiting: WaitingEntry | msgspec.UnsetType = msgspec.UNSET
+        if held is not None and len(held.after.rows):
+            waiting = WaitingEntry(count=len(held.after.rows), max_error=held.max_error, oldest=held.oldest)
+        digest = self._digests.get(shard, self._mirror(shard)[1])
+        return self._assembly.part(shard, schema, before, digest, waiting)
 
     def base_manifest(self) -> Manifest | None:
         """See `cnr_store.committing.Share`."""

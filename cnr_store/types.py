@@ -125,6 +125,34 @@ class RowRange:
 
 
 @dataclass(frozen=True, slots=True)
+class Threshold:
+    """Rows that changed little wait for a later save: how many go out, and how far and how long the others wait.
+
+    A row's change is the sum of its squared differences, in codes, to what the store holds; slots do not count and
+    wait with their row. Rows at or above a threshold go out. It is a quantile of the changes of one save, and used
+    until it is chosen anew, so the share floats in between (after DCT, Gupta et al., KDD 2021). What waits is not
+    lost: its next difference is to what the store holds, too.
+
+    Attributes
+    ----------
+    keep
+        Share of the changed rows that go out in a save that chooses the threshold: above 0, at most 1.
+    refresh_every
+        Saves that use one threshold.
+    max_error
+        A row waits only while every element is within this of what the store holds, the half step of rounding
+        included; absolute. None: 4.5 steps of the lattice.
+    max_wait
+        Saves that a row may wait in a row; the next one has it.
+    """
+
+    keep: float
+    refresh_every: int = 8
+    max_error: float | None = None
+    max_wait: int = 4
+
+
+@dataclass(frozen=True, slots=True)
 class TableOptions:
     """How a table is stored; what a user states, before a scale is chosen.
 
@@ -150,6 +178,8 @@ class TableOptions:
         as escape rows.
     fill
         Value of rows that were never set or were deleted.
+    threshold
+        For ``lattice`` with a mirror: rows that changed little wait for a later save. None: every changed row goes out.
     """
 
     encoding: EncodingName | None = None
@@ -163,6 +193,7 @@ class TableOptions:
     slot_mantissa_bits: int = 7
     nonfinite: Literal["refuse", "escape"] = "refuse"
     fill: float = 0.0
+    threshold: Threshold | None = None
 
     @classmethod
     def exact(cls, *, nonfinite: Literal["refuse", "escape"] = "refuse") -> TableOptions:

@@ -195,13 +195,13 @@ class Writer:
         # Parts that a writer without a mirror wrote name none, and parts may be cut in another way.
         self.mirrors.put(shard, codes, codes.digest(self._session.workers) if digest is None else digest)
 
-    def begin(self, step: int, kind: CommitKind = "delta", *, base: Base = "head") -> Transaction:
+    def begin(self, step: int, kind: CommitKind = "delta", *, base: Base = "head", flush: bool = False) -> Transaction:
         """Start a transaction for training step ``step``; with several ranks, all of them do so. Blocks.
 
         A ``delta`` becomes a ``full`` on an empty store, on a chain at its cap, if another rank asks for one, and where
         a table with one-dimensional slots is cut into other column shards: look at `Transaction.kind`.
         ``base="baseline"`` makes a one-shot delta: it replaces the deltas since the baseline, so it must be given every
-        row changed since then.
+        row changed since then. ``flush`` writes every changed row, whatever the tables' thresholds.
 
         Raises
         ------
@@ -241,7 +241,10 @@ class Writer:
         elif kind == "full" or base == "baseline":
             session.follow()
         keep = 1 if base == "baseline" else len(self.head.record.chain)
-        transaction = Transaction(session, wishes[0].step, kind, keep if kind == "delta" else 0, wishes[0].txn)
+        transaction = Transaction(
+            session, wishes[0].step, kind, keep if kind == "delta" else 0, wishes[0].txn,
+            may_wait=base == "head" and not flush,
+        )  # fmt: skip
         session.open = transaction
         return transaction
 

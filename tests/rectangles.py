@@ -210,7 +210,7 @@ class Parts:
         )  # fmt: skip
         draft = draft_after(
             record, "full" if full else "delta", WriterInfo(host="", lib="", run_id=""), chain=(*chain, entry),
-            logical=l1, step=l1, tables=generations(manifest.tables),
+            logical=l1, step=l1, tables=generations(manifest.tables, manifest.parts),
         )  # fmt: skip
         self._head = self.store._log.append(self._head, draft, partial(rebase_data, txn=txn))
 

@@ -27,7 +27,7 @@ KEEPING = {"cached_reader", "chunk_lru"}
 READING = FORMAT | KEEPING | {"read_ahead", "settled", "restore", "snapshot"}
 STAGING = READING | {
     "placement", "agreement", "ranks", "options", "narrowing", "encode", "changes", "baseline", "mirrors", "planning",
-    "inputs", "assembly",
+    "inputs", "assembly", "thresholds",
 }  # fmt: skip
 WRITING = STAGING | {"session", "committing", "transaction", "writer"}
 DECISIONS = {"policy", "retention", "planning"}
@@ -71,11 +71,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "restore": CODEC | {"replay_plan", "replay", "read_ahead", "settled"},
     "snapshot": FORMAT | KEEPING | {"restore", "placement"},  # no writing below this line
     "narrowing": PARTS,
-    "options": WORDS | {"records", "encodings"},
+    "thresholds": WORDS | {"encodings"},  # pure: which rows wait
+    "options": WORDS | {"records", "encodings", "thresholds"},
     "encode": CODEC,
-    "changes": CODEC | {"encode"},
+    "changes": CODEC | {"encode", "thresholds"},
     "baseline": CODEC | {"encode", "changes", "narrowing", "placement"},
-    "mirrors": CODEC | {"placement"},
+    "mirrors": CODEC | {"placement", "thresholds"},
     "inputs": CODEC,
     "assembly": READING | {"encode", "changes", "baseline", "placement"},
     "session": READING | {"mirrors", "placement", "ranks"},

@@ -29,7 +29,7 @@ ERRORS = """
 PUBLIC = {
     "cnr_store": ERRORS
     + """
-        Snapshot Store TableOptions TableView Transaction Writer ChunkLru LruCounts
+        Snapshot Store TableOptions Threshold TableView Transaction Writer ChunkLru LruCounts
         Ranks Shard Rectangle Declaration
         verify_store VerifyReport Problem
         repair_store RepairReport RepairAction

@@ -242,6 +242,7 @@ def _table(snapshot: Snapshot, name: str) -> Document:
         "rows": schema.num_rows if schema.keys == "dense" else None, "dim": schema.dim, "dtype": schema.dtype,
         "keys": schema.keys, "encoding": msgspec.to_builtins(schema.encoding), "generation": schema.generation,
         "shift": schema.shift, "fill": schema.fill,
+        "waiting": msgspec.to_builtins(snapshot.waiting.get(name)),
         "slots": {
             slot: {"kind": kind.kind, "dtype": kind.dtype, "encoding": msgspec.to_builtins(kind.encoding)}
             for slot, kind in sorted(schema.slots.items())

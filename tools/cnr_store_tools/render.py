@@ -59,6 +59,11 @@ def show(console: Console, document: Document) -> None:
                         f"{item['generation']}" + (f" shift {item['shift']}" if item["shift"] else ""), slots))
         )  # fmt: skip
     console.print(tables)
+    for name, item in document["tables"].items():
+        if item["waiting"]:
+            waiting = item["waiting"]
+            say(console, f"{name}: {waiting['count']} rows wait for a later save, within {waiting['max_error']:.4g} of "
+                         f"what is stored, for {waiting['oldest']} saves at most so far")  # fmt: skip
     say(console, f"dense tensors: {len(document['dense'])}, scalars: {len(document['scalars'])}, "
                  f"documents: {', '.join(document['documents']) or 'none'}")  # fmt: skip
     chain = _table("segment", "kind", "step", "rows", *KINDS, "fp32 full / size", title="chain, baseline first")
