@@ -1,113 +1,34 @@
-"""What a commit costs as a store grows: after 10 and after 1,000 versions, with one and with ten tables.
+"""What grows with what: seconds, bytes, objects, requests and memory by rows, versions, tables and writers.
 
-``python tests/benchmarks/bench_growth.py``: 100 rows are committed in turn to a young store, to one of 1,000 versions
-whose chain is as long, and to one of ten tables; then 100 rows spread over the ten. Requests and objects are counted
-at the storage. Files are not fsynced unless ``--fsync`` is given: a disk's flush would hide what grows.
+``python tests/benchmarks/bench_growth.py [--sections rows,versions,tables,writers] [--fsync]``. One thing grows at a
+time, the rows that a save touches stay the same number. Each section has a table, a plot, and the exponent b of the
+fit ``a * n^b`` (least squares of the logarithms): 0 does not grow, 1 grows in proportion. Requests and objects are
+counted at the storage. Files are not fsynced unless ``--fsync`` is given: a disk's flush would hide what grows.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import harness
 import numpy as np
+from counting import REQUESTS
+from growing import DIM, Growing, shared_saves
 
-from cnr_store import Store, TableOptions
-from cnr_store.layout import segment_prefix
-from cnr_store.storage import CreateOutcome
-from cnr_store.storage.base import ObjectStat
-from cnr_store.storage.local import LocalStorage
-
-DIM, ROWS, SAME = 16, 100, 1.2
-
-
-class CountingStorage(LocalStorage):
-    """Local files that count requests by kind, and the bytes put."""
-
-    def __init__(self, root: str, *, fsync: bool) -> None:
-        super().__init__(root, fsync=fsync)
-        self.counts: Counter[str] = Counter()
-
-    def take(self) -> Counter[str]:
-        """Return the counts since the last call."""
-        counts, self.counts = self.counts, Counter()
-        return counts
-
-    def _read(self, key: str, start: int, stop: int | None) -> bytes | None:
-        self.counts["get"] += 1
-        return super()._read(key, start, stop)
-
-    def _put(self, key: str, data: bytes | memoryview) -> None:
-        self.counts["put"] += 1
-        super()._put(key, data)
-
-    def _create(self, key: str, data: bytes) -> tuple[CreateOutcome, BaseException | None]:
-        self.counts["create"] += 1
-        return super()._create(key, data)
-
-    def _list_objects(self, folder: str) -> Iterator[ObjectStat]:
-        self.counts["list"] += 1
-        return super()._list_objects(folder)
+SECTIONS = ("rows", "versions", "tables", "writers")
+TOUCHED = 100_000
+SAME = 1.2
+COMMAND = "tests/benchmarks/bench_growth.py"
 
 
-class Growing:
-    """A store of equal tables that takes one delta after the other."""
-
-    def __init__(self, folder: Path, name: str, tables: int, rows: int, *, fsync: bool) -> None:
-        self.storage = CountingStorage(str(folder / name), fsync=fsync)
-        self.store = Store.create_on(self.storage)
-        self.writer = self.store.writer()
-        self.counts: Counter[str] = Counter()
-        self._random = np.random.default_rng(0)
-        self._rows = rows
-        self._names = [f"table{number}" for number in range(tables)]
-        self._values = {name: self._random.standard_normal((rows, DIM), dtype=np.float32) for name in self._names}
-        with self.writer.begin(0, "full") as txn:
-            for name, values in self._values.items():
-                slots = {"momentum1": np.zeros(rows, np.float32)}
-                txn.write_table(name, values, slots=slots, options=TableOptions(scale=0.01))
-
-    @property
-    def version(self) -> int:
-        return self.writer.head.record.v
-
-    @property
-    def chain(self) -> int:
-        """Segments in the chain of the head."""
-        return len(self.writer.head.record.chain)
-
-    def commit(self, tables: int = 1) -> None:
-        """Commit 100 new rows, spread over so many tables."""
-        count = ROWS // tables
-        staged = []
-        for name in self._names[:tables]:
-            rows = np.sort(self._random.choice(self._rows, count, replace=False)).astype(np.int64)
-            values = self._values[name][rows] + np.float32(0.1)
-            self._values[name][rows] = values
-            staged.append((name, rows, values, np.full(count, self.version + 1.0, np.float32)))
-        self.storage.take()
-        with self.writer.begin(self.version) as txn:
-            for name, rows, values, slot in staged:
-                txn.write_rows(name, rows, values, slots={"momentum1": slot})
-        self.counts = self.storage.take()
-
-    def objects_of_last(self) -> int:
-        """Files of the last segment, receipt and manifest included."""
-        folder = Path(self.store.url) / segment_prefix(self.writer.head.record.chain[-1].seg)
-        return sum(path.is_file() for path in folder.rglob("*"))
-
-    def requests_of_poll(self) -> int:
-        """Requests of asking for news when there is none."""
-        head = self.store.head()
-        self.storage.take()
-        self.store.poll(head)
-        return sum(self.storage.take().values())
-
-    def close(self) -> None:
-        self.writer.close()
-        self.store.close()
+def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
+    """Return b of the least-squares fit ``values = a * sizes^b``; nan where a value is not positive."""
+    if min(values) <= 0:
+        return math.nan
+    return float(np.polyfit(np.log(np.asarray(sizes, float)), np.log(np.asarray(values, float)), 1)[0])
 
 
 def budget(tables: int, arrays: int = 3) -> int:
@@ -115,58 +36,171 @@ def budget(tables: int, arrays: int = 3) -> int:
     return 2 + tables * (2 + 2 * arrays)
 
 
+def show_growth(
+    report: harness.Report, of: str, sizes: Sequence[int], measured: Mapping[str, Sequence[float]], note: str
+) -> dict[str, float]:
+    """Add the table, its fits, and a plot of the seconds; returns the exponents by name."""
+    fits = {name: exponent(sizes, values) for name, values in measured.items()}
+    columns = (of, *(f"{size:,}" for size in sizes), "grows as n^b, b =")
+    rows = [(name, *map(float, values), fits[name]) for name, values in measured.items()]
+    report.table(f"by {of}", columns, rows, note)
+    seconds = {name: harness.Series(sizes, values) for name, values in measured.items() if name.endswith(", s")}
+    report.plot(of, f"seconds by {of}", of, "seconds", seconds, log_x=True, log_y=True)
+    return fits
+
+
+def by_rows(report: harness.Report, folder: Path, sizes: Sequence[int], touched: int, repeats: int) -> None:
+    """Tables of so many rows, the same number of them touched; each in a fresh process."""
+    script = str(Path(__file__).with_name("growing.py"))
+    found: list[dict[str, float]] = [
+        harness.in_fresh_process(script, "large_table", folder=str(folder), rows=rows, touched=touched, repeats=repeats)
+        for rows in sizes
+    ]
+    measured = {name: [one[name] for one in found] for name in found[0]}
+    note = f"fp32 x {DIM} and a row-wise slot, {touched:,} rows touched in each save; the mirror takes 2 bytes a value"
+    fits = show_growth(report, "rows", sizes, measured, note)
+    largest = sizes[-1] / sizes[0]
+    for name in ("save, s", "save, bytes"):
+        ratio = measured[name][-1] / measured[name][0]
+        report.add(f"{name}: {largest:.0f} times the rows", ratio)
+    report.note(f"      a restore reads all rows: b = {fits['restore, s']:.2f}")
+    for name in ("peak of saves beyond mirrors, MiB", "peak of reading beyond the target, MiB"):
+        report.add(f"{name.removesuffix(', MiB')}, {sizes[-1]:,} rows", measured[name][-1], unit=" MiB")
+    report.headline(
+        f"a save of {touched:,} rows of {sizes[-1]:,} against one of {sizes[0]:,}",
+        f"{measured['save, s'][-1] / measured['save, s'][0]:.2f}x the time, "
+        f"{measured['save, bytes'][-1] / measured['save, bytes'][0]:.2f}x the bytes",
+        "", COMMAND,
+    )  # fmt: skip
+
+
+def costs(store: Growing, seconds: float, opens: harness.Timings) -> dict[str, float]:
+    """Return what the last commit of a store was, and what opening it takes."""
+    counts = store.counts
+    return {
+        "save, s": seconds,
+        "open, s": statistics.median(opens.wall),
+        "save, bytes": float(store.bytes_of_last()),
+        "save, objects": float(store.objects_of_last()),
+        "save, requests": float(sum(counts[kind] for kind in REQUESTS)),
+        "poll, requests": float(store.requests_of_poll()),
+    }
+
+
+def by_versions(
+    report: harness.Report, folder: Path, sizes: Sequence[int], rows: int, repeats: int, *, fsync: bool
+) -> None:
+    """Stores of one table after so many versions, with chains of one length."""
+    stores = {
+        size: Growing(folder, f"versions{size}", 1, rows, touched=min(100, rows // 4), fsync=fsync) for size in sizes
+    }
+    for size, store in stores.items():
+        store.grow_to(size, 10)
+    found = harness.alternating({str(size): store.commit for size, store in stores.items()}, repeats)
+    opens = harness.alternating({str(size): store.open for size, store in stores.items()}, repeats)
+    per_size = [
+        costs(store, statistics.median(found[str(size)].wall), opens[str(size)]) for size, store in stores.items()
+    ]
+    measured = {name: [one[name] for one in per_size] for name in per_size[0]}
+    show_growth(report, "versions", sizes, measured, f"100 of {rows:,} rows in each save, chains of {10 + repeats}")
+    first, last = (found[str(size)] for size in (sizes[0], sizes[-1]))
+    report.add_ratio(f"a save after {sizes[-1]:,} versions / after {sizes[0]:,}", last, first, SAME)
+    report.add(
+        f"requests of a save: {sizes[-1]:,} versions / {sizes[0]:,}",
+        measured["save, requests"][-1] / measured["save, requests"][0], goal=1.0,
+    )  # fmt: skip
+    report.add("requests of a poll", max(measured["poll, requests"]), goal=1.0, unit="")
+    ratio, (low, _, high) = (
+        statistics.median(last.wall) / statistics.median(first.wall),
+        harness.spread([a / b for a, b in zip(last.wall, first.wall, strict=True)]),
+    )
+    report.headline(
+        f"a commit of 100 rows after {sizes[-1]:,} versions against one after {sizes[0]:,}",
+        f"{ratio:.2f}x ({low:.2f} to {high:.2f})", f"{SAME}x", COMMAND,
+    )  # fmt: skip
+    for store in stores.values():
+        store.close()
+
+
+def by_tables(
+    report: harness.Report, folder: Path, sizes: Sequence[int], rows: int, repeats: int, *, fsync: bool
+) -> None:
+    """Stores of so many tables with as many rows together, the touched rows spread over all of them."""
+    touched = max(sizes) * 100
+    stores = {
+        size: Growing(folder, f"tables{size}", size, rows // size, touched=touched, fsync=fsync) for size in sizes
+    }
+    sides: dict[str, Callable[[], object]] = {
+        str(size): lambda store=store, size=size: store.commit(size)  # type: ignore[misc]
+        for size, store in stores.items()
+    }
+    found = harness.alternating(sides, repeats)
+    opens = harness.alternating({str(size): store.open for size, store in stores.items()}, repeats)
+    per_size = []
+    for size, store in stores.items():
+        one = costs(store, statistics.median(found[str(size)].wall), opens[str(size)])
+        per_size.append(one)
+        report.add(
+            f"objects of a delta of {size} tables, budget {budget(size)}", one["save, objects"],
+            goal=budget(size), unit="",
+        )  # fmt: skip
+    measured = {name: [one[name] for one in per_size] for name in per_size[0]}
+    show_growth(
+        report, "tables", sizes, measured,
+        f"{touched:,} of {rows:,} rows in each save, spread over all tables: rows, codes and one slot of each are a "
+        "Zarr array",
+    )  # fmt: skip
+    for store in stores.values():
+        store.close()
+
+
+def by_writers(
+    report: harness.Report, folder: Path, sizes: Sequence[int], rows: int, touched: int, repeats: int
+) -> None:
+    """One table that so many writers save together, on threads of one process."""
+    per_size = []
+    for size in sizes:
+        shared = shared_saves(folder, size, rows, touched, repeats)
+        per_size.append({
+            "save, s": statistics.median(shared.seconds),
+            "save, objects": float(shared.objects),
+            "save, requests": float(shared.requests),
+        })  # fmt: skip
+    measured = {name: [one[name] for one in per_size] for name in per_size[0]}
+    show_growth(
+        report, "writers", sizes, measured,
+        f"{touched:,} of {rows:,} rows in each save, the same part of the table for each; they share this machine",
+    )  # fmt: skip
+
+
 def main() -> None:
-    parser = harness.arguments(__doc__, rows=100_000, repeats=40)
-    parser.add_argument("--versions", type=int, default=1000)
+    parser = harness.arguments(__doc__, rows=100_000, repeats=15)
+    parser.add_argument("--sections", default=",".join(SECTIONS), help=f"of {', '.join(SECTIONS)}")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1_000_000, 10_000_000, 50_000_000], help="in rows")
+    parser.add_argument("--versions", type=int, nargs="+", default=[10, 100, 1000])
+    parser.add_argument("--tables", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--writers", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--touched", type=int, default=TOUCHED, help="rows of a save where rows or writers grow")
     parser.add_argument("--fsync", action="store_true")
     options = parser.parse_args()
-    how = "with fsync" if options.fsync else "no fsync"
-    report = harness.Report(f"a commit of {ROWS} rows of {options.rows} x {DIM}, {how}")
+    chosen = options.sections.split(",")
+    if not set(chosen) <= set(SECTIONS):
+        parser.error(f"sections are {', '.join(SECTIONS)}")
+    if options.quick:
+        options.sizes, options.versions, options.tables = [100_000, 400_000], [10, 60], [1, 4]
+        options.writers, options.touched = [1, 2], 10_000
+    report = harness.Report(f"growth, {'with fsync' if options.fsync else 'no fsync'}")
     report.start()
     with harness.data_folder(options.folder) as folder:
-        young, old, wide = (
-            Growing(folder, name, tables, options.rows, fsync=options.fsync)
-            for name, tables in (("young", 1), ("old", 1), ("wide", 10))
-        )
-        while old.version < options.versions or old.chain != 10:
-            old.commit()
-        for store in (young, wide):
-            while store.chain != 10:
-                store.commit()
-        compare(report, young, old, wide, options.repeats)
-        for store in (young, old, wide):
-            store.close()
+        if "rows" in chosen:
+            by_rows(report, folder, options.sizes, options.touched, min(7, options.repeats))
+        if "versions" in chosen:
+            by_versions(report, folder, options.versions, options.rows, options.repeats, fsync=options.fsync)
+        if "tables" in chosen:
+            by_tables(report, folder, options.tables, options.rows, options.repeats, fsync=options.fsync)
+        if "writers" in chosen:
+            by_writers(report, folder, options.writers, 4 * options.touched, options.touched, options.repeats)
     report.finish(options.json)
-
-
-def compare(report: harness.Report, young: Growing, old: Growing, wide: Growing, repeats: int) -> None:
-    """Commit in turn, and compare seconds and requests."""
-    versions = f"young {young.version}, old {old.version}, ten tables {wide.version}"
-    report.note(f"versions: {versions}; chains of {young.chain}")
-    stores = {"young": young, "old": old, "wide": wide}
-    found = harness.alternating({name: store.commit for name, store in stores.items()}, repeats)
-    counts = {name: store.counts for name, store in stores.items()}
-    objects = {name: store.objects_of_last() for name, store in stores.items()}
-    report.note(f"chains at the end: {young.chain}")
-    report.add_ratio(f"after {old.version} versions / after {young.version}", found["old"], found["young"], SAME)
-    report.add_ratio("ten tables / one table, 100 rows of one", found["wide"], found["young"], SAME)
-    half = repeats // 2
-    early, late = found["young"].part(0, half), found["young"].part(repeats - half, repeats)
-    report.add_ratio(f"young store: last {half} commits / first {half}, by chain length", late, early)
-    spread = harness.alternating({"spread": lambda: wide.commit(10)}, min(10, repeats))["spread"]
-    counts["spread"], objects["spread"] = wide.counts, wide.objects_of_last()
-    report.note(f"      100 rows over ten tables: {spread}")
-    for name, label, tables in (
-        ("young", "10 versions", 1), ("old", f"{old.version} versions", 1), ("wide", "ten tables, rows of one", 1),
-        ("spread", "rows over ten tables", 10),
-    ):  # fmt: skip
-        count = counts[name]
-        report.note(f"      {label}: {dict(count)}")
-        report.add(f"{label}: objects of a delta, budget {budget(tables)}", objects[name], goal=budget(tables), unit="")
-    for name, label in (("old", f"{old.version} versions"), ("wide", "ten tables")):
-        ratio = sum(counts[name].values()) / sum(counts["young"].values())
-        report.add(f"requests of a commit: {label} / 10 versions", ratio, goal=1.0)
-    report.add("requests of a poll", max(s.requests_of_poll() for s in (young, old, wide)), goal=1.0, unit="")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,57 @@
+"""Local files that count requests as an object store would bill them."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from cnr_store.storage import CreateOutcome
+from cnr_store.storage.base import ObjectStat
+from cnr_store.storage.local import LocalStorage
+
+REQUESTS = ("list", "get", "create", "put", "delete")
+
+
+class CountingStorage(LocalStorage):
+    """Counts `REQUESTS` in ``counts``; a listing of a folder is one, deletions are counted by object."""
+
+    def __init__(self, root: str, *, fsync: bool = False) -> None:
+        super().__init__(root, fsync=fsync)
+        self.counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def take(self) -> Counter[str]:
+        """Return the counts since the last call."""
+        with self._lock:
+            counts, self.counts = self.counts, Counter()
+        return counts
+
+    def read(self, key: str, *, start: int | None = None, stop: int | None = None) -> bytes | None:
+        self._count("get")
+        return super().read(key, start=start, stop=stop)
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        self._count("put")
+        super().put(key, data)
+
+    def create(self, key: str, data: bytes) -> CreateOutcome:
+        self._count("create")
+        return super().create(key, data)
+
+    def list_objects(self, prefix: str) -> Iterator[ObjectStat]:
+        self._count("list")
+        return super().list_objects(prefix)
+
+    def list_folders(self, prefix: str) -> list[str]:
+        self._count("list")
+        return super().list_folders(prefix)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        chosen = list(keys)
+        self._count("delete", len(chosen))
+        super().delete(chosen)
+
+    def _count(self, kind: str, number: int = 1) -> None:
+        with self._lock:
+            self.counts[kind] += number

@@ -1,0 +1,204 @@
+"""Stores that grow in one way at a time, and what a save and a read of them cost: the subjects of `bench_growth`."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import harness
+import numpy as np
+from counting import CountingStorage
+
+from cnr_store import Store, TableOptions
+from cnr_store.layout import segment_prefix
+from cnr_store.testing.ranks import ThreadRank, thread_ranks
+from cnr_store.transaction import Declaration
+from cnr_store.types import Float32s, Rectangle, RowIds
+
+DIM = 16
+SCALE = 0.01
+_TILE = 1 << 16
+
+
+class TiledRows:
+    """float32 (num_rows, DIM) that takes no memory: 65,536 random rows, over and over.
+
+    No chunk has a row twice, so what is stored is as large as of a table without repeats.
+    """
+
+    dtype = np.dtype(np.float32)
+
+    def __init__(self, num_rows: int) -> None:
+        self.shape = (num_rows, DIM)
+        self._tile = np.random.default_rng(0).standard_normal((_TILE, DIM), dtype=np.float32) * np.float32(0.1)
+
+    def __getitem__(self, rows: slice | RowIds) -> Float32s:
+        """Return rows, copied."""
+        ids = np.arange(*rows.indices(self.shape[0])) if isinstance(rows, slice) else np.asarray(rows)
+        return np.asarray(self._tile[ids % _TILE])
+
+
+class Growing:
+    """A store of equal tables that takes one delta after the other, each of so many rows."""
+
+    def __init__(self, folder: Path, name: str, tables: int, rows: int, *, touched: int, fsync: bool = False) -> None:
+        self.storage = CountingStorage(str(folder / name), fsync=fsync)
+        self.store = Store.create_on(self.storage)
+        self.writer = self.store.writer()
+        self.counts: Counter[str] = Counter()
+        self._random = np.random.default_rng(0)
+        self._rows, self._touched = rows, touched
+        self._names = [f"table{number}" for number in range(tables)]
+        self._values = TiledRows(rows)
+        with self.writer.begin(0, "full") as txn:
+            for table in self._names:
+                slots = {"momentum1": np.zeros(rows, np.float32)}
+                txn.write_table(table, self._values, slots=slots, options=TableOptions(scale=SCALE))
+
+    @property
+    def version(self) -> int:
+        """Of the head."""
+        return self.writer.head.record.v
+
+    @property
+    def chain(self) -> int:
+        """Segments in the chain of the head."""
+        return len(self.writer.head.record.chain)
+
+    def grow_to(self, versions: int, chain: int) -> None:
+        """Commit until there are so many versions and the chain has that length."""
+        while self.version < versions or self.chain != chain:
+            self.commit()
+
+    def commit(self, tables: int = 1) -> None:
+        """Commit new values of the touched rows, spread over so many tables."""
+        count = self._touched // tables
+        staged = []
+        for name in self._names[:tables]:
+            rows = np.sort(self._random.choice(self._rows, count, replace=False)).astype(np.int64)
+            drift = self._random.standard_normal((count, DIM), dtype=np.float32) * np.float32(0.03)
+            staged.append((name, rows, self._values[rows] + drift, np.full(count, self.version + 1.0, np.float32)))
+        self.storage.take()
+        with self.writer.begin(self.version) as txn:
+            for name, rows, values, slot in staged:
+                txn.write_rows(name, rows, values, slots={"momentum1": slot})
+        self.counts = self.storage.take()
+
+    def open(self) -> None:
+        """Open the store anew and its newest snapshot, as a reader does."""
+        with Store.open_on(self.storage) as opened:
+            opened.snapshot()
+
+    def objects_of_last(self) -> int:
+        """Files of the last segment, receipt and manifest included."""
+        return sum(path.is_file() for path in self._last().rglob("*"))
+
+    def bytes_of_last(self) -> int:
+        """Bytes of the last segment and of its record."""
+        record = Path(self.store.url) / "commits" / f"{self.version:020}.json"
+        return harness.disk_bytes(self._last())[0] + record.stat().st_size
+
+    def requests_of_poll(self) -> int:
+        """Requests of asking for news when there is none."""
+        head = self.store.head()
+        self.storage.take()
+        self.store.poll(head)
+        return sum(self.storage.take().values())
+
+    def close(self) -> None:
+        """End writer and store."""
+        self.writer.close()
+        self.store.close()
+
+    def _last(self) -> Path:
+        return Path(self.store.url) / segment_prefix(self.writer.head.record.chain[-1].seg)
+
+
+def large_table(folder: str, rows: int, touched: int, repeats: int) -> dict[str, float]:
+    """Write a table of so many rows and deltas of a fixed number of them, then read; for a fresh process.
+
+    Returns seconds, bytes, and peaks of memory in MiB: of writing beyond the mirror, of reading beyond the target.
+    """
+    peak = harness.PeakMemory()
+    started = time.perf_counter()
+    store = Growing(Path(folder), f"rows{rows}", 1, rows, touched=touched)
+    found = {"baseline, s": time.perf_counter() - started, "baseline, bytes": float(store.bytes_of_last())}
+    found["save, s"] = float(np.median([harness.timed(store.commit) for _ in range(repeats)]))
+    found["peak of saves beyond mirrors, MiB"] = (peak.beyond_bytes - store.writer.mirror_nbytes) / harness.MIB
+    found["save, bytes"] = float(store.bytes_of_last())
+    found["open, s"] = float(np.median([harness.timed(store.open) for _ in range(repeats)]))
+    url = store.store.url
+    store.close()
+    del store
+    reading = harness.PeakMemory()
+    with Store.open(url) as opened:
+        table = opened.snapshot().table("table0")
+        ids = np.sort(np.random.default_rng(1).choice(rows, 100, replace=False)).astype(np.int64)
+        found["100 rows, s"] = float(np.median([harness.timed(lambda: table.read_rows(ids)) for _ in range(repeats)]))
+        target = np.zeros((rows, DIM), np.float32)
+        target.fill(1.0)
+        found["restore, s"] = harness.timed(lambda: table.read_into(target))
+        found["peak of reading beyond the target, MiB"] = (reading.beyond_bytes - target.nbytes) / harness.MIB
+    return found
+
+
+@dataclass(slots=True)
+class Shared:
+    """Saves of one table that several writers hold an equal part of: seconds of each, of the last one the rest."""
+
+    seconds: list[float]
+    objects: int
+    requests: int
+
+
+def shared_saves(folder: Path, writers: int, rows: int, touched: int, repeats: int) -> Shared:
+    """Save ``touched`` rows of one table so often, from so many writers that agree on each save."""
+    root = folder / f"writers{writers}"
+    Store.create(str(root), fsync=False).close()
+    storage = CountingStorage(str(root))
+    values = TiledRows(rows)
+    share = rows // writers
+    random = [np.random.default_rng(rank) for rank in range(writers)]
+    stores = [Store.open_on(storage) for _ in range(writers)]
+    seconds: list[float] = []
+
+    def work(rank: ThreadRank) -> None:
+        here = Rectangle((rank.rank * share, (rank.rank + 1) * share), (0, DIM))
+        slots = {"momentum1": np.zeros(share, np.float32)}
+        with stores[rank.rank].writer(ranks=rank, shards={"table0": [here]}) as writer:
+            with writer.begin(0, "full") as txn:
+                mine = values[here.rows[0] : here.rows[1]]
+                txn.declare_tables({"table0": [Declaration(mine, slots, TableOptions(scale=SCALE))]})
+                txn.write_table("table0", mine, slots=slots)
+            for step in range(1, repeats + 1):
+                ids = np.sort(random[rank.rank].choice(share, touched // writers, replace=False)).astype(np.int64)
+                moved = values[ids] + np.float32(0.02 * step)
+                rank.exchange(b"")
+                if rank.rank == 0:
+                    storage.take()
+                started = time.perf_counter()
+                with writer.begin(step) as txn:
+                    slot = np.full(len(ids), float(step), np.float32)
+                    txn.write_rows("table0", ids + here.rows[0], moved, slots={"momentum1": slot})
+                if rank.rank == 0:
+                    seconds.append(time.perf_counter() - started)
+
+    on_ranks(writers, work)
+    requests = sum(storage.take().values())
+    head = stores[0].head().record
+    last = root / segment_prefix(head.chain[-1].seg)
+    for store in stores:
+        store.close()
+    return Shared(seconds, sum(path.is_file() for path in last.rglob("*")), requests)
+
+
+def on_ranks(world: int, work: Callable[[ThreadRank], Any]) -> None:
+    """Run ``work`` on so many ranks at once; raises what one of them raised."""
+    with ThreadPoolExecutor(world) as pool:
+        for done in [pool.submit(work, rank) for rank in thread_ranks(world, timeout_s=120)]:
+            done.result()

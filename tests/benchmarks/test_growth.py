@@ -1,0 +1,56 @@
+import json
+import sys
+
+import bench_growth
+import numpy as np
+import pytest
+from growing import DIM, Growing, TiledRows, shared_saves
+
+
+@pytest.mark.parametrize("power", [0.0, 1.0, 2.0])
+def test_the_fit_finds_the_power(power):
+    sizes = [10, 100, 1000]
+    assert bench_growth.exponent(sizes, [3.0 * size**power for size in sizes]) == pytest.approx(power, abs=1e-9)
+
+
+def test_nothing_is_fitted_to_what_has_no_logarithm():
+    assert np.isnan(bench_growth.exponent([1, 10], [0.0, 1.0]))
+
+
+def test_tiled_rows_slice_like_the_array_that_they_stand_for():
+    tiled = TiledRows(200_000)
+    ids = np.array([0, 65_535, 65_536, 199_999])
+    assert tiled.shape == (200_000, DIM)
+    assert tiled[65_530:65_540].shape == (10, DIM)
+    assert np.array_equal(tiled[ids][1:3], tiled[65_535:65_537])
+    assert np.array_equal(tiled[ids][0], tiled[ids][2])
+
+
+def test_one_save_asks_for_as_much_and_holds_as_many_objects_whatever_the_versions(tmp_path):
+    young, old = (Growing(tmp_path, name, 1, 2_000, touched=50) for name in ("young", "old"))
+    old.grow_to(70, 3)
+    young.grow_to(1, 3)
+    for store in (young, old):
+        store.commit()
+    assert sum(old.counts.values()) == sum(young.counts.values())
+    assert old.objects_of_last() == young.objects_of_last() <= bench_growth.budget(1)
+    assert old.requests_of_poll() == 1
+    for store in (young, old):
+        store.close()
+
+
+def test_each_writer_adds_its_own_objects_to_a_save(tmp_path):
+    one, two = (shared_saves(tmp_path, writers, 4_000, 400, 2) for writers in (1, 2))
+    assert len(one.seconds) == len(two.seconds) == 2
+    assert two.objects - one.objects == one.objects - 1, "all but the manifest come once per writer"
+
+
+def test_a_small_run_prints_every_section(tmp_path, monkeypatch, capsys):
+    target = tmp_path / "growth.json"
+    arguments = ["--quick", "--sizes", "20000", "40000", "--repeats", "2", "--folder", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["bench_growth.py", *arguments, "--rows", "2000", "--json", str(target)])
+    bench_growth.main()
+    document = json.loads(target.read_text())
+    assert [table["title"] for table in document["tables"]] == [f"by {name}" for name in bench_growth.SECTIONS]
+    assert [plot["name"] for plot in document["plots"]] == list(bench_growth.SECTIONS)
+    assert "requests of a poll" in capsys.readouterr().out
