@@ -1,4 +1,4 @@
-"""A proxy on loopback that lets so many bytes per second of answers through, shared by all connections.
+"""A proxy on loopback that lets so many bytes per second through, shared by all connections; each way has its own.
 
 It runs in a process of its own, so that what is measured behind it does not share an interpreter with it. Requests go
 to the server as they come, ``Host`` included, so signatures hold. Standard library only.
@@ -7,6 +7,7 @@ to the server as they come, ``Host`` included, so signatures hold. Standard libr
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import subprocess
 import sys
@@ -20,9 +21,17 @@ _BURST_S = 0.01
 
 
 @contextlib.contextmanager
-def throttled_proxy(server_port: int, bytes_per_s: float) -> Iterator[int]:
-    """Run a proxy to a server on loopback in another process; yields its port."""
-    command = [sys.executable, __file__, str(server_port), str(bytes_per_s)]
+def throttled_proxy(server_port: int, bytes_per_s: float, upload_bytes_per_s: float = math.inf) -> Iterator[int]:
+    """Run a proxy to a server on loopback in another process; yields its port.
+
+    Parameters
+    ----------
+    server_port
+        Of the server.
+    bytes_per_s, upload_bytes_per_s
+        Of answers, and of requests.
+    """
+    command = [sys.executable, __file__, str(server_port), str(bytes_per_s), str(upload_bytes_per_s)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -59,8 +68,9 @@ def _pump(source: socket.socket, target: socket.socket, link: _Link | None) -> N
             end.shutdown(socket.SHUT_RDWR)
 
 
-def _serve(server_port: int, bytes_per_s: float) -> None:
-    link = _Link(bytes_per_s)
+def _serve(server_port: int, bytes_per_s: float, upload_bytes_per_s: float) -> None:
+    down = _Link(bytes_per_s)
+    up = None if math.isinf(upload_bytes_per_s) else _Link(upload_bytes_per_s)
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
         sys.stdout.write(f"{listener.getsockname()[1]}\n")
         sys.stdout.flush()
@@ -69,9 +79,9 @@ def _serve(server_port: int, bytes_per_s: float) -> None:
             server = socket.create_connection(("127.0.0.1", server_port))
             for end in (client, server):
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            for arguments in ((client, server, None), (server, client, link)):
+            for arguments in ((client, server, up), (server, client, down)):
                 threading.Thread(target=_pump, args=arguments, daemon=True).start()
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]), float(sys.argv[2]))
+    _serve(int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]))

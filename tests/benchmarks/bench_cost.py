@@ -1,0 +1,343 @@
+"""What a save and a load cost: the store against what people use today, on a disk and on SeaweedFS behind a link.
+
+``python tests/benchmarks/bench_cost.py [--sections peers,chain,tracking] [--places disk,1,10,free] [--quick]``: four
+tables, 1,000,000 x 64 fp32 in all, row-wise Adagrad, a small dense network. Every round each peer saves the same
+tensors once and loads them; each quality of the store writes a full checkpoint, restores it, writes deltas of 1, 10 and
+25 % touched rows and restores the chain. Rounds run in alternating order; all ratios are between values of one round.
+
+What is loaded is compared with what was saved, every time: bit for bit, or within half a step of the lattice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import bench_tracking
+import chains
+import harness
+from drifting import DIM
+from peers import FULL_PEERS, Cnr, Peer, Wait, assert_same
+from places import Place, local_disk, seaweed
+from trainee import TABLES, Trainee
+
+from cnr_store.types import AffineBits
+from cnr_store_tools.demo.presets import demo_config
+
+SECTIONS = ("peers", "chain", "tracking")
+PLACES = ("disk", "1", "10", "free")
+"""``free`` is SeaweedFS without a link: what two cores can do when they run client and server."""
+QUALITIES: tuple[AffineBits | None, ...] = (2, 4, 8, None)
+SHARES = (0.01, 0.10, 0.25)
+GB = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much of everything."""
+
+    rows: int
+    repeats: int
+    places: str
+    qualities: tuple[AffineBits | None, ...]
+    chain_deltas: tuple[int, ...]
+    steps: int
+
+
+FULL = Size(1_000_000, 3, ",".join(PLACES), QUALITIES, (1, 4, 16, 63), 1500)
+QUICK = Size(40_000, 1, "disk,1", (8, None), (1, 8), 60)
+"""The longest chain has 64 segments, the baseline included; then the writer writes a baseline by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one save or load cost; a load has no stall but itself."""
+
+    stall_s: float
+    done_s: float
+    stall_cpu_s: float
+    cpu_s: float
+    peak_bytes: int
+    size_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Costs:
+    """All rounds at one place, by what was done, in the order in which it was first done."""
+
+    trainee_bytes: int
+    saves: dict[str, list[Cost]] = field(default_factory=lambda: defaultdict(list))
+    loads: dict[str, list[Cost]] = field(default_factory=lambda: defaultdict(list))
+    touched: dict[str, float] = field(default_factory=dict)
+    """Share of the rows that a save was to bring up to date."""
+
+
+def measured(work: Callable[[], Wait | None]) -> Cost:
+    """Time a save or a load from a quiet state: the disk is synced, freed memory is given back."""
+    os.sync()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    peak = harness.PeakMemory()
+    cpu, wall = time.process_time(), time.perf_counter()
+    wait = work()
+    stall_s, stall_cpu_s = time.perf_counter() - wall, time.process_time() - cpu
+    if wait is not None:
+        wait()
+    return Cost(
+        stall_s, time.perf_counter() - wall, stall_cpu_s, time.process_time() - cpu, max(0, peak.beyond_bytes)
+    )  # fmt: skip
+
+
+# ---- the peers
+
+
+def run_full_peer(make: Callable[[], Peer], place: Place, trainee: Trainee, costs: Costs) -> None:
+    """One round of a peer that writes everything at each save: a save that warms it up, a save, a load."""
+    trainee.start_again()
+    peer = make()
+    peer.open(place, trainee)
+    try:
+        expected = trainee.copy()
+        for is_counted in (False, True):
+            peer.prepare()
+            cost = measured(peer.save)
+            if is_counted:
+                _keep(costs.saves[peer.name], cost, peer.size_bytes)
+        costs.touched[peer.name] = 1.0
+        if peer.loads:
+            trainee.forget()
+            _keep(costs.loads[peer.name], measured(peer.load), peer.size_bytes)
+            assert_same(expected, trainee.tensors)
+    finally:
+        peer.close()
+
+
+def run_store(make: Callable[[], Cnr], place: Place, trainee: Trainee, costs: Costs, shares: Sequence[float]) -> None:
+    """One round of a store: full, restored; then deltas, behind one that warms up the buffers, and restored again."""
+    trainee.start_again()
+    store = make()
+    store.open(place, trainee)
+    try:
+        _save(store, costs, f"{store.name}, full", 1.0)
+        if not shares:
+            return
+        _load(store, costs, f"{store.name}, full")
+        store.touch(max(shares))
+        store.save()()
+        for share in shares:
+            store.touch(share)
+            _save(store, costs, f"{store.name}, {share:.0%} touched", share)
+        _load(store, costs, f"{store.name}, full + {1 + len(shares)} deltas")
+    finally:
+        store.close()
+
+
+def _save(store: Cnr, costs: Costs, name: str, share: float) -> None:
+    before = store.size_bytes
+    cost = measured(store.save)
+    _keep(costs.saves[name], cost, store.size_bytes - before)
+    costs.touched[name] = share
+
+
+def _load(store: Cnr, costs: Costs, name: str) -> None:
+    expected = store.trainee.copy()
+    store.open_manager()
+    store.trainee.forget()
+    _keep(costs.loads[name], measured(store.load), store.size_bytes)
+    assert_same(expected, store.trainee.tensors, store.bounds())
+
+
+def _keep(kept: list[Cost], cost: Cost, size_bytes: int) -> None:
+    kept.append(replace(cost, size_bytes=size_bytes))
+
+
+def measure_peers(report: harness.Report, place: Place, trainee: Trainee, size: Size) -> Costs:
+    """Run every peer and every quality of the store in rounds of alternating order, and report."""
+    _warm_up(place)
+    stores = [(partial(Cnr, bits), SHARES) for bits in size.qualities] + [(partial(Cnr, 8, copies_first=True), ())]
+    costs = Costs(trainee.size_bytes)
+    turns: list[Callable[[], None]] = [partial(run_full_peer, make, place, trainee, costs) for make in FULL_PEERS]
+    turns += [partial(run_store, make, place, trainee, costs, shares) for make, shares in stores]
+    for number in range(size.repeats):
+        for turn in turns[:: 1 if number % 2 == 0 else -1]:
+            turn()
+    report_place(report, place.name, costs)
+    return costs
+
+
+def _warm_up(place: Place) -> None:
+    """Have everybody save a tiny model: imports, compiled code and connections are there from then on."""
+    tiny = Trainee(1024)
+    for make in FULL_PEERS:
+        run_full_peer(make, place, tiny, Costs(tiny.size_bytes))
+    for bits in (8, None):
+        run_store(partial(Cnr, bits), place, tiny, Costs(tiny.size_bytes), SHARES[:1])
+
+
+# ---- the report
+
+SAVE_COLUMNS = (
+    "saved by", "MB", "stall s", "low to high", "committed s", "low to high", "CPU s", "of it behind the training",
+    "CPU s per GB of model", "CPU s per GB of touched rows", "peak MB",
+)  # fmt: skip
+LOAD_COLUMNS = ("loaded from", "MB stored", "s", "low to high", "CPU s", "CPU s per GB of model", "peak MB")
+NOTE = (
+    "Medians; touched rows are all rows for who writes all of them. On the disk everybody fsyncs. torch.save and "
+    "safetensors send a file with s3fs, in parallel parts; dcp writes through fsspec, zarr through its FsspecStore. "
+    "Peak: resident memory beyond what there was before; a mapped file counts."
+)
+
+
+def report_place(report: harness.Report, where: str, costs: Costs) -> None:
+    """Add the two tables of a place, its ratios and its plots."""
+    gigabytes = costs.trainee_bytes / GB
+    rows: list[list[harness.Cell]] = []
+    for name, kept in costs.saves.items():
+        cpu_s = _median(kept, "cpu_s")
+        rows.append([
+            name, _median(kept, "size_bytes") / 1e6, _median(kept, "stall_s"), _spread(kept, "stall_s"),
+            _median(kept, "done_s"), _spread(kept, "done_s"), cpu_s, cpu_s - _median(kept, "stall_cpu_s"),
+            cpu_s / gigabytes, cpu_s / gigabytes / costs.touched[name], max(one.peak_bytes for one in kept) / 1e6,
+        ])  # fmt: skip
+        report.timings(f"{where}: save, {name}", _timings(kept))
+    report.table(f"Saves, {where}: {gigabytes:.3f} GB of tensors", SAVE_COLUMNS, rows, NOTE)
+    rows = []
+    for name, kept in costs.loads.items():
+        cpu_s = _median(kept, "cpu_s")
+        rows.append([
+            name, _median(kept, "size_bytes") / 1e6, _median(kept, "done_s"), _spread(kept, "done_s"), cpu_s,
+            cpu_s / gigabytes, max(one.peak_bytes for one in kept) / 1e6,
+        ])  # fmt: skip
+        report.timings(f"{where}: load, {name}", _timings(kept))
+    report.table(f"Loads into the live tensors, {where}", LOAD_COLUMNS, rows)
+    _report_ratios(report, where, costs)
+    for what, title in (("done_s", "until it is committed"), ("stall_s", "for which the training waits")):
+        _plot_shares(report, where, costs, what, title)
+
+
+def _report_ratios(report: harness.Report, where: str, costs: Costs) -> None:
+    """Add the store's ratios to peers, round by round."""
+    for bits in (4, 8):
+        full, delta = f"cnr_store, {bits}-bit, full", f"cnr_store, {bits}-bit, 10% touched"
+        if delta not in costs.saves:
+            continue
+        loads = {name: kept for name, kept in costs.loads.items() if name.startswith(full)}
+        found = []
+        for what, mine, peer, theirs, column in (
+            ("full, committed", costs.saves[full], "torch.save", costs.saves, "done_s"),
+            ("10 % touched, bytes", costs.saves[delta], "torch.save", costs.saves, "size_bytes"),
+            ("10 % touched, stall", costs.saves[delta], "torch.save", costs.saves, "stall_s"),
+            ("10 % touched, stall", costs.saves[delta], "dcp.async_save, kept stager", costs.saves, "stall_s"),
+            ("10 % touched, committed", costs.saves[delta], "torch.save", costs.saves, "done_s"),
+            ("10 % touched, committed", costs.saves[delta], "dcp.async_save, kept stager", costs.saves, "done_s"),
+            ("10 % touched, CPU", costs.saves[delta], "torch.save", costs.saves, "cpu_s"),
+            ("restore of full", loads[full], "safetensors", costs.loads, "done_s"),
+            ("restore of full + 4 deltas", loads[f"{full} + 4 deltas"], "safetensors", costs.loads, "done_s"),
+        ):
+            pairs = zip(mine, theirs[peer], strict=True)
+            low, middle, high = harness.spread([getattr(a, column) / getattr(b, column) for a, b in pairs])
+            report.add(f"{where}, {bits}-bit, {what} / {peer}", middle, low=low, high=high)
+            found.append(middle)
+        _, size, stall, kept_stall, committed, *_ = found
+        report.headline(
+            f"a save of 10 % touched rows at {bits}-bit quality, {where}: bytes, stall, time until committed against "
+            "`torch.save`; stall against `dcp.async_save` with a kept stager",
+            f"{size:.3f}x, {stall:.2f}x, {committed:.2f}x; {kept_stall:.2f}x", "", "tests/benchmarks/bench_cost.py",
+        )  # fmt: skip
+
+
+def _plot_shares(report: harness.Report, where: str, costs: Costs, what: str, title: str) -> None:
+    """Add seconds by touched rows; who writes all of them is a flat line."""
+    series: dict[str, harness.Series] = {}
+    stores: dict[str, list[str]] = {}
+    for name, kept in costs.saves.items():
+        if name in {peer.name for peer in FULL_PEERS}:
+            series[name] = _series([100 * SHARES[0], 100.0], [kept, kept], what)
+        else:
+            stores.setdefault(name.rpartition(", ")[0], []).append(name)
+    for store, names in stores.items():
+        names.sort(key=costs.touched.__getitem__)
+        if len(names) > 1:
+            shares = [100 * costs.touched[name] for name in names]
+            series[store] = _series(shares, [costs.saves[name] for name in names], what)
+    slug = "".join(letter if letter.isalnum() else "-" for letter in where)
+    report.plot(
+        f"{slug}-{what}", f"Seconds {title}, {where}", "rows touched, %", "s", series, log_x=True, log_y=True
+    )  # fmt: skip
+
+
+def _series(x: Sequence[float], costs: Sequence[Sequence[Cost]], what: str) -> harness.Series:
+    spreads = [harness.spread([getattr(one, what) for one in kept]) for kept in costs]
+    return harness.Series(x, [one[1] for one in spreads], [one[0] for one in spreads], [one[2] for one in spreads])
+
+
+def _median(kept: Sequence[Cost], what: str) -> float:
+    return float(statistics.median(getattr(one, what) for one in kept))
+
+
+def _spread(kept: Sequence[Cost], what: str) -> str:
+    low, _, high = harness.spread([getattr(one, what) for one in kept])
+    return f"{harness.shown(low)} to {harness.shown(high)}"
+
+
+def _timings(kept: Sequence[Cost]) -> harness.Timings:
+    return harness.Timings([one.done_s for one in kept], [one.cpu_s for one in kept])
+
+
+# ---- sections
+
+
+def run_peers(report: harness.Report, folder: Path, size: Size) -> None:
+    """Everybody, at each place."""
+    trainee = Trainee(size.rows)
+    for name in size.places.split(","):
+        with contextlib.ExitStack() as stack:
+            here = Path(stack.enter_context(harness.data_folder(str(folder))))
+            if name == "disk":
+                place = local_disk(here)
+            else:
+                place = stack.enter_context(seaweed(here, None if name == "free" else float(name)))
+            measure_peers(report, place, trainee, size)
+
+
+def run_chain(report: harness.Report, folder: Path, size: Size) -> None:
+    """Restores of ever longer chains, with and without compaction between the deltas."""
+    chains.measure(report, local_disk(folder), Trainee(size.rows), size.chain_deltas, size.repeats)
+
+
+def run_tracking(report: harness.Report, folder: Path, size: Size) -> None:
+    """The share of a training step that tracking takes: the steps of `bench_tracking`."""
+    bench_tracking.bench_steps(
+        report, "demo's DLRM", demo_config(), size.steps, bench_tracking.SHARE_OF_STEP
+    )  # fmt: skip
+
+
+def main() -> None:
+    """Measure."""
+    parser = harness.arguments(__doc__, rows=FULL.rows, repeats=FULL.repeats)
+    parser.add_argument("--sections", default=",".join(SECTIONS), help=f"of {', '.join(SECTIONS)}")
+    parser.add_argument("--places", help=f"of {', '.join(PLACES)}: a disk, SeaweedFS at so many Gbit/s or unthrottled")
+    options = parser.parse_args()
+    sections = options.sections.split(",")
+    size = QUICK if options.quick else replace(FULL, rows=options.rows, repeats=options.repeats)
+    size = replace(size, places=options.places or size.places)
+    if not set(sections) <= set(SECTIONS) or not set(size.places.split(",")) <= set(PLACES):
+        parser.error(f"sections are {', '.join(SECTIONS)}; places are {', '.join(PLACES)}")
+    report = harness.Report(f"cost of saves and loads: {size.rows:,} x {DIM} fp32 in {TABLES} tables")
+    report.start()
+    for name in sections:
+        with harness.data_folder(options.folder) as folder:
+            {"peers": run_peers, "chain": run_chain, "tracking": run_tracking}[name](report, folder, size)
+    report.finish(options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""The model whose saving is measured: embedding tables with row-wise Adagrad, a small dense network, rows that move.
+
+Values are normal, and a touched row drifts by 0.3 of their width, as in `drifting`. Nothing is trained: the rows of an
+interval are drawn and moved in place, so that their share is exact and the same for everybody who saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from drifting import DIM, DRIFT, WIDTH
+from torch import nn
+
+from cnr_store_tools.demo.adagrad import RowWiseAdagrad
+
+TABLES = 4
+HIDDEN = 256
+
+
+class TablesAndDense(nn.Module):
+    """Four embedding tables and two linear layers over them."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(
+            nn.utils.skip_init(nn.EmbeddingBag, rows // TABLES, DIM, mode="sum", sparse=True) for _ in range(TABLES)
+        )
+        self.dense = nn.Sequential(nn.Linear(TABLES * DIM, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 1))
+
+
+class Trainee:
+    """A model and its optimizers, and the state that they started from.
+
+    Attributes
+    ----------
+    model, optimizers
+        What a `CheckpointManager` takes.
+    tensors
+        Everything that a checkpoint must hold, by name; live.
+    """
+
+    def __init__(self, rows: int, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self._seed = seed
+        self._random = np.random.default_rng(seed)
+        self.model = TablesAndDense(rows)
+        self._tables = [module.weight for module in self.model.tables if isinstance(module, nn.EmbeddingBag)]
+        self.optimizers = (
+            RowWiseAdagrad(self._tables, lr=0.05),
+            torch.optim.Adagrad(self.model.dense.parameters(), lr=0.01),
+        )
+        for weight in self._tables:
+            weight.detach().normal_(std=WIDTH)
+            self.optimizers[0].state[weight]["momentum1"].uniform_(1e-6, 1e-2)
+        self._drift = torch.empty(rows // TABLES, DIM).normal_(std=WIDTH * DRIFT)
+        self.tensors = self._named_tensors()
+        self._start = self.copy()
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors: what a full fp32 checkpoint must hold."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def table_names(self) -> list[str]:
+        """Names of the tables in the model."""
+        return [f"tables.{index}.weight" for index in range(TABLES)]
+
+    def copy(self) -> dict[str, torch.Tensor]:
+        """Return a copy of every tensor."""
+        return {name: tensor.clone() for name, tensor in self.tensors.items()}
+
+    def start_again(self) -> None:
+        """Put every tensor back as it was at first; the same rows will be touched."""
+        self.fill(self._start)
+        self._random = np.random.default_rng(self._seed)
+
+    def fill(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Put values into every tensor, as a training does with what it has loaded."""
+        for name, tensor in self.tensors.items():
+            tensor.copy_(values[name])
+
+    def forget(self) -> None:
+        """Set every tensor to a value that no state has, so that a load that does nothing is seen."""
+        for tensor in self.tensors.values():
+            tensor.fill_(-77.0)
+
+    @torch.no_grad()
+    def touch(self, share: float) -> dict[str, torch.Tensor]:
+        """Move ``share`` of the rows of each table; returns their ids by table, sorted."""
+        touched = {}
+        for name, weight in zip(self.table_names, self._tables, strict=True):
+            count = max(1, round(share * len(weight)))
+            rows = torch.from_numpy(np.sort(self._random.choice(len(weight), count, replace=False)))
+            weight.index_add_(0, rows, self._drift[:count])
+            self.optimizers[0].state[weight]["momentum1"].index_add_(0, rows, torch.full((count,), 1e-3))
+            touched[name] = rows
+        return touched
+
+    def _named_tensors(self) -> dict[str, torch.Tensor]:
+        found = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        for optimizer in self.optimizers:
+            for parameter, state in optimizer.state.items():
+                for key, value in state.items():
+                    found[f"optimizer.{names[id(parameter)]}.{key}"] = value
+        return found
