@@ -10,7 +10,10 @@ from types import FrameType
 from typing import Any, Literal
 
 from cnr_store.errors import BadInput, NotAStore
+from cnr_store.mirrors import MirrorMode
+from cnr_store.policy import Policy
 from cnr_store.store import Store
+from cnr_store.thresholds import check_threshold
 from cnr_store.types import TableOptions
 from cnr_store_gpu import Movement
 
@@ -61,6 +64,28 @@ def options_by_table(
     if unknown:
         raise BadInput(f"options= names tables {unknown}; the model has {sorted(tables)}", table=unknown[0])
     return {table: options.get(table, TableOptions()) for table in tables}
+
+
+def check_thresholds(
+    options: Mapping[str, TableOptions], dtypes: Mapping[str, str], *, mirror: MirrorMode, policy: Policy
+) -> None:
+    """Return if rows can wait in every table whose options say so; ``dtypes`` are those of this rank's tables.
+
+    Raises
+    ------
+    BadInput
+    """
+    for table in sorted(table for table, one in options.items() if one.threshold is not None):
+        if policy != "consecutive":
+            raise BadInput(
+                f'table {table!r} has threshold=, and policy={policy!r} writes no deltas to the last checkpoint: no row '
+                'would ever wait; choose policy="consecutive", or leave threshold out',
+                table=table, expected="consecutive", found=policy,
+            )  # fmt: skip
+        chosen = options[table]
+        if table in dtypes and chosen.threshold is not None:
+            is_lattice = (chosen.encoding or ("lattice" if dtypes[table] == "float32" else "float_bits")) == "lattice"
+            check_threshold(table, chosen.threshold, is_lattice=is_lattice, has_mirror=mirror != "none")
 
 
 def open_or_create(

@@ -18,6 +18,7 @@ import torch
 
 from cnr_store.errors import CommitStateUnknown
 from cnr_store.placement import Shard
+from cnr_store.training.marks import taken_rows
 from cnr_store.training.tensors import TensorRows, as_array, flat_rows
 from cnr_store.transaction import Declaration, Transaction
 from cnr_store.types import RowIds, TableOptions
@@ -56,6 +57,8 @@ class SaveReport:
         Seconds for which it waited for the save before.
     encode_s, commit_s
         Seconds in the background: rows to codes, and objects and commit record to the store.
+    waiting
+        Rows of those that changed little and wait for a later save (`Threshold`); this rank's.
     """
 
     version: int
@@ -67,6 +70,7 @@ class SaveReport:
     wait_s: float
     encode_s: float
     commit_s: float
+    waiting: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -107,6 +111,16 @@ class SaveJob:
     commit_s: float = 0.0
 
     @property
+    def waiting(self) -> dict[str, Taken]:
+        """The rows that stay dirty although the save has won, by name of the shard."""
+        waiting, found = self.transaction.waiting, dict[str, Taken]()
+        for name, rows in self.rows.items():
+            if rows.key in waiting:
+                first = 0 if rows.key.rectangle is None else rows.key.rectangle.rows[0]
+                found[name] = taken_rows(name, self.taken[name].num_rows, waiting[rows.key] - first)
+        return found
+
+    @property
     def row_count(self) -> int:
         """Rows handed over."""
         touched = sum(len(rows.row_ids) for rows in self.rows.values())
@@ -117,7 +131,7 @@ class SaveJob:
         return SaveReport(
             version=version, step=self.transaction.step, kind=self.transaction.kind, rows=self.row_count,
             size_bytes=self.transaction.size_bytes, stall_s=self.stall_s, wait_s=self.wait_s,
-            encode_s=self.encode_s, commit_s=self.commit_s,
+            encode_s=self.encode_s, commit_s=self.commit_s, waiting=sum(map(len, self.waiting.values())),
         )  # fmt: skip
 
 

@@ -46,6 +46,7 @@ from cnr_store.training.arguments import (
     WhenBusy,
     catch_sigterm,
     check_one_of,
+    check_thresholds,
     movements_of,
     open_or_create,
     options_by_table,
@@ -108,7 +109,7 @@ from cnr_store.training.state import (
     slot_documents,
     stepped_documents,
 )
-from cnr_store.training.tensors import leaf_of, tensor_of
+from cnr_store.training.tensors import leaf_of, table_dtype_name, tensor_of
 from cnr_store.transaction import Transaction
 from cnr_store.types import RowIds, SlotsRule, TableOptions
 from cnr_store.writer import Writer
@@ -356,6 +357,8 @@ class CheckpointManager:
         trackers: list[RowTracker] = []
 
         def attach() -> None:
+            dtypes = {shard.table: table_dtype_name(shard.weight, shard.table) for shard in shards}
+            check_thresholds(self._options, dtypes, mirror=mirror, policy=policy)
             trackers.append(
                 RowTracker(
                     model, dict(plain), optimizers=self._optimizers, allow_dense=allow_dense,
@@ -486,13 +489,15 @@ class CheckpointManager:
                 self._save_due()
         return False
 
-    def save(self, *, wait: bool = True) -> SaveReport | None:
+    def save(self, *, wait: bool = True, flush: bool = True) -> SaveReport | None:
         """Save now, whether one is due or not; waits for a save that is under way.
 
         Parameters
         ----------
         wait
             Until the save is committed; its report is returned. Else it goes on in the background.
+        flush
+            Every changed row, also of tables with a threshold; without it rows may wait, as in the saves of `step`.
 
         Raises
         ------
@@ -504,7 +509,7 @@ class CheckpointManager:
         self._check_open()
         self._raise_together(self._take_finished(wait=True))
         together(self._control, self._tracker.check_boundary)
-        self._begin_save(wait_s=0.0)
+        self._begin_save(wait_s=0.0, flush=flush)
         if not wait:
             return None
         self._raise_failure(self._take_finished(wait=True))
@@ -814,7 +819,7 @@ class CheckpointManager:
                 )  # fmt: skip
         return True
 
-    def _begin_save(self, *, wait_s: float) -> bool:
+    def _begin_save(self, *, wait_s: float, flush: bool = False) -> bool:
         """Copy what is to be saved and hand it to the background; the only part that holds the training up.
 
         Returns whether the save is over, because it read live tables.
@@ -823,7 +828,7 @@ class CheckpointManager:
         self._settle()
         writer = self._ready_writer()
         plan, slots, decision, tables = self._decide_together(writer)
-        transaction = writer.begin(self.current_step, decision.kind, base=decision.base)
+        transaction = writer.begin(self.current_step, decision.kind, base=decision.base, flush=flush)
         job: SaveJob | None = None
         try:
             job = self._stage(transaction, decision, writer, plan, slots, tables)
@@ -1012,6 +1017,7 @@ class CheckpointManager:
     def _won(self, job: SaveJob, version: int, error: BaseException | None = None) -> None:
         """``error``: what failed behind the commit, which nothing takes back."""
         job.staged.release()
+        self._tracker.give_back(job.waiting)  # by the owner alone: marks of copies are united at the next save
         # What ranks write anew they write on all of them, in one save.
         whole = {one.key.table for one in job.whole.values()}
         self._whole_next -= self._holdings.tables.keys() if job.declares else whole

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from cnr_store_gpu import Taken
-from cnr_store_gpu.words import Words, rows_of
+from cnr_store.types import RowIds
+from cnr_store_gpu.words import Words, mark_words, rows_of, words_of_rows
 
 
 def words_of(taken: Mapping[str, Taken], tables: Iterable[str]) -> dict[str, str]:
@@ -28,6 +29,13 @@ def union_of(answers: Iterable[Mapping[str, str]]) -> dict[str, Words]:
             words = np.frombuffer(base64.b85decode(text), np.uint32)
             union[table] = words | union[table] if table in union else words
     return union
+
+
+def taken_rows(name: str, num_rows: int, rows: RowIds) -> Taken:
+    """Return sorted rows of a shard as taken ones, to be given back."""
+    words = np.zeros(words_of_rows(num_rows), np.uint32)
+    mark_words(words, rows, 0, num_rows)
+    return Taken(name, num_rows, rows, words)
 
 
 def taken_words(name: str, num_rows: int, words: Words) -> Taken:

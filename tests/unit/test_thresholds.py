@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cnr_store import BadInput, Shard, Store, TableOptions, Threshold, Transaction, Writer, verify_store
@@ -52,6 +52,7 @@ def test_the_largest_differences_do_not_overflow() -> None:
 # ---- which rows wait
 
 
+@settings(deadline=None)
 @given(
     energies=st.lists(st.integers(0, 50), min_size=1, max_size=60),
     keep=st.floats(0, 1, exclude_min=True),
