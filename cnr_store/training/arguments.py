@@ -84,8 +84,8 @@ def check_thresholds(
             )  # fmt: skip
         chosen = options[table]
         if table in dtypes and chosen.threshold is not None:
-            is_lattice = (chosen.encoding or ("lattice" if dtypes[table] == "float32" else "float_bits")) == "lattice"
-            check_threshold(table, chosen.threshold, is_lattice=is_lattice, has_mirror=mirror != "none")
+            encoding = chosen.encoding or ("lattice" if dtypes[table] == "float32" else "float_bits")
+            check_threshold(table, chosen.threshold, is_lattice=encoding == "lattice", has_mirror=mirror != "none")
 
 
 def open_or_create(

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from cnr_store_gpu import Taken
 from cnr_store.types import RowIds
+from cnr_store_gpu import Taken
 from cnr_store_gpu.words import Words, mark_words, rows_of, words_of_rows
 
 
