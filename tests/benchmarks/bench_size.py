@@ -1,173 +1,225 @@
-"""How many bytes one delta of the DLRM trace takes: lattice against Check-N-Run rows at equal error, and against fp32.
+"""How many bytes checkpoints of a trained model take on disk: by policy, encoding and share of rows touched.
 
-``python tests/benchmarks/bench_size.py``: 1,500 steps of 2,048 samples on six tables (200k to 1k rows x 32, row-wise
-Adagrad), a save every 150 steps, about 40 % of the rows touched in each. The model is trained once; every encoding
-saves the same rows into a store of its own. Counted is the segment of the last save as it lies on disk, receipt and
-manifest included; dense tensors stand apart and are in no ratio.
+``python tests/benchmarks/bench_size.py``: a small DLRM is trained once, 6,000 steps of 2,048 samples on six tables
+(200k to 1k rows x 32, row-wise Adagrad) with a save every 150 steps, about 40 % of the rows touched in each; every
+store saves the same rows. Then four stretches of the same training with shorter intervals, and one pass over each
+public data set in ``--data-folder``. Counted is what lies on disk: file lengths of new files after each save, receipts,
+manifests and records included. Dense tensors stand apart and are in no ratio; they are the same bytes in all stores.
 
-The scale of a lattice is chosen when a baseline is written. ``lattice`` chose it at the first save and keeps it, as a
-run does; training then widens the rows, so its error at the end is no longer that of affine rows. ``lattice, fresh``
-chose it by ``bits=`` at the save before the last. ``lattice, equal`` took it there from the touched rows alone, whose
-error is what is compared; ``bits=`` samples all rows, and cold rows are smaller. Slots are float_bits 7 in all stores
-(affine tables have no mirror, so there they are absolute).
+Row ids and slots (float_bits 7; exact in ``raw`` and ``exact``) are stored alike by all encodings. Affine rows have
+fp16 parameters, and no mirror, so their slots are absolute. A lattice takes the scale at which touched rows have the
+error of affine rows of its width; training widens rows, so half-way through the run a full checkpoint chooses it anew,
+in every store, and it counts in the bytes of the second half on both sides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import harness
 import numpy as np
-from dlrm_trace import SLOT, Interval, train
+from dlrm_trace import Interval, train, train_on
+from measured_store import EXACT, RAW, Encoding, MeasuredStore, affine, lattice
+from real_sets import DATA_FOLDER, DIMS, RealSet, present
+from size_encodings import ErrorMeter, Measured, add_goals, print_encodings
+from size_policies import policy_stores, print_policies
+from size_shares import ShareResult, Stretch, grown_results, measure, print_shares, stretches
 
-from cnr_store import Store, TableOptions
-from cnr_store.encodings.scale import choose_scale
-from cnr_store.layout import segment_prefix
-from cnr_store.options import sample_of
-from cnr_store.records import ChainEntry
-from cnr_store.sizes import segment_sizes
-from cnr_store.types import Float32s, Precision
-from cnr_store.writer import Writer
-from cnr_store_tools.demo.presets import trace_config
+from cnr_store_tools.demo.presets import RunConfig, trace_config
 
-BITS = (2, 4, 8)
-AGAINST_AFFINE = {2: 0.4, 4: 0.5, 8: 0.7}
-AGAINST_FP32 = {2: 55.0, 4: 25.0, 8: 11.0}
-KINDS = ("rows", "codes", "scales", "slots", "metadata", "receipt", "dense")
-
-
-class Candidate:
-    """One encoding in a store of its own."""
-
-    def __init__(
-        self, folder: Path, name: str, options: TableOptions, *, starts_at: int = 1, on_touched: bool = False
-    ) -> None:
-        self.name = name
-        self.store = Store.create(str(folder / name.replace(" ", "-").replace(",", "")), fsync=False)
-        self._options = options
-        self._starts_at = starts_at
-        self._on_touched = on_touched
-        self._writer: Writer = self.store.writer()
-
-    def save(self, number: int, interval: Interval) -> None:
-        """Save an interval: the first from ``starts_at`` on is the baseline, later ones are deltas."""
-        if number < self._starts_at:
-            return
-        with self._writer.begin(interval.step) as txn:
-            for table, values in interval.tables.items():
-                slots, rows = interval.slots[table], interval.touched[table]
-                if txn.kind == "full":
-                    options = self._options_for(values[rows]) if self._on_touched else self._options
-                    txn.write_table(table, values, slots={SLOT: slots}, options=options)
-                else:
-                    txn.write_rows(table, rows, values[rows], slots={SLOT: slots[rows]})
-            txn.put_dense(interval.dense)
-
-    def sizes(self) -> dict[str, int]:
-        """Bytes of the last segment by kind: file lengths, receipt included."""
-        entry, manifest = self._last()
-        sizes = segment_sizes(manifest, segment_bytes=entry.bytes).as_dict()
-        folder = Path(self.store.url) / segment_prefix(entry.seg)
-        length, blocks = harness.disk_bytes(folder)
-        dense_length, dense_blocks = harness.disk_bytes(next(folder.glob("*/dense")))
-        sizes["receipt"] = length - sizes["total"]
-        sizes["metadata"] -= dense_length - sizes["dense"]
-        sizes["dense"] = dense_length
-        sizes["total"] = length - dense_length
-        sizes["du"] = blocks - dense_blocks
-        return sizes
-
-    def error(self, interval: Interval) -> float:
-        """Mean squared error of the touched rows as the store gives them back."""
-        total, count = 0.0, 0
-        snapshot = self.store.snapshot()
-        for table, rows in interval.touched.items():
-            difference = snapshot.table(table).read()[rows].astype(np.float64) - interval.tables[table][rows]
-            total += float(np.square(difference).sum())
-            count += difference.size
-        return total / count
-
-    def _options_for(self, touched: Float32s) -> TableOptions:
-        bits = self._options.bits
-        assert isinstance(bits, int)
-        return TableOptions(scale=choose_scale(sample_of(touched, "float32"), Precision(bits=bits)))
-
-    def kept_rows(self) -> int:
-        """Rows in the last segment."""
-        return int(self._last()[0].rows or 0)
-
-    def _last(self) -> tuple[ChainEntry, Any]:
-        snapshot = self.store.snapshot()
-        return snapshot.record.chain[-1], snapshot.manifests[-1]
-
-
-def candidates(folder: Path, saves: int) -> list[Candidate]:
-    """Return a store for every encoding and width."""
-    made = []
-    for bits in BITS:
-        lattice = TableOptions(bits=bits)
-        made += [
-            Candidate(folder, f"affine {bits}", TableOptions(encoding="affine", bits=bits, search="greedy")),
-            Candidate(folder, f"lattice {bits}", lattice),
-            Candidate(folder, f"lattice {bits}, fresh", lattice, starts_at=saves - 1),
-            Candidate(folder, f"lattice {bits}, equal", lattice, starts_at=saves - 1, on_touched=True),
-        ]
-    return made
+COMMAND = "python tests/benchmarks/bench_size.py"
+PARTS = ("run", "shares", "sets")
+INTERVALS, QUICK_INTERVALS = 40, 12
+SET_INTERVALS = 20
+DELTAS = 3
+GROWN_ROWS, QUICK_GROWN_ROWS = 1 << 21, 1 << 16
+QUICK_FRACTION = 16
+"""Tables and batches of a quick run are so many times smaller: intervals touch the same share of the rows."""
 
 
 def main() -> None:
-    parser = harness.arguments(__doc__, rows=0, repeats=1)
-    parser.add_argument("--steps", type=int, default=1500)
+    parser = harness.arguments(__doc__, rows=GROWN_ROWS, repeats=1)
+    parser.add_argument("--intervals", type=int, help=f"length of the run, {INTERVALS} by default")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--data-folder", type=Path, default=DATA_FOLDER, help="where public data sets lie")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     options = parser.parse_args()
-    config = trace_config(steps=options.steps, seed=options.seed)
-    saves = config.steps // config.save_every
-    report = harness.Report(f"size of a delta: DLRM trace, {config.steps} steps, save every {config.save_every}")
+    quick: bool = options.quick
+    intervals = options.intervals or (QUICK_INTERVALS if quick else INTERVALS)
+    report = harness.Report("size: bytes on disk by policy, encoding and share of rows touched")
     report.start()
+    parts: Sequence[str] = options.parts
     with harness.data_folder(options.folder) as folder:
-        stores = candidates(folder, saves)
-        for number, interval in enumerate(train(config), start=1):
-            for store in stores:
-                store.save(number, interval)
-        print_sizes(report, stores, interval)
+        if "run" in parts or "shares" in parts:
+            every = trace_config().save_every
+            plan = stretches(intervals * every, 1 if quick else DELTAS) if "shares" in parts else []
+            config = configure(plan[-1].save_at[-1] if plan else intervals * every, seed=options.seed, quick=quick)
+            run = LongRun(folder / "run", intervals, quick=quick) if "run" in parts else None
+            measure_trace(
+                report, folder, config, run, plan, encodings=share_encodings(quick=quick),
+                grown_rows=QUICK_GROWN_ROWS if quick else options.rows,
+            )  # fmt: skip
+        if "sets" in parts:
+            measure_sets(report, folder, options.data_folder, quick=quick)
     report.finish(options.json)
 
 
-def print_sizes(report: harness.Report, stores: list[Candidate], interval: Interval) -> None:
-    """Print the table of the last delta and the ratios."""
-    rows = sum(len(table) for table in interval.tables.values())
-    touched = sum(len(ids) for ids in interval.touched.values())
-    elements = sum(ids.size * interval.tables[name].shape[1] for name, ids in interval.touched.items())
-    full = sum(a.nbytes for named in (interval.tables, interval.slots) for a in named.values())
-    share = f"{touched} of {rows} rows touched ({touched / rows:.1%})"
-    report.note(f"last interval: {share}; fp32 full {full / 1e6:.2f} MB")
-    header = "".join(f"{kind:>10}" for kind in KINDS)
-    report.note(f"{'bytes, last delta':<20}{header}{'total':>10}{'du':>10} {'bits/el':>8} {'error':>10} {'rows':>8}")
-    sizes: dict[str, Mapping[str, int]] = {}
-    errors: dict[str, float] = {}
-    for store in stores:
-        found = sizes[store.name] = store.sizes()
-        errors[store.name] = store.error(interval)
-        cells = "".join(f"{found[kind]:>10}" for kind in KINDS)
-        report.note(
-            f"{store.name:<20}{cells}{found['total']:>10}{found['du']:>10} {8 * found['codes'] / elements:>8.3f} "
-            f"{errors[store.name]:>10.3g} {store.kept_rows():>8}"
+def configure(steps: int, *, seed: int, quick: bool) -> RunConfig:
+    """Return the trace of so many steps; a quick one has smaller tables and batches."""
+    config = trace_config(steps=steps, seed=seed)
+    if not quick:
+        return config
+    assert config.traffic is not None
+    batch_size = config.batch_size // QUICK_FRACTION
+    traffic = replace(
+        config.traffic,
+        table_rows=tuple(rows // QUICK_FRACTION for rows in config.traffic.table_rows),
+        num_samples=config.traffic.num_samples // QUICK_FRACTION + batch_size,
+        drift_every=config.traffic.drift_every // QUICK_FRACTION,
+    )
+    return replace(config, traffic=traffic, batch_size=batch_size)
+
+
+def measure_trace(
+    report: harness.Report,
+    folder: Path,
+    config: RunConfig,
+    run: LongRun | None,
+    plan: Sequence[Stretch],
+    *,
+    encodings: Sequence[Encoding],
+    grown_rows: int,
+) -> None:
+    """Train once: the long run first, then a stretch for every share on the same model."""
+    run_at = {config.save_every * number for number in range(1, run.intervals + 1)} if run is not None else set()
+    waiting = list(plan)
+    found: list[ShareResult] = []
+    pairs: list[tuple[int, Interval, Interval]] = []
+    kept: list[Interval] = []
+    for interval in train(config, run_at | {step for stretch in plan for step in stretch.save_at}):
+        if run is not None and interval.step in run_at:
+            run.save(interval)
+            if interval.step == max(run_at):
+                run.print(report, interval.fp32_bytes)
+            continue
+        kept.append(interval)
+        stretch = waiting[0]
+        if interval.step == stretch.save_at[-1]:
+            found.append(measure(folder / f"share-{stretch.share}", stretch.share, encodings, kept))
+            pairs.append((stretch.share, kept[0], kept[1]))
+            waiting.pop(0)
+            kept = []
+    if found:
+        print_shares(report, "trace", found)
+        grown = [affine(4), affine(8), lattice(4), lattice(8)]
+        print_shares(report, "grown table", list(grown_results(folder / "grown", grown, pairs, grown_rows)))
+
+
+class LongRun:
+    """The stores of the long run: policies crossed with some encodings, every encoding with consecutive deltas."""
+
+    def __init__(self, folder: Path, intervals: int, *, quick: bool) -> None:
+        self.intervals = intervals
+        self._start = intervals // 2 + 1
+        self._elements: list[int] = []
+        crossed = [lattice(4)] if quick else [lattice(4), affine(4), affine(2), affine(8)]
+        self._policies = list(policy_stores(folder / "policies", crossed, (self._start,)))
+        consecutive = {s.encoding.name: s for s in self._policies if s.policy_name == "consecutive"}
+        for encoding in run_encodings(quick=quick):
+            if encoding.name not in consecutive:
+                name = encoding.name.replace(" ", "-")
+                consecutive[encoding.name] = MeasuredStore(folder / name, encoding, rescale_at=(self._start,))
+        self._encodings = [consecutive[encoding.name] for encoding in run_encodings(quick=quick)]
+        self._errors = ErrorMeter({self._start + 1, (self._start + 1 + intervals) // 2, intervals})
+
+    def save(self, interval: Interval) -> None:
+        """Save an interval into every store."""
+        for store in {id(store): store for store in (*self._policies, *self._encodings)}.values():
+            store.save(interval)
+        self._elements.append(interval.touched_elements)
+        self._errors.read(len(self._elements), self._encodings, interval)
+
+    def print(self, report: harness.Report, fp32_bytes: int) -> None:
+        """Add the tables of the whole run and of its second half."""
+        first = self._start - 1
+        print_policies(report, self._policies, fp32_bytes)
+        elements = float(np.mean(self._elements[first:]))
+        measured = {
+            store.encoding.name: Measured(store.savings[first:], self._errors.mean(store.encoding.name), elements)
+            for store in self._encodings
+        }
+        stretch = f"intervals {self._start} (a full) to {self.intervals}"
+        title = f"Encodings, consecutive deltas, {stretch}"
+        print_encodings(report, title, measured)
+        add_goals(report, "second half", measured)
+        lattice_4, affine_4 = measured["lattice 4"], measured["affine 4 greedy"]
+        report.headline(
+            "bytes of a run against Check-N-Run rows at equal error, 4 bit", f"{lattice_4.total / affine_4.total:.2f}x",
+            "0.45x", COMMAND,
+        )  # fmt: skip
+
+
+def run_encodings(*, quick: bool) -> list[Encoding]:
+    """Return every encoding of the long run."""
+    if quick:
+        return [affine(2), affine(4), affine(8), lattice(2), lattice(4), lattice(8), RAW, EXACT]
+    widths = (2, 3, 4, 8)
+    return [
+        RAW, EXACT, *(affine(bits) for bits in widths), *(affine(bits, "grid") for bits in widths),
+        *(lattice(bits) for bits in widths),
+    ]  # fmt: skip
+
+
+def share_encodings(*, quick: bool) -> list[Encoding]:
+    """Return the encodings whose deltas are compared with fp32 checkpoints."""
+    widths = (4, 8) if quick else (2, 4, 8)
+    return [*(affine(bits) for bits in widths), *(lattice(bits) for bits in widths)]
+
+
+def measure_sets(report: harness.Report, folder: Path, data_folder: Path, *, quick: bool) -> None:
+    """Measure each public data set that is there; a quick run takes the first one alone."""
+    for real_set, path in list(present(data_folder))[: 1 if quick else None]:
+        if path is None:
+            report.note(f"{real_set.name}: left out, no {real_set.file} in {data_folder}")
+        else:
+            measure_set(report, folder, real_set, path, dims=DIMS[:1] if quick else DIMS)
+
+
+def measure_set(report: harness.Report, folder: Path, real_set: RealSet, path: Path, *, dims: Sequence[int]) -> None:
+    """Train on one public data set and compare encodings over the second half of the pass."""
+    log = real_set.read(path)
+    for dim in dims:
+        config = real_set.config(log, dim=dim, intervals=SET_INTERVALS)
+        start = SET_INTERVALS // 2 + 1
+        name = f"{real_set.name}, dim {dim}"
+        encodings = [*(affine(bits) for bits in (2, 4, 8)), *(lattice(bits) for bits in (2, 4, 8))]
+        home = folder / real_set.file / str(dim)
+        stores = [
+            MeasuredStore(home / one.name.replace(" ", "-"), one, rescale_at=(start,), is_collected=False)
+            for one in encodings
+        ]
+        errors = ErrorMeter({start + 1, (start + 1 + SET_INTERVALS) // 2, SET_INTERVALS})
+        shares, elements = [], []
+        for number, interval in enumerate(train_on(log, config), start=1):
+            for store in stores:
+                store.save(interval)
+            errors.read(number, stores, interval)
+            shares.append(interval.num_touched / interval.num_rows)
+            elements.append(interval.touched_elements)
+        measured = {
+            store.encoding.name: Measured(
+                store.savings[start - 1 :], errors.mean(store.encoding.name), float(np.mean(elements[start - 1 :]))
+            )
+            for store in stores
+        }
+        title = (
+            f"{name}: {len(log.table_rows)} tables of {sum(log.table_rows):,} rows, {np.mean(shares[start - 1 :]):.0%} "
+            f"touched per interval; saves {start} to {SET_INTERVALS}"
         )
-    report.note("total and du are without dense; bits/el: codes per element of touched rows; du counts disk blocks")
-    for bits in BITS:
-        affine = sizes[f"affine {bits}"]
-        for variant in (", equal", ", fresh", ""):
-            name = f"lattice {bits}{variant}"
-            # The others are finer than affine rows by then: their sizes are for information.
-            goals = (1.02, AGAINST_AFFINE[bits], AGAINST_FP32[bits]) if variant == ", equal" else (None, None, None)
-            found = sizes[name]
-            report.add(f"{name}: error / error of affine", errors[name] / errors[f"affine {bits}"], goal=goals[0])
-            report.add(f"{name} / affine, file lengths", found["total"] / affine["total"], goal=goals[1])
-            report.add(f"{name} / affine, du", found["du"] / affine["du"], goal=goals[1])
-            report.add(f"fp32 full / {name}, file lengths", full / found["total"], goal=goals[2], sense="at least")
-            report.add(f"fp32 full / {name}, du", full / found["du"], goal=goals[2], sense="at least")
+        print_encodings(report, title, measured)
+        add_goals(report, name, measured, with_json=False)
 
 
 if __name__ == "__main__":

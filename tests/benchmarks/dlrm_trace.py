@@ -6,7 +6,7 @@ set of versions. Sizes and quality are measured on the same run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,17 +69,18 @@ class Interval:
         return sum(array.nbytes for named in (self.tables, self.slots) for array in named.values())
 
 
-def train(config: RunConfig) -> Iterator[Interval]:
+def train(config: RunConfig, save_at: Collection[int] | None = None) -> Iterator[Interval]:
     """Train on the generated traffic of ``config`` and yield at each save. Blocks; see `train_on`."""
     assert config.traffic is not None
     past, _ = split_by_time(generate_clicks(config.traffic), config.test_share)
-    return train_on(past, config)
+    return train_on(past, config, save_at)
 
 
-def train_on(past: ClickLog, config: RunConfig) -> Iterator[Interval]:
-    """Train on a log in time order, ``config.steps`` batches of it at most, and yield every ``save_every`` steps.
+def train_on(past: ClickLog, config: RunConfig, save_at: Collection[int] | None = None) -> Iterator[Interval]:
+    """Train on a log in time order, ``config.steps`` batches of it at most, and yield at each save.
 
-    Sets the number of torch's threads, for the process: with another number of threads sums are taken in another order.
+    Saves are due after the steps ``save_at``, by default every ``save_every`` steps. Sets the number of torch's
+    threads, for the process: with another number of threads sums are taken in another order.
     """
     torch.set_num_threads(config.num_threads)
     model = SmallDLRM(config.model_config(past))
@@ -91,7 +92,7 @@ def train_on(past: ClickLog, config: RunConfig) -> Iterator[Interval]:
         train_step(model, optimizers, batch)
         for column, mark in enumerate(marks.values()):
             mark[batch.ids[:, column].numpy()] = True
-        if step % config.save_every == 0:
+        if step % config.save_every == 0 if save_at is None else step in save_at:
             yield Interval(
                 step=step,
                 tables={name: _copy(weight) for name, weight in tables.items()},

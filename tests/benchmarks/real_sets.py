@@ -1,0 +1,94 @@
+"""Public data sets as click logs in time order, and the small models that are trained on them.
+
+The files are no part of the repository: they lie in a folder that is given, and a set whose file is missing is left
+out aloud.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from cnr_store_tools.demo.click_log import ClickLog
+from cnr_store_tools.demo.datasets import read_click_log
+from cnr_store_tools.demo.presets import RunConfig
+
+DATA_FOLDER = Path(__file__).parents[3] / "shared" / "data"
+"""Where the files are looked for: beside the repository."""
+
+DIMS = (16, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class RealSet:
+    """One data set.
+
+    Attributes
+    ----------
+    name, file
+        What it is called, and the name of its file.
+    batch_size
+        Samples per step: one pass over the log is some hundred steps.
+    read
+        From the path of the file to its samples in time order.
+    """
+
+    name: str
+    file: str
+    batch_size: int
+    read: Callable[[Path], ClickLog]
+
+    def config(self, log: ClickLog, *, dim: int, intervals: int, seed: int = 0) -> RunConfig:
+        """Return one pass over the log in so many intervals of equal length, with row-wise Adagrad."""
+        save_every = len(log) // self.batch_size // intervals
+        return RunConfig(
+            traffic=None, steps=save_every * intervals, batch_size=self.batch_size, save_every=save_every,
+            test_share=0.0, dim=dim, seed=seed,
+        )  # fmt: skip
+
+
+def read_pairs(path: Path) -> ClickLog:
+    """Return user-item pairs with one negative each: a file of ``user item`` lines, in time order within each user.
+
+    The order between users is not known. The k-th of a user's n pairs is taken to come at (k + u) / n of the time,
+    with u uniform per user, so that users are spread over the run and each one's own order stands. A negative is an
+    item drawn uniformly; it stands behind its pair.
+    """
+    pairs = np.loadtxt(path, dtype=np.int64, ndmin=2)
+    users, user_rows = np.unique(pairs[:, 0], return_inverse=True)
+    items, item_rows = np.unique(pairs[:, 1], return_inverse=True)
+    random = np.random.default_rng(0)
+    by_user = np.argsort(user_rows, kind="stable")
+    counts = np.bincount(user_rows)
+    position = np.empty(len(pairs))
+    position[by_user] = np.arange(len(pairs)) - np.repeat(np.cumsum(counts) - counts, counts)
+    times = (position + random.random(len(users))[user_rows]) / counts[user_rows]
+    order = np.argsort(times, kind="stable")
+    ids = np.empty((2 * len(pairs), 2), np.int64)
+    ids[:, 0] = np.repeat(user_rows[order], 2)
+    ids[0::2, 1] = item_rows[order]
+    ids[1::2, 1] = random.integers(0, len(items), len(pairs))
+    return ClickLog(
+        ids=ids,
+        dense=np.empty((len(ids), 0), np.float32),
+        labels=np.tile(np.asarray([1, 0], np.float32), len(pairs)),
+        table_rows=[len(users), len(items)],
+        names=["user", "item"],
+    )
+
+
+SETS = (
+    RealSet("MovieLens-100k", "ml-100k.inter", 128, read_click_log),
+    RealSet("Criteo, 10,000 samples", "criteo_kaggle_tiny_train.csv", 64, read_click_log),
+    RealSet("Amazon Beauty", "beauty_pairs.txt", 1024, read_pairs),
+)
+
+
+def present(folder: Path) -> Iterator[tuple[RealSet, Path | None]]:
+    """Yield each set with the path of its file, None where it is missing."""
+    for one in SETS:
+        path = folder / one.file
+        yield one, path if path.is_file() else None

@@ -1,0 +1,199 @@
+"""The size suite counts every byte on disk once, and its planners and its grown table keep what they promise."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import bench_size
+import harness
+import numpy as np
+import pytest
+import real_sets
+from bench_size import LongRun
+from dlrm_trace import Interval, train
+from measured_store import KINDS, MeasuredStore, affine, lattice, total_by_kind
+from size_encodings import Measured, QualityPoint, cheapest_at_equal_quality, print_equal_quality
+from size_shares import Stretch, grown, stretches
+
+from cnr_store.compaction import CompactionPolicy
+from cnr_store_tools.demo.presets import RunConfig
+
+
+def tiny() -> RunConfig:
+    """Six intervals of a few steps on tables of some hundred rows."""
+    config = bench_size.configure(60, seed=3, quick=True)
+    assert config.traffic is not None
+    traffic = replace(config.traffic, table_rows=(600, 50), num_samples=1200)
+    return replace(config, traffic=traffic, batch_size=16, steps=60, save_every=10)
+
+
+@pytest.fixture(scope="module")
+def intervals() -> list[Interval]:
+    return list(train(tiny()))
+
+
+def test_the_same_trace_comes_out_again_bit_for_bit(intervals: list[Interval]) -> None:
+    again = list(train(tiny()))
+
+    for one, other in zip(intervals, again, strict=True):
+        for name in one.tables:
+            np.testing.assert_array_equal(one.tables[name], other.tables[name])
+            np.testing.assert_array_equal(one.touched[name], other.touched[name])
+
+
+def test_a_trace_touches_exactly_the_rows_that_it_changes(intervals: list[Interval]) -> None:
+    for before, after in pairwise(intervals):
+        for name, slots in after.slots.items():
+            changed = np.flatnonzero(slots != before.slots[name])
+            assert set(changed) <= set(after.touched[name])
+            assert after.touched[name].size > 0
+
+
+@pytest.mark.parametrize("policy", ["full", "one_shot", "intermittent", "consecutive"])
+def test_a_store_holds_what_the_disk_holds_and_gives_back_the_run(
+    tmp_path: Path, intervals: list[Interval], policy: str
+) -> None:
+    store = MeasuredStore(tmp_path / "store", lattice(8), policy, rescale_at=(4,))  # type: ignore[arg-type]
+
+    for interval in intervals:
+        store.save(interval)
+
+    length, blocks = harness.disk_bytes(store.folder)
+    kept = store.store.head().record.chain
+    assert store.savings[-1].held_bytes == length - len(kept) * store.savings[-1].dense_bytes
+    assert store.savings[-1].held_du == blocks
+    assert store.error(intervals[-1]) < 1e-5
+    assert [saving.kind for saving in store.savings][3] == "full"
+
+
+def test_without_a_collection_all_that_was_written_is_held(tmp_path: Path, intervals: list[Interval]) -> None:
+    store = MeasuredStore(tmp_path / "store", affine(4), is_collected=False)
+
+    for interval in intervals:
+        store.save(interval)
+
+    written = total_by_kind(store.savings)
+    dense = sum(saving.dense_bytes for saving in store.savings)
+    assert sum(written.values()) - written["record"] + dense == harness.disk_bytes(store.folder / "data")[0]
+    assert set(written) == set(KINDS)
+    assert all(written[kind] > 0 for kind in KINDS)
+
+
+def test_compaction_frees_bytes_and_counts_what_it_wrote(tmp_path: Path, intervals: list[Interval]) -> None:
+    plain = MeasuredStore(tmp_path / "plain", lattice(4))
+    folded = MeasuredStore(tmp_path / "folded", lattice(4), compaction=CompactionPolicy(max_chain=2))
+
+    for interval in intervals:
+        plain.save(interval)
+        folded.save(interval)
+
+    assert sum(saving.folded_bytes for saving in folded.savings) > 0
+    assert folded.savings[-1].total > plain.savings[-1].total
+    assert folded.savings[-1].held_bytes < plain.savings[-1].held_bytes
+    assert folded.error(intervals[-1]) == plain.error(intervals[-1])
+
+
+def test_lattice_at_equal_error_is_no_coarser_than_affine_rows(tmp_path: Path, intervals: list[Interval]) -> None:
+    stores = [MeasuredStore(tmp_path / one.name, one) for one in (lattice(4), affine(4))]
+
+    for store in stores:
+        store.save(intervals[-1])
+
+    ratio = stores[0].error(intervals[-1]) / stores[1].error(intervals[-1])
+    assert 0.9 < ratio < 1.02
+
+
+def test_a_grown_table_has_the_drift_of_the_trace(intervals: list[Interval]) -> None:
+    before, after = intervals[-2:]
+
+    first, second = grown(before, after, 20_000, seed=1)
+
+    rows = second.touched["grown"]
+    moved = np.any(first.tables["grown"] != second.tables["grown"], axis=1)
+    assert set(np.flatnonzero(moved)) <= set(rows)
+    assert rows.size / 20_000 == pytest.approx(after.num_touched / after.num_rows, abs=0.02)
+    drift = np.square(second.tables["grown"] - first.tables["grown"]).sum() / 20_000
+    wanted = sum(float(np.square(after.tables[n] - before.tables[n]).sum()) for n in after.tables) / after.num_rows
+    assert drift == pytest.approx(wanted, rel=0.2)
+
+
+def test_stretches_follow_each_other() -> None:
+    plan = stretches(100, 3)
+
+    steps = [step for stretch in plan for step in stretch.save_at]
+    assert steps == sorted(set(steps))
+    assert all(len(stretch.save_at) == 4 for stretch in plan)
+
+
+def test_the_cheapest_encoding_that_keeps_the_quality_is_found() -> None:
+    sizes = {"affine 4 greedy": 100.0, "affine 8 greedy": 180.0, "lattice 2": 30.0, "lattice 4": 60.0}
+    points = [
+        QualityPoint("affine 4 greedy", 20, 2e-4, 1e-4),
+        QualityPoint("affine 8 greedy", 20, 0.0, 1e-4),
+        QualityPoint("lattice 2", 20, 5e-4, 1e-4),
+        QualityPoint("lattice 4", 20, 1e-4, 1e-4),
+        QualityPoint("lattice 2", 100, 5e-4, 1e-4),
+    ]
+
+    pairs = cheapest_at_equal_quality(sizes, points)
+    report = harness.Report("equal quality")
+    print_equal_quality(report, sizes, points)
+
+    assert (pairs[0].affine, pairs[0].ours) == (("affine 8 greedy", 180.0), ("lattice 4", 60.0))
+    assert (pairs[1].affine, pairs[1].ours, pairs[1].ratio) == (None, None, None)
+    assert [line.is_met for line in report.lines] == [True]
+
+
+def test_pairs_are_read_in_each_users_order(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.txt"
+    path.write_text("7 1\n7 2\n7 3\n9 3\n9 1\n")
+
+    log = real_sets.read_pairs(path)
+
+    users, items = log.ids[0::2].T
+    assert items[users == 0].tolist() == [0, 1, 2]
+    assert items[users == 1].tolist() == [2, 0]
+    assert log.labels.tolist() == [1.0, 0.0] * 5
+    assert np.array_equal(log.ids[0::2, 0], log.ids[1::2, 0])
+
+
+def test_the_suite_measures_a_run_and_shares_and_writes_its_json(tmp_path: Path) -> None:
+    config = replace(tiny(), save_every=5)
+    run = LongRun(tmp_path / "run", 6, quick=True)
+    plan = [Stretch(25, (35, 40)), Stretch(1, (41, 42))]
+    report = harness.Report("size")
+
+    encodings = [affine(4), lattice(4)]
+    bench_size.measure_trace(report, tmp_path, config, run, plan, encodings=encodings, grown_rows=500)
+    report.finish(str(tmp_path / "size.json"))
+
+    document = json.loads((tmp_path / "size.json").read_text())
+    titles = [table["title"] for table in document["tables"]]
+    assert [title.split()[0].rstrip(",:") for title in titles] == ["Policies", "Bytes", "Encodings", "trace", "grown"]
+    assert len(document["plots"]) == 3
+    assert all(line["met"] in (True, False) for line in document["lines"] if line["goal"] is not None)
+    assert any("fp32 full / delta" in line["name"] and line["goal"] == 50.0 for line in document["lines"])
+
+
+def test_a_set_that_is_missing_is_left_out_aloud(tmp_path: Path) -> None:
+    report = harness.Report("size")
+
+    bench_size.measure_sets(report, tmp_path, tmp_path, quick=False)
+
+    assert len(report.notes) == len(real_sets.SETS)
+    assert all("left out" in note for note in report.notes)
+
+
+def test_payload_leaves_out_documents(tmp_path: Path, intervals: list[Interval]) -> None:
+    store = MeasuredStore(tmp_path / "store", affine(4), is_collected=False)
+    for interval in intervals[:2]:
+        store.save(interval)
+
+    measured = Measured(store.savings, 1.0, 1.0)
+
+    documents = sum(total_by_kind(store.savings)[kind] for kind in ("metadata", "receipt", "record"))
+    assert measured.payload + documents == measured.total
+    assert 0 < measured.delta_payload < measured.payload
