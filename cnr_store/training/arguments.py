@@ -78,8 +78,8 @@ def check_thresholds(
     for table in sorted(table for table, one in options.items() if one.threshold is not None):
         if policy != "consecutive":
             raise BadInput(
-                f'table {table!r} has threshold=, and policy={policy!r} writes no deltas to the last checkpoint: no row '
-                'would ever wait; choose policy="consecutive", or leave threshold out',
+                f'table {table!r} has threshold=, and policy={policy!r} writes no deltas to the last checkpoint: no '
+                'row would ever wait; choose policy="consecutive", or leave threshold out',
                 table=table, expected="consecutive", found=policy,
             )  # fmt: skip
         chosen = options[table]

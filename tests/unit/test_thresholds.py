@@ -11,7 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cnr_store import BadInput, Shard, Store, TableOptions, Threshold, Transaction, Writer, verify_store
+from cnr_store import (
+    BadInput,
+    CompactionPolicy,
+    Shard,
+    Store,
+    TableOptions,
+    Threshold,
+    Transaction,
+    Writer,
+    compact_chain,
+    verify_store,
+)
 from cnr_store.encodings import kernels, reference
 from cnr_store.records import WaitingEntry
 from cnr_store.storage import storage_from_filesystem
@@ -210,6 +221,19 @@ def test_small_changes_wait_with_their_slots_and_are_marked(run: Run) -> None:
     marked = WaitingEntry(count=3, max_error=0.375, oldest=1)
     assert snapshot.waiting == {"t": marked}
     assert [part.waiting for part in snapshot.manifests[-1].parts] == [marked]
+    assert verify_store(run.store, deep=True).is_sound
+
+
+def test_records_behind_it_go_on_naming_what_waits(run: Run) -> None:
+    run.save(two_changes(run))
+    waiting = run.store.snapshot().waiting
+
+    run.store.tag("good", run.store.head().record.v)
+    compact_chain(run.store, policy=CompactionPolicy(max_chain=1), force=True)
+
+    assert waiting["t"].count == 3
+    assert len(run.store.head().record.chain) == 1
+    assert run.store.snapshot().waiting == waiting
     assert verify_store(run.store, deep=True).is_sound
 
 
