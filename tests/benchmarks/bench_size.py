@@ -23,7 +23,7 @@ import numpy as np
 from dlrm_trace import Interval, train, train_on
 from measured_store import EXACT, RAW, Encoding, MeasuredStore, affine, lattice
 from real_sets import DATA_FOLDER, DIMS, RealSet, present
-from size_encodings import ErrorMeter, Measured, add_goals, print_encodings
+from size_encodings import AGAINST_AFFINE, ErrorMeter, Measured, add_goals, print_encodings, print_equal_quality
 from size_policies import policy_stores, print_policies
 from size_shares import ShareResult, Stretch, grown_results, measure, print_shares, stretches
 
@@ -44,6 +44,11 @@ def main() -> None:
     parser.add_argument("--intervals", type=int, help=f"length of the run, {INTERVALS} by default")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data-folder", type=Path, default=DATA_FOLDER, help="where public data sets lie")
+    parser.add_argument(
+        "--same-quality", nargs=2, action="append", default=[], metavar=("AFFINE", "OURS"),
+        help="two encodings of the run that the quality suite found equal, 'affine 4 greedy' and 'lattice 3'; again "
+        "for more",
+    )  # fmt: skip
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     options = parser.parse_args()
     quick: bool = options.quick
@@ -56,7 +61,7 @@ def main() -> None:
             every = trace_config().save_every
             plan = stretches(intervals * every, 1 if quick else DELTAS) if "shares" in parts else []
             config = configure(plan[-1].save_at[-1] if plan else intervals * every, seed=options.seed, quick=quick)
-            run = LongRun(folder / "run", intervals, quick=quick) if "run" in parts else None
+            run = LongRun(folder / "run", intervals, options.same_quality, quick=quick) if "run" in parts else None
             measure_trace(
                 report, folder, config, run, plan, encodings=share_encodings(quick=quick),
                 grown_rows=QUICK_GROWN_ROWS if quick else options.rows,
@@ -112,16 +117,20 @@ def measure_trace(
             waiting.pop(0)
             kept = []
     if found:
-        print_shares(report, "trace", found)
+        print_shares(report, "trace", found, COMMAND)
         grown = [affine(4), affine(8), lattice(4), lattice(8)]
-        print_shares(report, "grown table", list(grown_results(folder / "grown", grown, pairs, grown_rows)))
+        grown_found = list(grown_results(folder / "grown", grown, pairs, grown_rows))
+        print_shares(report, "grown table", grown_found, COMMAND)
 
 
 class LongRun:
     """The stores of the long run: policies crossed with some encodings, every encoding with consecutive deltas."""
 
-    def __init__(self, folder: Path, intervals: int, *, quick: bool) -> None:
+    def __init__(
+        self, folder: Path, intervals: int, same_quality: Sequence[tuple[str, str]] = (), *, quick: bool
+    ) -> None:
         self.intervals = intervals
+        self._same_quality = same_quality
         self._start = intervals // 2 + 1
         self._elements: list[int] = []
         crossed = [lattice(4)] if quick else [lattice(4), affine(4), affine(2), affine(8)]
@@ -154,11 +163,12 @@ class LongRun:
         title = f"Encodings, consecutive deltas, {stretch}"
         print_encodings(report, title, measured)
         add_goals(report, "second half", measured)
-        lattice_4, affine_4 = measured["lattice 4"], measured["affine 4 greedy"]
-        report.headline(
-            "bytes of a run against Check-N-Run rows at equal error, 4 bit", f"{lattice_4.total / affine_4.total:.2f}x",
-            "0.45x", COMMAND,
-        )  # fmt: skip
+        if self._same_quality:
+            print_equal_quality(report, measured, self._same_quality)
+        for bits, goal in AGAINST_AFFINE.items():
+            ratio = measured[f"lattice {bits}"].total / measured[f"affine {bits} greedy"].total
+            what = f"bytes of a run over those of Check-N-Run's rows, same error, {bits} bit"
+            report.headline(what, f"{ratio:.2f}x", f"{goal}x", COMMAND)
 
 
 def run_encodings(*, quick: bool) -> list[Encoding]:

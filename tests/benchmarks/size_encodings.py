@@ -124,88 +124,37 @@ def add_goals(report: harness.Report, label: str, measured: Mapping[str, Measure
         )
 
 
-@dataclass(frozen=True, slots=True)
-class QualityPoint:
-    """What restores with one encoding did to a model.
-
-    Attributes
-    ----------
-    encoding
-        As the size suite calls it, "lattice 4".
-    restores
-        How often the run was restored.
-    loss
-        Relative loss of quality (AUC or logloss, as the caller chose) against the uninterrupted run.
-    allowed
-        The loss that still counts as none: 0.01 %, or the spread of the uninterrupted seeds.
-    """
-
-    encoding: str
-    restores: int
-    loss: float
-    allowed: float
-
-
-@dataclass(frozen=True, slots=True)
-class CheapestPair:
-    """For one number of restores the cheapest affine and the cheapest other encoding that keep the quality."""
-
-    restores: int
-    affine: tuple[str, float] | None
-    ours: tuple[str, float] | None
-
-    @property
-    def ratio(self) -> float | None:
-        """Bytes of ours over those of affine rows; None where one side has nothing that keeps the quality."""
-        return None if self.affine is None or self.ours is None else self.ours[1] / self.affine[1]
-
-
-def cheapest_at_equal_quality(
-    bytes_per_save: Mapping[str, float], points: Sequence[QualityPoint]
-) -> list[CheapestPair]:
-    """Return, by ascending number of restores, what each side needs at least to keep the quality. Pure.
-
-    >>> points = [QualityPoint("affine 4 greedy", 3, 5e-5, 1e-4), QualityPoint("lattice 2", 3, 2e-4, 1e-4),
-    ...           QualityPoint("lattice 3", 3, 9e-5, 1e-4)]
-    >>> cheapest_at_equal_quality({"affine 4 greedy": 100.0, "lattice 2": 30.0, "lattice 3": 40.0}, points)[0].ratio
-    0.4
-    """
-    pairs = []
-    for restores in sorted({point.restores for point in points}):
-        kept = [
-            (point.encoding, bytes_per_save[point.encoding])
-            for point in points
-            if point.restores == restores and point.loss <= point.allowed and point.encoding in bytes_per_save
-        ]
-        affine = [one for one in kept if one[0].startswith("affine")]
-        ours = [one for one in kept if not one[0].startswith("affine")]
-        cheapest = (min(side, key=lambda one: one[1], default=None) for side in (affine, ours))
-        pairs.append(CheapestPair(restores, *cheapest))
-    return pairs
-
-
 def print_equal_quality(
-    report: harness.Report, bytes_per_save: Mapping[str, float], points: Sequence[QualityPoint], *, goal: float = 0.5
+    report: harness.Report, measured: Mapping[str, Measured], pairs: Sequence[tuple[str, str]], *, goal: float = 0.5
 ) -> None:
-    """Add the table of `cheapest_at_equal_quality` and its ratios."""
-    pairs = cheapest_at_equal_quality(bytes_per_save, points)
-    rows: list[list[harness.Cell]] = [
-        [
-            pair.restores,
-            *(pair.affine or ("none keeps it", None)),
-            *(pair.ours or ("none keeps it", None)),
-            pair.ratio,
-        ]
-        for pair in pairs
-    ]
-    report.table(
-        "Smallest bytes per save at which the quality is kept",
-        ("restores", "affine", "bytes", "ours", "bytes", "ours / affine"),
-        rows,
-    )
-    for pair in pairs:
-        if pair.ratio is not None:
-            report.add(f"equal quality after {pair.restores} restores: bytes / affine's", pair.ratio, goal=goal)
+    """Add the bytes of encodings that the quality suite found to be as good as each other after restores.
+
+    Parameters
+    ----------
+    pairs
+        An affine encoding and ours of the same quality, as ``measured`` names them. That suite says which they are for
+        each number of restores; this run says what they cost on disk.
+
+    Raises
+    ------
+    KeyError
+        The run has no such encoding.
+    """
+    rows: list[list[harness.Cell]] = []
+    for affine, ours in pairs:
+        first, second = measured[affine], measured[ours]
+        saves = len(first.savings)
+        rows.append(
+            [
+                affine, round(first.total / saves), first.error, ours, round(second.total / saves), second.error,
+                second.total / first.total, second.payload / first.payload,
+            ]
+        )  # fmt: skip
+    columns = ("affine", "bytes per save", "error", "ours", "bytes per save", "error", "ours / affine", "without JSON")
+    report.table("Bytes at equal quality, second half of the run", columns, rows)
+    for affine, ours in pairs:
+        name = f"equal quality: {ours} / {affine}, bytes"
+        report.add(name, measured[ours].total / measured[affine].total, goal=goal)
 
 
 def _affine_of(name: str) -> str | None:

@@ -78,8 +78,8 @@ def measure(folder: Path, share: int, encodings: Sequence[Encoding], intervals: 
     )
 
 
-def print_shares(report: harness.Report, label: str, results: Sequence[ShareResult]) -> None:
-    """Add the table of all shares, and the goals at 25 %."""
+def print_shares(report: harness.Report, label: str, results: Sequence[ShareResult], command: str) -> None:
+    """Add the table of all shares, and the goals at 25 %; ``command`` is what the README says beside them."""
     rows: list[list[harness.Cell]] = []
     for result in results:
         for store, error in zip(result.stores, result.errors, strict=True):
@@ -108,12 +108,10 @@ def print_shares(report: harness.Report, label: str, results: Sequence[ShareResu
                 continue
             deltas = store.savings[1:]
             name = f"{label}, {result.touched:.0%} touched: {store.encoding.name}"
-            report.add(
-                f"{name}, fp32 full / delta",
-                result.fp32_bytes * len(deltas) / sum(saving.total for saving in deltas),
-                goal=goal,
-                sense="at least",
-            )
+            ratio = result.fp32_bytes * len(deltas) / sum(saving.total for saving in deltas)
+            report.add(f"{name}, fp32 full / delta", ratio, goal=goal, sense="at least")
+            what = f"times fewer bytes than an fp32 checkpoint, {result.touched:.0%} of the rows touched, {label}, "
+            report.headline(f"{what}{store.encoding.name}", f"{ratio:.0f}x", f"{goal:.0f}x", command)
             affine = f"affine {store.encoding.name.removeprefix('lattice ')} greedy"
             for other, affine_error in zip(result.stores, result.errors, strict=True):
                 if other.encoding.name == affine:

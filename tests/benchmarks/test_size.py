@@ -15,7 +15,7 @@ import real_sets
 from bench_size import LongRun
 from dlrm_trace import Interval, train
 from measured_store import KINDS, MeasuredStore, affine, lattice, total_by_kind
-from size_encodings import Measured, QualityPoint, cheapest_at_equal_quality, print_equal_quality
+from size_encodings import Measured, print_equal_quality
 from size_shares import Stretch, grown, stretches
 
 from cnr_store.compaction import CompactionPolicy
@@ -128,23 +128,18 @@ def test_stretches_follow_each_other() -> None:
     assert all(len(stretch.save_at) == 4 for stretch in plan)
 
 
-def test_the_cheapest_encoding_that_keeps_the_quality_is_found() -> None:
-    sizes = {"affine 4 greedy": 100.0, "affine 8 greedy": 180.0, "lattice 2": 30.0, "lattice 4": 60.0}
-    points = [
-        QualityPoint("affine 4 greedy", 20, 2e-4, 1e-4),
-        QualityPoint("affine 8 greedy", 20, 0.0, 1e-4),
-        QualityPoint("lattice 2", 20, 5e-4, 1e-4),
-        QualityPoint("lattice 4", 20, 1e-4, 1e-4),
-        QualityPoint("lattice 2", 100, 5e-4, 1e-4),
-    ]
-
-    pairs = cheapest_at_equal_quality(sizes, points)
+def test_equal_quality_compares_the_bytes_of_the_pairs_given(tmp_path: Path, intervals: list[Interval]) -> None:
+    stores = [MeasuredStore(tmp_path / one.name, one, is_collected=False) for one in (affine(8), lattice(4))]
+    for store in stores:
+        store.save(intervals[-1])
+    measured = {store.encoding.name: Measured(store.savings, 1.0, 1.0) for store in stores}
     report = harness.Report("equal quality")
-    print_equal_quality(report, sizes, points)
 
-    assert (pairs[0].affine, pairs[0].ours) == (("affine 8 greedy", 180.0), ("lattice 4", 60.0))
-    assert (pairs[1].affine, pairs[1].ours, pairs[1].ratio) == (None, None, None)
-    assert [line.is_met for line in report.lines] == [True]
+    print_equal_quality(report, measured, [("affine 8 greedy", "lattice 4")])
+
+    assert report.lines[0].value == stores[1].savings[0].total / stores[0].savings[0].total
+    assert report.lines[0].goal == 0.5
+    assert report.tables[0].rows[0][:2] == ("affine 8 greedy", stores[0].savings[0].total)
 
 
 def test_pairs_are_read_in_each_users_order(tmp_path: Path) -> None:
