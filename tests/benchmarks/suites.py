@@ -31,6 +31,7 @@ class Suite:
 SUITES = (
     Suite("size", "bench_size.py", "bytes on disk by policy and encoding"),
     Suite("growth", "bench_growth.py", "what grows with rows, versions, tables and writers"),
+    Suite("plan", "bench_plan.py", "a large model on many GPUs, computed from measured rates"),
     Suite("encode", "bench_delta.py", "encoding and committing a delta"),
     Suite("restore", "bench_restore.py", "restoring a baseline and its deltas"),
     Suite("load", "bench_load.py", "loading a compacted snapshot"),
