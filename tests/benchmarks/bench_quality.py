@@ -1,0 +1,211 @@
+"""What restores cost in quality, and the fewest bytes that cost none: Check-N-Run's rows against the lattice.
+
+``python tests/benchmarks/bench_quality.py``: small models are trained in time order, saved through `CheckpointManager`
+20 times or more, restored L times in place, evenly over the training, and judged on later samples against the run of
+the same seed that nobody interrupted. Sections: ``generated`` clicks with known truth, ``real`` sets from
+``../shared/data``, ``thresholds`` (rows that changed little wait). ``--data FILE`` adds a file of yours: RecBole
+``.inter``; ``.csv`` or ``.parquet`` with named columns and ``--label COLUMN``; or Criteo's CSV.
+
+Bytes are those of a delta's rows (ids, codes, scales, slots), mean over the run; slots are float_bits 7 everywhere.
+A loss is relative; "trained" is the model at the end of the training, "served" the same after one more restore, of the
+last checkpoint. A setting holds where its mean loss of AUC and of logloss is within the limit, and so is that of every
+finer setting of its kind: either 0.01 % or the standard deviation over the seeds of the uninterrupted runs.
+
+``--rows`` is the number of generated clicks, ``--repeats`` that of seeds. ``--keep FILE`` appends each run's outcome
+to a file and takes from it those that are there: runs are deterministic, so a long suite may be done in pieces.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import harness
+import quality_tables
+from click_cases import Source, load, real_sources
+from quality_points import Noise, Point, When, noise_of, point_of
+from restored_runs import Order, Outcome, Quality, Setting, run
+
+SECTIONS = ("generated", "real", "thresholds")
+RESTORES = (1, 3, 20, 100)
+THRESHOLD_RESTORES = (3, 20)
+COMMAND = "python tests/benchmarks/bench_quality.py"
+
+EXACT = Setting("exact")
+AFFINE = tuple(Setting("affine", bits) for bits in (2, 3, 4, 8))
+LATTICE = (
+    Setting("lattice", 2, 0.5), Setting("lattice", 2, 0.5**0.5), Setting("lattice", 2), Setting("lattice", 2, 2**0.5),
+    Setting("lattice", 3), Setting("lattice", 3, 2**0.5), Setting("lattice", 4), Setting("lattice", 4, 2**0.5),
+    Setting("lattice", 4, 2.0), Setting("lattice", 4, 4.0), Setting("lattice", 8, 0.5), Setting("lattice", 8),
+)  # fmt: skip
+"""Half steps of the scale where quality begins to show, whole ones between 4 and 8 bits."""
+
+FEWER = tuple(LATTICE[index] for index in (2, 3, 4, 6, 7, 8, 9, 11))
+"""For the real sets, and for 100 restores, whose runs take five times as long."""
+
+QUICK = (Setting("affine", 4), Setting("affine", 8), LATTICE[4], LATTICE[6], LATTICE[11])
+WAITING = (LATTICE[6], *(Setting("lattice", 4, keep=k, max_wait=w) for k in (0.75, 0.5, 0.25, 0.1) for w in (2, 4, 8)))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One data set: which settings are run at which numbers of restores, for how many seeds."""
+
+    source: Source
+    settings: dict[int, tuple[Setting, ...]]
+    seeds: int
+
+    def orders(self) -> Iterator[Order]:
+        """Yield every run, seed by seed; exact mode only at the first, where it must change nothing."""
+        for seed in range(self.seeds):
+            yield Order(self.source, seed, None, 0)
+            for restores, settings in self.settings.items():
+                for setting in settings:
+                    if setting is not EXACT or seed == 0:
+                        yield Order(self.source, seed, setting, restores)
+
+
+def plan_quality(source: Source, *, seeds: int, is_quick: bool) -> Plan:
+    """Return the runs of one data set."""
+    is_generated = source.name == "generated"
+    if is_quick:
+        return Plan(source, dict.fromkeys((1, 20) if is_generated else (3,), (*QUICK, EXACT)), seeds)
+    settings = {
+        restores: (*AFFINE, *(LATTICE if is_generated and restores < 100 else FEWER), EXACT) for restores in RESTORES
+    }
+    return Plan(source, settings, seeds)
+
+
+def plan_thresholds(source: Source, *, seeds: int, is_quick: bool) -> Plan:
+    """Return the runs with rows that wait, and those without to compare with."""
+    settings = (WAITING[0], WAITING[5], WAITING[11]) if is_quick else WAITING
+    return Plan(source, dict.fromkeys(THRESHOLD_RESTORES[:1] if is_quick else THRESHOLD_RESTORES, settings), seeds)
+
+
+class Runs:
+    """Outcomes by order: made by worker processes, or taken from a file of earlier ones."""
+
+    def __init__(self, keep: Path | None, workers: int) -> None:
+        self._keep, self._workers = keep, workers
+        self._known: dict[str, Outcome] = {}
+        if keep is not None and keep.exists():
+            for line in keep.read_text().splitlines():
+                entry = json.loads(line)
+                self._known[_key_of(entry["order"])] = outcome_of(entry["outcome"])
+
+    def __getitem__(self, order: Order) -> Outcome:
+        return self._known[_key_of(asdict(order))]
+
+    def make(self, orders: Sequence[Order]) -> None:
+        """Carry out what is not known yet. Blocks; prints how far it is."""
+        missing = [order for order in dict.fromkeys(orders) if _key_of(asdict(order)) not in self._known]
+        if self._workers == 1 or not missing:
+            for order in missing:
+                self._add(order, run(order))
+            return
+        # Not forked: torch has threads.
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(min(self._workers, len(missing)), mp_context=context) as pool:
+            coming: dict[Future[Outcome], Order] = {pool.submit(run, order): order for order in missing}
+            try:
+                for count, future in enumerate(as_completed(coming), start=1):
+                    self._add(coming[future], future.result())
+                    if count % 50 == 0:
+                        print(f"  {count} of {len(missing)} runs", flush=True)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def _add(self, order: Order, outcome: Outcome) -> None:
+        self._known[_key_of(asdict(order))] = outcome
+        if self._keep is not None:
+            with self._keep.open("a") as file:
+                file.write(json.dumps({"order": asdict(order), "outcome": asdict(outcome)}) + "\n")
+
+
+def outcome_of(document: dict[str, object]) -> Outcome:
+    """Return the outcome that `dataclasses.asdict` made a document of."""
+    qualities = {name: Quality(**document[name]) for name in ("trained", "served")}  # type: ignore[arg-type]  # JSON
+    return Outcome(**{**document, **qualities})  # type: ignore[arg-type]  # JSON
+
+
+def points_of(plan: Plan, runs: Runs, when: When) -> tuple[Noise, list[Point]]:
+    """Return what the uninterrupted runs and the restored ones of a plan say of one model."""
+    reference = {seed: runs[Order(plan.source, seed, None, 0)] for seed in range(plan.seeds)}
+    points = []
+    for restores, settings in plan.settings.items():
+        for setting in settings:
+            seeds = range(1 if setting is EXACT else plan.seeds)
+            found = {seed: runs[Order(plan.source, seed, setting, restores)] for seed in seeds}
+            points.append(point_of(setting, restores, found, reference, when))
+    return noise_of(reference), points
+
+
+def main() -> None:
+    """Run the suite."""
+    parser = harness.arguments(__doc__, rows=300_000, repeats=5)
+    parser.add_argument("--sections", default=",".join(SECTIONS), help="which, with commas between them")
+    parser.add_argument("--data", metavar="FILE", help="a file of samples to measure on too")
+    parser.add_argument("--label", default="", help="its label column")
+    parser.add_argument("--workers", type=int, default=2, help="processes that train at once")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="outcomes of runs: read, and appended to")
+    options = parser.parse_args()
+    sections = [name for name in options.sections.split(",") if name]
+    if set(sections) - set(SECTIONS):
+        parser.error(f"sections are {', '.join(SECTIONS)}, found {options.sections}")
+    seeds, is_quick = options.repeats, options.quick
+    generated = Source("generated", samples=options.rows)
+    sources = [generated] if "generated" in sections else []
+    if "real" in sections:
+        sources += real_sources(20_000)[:1] if is_quick else real_sources()
+    if options.data:
+        sources.append(Source(Path(options.data).stem, options.data, options.label))
+    plans = [plan_quality(source, seeds=seeds, is_quick=is_quick) for source in sources]
+    waiting = plan_thresholds(generated, seeds=seeds, is_quick=is_quick) if "thresholds" in sections else None
+    report = harness.Report(f"quality after restores: {', '.join(sections)}, {seeds} seeds")
+    report.start()
+    runs = Runs(options.keep, options.workers)
+    # One list, so that both workers have something to do until the very end.
+    runs.make([order for plan in [*plans, *([waiting] if waiting else [])] for order in plan.orders()])
+    everything = []
+    for plan in plans:
+        trained, served = points_of(plan, runs, "trained"), points_of(plan, runs, "served")
+        quality_tables.print_case(report, load(plan.source), trained, served)
+        everything.append((plan.source.name, trained, served))
+    if everything:
+        quality_tables.print_smallest(report, everything, "" if is_quick else COMMAND)
+        quality_tables.print_equal_quality(report, everything)
+    if waiting is not None:
+        for restores in waiting.settings:
+            curve = _threshold_points(waiting, runs, restores)
+            quality_tables.print_thresholds(report, restores, *curve)
+    if "real" in sections and not real_sources():
+        report.note("no real data beside this checkout: that section is left out")
+    report.finish(options.json)
+
+
+def _threshold_points(plan: Plan, runs: Runs, restores: int) -> tuple[Noise, list[Point], list[Point]]:
+    """Return points against the runs in which no row waits: of the trained and of the served model."""
+    settings = plan.settings[restores]
+    by_setting = {
+        setting: {seed: runs[Order(plan.source, seed, setting, restores)] for seed in range(plan.seeds)}
+        for setting in settings
+    }
+    trained, served = (
+        [point_of(one, restores, found, by_setting[settings[0]], when) for one, found in by_setting.items()]
+        for when in ("trained", "served")
+    )
+    noise = noise_of({seed: runs[Order(plan.source, seed, None, 0)] for seed in range(plan.seeds)})
+    return noise, trained, served
+
+
+def _key_of(order: dict[str, object]) -> str:
+    return json.dumps(order, sort_keys=True)
+
+
+if __name__ == "__main__":
+    main()

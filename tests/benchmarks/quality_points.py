@@ -1,0 +1,176 @@
+"""What paired runs say: losses with their uncertainty, the fewest bytes that keep the quality, bytes at equal quality.
+
+Pure. A loss is relative, positive when the restored run is worse than the uninterrupted one of the same seed.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from restored_runs import Outcome, Quality, Setting
+
+BUDGET = 1e-4
+"""The paper's budget: 0.01 % of the quality (Check-N-Run, section 1)."""
+
+# Student's t at 97.5 % for 1 to 15 degrees of freedom; beyond, the normal one is within 8 %.
+_T = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+)  # fmt: skip
+
+When = Literal["trained", "served"]
+Rule = Literal["budget", "spread", "either"]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over seeds and half the width of its 95 % interval (Student's t); 0 for one seed."""
+
+    mean: float
+    half_width: float
+
+    @property
+    def percent(self) -> str:
+        """The estimate in percent, as a cell."""
+        return f"{100 * self.mean:+.4f} ± {100 * self.half_width:.4f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One setting at one number of restores, over all seeds.
+
+    Attributes
+    ----------
+    setting, restores
+        What was run.
+    row_bytes, other_bytes, baseline_bytes, rows
+        As in `Outcome`, mean over seeds.
+    auc, logloss, true_logloss
+        Relative losses of the model asked for (``trained`` or ``served``); the last is NaN without a truth.
+    moved
+        Mean divergence of predictions, in nats.
+    seeds
+        How many.
+    """
+
+    setting: Setting
+    restores: int
+    row_bytes: float
+    other_bytes: float
+    baseline_bytes: float
+    rows: float
+    auc: Estimate
+    logloss: Estimate
+    true_logloss: Estimate
+    moved: float
+    seeds: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Largest loss of AUC and of logloss, relative."""
+
+    auc: float
+    logloss: float
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """The uninterrupted runs: mean, and standard deviation over seeds relative to it."""
+
+    auc: float
+    logloss: float
+    true_logloss: float
+    auc_spread: float
+    logloss_spread: float
+
+    def limits(self, rule: Rule) -> Limits:
+        """Return what a loss may be: the budget, the spread of the seeds, or whichever is larger."""
+        if rule == "budget":
+            return Limits(BUDGET, BUDGET)
+        if rule == "spread":
+            return Limits(self.auc_spread, self.logloss_spread)
+        return Limits(max(BUDGET, self.auc_spread), max(BUDGET, self.logloss_spread))
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Return the mean of at least one value and its uncertainty."""
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return Estimate(mean, 0.0)
+    freedom = len(values) - 1
+    t = _T[freedom - 1] if freedom <= len(_T) else 1.96
+    return Estimate(mean, t * statistics.stdev(values) / math.sqrt(len(values)))
+
+
+def noise_of(uninterrupted: Mapping[int, Outcome]) -> Noise:
+    """Return what the runs that nobody restored, by seed, say of the training itself."""
+    auc = [outcome.trained.auc for outcome in uninterrupted.values()]
+    logloss = [outcome.trained.logloss for outcome in uninterrupted.values()]
+    true = statistics.fmean(outcome.trained.true_logloss for outcome in uninterrupted.values())
+    return Noise(statistics.fmean(auc), statistics.fmean(logloss), true, _spread(auc), _spread(logloss))
+
+
+def point_of(
+    setting: Setting, restores: int, runs: Mapping[int, Outcome], reference: Mapping[int, Outcome], when: When
+) -> Point:
+    """Return a point from the runs of a setting by seed, each against the reference of the same seed."""
+    pairs = [(_quality(reference[seed], when), _quality(run, when)) for seed, run in runs.items()]
+
+    def mean(name: str) -> float:
+        return statistics.fmean(getattr(run, name) for run in runs.values())
+
+    return Point(
+        setting, restores, mean("row_bytes"), mean("other_bytes"), mean("baseline_bytes"), mean("rows"),
+        auc=estimate([(before.auc - after.auc) / before.auc for before, after in pairs]),
+        logloss=estimate([(after.logloss - before.logloss) / before.logloss for before, after in pairs]),
+        true_logloss=estimate(
+            [(after.true_logloss - before.true_logloss) / before.true_logloss for before, after in pairs]
+        ),
+        moved=statistics.fmean(after.moved for _, after in pairs),
+        seeds=len(pairs),
+    )  # fmt: skip
+
+
+def holds(point: Point, limits: Limits) -> bool:
+    """Whether both mean losses stay within the limits."""
+    return point.auc.mean <= limits.auc and point.logloss.mean <= limits.logloss
+
+
+def smallest(points: Sequence[Point], limits: Limits) -> Point | None:
+    """Return the point with the fewest bytes that holds together with every point of more bytes; None without one.
+
+    A coarse point that holds while a finer one does not is luck: training is chaotic, and a loss of either sign comes
+    of any change. Points of one family.
+    """
+    found = None
+    for point in sorted(points, key=lambda one: -one.row_bytes):
+        if not holds(point, limits):
+            break
+        found = point
+    return found
+
+
+def bytes_at(points: Sequence[Point], moved: float) -> float | None:
+    """Return the row bytes at which a family moves predictions so far, between its points; None beyond them.
+
+    Both in logarithms, along the points in order of their bytes.
+    """
+    known = sorted((point for point in points if point.moved > 0.0), key=lambda one: one.moved)
+    if len(known) < 2 or not known[0].moved <= moved <= known[-1].moved:
+        return None
+    return float(
+        np.exp(np.interp(np.log(moved), np.log([one.moved for one in known]), np.log([one.row_bytes for one in known])))
+    )
+
+
+def _quality(outcome: Outcome, when: When) -> Quality:
+    return outcome.trained if when == "trained" else outcome.served
+
+
+def _spread(values: Sequence[float]) -> float:
+    return statistics.stdev(values) / statistics.fmean(values) if len(values) > 1 else 0.0
