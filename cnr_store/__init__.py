@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from cnr_store.chunk_lru import ChunkLru, LruCounts
 from cnr_store.compaction import CompactionPolicy, CompactionReport, compact
+from cnr_store.encodings.scale import ScaleChoice
 from cnr_store.errors import (
     AccessDenied,
     BackgroundSaveFailed,
@@ -67,6 +68,7 @@ from cnr_store.leases import Lease
 from cnr_store.maintenance import MaintenanceReport, Stage, StageReport, compact_chain, maintain
 from cnr_store.placement import Shard
 from cnr_store.ranks import Ranks
+from cnr_store.rate import expected_restores
 from cnr_store.repair import RepairAction, RepairReport, repair_store
 from cnr_store.retention import RetentionPolicy
 from cnr_store.sizes import SegmentSizes, fp32_bytes, segment_sizes, total_sizes
@@ -117,6 +119,8 @@ __all__ = [
     "Transaction",
     "TableView",
     "TableOptions",
+    "expected_restores",
+    "ScaleChoice",
     "Threshold",
     "Store",
     "Snapshot",

@@ -12,21 +12,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import numpy as np
 
+from cnr_store.encodings.sampling import RowSample
+from cnr_store.encodings.scale import ScaleChoice, pooled
 from cnr_store.errors import BadInput
-from cnr_store.options import sample_of, table_dtype, table_schema
+from cnr_store.options import choose_table_scale, table_dtype, table_schema
 from cnr_store.records import TableSchema
 from cnr_store.types import Affine, Lattice, TableOptions
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """The schema that the rows of one shard ask for, how many elements the shard has, and the options it came from."""
+    """The schema that the rows of one shard ask for, how many elements the shard has, and the options it came from.
+
+    ``choice``: how the scale of a lattice was measured.
+    """
 
     schema: TableSchema
     elements: int
     options: str = ""
+    choice: ScaleChoice | None = None
 
 
 def propose(
@@ -38,6 +43,7 @@ def propose(
     shape: tuple[int, int],
     generation: int,
     has_mirror: bool,
+    held: float | None = None,
 ) -> Proposal:
     """Return the schema that fits one shard's rows.
 
@@ -47,24 +53,33 @@ def propose(
         The shard's weights (rows, columns) and slots, as for `Transaction.write_table`; a sample of them is read.
     shape
         (num_rows, dim) of the whole table.
+    held
+        The lattice scale that the table has now, if it has one.
 
     Raises
     ------
     BadInput
     """
     dtype = table_dtype(values, table)
+    sample = RowSample(values, dtype)
+    choice = choose_table_scale(options, dtype, sample, held=held)
     schema = table_schema(
-        table, options, num_rows=shape[0], dim=shape[1], dtype=dtype, sample=sample_of(values, dtype),
+        table, options, num_rows=shape[0], dim=shape[1], dtype=dtype, sample=sample, choice=choice,
         slots={name: array[0:1] for name, array in slots.items()}, generation=generation, has_mirror=has_mirror,
     )  # fmt: skip
-    return Proposal(schema, math.prod(values.shape), msgspec.json.encode(options, order="sorted").decode())
+    return Proposal(schema, math.prod(values.shape), msgspec.json.encode(options, order="sorted").decode(), choice)
+
+
+def agreed_choice(proposals: Sequence[Proposal]) -> ScaleChoice | None:
+    """Return what is known of a lattice's scale from all shards together (`cnr_store.encodings.scale.pooled`)."""
+    choices = [(one.choice, one.elements) for one in proposals if one.choice is not None]
+    return pooled([choice for choice, _ in choices], [elements for _, elements in choices]) if choices else None
 
 
 def agree(table: str, proposals: Sequence[Proposal]) -> TableSchema:
     """Return the one schema of a table; the same for every rank, whatever its own proposal was.
 
-    A lattice's scale is the root of the mean of the squared scales, weighted by elements: its square is 12 times the
-    mean squared error that was asked for, so this is the scale that the rows of all shards together ask for.
+    A lattice's scale is that of all shards together (`cnr_store.encodings.scale.pooled`).
 
     Raises
     ------
@@ -100,10 +115,8 @@ def _agreed_encoding(proposals: Sequence[Proposal]) -> Any:
         return first
     measured = [one for one in proposals if one.elements] or list(proposals)
     if isinstance(first, Lattice):
-        total = sum(one.elements for one in measured) or len(measured)
-        lattices: list[tuple[float, int]] = [(one.schema.encoding.scale, one.elements or 1) for one in measured]  # type: ignore[union-attr]
-        squares = sum(scale**2 * elements for scale, elements in lattices)
-        return Lattice(scale=float(np.float32(math.sqrt(squares / total))))
+        choices = [one.choice or ScaleChoice(one.schema.encoding.scale, 0, 0.0, 0.0) for one in proposals]  # type: ignore[union-attr]
+        return Lattice(scale=pooled(choices, [one.elements for one in proposals]).scale)
     if isinstance(first, Affine):
         largest: Affine = max(measured, key=lambda one: one.elements).schema.encoding  # type: ignore[assignment]
         encodings: list[Affine] = [one.schema.encoding for one in measured]  # type: ignore[misc]

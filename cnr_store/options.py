@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store.encodings import affine, float_bits
-from cnr_store.encodings.choose import choose_greedy, expected_bits, sample_rows
-from cnr_store.encodings.scale import choose_scale
-from cnr_store.encodings.widths import carrier, to_float32
+from cnr_store.encodings.choose import choose_greedy, expected_bits
+from cnr_store.encodings.sampling import RowSample
+from cnr_store.encodings.scale import ScaleChoice, measure_scale
+from cnr_store.encodings.widths import to_float32
 from cnr_store.errors import BadDtype, BadInput, BadShape
 from cnr_store.records import SlotSchema, TableSchema
 from cnr_store.thresholds import check_threshold
@@ -27,9 +28,6 @@ from cnr_store.types import (
     TableDtype,
     TableOptions,
 )
-
-SAMPLE_ROWS = 16_384
-"""Rows that a scale or the greedy search's settings are chosen on."""
 
 _DEFAULT_BITS: AffineBits = 8
 _ENCODINGS_WITH = {
@@ -64,29 +62,32 @@ def table_schema(
     num_rows: int,
     dim: int,
     dtype: TableDtype,
-    sample: npt.NDArray[Any],
+    sample: RowSample | npt.NDArray[Any],
     slots: Mapping[str, npt.NDArray[Any]],
     keys: str = "dense",
     generation: int = 1,
     has_mirror: bool = True,
+    choice: ScaleChoice | None = None,
 ) -> TableSchema:
     """Return the schema of a new table, or of a new generation of one.
 
     Parameters
     ----------
     sample
-        Some rows in the table's dtype, (n, dim); `sample_of` takes them.
+        Rows of the table to choose on; an array (n, dim) in the table's dtype counts as the whole table.
     slots
         Slot name to its array, or any array of its dtype and number of dimensions.
     has_mirror
         Whether the writer keeps a code mirror; without one every row is ``set``.
+    choice
+        What `choose_table_scale` returned for the same options and sample; None calls it.
 
     Raises
     ------
     BadInput
         If the options contradict themselves or the sample needs codes beyond the range.
     """
-    encoding = choose_encoding(options, dtype, to_float32(np.ascontiguousarray(sample), dtype))
+    encoding = choose_encoding(options, dtype, sample, choice)
     if options.threshold is not None:
         has_codes = has_mirror and keys == "dense"
         check_threshold(table, options.threshold, is_lattice=isinstance(encoding, Lattice), has_mirror=has_codes)
@@ -106,14 +107,21 @@ def table_schema(
     )
 
 
-def choose_encoding(options: TableOptions, dtype: TableDtype, sample: npt.NDArray[np.float32]) -> Encoding:
-    """Return the encoding that the options ask for; a scale or search settings are chosen on ``sample`` (n, dim).
+def choose_encoding(
+    options: TableOptions,
+    dtype: TableDtype,
+    sample: RowSample | npt.NDArray[Any],
+    choice: ScaleChoice | None = None,
+) -> Encoding:
+    """Return the encoding that the options ask for; a scale or search settings are chosen on the sample.
+
+    Parameters are those of `table_schema`.
 
     Raises
     ------
     BadInput
     """
-    name = options.encoding or ("lattice" if dtype == "float32" else "float_bits")
+    name = encoding_name(options, dtype)
     _check_options(options, name)
     if name == "raw":
         return Raw()
@@ -123,28 +131,71 @@ def choose_encoding(options: TableOptions, dtype: TableDtype, sample: npt.NDArra
         float_bits.bit_shift(bits, dtype)
         return FloatBits(mantissa_bits=bits)
     if name == "affine":
-        width = _bits(options)
+        width = asked_bits(options)
         param_dtype = options.param_dtype
-        if sample.size and not affine.params_fit(sample, param_dtype, bits=width):
+        rows = to_float32(_sampled(sample, dtype).rows(), dtype)
+        if rows.size and not affine.params_fit(rows, param_dtype, bits=width):
             param_dtype = "float32"
-        num_bins, ratio = choose_greedy(sample, width) if options.search == "greedy" else (None, None)
+        num_bins, ratio = choose_greedy(rows, width) if options.search == "greedy" else (None, None)
         return Affine(bits=width, search=options.search, param_dtype=param_dtype, num_bins=num_bins, ratio=ratio)
-    if options.scale is not None or options.max_error is not None:
-        precision = Precision(scale=options.scale, max_error=options.max_error)
-        if options.nonfinite == "escape":
-            sample = sample[:0]  # rows beyond the code range escape; without them a given scale is what it is
-    else:
-        precision = Precision(bits=_bits(options))
-    return Lattice(scale=choose_scale(sample, precision))
+    choice = choice or choose_table_scale(options, dtype, sample)
+    assert choice is not None  # it is a lattice
+    return Lattice(scale=choice.scale)
+
+
+def choose_table_scale(
+    options: TableOptions, dtype: TableDtype, sample: RowSample | npt.NDArray[Any], *, held: float | None = None
+) -> ScaleChoice | None:
+    """Return the scale that a lattice gets, None where the options ask for something else. Blocks up to a second.
+
+    ``held``: the scale that the rows had when they were restored, if they were (`cnr_store.encodings.scale`).
+
+    Raises
+    ------
+    BadInput
+    """
+    name = encoding_name(options, dtype)
+    _check_options(options, name)
+    if name != "lattice":
+        return None
+    given = options.scale is not None or options.max_error is not None
+    precision = (
+        Precision(scale=options.scale, max_error=options.max_error) if given else Precision(bits=asked_bits(options))
+    )
+    may_escape = options.nonfinite == "escape"
+    return measure_scale(_sampled(sample, dtype), dtype, precision, held=held, may_escape=may_escape)
+
+
+def encoding_name(options: TableOptions, dtype: TableDtype) -> EncodingName:
+    """Return the encoding that the options mean for a table of this dtype."""
+    return options.encoding or ("lattice" if dtype == "float32" else "float_bits")
 
 
 def sample_of(values: Any, dtype: TableDtype) -> npt.NDArray[Any]:
     """Return up to `SAMPLE_ROWS` rows of ``values`` (num_rows, dim), evenly random with a fixed seed."""
-    num_rows = values.shape[0]
-    if num_rows <= SAMPLE_ROWS:
-        return np.asarray(values[0:num_rows], dtype=carrier(dtype))
-    rows = sample_rows(num_rows, SAMPLE_ROWS, 0)
-    return np.asarray(values[rows], dtype=carrier(dtype))
+    return RowSample(values, dtype).rows()
+
+
+def asked_bits(options: TableOptions) -> AffineBits:
+    """Return the width that the options ask for, 8 if they ask for none.
+
+    Raises
+    ------
+    BadInput
+        ``bits="auto"`` without ``expected_restores``.
+    """
+    if options.bits != "auto":
+        return options.bits or _DEFAULT_BITS
+    if options.expected_restores is None:
+        raise BadInput(
+            'bits="auto" needs expected_restores=: how often the run will be restored; '
+            "cnr_store.expected_restores(run_hours, mean_hours_between_failures) tells it from a failure rate"
+        )
+    return expected_bits(options.expected_restores)
+
+
+def _sampled(sample: RowSample | npt.NDArray[Any], dtype: TableDtype) -> RowSample:
+    return sample if isinstance(sample, RowSample) else RowSample(sample, dtype)
 
 
 def _check_options(options: TableOptions, encoding: str) -> None:
@@ -176,14 +227,6 @@ def _check_options(options: TableOptions, encoding: str) -> None:
         raise BadInput(f"nonfinite is 'refuse' or 'escape', found {options.nonfinite!r}", found=options.nonfinite)
     if not np.isfinite(np.float32(options.fill)):
         raise BadInput(f"fill must be a finite float32, found {options.fill}", found=options.fill)
-
-
-def _bits(options: TableOptions) -> AffineBits:
-    if options.bits != "auto":
-        return options.bits or _DEFAULT_BITS
-    if options.expected_restores is None:
-        raise BadInput('bits="auto" needs expected_restores=: how often the run will be restored')
-    return expected_bits(options.expected_restores)
 
 
 def _slot_schema(table: str, name: str, array: Any, options: TableOptions, *, mirror: bool) -> SlotSchema:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,12 +13,14 @@ import msgspec
 import numpy as np
 
 from cnr_store import tree
-from cnr_store.agreement import Proposal, agree, propose
+from cnr_store.agreement import Proposal, agree, agreed_choice, propose
 from cnr_store.assembly import Assembly, DenseTensors
 from cnr_store.baseline import StagedTable, is_fully_mirrored, stage_mirror, stage_table
 from cnr_store.changes import StagedRows, options_on_bad_rows, stage_delete, stage_rows
 from cnr_store.committing import Commit, CommitKind, Draft
 from cnr_store.encode import Given
+from cnr_store.encodings.sampling import RowSample
+from cnr_store.encodings.scale import ScaleChoice
 from cnr_store.encodings.widths import carrier
 from cnr_store.errors import (
     BadDtype,
@@ -33,7 +36,7 @@ from cnr_store.errors import (
 from cnr_store.inputs import check_arrays, check_json, checked_size, needs_sample, own_row_ids
 from cnr_store.layout import check_name, segment_name, segment_prefix, writer_folder
 from cnr_store.mirrors import Mirrors
-from cnr_store.options import sample_of, table_dtype, table_schema
+from cnr_store.options import choose_table_scale, table_dtype, table_schema
 from cnr_store.placement import Shard
 from cnr_store.ranks import together
 from cnr_store.records import (
@@ -57,6 +60,8 @@ from cnr_store.session import Session
 from cnr_store.table_codes import Array, TableCodes
 from cnr_store.thresholds import Hold, check_threshold
 from cnr_store.types import JsonValue, Lattice, Rectangle, RowIds, TableDtype, TableOptions, Threshold
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +118,7 @@ class Transaction:
         self._digests: dict[Shard, int | None] = {}
         self._declared: set[str] = set()
         self._bad_rows: dict[str, TableOptions] = {}
+        self._choices: dict[str, ScaleChoice] = {}
         self._dense = DenseTensors()
         self._created: set[str] = set()
         self._refined: set[str] = set()
@@ -152,6 +158,11 @@ class Transaction:
     def tables(self) -> Mapping[str, TableSchema]:
         """Every table as it will be."""
         return self._tables
+
+    @property
+    def scale_choices(self) -> Mapping[str, ScaleChoice]:
+        """How the scales were measured of tables that this transaction stores as a new lattice, over all ranks."""
+        return self._choices
 
     @property
     def scalars(self) -> Mapping[str, JsonValue]:
@@ -226,11 +237,15 @@ class Transaction:
             for answer in answers:
                 for table, given in answer.items():
                     proposals.setdefault(table, []).extend(
-                        Proposal(msgspec.convert(schema, TableSchema), elements, options)
-                        for schema, elements, options in given
-                    )
+                        Proposal(
+                            msgspec.convert(schema, TableSchema), elements, options,
+                            None if choice is None else msgspec.convert(choice, ScaleChoice),
+                        )
+                        for schema, elements, options, choice in given
+                    )  # fmt: skip
             for table, given_by_all in sorted(proposals.items()):
                 self._tables[table] = agree(table, given_by_all)
+                self._chose(table, agreed_choice(given_by_all))
                 self._declared.add(table)
         except BaseException:
             # Every rank is here, or has told the others that it gave up: nobody waits for an answer any more.
@@ -238,9 +253,9 @@ class Transaction:
             self.abort()
             raise
 
-    def _propose(self, tables: Mapping[str, Sequence[Declaration]]) -> dict[str, list[tuple[Any, int, str]]]:
+    def _propose(self, tables: Mapping[str, Sequence[Declaration]]) -> dict[str, list[tuple[Any, int, str, Any]]]:
         session = self._session
-        made: dict[str, list[tuple[Any, int, str]]] = {}
+        made: dict[str, list[tuple[Any, int, str, Any]]] = {}
         for table, declarations in tables.items():
             check_name(table)
             if table not in session.shapes:
@@ -255,9 +270,11 @@ class Transaction:
                 proposal = propose(
                     table, one.values, one.slots, chosen, shape=session.shapes[table],
                     generation=self._next_generation(table), has_mirror=session.mirrors.mode != "none",
+                    held=self._held_scale(table),
                 )  # fmt: skip
                 schema = msgspec.to_builtins(proposal.schema)
-                made.setdefault(table, []).append((schema, proposal.elements, proposal.options))
+                choice = None if proposal.choice is None else msgspec.to_builtins(proposal.choice)
+                made.setdefault(table, []).append((schema, proposal.elements, proposal.options, choice))
         return made
 
     def create_table(
@@ -308,10 +325,13 @@ class Transaction:
             raise BadInput(
                 f"table {table!r}: a scale for bits= is chosen on a sample; give sample= or scale=", table=table
             )
+        sampled = RowSample(rows, dtype, is_all=False)  # type: ignore[arg-type]
+        choice = choose_table_scale(chosen, dtype, sampled)  # type: ignore[arg-type]
         self._tables[table] = table_schema(
-            table, chosen, num_rows=0, dim=dim, dtype=dtype, sample=rows, slots=kinds, keys="hashed",  # type: ignore[arg-type]
-            generation=self._next_generation(table), has_mirror=False,
+            table, chosen, num_rows=0, dim=dim, dtype=dtype, sample=sampled, slots=kinds, keys="hashed",  # type: ignore[arg-type]
+            generation=self._next_generation(table), has_mirror=False, choice=choice,
         )  # fmt: skip
+        self._chose(table, choice)
         self._bad_rows[table] = chosen
         self._created.add(table)
 
@@ -891,10 +911,32 @@ class Transaction:
                 return msgspec.structs.replace(old, num_rows=num_rows)
         chosen = options or self._session.mirrors.options.get(table) or TableOptions()
         self._bad_rows[table] = chosen
-        return table_schema(
-            table, chosen, num_rows=num_rows, dim=dim, dtype=dtype, sample=sample_of(values, dtype),
+        sample = RowSample(values, dtype)
+        choice = choose_table_scale(chosen, dtype, sample, held=self._held_scale(table))
+        schema = table_schema(
+            table, chosen, num_rows=num_rows, dim=dim, dtype=dtype, sample=sample, choice=choice,
             slots={name: array[0:1] for name, array in slots.items()}, generation=self._next_generation(table),
             has_mirror=self._session.mirrors.mode != "none",
+        )  # fmt: skip
+        self._chose(table, choice)
+        return schema
+
+    def _held_scale(self, table: str) -> float | None:
+        """The lattice step that a table has at the head: rows that were restored from it, and not moved, lie on it."""
+        schema = self._before.get(table)
+        if schema is None or not isinstance(schema.encoding, Lattice):
+            return None
+        return schema.encoding.scale * 0.5**schema.shift
+
+    def _chose(self, table: str, choice: ScaleChoice | None) -> None:
+        if choice is None:
+            self._choices.pop(table, None)
+            return
+        self._choices[table] = choice
+        logger.info(
+            "table %s: scale %.6g chosen on %d rows; mean squared error %.3g, known within %.1f %% at %.0f %%",
+            table, choice.scale, choice.sample_rows, choice.mse, 100 * choice.relative_half_width,
+            100 * choice.confidence,
         )  # fmt: skip
 
     def _next_generation(self, table: str) -> int:

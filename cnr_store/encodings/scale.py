@@ -236,7 +236,7 @@ def ratio_half_width(
     Returns
     -------
     float
-        0 for a sample of all rows, or of none; inf for one row of several.
+        0 for a sample of all rows, or of none; 1 for one row of several, which tells nothing.
     """
     count = len(errors)
     left_out = 1.0 if num_rows is None else max(0.0, 1.0 - count / max(num_rows, 1))
@@ -244,7 +244,7 @@ def ratio_half_width(
     if count == 0 or left_out == 0.0 or total == 0.0 or of_targets == 0.0:
         return 0.0
     if count == 1:
-        return math.inf
+        return 1.0
     residuals = errors - (total / of_targets) * targets
     deviation = math.sqrt(float(np.sum(np.square(residuals))) / (count - 1))
     return NormalDist().inv_cdf(0.5 + confidence / 2) * deviation * math.sqrt(left_out * count) / total

@@ -19,6 +19,7 @@ import torch
 from cnr_store.errors import CommitStateUnknown
 from cnr_store.placement import Shard
 from cnr_store.training.marks import taken_rows
+from cnr_store.training.rate_control import ScaleChange
 from cnr_store.training.tensors import TensorRows, as_array, flat_rows
 from cnr_store.transaction import Declaration, Transaction
 from cnr_store.types import RowIds, TableOptions
@@ -59,6 +60,8 @@ class SaveReport:
         Seconds in the background: rows to codes, and objects and commit record to the store.
     waiting
         Rows of those that changed little and wait for a later save (`Threshold`); this rank's.
+    scales
+        By table, what became of the scales that this save chose or changed.
     """
 
     version: int
@@ -71,6 +74,7 @@ class SaveReport:
     encode_s: float
     commit_s: float
     waiting: int = 0
+    scales: Mapping[str, ScaleChange] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -126,12 +130,12 @@ class SaveJob:
         touched = sum(len(rows.row_ids) for rows in self.rows.values())
         return touched + sum(one.weight.shape[0] for one in self.whole.values())
 
-    def report(self, version: int) -> SaveReport:
+    def report(self, version: int, scales: Mapping[str, ScaleChange]) -> SaveReport:
         """Return the report of this save, committed as ``version``."""
         return SaveReport(
             version=version, step=self.transaction.step, kind=self.transaction.kind, rows=self.row_count,
             size_bytes=self.transaction.size_bytes, stall_s=self.stall_s, wait_s=self.wait_s,
-            encode_s=self.encode_s, commit_s=self.commit_s, waiting=sum(map(len, self.waiting.values())),
+            encode_s=self.encode_s, commit_s=self.commit_s, waiting=sum(map(len, self.waiting.values())), scales=scales,
         )  # fmt: skip
 
 

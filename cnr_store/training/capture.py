@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from cnr_store.policy import Decision
-from cnr_store.training.document import FORMAT
+from cnr_store.training.document import FORMAT, RateDocument
 from cnr_store.training.reader import Stateful
 from cnr_store.training.rng import capture_rng
 from cnr_store.training.state import StatePlan, add_stepped, dense_tensors, optimizer_documents
@@ -36,6 +37,7 @@ def trainer_document(
     optimizers: Sequence[torch.optim.Optimizer],
     tables: Mapping[str, Mapping[str, Any]],
     extras: Mapping[str, Stateful],
+    rate: RateDocument,
     *,
     with_rng: bool,
 ) -> dict[str, Any]:
@@ -52,6 +54,7 @@ def trainer_document(
         "fused": tables["fused"],
         "rng": capture_rng() if with_rng else {},
         "extras": {name: extra.state_dict() for name, extra in extras.items()},
+        "rate": msgspec.to_builtins(rate),
     }
 
 

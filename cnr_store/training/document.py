@@ -39,6 +39,16 @@ class SlotDocument(msgspec.Struct, frozen=True):
     layout: Literal["strided", "sparse"]
 
 
+class RateDocument(msgspec.Struct, frozen=True):
+    """What the next process needs to know of how exact tables are stored.
+
+    ``restores``: how often the state was restored on its way here. ``bits``: by table, the width that its scale is for.
+    """
+
+    restores: Size = 0
+    bits: dict[str, int] = {}
+
+
 class TrainerDocument(msgspec.Struct, frozen=True):
     """Everything of a training state that is no tensor of its own. ``slots``: by table and slot name.
 
@@ -52,6 +62,7 @@ class TrainerDocument(msgspec.Struct, frozen=True):
     rng: dict[str, Any]
     extras: dict[str, Any]
     fused: dict[str, dict[str, Any]] = {}
+    rate: RateDocument = RateDocument()
 
 
 def trainer_name(rank: int) -> str:

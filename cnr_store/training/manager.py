@@ -64,11 +64,12 @@ from cnr_store.training.background import (
 from cnr_store.training.capture import put_dense_state, rank_document, rows_to_write, trainer_document
 from cnr_store.training.damage import go_back
 from cnr_store.training.devices import compile_kernels, rows_as_codes
-from cnr_store.training.document import TRAINER, TrainerDocument, trainer_name, trainer_of
+from cnr_store.training.document import TRAINER, RateDocument, TrainerDocument, trainer_name, trainer_of
 from cnr_store.training.history import sizes_since_baseline
 from cnr_store.training.holdings import Holding, check_alike, find_local_shards, hold
 from cnr_store.training.marks import taken_words, union_of, words_of
 from cnr_store.training.ranks import ranks_of_this_training
+from cnr_store.training.rate_control import RateControl, RateStatus, check_rates
 from cnr_store.training.reader import (
     IntervalReader,
     Redistribute,
@@ -347,6 +348,8 @@ class CheckpointManager:
         plain, shards = found[0]
         self._holdings = hold(shards, self._ranks)
         self._options = options_by_table(options, self._holdings.tables)
+        check_rates(self._options)
+        self._rate = RateControl(self._options, self._holdings)
         self._policy: Policy = policy
         self._every_steps, self._every_seconds = every_steps, every_seconds
         self._copies_whole = first_full == "copy"
@@ -538,6 +541,11 @@ class CheckpointManager:
         return self._background.is_running
 
     @property
+    def rate(self) -> RateStatus:
+        """How exact tables are stored, and what becomes of that at the next save."""
+        return self._rate.status
+
+    @property
     def store(self) -> Store:
         """The store that is written to."""
         return self._store
@@ -697,6 +705,9 @@ class CheckpointManager:
 
         together(self._control, apply)
         self._writer, self._fenced = writer, None
+        document = RateDocument() if planned.trainer is None else planned.trainer.rate
+        kept = self._holdings.tables.keys() - self._whole_next
+        self._rate.restored(self._control, writer, document, kept)
         if self._saves_rng and read[0].rng is not None:
             restore_rng(read[0].rng)  # last: nothing that restores may draw from what it set
         return restored[0]
@@ -897,6 +908,7 @@ class CheckpointManager:
 
     def _decide(self, writer: Writer, plan: StatePlan, slots: Mapping[str, Slots]) -> Decision:
         schemas = writer.snapshot.tables if writer.is_synced else {}
+        self._whole_next |= self._rate.waits_for_full()
         self._whole_next |= {
             shard.table
             for name, shard in plan.shards.items()
@@ -907,7 +919,8 @@ class CheckpointManager:
             return Decision("full", "baseline", "the writer does not know the head's state")
         if self._whole_next or schemas.keys() - self._holdings.tables.keys():
             return Decision("full", "baseline", f"tables {sorted(self._whole_next)} must be written whole")
-        return decide(self._policy, self._lineage.sizes, chain_length=len(writer.head.record.chain))
+        length = len(writer.head.record.chain)
+        return self._rate.decide(decide(self._policy, self._lineage.sizes, chain_length=length), length)
 
     def _stage(
         self,
@@ -920,12 +933,14 @@ class CheckpointManager:
     ) -> SaveJob:
         schemas = writer.snapshot.tables if writer.is_synced else {}
         mine = self._holdings.tables.keys()
+        self._whole_next |= self._rate.anew_in(transaction)
         drops = tuple(sorted((schemas.keys() | set(transaction.needs_whole_tables)) - mine))
         whole = set(self._whole_next) | (set(transaction.needs_whole_tables) & mine)
         taken: dict[str, Taken] = {}
         staged = None
 
         def share() -> dict[str, str]:
+            self._rate.stage(transaction, writer, self._whole_next)
             self._put_state(transaction, writer, plan, tables)
             taken.update(self._tracker.take())
             return words_of(taken, self._holdings.replicated)
@@ -945,7 +960,7 @@ class CheckpointManager:
                 requests[name] = RowRequest(local, {WEIGHT: holding.shard.weight, **slots[name]})
             if self._codes_on_device:
                 coming = {name: self._holdings.owned[name].shard for name in requests}
-                self._buffers.quantize = dict(rows_as_codes(coming, schemas, self._options))
+                self._buffers.quantize = dict(rows_as_codes(coming, transaction.tables, self._options))
             staged = self._buffers.gather(requests)
             written = {
                 name: self._whole_shard(holding, slots[name])
@@ -966,7 +981,9 @@ class CheckpointManager:
         if rank == 0:
             put_dense_state(transaction, writer.snapshot.dense if writer.is_synced else (), plan, self._optimizers)
             transaction.put_scalars({"step": self.current_step})
-            document = trainer_document(plan, self._optimizers, tables, self._extras, with_rng=self._saves_rng)
+            document = trainer_document(
+                plan, self._optimizers, tables, self._extras, self._rate.document(), with_rng=self._saves_rng
+            )
         else:
             document = rank_document(with_rng=self._saves_rng)
         transaction.put_document(trainer_name(rank), document, leaf_of)
@@ -979,7 +996,7 @@ class CheckpointManager:
         if self._copies_whole:
             weight, slots = weight.clone(), {name: slot.detach().clone() for name, slot in slots.items()}
         is_new = holding.table in self._whole_next
-        return WholeShard(holding.key, weight, slots, self._options[holding.table] if is_new else None)
+        return WholeShard(holding.key, weight, slots, self._rate.options_for(holding.table) if is_new else None)
 
     def _save_last(self) -> None:
         """Save because the process is about to be ended; a failure before this one must not prevent it."""
@@ -1026,7 +1043,7 @@ class CheckpointManager:
             # The mirrors may be half moved, so nothing can be a delta against them.
             self._whole_next |= self._holdings.tables.keys()
             logger.warning("version %d is committed, but then failed (%r); the next save is a full", version, error)
-        report = job.report(version)
+        report = job.report(version, self._rate.won(job.transaction))
         self.history.append(report)
         logger.info(
             "version %d: %s of step %d, %d rows, %d bytes, stall %.4f s, background %.3f s",
@@ -1036,6 +1053,7 @@ class CheckpointManager:
 
     def _lost(self, job: SaveJob, error: BaseException | None) -> None:
         job.staged.release()
+        self._rate.lost()
         self._tracker.give_back(job.taken)
         # A whole table's old mirror is given up before the new one is written, so only a whole one can follow.
         self._whole_next |= {one.key.table for one in job.whole.values()}

@@ -30,7 +30,7 @@ STAGING = READING | {
     "inputs", "assembly", "thresholds",
 }  # fmt: skip
 WRITING = STAGING | {"session", "committing", "transaction", "writer"}
-DECISIONS = {"policy", "retention", "planning"}
+DECISIONS = {"policy", "retention", "planning", "rate"}
 ENGINE = WRITING | DECISIONS | {"branches", "leases", "store", "sizes"}
 MAINTENANCE = {"compaction", "gc", "verify", "repair"}
 
@@ -60,7 +60,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ranks": WORDS,
     "placement": WORDS | {"records"},
     "planning": WORDS | {"records", "rows", "placement"},
-    "agreement": WORDS | {"records", "options"},
+    "agreement": WORDS | {"records", "options", "encodings"},
+    "rate": WORDS | {"records", "encodings"},
     "tree": WORDS,
     "sizes": DOCUMENTS,
     "tensor_file": WORDS,

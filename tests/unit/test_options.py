@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from cnr_store import BadDtype, BadInput, BadShape, TableOptions
-from cnr_store.options import SAMPLE_ROWS, choose_encoding, sample_of, table_dtype, table_schema
+from cnr_store.encodings.sampling import SAMPLE_ROWS
+from cnr_store.options import choose_encoding, sample_of, table_dtype, table_schema
 from cnr_store.types import Affine, FloatBits, Lattice, Raw
 
 SAMPLE = (0.1 * np.random.default_rng(1).standard_normal((500, 8))).astype(np.float32)

@@ -30,6 +30,7 @@ PUBLIC = {
     "cnr_store": ERRORS
     + """
         Snapshot Store TableOptions Threshold TableView Transaction Writer ChunkLru LruCounts
+        ScaleChoice expected_restores
         Ranks Shard Rectangle Declaration
         verify_store VerifyReport Problem
         repair_store RepairReport RepairAction
@@ -61,7 +62,7 @@ PUBLIC = {
     "cnr_store.integrations": "StateDict load_state_dict",
     "cnr_store.testing": "",
     "cnr_store.training": """
-        CheckpointManager RestoredState SaveReport ProcessRanks
+        CheckpointManager RestoredState SaveReport ScaleChange RateStatus ProcessRanks
         CarriedBatch CarryingReader GrantedReader IntervalReader reader_states_for
     """,
     "cnr_store_tools": "",

@@ -1,0 +1,138 @@
+"""How exact a table is stored, decided from what a run shows: restores, the loss, sizes. Pure; records in, records out.
+
+A scale may change in two places (design, section 4): by halvings in the first save after a restore, and to anything
+in a ``full``. What is decided here waits for one of the two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from cnr_store.encodings.choose import expected_bits
+from cnr_store.errors import BadInput
+from cnr_store.records import MAX_SHIFT
+from cnr_store.types import AffineBits
+
+
+def expected_restores(run_hours: float, mean_hours_between_failures: float) -> float:
+    """Return how often a run will be restored, for ``TableOptions(bits="auto", expected_restores=...)``.
+
+    Failures come at a constant rate, and each costs one restore, so their mean number is the run's length over the
+    mean time between them. Of a job on many machines that is the mean time between failures of one of them, divided by
+    how many there are.
+
+    Raises
+    ------
+    BadInput
+        A negative or infinite length, or a time between failures that is not positive.
+
+    Examples
+    --------
+    >>> expected_restores(run_hours=72, mean_hours_between_failures=24)
+    3.0
+    >>> expected_restores(72, mean_hours_between_failures=5000 / 128)  # 128 machines, each fails every 5,000 hours
+    1.8432
+    """
+    if not (math.isfinite(run_hours) and run_hours >= 0):
+        raise BadInput(f"run_hours is a number of hours, at least 0, found {run_hours!r}", found=run_hours)
+    if not mean_hours_between_failures > 0:
+        raise BadInput(
+            f"mean_hours_between_failures is a positive number of hours, found {mean_hours_between_failures!r}",
+            found=mean_hours_between_failures,
+        )
+    return run_hours / mean_hours_between_failures
+
+
+def bits_after(expected: float, restores: int) -> AffineBits:
+    """Return the width for a run that expected so many restores and has had ``restores``.
+
+    The paper's, of the larger number: never coarser than was asked for.
+
+    >>> [bits_after(3, restores) for restores in (0, 3, 4, 21)]
+    [3, 3, 4, 8]
+
+    Raises
+    ------
+    BadInput
+        A number is negative or NaN.
+    """
+    if restores < 0:
+        raise BadInput(f"a run was restored {restores} times", found=restores)
+    return expected_bits(max(expected, restores))
+
+
+def halvings_to(scale: float, wanted: float) -> int:
+    """Return how often ``scale`` must be halved to be at most ``wanted``; 0 if it is that already.
+
+    At most `MAX_SHIFT`, which is as fine as a generation can become.
+
+    >>> halvings_to(1.0, 1.0), halvings_to(1.0, 0.9), halvings_to(1.0, 0.5), halvings_to(0.1, 7.0)
+    (0, 1, 1, 0)
+
+    Raises
+    ------
+    BadInput
+        A scale is not positive and finite.
+    """
+    for one in (scale, wanted):
+        if not (math.isfinite(one) and one > 0):
+            raise BadInput(f"a scale is positive and finite, found {one!r}", found=one)
+    halvings = max(0, math.ceil(math.log2(scale) - math.log2(wanted)))
+    # The logarithm is rounded: exact powers of two must not cost a halving, nor anything else lack one.
+    if halvings and math.ldexp(scale, -(halvings - 1)) <= wanted:
+        halvings -= 1
+    elif math.ldexp(scale, -halvings) > wanted:
+        halvings += 1
+    return min(halvings, MAX_SHIFT)
+
+
+@dataclass(frozen=True, slots=True)
+class Refinement:
+    """What becomes of a table's scale.
+
+    Attributes
+    ----------
+    how
+        ``refine``: halve it ``halvings`` times in the first save after the restore. ``anew``: choose it in a full.
+        ``keep``: it is fine enough, for ``bits`` too.
+    bits
+        The width that the scale is for from then on.
+    reason
+        One clause for logs and reports.
+    """
+
+    how: Literal["refine", "anew", "keep"]
+    halvings: int
+    bits: AffineBits
+    reason: str
+
+
+def refinement(
+    bits: AffineBits, wanted: AffineBits, scale: float | None, target: float | None, most_halvings: int, reason: str
+) -> Refinement | None:
+    """Return what to do with a table whose scale is for ``bits`` and should be for ``wanted``; None if nothing. Pure.
+
+    Parameters
+    ----------
+    scale, target
+        The lattice scale that it has, and the one that ``wanted`` asks for; None where it is no lattice.
+    most_halvings
+        How often the scale can be halved before codes leave their range.
+    """
+    if wanted <= bits:
+        return None
+    if scale is None or target is None:
+        return Refinement("anew", 0, wanted, reason)
+    halvings = halvings_to(scale, target)
+    if halvings == 0:
+        return Refinement("keep", 0, wanted, reason)
+    return Refinement("refine" if halvings <= most_halvings else "anew", halvings, wanted, reason)
+
+
+def known_bits(stored: Mapping[str, int], table: str, expected: float) -> AffineBits:
+    """Return the width that a table's scale is for: as a checkpoint says, else what ``expected`` restores ask for."""
+    found = stored.get(table)
+    return next((bits for bits in (2, 3, 4, 8) if bits == found), expected_bits(expected))

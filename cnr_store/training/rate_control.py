@@ -1,0 +1,303 @@
+"""How exact each table is stored while a run goes on: counts restores, refines scales behind them, says what it did.
+
+What is decided comes from `cnr_store.rate`; here stands what a manager remembers, and when it asks. Everything is the
+same on every rank: it follows from the checkpoint, the options, and what the ranks tell each other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from cnr_store.encodings.sampling import RowSample
+from cnr_store.encodings.scale import ScaleChoice, pooled
+from cnr_store.errors import BadInput
+from cnr_store.options import asked_bits, choose_table_scale, table_dtype
+from cnr_store.policy import Decision
+from cnr_store.ranks import Ranks, together
+from cnr_store.rate import Refinement, bits_after, known_bits, refinement
+from cnr_store.records import MAX_SHIFT, MAX_SHIFT_IN_CHAIN, MIN_SCALE, TableSchema
+from cnr_store.training.document import RateDocument
+from cnr_store.training.holdings import Holding, Holdings
+from cnr_store.training.tensors import TensorRows
+from cnr_store.transaction import Transaction
+from cnr_store.types import MAX_CODE, AffineBits, Lattice, TableOptions
+from cnr_store.writer import Writer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleChange:
+    """What one save did to the scale of a table that is stored as a lattice.
+
+    Attributes
+    ----------
+    before, after
+        The step; None before if the table is new, or was no lattice.
+    reason
+        One clause.
+    choice
+        How it was measured, where it was chosen and not halved.
+    """
+
+    before: float | None
+    after: float
+    reason: str
+    choice: ScaleChoice | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TableRate:
+    """How exact a table is stored now.
+
+    Attributes
+    ----------
+    bits
+        The width that its scale is for, or that its rows have; None where ``max_error=``, ``scale=`` or an exact
+        encoding says it.
+    pending
+        What becomes of it at the next save; None if nothing.
+    """
+
+    bits: AffineBits | None
+    pending: Refinement | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RateStatus:
+    """What the rate control knows and wants; `CheckpointManager.rate`.
+
+    Attributes
+    ----------
+    restores
+        How often the state that is trained was restored since the run began: restores that nothing was saved behind do
+        not count.
+    tables
+        By name.
+    """
+
+    restores: int
+    tables: Mapping[str, TableRate]
+
+
+class RateControl:
+    """What one manager knows of how exact its tables are. Call it from the thread that trains.
+
+    Parameters
+    ----------
+    options
+        By table, as the user gave them; of all tables, also those of other ranks.
+    """
+
+    def __init__(self, options: Mapping[str, TableOptions], holdings: Holdings) -> None:
+        self._options, self._holdings = dict(options), holdings
+        self._restores = 0
+        self._bits: dict[str, AffineBits] = {}
+        self._pending: dict[str, Refinement] = {}
+        self._staged: dict[str, AffineBits] = {}
+        self._before: dict[str, TableSchema] = {}
+
+    @property
+    def status(self) -> RateStatus:
+        """What is known now."""
+        tables = {name: TableRate(self._bits.get(name), self._pending.get(name)) for name in self._options}
+        return RateStatus(self._restores, tables)
+
+    def options_for(self, table: str) -> TableOptions:
+        """Return how a table is to be stored that is written anew: as the user said, for the restores there were."""
+        options = self._options[table]
+        if options.bits != "auto" or options.expected_restores is None:
+            return options
+        return replace(options, expected_restores=max(options.expected_restores, float(self._restores)))
+
+    # ---- behind a restore
+
+    def restored(self, ranks: Ranks, writer: Writer, document: RateDocument, kept: Collection[str]) -> None:
+        """Take notice of a restore, and decide what the next save does about it. Blocks; all ranks call it.
+
+        Takes some 0.3 s for each table whose width grows, and else microseconds.
+
+        Parameters
+        ----------
+        document
+            What the restored checkpoint says.
+        kept
+            Tables that may go on as they are stored, under their own names.
+        """
+        self._restores = document.restores + 1
+        self._bits, self._pending, self._staged = {}, {}, {}
+        growing: dict[str, tuple[AffineBits, AffineBits]] = {}
+        for table, options in self._options.items():
+            if table not in kept or options.bits is None:
+                continue
+            if options.bits != "auto":
+                self._bits[table] = options.bits
+                continue
+            assert options.expected_restores is not None  # refused when the manager was made
+            bits = known_bits(document.bits, table, options.expected_restores)
+            self._bits[table] = bits
+            wanted = bits_after(options.expected_restores, self._restores)
+            if wanted > bits:
+                growing[table] = (bits, wanted)
+        if not growing:
+            return
+        schemas = {table: writer.snapshot.tables[table] for table in growing}
+        answers = together(ranks, lambda: {table: self._measure(writer, table, schemas[table]) for table in growing})
+        for table, (bits, wanted) in growing.items():
+            known = [answer[table] for answer in answers]
+            refused = next((given["refused"] for given in known if given["refused"]), None)
+            if refused is not None:
+                logger.warning("table %s keeps its scale, %d bits would be due: %s", table, wanted, refused)
+                continue
+            choices = [(msgspec.convert(one, ScaleChoice), n) for given in known for one, n in given["choices"]]
+            target = pooled([one for one, _ in choices], [n for _, n in choices]).scale if choices else None
+            reason = f"restored {self._restores} times, {self._options[table].expected_restores:g} were expected"
+            scale = _step_of(schemas[table])
+            most = min(given["halvings"] for given in known)
+            planned = refinement(bits, wanted, scale, target, most, reason)
+            if planned is not None:
+                self._pending[table] = planned
+                logger.info("table %s: %d bits instead of %d (%s): %s", table, wanted, bits, reason, _told(planned))
+
+    def _measure(self, writer: Writer, table: str, schema: TableSchema) -> dict[str, Any]:
+        """What this rank knows of a table whose width grows: the scales that its shards ask for, room for halvings."""
+        mine = [holding for holding in self._holdings.owned.values() if holding.table == table]
+        if not isinstance(schema.encoding, Lattice):
+            return {"choices": [], "halvings": 0, "refused": None}
+        try:
+            choices = [(self._choice(one, _step_of(schema)), one.shard.weight.numel()) for one in mine]
+        except BadInput as error:
+            return {"choices": [], "halvings": 0, "refused": str(error)}
+        halvings = min((_room(writer, one, schema) for one in mine), default=MAX_SHIFT)
+        return {"choices": [(msgspec.to_builtins(one), n) for one, n in choices], "halvings": halvings, "refused": None}
+
+    def _choice(self, holding: Holding, held: float | None) -> ScaleChoice:
+        """The scale that a shard asks for now, of its live rows."""
+        options = self.options_for(holding.table)
+        rows = TensorRows(holding.shard.weight)
+        dtype = table_dtype(rows, holding.table)
+        choice = choose_table_scale(options, dtype, RowSample(rows, dtype), held=held)
+        assert choice is not None  # a lattice
+        return choice
+
+    # ---- one save
+
+    def decide(self, decision: Decision, chain_length: int) -> Decision:
+        """Return a policy's decision, or a full where scales wait that this delta could not refine. Pure."""
+        waits = self._to_refine()
+        if decision.kind == "delta" and decision.base == "baseline" and chain_length > 1 and waits:
+            return Decision(
+                "full", "baseline", f"the scales of {waits} change, and a one-shot delta cannot refine them"
+            )
+        return decision
+
+    def waits_for_full(self) -> set[str]:
+        """Return the tables that the next save must write anew."""
+        return {table for table, planned in self._pending.items() if planned.how == "anew"}
+
+    def anew_in(self, transaction: Transaction) -> set[str]:
+        """Return tables that a save must write anew: whose scale should be refined, which only a delta can."""
+        return set(self._to_refine()) if transaction.kind == "full" else set()
+
+    def stage(self, transaction: Transaction, writer: Writer, anew: set[str]) -> None:
+        """Refine what waits, before rows are given to the transaction. Blocks for a pass over those tables' codes.
+
+        Parameters
+        ----------
+        anew
+            Tables that this save declares anew.
+
+        Raises
+        ------
+        BadInput
+            A scale cannot be halved. The next save writes its table anew.
+        """
+        self._before = dict(writer.snapshot.tables) if writer.is_synced else {}
+        self._staged = {table: self._width_anew(table) for table in anew if self._options[table].bits is not None}
+        for table, planned in list(self._pending.items()):
+            if table in anew:
+                continue
+            if planned.how == "refine":
+                try:
+                    transaction.refine_scale(table, planned.halvings)
+                except BadInput:
+                    self._pending[table] = replace(planned, how="anew")
+                    raise
+            self._staged[table] = planned.bits
+
+    def document(self) -> RateDocument:
+        """Return what the checkpoint in the making says, once `stage` was called."""
+        return RateDocument(restores=self._restores, bits={**self._bits, **self._staged})
+
+    def won(self, transaction: Transaction) -> dict[str, ScaleChange]:
+        """Take notice that the save that was staged is committed; return what it did to scales, and log it."""
+        changes: dict[str, ScaleChange] = {}
+        for table, schema in transaction.tables.items():
+            before, step = self._before.get(table), _step_of(schema)
+            if step is None:
+                continue
+            same = before is not None and (before.generation, before.shift) == (schema.generation, schema.shift)
+            if same and before is not None and before.encoding == schema.encoding:
+                continue
+            planned = self._pending.get(table)
+            old = None if before is None else _step_of(before)
+            reason = "first full" if before is None else "written anew" if planned is None else planned.reason
+            changes[table] = ScaleChange(old, step, reason, transaction.scale_choices.get(table))
+            logger.info("table %s: scale %s%.6g (%s)", table, f"{old:.6g} to " if old else "", step, reason)
+        self._bits |= self._staged
+        self._pending, self._staged = {}, {}
+        return changes
+
+    def lost(self) -> None:
+        """Take notice that the save that was staged is not committed: what waits goes on waiting."""
+        self._staged = {}
+
+    def _to_refine(self) -> list[str]:
+        return sorted(table for table, planned in self._pending.items() if planned.how == "refine")
+
+    def _width_anew(self, table: str) -> AffineBits:
+        return asked_bits(self.options_for(table))
+
+
+def _step_of(schema: TableSchema) -> float | None:
+    """The lattice step of a table as it is, None if it is no lattice."""
+    return schema.encoding.scale * 0.5**schema.shift if isinstance(schema.encoding, Lattice) else None
+
+
+def _room(writer: Writer, holding: Holding, schema: TableSchema) -> int:
+    """How often the scale of a shard could be halved in the next delta; `Transaction.refine_scale` checks it again."""
+    mirror, scale = writer.mirrors.get(holding.key), _step_of(schema)
+    if mirror is None or scale is None:
+        return 0
+    snapshot = writer.snapshot
+    first = snapshot.plan(holding.table).batches[0].segment
+    of_chain = MAX_SHIFT_IN_CHAIN - (schema.shift - snapshot.manifests[first].tables[holding.table].shift)
+    codes = mirror.arrays["codes"]
+    largest = max(1, abs(int(np.min(codes, initial=0))), abs(int(np.max(codes, initial=0))))
+    of_codes = (MAX_CODE // largest).bit_length() - 1
+    of_scale = int(np.log2(scale / MIN_SCALE))
+    return max(0, min(MAX_SHIFT - schema.shift, of_chain, of_codes, of_scale))
+
+
+def _told(planned: Refinement) -> str:
+    if planned.how == "refine":
+        return f"its scale is halved {planned.halvings} times in the next save"
+    return "it is written anew by the next save" if planned.how == "anew" else "its scale is fine enough as it is"
+
+
+def check_rates(options: Mapping[str, TableOptions]) -> None:
+    """Return if every table whose width follows the restores says how many are expected.
+
+    Raises
+    ------
+    BadInput
+    """
+    for one in options.values():
+        if one.bits == "auto":
+            asked_bits(one)

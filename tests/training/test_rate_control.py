@@ -1,0 +1,301 @@
+"""Trainings whose tables become more exact as they are restored: what is counted, refined, kept, and on all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import math
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from cnr_store import BadInput, Snapshot, Store, TableOptions
+from cnr_store.ranks import OneRank, Ranks
+from cnr_store.testing.ranks import thread_ranks
+from cnr_store.training import CheckpointManager, SaveReport
+from cnr_store.types import Affine, Lattice
+
+ROWS, DIM = 400, 8
+AUTO = TableOptions(bits="auto", expected_restores=1)
+
+
+class Life:
+    """One process of a training: a table, SGD, and a manager that saves when it is told to."""
+
+    def __init__(self, url: str, ranks: Ranks | None = None, **options: Any) -> None:
+        torch.manual_seed(5)
+        self.model = nn.Embedding(ROWS, DIM, sparse=True)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+        chosen: dict[str, Any] = {"options": AUTO, "ranks": ranks or OneRank(), "threads": 1, **options}
+        self.manager = CheckpointManager(url, model=self.model, optimizer=self.optimizer, **chosen)
+        self.restored = self.manager.restore()
+
+    def train(self, number: int) -> None:
+        generator = torch.Generator().manual_seed(number)
+        rows = torch.randint(0, ROWS, (40,), generator=generator)
+        target = torch.randn(40, DIM, generator=generator)
+        self.optimizer.zero_grad()
+        (self.model(rows) - target).square().sum().div(40).backward()
+        self.optimizer.step()
+        self.manager.step()
+
+    def save(self) -> SaveReport:
+        report = self.manager.save()
+        assert report is not None
+        return report
+
+    def next(self, number: int) -> SaveReport:
+        """Train a step, save, and end."""
+        self.train(number)
+        report = self.save()
+        self.manager.close()
+        return report
+
+
+def step_of(snapshot: Snapshot, table: str = "weight") -> float:
+    schema = snapshot.tables[table]
+    assert isinstance(schema.encoding, Lattice)
+    return schema.encoding.scale * 0.5**schema.shift
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return str(tmp_path / "store")
+
+
+def test_a_width_grows_with_the_restores_and_halves_the_scale(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="cnr_store")
+    first = Life(url).next(0)
+    store = Store.open(url)
+    steps, kinds, generations, widths = [step_of(store.snapshot())], [first.kind], set(), []
+    for number in range(1, 5):
+        life = Life(url)
+        report = life.next(number)
+        steps.append(step_of(store.snapshot()))
+        kinds.append(report.kind)
+        generations.add(store.snapshot().tables["weight"].generation)
+        widths.append((life.manager.rate.restores, life.manager.rate.tables["weight"].bits))
+        change = report.scales.get("weight")
+        assert (change is not None) == (steps[-1] != steps[-2])
+        if change is not None:
+            assert (change.before, change.after) == (steps[-2], steps[-1])
+            assert "expected" in change.reason
+
+    # L <= 1 is 2 bits, the second restore is one more than that: 3 bits up to three restores, then 4.
+    assert widths == [(1, 2), (2, 3), (3, 3), (4, 4)]
+    assert kinds == ["full", "delta", "delta", "delta", "delta"]
+    assert generations == {1}
+    halvings = [math.log2(before / after) for before, after in itertools.pairwise(steps)]
+    assert halvings[0] == halvings[2] == 0
+    assert all(1 <= halvings[at] <= 3 and halvings[at].is_integer() for at in (1, 3))
+    assert "3 bits instead of 2 (restored 2 times, 1 were expected)" in caplog.text
+    assert first.scales["weight"].choice is not None
+    assert first.scales["weight"].choice.sample_rows == ROWS
+
+
+def test_a_refined_table_is_as_exact_as_its_new_scale_where_it_was_trained(url: str) -> None:
+    for number in range(2):
+        Life(url).next(number)
+    life = Life(url)
+    coarse = step_of(Store.open(url).snapshot())
+    before = life.model.weight.detach().clone()
+    life.next(2)
+
+    snapshot = Store.open(url).snapshot()
+    stored = snapshot.table("weight").read()
+
+    moved = (life.model.weight != before).any(dim=1).numpy()
+    live = life.model.weight.detach().numpy()
+    fine = step_of(snapshot)
+    assert fine < coarse
+    assert moved.any()
+    assert np.abs(stored[moved] - live[moved]).max() <= fine / 2 * (1 + 1e-6)
+    np.testing.assert_array_equal(stored[~moved], live[~moved])
+
+
+def test_a_restore_that_nothing_was_saved_behind_does_not_count(url: str) -> None:
+    Life(url).next(0)
+    for _ in range(3):
+        lost = Life(url)
+        lost.train(7)
+        lost.manager.close()
+
+    life = Life(url)
+
+    assert life.manager.rate.restores == 1
+    assert life.next(1).scales == {}
+
+
+def test_going_back_forgets_the_restores_that_were_given_up(url: str) -> None:
+    for number in range(4):
+        Life(url).next(number)
+    store = Store.open(url)
+    life = Life(url)
+    assert life.manager.rate.restores == 4
+    life.manager.restore(step=1)
+    assert (life.manager.rate.restores, life.manager.rate.tables["weight"].bits) == (1, 2)
+    life.next(9)
+    assert step_of(store.snapshot()) == step_of(store.snapshot(step=1))
+
+
+def test_a_fixed_width_stays_whatever_happens(url: str) -> None:
+    fixed = TableOptions(bits=2)
+    Life(url, options=fixed).next(0)
+    for number in range(1, 5):
+        assert Life(url, options=fixed).next(number).scales == {}
+
+
+@pytest.mark.parametrize("policy", ["full", "one_shot", "intermittent"])
+def test_policies_that_cannot_refine_choose_a_new_scale_in_a_full(policy: Any, url: str) -> None:
+    for number in range(2):
+        life = Life(url, policy=policy)
+        life.train(10 + number)
+        life.save()
+        life.next(number)
+    store = Store.open(url)
+    coarse, before = step_of(store.snapshot()), store.snapshot().tables["weight"].generation
+
+    report = Life(url, policy=policy).next(2)
+
+    schema = store.snapshot().tables["weight"]
+    assert report.kind == "full"
+    assert report.scales["weight"].choice is not None
+    assert (schema.generation, schema.shift) == (before + 1, 0)
+    assert step_of(store.snapshot()) < coarse
+
+
+def test_a_one_shot_delta_on_a_baseline_alone_refines(url: str) -> None:
+    Life(url, policy="full").next(0)
+    Life(url, policy="full").next(1)
+    life = Life(url, policy="one_shot")
+    assert life.next(2).kind == "delta"
+    again = Life(url, policy="one_shot")
+    live = again.model.weight.detach().clone()
+    again.train(3)
+    moved = (again.model.weight != live).any(dim=1).numpy()
+    again.save()
+    snapshot = Store.open(url).snapshot()
+    error = np.abs(snapshot.table("weight").read() - again.model.weight.detach().numpy())
+    assert error[moved].max() <= step_of(snapshot) / 2 * (1 + 1e-6)
+    assert not error[~moved].any()
+    again.manager.close()
+
+
+def test_affine_rows_get_more_bits_in_a_full(url: str) -> None:
+    affine = dataclasses.replace(AUTO, encoding="affine", search="minmax")
+    reports = [Life(url, options=affine).next(number) for number in range(3)]
+    encoding = Store.open(url).snapshot().tables["weight"].encoding
+    assert [report.kind for report in reports] == ["full", "delta", "full"]
+    assert isinstance(encoding, Affine)
+    assert encoding.bits == 3
+
+
+def test_tables_without_codes_to_halve_are_written_anew(url: str) -> None:
+    for number in range(2):
+        Life(url, mirror="none").next(number)
+
+    life = Life(url, mirror="none")
+    pending = life.manager.rate.tables["weight"].pending
+
+    assert pending is not None
+    assert pending.how == "anew"
+    report = life.next(2)
+    assert (report.kind, report.scales["weight"].reason) == ("full", pending.reason)
+
+
+def test_a_scale_that_is_fine_enough_for_more_bits_stays(url: str) -> None:
+    """One large row makes Check-N-Run's error that of the large row: the scale from before it is finer than asked."""
+    life = Life(url)
+    life.save()
+    with torch.no_grad():
+        life.model.weight[3] *= 2**19 * step_of(Store.open(url).snapshot()) / life.model.weight[3].abs().max()
+    life.manager.tracker.mark("weight", torch.tensor([3]))
+    life.save()
+    life.manager.close()
+    Life(url).next(1)
+
+    life = Life(url)
+
+    pending = life.manager.rate.tables["weight"].pending
+    assert pending is not None
+    assert pending.how == "keep"
+    report = life.next(2)
+    assert (report.kind, report.scales) == ("delta", {})
+    assert life.manager.rate.tables["weight"].bits == 3
+
+
+def test_a_refinement_waits_for_the_next_save_when_one_fails(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(2):
+        Life(url).next(number)
+    life = Life(url)
+    coarse = step_of(Store.open(url).snapshot())
+    life.train(2)
+    commit = "cnr_store.transaction.Transaction.commit"
+    with monkeypatch.context() as patched:
+        patched.setattr(commit, lambda *_, **__: (_ for _ in ()).throw(OSError("the store is gone")))
+        with pytest.raises(Exception, match="gone"):
+            life.manager.save()
+
+    report = life.save()
+
+    assert report.scales["weight"].before == coarse
+    assert life.manager.rate.tables["weight"].bits == 3
+    life.manager.close()
+
+
+def test_how_many_restores_are_expected_must_be_said(url: str) -> None:
+    with pytest.raises(BadInput, match="expected_restores"):
+        Life(url, options=TableOptions(bits="auto"))
+
+
+def on_ranks(world: int, act: Callable[[Ranks], Any]) -> list[Any]:
+    """Run on threads, one for each rank; raise what one raised."""
+    found: list[Any] = [None] * world
+
+    def run(rank: int, ranks: Any) -> None:
+        try:
+            found[rank] = act(ranks)
+        except BaseException as error:  # noqa: BLE001 (raised below)
+            found[rank] = error
+            ranks.leave()
+
+    threads = [threading.Thread(target=run, args=one) for one in enumerate(thread_ranks(world))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
+    return found
+
+
+def test_ranks_refine_together(url: str) -> None:
+    """A table that both ranks have a copy of is saved by one of them; both count, and write one scale."""
+    Store.create(url).close()
+    lives: list[list[Any]] = []
+    for number in range(3):
+
+        def live(ranks: Ranks, number: int = number) -> tuple[SaveReport, Any]:
+            life = Life(url, ranks)
+            return life.next(number), life.manager.rate
+
+        lives.append(on_ranks(2, live))
+
+    for of_ranks in lives:
+        assert len({report.kind for report, _ in of_ranks}) == 1
+        assert of_ranks[0][0].scales == of_ranks[1][0].scales
+        assert of_ranks[0][1] == of_ranks[1][1]
+    assert [of_ranks[0][0].kind for of_ranks in lives] == ["full", "delta", "delta"]
+    assert lives[2][0][1].tables["weight"].bits == 3
+    assert (
+        lives[2][0][0].scales["weight"].after
+        < lives[1][0][0].scales.get("weight", lives[0][0][0].scales["weight"]).after
+    )

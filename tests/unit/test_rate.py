@@ -1,0 +1,98 @@
+"""How exact tables are stored: never coarser than asked, in powers of two, within what a generation can."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cnr_store import BadInput, expected_restores
+from cnr_store.rate import Refinement, bits_after, halvings_to, known_bits, refinement
+from cnr_store.records import MAX_SHIFT
+
+scales = st.floats(1e-30, 1e30)
+widths = st.sampled_from([2, 3, 4, 8])
+
+
+@given(st.floats(0, 1e6), st.floats(1e-3, 1e6))
+def test_restores_are_expected_in_proportion(hours: float, between: float) -> None:
+    assert expected_restores(hours, between) == hours / between
+    assert expected_restores(2 * hours, between) == pytest.approx(2 * expected_restores(hours, between))
+
+
+@pytest.mark.parametrize(("hours", "between"), [(-1, 1), (math.inf, 1), (math.nan, 1), (1, 0), (1, -1), (1, math.nan)])
+def test_hours_that_are_none_are_refused(hours: float, between: float) -> None:
+    with pytest.raises(BadInput, match="hours"):
+        expected_restores(hours, between)
+
+
+@given(st.floats(0, 1000), st.integers(0, 1000))
+def test_widths_only_grow_with_restores(expected: float, restores: int) -> None:
+    assert bits_after(expected, restores) <= bits_after(expected, restores + 1)
+    assert bits_after(expected, 0) <= bits_after(expected, restores)
+    assert bits_after(0, restores) <= bits_after(expected, restores)
+
+
+def test_a_run_cannot_be_restored_less_than_never() -> None:
+    with pytest.raises(BadInput):
+        bits_after(1, -1)
+
+
+@given(scales, scales)
+def test_halving_reaches_what_is_wanted_and_stops_there(scale: float, wanted: float) -> None:
+    halvings = halvings_to(scale, wanted)
+    assert 0 <= halvings <= MAX_SHIFT
+    reached = math.ldexp(scale, -halvings)
+    assert reached <= wanted or halvings == MAX_SHIFT
+    assert halvings == 0 or math.ldexp(scale, 1 - halvings) > wanted
+
+
+@given(scales, scales, st.floats(1.0, 100.0))
+def test_wanting_more_never_halves_less(scale: float, wanted: float, factor: float) -> None:
+    assert halvings_to(scale, wanted / factor) >= halvings_to(scale, wanted)
+    assert halvings_to(scale * factor, wanted) >= halvings_to(scale, wanted)
+
+
+@given(scales, st.integers(0, MAX_SHIFT))
+def test_a_power_of_two_is_met_exactly(scale: float, halvings: int) -> None:
+    assert halvings_to(scale, math.ldexp(scale, -halvings)) == halvings
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.inf, math.nan])
+def test_scales_that_are_none_are_refused(bad: float) -> None:
+    with pytest.raises(BadInput):
+        halvings_to(bad, 1.0)
+    with pytest.raises(BadInput):
+        halvings_to(1.0, bad)
+
+
+@given(widths, widths, scales, scales, st.integers(0, MAX_SHIFT))
+def test_a_refinement_is_never_coarser_than_asked_nor_more_than_there_is_room_for(
+    bits: Any, wanted: Any, scale: float, target: float, most: int
+) -> None:
+    found = refinement(bits, wanted, scale, target, most, "because")
+    if wanted <= bits:
+        assert found is None
+        return
+    assert found is not None
+    assert found.bits == wanted
+    if found.how == "keep":
+        assert scale <= target
+    if found.how == "refine":
+        assert 1 <= found.halvings <= most
+        assert math.ldexp(scale, -found.halvings) <= target or found.halvings == MAX_SHIFT
+    if found.how == "anew":
+        assert found.halvings > most
+
+
+def test_rows_that_are_no_lattice_are_written_anew() -> None:
+    assert refinement(2, 3, None, None, 0, "r") == Refinement("anew", 0, 3, "r")
+
+
+def test_what_a_checkpoint_says_of_widths_is_believed_if_it_can_be() -> None:
+    assert known_bits({"t": 4}, "t", 1) == 4
+    assert known_bits({"t": 5}, "t", 1) == 2
+    assert known_bits({}, "t", 3) == 3
