@@ -153,7 +153,7 @@ class LongRun:
     def print(self, report: harness.Report, fp32_bytes: int) -> None:
         """Add the tables of the whole run and of its second half."""
         first = self._start - 1
-        print_policies(report, self._policies, fp32_bytes)
+        print_policies(report, self._policies, fp32_bytes, COMMAND)
         elements = float(np.mean(self._elements[first:]))
         measured = {
             store.encoding.name: Measured(store.savings[first:], self._errors.mean(store.encoding.name), elements)
