@@ -166,7 +166,8 @@ class TableOptions:
     max_error, scale
         For ``lattice``, instead of ``bits``: largest absolute error of an element, or the step itself.
     expected_restores
-        How often the run will be restored; used by ``bits="auto"``.
+        How often the run will be restored; used by ``bits="auto"``. A `CheckpointManager` counts, and takes the number
+        of restores that there were once it is larger.
     search, param_dtype
         For ``affine``: the parameter search, and the dtype scale and zero_point are stored in.
     mantissa_bits
