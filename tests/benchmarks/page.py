@@ -23,13 +23,15 @@ mpl.rcParams["svg.hashsalt"] = "cnr_store"  # the same picture is the same file
 mpl.rcParams["svg.fonttype"] = "none"
 
 
-def write(folder: Path, suites: Sequence[tuple[str, str, str]]) -> Path:
-    """Write the page of the results that lie in ``folder`` and its plots beside it; returns its path.
+def write(folder: Path, suites: Sequence[tuple[str, str, str]], into: Path | None = None) -> Path:
+    """Write the page of the results that lie in ``folder``, and its plots beside it; returns its path.
 
     Parameters
     ----------
     folder
         Where each suite's ``NAME.json`` lies; those that are missing are left out.
+    into
+        Folder of the page, by default the same one.
     suites
         Name, what it is about, and the command that runs it, in the order of the page.
     """
@@ -38,13 +40,15 @@ def write(folder: Path, suites: Sequence[tuple[str, str, str]]) -> Path:
         for name, about, command in suites
         if (folder / f"{name}.json").exists()
     ]
+    target = into or folder
+    target.mkdir(parents=True, exist_ok=True)
     parts = [INTRODUCTION, *headline_table([document for *_, document in found])]
     for name, about, command, document in found:
         parts += [f"## {name}: {about}\n", f"    {command}\n", f"{document['when']}, {document['machine']}.\n"]
-        parts += section(name, document, folder)
-    target = folder / PAGE
-    target.write_text("\n".join(parts).rstrip() + "\n")
-    return target
+        parts += section(name, document, target)
+    written = target / PAGE
+    written.write_text("\n".join(parts).rstrip() + "\n")
+    return written
 
 
 def headline_table(documents: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -56,15 +56,17 @@ def main() -> None:
     known = [suite.name for suite in SUITES]
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"which, by default all of {', '.join(known)}")
     parser.add_argument("--quick", action="store_true", help="small runs: whether they work, not how fast")
-    parser.add_argument("--out", default="build/bench", help="folder of the results and of the page")
+    parser.add_argument("--out", default="build/bench", type=Path, help="folder of the results and of the page")
+    parser.add_argument("--page", type=Path, metavar="FOLDER", help="another folder for the page and its plots")
+    parser.add_argument("--only-page", action="store_true", help="run nothing, write the page of the results there are")
     options = parser.parse_args()
     wrong = sorted(set(options.suites) - set(known))
     if wrong:
         parser.error(f"no suite {wrong}; there are {', '.join(known)}")
-    out = Path(options.out)
-    chosen = [suite for suite in SUITES if not options.suites or suite.name in options.suites]
-    failed = [suite.name for suite in chosen if not _run(suite, out, quick=options.quick)]
-    written = page.write(out, [(suite.name, suite.about, command(suite)) for suite in SUITES])
+    wanted = [suite for suite in SUITES if not options.suites or suite.name in options.suites]
+    chosen = [] if options.only_page else wanted
+    failed = [suite.name for suite in chosen if not _run(suite, options.out, quick=options.quick)]
+    written = page.write(options.out, [(suite.name, suite.about, command(suite)) for suite in SUITES], options.page)
     print(f"\n{written}: {len(chosen) - len(failed)} of {len(chosen)} suites ran")
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
