@@ -61,24 +61,28 @@ def headline_table(documents: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def section(name: str, document: Mapping[str, Any], folder: Path) -> Iterator[str]:
-    """Yield what one suite found, as Markdown, in the order in which it came; draws its plots into ``folder``."""
-    lines: list[str] = []
+    """Yield what one suite found, as Markdown, in the order in which it came; draws its plots into ``folder``.
+
+    Figures and notes between two tables or plots stand together, the figures first.
+    """
+    figures: list[str] = []
+    notes: list[str] = []
     for kind, position in document["order"]:
-        if kind == "lines":
-            lines.append(_goal_row(document["lines"][position]))
-            continue
-        yield from _goals(lines)
-        lines = []
         one = document[kind][position]
-        if kind == "tables":
-            yield _table(one)
-        elif kind == "plots":
-            picture = f"{name}-{one['name']}.svg"
-            draw(one, folder / picture)
-            yield f"![{one['title']}]({picture})\n"
+        if kind == "lines":
+            figures.append(_goal_row(one))
+        elif kind == "notes":
+            notes += [f"    {line.strip()}" for line in one.splitlines() if line.strip()]
         else:
-            yield f"    {one.strip()}\n"
-    yield from _goals(lines)
+            yield from _figures_and_notes(figures, notes)
+            figures, notes = [], []
+            if kind == "tables":
+                yield _table(one)
+            else:
+                picture = f"{name}-{one['name']}.svg"
+                draw(one, folder / picture)
+                yield f"![{one['title']}]({picture})\n"
+    yield from _figures_and_notes(figures, notes)
 
 
 def draw(plot: Mapping[str, Any], path: Path) -> None:
@@ -97,9 +101,11 @@ def draw(plot: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path, format="svg", metadata={"Date": None})
 
 
-def _goals(rows: list[str]) -> Iterator[str]:
-    if rows:
-        yield "| figure | value | spread | goal | |\n|---|---|---|---|---|\n" + "\n".join(rows) + "\n"
+def _figures_and_notes(figures: list[str], notes: list[str]) -> Iterator[str]:
+    if figures:
+        yield "| figure | value | spread | goal | |\n|---|---|---|---|---|\n" + "\n".join(figures) + "\n"
+    if notes:
+        yield "\n".join(notes) + "\n"
 
 
 def _goal_row(line: Mapping[str, Any]) -> str:
