@@ -191,11 +191,12 @@ def _stage_add(
     if hold is not None and moved is not None:
         staged.held = hold.decide(rows, keep, *moved)
         if len(staged.held.after.rows):
-            change -= _change_of(specs, mirror, given, staged.held.waits, workers)
+            change -= _change_of(specs, mirror, given, arrays, np.flatnonzero(staged.held.waits), workers)
             keep &= ~staged.held.waits
     if not keep.all():
-        rows = rows[keep]
-        arrays = {name: array[keep] for name, array in arrays.items()}
+        kept = np.flatnonzero(keep)
+        rows = rows[kept]
+        arrays = {name: array.take(kept, axis=0) for name, array in arrays.items()}
     if len(rows):
         staged.lists["add"] = StagedList(rows, {n: stored_shape(specs[n], a) for n, a in arrays.items()})
     return change
@@ -252,15 +253,23 @@ def _change_of(
     specs: Mapping[str, ArraySpec],
     mirror: TableCodes,
     given: Given,
-    chosen: npt.NDArray[np.bool_],
+    differences: Mapping[str, Array],
+    at: RowIds,
     workers: Workers,
 ) -> int:
-    """What the chosen rows, all encodable, add to the digest: of their true differences, which slots may not hold."""
-    additive = [spec for spec in specs.values() if spec.is_additive]
-    arrays = {spec.name: given.values[spec.name][chosen] for spec in additive}
-    rows = Given(given.rows[chosen], arrays, given.columns)
-    flags = np.zeros(len(rows.rows), np.uint8)
-    return sum(_differences(spec, mirror, rows, flags, workers)[1] for spec in additive)
+    """What the rows at these positions, all encodable, add to the digest by their ``differences``."""
+    rows, total = given.rows[at], 0
+    flags = np.zeros(len(rows), np.uint8)
+    for name, spec in specs.items():
+        if not spec.is_additive:
+            continue
+        if isinstance(spec.encoding, Lattice):
+            chosen = differences[name].take(at, axis=0)
+            total += digest.digest_of_rows(chosen, rows, spec.multipliers, digest.NO_PRESENCE)
+        else:  # stored modulo 2^32, and the digest counts the true one
+            again = Given(rows, {name: given.values[name].take(at, axis=0)}, given.columns)
+            total += _differences(spec, mirror, again, flags, workers)[1]
+    return total
 
 
 def _arriving(specs: Mapping[str, ArraySpec], staged: StagedList) -> int:
