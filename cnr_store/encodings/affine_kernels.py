@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+
+from cnr_store.compiled import njit
 
 LANES = 64
 """Rows that are searched together. 64 was the fastest of 16 to 256 (dim 16 to 512), by 10 to 20 % over 32."""
@@ -35,7 +36,7 @@ _SUM_Q, _SUM_QQ, _SUM_QU, _MEAN_U, _RAISED, _ZERO_LOW, _ZERO_HIGH = range(8, 15)
 _LANE_ROWS = 15
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def first_bad_row(bits: npt.NDArray[np.uint32], limit: np.uint32) -> int:
     """Return the first row with a value whose float bits without sign exceed `limit` (NaN and Inf do), or -1."""
     num_rows, dim = bits.shape
@@ -49,7 +50,7 @@ def first_bad_row(bits: npt.NDArray[np.uint32], limit: np.uint32) -> int:
     return -1
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def row_ranges(
     values: npt.NDArray[np.float32], out_low: npt.NDArray[np.float32], out_high: npt.NDArray[np.float32]
 ) -> None:
@@ -73,7 +74,7 @@ def row_ranges(
         high_bits[row] = high ^ ((high >> np.int32(31)) & mask)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def minmax_params(
     values: npt.NDArray[np.float32],
     max_code: np.float32,
@@ -86,7 +87,7 @@ def minmax_params(
         out_scale[row] = (out_scale[row] - out_zero_point[row]) / max_code
 
 
-@njit(nogil=True, cache=True, fastmath=_FINITE)
+@njit(nogil=True, fastmath=_FINITE)
 def _load_tile(
     values: npt.NDArray[np.float32], first: int, tile: npt.NDArray[np.float32], lane: npt.NDArray[np.float32]
 ) -> int:
@@ -107,7 +108,7 @@ def _load_tile(
     return count
 
 
-@njit(nogil=True, cache=True, fastmath=_FINITE)
+@njit(nogil=True, fastmath=_FINITE)
 def _range_error(
     tile: npt.NDArray[np.float32],
     low: np.float32,
@@ -129,7 +130,7 @@ def _range_error(
             error[r] += e * e
 
 
-@njit(nogil=True, cache=True, fastmath=_FINITE)
+@njit(nogil=True, fastmath=_FINITE)
 def _sum_codes(tile: npt.NDArray[np.float32], max_code: np.float32, lane: npt.NDArray[np.float32]) -> None:
     """Write the sums that the least-squares step needs, over the codes of the lanes' best parameters."""
     for r in range(LANES):
@@ -149,7 +150,7 @@ def _sum_codes(tile: npt.NDArray[np.float32], max_code: np.float32, lane: npt.ND
             lane[_SUM_QU, r] += q * (u - lane[_MEAN_U, r])
 
 
-@njit(nogil=True, cache=True, fastmath=_FINITE)
+@njit(nogil=True, fastmath=_FINITE)
 def _least_squares_step(dim: np.float32, relax: np.float32, lane: npt.NDArray[np.float32]) -> None:
     """Move the lanes' parameters to (or, with `relax` > 1, beyond) the best line through their present codes.
 
@@ -170,7 +171,7 @@ def _least_squares_step(dim: np.float32, relax: np.float32, lane: npt.NDArray[np
                 lane[_BEST_ZERO, r] = zero_point + relax * (offset - zero_point)
 
 
-@njit(nogil=True, cache=True, fastmath=_FINITE)
+@njit(nogil=True, fastmath=_FINITE)
 def _store_best(
     first: int,
     count: int,
@@ -183,7 +184,7 @@ def _store_best(
         out_zero_point[first + r] = lane[_LOW, r] + lane[_WIDTH, r] * lane[_BEST_ZERO, r]
 
 
-@njit(nogil=True, cache=True, fastmath=_FINITE)
+@njit(nogil=True, fastmath=_FINITE)
 def grid_params(
     values: npt.NDArray[np.float32],
     max_code: np.float32,
@@ -231,7 +232,7 @@ def grid_params(
         _store_best(first, count, lane, out_scale, out_zero_point)
 
 
-@njit(nogil=True, cache=True, fastmath=_FINITE)
+@njit(nogil=True, fastmath=_FINITE)
 def _shrink_errors(
     tile: npt.NDArray[np.float32],
     bin_width: np.float32,
@@ -263,7 +264,7 @@ def _shrink_errors(
             lane[_ERROR_HIGH, r] += e * e
 
 
-@njit(nogil=True, cache=True, fastmath=_FINITE)
+@njit(nogil=True, fastmath=_FINITE)
 def greedy_params(
     values: npt.NDArray[np.float32],
     max_code: np.float32,
@@ -304,7 +305,7 @@ def greedy_params(
         _store_best(first, count, lane, out_scale, out_zero_point)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def codes_from_params(
     values: npt.NDArray[np.float32],
     scale: npt.NDArray[np.float32],
@@ -328,7 +329,7 @@ def codes_from_params(
             out[row, d] = np.uint8(np.int32(q))
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def values_from_codes(
     codes: npt.NDArray[np.uint8],
     scale: npt.NDArray[np.float32],

@@ -22,25 +22,15 @@ vectorize.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import numba
 import numpy as np
 
+from cnr_store.compiled import njit
 from cnr_store.types import MAX_CODE
 
 BAD_ROW = 255
 """Flag of a row that holds a value the encoding cannot store."""
 
-
-def _compiled(function: Callable[..., Any]) -> Any:
-    """Compile lazily, nogil; cached on disk where a folder is writable (a read-only install compiles anew)."""
-    try:
-        return numba.njit(nogil=True, cache=True, error_model="numpy")(function)
-    except RuntimeError:
-        return numba.njit(nogil=True, error_model="numpy")(function)
-
+_compiled = njit(nogil=True, error_model="numpy")
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)

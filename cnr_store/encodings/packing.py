@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from cnr_store.compiled import njit
 from cnr_store.errors import BadDtype, BadInput, BadShape
 
 Codes8 = npt.NDArray[np.uint8]
@@ -106,7 +106,7 @@ def _check_pair(codes: Codes8, packed: Codes8, bits: int) -> None:
         )
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _pack2(codes: Codes8, out: Codes8) -> None:
     for row in range(out.shape[0]):
         for k in range(out.shape[1]):
@@ -116,7 +116,7 @@ def _pack2(codes: Codes8, out: Codes8) -> None:
             out[row, k] = np.uint8(low | high)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _pack3(codes: Codes8, out: Codes8) -> None:
     for row in range(out.shape[0]):
         for k in range(out.shape[1] // 3):
@@ -128,21 +128,21 @@ def _pack3(codes: Codes8, out: Codes8) -> None:
             out[row, 3 * k + 2] = np.uint8((word >> np.uint32(16)) & np.uint32(255))
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _pack4(codes: Codes8, out: Codes8) -> None:
     for row in range(out.shape[0]):
         for k in range(out.shape[1]):
             out[row, k] = np.uint8(codes[row, 2 * k] | (codes[row, 2 * k + 1] << np.uint8(4)))
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _copy8(source: Codes8, out: Codes8) -> None:
     for row in range(out.shape[0]):
         for k in range(out.shape[1]):
             out[row, k] = source[row, k]
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _unpack2(packed: Codes8, out: Codes8) -> None:
     for row in range(packed.shape[0]):
         for k in range(packed.shape[1]):
@@ -151,7 +151,7 @@ def _unpack2(packed: Codes8, out: Codes8) -> None:
                 out[row, 4 * k + j] = np.uint8((byte >> np.uint8(2 * j)) & np.uint8(3))
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _unpack3(packed: Codes8, out: Codes8) -> None:
     for row in range(packed.shape[0]):
         for k in range(packed.shape[1] // 3):
@@ -164,7 +164,7 @@ def _unpack3(packed: Codes8, out: Codes8) -> None:
                 out[row, 8 * k + j] = np.uint8((word >> np.uint32(3 * j)) & np.uint32(7))
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _unpack4(packed: Codes8, out: Codes8) -> None:
     for row in range(packed.shape[0]):
         for k in range(packed.shape[1]):

@@ -14,13 +14,13 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import torch
 from numba import carray, types  # type: ignore[attr-defined]
 from numba.extending import intrinsic
 
+from cnr_store.compiled import njit
 from cnr_store.types import RowIds
 
 BITS = 32
@@ -44,7 +44,7 @@ def aligned_words(num_rows: int) -> int:
     return -(-num_rows // TABLE_ALIGNMENT_ROWS) * (TABLE_ALIGNMENT_ROWS // BITS)
 
 
-@numba.njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _mark(words: Any, ids: Any, first_word: int, num_rows: int, skip_row: int) -> int:
     # Unsigned: a negative id is a huge one, so one comparison checks both bounds, and no index is taken from the end.
     end, first, skip = np.uint64(num_rows), np.uint64(first_word), np.uint64(np.int64(skip_row))
@@ -59,7 +59,7 @@ def _mark(words: Any, ids: Any, first_word: int, num_rows: int, skip_row: int) -
     return outside
 
 
-@numba.njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _mark_slices(words: Any, ids: Any, ends: Any, first_words: Any, num_rows: Any) -> None:
     for k in range(first_words.size):
         start, stop = max(ends[k], 0), min(ends[k + 1], ids.size)
@@ -75,14 +75,14 @@ def _pointer(_context: Any, address: Any) -> Any:  # numba's arrays over foreign
     return types.CPointer(types.int64)(address), generate  # type: ignore[no-untyped-call]
 
 
-@numba.njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _mark_parts(words: Any, parts: Any) -> None:
     for k in range(parts.shape[0]):
         ids = carray(_pointer(parts[k, 0]), (parts[k, 1],))  # type: ignore[call-arg]
         _mark(words, ids, parts[k, 2], parts[k, 3], -1)
 
 
-@numba.njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _popcount(word: Any) -> int:
     # LLVM turns this into one popcnt; uint32 everywhere, because numba widens mixed operands to int64.
     x = np.uint32(word - ((word >> np.uint32(1)) & np.uint32(0x55555555)))
@@ -91,7 +91,7 @@ def _popcount(word: Any) -> int:
     return np.int64(np.uint32(x * np.uint32(0x01010101)) >> np.uint32(24))  # type: ignore[return-value]
 
 
-@numba.njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _count(words: Any) -> int:
     total = 0
     for i in range(words.size):
@@ -100,7 +100,7 @@ def _count(words: Any) -> int:
     return total
 
 
-@numba.njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _list_rows(words: Any, rows: Any) -> int:
     n = 0
     for i in range(words.size):

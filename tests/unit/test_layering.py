@@ -20,7 +20,7 @@ TOOLS = REPOSITORY / "tools" / "cnr_store_tools"
 
 WORDS = {"errors", "types"}
 DOCUMENTS = WORDS | {"layout", "records"}
-PARTS = DOCUMENTS | {"storage", "encodings", "rows", "arrays", "workers"}
+PARTS = DOCUMENTS | {"storage", "compiled", "encodings", "rows", "arrays", "workers"}
 FORMAT = PARTS | {"rebase", "log", "segment", "table_codes", "replay_plan", "replay", "tree"}
 CODEC = PARTS | {"segment", "table_codes"}
 KEEPING = {"cached_reader", "chunk_lru"}
@@ -38,6 +38,7 @@ MAINTENANCE = {"compaction", "gc", "verify", "repair"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "types": set(),
+    "compiled": set(),  # how kernels are compiled and kept
     "layout": {"errors"},
     "records": WORDS | {"layout"},
     "storage": {"errors", "layout"},
@@ -45,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "log": {"errors", "layout", "records", "rebase", "storage"},  # nothing about tables
     "branches": DOCUMENTS | {"rebase", "log"},
     "leases": DOCUMENTS | {"storage", "log"},
-    "encodings": WORDS,
+    "encodings": WORDS | {"compiled"},
     "rows": WORDS | {"encodings"},
     "arrays": DOCUMENTS,
     "workers": WORDS,
@@ -111,7 +112,7 @@ CONSUME_MAY_IMPORT: dict[str, set[str]] = {
 }
 
 WITH_TORCH = {"training", "consume", "integrations"}
-GPU_MAY_IMPORT = {"cnr_store.errors", "cnr_store.types"}
+GPU_MAY_IMPORT = {"cnr_store.compiled", "cnr_store.errors", "cnr_store.types"}
 TOOLS_MAY_IMPORT = {
     "cnr_store",
     "cnr_store.errors",

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from cnr_store.compiled import njit
 from cnr_store.consume.rows.fences import prefetch
 from cnr_store.encodings import float_bits
 from cnr_store.encodings.reference import float_codes, float_patterns
@@ -28,7 +28,7 @@ LARGEST_CODE = (1 << 22) - 1
 _AHEAD = 8
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(nogil=True, error_model="numpy")
 def lattice_add(held: Array, positions: Positions, differences: Array, scale: np.float32, out: Array) -> int:
     """``out[i] = scale * (rint(held[positions[i]] / scale) + differences[i])``.
 
@@ -56,7 +56,7 @@ def lattice_add(held: Array, positions: Positions, differences: Array, scale: np
     return -1
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def float_bits_add(held: Array, positions: Positions, differences: Array, shift: int, wraps: bool, out: Array) -> int:
     """Move the ordered image of each float by its difference; ``held`` and ``out`` are bits, int32 or int16.
 
@@ -85,7 +85,7 @@ def float_bits_add(held: Array, positions: Positions, differences: Array, shift:
     return -1
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def codes_add(held: Array, positions: Positions, differences: Array, wraps: bool, out: Array) -> int:
     """``out[i] = held[positions[i]] + differences[i]``; ``held`` and ``out`` are int16 or int32, both the same.
 

@@ -15,8 +15,8 @@ import time
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from cnr_store.compiled import njit
 from cnr_store.consume.rows.fences import fence
 
 CELL_WORDS = 8
@@ -33,14 +33,14 @@ Cells = npt.NDArray[np.int64]
 _EPOCH, _WHOLE_FROM, _HOLD_UNTIL_NS, _ENDED = 0, 1, 2, 3
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _store(cells: Cells, cell: int, value: int) -> None:
     fence()
     cells[cell * CELL_WORDS] = value
     fence()
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _load(cells: Cells, cell: int) -> int:
     fence()
     value = cells[cell * CELL_WORDS]

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from cnr_store.compiled import njit
 from cnr_store.encodings.affine_kernels import row_ranges
 
 BITS_8_EXTRA_BYTES = 8
@@ -37,7 +37,7 @@ def fused_row_bytes(dim: int, bits: int) -> int:
     return dim + BITS_8_EXTRA_BYTES if bits == 8 else (dim + 1) // 2 + BITS_4_EXTRA_BYTES
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _zero_of_ties(row: npt.NDArray[np.float32]) -> np.float32:
     """Return the zero that AVX2's minimum keeps where -0.0 and 0.0 tie for it: the last of each lane, then the first.
 
@@ -56,7 +56,7 @@ def _zero_of_ties(row: npt.NDArray[np.float32]) -> np.float32:
     return np.float32(0.0)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def half_bits(value: np.float32) -> np.uint16:
     """Return the bits of the float16 nearest to a float32 that is not NaN (ties to even, overflow to Inf)."""
     bits = np.float32(value).view(np.uint32)
@@ -72,7 +72,7 @@ def half_bits(value: np.float32) -> np.uint16:
     return np.uint16(sign | half)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def half_value(bits: np.uint16) -> np.float32:
     """Return the value of finite float16 bits."""
     exponent = (np.int64(bits) >> 10) & 31
@@ -84,7 +84,7 @@ def half_value(bits: np.uint16) -> np.float32:
     return np.float32(-value if np.int64(bits) & 0x8000 else value)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def fuse_rows_8bit(values: npt.NDArray[np.float32], out: npt.NDArray[np.uint8]) -> int:
     """Write `values` (n, dim) float32 as 8-bit fused rows into `out` (n, dim + 8).
 
@@ -118,7 +118,7 @@ def fuse_rows_8bit(values: npt.NDArray[np.float32], out: npt.NDArray[np.uint8]) 
     return -1
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def fuse_rows_4bit(values: npt.NDArray[np.float32], out: npt.NDArray[np.uint8]) -> int:
     """Write `values` (n, dim) float32 as 4-bit fused rows into `out` (n, (dim + 1) // 2 + 4).
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from cnr_store.compiled import njit
 from cnr_store.consume.rows.fences import prefetch
 from cnr_store.types import RowIds
 
@@ -36,7 +36,7 @@ def as_words(rows: Array) -> Array:
     return rows.view(np.uint16 if row_bytes % 2 == 0 else np.uint8)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def gather_range(rows: Array, start: int, ids: RowIds, out: Array) -> int:
     """``out[i] = rows[ids[i] - start]`` in words; return -1, or the index of the first id outside the rows."""
     n, words = out.shape
@@ -54,7 +54,7 @@ def gather_range(rows: Array, start: int, ids: RowIds, out: Array) -> int:
     return -1
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def places_in_range(start: int, stop: int, ids: RowIds, places: Places) -> int:
     """``places[i] = ids[i] - start``; return -1, or the index of the first id outside [start, stop)."""
     for i in range(len(ids)):
@@ -64,7 +64,7 @@ def places_in_range(start: int, stop: int, ids: RowIds, places: Places) -> int:
     return -1
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def put_overlay_places(positions: Places, status: npt.NDArray[np.uint8], places: Places) -> None:
     """Send the rows that an overlay has (``positions`` >= 0 in it) there, or nowhere where it says they are absent."""
     for i in range(len(positions)):
@@ -73,7 +73,7 @@ def put_overlay_places(positions: Places, status: npt.NDArray[np.uint8], places:
             places[i] = ABSENT_PLACE if status[at] == _ABSENT else -2 - at
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def drop_absent(places: Places, status: npt.NDArray[np.uint8]) -> None:
     """Send held rows (places >= 0) of which the table says they are absent nowhere."""
     for i in range(len(places)):
@@ -81,7 +81,7 @@ def drop_absent(places: Places, status: npt.NDArray[np.uint8]) -> None:
             places[i] = ABSENT_PLACE
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def gather(held: Array, overlay: Array, fill: Array, places: Places, out: Array) -> int:
     """Copy the row of each place, in words, ``fill`` (words,) for those nowhere; return how many those are."""
     n, words = out.shape
@@ -107,7 +107,7 @@ def gather(held: Array, overlay: Array, fill: Array, places: Places, out: Array)
     return nowhere
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def gather_status(
     held: npt.NDArray[np.uint8], overlay: npt.NDArray[np.uint8], places: Places, out: npt.NDArray[np.uint8]
 ) -> int:
@@ -125,7 +125,7 @@ def gather_status(
     return others
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def scatter(held: Array, positions: Places, rows: Array) -> None:
     """``held[positions[i]] = rows[i]`` in words, where the position is not negative."""
     n, words = rows.shape
@@ -138,7 +138,7 @@ def scatter(held: Array, positions: Places, rows: Array) -> None:
                 held[at, j] = rows[i, j]
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def clear(array: Array) -> None:
     """Write zeros."""
     array[...] = 0

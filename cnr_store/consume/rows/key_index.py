@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from cnr_store.compiled import njit
 from cnr_store.consume.rows.fences import load_fence, prefetch, store_fence
 from cnr_store.consume.rows.memory import ANONYMOUS, Memory
 from cnr_store.types import RowIds
@@ -35,7 +35,7 @@ Slots = npt.NDArray[np.int64]
 """(slots, 2), slots a power of two: what an index is made of."""
 
 
-@njit(nogil=True, cache=True, inline="always")
+@njit(nogil=True, inline="always")
 def _home(key: Any, mask: Any) -> Any:
     """The slot where the search for a key begins: the last rounds of splitmix64."""
     x = np.uint64(key) ^ _SALT
@@ -44,7 +44,7 @@ def _home(key: Any, mask: Any) -> Any:
     return np.int64((x ^ (x >> _SHIFT_31)) & np.uint64(mask))
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _insert(slots: Slots, keys: RowIds, positions: npt.NDArray[np.int64]) -> tuple[int, int]:
     """Insert until a key is there already; return (its index or -1, slots that were never used before)."""
     mask = len(slots) - 1
@@ -64,7 +64,7 @@ def _insert(slots: Slots, keys: RowIds, positions: npt.NDArray[np.int64]) -> tup
     return -1, fresh
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _find(slots: Slots, keys: RowIds, out: npt.NDArray[np.int64]) -> int:
     """Write the position of each key, or -1; return how many are missing."""
     mask = len(slots) - 1
@@ -87,7 +87,7 @@ def _find(slots: Slots, keys: RowIds, out: npt.NDArray[np.int64]) -> int:
     return missing
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _remove(slots: Slots, keys: RowIds, out: npt.NDArray[np.int64]) -> int:
     """Remove keys, writing the position each had, or -1; return how many were there."""
     mask = len(slots) - 1
@@ -105,7 +105,7 @@ def _remove(slots: Slots, keys: RowIds, out: npt.NDArray[np.int64]) -> int:
     return removed
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _entries(slots: Slots, keys: RowIds, positions: npt.NDArray[np.int64]) -> int:
     """Write the keys that are there, and their positions, in the order of their slots; return how many."""
     count = 0

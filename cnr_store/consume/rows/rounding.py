@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from cnr_store.compiled import njit
 from cnr_store.encodings import widths
 from cnr_store.types import Float32s
 
@@ -20,7 +20,7 @@ _SIGN_16 = np.uint32(0x8000)
 _ONE = np.uint32(1)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _to_bfloat16(bits: npt.NDArray[np.uint32], out: npt.NDArray[np.uint16]) -> int:
     """Write the bits of the nearest finite bfloat16; return whether a value was not finite (1) or all were (0)."""
     strange = np.uint32(0)
@@ -33,7 +33,7 @@ def _to_bfloat16(bits: npt.NDArray[np.uint32], out: npt.NDArray[np.uint16]) -> i
     return int(strange)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _to_float16(bits: npt.NDArray[np.uint32], values: Float32s, out: npt.NDArray[np.uint16]) -> int:
     """The same for float16; ``values`` is the memory of ``bits``."""
     strange = np.uint32(0)
