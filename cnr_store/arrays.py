@@ -13,6 +13,7 @@ import math
 from typing import Any
 
 import google_crc32c
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from numcodecs.pcodec import PCodec
@@ -37,6 +38,10 @@ _ROWS_CONFIG: dict[str, JsonValue] = {
     "delta_spec": "try_consecutive",
     "delta_encoding_order": 1,
 }
+ORDERED_PAGE, ORDERED_PAGES = 1 << 16, 4
+"""Codes whose rows lie in the order of a slot: pages of at most so many codes, and at least so many pages. Each has a
+histogram of its own; smaller ones follow the order more closely, and have more of them to store."""
+
 _PCODEC_DTYPES = frozenset({"int16", "int32", "int64", "uint16", "uint32", "uint64"})
 _CRC_BYTES = 4
 
@@ -201,7 +206,12 @@ def _pcodec(entry: ArrayEntry) -> PCodec:
 
 
 def _pcodec_config(entry: ArrayEntry) -> dict[str, Any]:
-    return _ROWS_CONFIG if entry.dtype == "int64" else _CODES_CONFIG
+    if entry.dtype == "int64":
+        return _ROWS_CONFIG
+    if entry.order is msgspec.UNSET:
+        return _CODES_CONFIG
+    page = min(ORDERED_PAGE, -(-math.prod(chunk_shape(entry)) // ORDERED_PAGES))
+    return {**_CODES_CONFIG, "equal_pages_up_to": max(page, 1)}
 
 
 def _codec_documents(entry: ArrayEntry) -> list[JsonValue]:

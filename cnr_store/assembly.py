@@ -5,7 +5,7 @@ The transaction decides what is saved; this puts it where the format says (spec,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -13,12 +13,13 @@ import numpy as np
 
 from cnr_store.baseline import StagedTable
 from cnr_store.changes import StagedRows
+from cnr_store.ordering import order_of
 from cnr_store.placement import Shard
 from cnr_store.records import DenseEntry, PartEntry, RowListEntry, TableSchema, WaitingEntry
 from cnr_store.segment import SegmentWriter
 from cnr_store.snapshot import Snapshot
 from cnr_store.storage import object_digest
-from cnr_store.table_codes import Array
+from cnr_store.table_codes import Array, array_specs
 from cnr_store.types import JsonValue, Rectangle
 
 
@@ -70,7 +71,11 @@ class Assembly:
         for operation, item in staged.lists.items():
             path = f"{self._group(shard, schema)}/{operation}"
             attributes = list_attributes(shard.table, schema, operation)
-            entries[operation] = self.out.write_row_list(path, item.row_list(), attributes)
+            specs = array_specs(schema, shard.rectangle_in(schema).columns)
+            dtypes = {name: array.dtype for name, array in item.arrays.items()}
+            order = order_of(operation, specs, dtypes, len(item.rows), self.out.profile)
+            row_list = replace(item.row_list(), order=order)
+            entries[operation] = self.out.write_row_list(path, row_list, attributes)
 
     def write_dense(self, tensors: DenseTensors, before: Snapshot | None, kept: set[str]) -> None:
         """Write dense tensors that changed or whose bytes would leave the chain; reference the others.

@@ -29,27 +29,31 @@ AHEAD_BYTES = 64 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """An object that a plan needs: which segment of the chain, path in it, bytes."""
+    """An object that a plan needs: which segment of the chain, path in it, bytes, and how often it is asked for."""
 
     segment: int
     path: str
     size_bytes: int
+    times: int = 1
 
 
 def wanted_objects(readers: Sequence[SegmentReader], plan: TablePlan, names: Iterable[str]) -> list[Wanted]:
     """Return the chunks that a replay of ``plan`` into arrays ``names`` reads, in its order. Pure.
 
-    Without those that it may leave out: row ids of chunks whose rows have no gap.
+    Without those that it may leave out: row ids of chunks whose rows have no gap. The slot in whose order codes are
+    stored is read for them, and again for itself.
     """
     arrays_of_codes = ("codes", "values", "scale", "zero_point")
     found: list[Wanted] = []
     chosen = {"rows", *names, *(arrays_of_codes if "codes" in names else ())}
     for step in (step for batch in plan.batches for step in batch.steps):
         has_gaps = step.last - step.first + 1 != step.num_rows
+        orders = {entry.order for name, entry in step.row_list.arrays.items() if name in chosen}
         for name, entry in step.row_list.arrays.items():
-            if name in chosen and (has_gaps or name != "rows"):
+            times = (name in chosen and (has_gaps or name != "rows")) + (entry.path in orders)
+            if times:
                 path = arrays.chunk_path(entry, step.chunk)
-                found.append(Wanted(step.segment, path, readers[step.segment].size_of(path)))
+                found.append(Wanted(step.segment, path, readers[step.segment].size_of(path), times))
     return found
 
 
@@ -92,6 +96,7 @@ class ReadAhead:
         self._waiting = deque(wanted)
         self._passed: set[tuple[int, str]] = set()
         self._begun: dict[tuple[int, str], tuple[Wanted, Future[bytes]]] = {}
+        self._taken: dict[tuple[int, str], int] = {}
         self._begun_bytes = 0
         self._in_flight = 0
         self._pool = ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="cnr-fetch")
@@ -99,7 +104,9 @@ class ReadAhead:
             self._begin()
 
     def take(self, segment: int, path: str) -> bytes | None:
-        """Return an object once; None if it was not begun, and then it never is. Blocks while it is fetched.
+        """Return an object as often as it is wanted; None if it was not begun, and then it never is.
+
+        Blocks while it is fetched.
 
         Raises
         ------
@@ -108,13 +115,16 @@ class ReadAhead:
         """
         key = segment, path
         with self._lock:
-            begun = self._begun.pop(key, None)
+            begun = self._begun.get(key)
             if begun is None:
                 self._passed.add(key)
                 return None
-            # Its bytes are the taker's from here on, so the next may be begun, also while this one is still coming.
-            self._begun_bytes -= begun[0].size_bytes
-            self._begin()
+            self._taken[key] = self._taken.get(key, 0) + 1
+            if self._taken[key] >= begun[0].times:
+                # Its bytes are the taker's from here on, so the next may be begun, also while this one is still coming.
+                del self._begun[key], self._taken[key]
+                self._begun_bytes -= begun[0].size_bytes
+                self._begin()
         return begun[1].result()
 
     def close(self) -> None:

@@ -30,9 +30,12 @@ MAX_DOCUMENT_BYTES = 256 * 1024 * 1024
 INT8_CODES = "int8_codes"
 """Reader feature of records in whose chain codes are stored as int8."""
 
-KNOWN_READER_FEATURES: frozenset[str] = frozenset({INT8_CODES})
+ROW_ORDER = "row_order"
+"""Reader feature of records in whose chain the rows of codes lie in the order of a slot."""
+
+KNOWN_READER_FEATURES: frozenset[str] = frozenset({INT8_CODES, ROW_ORDER})
 KNOWN_WRITER_FEATURES: frozenset[str] = frozenset()
-RESERVED_FEATURES: frozenset[str] = frozenset({"row_classes", "row_order"})
+RESERVED_FEATURES: frozenset[str] = frozenset({"row_classes"})
 
 _ARRAY_DTYPES = frozenset(
     {f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)} | {"float16", "float32", "float64"}
@@ -210,13 +213,18 @@ class TableSchema(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ArrayEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One Zarr array; ``path`` is relative to the segment, chunks are (chunk_rows, full width)."""
+    """One Zarr array; ``path`` is relative to the segment, chunks are (chunk_rows, full width).
+
+    ``order`` is the path of the array of the same row list whose values, ascending, the rows of each chunk follow; left
+    out where they follow the row ids.
+    """
 
     path: str
     dtype: str
     shape: tuple[int, ...]
     chunk_rows: int
     codec: CodecName
+    order: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class RowListEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -554,9 +562,14 @@ def is_live(head: CommitRecord, version: int) -> bool:
 
 def needed_reader_features(manifest: Manifest) -> tuple[str, ...]:
     """Return the reader features that the segment's own arrays need. Pure."""
-    lists = (part.set for part in manifest.parts if part.set is not None)
-    is_narrow = any(entry.dtype == "int8" for row_list in lists for entry in row_list.arrays.values())
-    return (INT8_CODES,) if is_narrow else ()
+    found = set()
+    for row_list in (one for part in manifest.parts for one in (part.add, part.set) if one is not None):
+        for entry in row_list.arrays.values():
+            if entry.dtype == "int8":
+                found.add(INT8_CODES)
+            if entry.order is not msgspec.UNSET:
+                found.add(ROW_ORDER)
+    return tuple(sorted(found))
 
 
 def unknown_writer_features(record: CommitRecord) -> list[str]:
@@ -781,6 +794,7 @@ def _part_problems(part: PartEntry, schema: TableSchema, known: set[str]) -> Any
             elif found.dtype not in dtypes or found.shape[1:] != (() if width is None else (width,)):
                 yield f"{where}: array {name!r} is {found.dtype} {found.shape}"
         chunk_rows = entry.arrays["rows"].chunk_rows
+        yield from _order_problems(entry, op, where)
         for array in entry.arrays.values():
             yield from _array_problems(array, known)
             if array.shape[:1] != (entry.count,) or array.chunk_rows != chunk_rows:
@@ -796,6 +810,16 @@ def _part_problems(part: PartEntry, schema: TableSchema, known: set[str]) -> Any
         outside = chunks and (entry.first[0] < part.rows[0] or entry.last[-1] >= part.rows[1])
         if schema.keys == "dense" and outside:
             yield f"{where} holds rows outside {part.rows}"
+
+
+def _order_problems(row_list: RowListEntry, operation: str, where: str) -> Any:
+    """Only codes of an ``add`` list have an order, and it is that of a one-dimensional int16 array beside them."""
+    for name, array in row_list.arrays.items():
+        if array.order is msgspec.UNSET:
+            continue
+        keys = next((one for one in row_list.arrays.values() if one.path == array.order), None)
+        if operation != "add" or name != "codes" or keys is None or (keys.dtype, len(keys.shape)) != ("int16", 1):
+            yield f"{where}: the rows of array {name!r} lie in the order of {array.order!r}"
 
 
 def _array_problems(array: ArrayEntry, known: set[str]) -> Any:

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store import arrays, layout
+from cnr_store.encodings.row_order import into_order, out_of_order
 from cnr_store.errors import (
     BadDtype,
     BadInput,
@@ -72,11 +73,14 @@ class RowList:
     produce
         Positions [start, stop) of the list to a block of each array: C-contiguous, owned by the caller until the
         chunk is encoded.
+    order
+        The array in whose order each chunk of ``codes`` is stored (`ordering`); None for that of the row ids.
     """
 
     count: int
     widths: Mapping[str, tuple[np.dtype[Any], int | None]]
     produce: Callable[[int, int], Blocks]
+    order: str | None = None
 
     @property
     def chunk_rows(self) -> int:
@@ -135,6 +139,10 @@ class SegmentWriter:
             )
             for name, (dtype, width) in row_list.widths.items()
         }
+        if row_list.order is not None:
+            keys = entries[row_list.order]
+            entries["codes"] = msgspec.structs.replace(entries["codes"], order=keys.path)
+            attributes = {**attributes, "order": row_list.order}
         self.write_group(path, attributes)
         for entry in entries.values():
             self._put(f"{entry.path}/zarr.json", arrays.array_document(entry))
@@ -142,6 +150,8 @@ class SegmentWriter:
         def write_chunk(index: int) -> tuple[int, int]:
             start, stop = index * chunk_rows, min((index + 1) * chunk_rows, row_list.count)
             produced = row_list.produce(start, stop)
+            if row_list.order is not None:
+                produced = {**produced, "codes": into_order(produced["codes"], produced[row_list.order])}
             for name, entry in entries.items():
                 self._put(arrays.chunk_path(entry, index), arrays.encode_chunk(entry, produced[name]))
             return int(produced["rows"][0]), int(produced["rows"][-1])
@@ -341,6 +351,8 @@ class SegmentReader:
         self._storage = storage
         self._if_missing = if_missing
         self._objects = {entry.path: entry for entry in manifest.objects}
+        lists = (part.add for part in manifest.parts if part.add is not None)
+        self._keys = {keys.path: keys for one in lists for keys in one.arrays.values() if len(keys.shape) == 1}
         self._take: TakeObject | None = None
 
     @classmethod
@@ -418,7 +430,16 @@ class SegmentReader:
         return 0 if stored is None else stored.size
 
     def read_chunk(self, entry: ArrayEntry, index: int, scratch: Scratch) -> npt.NDArray[Any]:
-        """Return chunk ``index`` (its real rows, without padding) in ``scratch``'s memory."""
+        """Return chunk ``index`` (its real rows, without padding) in ``scratch``'s memory, by ascending row id.
+
+        Codes that are stored in the order of a slot take that slot's chunk too: one object more.
+        """
+        if entry.order is not msgspec.UNSET:
+            keys = self.read_chunk(self._keys[entry.order], index, Scratch())
+            stored = self.read_chunk(msgspec.structs.replace(entry, order=msgspec.UNSET), index, scratch.spare)
+            out = scratch.take(stored.shape, stored.dtype)
+            out_of_order(stored, keys, out)
+            return out
         arrays.check_chunk_size(entry)
         path = arrays.chunk_path(entry, index)
         out = scratch.take(arrays.chunk_shape(entry), np.dtype(entry.dtype))
@@ -495,6 +516,14 @@ class Scratch:
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
+        self._spare: Scratch | None = None
+
+    @property
+    def spare(self) -> Scratch:
+        """More such memory, for what must not be where the array that is returned will be."""
+        if self._spare is None:
+            self._spare = Scratch()
+        return self._spare
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         """Return an array of that shape in the reused memory; the array taken before is overwritten."""

@@ -19,7 +19,7 @@ from unittest import mock
 import msgspec
 import numpy as np
 
-from cnr_store import Store, TableOptions, arrays, branches, narrowing
+from cnr_store import Store, TableOptions, arrays, branches, narrowing, ordering
 from cnr_store.placement import Shard
 from cnr_store.store import writer_info
 from cnr_store.table_codes import TableCodes
@@ -431,6 +431,31 @@ def int8_case(folder):
     golden.close()
 
 
+def row_order_case(folder):
+    """Codes of add rows in the order of the slot, in two chunks; a fold of deltas keeps it."""
+    golden, random, scale = Golden(folder), np.random.default_rng(16), 0.25
+    values = random.normal(0, 3, (40, 4)).astype(np.float32)
+    slots = random.uniform(0.5, 1, 40).astype(np.float32)
+
+    def expected():
+        return {"t": {"values": lattice(values, scale), "momentum1": rounded(slots, 7)}}
+
+    with mock.patch.object(ordering, "LEAST_CODES", 1):
+        with golden.writer.begin(step=0) as txn:
+            txn.write_table("t", values, slots={"momentum1": slots}, options=TableOptions(scale=scale))
+        for step in (1, 2):
+            rows = np.flatnonzero(random.random(40) < 0.8)
+            grown = random.uniform(0, 2, len(rows)).astype(np.float32)
+            values[rows] += random.normal(0, 1, (len(rows), 4)).astype(np.float32) * grown[:, None]
+            slots[rows] += np.square(grown)
+            with golden.writer.begin(step=step) as txn:
+                txn.write_rows("t", rows, values[rows], slots={"momentum1": slots[rows]})
+                version = txn.commit()
+            golden.expect(version, expected())
+    assert golden.store.record(version).reader_features == ("row_order",)
+    golden.close()
+
+
 CASES = {
     "lattice": lattice_case,
     "portable": portable_case,
@@ -441,6 +466,7 @@ CASES = {
     "overflow": overflow_case,
     "branches": branches_case,
     "int8": int8_case,
+    "row_order": row_order_case,
 }
 
 

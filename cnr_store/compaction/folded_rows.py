@@ -17,6 +17,7 @@ from cnr_store.compaction.chunk_cache import ChunkCache
 from cnr_store.compaction.statuses import Statuses
 from cnr_store.encode import stored_shape
 from cnr_store.encodings import digest, kernels
+from cnr_store.ordering import order_of
 from cnr_store.records import RowListEntry
 from cnr_store.replay import Overflow, Replay
 from cnr_store.replay_plan import Operation, Step, TablePlan, clip
@@ -96,9 +97,11 @@ def write_folded(out: SegmentWriter, path: str, rows: FoldedRows, cache_bytes: i
     tries = 0
     while True:
         attempt = _Attempt(rows, plan, specs, dtypes, cache_bytes)
+        order = order_of(rows.operation, specs, dtypes, rows.count, out.profile)
+        row_list = replace(attempt.row_list, order=order)
         place = f"{path}-{tries}" if tries else path
         try:
-            return out.write_row_list(place, attempt.row_list, attributes), attempt.digest
+            return out.write_row_list(place, row_list, attributes), attempt.digest
         except Overflow as overflow:
             # At another place: whoever does this task at the same time may have ended with the wider codes already,
             # and what was committed must not be written again with others.

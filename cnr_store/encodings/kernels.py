@@ -593,3 +593,20 @@ def digest_gathered(acc, rows, row_base, multipliers, presence):  # type: ignore
         if constant != _ZERO:
             digest += _splitmix64(row ^ constant)
     return digest
+
+
+@_compiled
+def sorted_places(keys, out):  # type: ignore[no-untyped-def]
+    """Write where a stable sort by the int16 ``keys`` (n,) puts each row to ``out`` int64 (n,): a counting sort.
+
+    Knuth, The Art of Computer Programming, vol. 3, 5.2, algorithm D. The one kernel that allocates: 0.5 MiB of counts.
+    """
+    counts = np.zeros(65537, np.int64)
+    for i in range(len(keys)):
+        counts[np.int64(keys[i]) + 32769] += 1
+    for value in range(1, 65537):
+        counts[value] += counts[value - 1]
+    for i in range(len(keys)):
+        at = np.int64(keys[i]) + 32768
+        out[i] = counts[at]
+        counts[at] += 1

@@ -112,6 +112,13 @@ def add(acc: Integers, rows: npt.NDArray[np.int64], codes: Integers, left_shift:
     return total
 
 
+def sorted_places(keys: Integers) -> npt.NDArray[np.int64]:
+    """Return where a stable sort by ``keys`` (n,) puts each row: int64 (n,)."""
+    places = np.empty(len(keys), np.int64)
+    places[np.argsort(keys, kind="stable")] = np.arange(len(keys))
+    return places
+
+
 def splitmix64(x: int) -> int:
     """Return the splitmix64 image of one 64-bit number."""
     x = (x + _GOLDEN) & _MASK

@@ -128,7 +128,9 @@ def _check_object(reader: SegmentReader, entry: ObjectEntry, role: _Role) -> Non
     """Raise what is wrong with one object."""
     key = layout.segment_key(reader.name, entry.path)
     if role.array is not None and role.chunk is not None:
-        chunk = reader.read_chunk(role.array, role.chunk, Scratch())
+        # In the order in which it is stored: another object's damage is that object's.
+        array = msgspec.structs.replace(role.array, order=msgspec.UNSET)
+        chunk = reader.read_chunk(array, role.chunk, Scratch())
         if role.row_list is not None:
             _check_rows(key, chunk, role.row_list, role.chunk)
         return

@@ -4,7 +4,6 @@ import hashlib
 import json
 import math
 import re
-from decimal import Decimal
 from itertools import pairwise
 from pathlib import Path
 
@@ -36,7 +35,7 @@ def canonical(value):  # [3.1]
         return f"[{','.join(map(canonical, value))}]"
     if not isinstance(value, float):
         return json.dumps(value, ensure_ascii=False)
-    return f"{Decimal(text):f}" if (text := repr(value)).endswith("e-05") else re.sub(r"e\+?(-?)0*", r"e\1", text)
+    return re.sub(r"e\+?(-?)0*", r"e\1", re.sub(r"(\d)\.?(\d*)e-05$", r"0.0000\1\2", repr(value)))
 
 
 def parse(data, kind, where):
@@ -67,16 +66,15 @@ class Store:  # in a local folder; records[v] is None where a later record super
             raise torn[0][1]
 
     def object(self, key, kind="missing_object", sha256=None):
-        need((self.root / key).is_file(), kind, f"no {key}")
-        data = (self.root / key).read_bytes()
-        need(sha256 in (None, hashlib.sha256(data).hexdigest()), "corrupt_object", f"{key}: sha256")
+        need((at := self.root / key).is_file(), kind, f"no {key}")
+        need(sha256 in (None, hashlib.sha256(data := at.read_bytes()).hexdigest()), "corrupt_object", f"{key}: sha256")
         return data
 
     def record(self, key, data, before, torn):  # [3.3]
         record, bad = parse(data, "corrupt_record", key), "corrupt_record"
         check = xxhash.xxh3_128_hexdigest(canonical(record | {"check": ""}).encode())
         need(canonical(record).encode() == data and record.get("check") == check and len(data) <= 65536, bad, key)
-        need({*record.get("reader_features", ())} <= {"int8_codes"}, "unknown_feature", f"{key}: reader_features")
+        need({*record.get("reader_features", ())} <= {"int8_codes", "row_order"}, "unknown_feature", f"{key}: features")
         need(record["store_uuid"] == self.identity["store_uuid"], "corrupt_store", f"{key}: of another store")
         need((record["v"], record["parent_digest"]) == (len(self.records), [before, *torn][-1]), bad, key)
         need(record["supersedes"] == ({"follows": before, "torn": torn} if torn else None), bad, f"{key}: supersedes")
@@ -119,7 +117,7 @@ class Segment:  # [4.1]: a manifest and the objects that it lists
         need((len(data), xxhash.xxh3_128_hexdigest(data)) == (item["size"], item["xxh3_128"]), "corrupt_object", path)
         return data
 
-    def array(self, entry):  # [4.2]: sizes are compared before anything is decoded
+    def array(self, entry, beside=()):  # [4.2]: sizes are compared before anything is decoded
         shape, rows, path = entry["shape"], entry["chunk_rows"], entry["path"]
         known = entry["dtype"] in DTYPES and 1 <= len(shape) <= 2 and rows >= 1 and min(shape) >= 0
         need(known and -(-shape[0] // rows) <= len(self.objects), "corrupt_store", f"array {path}")
@@ -127,7 +125,10 @@ class Segment:  # [4.1]: a manifest and the objects that it lists
         need(size * dtype.itemsize <= 1 << 30, "corrupt_object", f"array {path}: chunk size")
         keys = [f"{path}/c/{k}" + "/0" * (len(shape) - 1) for k in range(-(-shape[0] // rows))]
         chunks = [self.decode(entry["codec"], key, np.empty(size, dtype)) for key in keys]
-        return np.concatenate([np.empty(0, dtype), *chunks]).reshape(-1, *shape[1:])[: shape[0]]
+        values = np.concatenate([np.empty(0, dtype), *chunks]).reshape(-1, *shape[1:])[: shape[0]]
+        order = [self.array(one) for one in beside if one["path"] == entry.get("order") and one["dtype"] == "int16"]
+        need([one.shape for one in order] == [values.shape[:1]] * ("order" in entry), "corrupt_store", f"{path}: order")
+        return values[np.argsort(np.lexsort((order[0], np.arange(len(values)) // rows)))] if order else values
 
     def decode(self, codec, path, out):
         data, fits = self.read(path)[:-4], False  # the crc32c is for readers without an inventory
@@ -188,11 +189,10 @@ class Snapshot:
         return found[0] if len(found) == 1 else {key: np.column_stack([one[key] for one in found]) for key in found[0]}
 
 
-class Table:  # columns [low, high) of one
+class Table:  # columns [low, high) of one; arrays: name -> (encoding, dtype, one-dimensional, adds differences, fill)
     def __init__(self, name, schema, segments, parts, low, high):
         self.where, self.hashed, self.low, self.high = f"table {name}", schema["keys"] == "hashed", low, high
         self.schema, adds = schema, schema["encoding"]["encoding"] in INTEGER and not self.hashed
-        # name -> (encoding, dtype, one-dimensional, whether an add row holds a difference, fill)
         self.arrays = {"codes": (schema["encoding"], schema["dtype"], False, adds, schema["fill"])} | {
             f"slots/{slot}": (s["encoding"], s["dtype"], s["kind"] == "row", adds and s["mirror"], s["fill"])
             for slot, s in schema["slots"].items()
@@ -230,7 +230,7 @@ class Table:  # columns [low, high) of one
         self.status[at] = {"delete": ABSENT, "escape": ESCAPED}.get(op, CODED)
         for name, (encoding, dtype, vector, adds, _) in self.arrays.items() if op != "delete" else ():
             target = (self.exact if op == "escape" else self.held)[name]
-            values = segment.array(arrays["values" if (op, name) == ("escape", "codes") else name])
+            values = segment.array(arrays["values" if (op, name) == ("escape", "codes") else name], arrays.values())
             if op != "escape" and encoding["encoding"] == "affine":  # [5.2]
                 bits = np.unpackbits(values, axis=1, bitorder="little").reshape(len(at), -1, encoding["bits"])
                 codes = (bits << np.arange(encoding["bits"], dtype=np.uint8)).sum(axis=2, dtype=np.uint8)

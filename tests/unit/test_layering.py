@@ -27,7 +27,7 @@ KEEPING = {"cached_reader", "chunk_lru"}
 READING = FORMAT | KEEPING | {"read_ahead", "settled", "restore", "snapshot"}
 STAGING = READING | {
     "placement", "agreement", "ranks", "options", "narrowing", "encode", "changes", "baseline", "mirrors", "planning",
-    "inputs", "assembly", "thresholds",
+    "inputs", "assembly", "thresholds", "ordering",
 }  # fmt: skip
 WRITING = STAGING | {"session", "committing", "transaction", "writer"}
 DECISIONS = {"policy", "retention", "planning", "rate"}
@@ -51,6 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "arrays": DOCUMENTS,
     "workers": WORDS,
     "segment": PARTS,
+    "ordering": CODEC,  # pure: in which order codes are stored
     "cached_reader": PARTS | {"segment"},
     "chunk_lru": PARTS | {"segment", "cached_reader"},
     "table_codes": DOCUMENTS | {"encodings", "rows", "workers"},
@@ -80,7 +81,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "baseline": CODEC | {"encode", "changes", "narrowing", "placement"},
     "mirrors": CODEC | {"placement", "thresholds"},
     "inputs": CODEC,
-    "assembly": READING | {"encode", "changes", "baseline", "placement"},
+    "assembly": READING | {"encode", "changes", "baseline", "placement", "ordering"},
     "session": READING | {"mirrors", "placement", "ranks"},
     "committing": READING | {"planning", "ranks", "session"},
     "transaction": STAGING | {"session", "committing"},
