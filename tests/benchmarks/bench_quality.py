@@ -44,7 +44,7 @@ LATTICE = (
 )  # fmt: skip
 """Half steps of the scale where quality begins to show, whole ones between 4 and 8 bits."""
 
-FEWER = tuple(LATTICE[index] for index in (2, 3, 4, 6, 7, 8, 9, 11))
+FEWER = tuple(LATTICE[index] for index in (2, 4, 6, 7, 8, 9, 11))
 """For the real sets, and for 100 restores, whose runs take five times as long."""
 
 QUICK = (Setting("affine", 4), Setting("affine", 8), LATTICE[4], LATTICE[6], LATTICE[11])
@@ -89,8 +89,8 @@ def plan_thresholds(source: Source, *, seeds: int, is_quick: bool) -> Plan:
 class Runs:
     """Outcomes by order: made by worker processes, or taken from a file of earlier ones."""
 
-    def __init__(self, keep: Path | None, workers: int) -> None:
-        self._keep, self._workers = keep, workers
+    def __init__(self, keep: Path | None, workers: int, folder: str) -> None:
+        self._keep, self._workers, self._folder = keep, workers, folder
         self._known: dict[str, Outcome] = {}
         if keep is not None and keep.exists():
             for line in keep.read_text().splitlines():
@@ -105,12 +105,12 @@ class Runs:
         missing = [order for order in dict.fromkeys(orders) if _key_of(asdict(order)) not in self._known]
         if self._workers == 1 or not missing:
             for order in missing:
-                self._add(order, run(order))
+                self._add(order, run(order, self._folder))
             return
         # Not forked: torch has threads.
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(min(self._workers, len(missing)), mp_context=context) as pool:
-            coming: dict[Future[Outcome], Order] = {pool.submit(run, order): order for order in missing}
+            coming: dict[Future[Outcome], Order] = {pool.submit(run, order, self._folder): order for order in missing}
             try:
                 for count, future in enumerate(as_completed(coming), start=1):
                     self._add(coming[future], future.result())
@@ -168,9 +168,11 @@ def main() -> None:
     waiting = plan_thresholds(generated, seeds=seeds, is_quick=is_quick) if "thresholds" in sections else None
     report = harness.Report(f"quality after restores: {', '.join(sections)}, {seeds} seeds")
     report.start()
-    runs = Runs(options.keep, options.workers)
-    # One list, so that both workers have something to do until the very end.
-    runs.make([order for plan in [*plans, *([waiting] if waiting else [])] for order in plan.orders()])
+    runs = Runs(options.keep, options.workers, options.folder)
+    # One list, so that all workers have something to do until the very end; a seed of everything before the next one,
+    # so that what is kept of a run that was cut off can be looked at with fewer seeds.
+    orders = [order for plan in [*plans, *([waiting] if waiting else [])] for order in plan.orders()]
+    runs.make(sorted(orders, key=lambda order: order.seed))
     everything = []
     for plan in plans:
         trained, served = points_of(plan, runs, "trained"), points_of(plan, runs, "served")

@@ -80,7 +80,7 @@ class Case:
     config: RunConfig
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=8)
 def load(source: Source) -> Case:
     """Return the samples of a source; kept, because each worker asks for the same one many times.
 

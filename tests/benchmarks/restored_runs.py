@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -19,6 +19,7 @@ import torch
 from click_cases import Case, Source, load
 
 from cnr_store import TableOptions, Threshold, segment_sizes
+from cnr_store.compaction import compact
 from cnr_store.options import choose_table_scale
 from cnr_store.training import CheckpointManager
 from cnr_store.types import AffineBits
@@ -33,6 +34,10 @@ and one more is saved at the end."""
 
 BASELINE_SHARE = 0.05
 """The first save, at which scales are chosen, comes after this share of the steps."""
+
+FOLD_AFTER = 8
+"""Deltas after which the chain is folded into a baseline, as a compaction job does: bit for bit the same state, and a
+restore reads a few segments instead of up to 64."""
 
 BIT_WIDTHS: tuple[AffineBits, ...] = (2, 3, 4, 8)
 ROW_KINDS = ("rows", "codes", "scales", "slots")
@@ -132,8 +137,8 @@ class Outcome:
     rows: float = 0.0
 
 
-def run(order: Order) -> Outcome:
-    """Carry out an order. Blocks for seconds; writes below the temporary folder and removes it again."""
+def run(order: Order, folder: str | None = None) -> Outcome:
+    """Carry out an order. Blocks for seconds; writes below ``folder`` (or that of temporary files) and cleans up."""
     torch.set_num_threads(1)
     case = load(order.source)
     uninterrupted = _uninterrupted(order.source, order.seed)
@@ -142,10 +147,11 @@ def run(order: Order) -> Outcome:
         return Outcome(alone, alone)
     model, optimizers, batches = prepared(case, order.seed)
     saves, restores = schedule(len(batches), order.restores)
+    chain_ends: list[int] = []
     with (
-        tempfile.TemporaryDirectory(prefix="cnr-quality-") as folder,
+        tempfile.TemporaryDirectory(prefix="cnr-bench-", dir=folder) as made,
         CheckpointManager(
-            f"{folder}/store", model=model, optimizer=optimizers, reader=batches, threads=1,
+            f"{made}/store", model=model, optimizer=optimizers, reader=batches, threads=1,
             options=options_of(order.source, order.seed, order.setting), assume={"RowWiseAdagrad": "touched"},
         ) as manager,
     ):  # fmt: skip
@@ -154,12 +160,17 @@ def run(order: Order) -> Outcome:
             manager.step()
             if step in saves:
                 manager.save(flush=False)
+                head = manager.store.head().record
+                if len(head.chain) > FOLD_AFTER:
+                    chain_ends.append(head.v)
+                    compact(manager.store, run=(0, len(head.chain)), workers=1)
             if step in restores:
                 manager.restore()
         trained = judge(case, predict(model, case.future), uninterrupted)
         manager.restore()
         served = judge(case, predict(model, case.future), uninterrupted)
-        return replace(_bytes_of(manager), trained=trained, served=served)
+        chain_ends.append(manager.store.latest_version())
+        return replace(_bytes_of(manager, chain_ends), trained=trained, served=served)
 
 
 def schedule(steps: int, restores: int) -> tuple[list[int], list[int]]:
@@ -246,18 +257,16 @@ def prepared(case: Case, seed: int) -> tuple[SmallDLRM, tuple[torch.optim.Optimi
     return model, optimizers, TimeOrderedBatches(case.past, config.batch_size)
 
 
-def _bytes_of(manager: CheckpointManager) -> Outcome:
-    """Return an outcome with the bytes of all checkpoints, as their manifests name them."""
-    history = manager.history
-    chain_ends = [before.version for before, after in pairwise(history) if after.kind == "full"]
+def _bytes_of(manager: CheckpointManager, chain_ends: Sequence[int]) -> Outcome:
+    """Return an outcome with the bytes of all saves: each stands in one of the chains, behind what was folded."""
     deltas, baselines = [], []
-    for version in [*chain_ends, history[-1].version]:
+    for version in chain_ends:
         snapshot = manager.store.snapshot(version)
         for entry, manifest in zip(snapshot.record.chain, snapshot.manifests, strict=True):
             sizes = segment_sizes(manifest, segment_bytes=entry.bytes).as_dict()
             counted = (sum(sizes[kind] for kind in ROW_KINDS), sizes["metadata"])
             (deltas if entry.kind == "delta" else baselines).append(counted)
-    given = [report.rows for report in history if report.kind == "delta"]
+    given = [report.rows for report in manager.history if report.kind == "delta"]
     nothing = Quality(math.nan, math.nan, math.nan, math.nan)
     return Outcome(
         nothing, nothing, deltas=len(deltas), row_bytes=float(np.mean([rows for rows, _ in deltas])),

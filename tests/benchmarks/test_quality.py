@@ -52,7 +52,7 @@ def test_coarse_rows_change_the_outcome_and_take_fewer_bytes():
 
 def test_the_suite_keeps_runs_and_writes_json(tmp_path, monkeypatch, capsys):
     seen = []
-    monkeypatch.setattr(bench_quality, "run", lambda order: seen.append(order) or run(order))
+    monkeypatch.setattr(bench_quality, "run", lambda order, folder: seen.append(order) or run(order, folder))
     monkeypatch.setattr(bench_quality, "QUICK", (Setting("affine", 4), Setting("lattice", 4)))
     keep, found = tmp_path / "runs.jsonl", tmp_path / "quality.json"
     arguments = f"bench_quality.py --quick --sections generated --rows 16000 --repeats 1 --workers 1 --keep {keep}"
