@@ -89,6 +89,45 @@ def halvings_to(scale: float, wanted: float) -> int:
     return min(halvings, MAX_SHIFT)
 
 
+LOSS_TOLERANCE = 0.05
+"""A loss that is within this share of where it was counts as the same."""
+
+LOSSES_IN_MEAN = 100
+"""Losses that `smoothed` takes the mean of, about."""
+
+
+def halvings_for_loss(first: float, loss: float) -> int:
+    """Return how much finer the lattice should be than it was when the loss was ``first``, in halvings of the scale.
+
+    Levels grow as ``sqrt(first / loss)``, here to the next power of two: coarse while the loss is high, since then a
+    rounding harms little against what is still to be learned (AdaQuantFL, Jhunjhunwala et al., ICASSP 2021). At most
+    `MAX_SHIFT`; 0 for a loss that rose, or fell by less than `LOSS_TOLERANCE`.
+
+    >>> [halvings_for_loss(1.0, loss) for loss in (2.0, 1.0, 0.96, 0.7, 0.25, 0.24, 0.01)]
+    [0, 0, 0, 1, 1, 2, 4]
+
+    Raises
+    ------
+    BadInput
+        A loss is not positive and finite.
+    """
+    for one in (first, loss):
+        if not (math.isfinite(one) and one > 0):
+            raise BadInput(f"the schedule follows a loss that is positive and finite, found {one!r}", found=one)
+    if loss >= first * (1.0 - LOSS_TOLERANCE):
+        return 0
+    return halvings_to(math.sqrt(first), math.sqrt(loss))
+
+
+def smoothed(mean: float | None, count: int, loss: float) -> float:
+    """Return the mean of the losses so far, of which there were ``count``: of all, later of about the last hundred.
+
+    >>> smoothed(None, 0, 3.0), smoothed(3.0, 1, 1.0)
+    (3.0, 2.0)
+    """
+    return loss if mean is None else mean + (loss - mean) / min(count + 1, LOSSES_IN_MEAN)
+
+
 @dataclass(frozen=True, slots=True)
 class Refinement:
     """What becomes of a table's scale.

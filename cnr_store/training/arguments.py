@@ -11,10 +11,11 @@ from typing import Any, Literal
 
 from cnr_store.errors import BadInput, NotAStore
 from cnr_store.mirrors import MirrorMode
+from cnr_store.options import encoding_name
 from cnr_store.policy import Policy
 from cnr_store.store import Store
 from cnr_store.thresholds import check_threshold
-from cnr_store.types import TableOptions
+from cnr_store.types import TableDtype, TableOptions
 from cnr_store_gpu import Movement
 
 WhenBusy = Literal["wait", "skip", "refuse"]
@@ -25,6 +26,9 @@ OnError = Literal["raise", "warn"]
 
 FirstFull = Literal["stall", "copy"]
 """How a table that must be read whole is read: the training stalls until it is written, or a copy is made."""
+
+Schedule = Literal["constant", "loss"]
+"""Whether scales stay as they were chosen, or become finer as the loss falls (`CheckpointManager.report_loss`)."""
 
 Moves = Literal["touched", "ever_touched", "all"]
 """Which rows a step of an optimizer changes: those looked up, those ever looked up, or all."""
@@ -67,7 +71,7 @@ def options_by_table(
 
 
 def check_thresholds(
-    options: Mapping[str, TableOptions], dtypes: Mapping[str, str], *, mirror: MirrorMode, policy: Policy
+    options: Mapping[str, TableOptions], dtypes: Mapping[str, TableDtype], *, mirror: MirrorMode, policy: Policy
 ) -> None:
     """Return if rows can wait in every table whose options say so; ``dtypes`` are those of this rank's tables.
 
@@ -84,8 +88,8 @@ def check_thresholds(
             )  # fmt: skip
         chosen = options[table]
         if table in dtypes and chosen.threshold is not None:
-            encoding = chosen.encoding or ("lattice" if dtypes[table] == "float32" else "float_bits")
-            check_threshold(table, chosen.threshold, is_lattice=encoding == "lattice", has_mirror=mirror != "none")
+            is_lattice = encoding_name(chosen, dtypes[table]) == "lattice"
+            check_threshold(table, chosen.threshold, is_lattice=is_lattice, has_mirror=mirror != "none")
 
 
 def open_or_create(

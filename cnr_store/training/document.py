@@ -15,6 +15,7 @@ TRAINER = "trainer/0"
 FORMAT = 1
 
 Size = Annotated[int, msgspec.Meta(ge=0)]
+Loss = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class GroupDocument(msgspec.Struct, frozen=True):
@@ -43,10 +44,16 @@ class RateDocument(msgspec.Struct, frozen=True):
     """What the next process needs to know of how exact tables are stored.
 
     ``restores``: how often the state was restored on its way here. ``bits``: by table, the width that its scale is for.
+    ``first_loss``, ``loss``: the mean loss at the first save and now, of ``losses`` that were reported. ``halved``: by
+    table, how often the schedule has halved its scale.
     """
 
     restores: Size = 0
     bits: dict[str, int] = {}
+    first_loss: Loss | None = None
+    loss: Loss | None = None
+    losses: Size = 0
+    halved: dict[str, Size] = {}
 
 
 class TrainerDocument(msgspec.Struct, frozen=True):

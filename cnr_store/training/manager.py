@@ -43,6 +43,7 @@ from cnr_store.training.arguments import (
     FirstFull,
     Moves,
     OnError,
+    Schedule,
     WhenBusy,
     catch_sigterm,
     check_one_of,
@@ -69,7 +70,7 @@ from cnr_store.training.history import sizes_since_baseline
 from cnr_store.training.holdings import Holding, check_alike, find_local_shards, hold
 from cnr_store.training.marks import taken_words, union_of, words_of
 from cnr_store.training.ranks import ranks_of_this_training
-from cnr_store.training.rate_control import RateControl, RateStatus, check_rates
+from cnr_store.training.rate_control import RateControl, RateStatus
 from cnr_store.training.reader import (
     IntervalReader,
     Redistribute,
@@ -248,6 +249,9 @@ class CheckpointManager:
         before they leave the device: 2 bytes per element cross to the host instead of 4, and the background has
         divisions less to do. What is stored is the same. For tables on an accelerator; those with
         ``nonfinite="escape"`` and rows with a code beyond 16 bits cross as floats as before.
+    schedule
+        ``loss``: lattices become finer as the loss that is given to `report_loss` falls, in powers of two, in the
+        first save after a restore; ``bits=``, ``max_error=`` or ``scale=`` say how exact they begin.
 
     Attributes
     ----------
@@ -311,10 +315,12 @@ class CheckpointManager:
         redistribute: Redistribute | None = None,
         in_flight: InFlight = "refuse",
         quantize_on_device: bool = False,
+        schedule: Schedule = "constant",
     ) -> None:
         check_one_of("first_full", first_full, ("stall", "copy"))
         check_one_of("when_busy", when_busy, ("wait", "skip", "refuse"))
         check_one_of("on_error", on_error, ("raise", "warn"))
+        check_one_of("schedule", schedule, ("constant", "loss"))
         if branch is not None and isinstance(store, Store):
             raise BadInput("branch= goes with a URL; open the store on its branch instead", found=branch)
         decide(policy, [])
@@ -348,8 +354,7 @@ class CheckpointManager:
         plain, shards = found[0]
         self._holdings = hold(shards, self._ranks)
         self._options = options_by_table(options, self._holdings.tables)
-        check_rates(self._options)
-        self._rate = RateControl(self._options, self._holdings)
+        self._rate = RateControl(self._options, self._holdings, schedule)
         self._policy: Policy = policy
         self._every_steps, self._every_seconds = every_steps, every_seconds
         self._copies_whole = first_full == "copy"
@@ -544,6 +549,18 @@ class CheckpointManager:
     def rate(self) -> RateStatus:
         """How exact tables are stored, and what becomes of that at the next save."""
         return self._rate.status
+
+    def report_loss(self, loss: float) -> None:
+        """Tell the loss of a step, for ``schedule="loss"``; of several ranks, that of rank 0 counts.
+
+        The mean of about the last hundred is kept, also over restarts. Losses that are not finite do not count.
+
+        Raises
+        ------
+        BadInput
+            It is not positive.
+        """
+        self._rate.report_loss(loss)
 
     @property
     def store(self) -> Store:

@@ -7,6 +7,7 @@ same on every rank: it follows from the checkpoint, the options, and what the ra
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,8 +21,9 @@ from cnr_store.errors import BadInput
 from cnr_store.options import asked_bits, choose_table_scale, table_dtype
 from cnr_store.policy import Decision
 from cnr_store.ranks import Ranks, together
-from cnr_store.rate import Refinement, bits_after, known_bits, refinement
+from cnr_store.rate import Refinement, bits_after, halvings_for_loss, known_bits, refinement, smoothed
 from cnr_store.records import MAX_SHIFT, MAX_SHIFT_IN_CHAIN, MIN_SCALE, TableSchema
+from cnr_store.training.arguments import Schedule
 from cnr_store.training.document import RateDocument
 from cnr_store.training.holdings import Holding, Holdings
 from cnr_store.training.tensors import TensorRows
@@ -80,10 +82,14 @@ class RateStatus:
         not count.
     tables
         By name.
+    first_loss, loss
+        Mean of the reported losses at the first save, and now; None if none was reported.
     """
 
     restores: int
     tables: Mapping[str, TableRate]
+    first_loss: float | None = None
+    loss: float | None = None
 
 
 class RateControl:
@@ -93,10 +99,29 @@ class RateControl:
     ----------
     options
         By table, as the user gave them; of all tables, also those of other ranks.
+
+    Raises
+    ------
+    BadInput
+        ``bits="auto"`` without ``expected_restores``, or together with a schedule: both would refine.
     """
 
-    def __init__(self, options: Mapping[str, TableOptions], holdings: Holdings) -> None:
-        self._options, self._holdings = dict(options), holdings
+    def __init__(self, options: Mapping[str, TableOptions], holdings: Holdings, schedule: Schedule) -> None:
+        for table, one in options.items():
+            if one.bits == "auto":
+                asked_bits(one)
+                if schedule != "constant":
+                    raise BadInput(
+                        f'table {table!r} has bits="auto", which follows the restores, and schedule={schedule!r} '
+                        "follows the loss; choose one of them",
+                        table=table,
+                    )
+        self._options, self._holdings, self._schedule = dict(options), holdings, schedule
+        self._first_loss: float | None = None
+        self._loss: float | None = None
+        self._losses = 0
+        self._halved: dict[str, int] = {}
+        self._steps: dict[str, float] = {}
         self._restores = 0
         self._bits: dict[str, AffineBits] = {}
         self._pending: dict[str, Refinement] = {}
@@ -107,10 +132,35 @@ class RateControl:
     def status(self) -> RateStatus:
         """What is known now."""
         tables = {name: TableRate(self._bits.get(name), self._pending.get(name)) for name in self._options}
-        return RateStatus(self._restores, tables)
+        return RateStatus(self._restores, tables, self._first_loss, self._loss)
+
+    def report_loss(self, loss: float) -> None:
+        """Count a loss; those that are not finite do not count.
+
+        Raises
+        ------
+        BadInput
+            It is not positive.
+        """
+        if not math.isfinite(loss):
+            return
+        if loss <= 0:
+            raise BadInput(f"the schedule follows a loss that is positive, found {loss!r}", found=loss)
+        self._loss = smoothed(self._loss, self._losses, loss)
+        self._losses += 1
 
     def options_for(self, table: str) -> TableOptions:
-        """Return how a table is to be stored that is written anew: as the user said, for the restores there were."""
+        """Return how a table is to be stored that is written anew: as the user said, for what has happened since.
+
+        A scale that follows the loss is kept, and halved by what is due.
+        """
+        step, planned = self._steps.get(table), self._pending.get(table)
+        if self._schedule == "loss" and step is not None:
+            due = 0 if planned is None else planned.halvings
+            return replace(self._options[table], bits=None, max_error=None, scale=math.ldexp(step, -due))
+        return self._widened(table)
+
+    def _widened(self, table: str) -> TableOptions:
         options = self._options[table]
         if options.bits != "auto" or options.expected_restores is None:
             return options
@@ -132,6 +182,11 @@ class RateControl:
         """
         self._restores = document.restores + 1
         self._bits, self._pending, self._staged = {}, {}, {}
+        self._first_loss, self._loss, self._losses = document.first_loss, document.loss, document.losses
+        self._halved = {table: halvings for table, halvings in document.halved.items() if table in kept}
+        found = ((table, _step_of(writer.snapshot.tables[table])) for table in kept)
+        self._steps = {table: step for table, step in found if step is not None}
+        self._follow_loss(ranks, writer)
         growing: dict[str, tuple[AffineBits, AffineBits]] = {}
         for table, options in self._options.items():
             if table not in kept or options.bits is None:
@@ -165,6 +220,32 @@ class RateControl:
                 self._pending[table] = planned
                 logger.info("table %s: %d bits instead of %d (%s): %s", table, wanted, bits, reason, _told(planned))
 
+    def _follow_loss(self, ranks: Ranks, writer: Writer) -> None:
+        """Plan the halvings that the loss of the checkpoint asks for, as far as there is room for them."""
+        if self._schedule != "loss" or self._first_loss is None or self._loss is None or not self._steps:
+            return
+        wanted = halvings_for_loss(self._first_loss, self._loss)
+        due = {table: wanted - self._halved.get(table, 0) for table in self._steps}
+        due = {table: halvings for table, halvings in due.items() if halvings > 0}
+        if not due:
+            return
+        schemas = writer.snapshot.tables
+        rooms = together(ranks, lambda: {table: self._rooms(writer, table, schemas[table]) for table in due})
+        reason = f"the loss fell from {self._first_loss:.4g} to {self._loss:.4g}"
+        for table, halvings in due.items():
+            possible = min(halvings, *(room[table] for room in rooms))
+            if possible < halvings:
+                logger.warning(
+                    "table %s: %s, which asks for %d halvings of its scale; there is room for %d",
+                    table, reason, halvings, possible,
+                )  # fmt: skip
+            if possible:
+                self._pending[table] = Refinement("refine", possible, asked_bits(self._options[table]), reason)
+
+    def _rooms(self, writer: Writer, table: str, schema: TableSchema) -> int:
+        mine = [holding for holding in self._holdings.owned.values() if holding.table == table]
+        return min((_room(writer, one, schema) for one in mine), default=MAX_SHIFT)
+
     def _measure(self, writer: Writer, table: str, schema: TableSchema) -> dict[str, Any]:
         """What this rank knows of a table whose width grows: the scales that its shards ask for, room for halvings."""
         mine = [holding for holding in self._holdings.owned.values() if holding.table == table]
@@ -174,12 +255,12 @@ class RateControl:
             choices = [(self._choice(one, _step_of(schema)), one.shard.weight.numel()) for one in mine]
         except BadInput as error:
             return {"choices": [], "halvings": 0, "refused": str(error)}
-        halvings = min((_room(writer, one, schema) for one in mine), default=MAX_SHIFT)
-        return {"choices": [(msgspec.to_builtins(one), n) for one, n in choices], "halvings": halvings, "refused": None}
+        made = [(msgspec.to_builtins(one), elements) for one, elements in choices]
+        return {"choices": made, "halvings": self._rooms(writer, table, schema), "refused": None}
 
     def _choice(self, holding: Holding, held: float | None) -> ScaleChoice:
         """The scale that a shard asks for now, of its live rows."""
-        options = self.options_for(holding.table)
+        options = self._widened(holding.table)
         rows = TensorRows(holding.shard.weight)
         dtype = table_dtype(rows, holding.table)
         choice = choose_table_scale(options, dtype, RowSample(rows, dtype), held=held)
@@ -229,11 +310,21 @@ class RateControl:
                 except BadInput:
                     self._pending[table] = replace(planned, how="anew")
                     raise
-            self._staged[table] = planned.bits
+            if self._options[table].bits is not None:
+                self._staged[table] = planned.bits
 
     def document(self) -> RateDocument:
         """Return what the checkpoint in the making says, once `stage` was called."""
-        return RateDocument(restores=self._restores, bits={**self._bits, **self._staged})
+        first = self._loss if self._first_loss is None else self._first_loss
+        return RateDocument(
+            restores=self._restores, bits={**self._bits, **self._staged}, first_loss=first, loss=self._loss,
+            losses=self._losses, halved=self._halved_after(),
+        )  # fmt: skip
+
+    def _halved_after(self) -> dict[str, int]:
+        """How often the schedule will have halved each scale once what waits is done; scales chosen anew keep it."""
+        due = {table: planned.halvings for table, planned in self._pending.items() if self._schedule == "loss"}
+        return {table: self._halved.get(table, 0) + due.get(table, 0) for table in {*self._halved, *due}}
 
     def won(self, transaction: Transaction) -> dict[str, ScaleChange]:
         """Take notice that the save that was staged is committed; return what it did to scales, and log it."""
@@ -251,6 +342,9 @@ class RateControl:
             changes[table] = ScaleChange(old, step, reason, transaction.scale_choices.get(table))
             logger.info("table %s: scale %s%.6g (%s)", table, f"{old:.6g} to " if old else "", step, reason)
         self._bits |= self._staged
+        self._halved = self._halved_after()
+        self._first_loss = self._loss if self._first_loss is None else self._first_loss
+        self._steps = {table: step for table, schema in transaction.tables.items() if (step := _step_of(schema))}
         self._pending, self._staged = {}, {}
         return changes
 
@@ -262,7 +356,7 @@ class RateControl:
         return sorted(table for table, planned in self._pending.items() if planned.how == "refine")
 
     def _width_anew(self, table: str) -> AffineBits:
-        return asked_bits(self.options_for(table))
+        return asked_bits(self._widened(table))
 
 
 def _step_of(schema: TableSchema) -> float | None:
@@ -289,15 +383,3 @@ def _told(planned: Refinement) -> str:
     if planned.how == "refine":
         return f"its scale is halved {planned.halvings} times in the next save"
     return "it is written anew by the next save" if planned.how == "anew" else "its scale is fine enough as it is"
-
-
-def check_rates(options: Mapping[str, TableOptions]) -> None:
-    """Return if every table whose width follows the restores says how many are expected.
-
-    Raises
-    ------
-    BadInput
-    """
-    for one in options.values():
-        if one.bits == "auto":
-            asked_bits(one)

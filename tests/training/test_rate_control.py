@@ -255,6 +255,56 @@ def test_how_many_restores_are_expected_must_be_said(url: str) -> None:
         Life(url, options=TableOptions(bits="auto"))
 
 
+def live_with_loss(url: str, number: int, loss: float, **options: Any) -> tuple[SaveReport, CheckpointManager]:
+    """A life in which the loss comes down to ``loss`` and stays there."""
+    life = Life(url, options=TableOptions(bits=4), schedule="loss", **options)
+    for _ in range(2000):
+        life.manager.report_loss(loss)
+    life.manager.report_loss(math.nan)
+    return life.next(number), life.manager
+
+
+@pytest.mark.parametrize("policy", ["consecutive", "full"])
+def test_scales_follow_the_loss_at_restores_and_nowhere_else(policy: Any, url: str) -> None:
+    """Levels are the root of first / loss: 1 to 0.2 is 2.2, so two halvings; 1 to 0.01 is 10, so four."""
+    store = Store.create(url)
+    steps, reports = [], []
+    for number, loss in enumerate((1.0, 0.2, 0.2, 0.01, 0.5, 0.5)):
+        report, manager = live_with_loss(url, number, loss, policy=policy)
+        reports.append(report)
+        steps.append(step_of(store.snapshot()))
+
+    halvings = [round(math.log2(before / after)) for before, after in itertools.pairwise(steps)]
+    assert halvings == [0, 2, 0, 2, 0]
+    assert steps == [steps[0] * 2.0**-total for total in (0, 0, 2, 2, 4, 4)]
+    assert [bool(report.scales) for report in reports] == [True, False, True, False, True, False]
+    assert "the loss fell from 1 to 0.2" in reports[2].scales["weight"].reason
+    assert manager.rate.first_loss == pytest.approx(1.0)
+    assert manager.rate.loss == pytest.approx(0.5)
+    assert manager.rate.tables["weight"].bits == 4
+    if policy == "consecutive":
+        assert {report.kind for report in reports[1:]} == {"delta"}
+    else:
+        assert store.snapshot().tables["weight"].generation == 3
+
+
+def test_a_schedule_without_a_loss_changes_nothing(url: str) -> None:
+    for number in range(3):
+        report = Life(url, options=TableOptions(bits=4), schedule="loss").next(number)
+        assert bool(report.scales) == (number == 0)
+
+
+def test_rates_that_contradict_each_other_are_refused(url: str) -> None:
+    with pytest.raises(BadInput, match="choose one"):
+        Life(url, schedule="loss")
+    with pytest.raises(BadInput, match="schedule"):
+        Life(url, schedule="cosine")
+    life = Life(url, options=TableOptions(bits=4), schedule="loss")
+    with pytest.raises(BadInput, match="positive"):
+        life.manager.report_loss(0.0)
+    life.manager.close()
+
+
 def on_ranks(world: int, act: Callable[[Ranks], Any]) -> list[Any]:
     """Run on threads, one for each rank; raise what one raised."""
     found: list[Any] = [None] * world

@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cnr_store import BadInput, expected_restores
-from cnr_store.rate import Refinement, bits_after, halvings_to, known_bits, refinement
+from cnr_store.rate import (
+    LOSS_TOLERANCE,
+    LOSSES_IN_MEAN,
+    Refinement,
+    bits_after,
+    halvings_for_loss,
+    halvings_to,
+    known_bits,
+    refinement,
+    smoothed,
+)
 from cnr_store.records import MAX_SHIFT
 
 scales = st.floats(1e-30, 1e30)
@@ -86,6 +96,56 @@ def test_a_refinement_is_never_coarser_than_asked_nor_more_than_there_is_room_fo
         assert math.ldexp(scale, -found.halvings) <= target or found.halvings == MAX_SHIFT
     if found.how == "anew":
         assert found.halvings > most
+
+
+losses = st.floats(1e-6, 1e6)
+
+
+@given(losses, losses)
+def test_levels_follow_the_root_of_the_loss_and_are_never_fewer(first: float, loss: float) -> None:
+    halvings = halvings_for_loss(first, loss)
+    asked = math.sqrt(first / loss)
+    if loss >= first * (1 - LOSS_TOLERANCE):
+        assert halvings == 0
+    else:
+        assert 2**halvings >= asked * (1 - 1e-9)
+        assert 2 ** (halvings - 1) < asked * (1 + 1e-9)
+
+
+@given(losses, losses, st.floats(1.0, 100.0))
+def test_a_lower_loss_never_asks_for_less(first: float, loss: float, factor: float) -> None:
+    assert halvings_for_loss(first, loss / factor) >= halvings_for_loss(first, loss)
+    assert halvings_for_loss(first * factor, loss) >= halvings_for_loss(first, loss)
+
+
+@given(losses, losses, st.integers(-8, 8))
+def test_the_unit_of_the_loss_means_nothing(first: float, loss: float, exponent: int) -> None:
+    """By powers of four, whose roots are exact."""
+    unit = 4.0**exponent
+    assert halvings_for_loss(first * unit, loss * unit) == halvings_for_loss(first, loss)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.inf, math.nan])
+def test_losses_that_no_schedule_can_follow_are_refused(bad: float) -> None:
+    with pytest.raises(BadInput):
+        halvings_for_loss(bad, 1.0)
+    with pytest.raises(BadInput):
+        halvings_for_loss(1.0, bad)
+
+
+@given(st.lists(losses, min_size=1, max_size=LOSSES_IN_MEAN))
+def test_the_first_losses_count_alike(given_losses: list[float]) -> None:
+    mean = None
+    for count, loss in enumerate(given_losses):
+        mean = smoothed(mean, count, loss)
+    assert mean == pytest.approx(sum(given_losses) / len(given_losses))
+
+
+def test_later_losses_push_old_ones_out() -> None:
+    mean = 100.0
+    for count in range(LOSSES_IN_MEAN, 20 * LOSSES_IN_MEAN):
+        mean = smoothed(mean, count, 1.0)
+    assert mean == pytest.approx(1.0, rel=1e-5)
 
 
 def test_rows_that_are_no_lattice_are_written_anew() -> None:
