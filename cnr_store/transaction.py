@@ -471,18 +471,6 @@ class Transaction:
         self._keep_rows(shard, staged)
         return sum(len(item.rows) for item in staged.lists.values())
 
-    def _hold(self, shard: Shard, mirror: TableCodes | None, threshold: Threshold | None) -> Hold | None:
-        """What decides which rows of a shard wait; None where none may in this transaction."""
-        if threshold is None:
-            return None
-        schema = self._tables[shard.table]
-        is_lattice = isinstance(schema.encoding, Lattice)
-        check_threshold(shard.table, threshold, is_lattice=is_lattice, has_mirror=mirror is not None)
-        if not self._may_wait or shard.table in self._refined or mirror is None:
-            return None
-        before = self._session.mirrors.waiting(shard, (schema.generation, schema.shift))
-        return Hold(threshold, before, float(mirror.specs["codes"].scale))
-
     def delete_rows(self, table: str, row_ids: RowIds, *, rectangle: Rectangle | None = None) -> None:
         """Delete rows: a dense table reads them as its fill, a hashed table no longer has them.
 
@@ -984,6 +972,18 @@ class Transaction:
         if self._tables[shard.table].keys == "hashed":
             return None, None
         return self._session.mirrors.get(shard), self._session.mirrors.digest(shard)
+
+    def _hold(self, shard: Shard, mirror: TableCodes | None, threshold: Threshold | None) -> Hold | None:
+        """What decides which rows of a shard wait; None where none may in this transaction."""
+        if threshold is None:
+            return None
+        schema = self._tables[shard.table]
+        is_lattice = isinstance(schema.encoding, Lattice)
+        check_threshold(shard.table, threshold, is_lattice=is_lattice, has_mirror=mirror is not None)
+        if not self._may_wait or shard.table in self._refined or mirror is None:
+            return None
+        before = self._session.mirrors.waiting(shard, (schema.generation, schema.shift))
+        return Hold(threshold, before, float(mirror.specs["codes"].scale))
 
     def _keep_rows(self, shard: Shard, staged: StagedRows) -> None:
         before, base = self._digests.get(shard), self._mirror(shard)[1]

@@ -256,7 +256,7 @@ def mirror_estimate(weight: torch.Tensor, slots: Mapping[str, torch.Tensor], opt
             per_element = 2
         case "float_bits":
             bits = options.mantissa_bits or float_bits.EXACT_MANTISSA_BITS[dtype]
-            per_element = float_bits.code_dtype(bits, dtype).itemsize  # type: ignore[arg-type]
+            per_element = float_bits.code_dtype(bits, dtype).itemsize
         case _:
             return 0
     vectors = sum(slot_kind(slot) == "row" for slot in slots.values() if slot.layout is torch.strided)

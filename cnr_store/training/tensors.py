@@ -13,7 +13,7 @@ import torch
 
 from cnr_store.errors import BadDtype, CorruptStore
 from cnr_store.tree import TensorLeaf
-from cnr_store.types import RowIds
+from cnr_store.types import RowIds, TableDtype
 
 Array = npt.NDArray[Any]
 
@@ -30,10 +30,12 @@ _PLAIN = {
     torch.float16, torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8,
     torch.uint16, torch.uint32, torch.uint64,
 }  # fmt: skip
-_TABLE_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_TABLE_DTYPES: dict[torch.dtype, TableDtype] = {
+    torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16",
+}  # fmt: skip
 
 
-def table_dtype_name(tensor: torch.Tensor, name: str) -> str:
+def table_dtype_name(tensor: torch.Tensor, name: str) -> TableDtype:
     """Return the dtype of a table or slot in the format's words.
 
     Raises
