@@ -51,7 +51,10 @@ PLAIN = {
 }
 HAS_TORCHREC = importlib.util.find_spec("torchrec") is not None
 
-pytestmark = pytest.mark.slow
+PATIENCE_S = 600
+"""For a round: half a minute alone, minutes where four processes compile all kernels beside other tests."""
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * PATIENCE_S + 60)]  # the first test waits for both rounds
 needs_torchrec = pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec and fbgemm-gpu are not installed")
 
 Reports = dict[int, list[dict[str, str]]]
@@ -64,7 +67,7 @@ def run_round(stage: int, folder: Path) -> list[dict[str, str]]:
         subprocess.Popen(
             [sys.executable, "-m", "tests.training.ranks.worker", str(stage), str(rank), str(folder)],
             cwd=REPOSITORY,
-            env=os.environ | {"PYTHONPATH": paths},
+            env=os.environ | {"PYTHONPATH": paths, "PYTHONFAULTHANDLER": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -72,7 +75,7 @@ def run_round(stage: int, folder: Path) -> list[dict[str, str]]:
         for rank in range(PROCESSES[stage])
     ]
     try:
-        outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=PATIENCE_S)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
