@@ -8,8 +8,8 @@ manifests and records included. Dense tensors stand apart and are in no ratio; t
 
 Row ids and slots (float_bits 7; exact in ``raw`` and ``exact``) are stored alike by all encodings. Affine rows have
 fp16 parameters, and no mirror, so their slots are absolute. A lattice takes the scale at which touched rows have the
-error of affine rows of its width; training widens rows, so half-way through the run a full checkpoint chooses it anew,
-in every store, and it counts in the bytes of the second half on both sides.
+error of affine rows of its width; training widens rows, so half-way through the run a full checkpoint chooses it anew
+in every store of consecutive deltas, affine ones too, and it counts in the bytes of the second half on both sides.
 """
 
 from __future__ import annotations
@@ -118,6 +118,10 @@ def measure_trace(
             kept = []
     if found:
         print_shares(report, "trace", found, COMMAND)
+        report.note(
+            f"grown table: {grown_rows:,} rows drawn from all tables of the trace, before and after one interval, with "
+            "their columns shifted and signs drawn anew; one table of a realistic size, so that fixed bytes vanish"
+        )
         grown = [affine(4), affine(8), lattice(4), lattice(8)]
         grown_found = list(grown_results(folder / "grown", grown, pairs, grown_rows))
         print_shares(report, "grown table", grown_found, COMMAND)

@@ -37,12 +37,13 @@ the ends are its 2-bit and its 8-bit rows follows from its 13x and 4x for quanti
 
 
 def policy_stores(folder: Path, encodings: Sequence[Encoding], rescale_at: Collection[int]) -> Iterator[MeasuredStore]:
-    """Yield a store for every policy and encoding."""
+    """Yield a store for every policy and encoding; policies that write fulls of their own keep to those."""
     for encoding in encodings:
         for policy, is_compacted in POLICIES:
             compaction = DEFAULT_POLICY if is_compacted else None
             name = f"{policy}{'-compacted' if is_compacted else ''}-{encoding.name}".replace(" ", "-")
-            yield MeasuredStore(folder / name, encoding, policy, rescale_at=rescale_at, compaction=compaction)
+            at = rescale_at if policy in ("full", "consecutive") else ()
+            yield MeasuredStore(folder / name, encoding, policy, rescale_at=at, compaction=compaction)
 
 
 def print_policies(report: harness.Report, stores: Sequence[MeasuredStore], fp32_bytes: int, command: str) -> None:

@@ -51,9 +51,10 @@ def stretches(start: int, deltas: int) -> list[Stretch]:
 
 @dataclass(frozen=True, slots=True)
 class ShareResult:
-    """One share: stores that have saved it, and what was measured."""
+    """One share: stores that have saved it, and what was measured; ``steps`` of training are one interval."""
 
     share: int
+    steps: int
     touched: float
     fp32_bytes: int
     num_rows: int
@@ -70,6 +71,7 @@ def measure(folder: Path, share: int, encodings: Sequence[Encoding], intervals: 
     last = intervals[-1]
     return ShareResult(
         share=share,
+        steps=last.step - intervals[-2].step,
         touched=float(np.mean([interval.num_touched / interval.num_rows for interval in intervals[1:]])),
         fp32_bytes=last.fp32_bytes,
         num_rows=last.num_rows,
@@ -88,7 +90,7 @@ def print_shares(report: harness.Report, label: str, results: Sequence[ShareResu
             bare = sum(saving.written[kind] for saving in deltas for kind in ("rows", "codes", "scales", "slots"))
             rows.append(
                 [
-                    f"{result.touched:.1%}", store.encoding.name, result.fp32_bytes / written,
+                    f"{result.touched:.1%}", result.steps, store.encoding.name, result.fp32_bytes / written,
                     result.fp32_bytes * len(deltas) / bare, error, *cells(deltas),
                 ]
             )  # fmt: skip
@@ -96,7 +98,7 @@ def print_shares(report: harness.Report, label: str, results: Sequence[ShareResu
     report.table(
         f"{label}: one delta against an fp32 full checkpoint of {results[0].fp32_bytes / 1e6:.1f} MB "
         f"({num_rows:,} rows), by the share of rows touched",
-        ("touched", "encoding", "times fewer bytes", "without JSON", "error", *columns()),
+        ("touched", "steps", "encoding", "times fewer bytes", "without JSON", "error", *columns()),
         rows,
         note="All bytes of a delta counted, records and receipts included; the published system's best is 17x, at 2 "
         "bits. Without JSON: row ids, codes, row parameters and slots alone, as tables large enough would have it.",
