@@ -17,6 +17,9 @@ from restored_runs import Outcome, Quality, Setting
 BUDGET = 1e-4
 """The paper's budget: 0.01 % of the quality (Check-N-Run, section 1)."""
 
+FLOOR_MARGIN = 1.5
+"""Divergences within this factor of the least one are taken for equal to it: seeds differ by about as much."""
+
 # Student's t at 97.5 % for 1 to 15 degrees of freedom; beyond, the normal one is within 8 %.
 _T = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
@@ -156,16 +159,27 @@ def smallest(points: Sequence[Point], limits: Limits) -> Point | None:
 
 
 def bytes_at(points: Sequence[Point], moved: float) -> float | None:
-    """Return the row bytes at which a family moves predictions so far, between its points; None beyond them.
+    """Return the row bytes from which on a family moves predictions at most so far; None if it never or always does.
 
-    Both in logarithms, along the points in order of their bytes.
+    Between two points in logarithms. As in `smallest`, a point counts as what the worst of it and all finer ones is.
     """
-    known = sorted((point for point in points if point.moved > 0.0), key=lambda one: one.moved)
-    if len(known) < 2 or not known[0].moved <= moved <= known[-1].moved:
+    ordered = sorted((point for point in points if point.moved > 0.0), key=lambda one: -one.row_bytes)
+    worst = np.maximum.accumulate([one.moved for one in ordered]) if ordered else np.empty(0)
+    beyond = np.flatnonzero(worst > moved)
+    if not len(beyond) or beyond[0] == 0:
         return None
-    return float(
-        np.exp(np.interp(np.log(moved), np.log([one.moved for one in known]), np.log([one.row_bytes for one in known])))
-    )
+    finer, coarser = int(beyond[0]) - 1, int(beyond[0])
+    share = math.log(moved / worst[finer]) / math.log(worst[coarser] / worst[finer])
+    sizes = math.log(ordered[finer].row_bytes), math.log(ordered[coarser].row_bytes)
+    return math.exp(sizes[0] + share * (sizes[1] - sizes[0]))
+
+
+def floor_of(points: Sequence[Point]) -> float:
+    """Return how far predictions move at the least where they move: what the training makes of any change.
+
+    Training amplifies whatever a restore changes, however little, so finer codes do not bring it to zero.
+    """
+    return FLOOR_MARGIN * min((point.moved for point in points if point.moved > 0.0), default=0.0)
 
 
 def _quality(outcome: Outcome, when: When) -> Quality:

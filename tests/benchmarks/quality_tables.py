@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import harness
 from click_cases import Case
-from quality_points import BUDGET, Limits, Noise, Point, Rule, bytes_at, holds, smallest
+from quality_points import BUDGET, Limits, Noise, Point, Rule, bytes_at, floor_of, holds, smallest
 from restored_runs import cross_entropy
 
 GOAL = 0.5
@@ -123,20 +123,33 @@ def print_equal_quality(report: harness.Report, cases: Sequence[tuple[str, Judge
     """Print what the lattice needs to move predictions no further than each width of Check-N-Run does."""
     rows: list[list[harness.Cell]] = []
     for name, _, (_, points) in cases:
+        curves: dict[str, harness.Series] = {}
         for restores in dict.fromkeys(point.restores for point in points):
             found = [point for point in points if point.restores == restores]
             ours = [point for point in found if point.setting.family == "lattice"]
+            floor = floor_of(found)
             for theirs in (point for point in found if point.setting.family == "affine"):
-                needed = bytes_at(ours, theirs.moved)
+                needed = bytes_at(ours, max(theirs.moved, floor))
                 rows.append(
-                    [name, restores, str(theirs.setting), 1e6 * theirs.moved, round(theirs.row_bytes),
+                    [name, restores, str(theirs.setting), 1e6 * theirs.moved, 1e6 * floor, round(theirs.row_bytes),
                      None if needed is None else round(needed), None if needed is None else needed / theirs.row_bytes]
                 )  # fmt: skip
+            for family in ("affine", "lattice"):
+                known = sorted((one for one in found if one.setting.family == family), key=lambda one: one.row_bytes)
+                curves[f"{family}, {restores} restores"] = harness.Series(
+                    [one.row_bytes for one in known], [one.moved for one in known]
+                )
+        report.plot(
+            f"{name}-moved", f"{name}: how far restores move the served model's predictions",
+            "row bytes of a delta", "mean divergence, nats", curves, log_x=True, log_y=True,
+        )  # fmt: skip
     report.table(
         "row bytes at equal quality, served model",
-        ("data", "restores", "Check-N-Run", "moved, 1e-6 nats", "its bytes", "lattice bytes", "ratio"), rows,
+        ("data", "restores", "Check-N-Run", "moved, 1e-6 nats", "floor", "its bytes", "lattice bytes", "ratio"), rows,
         "quality is the mean divergence of predictions from those of the uninterrupted run, which has far less noise "
-        "than AUC; the lattice's bytes are interpolated between its scales, empty where none is that coarse or fine",
+        "than AUC; what moves them less than the floor (1.5 times the least of all settings: training amplifies any "
+        "change) counts as the floor; the lattice's bytes are interpolated between its scales, empty where all of "
+        "them move less",
     )  # fmt: skip
 
 

@@ -259,7 +259,8 @@ def prepared(case: Case, seed: int) -> tuple[SmallDLRM, tuple[torch.optim.Optimi
 
 def _bytes_of(manager: CheckpointManager, chain_ends: Sequence[int]) -> Outcome:
     """Return an outcome with the bytes of all saves: each stands in one of the chains, behind what was folded."""
-    deltas, baselines = [], []
+    deltas: list[tuple[int, int]] = []
+    baselines: list[tuple[int, int]] = []
     for version in chain_ends:
         snapshot = manager.store.snapshot(version)
         for entry, manifest in zip(snapshot.record.chain, snapshot.manifests, strict=True):

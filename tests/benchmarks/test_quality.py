@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 import torch
 from click_cases import Source, load, read_file
-from quality_points import Estimate, Limits, Point, bytes_at, estimate, point_of, smallest
+from quality_points import (
+    FLOOR_MARGIN,
+    Estimate,
+    Limits,
+    Point,
+    bytes_at,
+    estimate,
+    floor_of,
+    point_of,
+    smallest,
+)  # fmt: skip
 from quality_tables import compare
 from restored_runs import Order, Setting, cross_entropy, options_of, prepared, run, schedule
 
@@ -134,7 +144,15 @@ def test_bytes_at_equal_quality_lie_between_two_scales():
     points = [point("lattice", 100.0, 0.0, moved=1e-2), point("lattice", 400.0, 0.0, moved=1e-4)]
     assert bytes_at(points, 1e-3) == pytest.approx(200.0)
     assert bytes_at(points, 1e-5) is None
-    assert bytes_at(points[:1], 1e-2) is None
+    assert bytes_at(points, 1e-1) is None
+    assert bytes_at([], 1e-2) is None
+
+
+def test_a_finer_point_that_moves_predictions_more_counts_for_coarser_ones():
+    points = [point("lattice", size, 0.0, moved=moved) for size, moved in ((400.0, 1e-4), (300.0, 4e-4), (200.0, 2e-4))]
+    points.append(point("lattice", 100.0, 0.0, moved=1e-2))
+    assert bytes_at(points, 4e-4) == pytest.approx(200.0)
+    assert floor_of(points) == pytest.approx(FLOOR_MARGIN * 1e-4)
 
 
 def test_losses_are_paired_by_seed():
