@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import statistics
 import time
@@ -81,10 +82,8 @@ class Costs:
 
 
 def measured(work: Callable[[], Wait | None]) -> Cost:
-    """Time a save or a load from a quiet state: the disk is synced, freed memory is given back."""
+    """Time a save or a load; the disk is synced before, so that nobody pays for another's dirty pages."""
     os.sync()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
     peak = harness.PeakMemory()
     cpu, wall = time.process_time(), time.perf_counter()
     wait = work()
@@ -99,18 +98,21 @@ def measured(work: Callable[[], Wait | None]) -> Cost:
 # ---- the peers
 
 
+def _give_memory_back() -> None:
+    """Return freed memory to the system: what the one before has left is no part of the next one's peak."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
 def run_full_peer(make: Callable[[], Peer], place: Place, trainee: Trainee, costs: Costs) -> None:
-    """One round of a peer that writes everything at each save: a save that warms it up, a save, a load."""
+    """One round of a peer that writes everything at each save: a save, a load."""
     trainee.start_again()
     peer = make()
     peer.open(place, trainee)
     try:
         expected = trainee.copy()
-        for is_counted in (False, True):
-            peer.prepare()
-            cost = measured(peer.save)
-            if is_counted:
-                _keep(costs.saves[peer.name], cost, peer.size_bytes)
+        _keep(costs.saves[peer.name], measured(peer.save), peer.size_bytes)
         costs.touched[peer.name] = 1.0
         if peer.loads:
             trainee.forget()
@@ -149,7 +151,7 @@ def _save(store: Cnr, costs: Costs, name: str, share: float) -> None:
 
 def _load(store: Cnr, costs: Costs, name: str) -> None:
     expected = store.trainee.copy()
-    store.open_manager()
+    store.leave()
     store.trainee.forget()
     _keep(costs.loads[name], measured(store.load), store.size_bytes)
     assert_same(expected, store.trainee.tensors, store.bounds())
@@ -168,6 +170,7 @@ def measure_peers(report: harness.Report, place: Place, trainee: Trainee, size: 
     turns += [partial(run_store, make, place, trainee, costs, shares) for make, shares in stores]
     for number in range(size.repeats):
         for turn in turns[:: 1 if number % 2 == 0 else -1]:
+            _give_memory_back()
             turn()
     report_place(report, place.name, costs)
     return costs
@@ -185,14 +188,16 @@ def _warm_up(place: Place) -> None:
 # ---- the report
 
 SAVE_COLUMNS = (
-    "saved by", "MB", "stall s", "low to high", "committed s", "low to high", "CPU s", "of it behind the training",
-    "CPU s per GB of model", "CPU s per GB of touched rows", "peak MB",
+    "saved by", "MB", "stall s", "committed s", "CPU s", "of it behind the training", "CPU s per GB of model",
+    "CPU s per GB of touched rows", "peak MB",
 )  # fmt: skip
-LOAD_COLUMNS = ("loaded from", "MB stored", "s", "low to high", "CPU s", "CPU s per GB of model", "peak MB")
+LOAD_COLUMNS = ("loaded from", "MB stored", "s", "CPU s", "CPU s per GB of model", "peak MB")
 NOTE = (
-    "Medians; touched rows are all rows for who writes all of them. On the disk everybody fsyncs. torch.save and "
-    "safetensors send a file with s3fs, in parallel parts; dcp writes through fsspec, zarr through its FsspecStore. "
-    "Peak: resident memory beyond what there was before; a mapped file counts."
+    "Medians (lowest to highest round); touched rows are all rows for who writes all of them. On the disk everybody "
+    "fsyncs. torch.save and safetensors send a file with s3fs, in parallel parts; dcp writes through fsspec, zarr "
+    "through its FsspecStore. CPU is that of the training process: servers and links have their own. Peak: resident "
+    "memory beyond what there was before; a mapped file counts, but not what is kept from save to save: the copy of "
+    "the kept stager, and the store's mirror of 2 bytes per element (4 if exact)."
 )
 
 
@@ -203,21 +208,24 @@ def report_place(report: harness.Report, where: str, costs: Costs) -> None:
     for name, kept in costs.saves.items():
         cpu_s = _median(kept, "cpu_s")
         rows.append([
-            name, _median(kept, "size_bytes") / 1e6, _median(kept, "stall_s"), _spread(kept, "stall_s"),
-            _median(kept, "done_s"), _spread(kept, "done_s"), cpu_s, cpu_s - _median(kept, "stall_cpu_s"),
-            cpu_s / gigabytes, cpu_s / gigabytes / costs.touched[name], max(one.peak_bytes for one in kept) / 1e6,
+            name, _median(kept, "size_bytes") / 1e6, _spread(kept, "stall_s"), _spread(kept, "done_s"), cpu_s,
+            max(0.0, cpu_s - _median(kept, "stall_cpu_s")), cpu_s / gigabytes,
+            cpu_s / gigabytes / costs.touched[name], max(one.peak_bytes for one in kept) / 1e6,
         ])  # fmt: skip
-        report.timings(f"{where}: save, {name}", _timings(kept))
+        report.timings(f"{where}: save, {name}", harness.Timings(*_columns(kept, "done_s", "cpu_s")))
+        report.timings(f"{where}: stall, {name}", harness.Timings(*_columns(kept, "stall_s", "stall_cpu_s")))
     report.table(f"Saves, {where}: {gigabytes:.3f} GB of tensors", SAVE_COLUMNS, rows, NOTE)
     rows = []
     for name, kept in costs.loads.items():
         cpu_s = _median(kept, "cpu_s")
         rows.append([
-            name, _median(kept, "size_bytes") / 1e6, _median(kept, "done_s"), _spread(kept, "done_s"), cpu_s,
-            cpu_s / gigabytes, max(one.peak_bytes for one in kept) / 1e6,
+            name, _median(kept, "size_bytes") / 1e6, _spread(kept, "done_s"), cpu_s, cpu_s / gigabytes,
+            max(one.peak_bytes for one in kept) / 1e6,
         ])  # fmt: skip
-        report.timings(f"{where}: load, {name}", _timings(kept))
+        report.timings(f"{where}: load, {name}", harness.Timings(*_columns(kept, "done_s", "cpu_s")))
     report.table(f"Loads into the live tensors, {where}", LOAD_COLUMNS, rows)
+    up, down = (_fastest(kept) for kept in (costs.saves, costs.loads))
+    report.note(f"      the fastest of those who move fp32 saved {up:.0f} MB/s and loaded {down:.0f} MB/s")
     _report_ratios(report, where, costs)
     for what, title in (("done_s", "until it is committed"), ("stall_s", "for which the training waits")):
         _plot_shares(report, where, costs, what, title)
@@ -279,17 +287,23 @@ def _series(x: Sequence[float], costs: Sequence[Sequence[Cost]], what: str) -> h
     return harness.Series(x, [one[1] for one in spreads], [one[0] for one in spreads], [one[2] for one in spreads])
 
 
+def _fastest(costs: dict[str, list[Cost]]) -> float:
+    """Return the megabytes per second of the fastest peer's fastest round."""
+    kept = [cost for peer in FULL_PEERS for cost in costs.get(peer.name, ())]
+    return max(cost.size_bytes / cost.done_s for cost in kept) / 1e6
+
+
 def _median(kept: Sequence[Cost], what: str) -> float:
     return float(statistics.median(getattr(one, what) for one in kept))
 
 
 def _spread(kept: Sequence[Cost], what: str) -> str:
-    low, _, high = harness.spread([getattr(one, what) for one in kept])
-    return f"{harness.shown(low)} to {harness.shown(high)}"
+    low, middle, high = harness.spread([getattr(one, what) for one in kept])
+    return f"{harness.shown(middle)} ({harness.shown(low)} to {harness.shown(high)})"
 
 
-def _timings(kept: Sequence[Cost]) -> harness.Timings:
-    return harness.Timings([one.done_s for one in kept], [one.cpu_s for one in kept])
+def _columns(kept: Sequence[Cost], *names: str) -> list[list[float]]:
+    return [[getattr(one, name) for one in kept] for name in names]
 
 
 # ---- sections
@@ -333,6 +347,7 @@ def main() -> None:
         parser.error(f"sections are {', '.join(SECTIONS)}; places are {', '.join(PLACES)}")
     report = harness.Report(f"cost of saves and loads: {size.rows:,} x {DIM} fp32 in {TABLES} tables")
     report.start()
+    gc.freeze()  # what imports have made is not looked through ahead of each measurement
     for name in sections:
         with harness.data_folder(options.folder) as folder:
             {"peers": run_peers, "chain": run_chain, "tracking": run_tracking}[name](report, folder, size)

@@ -46,12 +46,13 @@ def measure(
     """
     chains = write(report, place, trainee, deltas)
     digests: dict[int, int] = {}
-    lengths: dict[Chain, int] = {}
+    segments: dict[Chain, list[int]] = {}
     timings = {chain: harness.Timings([], []) for chain in chains}
     for number in range(-1, repeats):
         for chain in chains[:: 1 if number % 2 == 0 else -1]:
             store = Cnr(BITS)
             store.open(place, trainee, chain.url)
+            store.leave()
             trainee.forget()
             cpu = time.process_time()
             seconds = harness.timed(store.load)
@@ -59,12 +60,12 @@ def measure(
                 timings[chain].wall.append(seconds)
                 timings[chain].cpu.append(time.process_time() - cpu)
             else:
-                lengths[chain] = store.chain_length()
+                segments[chain] = store.chain_bytes()
                 found = _digest(trainee)
                 if digests.setdefault(chain.deltas, found) != found:
                     raise SystemExit(f"{chain.deltas} deltas, {chain.kind}: not the state of the chain as written")
             store.leave()
-    _report(report, place, timings, lengths)
+    _report(report, place, timings, segments)
     for chain in chains:
         place.remove(chain.url)
     return timings
@@ -119,20 +120,20 @@ def _digest(trainee: Trainee) -> int:
 
 
 def _report(
-    report: harness.Report, place: Place, timings: dict[Chain, harness.Timings], lengths: dict[Chain, int]
+    report: harness.Report, place: Place, timings: dict[Chain, harness.Timings], segments: dict[Chain, list[int]]
 ) -> None:
     rows: list[list[harness.Cell]] = []
     for chain, one in timings.items():
         low, middle, high = harness.spread(one.wall)
         rows.append([
-            chain.deltas, chain.kind, lengths[chain], place.size_bytes(chain.url) / 1e6, middle,
-            f"{harness.shown(low)} to {harness.shown(high)}", harness.spread(one.cpu)[1],
+            chain.deltas, chain.kind, len(segments[chain]), sum(segments[chain]) / 1e6,
+            f"{harness.shown(middle)} ({harness.shown(low)} to {harness.shown(high)})", harness.spread(one.cpu)[1],
         ])  # fmt: skip
         report.timings(f"restore of {chain.deltas} deltas, {chain.kind}", one)
     rows.sort(key=lambda row: (row[0], row[1]))
     report.table(
         f"Restores of a baseline and deltas of {SHARE:.0%}, {BITS}-bit quality, {place.name}",
-        ("deltas", "chain", "segments", "MB stored", "s", "low to high", "CPU s"), rows,
+        ("deltas", "chain", "segments", "MB of them", "s", "CPU s"), rows,
         "A manager's restore: weights, slots, dense tensors, and the mirror that the next delta needs.",
     )  # fmt: skip
     series = {}

@@ -36,7 +36,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class Peer(Protocol):
-    """A way to write every tensor at each save. Used as: `open`, then `save` and `load` as often as one likes, `close`.
+    """A way to write every tensor at each save. Used as: `open`, `save`, `load` as often as one likes, `close`.
 
     Attributes
     ----------
@@ -56,9 +56,6 @@ class Peer(Protocol):
     def open(self, place: Place, trainee: Trainee) -> None:
         """Prepare what a training prepares once."""
 
-    def prepare(self) -> None:
-        """Make room for a save; not part of it."""
-
     def save(self) -> Wait | None:
         """Save; returns when the training may go on. None if the save is durable then."""
 
@@ -70,7 +67,7 @@ class Peer(Protocol):
 
 
 class _Saved:
-    """One thing saved at a place, renewed with each save."""
+    """Something to save at a place, under a name that is its own."""
 
     name: str
     loads: bool = True
@@ -80,11 +77,6 @@ class _Saved:
 
     def open(self, place: Place, trainee: Trainee) -> None:
         self.place, self.trainee, self.url = place, trainee, place.new()
-
-    def prepare(self) -> None:
-        """Remove what was saved last; the next save is somewhere else."""
-        self.place.remove(self.url)
-        self.url = self.place.new()
 
     def close(self) -> None:
         self.place.remove(self.url)
@@ -241,6 +233,7 @@ class DcpAsyncKept(DcpAsync):
     def open(self, place: Place, trainee: Trainee) -> None:
         super().open(place, trainee)
         self._stager = super().stager()
+        self._stager.stage(dict(trainee.tensors))  # as the first of many saves
 
     def stager(self) -> DefaultStager:
         return self._stager
@@ -293,13 +286,9 @@ class Cnr(_Saved):
         self.manager.save(wait=False)
         return self.manager.wait
 
-    def prepare(self) -> None:
-        """Nothing is removed: a delta stands on what was saved before."""
-
     def load(self) -> None:
-        """Restore weights, slots and dense tensors, and the mirror that the next delta needs."""
-        assert self.manager is not None
-        if self.manager.restore() is None:
+        """Restore weights, slots and dense tensors, and the mirror that the next delta needs, in a new manager."""
+        if self.open_manager().restore() is None:
             raise SystemExit("the store is empty")
 
     def compact(self, policy: CompactionPolicy = DEFAULT_POLICY) -> None:
@@ -307,10 +296,10 @@ class Cnr(_Saved):
         with self.opened() as store:
             compact_chain(store, policy=policy)
 
-    def chain_length(self) -> int:
-        """Return the number of segments that a restore reads."""
+    def chain_bytes(self) -> list[int]:
+        """Return the bytes of each segment that a restore reads."""
         with self.opened() as store:
-            return len(store.head().record.chain)
+            return [entry.bytes for entry in store.head().record.chain]
 
     def opened(self) -> Store:
         """Return the store, opened by somebody else than the manager."""

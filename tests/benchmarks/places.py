@@ -18,6 +18,8 @@ from tests.servers import S3Server, running_seaweed
 from tests.throttled_proxy import throttled_proxy
 
 _BUCKET = "cost"
+_PATIENT = {"read_timeout": 300, "connect_timeout": 60}
+"""A slow answer is a figure and no failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,5 +98,5 @@ def behind_link(server: S3Server, bucket: str, folder: Path, gbit_per_s: float |
             rate = gbit_per_s * 1e9 / 8
             port = stack.enter_context(throttled_proxy(int(server.endpoint_url.rpartition(":")[2]), rate, rate))
             server = S3Server(f"http://127.0.0.1:{port}", server.access_key, server.secret_key)
-        options = {**server.storage_options, "use_listings_cache": False}
+        options = {**server.storage_options, "use_listings_cache": False, "config_kwargs": dict(_PATIENT)}
         yield Place(name, f"s3://{bucket}/{uuid.uuid4().hex}", options, scratch)
