@@ -89,6 +89,22 @@ def halvings_to(scale: float, wanted: float) -> int:
     return min(halvings, MAX_SHIFT)
 
 
+DRIFT = 2.0
+"""A full chooses a scale anew that has become so many times finer than what was asked for."""
+
+
+def is_too_fine(scale: float, target: float) -> bool:
+    """Say whether a table's scale is finer by `DRIFT` than the one that its options ask for now. Pure.
+
+    Training widens rows, so a scale that is kept becomes finer than asked, by about a bit an element for each doubling.
+    One that is too coarse is left to refinements, which cost no full.
+
+    >>> is_too_fine(0.1, 0.19), is_too_fine(0.1, 0.2), is_too_fine(0.1, 0.01)
+    (False, True, False)
+    """
+    return target >= DRIFT * scale
+
+
 LOSS_TOLERANCE = 0.05
 """A loss that is within this share of where it was counts as the same."""
 

@@ -250,6 +250,19 @@ def ratio_half_width(
     return NormalDist().inv_cdf(0.5 + confidence / 2) * deviation * math.sqrt(left_out * count) / total
 
 
+def minmax_scale(sample: Float32s, bits: AffineBits) -> float:
+    """Return about the scale that ``bits`` asks for, or more: that of min-max rows, which no greedy search makes worse.
+
+    In microseconds, for those who only want to know that a scale is not too fine. float32 (n, d); rows with NaN or Inf
+    do not count; 0 for none.
+    """
+    rows = _finite(sample)
+    if rows.size == 0:
+        return 0.0
+    widths = (rows.max(axis=1) - rows.min(axis=1)).astype(np.float64)
+    return math.sqrt(float(np.mean(np.square(widths)))) / (2**bits - 1)
+
+
 def lattice_mse(sample: Float32s, scale: float) -> float:
     """Return the mean squared error of lattice codes on a finite sample (n, d); 0 for an empty one.
 

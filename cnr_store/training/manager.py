@@ -921,6 +921,8 @@ class CheckpointManager:
         plan, slots, decision = found[0]
         if any(answer["kind"] == "full" for answer in answers):
             decision = Decision("full", "baseline", "a rank needs it")
+        if decision.kind == "full":
+            self._whole_next |= self._rate.too_fine(self._control, writer, self._whole_next)
         return plan, slots, decision, known
 
     def _decide(self, writer: Writer, plan: StatePlan, slots: Mapping[str, Slots]) -> Decision:

@@ -15,13 +15,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from cnr_store.encodings.choose import sample_rows
 from cnr_store.encodings.sampling import RowSample
-from cnr_store.encodings.scale import ScaleChoice, pooled
+from cnr_store.encodings.scale import ScaleChoice, minmax_scale, pooled
+from cnr_store.encodings.widths import to_float32
 from cnr_store.errors import BadInput
 from cnr_store.options import asked_bits, choose_table_scale, table_dtype
 from cnr_store.policy import Decision
 from cnr_store.ranks import Ranks, together
-from cnr_store.rate import Refinement, bits_after, halvings_for_loss, known_bits, refinement, smoothed
+from cnr_store.rate import Refinement, bits_after, halvings_for_loss, is_too_fine, known_bits, refinement, smoothed
 from cnr_store.records import MAX_SHIFT, MAX_SHIFT_IN_CHAIN, MIN_SCALE, TableSchema
 from cnr_store.training.arguments import Schedule
 from cnr_store.training.document import RateDocument
@@ -30,6 +32,11 @@ from cnr_store.training.tensors import TensorRows
 from cnr_store.transaction import Transaction
 from cnr_store.types import MAX_CODE, AffineBits, Lattice, TableOptions
 from cnr_store.writer import Writer
+
+_FEW_ROWS = 2048
+"""Rows that tell whether it is worth while to measure a scale."""
+_GROWN = 1.1
+"""Growth of rows, as a factor, before a scale is measured again that was found not to be too fine."""
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +129,7 @@ class RateControl:
         self._losses = 0
         self._halved: dict[str, int] = {}
         self._steps: dict[str, float] = {}
+        self._measured_at: dict[str, float] = {}
         self._restores = 0
         self._bits: dict[str, AffineBits] = {}
         self._pending: dict[str, Refinement] = {}
@@ -277,6 +285,67 @@ class RateControl:
                 "full", "baseline", f"the scales of {waits} change, and a one-shot delta cannot refine them"
             )
         return decision
+
+    def too_fine(self, ranks: Ranks, writer: Writer, anew: Collection[str]) -> set[str]:
+        """Return tables whose scale is far finer than asked, for a full to choose it anew. All ranks call it.
+
+        Looks at a few live rows of each table with ``bits=``, about a millisecond; where those have grown enough it
+        blocks for some 0.3 s to measure, and not again before they have grown on.
+
+        Parameters
+        ----------
+        anew
+            Tables that are written anew already.
+        """
+        if self._schedule != "constant" or not writer.is_synced:
+            return set()
+        schemas = writer.snapshot.tables
+        known = {
+            table: step
+            for table in self._options.keys() & schemas.keys()
+            if table not in anew and table not in self._pending and self._has_target(table)
+            if (step := _step_of(schemas[table])) is not None
+        }
+        roughly = together(ranks, lambda: {table: self._roughly(table) for table in known})
+        most = {table: max(answer[table] for answer in roughly) for table in known}
+        known = {
+            table: step
+            for table, step in known.items()
+            if is_too_fine(step, most[table]) and most[table] > _GROWN * self._measured_at.get(table, 0.0)
+        }
+        self._measured_at |= {table: most[table] for table in known}
+        if not known:
+            return set()
+        answers = together(ranks, lambda: {table: self._measure(writer, table, schemas[table]) for table in known})
+        found = set()
+        for table, step in known.items():
+            given = [answer[table] for answer in answers]
+            choices = [(msgspec.convert(one, ScaleChoice), n) for of_rank in given for one, n in of_rank["choices"]]
+            if not choices or any(of_rank["refused"] for of_rank in given):
+                continue
+            target = pooled([one for one, _ in choices], [n for _, n in choices]).scale
+            if is_too_fine(step, target):
+                found.add(table)
+                self._pending[table] = Refinement(
+                    "anew", 0, self._width_anew(table), f"the rows have grown: {target:.4g} would do for {step:.4g}"
+                )
+        return found
+
+    def _roughly(self, table: str) -> float:
+        """The scale that the options ask for on a few rows of this rank, or more; 0 where it has none."""
+        found = [0.0]
+        for holding in self._holdings.owned.values():
+            if holding.table == table:
+                rows = TensorRows(holding.shard.weight)
+                dtype = table_dtype(rows, table)
+                sample = np.asarray(rows[sample_rows(len(rows), _FEW_ROWS, 0)])
+                found.append(minmax_scale(to_float32(sample, dtype), self._width_anew(table)))
+        return max(found)
+
+    def _has_target(self, table: str) -> bool:
+        """Whether the options of a lattice say what its scale should be like, and not what it is."""
+        options = self._options[table]
+        return options.max_error is None and options.scale is None
 
     def waits_for_full(self) -> set[str]:
         """Return the tables that the next save must write anew."""

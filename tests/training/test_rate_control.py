@@ -288,6 +288,47 @@ def test_scales_follow_the_loss_at_restores_and_nowhere_else(policy: Any, url: s
         assert store.snapshot().tables["weight"].generation == 3
 
 
+def test_a_full_chooses_the_scale_anew_when_rows_have_grown(url: str) -> None:
+    """The scale of the first full was kept for ever, though trained rows are wider than fresh ones: bits for nothing.
+
+    The second full after it measures nothing: rows that did not grow are looked at, no more.
+    """
+    life = Life(url, options=TableOptions(bits=4), policy="full")
+    with torch.no_grad():
+        life.model.weight *= 0.05
+    life.manager.tracker.mark_all("weight")
+    life.save()
+    life.train(0)
+    kept = life.save()
+    with torch.no_grad():
+        life.model.weight *= 20.0
+    life.manager.tracker.mark_all("weight")
+
+    grown = life.save()
+
+    assert kept.scales == {}
+    change = grown.scales["weight"]
+    assert change.before is not None
+    assert 8 < change.after / change.before < 40
+    assert "grown" in change.reason
+    assert Store.open(url).snapshot().tables["weight"].generation == 2
+    assert life.save().scales == {}
+    error = np.abs(Store.open(url).snapshot().table("weight").read() - life.model.weight.detach().numpy())
+    assert error.max() <= change.after / 2 * (1 + 1e-6)
+    life.manager.close()
+
+
+def test_a_delta_keeps_the_scale_however_much_rows_have_grown(url: str) -> None:
+    life = Life(url, options=TableOptions(bits=4))
+    life.save()
+    with torch.no_grad():
+        life.model.weight *= 20.0
+    life.manager.tracker.mark_all("weight")
+    report = life.save()
+    assert (report.kind, report.scales) == ("delta", {})
+    life.manager.close()
+
+
 def test_a_schedule_without_a_loss_changes_nothing(url: str) -> None:
     for number in range(3):
         report = Life(url, options=TableOptions(bits=4), schedule="loss").next(number)

@@ -17,6 +17,7 @@ from cnr_store.rate import (
     bits_after,
     halvings_for_loss,
     halvings_to,
+    is_too_fine,
     known_bits,
     refinement,
     smoothed,
@@ -96,6 +97,14 @@ def test_a_refinement_is_never_coarser_than_asked_nor_more_than_there_is_room_fo
         assert math.ldexp(scale, -found.halvings) <= target or found.halvings == MAX_SHIFT
     if found.how == "anew":
         assert found.halvings > most
+
+
+@given(scales, scales, st.floats(1.0, 100.0))
+def test_only_scales_that_are_finer_than_asked_are_too_fine(scale: float, target: float, factor: float) -> None:
+    if is_too_fine(scale, target):
+        assert scale < target
+        assert is_too_fine(scale, target * factor)
+        assert is_too_fine(scale / factor, target)
 
 
 losses = st.floats(1e-6, 1e6)

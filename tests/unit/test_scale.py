@@ -51,6 +51,18 @@ def test_the_scale_follows_the_unit_of_the_values_exactly_by_powers_of_two() -> 
     assert other == one * 2.0**-20
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_min_max_rows_ask_for_no_finer_a_scale_than_greedy_ones(bits: AffineBits) -> None:
+    rows = normal_rows()
+    rough = scale.minmax_scale(rows, bits)
+    assert (
+        scale.choose_scale(rows, Precision(bits=bits))
+        <= rough * 1.02
+        <= 2.5 * scale.choose_scale(rows, Precision(bits=bits))
+    )
+    assert scale.minmax_scale(rows[:0], bits) == 0.0
+
+
 def test_heavy_tailed_rows_are_met_too() -> None:
     rows = np.random.default_rng(1).standard_t(2.0, (512, 16)).astype(np.float32)
     target = scale.affine_mse(rows, 2)
