@@ -258,6 +258,16 @@ def test_an_aborted_save_moves_nothing(run: Run) -> None:
     assert run.save(rows).tolist() == []
 
 
+def test_a_restore_forgets_what_waited_and_its_threshold(run: Run) -> None:
+    run.save(two_changes(run))
+    assert run.writer.mirrors.waiting(T, (1, 0)).rows.tolist() == [1, 2, 3]
+
+    run.writer.restore()
+
+    assert run.writer.mirrors.waiting(T, (1, 0)).tau is None
+    assert run.writer.mirrors.waiting(T, (1, 0)).rows.tolist() == []
+
+
 def test_nothing_waits_in_a_full_in_a_one_shot_delta_or_behind_a_finer_scale(run: Run) -> None:
     assert run.save(two_changes(run), kind="full").tolist() == []
     assert run.save(two_changes(run), base="baseline").tolist() == []
