@@ -1,15 +1,16 @@
 """Which bytes a delta has, and what other ways to code them with the same codecs would save: ``bench_entropy.py``.
 
-Deltas of trained models (the DLRM trace; MovieLens and Amazon Beauty in time order, where the files are there) and of
-the drifting table. The scale of each table is that of `bits` at the touched rows of the save before. First what a
-store writes, by kind, documents included; then each coding of `codings`, checked by decoding, in bytes against
-today's and in time against today's, alternating in one run. A saving counts against everything on disk, documents too.
+Deltas of trained models (the DLRM trace; public data sets in time order, where their files are there) and of the
+drifting table. The scale of each table is that of `bits` at the touched rows of the save before. First what a store
+writes, by kind, documents included; then each coding of `codings`, checked by decoding, in bytes and in time against
+codes by row id, alternating in one run; the order of slots is what a store writes. A saving counts against everything
+on disk, documents too.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,25 +21,25 @@ import dlrm_trace
 import harness
 import numpy as np
 import numpy.typing as npt
-import real_logs
 from codings import Chunk, Coding
 from drifting import TABLE, DriftingTable
 from numcodecs.zstd import Zstd
+from real_sets import DATA_FOLDER, present
 
 from cnr_store import Store, TableOptions
 from cnr_store.encodings import float_bits
 from cnr_store.encodings.scale import choose_scale
 from cnr_store.layout import MANIFEST, RECEIPT, segment_prefix
 from cnr_store.types import Float32s, Precision, RowIds
-from cnr_store_tools.demo.click_log import ClickLog, split_by_time
-from cnr_store_tools.demo.presets import RunConfig, trace_config
+from cnr_store_tools.demo.presets import trace_config
 
 BITS = (2, 4, 8)
 SLOT_MANTISSA = 7
 ENOUGH_SAVED = 0.95
-"""A coding is kept if everything on disk shrinks to this share of today's."""
+"""A coding is kept if everything on disk shrinks to this share."""
 FAST_ENOUGH = 0.8
 SAMPLE_ROWS = 20_000
+QUICK_SETS = ("MovieLens-100k",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,17 +104,14 @@ def sources(steps: int, rows: int, seed: int, *, quick: bool) -> Iterator[Source
     config = trace_config(steps=steps, seed=seed)
     *_, before, after = dlrm_trace.train(config)
     yield source_of("DLRM trace", before, after)
-    logs: dict[str, Callable[[], ClickLog | None]] = {"MovieLens": real_logs.movielens}
-    if not quick:
-        logs["Beauty"] = partial(real_logs.beauty, seed=seed)
-    for name, read in logs.items():
-        log = read()
+    for one, path in present(DATA_FOLDER):
+        log = None if path is None or (quick and one.name not in QUICK_SETS) else one.read(path)
         for dim in () if log is None else (16,) if quick else (16, 32, 64):
             assert log is not None
-            past, _ = split_by_time(log, 0.15)
-            saves = 4 if quick else 9
-            *_, before, after = dlrm_trace.train_on(past, small_config(len(past), dim, saves, seed))
-            yield source_of(f"{name}, dim {dim}", before, after)
+            *_, before, after = dlrm_trace.train_on(
+                log, one.config(log, dim=dim, intervals=4 if quick else 9, seed=seed)
+            )
+            yield source_of(f"{one.name}, dim {dim}", before, after)
     yield from drifting(rows, seed)
 
 
@@ -127,15 +125,6 @@ def drifting(rows: int, seed: int) -> Iterator[Source]:
     grown = slots * random.uniform(1.0, 1.5, len(touched)).astype(np.float32)
     moved = Moved(TABLE, rows, touched, before_values[touched], table.values[touched], slots, grown)
     yield Source("drifting table", (moved,), (before_values[:SAMPLE_ROWS],))
-
-
-def small_config(num_samples: int, dim: int, saves: int, seed: int) -> RunConfig:
-    """Return one pass over a real log, in batches of 256, with so many saves."""
-    steps = num_samples // 256
-    return RunConfig(
-        traffic=None, steps=steps, batch_size=256, save_every=max(1, steps // saves), test_share=0.15, dim=dim,
-        seed=seed,
-    )  # fmt: skip
 
 
 def source_of(name: str, before: dlrm_trace.Interval, after: dlrm_trace.Interval) -> Source:
@@ -206,37 +195,37 @@ def write(source: Source, bits: int, folder: Path) -> tuple[dict[str, int], tupl
 def compare(
     report: harness.Report, found: Sequence[Source], widths: Sequence[int], other: Mapping[tuple[str, int], int]
 ) -> None:
-    """Report every coding's bytes, everything on disk counted, as a share of today's."""
+    """Report every coding's bytes, everything on disk counted, as a share of those by row id."""
     columns = [f"{source.name}, {bits}" for source in found for bits in widths]
     lines: list[list[harness.Cell]] = [[coding.name] for coding in codings.codings()]
     kinds: list[list[harness.Cell]] = []
     for source in found:
         for bits in widths:
             chunks = source.chunks(bits)
-            today = 0
+            plain = 0
             for line, coding in zip(lines, codings.codings(), strict=True):
                 sizes = bytes_of(coding, chunks)
                 total = sum(sizes.values()) + other[source.name, bits]
-                today = today or total
-                line.append(total / today)
+                plain = plain or total
+                line.append(total / plain)
                 if source is found[0] and bits == 4:
                     kinds.append([coding.name, *(sizes.get(k, 0) for k in ("rows", "slots", "classes", "codes"))])
     report.table(f"bytes by kind: {found[0].name}, 4 bits", ["coding", "rows", "slots", "classes", "codes"], kinds)
     for start in range(0, len(columns), len(widths)):
         stop = start + len(widths)
         part = [[line[0], *line[1 + start : 1 + stop]] for line in lines]
-        report.table("everything on disk / today's", ["coding", *columns[start:stop]], part)
+        report.table("everything on disk / by row id", ["coding", *columns[start:stop]], part)
 
 
 def bytes_of(coding: Coding, chunks: list[Chunk]) -> dict[str, int]:
-    """Return kind to bytes, today's for chunks that the coding does not fit."""
+    """Return kind to bytes, those by row id for chunks that the coding does not fit."""
     if all(coding.fits(chunk) for chunk in chunks):
         return codings.total_bytes(coding, chunks)
     return codings.total_bytes(codings.codings()[0], chunks)
 
 
 def times(report: harness.Report, source: Source, widths: Sequence[int], repeats: int) -> None:
-    """Report today's seconds over each coding's, to encode and to decode; above 1 is faster than today."""
+    """Report the CPU seconds by row id over each coding's, to encode and to decode; above 1 is faster."""
     lines: list[list[harness.Cell]] = []
     for bits in widths:
         chunks = source.chunks(bits)
@@ -247,10 +236,10 @@ def times(report: harness.Report, source: Source, widths: Sequence[int], repeats
         decode = {one.name: partial(_decode, one, stored[one.name], shapes) for one in fitting}
         encoded, decoded = (harness.alternating(work, repeats) for work in (encode, decode))
         for name in encode:
-            ratios = [_speed(found["today"], found[name]) for found in (encoded, decoded)]
+            ratios = [_speed(found["by row id"], found[name]) for found in (encoded, decoded)]
             lines.append([bits, name, *ratios])
     report.table(
-        f"speed against today's: {source.name}", ["bits", "coding", "encode", "decode"], lines,
+        f"speed, by row id = 1: {source.name}", ["bits", "coding", "encode", "decode"], lines,
         f"one thread, median of {repeats} rounds; a coding is kept at {FAST_ENOUGH} or more, and {ENOUGH_SAVED} of the "
         "bytes or fewer",
     )  # fmt: skip
@@ -265,8 +254,8 @@ def _decode(coding: Coding, stored: list[codings.Stored], shapes: list[tuple[int
         coding.decode(one, shape)
 
 
-def _speed(today: harness.Timings, other: harness.Timings) -> float:
-    return float(np.median(np.array(today.cpu) / np.maximum(np.array(other.cpu), 1e-9)))
+def _speed(plain: harness.Timings, other: harness.Timings) -> float:
+    return float(np.median(np.array(plain.cpu) / np.maximum(np.array(other.cpu), 1e-9)))
 
 
 def _slot_codes(slots: Float32s) -> npt.NDArray[np.int32]:

@@ -61,7 +61,8 @@ class Chunk:
 class Coding:
     """A way to store a chunk.
 
-    ``decode`` gets what ``encode`` gave and the shape of the codes. Where it ``fits`` not, today's takes its place.
+    ``decode`` gets what ``encode`` gave and the shape of the codes. Where it does not fit, the first
+    coding takes its place.
     """
 
     name: str
@@ -78,12 +79,12 @@ def cut(rows: RowIds, codes: Codes, slots: Codes, slots_now: Codes) -> list[Chun
 
 
 def codings() -> list[Coding]:
-    """Return today's coding first, then what may be better."""
+    """Return the plain coding first, by row id, then what may be better; the store's is the order of slots."""
     made = [
-        Coding("today", today, from_today),
-        Coding("pcodec level 12", partial(today, level=12), from_today),
-        Coding("pcodec chooses mode and differences", partial(today, chooses=True), from_today),
-        Coding("pages of 65,536 codes", partial(today, page=1 << 16), from_today),
+        Coding("by row id", by_id, from_ids),
+        Coding("pcodec level 12", partial(by_id, level=12), from_ids),
+        Coding("pcodec chooses mode and differences", partial(by_id, chooses=True), from_ids),
+        Coding("pages of 65,536 codes", partial(by_id, page=1 << 16), from_ids),
         Coding("columns one after the other", by_columns, from_columns),
         Coding("int8 under zstd", as_bytes, from_bytes, lambda chunk: bool(np.abs(chunk.codes).max(initial=0) < 128)),
         Coding("row ids as a bitmap under zstd", with_bitmap, from_bitmap),
@@ -100,13 +101,13 @@ def codings() -> list[Coding]:
     return made
 
 
-def today(chunk: Chunk, *, level: int = 8, page: int = PAGE, chooses: bool = False) -> Stored:
-    """As `cnr_store.arrays` stores the three arrays."""
-    codes = [_pack(chunk.codes, level, page, chooses=chooses)]
-    return _with_codes(chunk, codes, [_pack(chunk.slots, level, chooses=chooses)])
+def by_id(chunk: Chunk, *, level: int = 8, page: int = PAGE, chooses: bool = False) -> Stored:
+    """All three by ascending row id, with the settings of `cnr_store.arrays`."""
+    codes = [pack(chunk.codes, level, page, chooses=chooses)]
+    return _with_codes(chunk, codes, [pack(chunk.slots, level, chooses=chooses)])
 
 
-def from_today(stored: Stored, shape: tuple[int, int]) -> Chunk:
+def from_ids(stored: Stored, shape: tuple[int, int]) -> Chunk:
     """See `Coding`."""
     rows, slots = _ids(stored, shape), _unpack(stored["slots"][0], (shape[0],))
     return _chunk(rows, _unpack(stored["codes"][0], shape), slots)
@@ -114,7 +115,7 @@ def from_today(stored: Stored, shape: tuple[int, int]) -> Chunk:
 
 def by_columns(chunk: Chunk) -> Stored:
     """Column after column, each with a histogram of its own: Zarr's ``transpose`` codec."""
-    return _with_codes(chunk, [_pack(chunk.codes.T, page=max(256, len(chunk.rows)))])
+    return _with_codes(chunk, [pack(chunk.codes.T, page=max(256, len(chunk.rows)))])
 
 
 def from_columns(stored: Stored, shape: tuple[int, int]) -> Chunk:
@@ -129,7 +130,7 @@ def as_bytes(chunk: Chunk) -> Stored:
 
 
 def from_bytes(stored: Stored, shape: tuple[int, int]) -> Chunk:
-    """See `Coding`; codes that were no int8 are today's."""
+    """See `Coding`."""
     codes = np.frombuffer(Zstd().decode(stored["codes"][0]), np.int8).reshape(shape).astype(np.int16)
     return _chunk(_ids(stored, shape), codes, _unpack(stored["slots"][0], (shape[0],)))
 
@@ -140,7 +141,7 @@ def with_bitmap(chunk: Chunk) -> Stored:
     bits = np.zeros(int(chunk.rows[-1] - first) + 1, np.uint8)
     bits[chunk.rows - first] = 1
     rows = [int(first).to_bytes(8, "little"), bytes(Zstd(level=3).encode(np.packbits(bits)))]
-    return {"rows": rows, "codes": [_pack(chunk.codes)], "slots": [_pack(chunk.slots)]}
+    return {"rows": rows, "codes": [pack(chunk.codes)], "slots": [pack(chunk.slots)]}
 
 
 def from_bitmap(stored: Stored, shape: tuple[int, int]) -> Chunk:
@@ -152,7 +153,7 @@ def from_bitmap(stored: Stored, shape: tuple[int, int]) -> Chunk:
 
 def slots_by_energy(chunk: Chunk) -> Stored:
     """Slots in the order of their rows' energy, which the codes tell."""
-    return _with_codes(chunk, [_pack(chunk.codes)], [_pack(chunk.slots[_by_energy(chunk.codes)], page=4096)])
+    return _with_codes(chunk, [pack(chunk.codes)], [pack(chunk.slots[_by_energy(chunk.codes)], page=4096)])
 
 
 def slots_from_energy(stored: Stored, shape: tuple[int, int]) -> Chunk:
@@ -165,9 +166,9 @@ def in_slot_order(chunk: Chunk, *, by_column: bool = False) -> Stored:
     """Codes in the order of their rows' slot differences, which a reader has: ids and slots stay as they are."""
     codes = np.take(chunk.codes, _stable(chunk.slots), axis=0)
     if not by_column:
-        return _with_codes(chunk, [_pack(codes, page=1 << 16)])
+        return _with_codes(chunk, [pack(codes, page=1 << 16)])
     groups = [codes[start : start + GROUP_ROWS] for start in range(0, len(codes), GROUP_ROWS)]
-    return _with_codes(chunk, [_pack(group.T, page=max(256, len(group))) for group in groups])
+    return _with_codes(chunk, [pack(group.T, page=max(256, len(group))) for group in groups])
 
 
 def from_slot_order(stored: Stored, shape: tuple[int, int], *, by_column: bool = False) -> Chunk:
@@ -186,8 +187,8 @@ def from_slot_order(stored: Stored, shape: tuple[int, int], *, by_column: bool =
 def in_energy_order(chunk: Chunk) -> Stored:
     """All three arrays in the order of energy: what the ids cost then."""
     order = _by_energy(chunk.codes)
-    rows = _pack(chunk.rows[order])
-    return {"rows": [rows], "codes": [_pack(chunk.codes[order], page=1 << 16)], "slots": [_pack(chunk.slots[order])]}
+    rows = pack(chunk.rows[order])
+    return {"rows": [rows], "codes": [pack(chunk.codes[order], page=1 << 16)], "slots": [pack(chunk.slots[order])]}
 
 
 def from_energy_order(stored: Stored, shape: tuple[int, int]) -> Chunk:
@@ -201,8 +202,8 @@ def from_energy_order(stored: Stored, shape: tuple[int, int]) -> Chunk:
 
 def in_accumulator_order(chunk: Chunk) -> Stored:
     """Codes in the order of the accumulators themselves; a reader of one delta has them only if they are stored."""
-    codes = [_pack(np.take(chunk.codes, _stable(chunk.slots_now), axis=0), page=1 << 16)]
-    return _with_codes(chunk, codes, [_pack(chunk.slots), _pack(chunk.slots_now)])
+    codes = [pack(np.take(chunk.codes, _stable(chunk.slots_now), axis=0), page=1 << 16)]
+    return _with_codes(chunk, codes, [pack(chunk.slots), pack(chunk.slots_now)])
 
 
 def from_accumulator_order(stored: Stored, shape: tuple[int, int]) -> Chunk:
@@ -217,10 +218,10 @@ def in_classes(chunk: Chunk, *, count: int) -> Stored:
     order = _stable(classes)
     found = [order[classes[order] == one] for one in range(count)]
     return {
-        "rows": [_pack_ids(chunk.rows)],
-        "classes": [_pack(classes)],
-        "codes": [_pack(chunk.codes[rows], page=1 << 24) for rows in found if len(rows)],
-        "slots": [_pack(chunk.slots[rows], page=1 << 24) for rows in found if len(rows)],
+        "rows": [pack_ids(chunk.rows)],
+        "classes": [pack(classes)],
+        "codes": [pack(chunk.codes[rows], page=1 << 24) for rows in found if len(rows)],
+        "slots": [pack(chunk.slots[rows], page=1 << 24) for rows in found if len(rows)],
     }
 
 
@@ -238,7 +239,7 @@ def in_lists(chunk: Chunk, *, count: int) -> Stored:
     """A row list for each class, its ids ascending."""
     classes = _classes(chunk.codes, count)
     found = [np.flatnonzero(classes == one) for one in range(count)]
-    made = [today(Chunk(chunk.rows[r], chunk.codes[r], chunk.slots[r], chunk.slots_now[r])) for r in found if len(r)]
+    made = [by_id(Chunk(chunk.rows[r], chunk.codes[r], chunk.slots[r], chunk.slots_now[r])) for r in found if len(r)]
     sizes = [len(r).to_bytes(8, "little") for r in found if len(r)]
     return {kind: [one[kind][0] for one in made] for kind in made[0]} | {"classes": sizes}
 
@@ -247,7 +248,7 @@ def from_lists(stored: Stored, shape: tuple[int, int]) -> Chunk:
     """See `Coding`."""
     sizes = [int.from_bytes(size, "little") for size in stored["classes"]]
     each = [
-        from_today({kind: [stored[kind][at]] for kind in ("rows", "codes", "slots")}, (size, shape[1]))
+        from_ids({kind: [stored[kind][at]] for kind in ("rows", "codes", "slots")}, (size, shape[1]))
         for at, size in enumerate(sizes)
     ]
     order = np.argsort(np.concatenate([one.rows for one in each]))
@@ -278,7 +279,7 @@ def total_bytes(coding: Coding, chunks: Sequence[Chunk]) -> dict[str, int]:
 
 
 def _with_codes(chunk: Chunk, codes: list[bytes], slots: list[bytes] | None = None) -> Stored:
-    return {"rows": [_pack_ids(chunk.rows)], "codes": codes, "slots": slots or [_pack(chunk.slots)]}
+    return {"rows": [pack_ids(chunk.rows)], "codes": codes, "slots": slots or [pack(chunk.slots)]}
 
 
 def _classes(codes: Codes, count: int) -> Codes:
@@ -315,7 +316,7 @@ def _ids(stored: Stored, shape: tuple[int, int]) -> RowIds:
     return rows
 
 
-def _pack(array: npt.NDArray[Any], level: int = 8, page: int = PAGE, *, chooses: bool = False) -> bytes:
+def pack(array: npt.NDArray[Any], level: int = 8, page: int = PAGE, *, chooses: bool = False) -> bytes:
     config = ChunkConfig(
         compression_level=level,
         delta_spec=DeltaSpec.auto() if chooses else DeltaSpec.none(),
@@ -325,7 +326,7 @@ def _pack(array: npt.NDArray[Any], level: int = 8, page: int = PAGE, *, chooses:
     return bytes(standalone.simple_compress(np.ascontiguousarray(array).reshape(-1), config))
 
 
-def _pack_ids(rows: RowIds) -> bytes:
+def pack_ids(rows: RowIds) -> bytes:
     config = ChunkConfig(
         compression_level=8,
         delta_spec=DeltaSpec.try_consecutive(1),

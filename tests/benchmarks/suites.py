@@ -31,6 +31,8 @@ class Suite:
 SUITES = (
     Suite("size", "bench_size.py", "bytes on disk by policy and encoding"),
     Suite("quality", "bench_quality.py", "what restores cost in quality, and the fewest bytes that cost none"),
+    Suite("entropy", "bench_entropy.py", "which bytes a delta has, and other ways to code them"),
+    Suite("classes", "bench_classes.py", "scales by row class against finer scales"),
     Suite("growth", "bench_growth.py", "what grows with rows, versions, tables and writers"),
     Suite("plan", "bench_plan.py", "a large model on many GPUs, computed from measured rates"),
     Suite("encode", "bench_delta.py", "encoding and committing a delta"),

@@ -23,7 +23,7 @@ def test_every_coding_gives_a_chunk_back(coding: codings.Coding, num_rows: int) 
 
 
 def test_a_coding_that_loses_rows_is_refused() -> None:
-    broken = codings.Coding("zeros", codings.today, lambda stored, shape: chunks(300, 8, seed=1)[0])
+    broken = codings.Coding("zeros", codings.by_id, lambda stored, shape: chunks(300, 8, seed=1)[0])
 
     with pytest.raises(ValueError, match="does not come back"):
         codings.total_bytes(broken, chunks(300, 8))
@@ -33,10 +33,10 @@ def test_slots_that_tell_the_energy_make_codes_smaller() -> None:
     made = {coding.name: coding for coding in codings.codings()}
     given = chunks(20_000, 16)
 
-    ordered, today = (codings.total_bytes(made[name], given) for name in ("order of slots", "today"))
+    ordered, plain = (codings.total_bytes(made[name], given) for name in ("order of slots", "by row id"))
 
-    assert ordered["codes"] < 0.95 * today["codes"]
-    assert (ordered["rows"], ordered["slots"]) == (today["rows"], today["slots"])
+    assert ordered["codes"] < 0.95 * plain["codes"]
+    assert (ordered["rows"], ordered["slots"]) == (plain["rows"], plain["slots"])
 
 
 def test_what_a_store_writes_is_counted_by_kind(tmp_path) -> None:
@@ -61,5 +61,5 @@ def test_the_comparison_counts_documents_too(capsys) -> None:
     bench_entropy.compare(report, [source], (4,), {(source.name, 4): 3 * chunks_bytes})
 
     by_name = {row[0]: row[1] for row in report.tables[-1].rows}
-    assert by_name["today"] == 1
+    assert by_name["by row id"] == 1
     assert 0.9 < by_name["int8 under zstd"] < 1.2
