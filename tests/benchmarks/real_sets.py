@@ -7,7 +7,7 @@ out aloud.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -80,9 +80,25 @@ def read_pairs(path: Path) -> ClickLog:
     )
 
 
+def without_unused_rows(log: ClickLog) -> ClickLog:
+    """Return the log with tables of the rows that occur in it, ids in their old order.
+
+    An excerpt of a large log keeps that one's ids: most rows of its tables would be initial values for ever.
+    """
+    found = [np.unique(column, return_inverse=True) for column in log.ids.T]
+    return replace(
+        log, ids=np.stack([rows for _, rows in found], axis=1), table_rows=[len(values) for values, _ in found]
+    )
+
+
+def read_excerpt(path: Path) -> ClickLog:
+    """Return a file that `cnr demo` reads, with tables of the rows that occur in it."""
+    return without_unused_rows(read_click_log(path))
+
+
 SETS = (
     RealSet("MovieLens-100k", "ml-100k.inter", 128, read_click_log),
-    RealSet("Criteo, 10,000 samples", "criteo_kaggle_tiny_train.csv", 64, read_click_log),
+    RealSet("Criteo, 10,000 samples", "criteo_kaggle_tiny_train.csv", 64, read_excerpt),
     RealSet("Amazon Beauty", "beauty_pairs.txt", 1024, read_pairs),
 )
 

@@ -19,6 +19,7 @@ from size_encodings import Measured, print_equal_quality
 from size_shares import Stretch, grown, stretches
 
 from cnr_store.compaction import CompactionPolicy
+from cnr_store_tools.demo.click_log import ClickLog
 from cnr_store_tools.demo.presets import RunConfig
 
 
@@ -171,6 +172,16 @@ def test_the_suite_measures_a_run_and_shares_and_writes_its_json(tmp_path: Path)
     assert len(document["plots"]) == 3
     assert all(line["met"] in (True, False) for line in document["lines"] if line["goal"] is not None)
     assert any("fp32 full / delta" in line["name"] and line["goal"] == 50.0 for line in document["lines"])
+
+
+def test_rows_that_never_occur_are_left_out() -> None:
+    ids = np.asarray([[5, 0], [9, 0], [5, 3]], np.int64)
+    log = ClickLog(ids, np.zeros((3, 0), np.float32), np.zeros(3, np.float32), [10, 4], ["a", "b"])
+
+    found = real_sets.without_unused_rows(log)
+
+    assert found.ids.tolist() == [[0, 0], [1, 0], [0, 1]]
+    assert found.table_rows == [2, 2]
 
 
 def test_a_set_that_is_missing_is_left_out_aloud(tmp_path: Path) -> None:
