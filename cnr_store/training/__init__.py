@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 from cnr_store.training.background import SaveReport
+from cnr_store.training.calibrating import Calibration, Trial, calibrate
 from cnr_store.training.carried import CarriedBatch, CarryingReader
 from cnr_store.training.intervals import GrantedReader
 from cnr_store.training.manager import CheckpointManager, RestoredState
@@ -26,6 +27,9 @@ __all__ = [
     "SaveReport",
     "ScaleChange",
     "RateStatus",
+    "calibrate",
+    "Calibration",
+    "Trial",
     "ProcessRanks",
     "CarriedBatch",
     "CarryingReader",

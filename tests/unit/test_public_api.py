@@ -63,6 +63,7 @@ PUBLIC = {
     "cnr_store.testing": "",
     "cnr_store.training": """
         CheckpointManager RestoredState SaveReport ScaleChange RateStatus ProcessRanks
+        calibrate Calibration Trial
         CarriedBatch CarryingReader GrantedReader IntervalReader reader_states_for
     """,
     "cnr_store_tools": "",

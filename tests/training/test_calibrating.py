@@ -1,0 +1,177 @@
+"""Precision from a validation: the coarsest that keeps within the loss, and a model that is as it was."""
+
+from __future__ import annotations
+
+import math
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cnr_store import BadInput, TableOptions
+from cnr_store.ranks import OneRank
+from cnr_store.testing.ranks import thread_ranks
+from cnr_store.training import Calibration, CheckpointManager, calibrate
+
+
+class Clicks:
+    """A trained model of two tables and a validation set: logistic regression on sums of rows."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.user, self.item = nn.Embedding(120, 8), nn.Embedding(60, 8)
+        self.model = nn.ModuleDict({"user": self.user, "item": self.item})
+        generator = torch.Generator().manual_seed(4)
+        self.users = torch.randint(0, 120, (800,), generator=generator)
+        self.items = torch.randint(0, 60, (800,), generator=generator)
+        score = (torch.randn(120, 8, generator=generator)[self.users]
+                 * torch.randn(60, 8, generator=generator)[self.items]).sum(1)  # fmt: skip
+        self.labels = (score + torch.randn(800, generator=generator) > 0).float()
+        optimizer = torch.optim.Adam(self.model.parameters(), lr=0.05)
+        for _ in range(60):
+            optimizer.zero_grad()
+            self.loss().backward()
+            optimizer.step()
+        self.calls = 0
+
+    def loss(self) -> torch.Tensor:
+        score = (self.user(self.users) * self.item(self.items)).sum(1)
+        return nn.functional.binary_cross_entropy_with_logits(score, self.labels)
+
+    def validate(self) -> float:
+        self.calls += 1
+        with torch.no_grad():
+            return float(self.loss())
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {name: value.clone() for name, value in self.model.state_dict().items()}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.fixture(scope="module")
+def clicks() -> Clicks:
+    return Clicks()
+
+
+@pytest.mark.parametrize("allowed", [1.0, 1e-2, 1e-3])
+def test_the_coarsest_scale_within_the_loss_is_taken(allowed: float, clicks: Clicks) -> None:
+    before, calls = clicks.state(), clicks.calls
+
+    found = calibrate(clicks.model, clicks.validate, max_quality_loss=allowed, ranks=OneRank())
+
+    assert_same(clicks.state(), before)
+    assert clicks.calls - calls == len(found.trials) + 1
+    assert found.is_met
+    assert found.trials[-1].loss <= allowed
+    assert all(trial.loss > allowed for trial in found.trials[:-1])
+    assert [trial.halvings for trial in found.trials] == list(range(len(found.trials)))
+    assert found.metric == pytest.approx(clicks.validate())
+
+
+def test_what_was_promised_is_what_a_restore_gives(clicks: Clicks, tmp_path: Path) -> None:
+    found = calibrate(clicks.model, clicks.validate, max_quality_loss=1e-2, ranks=OneRank())
+    with CheckpointManager(
+        str(tmp_path / "store"), model=clicks.model, options=found.options, ranks=OneRank()
+    ) as manager:
+        manager.save()
+    other = Clicks()
+    with CheckpointManager(str(tmp_path / "store"), model=other.model, options=found.options, ranks=OneRank()) as again:
+        again.restore()
+
+    assert other.validate() == pytest.approx(found.trials[-1].metric, rel=1e-6)
+
+
+def test_more_restores_ask_for_no_coarser_scale(clicks: Clicks) -> None:
+    scales = []
+    for restores in (1, 10, 1000):
+        found = calibrate(
+            clicks.model, clicks.validate, max_quality_loss=1e-2, expected_restores=restores, ranks=OneRank()
+        )
+        assert not found.is_met or found.trials[-1].loss <= 1e-2 / restores
+        scales.append(found.options["user.weight"].scale)
+    assert all(scale is not None for scale in scales)
+    assert scales == sorted(scales, reverse=True)  # type: ignore[type-var]
+    assert scales[0] != scales[-1]
+
+
+def test_a_loss_that_cannot_be_kept_is_said(clicks: Clicks, caplog: pytest.LogCaptureFixture) -> None:
+    """The validation itself gets worse with every call, whatever the tables are."""
+    worse = iter(range(1, 1000))
+    found = calibrate(clicks.model, lambda: float(next(worse)), max_quality_loss=0.1, ranks=OneRank())
+    assert not found.is_met
+    assert "no scale up to 8-bit quality" in caplog.text
+    assert len(found.trials) == found.trials[-1].halvings + 1 >= 4
+
+
+def test_a_validation_that_fails_leaves_the_model_as_it_was(clicks: Clicks) -> None:
+    before = clicks.state()
+    answers = iter([1.0, 5.0])
+    with pytest.raises(StopIteration):
+        calibrate(clicks.model, lambda: next(answers), max_quality_loss=0.1, ranks=OneRank())
+    assert_same(clicks.state(), before)
+
+
+def test_tables_of_a_named_precision_are_left_alone(clicks: Clicks) -> None:
+    given = {"user.weight": TableOptions(bits=3)}
+    touched: set[bool] = set()
+    user = clicks.user.weight.detach().clone()
+
+    def validate() -> float:
+        touched.add(torch.equal(clicks.user.weight, user))
+        return clicks.validate()
+
+    found = calibrate(clicks.model, validate, max_quality_loss=1e-2, options=given, ranks=OneRank())
+
+    assert touched == {True}
+    assert found.options["user.weight"] == given["user.weight"]
+    assert found.options["item.weight"].scale is not None
+    with pytest.raises(BadInput, match="nothing to calibrate"):
+        calibrate(clicks.model, validate, max_quality_loss=1e-2, options=TableOptions.exact(), ranks=OneRank())
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_quality_loss": 0.0}, {"max_quality_loss": math.nan}, {"expected_restores": -1.0}]
+)
+def test_bounds_that_are_none_are_refused(wrong: dict[str, float], clicks: Clicks) -> None:
+    with pytest.raises(BadInput, match="positive"):
+        calibrate(clicks.model, clicks.validate, **{"max_quality_loss": 0.1, **wrong}, ranks=OneRank())
+
+
+@pytest.mark.parametrize("metric", [0.0, -1.0, math.nan])
+def test_metrics_that_have_no_share_are_refused(metric: float, clicks: Clicks) -> None:
+    with pytest.raises(BadInput, match="better when smaller"):
+        calibrate(clicks.model, lambda: metric, max_quality_loss=0.1, ranks=OneRank())
+
+
+def test_the_worst_rank_counts_and_all_take_the_same() -> None:
+    """Rank 1 validates on something harder, so both take what it needs."""
+    found: dict[int, Any] = {}
+
+    def run(ranks: Any, model: Clicks) -> None:
+        try:
+            factor = 1.0 + ranks.rank
+
+            def validate() -> float:
+                return model.validate() ** factor
+
+            found[ranks.rank] = calibrate(model.model, validate, max_quality_loss=1e-2, ranks=ranks)
+        except BaseException as error:  # noqa: BLE001 (raised below)
+            found[ranks.rank] = error
+            ranks.leave()
+
+    models = [Clicks(), Clicks()]
+    threads = [threading.Thread(target=run, args=pair) for pair in zip(thread_ranks(2), models, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert isinstance(found[0], Calibration), found[0]
+    assert found[0] == found[1]
+    assert_same(models[1].state(), models[0].state())
