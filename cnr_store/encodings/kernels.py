@@ -596,17 +596,43 @@ def digest_gathered(acc, rows, row_base, multipliers, presence):  # type: ignore
 
 
 @_compiled
-def sorted_places(keys, out):  # type: ignore[no-untyped-def]
-    """Write where a stable sort by the int16 ``keys`` (n,) puts each row to ``out`` int64 (n,): a counting sort.
-
-    Knuth, The Art of Computer Programming, vol. 3, 5.2, algorithm D. The one kernel that allocates: 0.5 MiB of counts.
-    """
-    counts = np.zeros(65537, np.int64)
+def _first_places(keys):  # type: ignore[no-untyped-def]
+    """Return where a stable sort by ``keys`` (n,) puts the first row of each value, and the smallest value."""
+    low = high = np.int64(0)
     for i in range(len(keys)):
-        counts[np.int64(keys[i]) + 32769] += 1
-    for value in range(1, 65537):
+        low = min(low, np.int64(keys[i]))
+        high = max(high, np.int64(keys[i]))
+    counts = np.zeros(high - low + 2, np.int64)
+    for i in range(len(keys)):
+        counts[np.int64(keys[i]) - low + 1] += 1
+    for value in range(1, len(counts)):
         counts[value] += counts[value - 1]
+    return counts, low
+
+
+@_compiled
+def sort_rows(block, keys, out):  # type: ignore[no-untyped-def]
+    """Write the rows of ``block`` (n, d) to ``out`` (n, d) in the stable order of the int16 ``keys`` (n,).
+
+    A counting sort (Knuth, The Art of Computer Programming, vol. 3, 5.2, algorithm D). This and `unsort_rows` are the
+    kernels that allocate: a count for each value between the smallest key and the largest, 0.5 MiB at most.
+    """
+    places, low = _first_places(keys)
     for i in range(len(keys)):
-        at = np.int64(keys[i]) + 32768
-        out[i] = counts[at]
-        counts[at] += 1
+        key = np.int64(keys[i]) - low
+        to = places[key]
+        places[key] += 1
+        for j in range(block.shape[1]):
+            out[to, j] = block[i, j]
+
+
+@_compiled
+def unsort_rows(ordered, keys, out):  # type: ignore[no-untyped-def]
+    """Write the rows of ``ordered`` (n, d), which `sort_rows` moved, back to where they were, in ``out`` (n, d)."""
+    places, low = _first_places(keys)
+    for i in range(len(keys)):
+        key = np.int64(keys[i]) - low
+        at = places[key]
+        places[key] += 1
+        for j in range(ordered.shape[1]):
+            out[i, j] = ordered[at, j]

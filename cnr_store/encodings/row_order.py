@@ -14,18 +14,11 @@ Array = npt.NDArray[Any]
 
 def into_order(block: Array, keys: Array) -> Array:
     """Return the rows of ``block`` (n, width) in the stable order of the int16 ``keys`` (n,); copied."""
-    ordered = np.empty_like(block)
-    ordered[_places(keys)] = block
+    ordered = np.empty(block.shape, block.dtype)
+    kernels.sort_rows(block, keys, ordered)
     return ordered
 
 
 def out_of_order(ordered: Array, keys: Array, out: Array) -> None:
     """Write rows that `into_order` moved back where they were, to ``out`` (n, width), which is other memory."""
-    # Any other mode goes through a buffer of its own.
-    np.take(ordered, _places(keys), axis=0, out=out, mode="clip")
-
-
-def _places(keys: Array) -> Array:
-    places = np.empty(len(keys), np.int64)
-    kernels.sorted_places(keys, places)
-    return places
+    kernels.unsort_rows(ordered, keys, out)
