@@ -48,7 +48,13 @@ FEWER = tuple(LATTICE[index] for index in (2, 4, 6, 7, 8, 9, 11))
 """For the real sets, and for 100 restores, whose runs take five times as long."""
 
 QUICK = (Setting("affine", 4), Setting("affine", 8), LATTICE[4], LATTICE[6], LATTICE[11])
-WAITING = (LATTICE[6], *(Setting("lattice", 4, keep=k, max_wait=w) for k in (0.75, 0.5, 0.25, 0.1) for w in (2, 4, 8)))
+WAITING = (
+    LATTICE[6],
+    *(Setting("lattice", 4, keep=keep, max_wait=wait) for keep in (0.75, 0.5, 0.25, 0.1) for wait in (2, 4, 8)),
+    *(Setting("lattice", 4, keep=keep, max_wait=8, bound=1.5) for keep in (0.5, 0.1)),
+    *(LATTICE[index] for index in (4, 3, 2)),
+)
+"""First that in which no row waits. Last coarser scales: the other way to save bytes, which waiting has to beat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +88,7 @@ def plan_quality(source: Source, *, seeds: int, is_quick: bool) -> Plan:
 
 def plan_thresholds(source: Source, *, seeds: int, is_quick: bool) -> Plan:
     """Return the runs with rows that wait, and those without to compare with."""
-    settings = (WAITING[0], WAITING[5], WAITING[11]) if is_quick else WAITING
+    settings = (WAITING[0], WAITING[5], WAITING[11], WAITING[15]) if is_quick else WAITING
     return Plan(source, dict.fromkeys(THRESHOLD_RESTORES[:1] if is_quick else THRESHOLD_RESTORES, settings), seeds)
 
 

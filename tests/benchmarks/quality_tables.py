@@ -157,27 +157,34 @@ def print_thresholds(
     report: harness.Report, restores: int, noise: Noise, trained: Sequence[Point], served: Sequence[Point]
 ) -> None:
     """Print bytes against quality where rows wait, both relative to the runs in which none does (the first point)."""
-    whole = trained[0]
+    whole, whole_served = trained[0], served[0]
+    waiting = [one for one in served if one.setting.keep < 1.0 and not one.setting.bound]
     limits = noise.limits("either")
     report.table(
         f"rows that wait, 4-bit quality, {restores} restores",
-        ("keep", "max wait", "row bytes", "fewer bytes", "AUC, trained", "logloss, trained", "AUC, served",
+        ("encoding", "row bytes", "fewer bytes", "AUC, trained", "logloss, trained", "AUC, served",
          "logloss, served", "0.01 %", "spread"),
         [
-            (point.setting.keep, point.setting.max_wait, round(point.row_bytes), whole.row_bytes / point.row_bytes,
+            (str(point.setting), round(point.row_bytes), whole.row_bytes / point.row_bytes,
              point.auc.percent, point.logloss.percent, after.auc.percent, after.logloss.percent,
              _yes(_both(point, after, noise.limits("budget"))), _yes(_both(point, after, noise.limits("spread"))))
             for point, after in zip(trained, served, strict=True)
         ],
-        f"against the runs in which no row waits; {_LOSSES}; the last two: whether both models' losses stay within",
+        f"against the runs in which no row waits (the first row); {_LOSSES}; the last two: whether both models' losses "
+        "stay within",
     )  # fmt: skip
     report.plot(
         f"thresholds-{restores}", f"rows that wait, {restores} restores: what the served model loses",
         "row bytes of a delta", "loss of logloss against no waiting, %",
-        {f"wait {wait}": _losses([one for one in served if one.setting.max_wait in (0, wait)])
-         for wait in sorted({one.setting.max_wait for one in served} - {0})},
+        {f"wait {wait}": _losses([whole_served, *(one for one in waiting if one.setting.max_wait == wait)])
+         for wait in sorted({one.setting.max_wait for one in waiting})}
+        | {"coarser scales": _losses([one for one in served if one.setting.keep == 1.0])},
     )  # fmt: skip
-    kept = [point for point, after in zip(trained, served, strict=True) if _both(point, after, limits)]
+    kept = [
+        point
+        for point, after in zip(trained, served, strict=True)
+        if (point is whole or point.setting.keep < 1.0) and _both(point, after, limits)
+    ]
     best = min(kept, key=lambda one: one.row_bytes)
     report.add(
         f"rows that wait, {restores} restores: fewer bytes, same quality", whole.row_bytes / best.row_bytes,

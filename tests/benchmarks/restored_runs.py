@@ -61,6 +61,8 @@ class Setting:
         The lattice's scale is that of ``bits`` over this.
     keep, max_wait
         With ``keep`` below 1: a `Threshold`, by which rows that changed little wait.
+    bound
+        Its ``max_error`` in steps of the lattice; 0 for its own.
     """
 
     family: Family
@@ -68,12 +70,14 @@ class Setting:
     finer: float = 1.0
     keep: float = 1.0
     max_wait: int = 0
+    bound: float = 0.0
 
     def __str__(self) -> str:
         if self.family == "exact":
             return "exact"
         finer = "" if self.finer == 1.0 else f", scale x{1 / self.finer:.2g}"
-        waits = "" if self.keep == 1.0 else f", keep {self.keep:g}, wait {self.max_wait}"
+        bound = f", within {self.bound:g} steps" if self.bound else ""
+        waits = "" if self.keep == 1.0 else f", keep {self.keep:g}, wait {self.max_wait}{bound}"
         return f"{self.family} {self.bits}{finer}{waits}"
 
 
@@ -200,9 +204,8 @@ def options_of(source: Source, seed: int, setting: Setting) -> dict[str, TableOp
     assert setting.bits != 0
     if setting.family == "affine":
         return TableOptions(encoding="affine", bits=setting.bits, search="greedy")
-    threshold = None if setting.keep == 1.0 else Threshold(keep=setting.keep, max_wait=setting.max_wait)
     scales = scales_at_baseline(source, seed)[setting.bits]
-    return {name: TableOptions(scale=scale / setting.finer, threshold=threshold) for name, scale in scales.items()}
+    return {name: _lattice(setting, scale / setting.finer) for name, scale in scales.items()}
 
 
 @lru_cache(maxsize=2)
@@ -255,6 +258,15 @@ def prepared(case: Case, seed: int) -> tuple[SmallDLRM, tuple[torch.optim.Optimi
     model = SmallDLRM(config.model_config(case.past))
     optimizers = make_optimizers(model, table_lr=config.table_lr, dense_lr=config.dense_lr)
     return model, optimizers, TimeOrderedBatches(case.past, config.batch_size)
+
+
+def _lattice(setting: Setting, scale: float) -> TableOptions:
+    if setting.keep == 1.0:
+        return TableOptions(scale=scale)
+    max_error = setting.bound * scale if setting.bound else None
+    return TableOptions(
+        scale=scale, threshold=Threshold(keep=setting.keep, max_wait=setting.max_wait, max_error=max_error)
+    )
 
 
 def _bytes_of(manager: CheckpointManager, chain_ends: Sequence[int]) -> Outcome:
