@@ -68,6 +68,15 @@ def launches_of(shards: Iterable[LocalShard]) -> dict[torch.device, Launches]:
     }
 
 
+def wait_for_streams(tensors: Iterable[torch.Tensor]) -> None:
+    """Block until what this thread has queued on the devices of these tensors is done.
+
+    Another thread reads them on its own stream, which is not behind this one's. Does nothing for host memory.
+    """
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+
+
 def compile_kernels(shards: Iterable[LocalShard]) -> None:
     """Compile what the first save would compile in its stall (0.1 to 3 s a kernel, once per machine).
 

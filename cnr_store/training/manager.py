@@ -64,7 +64,7 @@ from cnr_store.training.background import (
 )
 from cnr_store.training.capture import put_dense_state, rank_document, rows_to_write, trainer_document
 from cnr_store.training.damage import go_back
-from cnr_store.training.devices import compile_kernels, rows_as_codes
+from cnr_store.training.devices import compile_kernels, rows_as_codes, wait_for_streams
 from cnr_store.training.document import TRAINER, RateDocument, TrainerDocument, trainer_name, trainer_of
 from cnr_store.training.history import sizes_since_baseline
 from cnr_store.training.holdings import Holding, check_alike, find_local_shards, hold
@@ -976,7 +976,8 @@ class CheckpointManager:
                     continue
                 local = rows_to_write(taken[name], decision, self._lineage.changed)
                 rows[name] = TouchedRows(holding.key, local + holding.shard.rows[0])
-                requests[name] = RowRequest(local, {WEIGHT: holding.shard.weight, **slots[name]})
+                own = taken[name].device_rows if local is taken[name].row_ids else None
+                requests[name] = RowRequest(local, {WEIGHT: holding.shard.weight, **slots[name]}, own)
             if self._codes_on_device:
                 coming = {name: self._holdings.owned[name].shard for name in requests}
                 self._buffers.quantize = dict(rows_as_codes(coming, transaction.tables, self._options))
@@ -986,6 +987,7 @@ class CheckpointManager:
                 for name, holding in self._holdings.owned.items()
                 if holding.table in whole
             }
+            wait_for_streams(tensor for one in written.values() for tensor in (one.weight, *one.slots.values()))
         except BaseException:
             self._tracker.give_back(taken)
             if staged is not None:

@@ -69,9 +69,9 @@ class ProcessRanks:
         if self._lines.is_broken:
             raise RankLost(f"a rank did not answer earlier; {_ADVICE}")
         try:
-            lengths = self._gather(torch.tensor([len(message)], dtype=torch.int64))
+            lengths = self._gather(torch.tensor([len(message)], dtype=torch.int64, device="cpu"))
             sizes = [int(length) for length in lengths]
-            padded = torch.zeros(max(sizes), dtype=torch.uint8)
+            padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
             padded[: len(message)] = torch.frombuffer(bytearray(message or b"\0"), dtype=torch.uint8)[: len(message)]
             given = self._gather(padded)
         except RuntimeError as error:  # torch's DistError too
@@ -98,7 +98,7 @@ class ProcessRanks:
                     continue
                 try:
                     # A receive that times out closes all connections of a gloo group; there is no call for it.
-                    work = dist.irecv(torch.zeros(1), group=line, group_src=peer)
+                    work = dist.irecv(torch.zeros(1, device="cpu"), group=line, group_src=peer)
                     if work is not None:
                         work.wait(_HANG_UP)
                 except RuntimeError:

@@ -156,8 +156,8 @@ class RowBitmap:
                 raise BadInput(f"table {table!r} has {num_rows} rows; expected 0 or more", table=table, found=num_rows)
             self._places[table] = _Place(first_word, packed.words_of_rows(num_rows), int(num_rows))
             first_word += packed.aligned_words(num_rows)
-        self.device = torch.device(device)
-        self.words = torch.zeros(first_word, dtype=torch.int32, device=self.device)
+        self.words = torch.zeros(first_word, dtype=torch.int32, device=device)
+        self.device = self.words.device  # with its number, as tensors there have it
         uses_host = self.device.type == "cpu" if on_host is None else on_host
         # The view shares the tensor's memory; None where the host cannot see it.
         self._host: Words | None = self.words.numpy().view(np.uint32) if uses_host else None

@@ -30,10 +30,14 @@ class RowRequest:
         int64 ``(n,)``: on the host, or a tensor on the device of the sources, which is then not waited for.
     tensors
         Weights and slots by name; live, read only.
+    device_rows
+        The same ids, int64, where the sources are, if ``row_ids`` are on the host: those are not copied there then.
+        The two are not compared.
     """
 
     row_ids: RowIds | torch.Tensor
     tensors: Mapping[str, torch.Tensor]
+    device_rows: torch.Tensor | None = None
 
 
 def index_of(row_ids: RowIds | torch.Tensor) -> torch.Tensor:

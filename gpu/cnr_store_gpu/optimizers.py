@@ -253,4 +253,4 @@ def rows_with_state(
         for rows in sparse_rows:
             used[rows[(rows >= start) & (rows < stop)] - start] = True
         found.append(used.nonzero().squeeze(1).cpu() + start)
-    return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+    return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device="cpu")

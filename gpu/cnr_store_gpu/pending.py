@@ -74,7 +74,8 @@ class LookupLedger:
     """
 
     def __init__(self, tables: Sequence[str], *, keeps_ids: bool = False, steps_ahead: int = 1) -> None:
-        self.counts = torch.zeros(max(len(tables), 1), dtype=torch.int64)
+        # On the host, whatever torch's default device is.
+        self.counts = torch.zeros(max(len(tables), 1), dtype=torch.int64, device="cpu")
         """Lookups ever made, by place: written by ``note_lookup``."""
         self._counts = self.counts.numpy()
         self._tables = [_Table() for _ in tables]

@@ -129,4 +129,4 @@ def bounds_of(ends: Sequence[int] | torch.Tensor, num_slices: int, num_ids: int,
             expected=num_ids,
             found=list(ends)[:8],
         )
-    return torch.tensor(bounds, dtype=torch.int64).to(device, non_blocking=True)
+    return torch.tensor(bounds, dtype=torch.int64, device="cpu").to(device, non_blocking=True)

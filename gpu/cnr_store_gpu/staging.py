@@ -253,6 +253,8 @@ class StagingBuffers:
             # Not read here, which would wait for the device: rows outside are another row's until the ids are checked.
             index = index.clamp(0, max(num_rows - 1, 0))
         uploaded: dict[torch.device, torch.Tensor] = {index.device: index}
+        if request.device_rows is not None and index.device.type == "cpu":
+            uploaded[request.device_rows.device] = index_of(request.device_rows)
 
         def rows_on(device: torch.device) -> torch.Tensor:
             if device not in uploaded:

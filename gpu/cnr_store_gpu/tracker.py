@@ -451,8 +451,8 @@ class RowTracker:
                 found=[str(bitmap.device) for bitmap in bitmaps.values()],
             )
         words = watched[0].bitmap.words
-        first_words = torch.tensor([one.first_word for one in watched], dtype=torch.int64).to(words.device)
-        num_rows = torch.tensor([one.num_rows for one in watched], dtype=torch.int64).to(words.device)
+        first_words = torch.tensor([one.first_word for one in watched], dtype=torch.int64, device=words.device)
+        num_rows = torch.tensor([one.num_rows for one in watched], dtype=torch.int64, device=words.device)
         found = Slices(words, first_words, num_rows, tuple(one.place for one in watched))
         self._slices[names] = found
         return found

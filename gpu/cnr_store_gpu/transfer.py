@@ -70,7 +70,7 @@ class HostTransfer:
 
     def new_block(self, size_bytes: int) -> torch.Tensor:
         """Return ordinary memory."""
-        return torch.empty(size_bytes, dtype=torch.uint8)
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
     def close(self) -> None:
         """Block until all work is over, and end the threads."""
@@ -148,7 +148,7 @@ class CudaTransfer:
         BadInput
             This machine gave none: copies into it would hold the training up unseen.
         """
-        block = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        block = torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         if not block.is_pinned():
             raise BadInput(
                 f"{size_bytes} bytes of page-locked memory were asked for, ordinary memory came; "

@@ -1,9 +1,10 @@
 """What collecting costs on a GPU: mark, compact and clear, gather and quantize, copy to the host; and of a whole step.
 
 Run: ``python tests/benchmarks/bench_gpu.py [--json FILE]``. Each figure is a time and a ratio to its byte floor: the
-bytes that must be read and written, over the bandwidth of a large copy on the same GPU in the same run. The last one
-is the share of tracking in the step of a DLRM: two models, equal but for the tracker, train on the same batches in
-turn. Without a GPU it says so and ends.
+bytes that must be read and written, over the bandwidth of a large copy on the same GPU in the same run. The last
+ones are of a whole DLRM: the share of tracking in its step (two models, equal but for the tracker, train on the same
+batches in turn), and what a manager's saves cost it: the stall, and the steps behind it. Without a GPU it says so and
+ends.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from functools import partial
 from itertools import pairwise
 
 import torch
-from harness import Report, Timings, alternating, spread
+from harness import DATA_FOLDER, Report, Timings, alternating, data_folder, spread, timed
 from torch import nn
 
+from cnr_store.training import CheckpointManager
 from cnr_store_gpu import RowTracker, kernels
 
 DIM, FEATURES, BATCH = 64, 26, 65_536
@@ -31,6 +33,8 @@ RUN_AHEAD_CYCLES = 2_000_000
 STEP_ROWS, DENSE, STEPS_AT_A_TIME = 1_000_000, 13, 10
 """The step's rows per table, dense features, and steps between two looks at the clock: training does not wait for the
 GPU after each of its steps."""
+SAVED_ROWS, SAVES = 200_000, 6
+"""Rows per table of the model that is saved (the first save writes all of them), and saves for each way to stage."""
 SHARE_OF_STEP = 1.0
 """Goal: percent of the step at most."""
 
@@ -340,12 +344,53 @@ def bench_full_step(report: Report, gpu: Gpu, repeats: int) -> None:
     bench_step(report, gpu.device, rows, batch, repeats)
 
 
+def bench_saves(report: Report, device: torch.device, rows: int, batch: int, folder: str) -> None:
+    """Save every few steps: what the training thread waits for, and what the steps behind a save cost."""
+    report.note(f"\nsaves of a DLRM, {FEATURES} tables of {rows:.1e} x {DIM}, every {STEPS_AT_A_TIME} steps")
+    batches = step_batches(rows, batch, device)
+    for with_codes in (False, True):
+        side = Side(rows, batches, is_tracked=False)
+        with data_folder(folder) as place:
+            manager = CheckpointManager(
+                str(place), model=side.model, optimizer=side.optimizer, quantize_on_device=with_codes, rng=False
+            )
+            side.train()
+            full_s = timed(manager.save)
+            stalls, alone, beside = [], [], []
+            for _ in range(SAVES + 1):
+                alone.append(timed(side.train))
+                stalls.append(timed(partial(_save_and_settle, manager, device)))
+                beside.append(timed(side.train))
+                saved = manager.wait()
+                assert saved is not None
+            manager.close()
+        way = "codes made on the GPU" if with_codes else "floats"
+        step_s = statistics.median(alone[1:]) / STEPS_AT_A_TIME
+        low, middle, high = spread([stall / step_s for stall in stalls[1:]])
+        report.add(f"stall of a save / a step, {way}", middle, low=low, high=high)
+        pairs = zip(beside[1:], alone[1:], strict=True)
+        low, middle, high = spread([a / b for a, b in pairs])
+        report.add(f"steps behind a save / steps without, {way}", middle, low=low, high=high)
+        stall_ms, host_ms = 1e3 * statistics.median(stalls[1:]), 1e3 * saved.stall_s
+        report.note(
+            f"      step {1e3 * step_s:.2f} ms, stall {stall_ms:.2f} for {saved.rows} rows ({host_ms:.2f} on host), "
+            f"{saved.encode_s:.2f} s to encode, {saved.commit_s:.2f} s to commit {saved.size_bytes / 1e6:.1f} MB; "
+            f"the first, full save {full_s:.1f} s"
+        )
+
+
+def _save_and_settle(manager: CheckpointManager, device: torch.device) -> None:
+    manager.save(wait=False)
+    torch.cuda.current_stream(device).synchronize()
+
+
 def main() -> None:
     """Run all of it on the first GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=100_000_000, help="rows of the table; compaction also ten times it")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", metavar="FILE", help="write the figures there too")
+    parser.add_argument("--folder", default=DATA_FOLDER, help="where saves go, and are removed again")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("bench_gpu: no CUDA GPU here, nothing measured")
@@ -362,6 +407,8 @@ def main() -> None:
     bench_host_copy(report, gpu, options.repeats)
     torch.cuda.empty_cache()
     bench_full_step(report, gpu, options.repeats)
+    torch.cuda.empty_cache()
+    bench_saves(report, gpu.device, SAVED_ROWS, BATCH, options.folder)
     report.finish(options.json)
 
 

@@ -21,6 +21,11 @@ raw_ids = st.lists(st.integers(-3, 5003), max_size=60)
 law = settings(max_examples=60, deadline=None)
 
 
+def bitmap_of(rows: dict[str, int], *, on_host: bool | None = None) -> RowBitmap:
+    device = torch.get_default_device()
+    return RowBitmap(rows, device, on_host=on_host if device.type == "cpu" else None)
+
+
 def inside(ids: list[int], num_rows: int) -> set[int]:
     return {row for row in ids if 0 <= row < num_rows}
 
@@ -30,7 +35,7 @@ def inside(ids: list[int], num_rows: int) -> set[int]:
 def test_bitmap_equals_a_set_per_table(tables: list[int], data: st.DataObject) -> None:
     rows = {f"t{i}": size for i, size in enumerate(tables)}
     # False: the path of other devices, run on the CPU.
-    bitmap = RowBitmap(rows, on_host=data.draw(st.sampled_from([None, False])))
+    bitmap = bitmap_of(rows, on_host=data.draw(st.sampled_from([None, False])))
     model: dict[str, set[int]] = {table: set() for table in rows}
 
     for _ in range(data.draw(st.integers(1, 12))):
@@ -87,7 +92,7 @@ def test_kernel_equals_the_numpy_and_the_torch_reference(
     mark_words_torch(by_torch, torch.from_numpy(array), first_word, num_rows, skip)
 
     np.testing.assert_array_equal(words, by_numpy)
-    np.testing.assert_array_equal(by_torch.numpy().view(np.uint32), by_numpy)
+    np.testing.assert_array_equal(by_torch.cpu().numpy().view(np.uint32), by_numpy)
     assert outside == len(ids) - len([row for row in ids if 0 <= row < num_rows])
 
 
@@ -103,7 +108,7 @@ def test_listed_rows_are_the_bits_that_numpy_unpacks(words: list[int]) -> None:
 
 @pytest.mark.parametrize("num_rows", ODD_SIZES)
 def test_all_rows_and_no_more(num_rows: int) -> None:
-    bitmap = RowBitmap({"before": 3, "t": num_rows, "after": 3})
+    bitmap = bitmap_of({"before": 3, "t": num_rows, "after": 3})
 
     bitmap.mark_all("t")
 
@@ -115,7 +120,7 @@ def test_all_rows_and_no_more(num_rows: int) -> None:
 @pytest.mark.parametrize("on_host", [True, False])
 @pytest.mark.parametrize("outside", [-1, 5, 2**31, -(2**62)])
 def test_id_outside_is_named_and_marks_nothing_anywhere(outside: int, on_host: bool) -> None:
-    bitmap = RowBitmap({"a": 5, "b": 2000}, on_host=on_host)
+    bitmap = bitmap_of({"a": 5, "b": 2000}, on_host=on_host)
 
     with pytest.raises(BadRowIds, match="1 of the ids") as caught:
         bitmap.mark("a", torch.tensor([2, outside]))
@@ -127,7 +132,7 @@ def test_id_outside_is_named_and_marks_nothing_anywhere(outside: int, on_host: b
 
 @pytest.mark.parametrize("ids", [torch.tensor([1.0]), torch.tensor([True]), np.array([0.5]), np.array([True]), ["x"]])
 def test_ids_that_are_no_integers_are_refused(ids: object) -> None:
-    bitmap = RowBitmap({"t": 5})
+    bitmap = bitmap_of({"t": 5})
 
     with pytest.raises(BadRowIds, match="integers"):
         bitmap.mark("t", ids)  # type: ignore[arg-type]
@@ -146,7 +151,7 @@ def test_ids_that_are_no_integers_are_refused(ids: object) -> None:
     ],
 )
 def test_ids_may_have_any_integer_form(ids: object) -> None:
-    bitmap = RowBitmap({"t": 10})
+    bitmap = bitmap_of({"t": 10})
 
     bitmap.mark("t", ids)  # type: ignore[arg-type]
 
@@ -154,7 +159,7 @@ def test_ids_may_have_any_integer_form(ids: object) -> None:
 
 
 def test_empty_ids_mark_nothing() -> None:
-    bitmap = RowBitmap({"t": 10, "empty": 0})
+    bitmap = bitmap_of({"t": 10, "empty": 0})
 
     bitmap.mark("t", [])
     bitmap.mark("empty", torch.empty(0, dtype=torch.int64))
@@ -163,7 +168,7 @@ def test_empty_ids_mark_nothing() -> None:
 
 
 def test_padding_row_is_skipped() -> None:
-    bitmap = RowBitmap({"t": 10})
+    bitmap = bitmap_of({"t": 10})
 
     bitmap.mark("t", [0, 3, 0], skip_row=0)
 
@@ -171,7 +176,7 @@ def test_padding_row_is_skipped() -> None:
 
 
 def test_unknown_table_is_named() -> None:
-    bitmap = RowBitmap({"t": 10})
+    bitmap = bitmap_of({"t": 10})
 
     with pytest.raises(TableNotFound, match="'other'"):
         bitmap.mark("other", [1])
@@ -181,11 +186,11 @@ def test_unknown_table_is_named() -> None:
 
 def test_negative_table_is_refused() -> None:
     with pytest.raises(BadInput, match="-1 rows"):
-        RowBitmap({"t": -1})
+        bitmap_of({"t": -1})
 
 
 def test_rows_taken_from_a_device_stay_there_too() -> None:
-    on_host, on_device = RowBitmap({"a": 100, "b": 5}), RowBitmap({"a": 100, "b": 5}, on_host=False)
+    on_host, on_device = RowBitmap({"a": 100, "b": 5}), bitmap_of({"a": 100, "b": 5}, on_host=False)
     for bitmap in (on_host, on_device):
         bitmap.mark("a", [1, 99])
         bitmap.mark("b", [4])
@@ -193,7 +198,7 @@ def test_rows_taken_from_a_device_stay_there_too() -> None:
     taken = on_device.take_all(["b", "a"])
 
     assert list(taken) == ["b", "a"]
-    assert all(torch.equal(one.device_rows, torch.from_numpy(one.row_ids)) for one in taken.values())
+    assert all(torch.equal(one.device_rows.cpu(), torch.from_numpy(one.row_ids)) for one in taken.values())
     for table, one in on_host.take_all().items():
         assert one.device_rows is None
         np.testing.assert_array_equal(one.words, taken[table].words)
@@ -206,12 +211,14 @@ def test_packed_mask_is_what_numpy_packs(mask: list[bool]) -> None:
     packed = pack_mask(torch.tensor(mask, dtype=torch.bool))
 
     padded = mask + [False] * (-len(mask) % 32)
-    np.testing.assert_array_equal(packed.numpy().view(np.uint8), np.packbits(np.array(padded, bool), bitorder="little"))
+    np.testing.assert_array_equal(
+        packed.cpu().numpy().view(np.uint8), np.packbits(np.array(padded, bool), bitorder="little")
+    )
 
 
 @pytest.mark.parametrize("mask", [torch.ones(6, dtype=torch.bool), torch.ones(5), torch.ones(5, 1, dtype=torch.bool)])
 def test_mask_of_another_form_is_refused(mask: torch.Tensor) -> None:
-    bitmap = RowBitmap({"t": 5})
+    bitmap = bitmap_of({"t": 5})
 
     with pytest.raises(BadShape, match=r"\(5,\)"):
         bitmap.mark_mask("t", mask)
@@ -241,7 +248,7 @@ def test_tables_of_several_devices_are_one_set_of_names() -> None:
 
 
 def test_taken_words_survive_later_marks() -> None:
-    bitmap = RowBitmap({"t": 100})
+    bitmap = bitmap_of({"t": 100})
     bitmap.mark("t", [1, 99])
 
     taken = bitmap.take_all()["t"]
@@ -251,7 +258,7 @@ def test_taken_words_survive_later_marks() -> None:
 
 
 def test_take_all_of_some_tables_leaves_the_others() -> None:
-    bitmap = RowBitmap({"a": 10, "b": 10})
+    bitmap = bitmap_of({"a": 10, "b": 10})
     bitmap.mark("a", [1])
     bitmap.mark("b", [2])
 
@@ -262,14 +269,14 @@ def test_take_all_of_some_tables_leaves_the_others() -> None:
 
 
 def test_tables_start_at_multiples_of_1024_rows_and_cost_a_bit_per_row() -> None:
-    bitmap = RowBitmap({"a": 1, "b": 1025, "c": 1_000_000})
+    bitmap = bitmap_of({"a": 1, "b": 1025, "c": 1_000_000})
 
     assert bitmap.words.numel() == 32 + 64 + 977 * 32
     assert bitmap.size_bytes == 4 * bitmap.words.numel()
 
 
 def test_words_load_replaces_and_or_adds() -> None:
-    bitmap = RowBitmap({"t": 40})
+    bitmap = bitmap_of({"t": 40})
     bitmap.mark("t", [1, 39])
     words = bitmap.copy_words("t")
     bitmap.clear()
@@ -282,7 +289,7 @@ def test_words_load_replaces_and_or_adds() -> None:
 
 
 def test_words_of_another_table_are_refused() -> None:
-    bitmap = RowBitmap({"t": 40})
+    bitmap = bitmap_of({"t": 40})
 
     with pytest.raises(BadShape, match=r"\(2,\)"):
         bitmap.or_words("t", np.zeros(3, np.uint32))
@@ -295,7 +302,7 @@ def test_words_of_another_table_are_refused() -> None:
 
 
 def test_marks_of_many_threads_are_all_kept() -> None:
-    bitmap = RowBitmap({"t": 100_000})
+    bitmap = bitmap_of({"t": 100_000})
     parts = np.array_split(np.random.default_rng(0).permutation(100_000), 8)
     threads = [threading.Thread(target=bitmap.mark, args=("t", part)) for part in parts]
 
@@ -310,7 +317,7 @@ def test_marks_of_many_threads_are_all_kept() -> None:
 @law
 @given(intervals=st.lists(raw_ids, max_size=6), num_rows=sizes)
 def test_cumulative_is_the_union_of_the_intervals(intervals: list[list[int]], num_rows: int) -> None:
-    bitmap, union = RowBitmap({"t": num_rows, "u": 5}), Cumulative({"t": num_rows, "u": 5})
+    bitmap, union = bitmap_of({"t": num_rows, "u": 5}), Cumulative({"t": num_rows, "u": 5})
     expected: set[int] = set()
 
     for ids in intervals:

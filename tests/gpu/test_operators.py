@@ -208,6 +208,7 @@ def test_lookups_of_a_tracker_that_is_gone_are_nobodys() -> None:
     assert counts.tolist() == [1]
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_captured_marks_are_made_on_each_replay() -> None:
     bitmap = RowBitmap({"before": 5, "t": 100_000}, "cuda")
@@ -220,13 +221,15 @@ def test_captured_marks_are_made_on_each_replay() -> None:
         operators.mark(bitmap.words, ids, *span, NO_ROW)
 
     for seed in range(3):
-        rows = torch.randint(0, 100_000, (4096,), generator=torch.Generator().manual_seed(seed))
+        rows = torch.randint(0, 100_000, (4096,), generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
         ids.copy_(rows)
         graph.replay()
         assert bitmap.take("t").tolist() == torch.unique(rows).tolist()
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("sparse", [False, True])
 def test_training_on_a_gpu_waits_for_nothing_until_rows_are_taken(sparse: bool) -> None:
     model: Any = nn.Embedding(1000, 8, sparse=sparse).cuda()
@@ -256,3 +259,26 @@ def test_training_on_a_gpu_waits_for_nothing_until_rows_are_taken(sparse: bool) 
 
     changed = (before != model.weight.detach()).any(dim=1).nonzero().flatten().tolist()
     assert tracker.take()["weight"].row_ids.tolist() == changed == [1, 500, 999]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_gradients_of_many_tables_on_a_gpu_are_marked_without_a_wait() -> None:
+    model = nn.ModuleList([nn.Embedding(size, 8, sparse=True) for size in (1000, 5, 70_000)]).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tracker = RowTracker(model, optimizers=[optimizer], on_bypass="raise")
+    looked_up = [torch.tensor(rows, device="cuda") for rows in ([999, 0, 999], [4], [69_999, 32, 31])]
+    for mode in ("default", "error"):  # the first time compiles the kernel, and copies where the tables are
+        tracker.bitmap.clear()
+        sum(table(rows).sum() for table, rows in zip(model, looked_up, strict=True)).backward()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            tracker._following._before_step(optimizer, (optimizer,), {})
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        optimizer.zero_grad()
+
+    tracker.declare_boundary()
+    assert [one.row_ids.tolist() for one in tracker.take().values()] == [[0, 999], [4], [31, 32, 69_999]]

@@ -264,4 +264,4 @@ def test_rows_ever_touched_are_found_again_from_the_slots(window_rows: int, spar
 
     rows = rows_with_state(optimizer, weight, window_rows=window_rows)
 
-    np.testing.assert_array_equal(rows.numpy(), sorted(ROWS[E]))
+    np.testing.assert_array_equal(rows.cpu().numpy(), sorted(ROWS[E]))

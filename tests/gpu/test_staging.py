@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cnr_store.errors import BadInput, BadRowIds, BadShape, SaveInProgress
-from cnr_store_gpu import RowRequest, StagingBuffers, gather_rows
+from cnr_store_gpu import RowBitmap, RowRequest, StagingBuffers, gather_rows
 from cnr_store_gpu.transfer import HostTransfer
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -97,6 +97,21 @@ def test_staged_rows_are_those_of_the_instant_of_the_gather(
             assert torch.equal(copy.view(torch.uint8), expected[name][key].view(torch.uint8))
             assert copy.is_contiguous()
     assert staged.host_bytes == staged.size_bytes
+
+
+@pytest.mark.parametrize("count", [0, 1, 300])
+def test_rows_that_a_bitmap_left_on_its_device_are_gathered_by(count: int) -> None:
+    bitmap, tensors = RowBitmap({"t": 1000}, on_host=False), table(1000, 5)
+    bitmap.mark("t", np.random.default_rng(count).choice(1000, count, replace=False))
+    taken, buffers = bitmap.take_all()["t"], StagingBuffers()
+    assert taken.device_rows is not None
+
+    staged = buffers.gather({"t": RowRequest(taken.row_ids, tensors, taken.device_rows)})
+
+    assert staged.row_ids["t"] is taken.row_ids
+    for name, tensor in tensors.items():
+        assert torch.equal(staged.tensors["t"][name], tensor.detach()[torch.from_numpy(taken.row_ids)])
+    staged.release()
 
 
 def test_memory_is_reused_and_grows_only_when_needed() -> None:

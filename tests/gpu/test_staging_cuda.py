@@ -8,7 +8,7 @@ import torch
 
 from cnr_store.encodings import lattice
 from cnr_store.errors import BadRowIds
-from cnr_store_gpu import RowRequest, StagingBuffers
+from cnr_store_gpu import RowBitmap, RowRequest, StagingBuffers
 from cnr_store_gpu.pinned import TransitRing
 from cnr_store_gpu.quantize import LatticeCodes
 from cnr_store_gpu.transfer import CudaTransfer
@@ -48,6 +48,38 @@ def test_rows_of_a_gpu_are_those_of_the_instant_on_the_host(dtype: torch.dtype, 
         assert copy.device.type == "cpu"
         assert torch.equal(copy, expected[name])
     np.testing.assert_array_equal(staged.row_ids["t"], ids)
+    buffers.free()
+
+
+def test_ids_that_are_on_the_gpu_already_are_not_copied_there() -> None:
+    bitmap = RowBitmap({"t": 5000}, "cuda")
+    bitmap.mark("t", torch.randint(0, 5000, (600,)))
+    weight = torch.randn(5000, 16, device="cuda")
+    taken = bitmap.take_all()["t"]
+    buffers = StagingBuffers()
+
+    staged = buffers.gather({"t": RowRequest(taken.row_ids, {"weight": weight}, taken.device_rows)})
+
+    assert torch.equal(staged.tensors["t"]["weight"], weight.cpu()[torch.from_numpy(taken.row_ids)])
+    assert staged.row_ids["t"] is taken.row_ids
+    assert not [key for key, *_ in buffers._slots[0].memory._flat if key[0] == "pinned ids"]
+    buffers.free()
+
+
+def test_training_on_a_stream_of_its_own_is_what_is_staged() -> None:
+    weight, ids = torch.zeros(300_000, 64, device="cuda"), torch.arange(300_000, device="cuda")
+    buffers = StagingBuffers()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+
+    for value in (1, 2):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(20_000_000)  # 10 ms: whoever does not wait for the stream reads what was before
+            weight.fill_(value)
+            staged = buffers.gather({"t": RowRequest(ids, {"weight": weight})})
+            weight.fill_(-1)
+        assert staged.tensors["t"]["weight"].unique().tolist() == [value]
+        staged.release()
     buffers.free()
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from cnr_store.errors import BadInput, BadRowIds, BadShape, TableNotFound
-from cnr_store_gpu import Movement, RowMovement, RowTracker, WatchedShard, plan_tables
+from cnr_store_gpu import Movement, RowMovement, RowTracker, WatchedShard, operators, plan_tables
 from cnr_store_gpu.tables import rows_with_gradient
 
 # torch's own SGD and Adagrad make sparse tensors without saying whether they want them checked.
@@ -299,7 +299,48 @@ def test_rows_with_gradient_are_the_rows_that_are_not_zero(
     found = rows_with_gradient(gradient)
 
     assert found.dtype == torch.int64
-    assert found.tolist() == np.flatnonzero((values.double().numpy() != 0).any(axis=1)).tolist()
+    assert found.tolist() == np.flatnonzero((values.double().cpu().numpy() != 0).any(axis=1)).tolist()
+
+
+def test_what_the_host_counts_stays_there_whatever_the_default_device_is() -> None:
+    # `torch.set_default_device("cuda")` put the counts of lookups there; "meta" shows it without a GPU.
+    model = nn.ModuleList([nn.Embedding(20, 3, sparse=True), nn.Embedding(5, 3)])
+    optimizer, rows = sgd(model), ids(3, 4)
+    with torch.device("meta"):
+        tracker = RowTracker(model, optimizers=[optimizer], shards=[WatchedShard("s", 9)])
+        sum(table(rows).sum() for table in model).backward()
+        tracker.lookup_slices(["s"], rows, [2])
+        optimizer.step()
+        tracker.updated("s")
+        found = taken(tracker)
+
+    assert found == {"0.weight": [3, 4], "1.weight": [3, 4], "s": [3, 4]}
+
+
+def test_sparse_gradients_of_a_device_are_marked_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.ModuleList([nn.Embedding(size, 3, sparse=True) for size in (20, 5000, 1)])
+    optimizer = sgd(model)
+    tracker = RowTracker(model, optimizers=[optimizer])
+    tracker.bitmap.of("0.weight")._host = None  # the path of other devices, also on the CPU
+    calls: list[int] = []
+
+    def counted(words: torch.Tensor, rows: torch.Tensor, *places: torch.Tensor) -> None:
+        calls.append(len(rows))
+        mark_slices(words, rows, *places)
+
+    mark_slices = operators.mark_slices_here
+    monkeypatch.setattr(operators, "mark_slices_here", counted)
+
+    for looked_up in ([ids(3, 3), ids(4999, 0, 32), ids(0)], [ids(7), ids(), ids(0, 0)], [ids(1), None, None]):
+        optimizer.zero_grad()
+        sum(
+            table(rows.long()).sum() for table, rows in zip(model, looked_up, strict=True) if rows is not None
+        ).backward()
+        optimizer.step()
+        expected = [[] if rows is None else sorted(set(rows.tolist())) for rows in looked_up]
+        assert list(taken(tracker).values()) == expected
+
+    assert calls == [6, 3]  # a table alone is marked without a copy of its rows
 
 
 def test_tables_may_be_given_as_modules_under_other_names() -> None:
@@ -895,13 +936,13 @@ def test_tracked_rows_are_the_changed_rows(data: st.DataObject) -> None:
         for _ in range(data.draw(st.integers(0, 3))):
             optimizer.zero_grad()
             for _ in range(data.draw(st.integers(1, 2))):  # accumulation
-                batch = [torch.from_numpy(random.integers(0, size, 5)) for size in sizes]
+                batch = [torch.tensor(random.integers(0, size, 5)) for size in sizes]
                 model(batch).backward()
             with torch.no_grad():
-                model([torch.from_numpy(random.integers(0, size, 5)) for size in sizes])
+                model([torch.tensor(random.integers(0, size, 5)) for size in sizes])
             optimizer.step()
             model.eval()
-            model([torch.from_numpy(random.integers(0, size, 5)) for size in sizes])
+            model([torch.tensor(random.integers(0, size, 5)) for size in sizes])
             model.train()
         rows = taken(tracker)
 
@@ -1134,9 +1175,9 @@ def test_every_change_of_a_pipelined_model_is_taken_wherever_it_is_cut(
     tracker = RowTracker(model, optimizers=[optimizer], in_flight="remark", on_bypass="raise")
     random = np.random.default_rng(seed)
     known = model.weight.detach().clone()
-    waiting = model(torch.from_numpy(random.integers(0, 60, 3)))
+    waiting = model(torch.tensor(random.integers(0, 60, 3)))
     for number in range(8):
-        following = model(torch.from_numpy(random.integers(0, 60, 3)))
+        following = model(torch.tensor(random.integers(0, 60, 3)))
         for part in range(2):
             if cuts[2 * number + part]:
                 assert set(changed_rows(known, model.weight)) <= set(taken(tracker)["weight"])

@@ -55,10 +55,11 @@ class Training:
         self.optimizers = make([p for p in tables if isinstance(p, nn.Parameter)], dense)
 
     def batch(self, number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        generator = torch.Generator().manual_seed(number)
-        users = torch.randint(0, ROWS, (BATCH,), generator=generator)
-        items = torch.randint(0, ROWS // 2, (BATCH, 3), generator=generator)
-        return users, items, torch.rand(BATCH, 1, generator=generator)
+        device = self.model.user.weight.device
+        generator = torch.Generator(device).manual_seed(number)
+        users = torch.randint(0, ROWS, (BATCH,), generator=generator, device=device)
+        items = torch.randint(0, ROWS // 2, (BATCH, 3), generator=generator, device=device)
+        return users, items, torch.rand(BATCH, 1, generator=generator, device=device)
 
     def train(self, number: int) -> None:
         users, items, labels = self.batch(number)
@@ -77,6 +78,8 @@ class Training:
                     copied = value.clone() if isinstance(value, torch.Tensor) else value
                     found[f"{index}/{number}/{key}"] = copied
         found["rng"] = torch.get_rng_state()
+        if torch.cuda.is_initialized():
+            found["rng/cuda"] = torch.cuda.get_rng_state()
         return found
 
 

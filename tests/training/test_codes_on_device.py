@@ -191,7 +191,7 @@ def test_codes_that_were_not_committed_are_made_again() -> None:
     manager.close()
 
     scale = np.float32(2.0**-12)
-    live = training.model.user.weight.detach().numpy()
+    live = training.model.user.weight.detach().cpu().numpy()
     np.testing.assert_array_equal(store.snapshot().table("user.weight").read(), np.rint(live / scale) * scale)
 
 
@@ -233,6 +233,7 @@ def test_tables_on_a_gpu_are_stored_as_with_floats_and_half_the_bytes_come_to_th
             if step == 2:
                 with torch.no_grad():
                     model.weight[step] = 100.0
+                manager.tracker.mark("weight", np.array([step]))
             manager.save()
             found.append(newest(store))
         manager.close()

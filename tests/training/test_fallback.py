@@ -314,7 +314,7 @@ def test_damage_that_one_rank_sees_takes_all_ranks_back_to_one_version(
     def resume(rank: int, manager: CheckpointManager, part: Part) -> Any:
         restored = manager.restore(fallback=True)
         assert restored is not None
-        held = part.weight.detach().numpy().copy()
+        held = part.weight.detach().cpu().numpy().copy()
         job.train(manager, part, 2)
         return restored, held
 

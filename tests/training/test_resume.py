@@ -79,7 +79,7 @@ def test_cumulative_policies_remember_rows_over_a_restart(policy: Policy, tmp_pa
     manager = manager_of(store, again, policy=policy)
     manager.restore()
     assert len(head.record.chain) == 2
-    assert torch.equal(torch.from_numpy(head.table("user.weight").read()), again.model.user.weight)
+    assert torch.equal(torch.from_numpy(head.table("user.weight").read()), again.model.user.weight.cpu())
     manager.close()
 
 

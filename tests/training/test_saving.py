@@ -83,10 +83,10 @@ def assert_stored(store: Store, training: Training) -> None:
     head = store.snapshot()
     for name in ("user.weight", "item.weight"):
         weight = dict(training.model.named_parameters())[name]
-        np.testing.assert_array_equal(head.table(name).read(), weight.detach().numpy())
+        np.testing.assert_array_equal(head.table(name).read(), weight.detach().cpu().numpy())
         slot = training.optimizers[0].state[weight]["momentum1"]
-        np.testing.assert_array_equal(head.table(name).read_slot("momentum1"), slot.numpy())
-    np.testing.assert_array_equal(head.read_dense("out.weight"), training.model.out.weight.detach().numpy())
+        np.testing.assert_array_equal(head.table(name).read_slot("momentum1"), slot.cpu().numpy())
+    np.testing.assert_array_equal(head.read_dense("out.weight"), training.model.out.weight.detach().cpu().numpy())
 
 
 @pytest.mark.parametrize("policy", ["full", "consecutive", "one_shot", "intermittent"])
@@ -330,7 +330,7 @@ def test_training_goes_on_while_a_save_is_written(backend: Backend) -> None:
     while manager.is_saving:
         pass
 
-    np.testing.assert_array_equal(store.snapshot().table("user.weight").read(), expected.numpy())
+    np.testing.assert_array_equal(store.snapshot().table("user.weight").read(), expected.cpu().numpy())
     manager.close()
 
 
@@ -347,7 +347,7 @@ def test_a_copied_first_full_holds_the_instant_of_its_step(backend: Backend) -> 
     while manager.is_saving:
         pass
 
-    np.testing.assert_array_equal(store.snapshot().table("user.weight").read(), expected.numpy())
+    np.testing.assert_array_equal(store.snapshot().table("user.weight").read(), expected.cpu().numpy())
     manager.save()
     assert_stored(store, training)
     manager.close()
@@ -365,7 +365,7 @@ def test_slots_that_appear_later_make_a_full(backend: Backend) -> None:
     assert [report.kind for report in manager.history] == ["full", "full", "delta"]
     head = store.snapshot().table("user.weight")
     state = training.optimizers[0].state[training.model.user.weight]
-    np.testing.assert_array_equal(head.read_slot("exp_avg"), state["exp_avg"].numpy())
+    np.testing.assert_array_equal(head.read_slot("exp_avg"), state["exp_avg"].cpu().numpy())
 
 
 def test_a_later_full_reads_no_live_table(backend: Backend) -> None:
@@ -521,7 +521,7 @@ def test_a_declared_parameter_is_a_table(backend: Backend) -> None:
     head = store.snapshot()
     assert set(head.tables) == {"rows", "tied.weight"}
     assert set(head.dense) == set()
-    np.testing.assert_array_equal(head.table("rows").read(), model.rows.detach().numpy())
+    np.testing.assert_array_equal(head.table("rows").read(), model.rows.detach().cpu().numpy())
     manager.close()
 
 
@@ -540,7 +540,7 @@ def test_decaying_optimizers_are_refused_unless_accepted(backend: Backend) -> No
 
     assert [report.rows for report in manager.history] == [450] * 3
     weight = training.model.user.weight.detach()
-    np.testing.assert_array_equal(store.snapshot().table("user.weight").read(), weight.numpy())
+    np.testing.assert_array_equal(store.snapshot().table("user.weight").read(), weight.cpu().numpy())
 
 
 def test_wrong_arguments_are_named(backend: Backend) -> None:
@@ -606,7 +606,7 @@ def test_an_interrupted_first_full_is_no_torn_one(backend: Backend) -> None:
     assert not was_saving
     assert report is not None
     for name, weight in expected.items():
-        np.testing.assert_array_equal(store.snapshot().table(name).read(), weight.numpy())
+        np.testing.assert_array_equal(store.snapshot().table(name).read(), weight.cpu().numpy())
     manager.save()
     assert_stored(store, training)
     manager.close()
@@ -758,7 +758,7 @@ def test_sparse_momentum_is_not_made_dense_in_a_delta(backend: Backend, monkeypa
     assert made
     assert max(made) <= 3
     expected = optimizer.state[model.weight]["momentum_buffer"].to_dense()
-    np.testing.assert_array_equal(store.snapshot().table("weight").read_slot("momentum_buffer"), expected.numpy())
+    np.testing.assert_array_equal(store.snapshot().table("weight").read_slot("momentum_buffer"), expected.cpu().numpy())
     manager.close()
 
 

@@ -153,6 +153,8 @@ class ModuleBinding:
                 if at in moved:
                     # A copy: torch shares no memory that may not be written.
                     tensors[name].copy_(tensor_of(dense[at].copy(), entries[at].dtype))
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()  # whoever looks rows up may do it on another stream
 
     def _adopt(self, name: str, tensor: torch.Tensor, table: ServedTable) -> None:
         rows = table.held.rows

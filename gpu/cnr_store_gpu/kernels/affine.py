@@ -130,7 +130,7 @@ def candidate_list(bits: int) -> list[tuple[float, float, float]]:
 
 @lru_cache(maxsize=64)
 def _candidates(bits: int, device: torch.device) -> torch.Tensor:
-    return torch.tensor(candidate_list(bits), dtype=torch.float32).to(device)
+    return torch.tensor(candidate_list(bits), dtype=torch.float32, device=device)
 
 
 def _check(

@@ -158,7 +158,7 @@ def mark_slices(words: torch.Tensor, ids: torch.Tensor, ends: Places, first_word
 def _on_device(places: Places, device: torch.device) -> torch.Tensor:
     if isinstance(places, torch.Tensor):
         return places if places.dtype == torch.int64 or places.dtype not in INT_DTYPES else places.to(torch.int64)
-    return torch.tensor(list(places), dtype=torch.int64).to(device, non_blocking=True)
+    return torch.tensor(list(places), dtype=torch.int64, device="cpu").to(device, non_blocking=True)
 
 
 def _blocks() -> tuple[int, int]:

@@ -65,7 +65,7 @@ def take_rows(words: torch.Tensor, tables: Sequence[tuple[int, int]]) -> tuple[l
     if blocks[-1] == 0:
         return [torch.empty(0, dtype=torch.int64, device=words.device) for _ in tables], before
     firsts = [first for first, _ in tables]
-    places = torch.tensor([blocks, [*firsts, 0], [*sizes, 0]]).to(words.device, non_blocking=True)
+    places = torch.tensor([blocks, [*firsts, 0], [*sizes, 0]], device="cpu").to(words.device, non_blocking=True)
     counts = torch.empty(blocks[-1], dtype=torch.int32, device=words.device)
     starts = torch.zeros(blocks[-1] + 1, dtype=torch.int64, device=words.device)
     grid, num_tables = (blocks[-1],), len(tables)

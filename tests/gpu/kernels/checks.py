@@ -6,6 +6,7 @@ the failure of each check, or null. That variable is read when the kernels are d
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import traceback
@@ -449,16 +450,23 @@ CHECKS: dict[str, Callable[[str], None]] = {
 
 
 def main() -> None:
-    """Run the named checks (or all) on the CPU and print what failed."""
+    """Run the named checks (or all) and print what failed."""
     is_triton_imported = "triton" in sys.modules
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu", help="cuda under a memory checker, say")
+    parser.add_argument("names", nargs="*", metavar="CHECK")
+    options = parser.parse_args()
     failures: dict[str, str | None] = {}
-    for name in sys.argv[1:] or CHECKS:
+    for name in options.names or CHECKS:
         try:
-            CHECKS[name]("cpu")
+            CHECKS[name](options.device)
             failures[name] = None
         except Exception:  # noqa: BLE001 - every failure is reported by name, whatever it is
             failures[name] = traceback.format_exc()
-    ran = {"triton_ran": kernels.uses_triton(torch.empty(0)), "triton_imported_early": is_triton_imported}
+    ran = {
+        "triton_ran": kernels.uses_triton(torch.empty(0, device=options.device)),
+        "triton_imported_early": is_triton_imported,
+    }
     json.dump({**ran, "failures": failures}, sys.stdout)
 
 

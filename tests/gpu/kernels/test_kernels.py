@@ -158,6 +158,7 @@ def test_marks_can_be_captured_in_a_cuda_graph(warm_gpu: str) -> None:
 @pytest.mark.gpu
 @needs_gpu
 @needs_triton
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_marking_and_quantizing_do_not_wait_for_the_gpu(warm_gpu: str) -> None:
     words, ids = torch.zeros(64, dtype=torch.int32, device="cuda"), torch.zeros(100, dtype=torch.int64, device="cuda")
     table, flag = torch.ones((100, 64), device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
