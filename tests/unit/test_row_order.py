@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from cnr_store import CorruptStore, Store, TableOptions, arrays, compact, verify_store
+from cnr_store.consume import Loader
 from cnr_store.encodings import reference
 from cnr_store.encodings.row_order import into_order, out_of_order
 from cnr_store.ordering import LEAST_CODES, order_of
@@ -253,6 +254,24 @@ def test_the_slot_that_gives_the_order_may_be_damaged_and_is_named(store: Store)
     problems = verify_store(store).problems
 
     assert [problem.path for problem in problems] == [path]
+
+
+@pytest.mark.parametrize("way", [{}, {"holds": "codes"}, {"served": "float16"}], ids=str)
+def test_a_loader_follows_deltas_in_order(store: Store, way: dict[str, Any]) -> None:
+    table, every = Table(), np.arange(ROWS)
+    with store.writer() as writer:
+        save(writer, table)
+        with Loader(store.url, threads=2, **way) as loader:
+            save(writer, table, table.step())
+            assert add_list(store).arrays["codes"].order is not msgspec.UNSET
+
+            assert loader.poll().error is None
+
+            with Loader(store.url, threads=2, **way) as fresh:
+                assert loader.version == fresh.version == store.latest_version()
+                assert same_bits(loader.lookup("t", every), fresh.lookup("t", every))
+            if "served" not in way:
+                assert same_bits(loader.lookup("t", every), table.stored)
 
 
 def test_int32_codes_have_an_order_too(store: Store) -> None:
