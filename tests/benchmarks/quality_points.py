@@ -144,17 +144,27 @@ def holds(point: Point, limits: Limits) -> bool:
     return point.auc.mean <= limits.auc and point.logloss.mean <= limits.logloss
 
 
-def smallest(points: Sequence[Point], limits: Limits) -> Point | None:
-    """Return the point with the fewest bytes that holds together with every point of more bytes; None without one.
+def fails(point: Point, limits: Limits) -> bool:
+    """Whether a loss is beyond its limit with its whole 95 % interval."""
+    return (
+        point.auc.mean - point.auc.half_width > limits.auc
+        or point.logloss.mean - point.logloss.half_width > limits.logloss
+    )
 
-    A coarse point that holds while a finer one does not is luck: training is chaotic, and a loss of either sign comes
-    of any change. Points of one family.
+
+def smallest(points: Sequence[Point], limits: Limits) -> Point | None:
+    """Return the point with the fewest bytes that holds while no point of more bytes fails; None without one.
+
+    A coarse point that holds while a finer one fails is luck: training is chaotic, and a loss of either sign comes of
+    any change. That is also why a finer one need only not fail: the mean of a few seeds strays by more than the budget
+    however fine the codes. Points of one family.
     """
     found = None
     for point in sorted(points, key=lambda one: -one.row_bytes):
-        if not holds(point, limits):
+        if fails(point, limits):
             break
-        found = point
+        if holds(point, limits):
+            found = point
     return found
 
 

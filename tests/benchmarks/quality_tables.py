@@ -91,7 +91,8 @@ def print_smallest(report: harness.Report, cases: Sequence[tuple[str, Judged, Ju
         columns = [f"{side}, {label}" for _, label in RULES for side in ("Check-N-Run", "ours", "ratio")]
         report.table(
             f"fewest row bytes that hold, {when} model", ["data", "restores", *columns], rows,
-            "a setting holds with all finer ones of its kind; limits of AUC and logloss: 0.01 %, the spread of the "
+            "mean losses within the limits, and no finer setting beyond them with its whole interval; limits of AUC "
+            "and logloss: 0.01 %, the spread of the "
             "uninterrupted seeds, or the larger of the two; where no lattice holds, ours is exact mode",
         )  # fmt: skip
     for name, restores, ratio, theirs, _ in ratios:

@@ -132,6 +132,13 @@ def test_a_coarse_point_that_holds_by_luck_does_not_count():
     assert smallest(lucky[1:], Limits(0.1, 0.1)) is None
 
 
+def test_a_finer_point_that_misses_within_its_noise_does_not_count_against_coarser_ones():
+    finer, coarser = point("lattice", 400, 0.15), point("lattice", 300, 0.0)
+    noisy = replace(finer, auc=Estimate(0.15, 0.1), logloss=Estimate(0.15, 0.1))
+    assert smallest([noisy, coarser], Limits(0.1, 0.1)) == coarser
+    assert smallest([finer, coarser], Limits(0.1, 0.1)) is None
+
+
 def test_exact_mode_is_what_we_fall_back_to():
     points = [point("affine", 400, 0.0), point("lattice", 100, 0.5), replace(point("affine", 900, 0.0))]
     exact = replace(point("lattice", 800, 0.0), setting=Setting("exact"))
