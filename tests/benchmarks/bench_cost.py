@@ -197,7 +197,7 @@ NOTE = (
     "fsyncs. torch.save and safetensors send a file with s3fs, in parallel parts; dcp writes through fsspec, zarr "
     "through its FsspecStore. CPU is that of the training process: servers and links have their own. Peak: resident "
     "memory beyond what there was before; a mapped file counts, but not what is kept from save to save: the copy of "
-    "the kept stager, and the store's mirror of 2 bytes per element (4 if exact)."
+    "the kept stager, the store's buffers for the touched rows, and its mirror of 2 bytes per element (4 if exact)."
 )
 
 
