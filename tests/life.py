@@ -6,6 +6,7 @@ together wrongly is wrong in its values; the oracle is what each trainer held in
 
 from __future__ import annotations
 
+import itertools
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,6 +51,7 @@ from cnr_store.testing.faulty import (
 from cnr_store.testing.schedule import Actor
 from cnr_store.types import TableOptions
 from cnr_store.writer import Writer
+from format_spec.generate_golden import in_turn
 from tests.faulty_world import FAULTS, ROOT, FaultyWorld, OnCall
 from tests.inline_workers import InlineWorkers
 
@@ -176,11 +178,9 @@ class _InlinePool:
 def deterministic(random: Random) -> Iterator[None]:
     """Make what an actor does a function of the seed: names of transactions and records, and the order of deletes."""
 
-    def uuid4() -> uuid.UUID:
-        return uuid.UUID(int=random.getrandbits(128), version=4)
-
+    names = (uuid.UUID(int=random.getrandbits(128), version=4) for _ in itertools.count())
     with (
-        mock.patch("uuid.uuid4", uuid4),
+        mock.patch("uuid.uuid4", in_turn(names, uuid.uuid4)),
         mock.patch("cnr_store.storage.remote.ThreadPoolExecutor", _InlinePool),
         # Names that nobody needs leave the lists by a record of their own, which is for many of them otherwise.
         mock.patch("cnr_store.gc.plan.CLEAN_UP_AT", random.choice((1, 64))),
