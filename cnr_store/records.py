@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -709,6 +710,7 @@ def _manifest_problems(manifest: Manifest) -> Any:
     yield from _overlaps(manifest.parts)
     for array in manifest.dense_arrays:
         yield from _array_problems(array, known)
+    yield from _order_problems(manifest)
     for name, tensor in manifest.dense.items():
         check_relative_path(tensor.path)
         if tensor.segment:
@@ -794,7 +796,6 @@ def _part_problems(part: PartEntry, schema: TableSchema, known: set[str]) -> Any
             elif found.dtype not in dtypes or found.shape[1:] != (() if width is None else (width,)):
                 yield f"{where}: array {name!r} is {found.dtype} {found.shape}"
         chunk_rows = entry.arrays["rows"].chunk_rows
-        yield from _order_problems(entry, op, where)
         for array in entry.arrays.values():
             yield from _array_problems(array, known)
             if array.shape[:1] != (entry.count,) or array.chunk_rows != chunk_rows:
@@ -812,14 +813,27 @@ def _part_problems(part: PartEntry, schema: TableSchema, known: set[str]) -> Any
             yield f"{where} holds rows outside {part.rows}"
 
 
-def _order_problems(row_list: RowListEntry, operation: str, where: str) -> Any:
-    """Only codes of an ``add`` list have an order, and it is that of a one-dimensional int16 array beside them."""
-    for name, array in row_list.arrays.items():
-        if array.order is msgspec.UNSET:
-            continue
-        keys = next((one for one in row_list.arrays.values() if one.path == array.order), None)
-        if operation != "add" or name != "codes" or keys is None or (keys.dtype, len(keys.shape)) != ("int16", 1):
-            yield f"{where}: the rows of array {name!r} lie in the order of {array.order!r}"
+def _order_problems(manifest: Manifest) -> Any:
+    """Only codes of an ``add`` list have an order: that of a one-dimensional int16 array beside them, and of no other.
+
+    A reader finds that array by its path, and gives it to a kernel without checks of bounds.
+    """
+    lists = [
+        (f"part {part.folder} {op}", op, row_list.arrays)
+        for part in manifest.parts
+        for op in ("add", "set", "delete", "escape")
+        if (row_list := getattr(part, op)) is not None
+    ]
+    lists += [(f"dense array {array.path}", "", {"dense": array}) for array in manifest.dense_arrays]
+    times = Counter(array.path for _, _, arrays in lists for array in arrays.values())
+    for where, op, arrays in lists:
+        for name, array in arrays.items():
+            if array.order is msgspec.UNSET:
+                continue
+            keys = next((one for one in arrays.values() if one.path == array.order), None)
+            is_key = keys is not None and times[keys.path] == 1 and (keys.dtype, len(keys.shape)) == ("int16", 1)
+            if (op, name) != ("add", "codes") or not is_key:
+                yield f"{where}: the rows of array {name!r} lie in the order of {array.order!r}"
 
 
 def _array_problems(array: ArrayEntry, known: set[str]) -> Any:

@@ -437,6 +437,12 @@ class SegmentReader:
         if entry.order is not msgspec.UNSET:
             keys = self.read_chunk(self._keys[entry.order], index, Scratch())
             stored = self.read_chunk(msgspec.structs.replace(entry, order=msgspec.UNSET), index, scratch.spare)
+            if keys.dtype != np.int16 or keys.shape != stored.shape[:1]:  # the kernel checks no bounds
+                raise CorruptStore(
+                    f"segment {self.name}: {entry.path} of shape {stored.shape} cannot lie in the order of "
+                    f"{entry.order}, which is {keys.dtype} {keys.shape}; run `cnr verify`",
+                    path=entry.path,
+                )
             out = scratch.take(stored.shape, stored.dtype)
             out_of_order(stored, keys, out)
             return out

@@ -19,7 +19,7 @@ from cnr_store.encodings.row_order import into_order, out_of_order
 from cnr_store.ordering import LEAST_CODES, order_of
 from cnr_store.read_ahead import wanted_objects
 from cnr_store.records import ROW_ORDER, Manifest, RowListEntry, TableSchema, decode_manifest
-from cnr_store.segment import Scratch
+from cnr_store.segment import Scratch, SegmentReader
 from cnr_store.table_codes import array_specs
 from cnr_store.types import Float32s, Lattice, Profile, Rectangle
 from format_spec.reader.compare import compare
@@ -225,6 +225,38 @@ def test_an_order_that_cannot_be_one_is_refused(store: Store, damage: dict[str, 
 
     with pytest.raises(CorruptStore, match="lie in the order of"):
         decode_manifest(msgspec.json.encode(document), "here")
+
+
+@pytest.mark.parametrize("how", ["an order", "the path of the slot"])
+def test_no_other_array_has_an_order_or_is_where_the_slot_is(store: Store, how: str) -> None:
+    """A path of two arrays gave the kernel, which checks no bounds, keys of another length; so did dense arrays."""
+    table = Table()
+    with store.writer() as writer:
+        save(writer, table)
+        save(writer, table, table.step())
+    document = msgspec.to_builtins(store.snapshot().manifests[-1])
+    found = document["parts"][0]["add"]["arrays"]
+    slot = found["slots/momentum1"]
+    other = {**found["rows"], "order": slot["path"]} if how == "an order" else {**slot, "dtype": "int64"}
+    document["dense_arrays"] = [other]
+
+    with pytest.raises(CorruptStore, match="lie in the order of"):
+        decode_manifest(msgspec.json.encode(document), "here")
+
+
+def test_an_order_of_another_length_reaches_no_kernel(store: Store) -> None:
+    """Also where nobody has checked the manifest."""
+    table = Table()
+    with store.writer() as writer:
+        save(writer, table)
+        save(writer, table, table.step())
+    document = msgspec.to_builtins(store.snapshot().manifests[-1])
+    slot = document["parts"][0]["add"]["arrays"]["slots/momentum1"]
+    slot["shape"] = [slot["shape"][0] - 1]
+    reader = SegmentReader(store.storage, store.snapshot().record.chain[-1].seg, msgspec.convert(document, Manifest))
+
+    with pytest.raises(CorruptStore, match="cannot lie in the order of"):
+        reader.read_chunk(add_list(store).arrays["codes"], 2, Scratch())
 
 
 def test_a_set_list_has_no_order(store: Store) -> None:
