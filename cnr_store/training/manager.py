@@ -550,17 +550,18 @@ class CheckpointManager:
         """How exact tables are stored, and what becomes of that at the next save."""
         return self._rate.status
 
-    def report_loss(self, loss: float) -> None:
+    def report_loss(self, loss: float | torch.Tensor) -> None:
         """Tell the loss of a step, for ``schedule="loss"``; of several ranks, that of rank 0 counts.
 
         The mean of about the last hundred is kept, also over restarts. Losses that are not finite do not count.
+        Of a tensor its one number is read, which waits for its device.
 
         Raises
         ------
         BadInput
             It is not positive.
         """
-        self._rate.report_loss(loss)
+        self._rate.report_loss(float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss))
 
     @property
     def store(self) -> Store:

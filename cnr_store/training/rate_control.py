@@ -20,7 +20,7 @@ from cnr_store.encodings.sampling import RowSample
 from cnr_store.encodings.scale import ScaleChoice, minmax_scale, pooled
 from cnr_store.encodings.widths import to_float32
 from cnr_store.errors import BadInput
-from cnr_store.options import asked_bits, choose_table_scale, table_dtype
+from cnr_store.options import asked_bits, choose_table_scale, encoding_name, table_dtype
 from cnr_store.policy import Decision
 from cnr_store.ranks import Ranks, together
 from cnr_store.rate import Refinement, bits_after, halvings_for_loss, is_too_fine, known_bits, refinement, smoothed
@@ -28,7 +28,7 @@ from cnr_store.records import MAX_SHIFT, MAX_SHIFT_IN_CHAIN, MIN_SCALE, TableSch
 from cnr_store.training.arguments import Schedule
 from cnr_store.training.document import RateDocument
 from cnr_store.training.holdings import Holding, Holdings
-from cnr_store.training.tensors import TensorRows
+from cnr_store.training.tensors import TensorRows, table_dtype_name
 from cnr_store.transaction import Transaction
 from cnr_store.types import MAX_CODE, AffineBits, Lattice, TableOptions
 from cnr_store.writer import Writer
@@ -163,7 +163,7 @@ class RateControl:
         A scale that follows the loss is kept, and halved by what is due.
         """
         step, planned = self._steps.get(table), self._pending.get(table)
-        if self._schedule == "loss" and step is not None:
+        if self._schedule == "loss" and step is not None and self._is_lattice(table):
             due = 0 if planned is None else planned.halvings
             return replace(self._options[table], bits=None, max_error=None, scale=math.ldexp(step, -due))
         return self._widened(table)
@@ -257,7 +257,7 @@ class RateControl:
     def _measure(self, writer: Writer, table: str, schema: TableSchema) -> dict[str, Any]:
         """What this rank knows of a table whose width grows: the scales that its shards ask for, room for halvings."""
         mine = [holding for holding in self._holdings.owned.values() if holding.table == table]
-        if not isinstance(schema.encoding, Lattice):
+        if not isinstance(schema.encoding, Lattice) or not self._is_lattice(table):
             return {"choices": [], "halvings": 0, "refused": None}
         try:
             choices = [(self._choice(one, _step_of(schema)), one.shard.weight.numel()) for one in mine]
@@ -306,6 +306,8 @@ class RateControl:
             if table not in anew and table not in self._pending and self._has_target(table)
             if (step := _step_of(schemas[table])) is not None
         }
+        if not known:  # as where another rank is not synced, and asks nobody: then all tables are written anew
+            return set()
         roughly = together(ranks, lambda: {table: self._roughly(table) for table in known})
         most = {table: max(answer[table] for answer in roughly) for table in known}
         known = {
@@ -341,6 +343,11 @@ class RateControl:
                 sample = np.asarray(rows[sample_rows(len(rows), _FEW_ROWS, 0)])
                 found.append(minmax_scale(to_float32(sample, dtype), self._width_anew(table)))
         return max(found)
+
+    def _is_lattice(self, table: str) -> bool:
+        """Whether the options ask for a lattice, as far as this rank has rows; what is stored may be something else."""
+        mine = (one.shard.weight for one in self._holdings.by_name.values() if one.table == table)
+        return all(encoding_name(self._options[table], table_dtype_name(weight, table)) == "lattice" for weight in mine)
 
     def _has_target(self, table: str) -> bool:
         """Whether the options of a lattice say what its scale should be like, and not what it is."""

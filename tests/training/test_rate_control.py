@@ -20,7 +20,7 @@ from cnr_store import BadInput, Snapshot, Store, TableOptions
 from cnr_store.ranks import OneRank, Ranks
 from cnr_store.testing.ranks import thread_ranks
 from cnr_store.training import CheckpointManager, SaveReport
-from cnr_store.types import Affine, Lattice
+from cnr_store.types import Affine, FloatBits, Lattice
 
 ROWS, DIM = 400, 8
 AUTO = TableOptions(bits="auto", expected_restores=1)
@@ -346,6 +346,45 @@ def test_rates_that_contradict_each_other_are_refused(url: str) -> None:
     life.manager.close()
 
 
+def test_a_loss_may_be_a_tensor_of_a_graph_and_is_kept_as_a_number(url: str) -> None:
+    """Found by review: the tensor was kept with its graph, written as an array, and the checkpoint refused."""
+    life = Life(url, options=TableOptions(bits=2), schedule="loss")
+    life.manager.report_loss((torch.ones(1, requires_grad=True) * 2).sum())
+    life.next(1)
+
+    life = Life(url, options=TableOptions(bits=2), schedule="loss")
+
+    assert life.manager.rate.first_loss == life.manager.rate.loss == 2.0
+    assert type(life.manager.rate.loss) is float
+    life.manager.close()
+
+
+def test_a_table_that_is_no_lattice_any_more_leaves_the_schedule(url: str) -> None:
+    """Found by review: the scale of its old lattice was asked of the new encoding, and every save failed."""
+    life = Life(url, options=TableOptions(bits=2), schedule="loss")
+    life.manager.report_loss(1.0)
+    life.next(1)
+
+    life = Life(url, options=TableOptions.exact(), schedule="loss")
+    life.manager.report_loss(0.001)
+
+    assert life.next(2).kind == "full"
+    assert isinstance(Store.open(url).snapshot().tables["weight"].encoding, FloatBits)
+
+
+def test_a_width_grows_while_the_encoding_changes(url: str) -> None:
+    """Found by review: the restore measured a lattice that nobody asked for any more, and failed."""
+    Life(url).next(1)
+    Life(url).next(2)
+
+    life = Life(url, options=TableOptions(encoding="affine", bits="auto", expected_restores=1))
+
+    assert life.next(3).kind == "full"
+    encoding = Store.open(url).snapshot().tables["weight"].encoding
+    assert isinstance(encoding, Affine)
+    assert encoding.bits == 3
+
+
 def on_ranks(world: int, act: Callable[[Ranks], Any]) -> list[Any]:
     """Run on threads, one for each rank; raise what one raised."""
     found: list[Any] = [None] * world
@@ -390,3 +429,19 @@ def test_ranks_refine_together(url: str) -> None:
         lives[2][0][0].scales["weight"].after
         < lives[1][0][0].scales.get("weight", lives[0][0][0].scales["weight"]).after
     )
+
+
+def test_a_rank_that_lost_its_state_makes_all_write_anew_and_none_waits_for_it(url: str) -> None:
+    """Found by review: the others asked it for scales that are too fine, which it did not answer, for ever."""
+    Store.create(url).close()
+
+    def live(ranks: Ranks) -> str:
+        life = Life(url, ranks, options=TableOptions(bits=4))
+        life.train(1)
+        life.save()
+        if ranks.rank == 0:
+            assert life.manager._writer is not None
+            life.manager._writer._session.forget()  # as where a commit won and its mirrors could not be moved
+        return life.next(2).kind
+
+    assert on_ranks(2, live) == ["full", "full"]
