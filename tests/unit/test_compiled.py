@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numba
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from cnr_store import compiled
@@ -103,6 +108,117 @@ def test_code_of_another_source_is_never_loaded(tmp_path: Path) -> None:
     (tmp_path / "kernel.py").write_text(SOURCE.replace("+ 1", "+ 10"))
 
     assert run(a_process(tmp_path, compiled.njit()), np.int32) == [10.0, 11.0, 12.0]
+
+
+def files_of(folder: Path, kernel: Any) -> list[str]:
+    return sorted(file.name for file in Path(kernel._cache.cache_path).glob("*.nbc"))
+
+
+def test_code_of_an_older_source_does_not_stay_on_disk(tmp_path: Path) -> None:
+    run(a_process(tmp_path, compiled.njit()), np.int32)
+    run(a_process(tmp_path, compiled.njit()), np.float32)
+    for number in range(3):
+        (tmp_path / "kernel.py").write_text(SOURCE + f"# {number}")
+        last = a_process(tmp_path, compiled.njit())
+        run(last, np.int32)
+        run(last, np.float32)
+
+    assert len(files_of(tmp_path, last)) == 2
+
+
+def test_code_that_another_process_removed_is_compiled_again(tmp_path: Path) -> None:
+    kernel = a_process(tmp_path, compiled.njit())
+    run(kernel, np.int32)
+    (Path(kernel._cache.cache_path) / files_of(tmp_path, kernel)[0]).unlink()
+
+    assert run(a_process(tmp_path, compiled.njit()), np.int32) == [1.0, 2.0, 3.0]
+    later = a_process(tmp_path, compiled.njit())
+    assert run(later, np.int32) == [1.0, 2.0, 3.0]
+    assert sum(later.stats.cache_hits.values()) == 1
+
+
+def test_code_of_other_options_is_never_loaded(tmp_path: Path) -> None:
+    run(a_process(tmp_path, compiled.njit(error_model="numpy")), np.int32)
+
+    other = a_process(tmp_path, compiled.njit())
+    run(other, np.int32)
+
+    assert not other.stats.cache_hits
+
+
+def test_a_set_of_options_is_the_same_in_every_process(tmp_path: Path) -> None:
+    (tmp_path / "kernel.py").write_text(SOURCE)
+    code = (
+        "import kernel, numpy as np; from cnr_store.compiled import njit; x = np.zeros(1);"
+        "compiled = njit(fastmath={'nnan', 'ninf', 'nsz', 'arcp'})(kernel.plus_one); compiled(x, x);"
+        "print(sum(compiled.stats.cache_hits.values()))"
+    )
+
+    def hits(seed: int) -> str:
+        environment = {**os.environ, "PYTHONHASHSEED": str(seed), "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path.cwd()}"}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    assert [hits(seed) for seed in (1, 2, 3)] == ["0", "1", "1"]
+
+
+@pytest.mark.parametrize("way", ["a number", "a kernel"])
+def test_code_with_the_older_number_or_kernel_of_another_file_is_never_loaded(tmp_path: Path, way: str) -> None:
+    """numba looks at the source of the kernel alone: a constant that changed in another file kept its old value."""
+    (tmp_path / "kernel.py").write_text(SOURCE.replace("+ 1", "+ STEP" if way == "a number" else "+ STEP()"))
+
+    def with_step(size: int) -> Compile:
+        (tmp_path / "step.py").write_text(f"def step():\n    return {size}\n")
+        spec = importlib.util.spec_from_file_location("a_step_of_these_tests", tmp_path / "step.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        called = compiled.njit()(module.step)
+
+        def compile_(function: Callable[..., Any]) -> Any:
+            vars(sys.modules[NAME])["STEP"] = size if way == "a number" else called
+            return compiled.njit()(function)
+
+        return compile_
+
+    assert run(a_process(tmp_path, with_step(1)), np.int32) == [1.0, 2.0, 3.0]
+    assert run(a_process(tmp_path, with_step(10)), np.int32) == [10.0, 11.0, 12.0]
+
+
+def test_the_cache_of_another_numba_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parts are private: kernels of a numba that has others are compiled by every process, and it is said."""
+    monkeypatch.setattr(compiled, "_METHODS", (*compiled._METHODS, "_a_method_of_another_numba"))
+
+    with pytest.warns(RuntimeWarning, match="compiles the kernels"):
+        kernel = a_process(tmp_path, compiled.njit())
+
+    assert run(kernel, np.int32) == [1.0, 2.0, 3.0]
+    assert not list(tmp_path.glob("**/*.nbc"))
+
+
+def test_kernels_are_functions_where_numba_is_told_to_compile_nothing() -> None:
+    """The library could not be imported."""
+    code = "from cnr_store.encodings import kernels; print(type(kernels.sort_rows).__name__)"
+    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+
+    assert done.stdout.strip() == "function"
+
+
+def test_a_kernel_may_be_sent_to_another_process() -> None:
+    """It is compiled there, or comes from the cache."""
+    x = np.arange(6, dtype=np.int16).reshape(3, 2)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as processes:
+        moved = processes.submit(sorted_by, kernels.sort_rows, x, np.asarray([3, 1, 2], np.int16)).result()
+
+    assert moved.tolist() == [[2, 3], [4, 5], [0, 1]]
+
+
+def sorted_by(kernel: Any, block: npt.NDArray[np.int16], keys: npt.NDArray[np.int16]) -> npt.NDArray[np.int16]:
+    out = np.empty_like(block)
+    kernel(block, keys, out)
+    return out
 
 
 def test_where_nothing_can_be_kept_kernels_are_compiled_anew(tmp_path: Path) -> None:
