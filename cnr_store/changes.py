@@ -52,6 +52,11 @@ class StagedRows:
     digest: int | None = None
     held: Held | None = None
 
+    @property
+    def waiting(self) -> RowIds:
+        """Sorted ids of the rows that wait, int64 (n,)."""
+        return np.empty(0, np.int64) if self.held is None else self.held.after.rows
+
     def apply(self, mirror: TableCodes, workers: Workers) -> None:
         """Move the mirror to what was staged; call once, after the commit has won. Blocks; runs on ``workers``."""
         for operation, staged in self.lists.items():

@@ -176,8 +176,8 @@ class Transaction:
         Once the commit has won they are to be given again, with what changed meanwhile, in the next save: they are in
         no segment.
         """
-        held = ((shard, staged.held) for shard, changes in self._rows.items() for staged in changes)
-        return {shard: one.after.rows for shard, one in held if one is not None and len(one.after.rows)}
+        found = ((shard, staged.waiting) for shard, changes in self._rows.items() for staged in changes)
+        return {shard: rows for shard, rows in found if len(rows)}
 
     def settle(self) -> LogEntry | None:
         """Learn an outcome that was left unknown; see `Writer.settle`."""
@@ -995,9 +995,10 @@ class Transaction:
 
     def _check_first(self, shard: Shard, *operations: str) -> None:
         wanted = set(operations)
-        done = {op for staged in self._rows.get(shard, []) for op in staged.lists} | set(
-            self._assembly.entries.get(shard, {})
-        )
+        changes = self._rows.get(shard, [])
+        done = {op for staged in changes for op in staged.lists} | set(self._assembly.entries.get(shard, {}))
+        if any(len(staged.waiting) for staged in changes):
+            done.add("add")  # they are in no list, and were given all the same
         if shard in self._whole or (done & wanted if wanted else done):
             raise BadInput(
                 f"table {shard} was written in this transaction already; give its rows at once", table=shard.table
@@ -1006,8 +1007,8 @@ class Transaction:
     def _check_disjoint(self, shard: Shard, row_ids: RowIds) -> None:
         table = shard.table
         for staged in self._rows.get(shard, []):
-            for item in staged.lists.values():
-                both = np.intersect1d(item.rows, row_ids, assume_unique=True)
+            for rows in (*(item.rows for item in staged.lists.values()), staged.waiting):
+                both = np.intersect1d(rows, row_ids, assume_unique=True)
                 if len(both):
                     raise BadRowIds(
                         f"row {int(both[0])} of table {table!r} is both written and deleted in one transaction",

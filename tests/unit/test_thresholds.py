@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from cnr_store import (
     BadInput,
+    BadRowIds,
     CompactionPolicy,
     Shard,
     Store,
@@ -296,6 +297,39 @@ def test_set_escape_and_deleted_rows_do_not_wait() -> None:
     assert np.abs(found[1] - run.live[1]).max() <= 0.125
     assert np.isnan(found[2]).all()
     assert verify_store(run.store, deep=True).is_sound
+
+
+@pytest.fixture
+def holding() -> Iterator[Run]:
+    """A table whose threshold is above every small change."""
+    made = Run(LATTICE)
+    made.save(two_changes(made))
+    made.save(np.asarray([1, 2, 3], np.int64), flush=True)
+    yield made
+    made.writer.close()
+    made.store.close()
+
+
+def test_rows_are_given_at_once_also_where_all_of_them_wait(holding: Run) -> None:
+    """Found by review: a second call was taken, and the rows of the first were neither saved nor said to wait."""
+    with holding.begin() as txn:
+        assert holding.write(txn, holding.train([7, 8], 0.25)) == 0
+        with pytest.raises(BadInput, match="already"):
+            holding.write(txn, holding.train([9, 10], 0.25))
+
+    assert txn.waiting[T].tolist() == [7, 8]
+
+
+def test_a_row_that_waits_cannot_be_deleted_in_the_same_save(holding: Run) -> None:
+    """Found by review: it was deleted, and came back with the next save as a row that still waits."""
+    with holding.begin() as txn:
+        holding.write(txn, holding.train([7, 8], 0.25))
+        with pytest.raises(BadRowIds, match="row 8"):
+            txn.delete_rows("t", np.asarray([8, 9], np.int64))
+        txn.delete_rows("t", np.asarray([9], np.int64))
+
+    assert txn.waiting[T].tolist() == [7, 8]
+    assert verify_store(holding.store, deep=True).is_sound
 
 
 def test_rows_given_as_codes_wait_alike(run: Run) -> None:
