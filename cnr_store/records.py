@@ -88,7 +88,7 @@ class WaitingEntry(msgspec.Struct, frozen=True, kw_only=True):
     """Rows whose last change waits for a later segment (thresholded deltas); for people, never for decisions.
 
     ``count`` rows, counted once per column range; every element of their weights was within ``max_error`` of what the
-    store holds; the one that waits longest does so for ``oldest`` saves.
+    store holds, but for the rounding of floats; the one that waits longest does so for ``oldest`` saves.
     """
 
     count: int

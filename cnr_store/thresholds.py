@@ -81,7 +81,8 @@ class Held:
     after
         The state once it has won.
     max_error
-        Every element of a waiting row is within this of what the store holds; absolute, 0 if none waits.
+        Every element of a waiting row is within this of what the store holds, but for the rounding of floats; absolute,
+        0 if none waits.
     """
 
     waits: npt.NDArray[np.bool_]
