@@ -34,10 +34,13 @@ INT16 = np.dtype(np.int16)
 
 @pytest.mark.parametrize("count", [0, 1, 2, 255, 3000])
 @pytest.mark.parametrize("largest", [0, 1, 60, 32767])
-def test_rows_come_back_from_the_order_of_a_stable_sort(count: int, largest: int) -> None:
+@pytest.mark.parametrize(("width", "dtype"), [(5, np.int16), (8, np.int16), (2, np.int32), (3, np.int32)])
+def test_rows_come_back_from_the_order_of_a_stable_sort(
+    count: int, largest: int, width: int, dtype: type[np.integer[Any]]
+) -> None:
     random = np.random.default_rng(count + largest)
     keys = random.integers(-largest - 1, largest + 1, count).astype(np.int16)
-    block = random.integers(-99, 99, (count, 5)).astype(np.int16)
+    block = random.integers(-99, 99, (count, width)).astype(dtype)
 
     ordered = into_order(block, keys)
     back = np.full_like(block, -1)
