@@ -94,6 +94,8 @@ class Commit:
         The record that rank 0 sent, if it could not learn whether that stands in the log.
     size_bytes
         Bytes of the segment, of all ranks.
+    manifest
+        That of the segment, where this rank wrote it.
     """
 
     def __init__(self, session: Session, draft: Draft, share: Share) -> None:
@@ -103,7 +105,7 @@ class Commit:
         self._session, self._draft, self._share = session, draft, share
         self._has_answered = False
         self._receipt: Receipt | None = None
-        self._manifest: Manifest | None = None
+        self.manifest: Manifest | None = None
         self._decision: _Decision | None = None
 
     # ---- before and instead of it
@@ -188,7 +190,7 @@ class Commit:
         )
         check_coverage(receipts, self._share.tables)
         l1 = max(session.head.record.logical, draft.l0) + 1
-        self._manifest = manifest = Manifest(
+        self.manifest = manifest = Manifest(
             format=MAJOR, profile=session.profile, txn=draft.txn, base=session.head.record.v,
             kind="baseline" if draft.kind == "full" else "delta", l0=draft.l0, l1=l1, step=draft.step,
             tables=dict(self._share.tables), scalars=dict(self._share.scalars), **merge_receipts(receipts),
@@ -202,13 +204,13 @@ class Commit:
 
     def _generations(self) -> dict[str, Generation]:
         """What the record says of each table."""
-        assert self._manifest is not None
-        return generations(self._share.tables, self._manifest.parts)
+        assert self.manifest is not None
+        return generations(self._share.tables, self.manifest.parts)
 
     def _reader_features(self, record: CommitRecord) -> tuple[str, ...]:
         """What the record's readers must know, and what those of the segment behind it must."""
-        assert self._manifest is not None
-        return tuple(sorted({*record.reader_features, *needed_reader_features(self._manifest)}))
+        assert self.manifest is not None
+        return tuple(sorted({*record.reader_features, *needed_reader_features(self.manifest)}))
 
     def _append(self, draft: CommitRecord) -> LogEntry:
         """Append the record, and note it in `undecided` if its fate stays open."""
@@ -348,10 +350,10 @@ class Commit:
 
     def written_reader(self) -> dict[str, SegmentReader]:
         """A reader of the segment, by name, where this rank wrote its manifest; no I/O."""
-        if self._manifest is None:
+        if self.manifest is None:
             return {}
         segment = self._draft.segment
-        return {segment: SegmentReader(self._session.storage, segment, self._manifest)}
+        return {segment: SegmentReader(self._session.storage, segment, self.manifest)}
 
 
 @dataclass(frozen=True, slots=True)

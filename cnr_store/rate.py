@@ -7,8 +7,8 @@ in a ``full``. What is decided here waits for one of the two.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from cnr_store.encodings.choose import expected_bits
@@ -191,3 +191,214 @@ def known_bits(stored: Mapping[str, int], table: str, expected: float) -> Affine
     """Return the width that a table's scale is for: as a checkpoint says, else what ``expected`` restores ask for."""
     found = stored.get(table)
     return next((bits for bits in (2, 3, 4, 8) if bits == found), expected_bits(expected))
+
+
+# ---- a target of bytes
+
+LEAST_SHARE = 0.05
+"""A threshold's ``keep`` is lowered to this share of what the user gave, and no further."""
+
+PAYBACK_SAVES = 48
+"""Saves within which a coarser scale must win back the bytes of the full that it needs."""
+
+_AIM, _ROOM = 0.9, 0.75
+"""Parts of a target: what a change aims at, and below what there is room for more."""
+_SMOOTHED = 3
+"""Saves whose mean size is compared with the target."""
+_LARGEST_CUT, _LARGEST_RISE = 0.25, 1.5
+"""Factors by which a share changes at most from one save to the next."""
+_SAVES_BEFORE_SCALE = 2
+"""Saves that must be over the target, with the same share and scale, before another scale is wanted."""
+
+TargetState = Literal["learning", "met", "adjusting", "waiting", "unreachable"]
+"""``learning``: no save has told a size yet. ``adjusting``: the next save changes something. ``waiting``: a coarser
+scale is due, but a full for it would cost more than it saves, so it comes with the next one. ``unreachable``: nothing
+is left to change, or it would not be enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveCost:
+    """What one committed save cost, and how it was made.
+
+    Attributes
+    ----------
+    size_bytes
+        Bytes of the segment, of all ranks.
+    elements, code_bytes
+        Of the tables whose scale may become coarser: elements in the segment, and bytes that their codes take.
+    share, doublings
+        What was in force (`Steering`).
+    """
+
+    size_bytes: int
+    elements: int
+    code_bytes: int
+    share: float
+    doublings: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What `steer` may do.
+
+    Attributes
+    ----------
+    has_thresholds
+        Whether some table has a `Threshold`, so that a share means something.
+    settles
+        Saves until a changed share shows its whole effect: rows that wait come back within the longest ``max_wait``.
+    most_doublings
+        How much coarser than the options ask for the scales can become.
+    full_bytes
+        Bytes of a full, as far as known.
+    saves_to_full
+        Saves until there is a full anyway: 0 if the next one is, None if none is foreseen.
+    """
+
+    has_thresholds: bool
+    settles: int
+    most_doublings: int
+    full_bytes: int | None = None
+    saves_to_full: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Steering:
+    """What the next save is to be like, for checkpoints to come to a target of bytes.
+
+    Attributes
+    ----------
+    share
+        Part of every threshold's ``keep`` that is used, from `LEAST_SHARE` to 1.
+    doublings
+        How often scales are doubled against what the options ask for; a full may change that.
+    asks_full
+        Whether a full should be made for it now.
+    state, reason
+        Where this stands, and one clause for logs.
+    size_bytes
+        Mean size of the saves that it was decided on; None without any.
+    """
+
+    share: float
+    doublings: int
+    asks_full: bool
+    state: TargetState
+    reason: str
+    size_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TargetStatus:
+    """How a run stands to ``target_bytes_per_checkpoint``, as known when the newest save began.
+
+    Attributes
+    ----------
+    target_bytes
+        What was asked for.
+    state, reason, size_bytes, share
+        See `Steering`.
+    doublings
+        By table, how much coarser its scale is than its options ask for, in powers of two.
+    """
+
+    target_bytes: int
+    state: TargetState
+    reason: str
+    size_bytes: int | None
+    share: float
+    doublings: Mapping[str, int] = field(default_factory=dict)
+
+
+def steer(target_bytes: int, costs: Sequence[SaveCost], share: float, doublings: int, limits: Limits) -> Steering:
+    """Return what the next save is to be like for its bytes to come to a target. Pure.
+
+    First fewer of the changed rows go out: the share falls in proportion to the bytes, at once, and rises again only
+    when all saves since it had its whole effect left room. Then scales become coarser, by whole doublings. A scale
+    becomes finer again only in a full that comes anyway. Between 0.75 and 1 times the target nothing changes.
+
+    Parameters
+    ----------
+    costs
+        Saves so far that the target is for, oldest first.
+    share, doublings
+        What is in force.
+
+    Examples
+    --------
+    >>> limits = Limits(has_thresholds=True, settles=5, most_doublings=4)
+    >>> steer(900, [SaveCost(1800, 8000, 1000, 1.0, 0)], 1.0, 0, limits).share
+    0.45
+    """
+    run: list[SaveCost] = []
+    for cost in reversed(costs):
+        if (cost.share, cost.doublings) != (share, doublings):
+            break
+        run.insert(0, cost)
+    if not run:
+        return Steering(share, doublings, False, "learning", "no save has told a size yet")
+    recent = run[-_SMOOTHED:]
+    size = sum(cost.size_bytes for cost in recent) / len(recent)
+    if size <= target_bytes:
+        return _with_room(target_bytes, run, round(size), limits)
+    if limits.has_thresholds and share > LEAST_SHARE:
+        lower = max(LEAST_SHARE, share * max(_AIM * target_bytes / size, _LARGEST_CUT))
+        return Steering(lower, doublings, False, "adjusting", f"{round(size)} bytes: fewer rows go out", round(size))
+    return _coarser(target_bytes, run, round(size), limits)
+
+
+def _with_room(target_bytes: int, run: Sequence[SaveCost], size: int, limits: Limits) -> Steering:
+    """What to do with saves that are within the target: nothing, unless they have been far within it for long."""
+    share, doublings = run[-1].share, run[-1].doublings
+    settled = run[-max(_SMOOTHED, limits.settles) :]
+    most = max(cost.size_bytes for cost in settled)
+    if len(settled) < max(_SMOOTHED, limits.settles) or most > _ROOM * target_bytes:
+        return Steering(share, doublings, False, "met", f"{size} bytes", size)
+    if limits.has_thresholds and share < 1.0:
+        higher = min(1.0, share * min(_LARGEST_RISE, _AIM * target_bytes / max(1, most)))
+        return Steering(higher, doublings, False, "met", f"{size} bytes leave room: more rows go out", size)
+    # A halving costs a bit per element at most.
+    bits = max(cost.elements for cost in settled) / 8
+    finer = 0
+    while finer < doublings and most + (finer + 1) * bits <= _ROOM * target_bytes:
+        finer += 1
+    reason = f"{size} bytes leave room: the next full has finer scales" if finer else f"{size} bytes"
+    return Steering(share, doublings - finer, False, "met", reason, size)
+
+
+def _coarser(target_bytes: int, run: Sequence[SaveCost], size: int, limits: Limits) -> Steering:
+    """What to do with saves that are over the target although no fewer rows can go out."""
+    share, doublings = run[-1].share, run[-1].doublings
+    most = max(doublings, limits.most_doublings)
+    if doublings >= most:
+        reason = f"{size} bytes, and scales are as coarse as may be"
+        return Steering(share, doublings, False, "unreachable", reason, size)
+    if len(run) < _SAVES_BEFORE_SCALE and limits.saves_to_full != 0:
+        return Steering(share, doublings, False, "adjusting", f"{size} bytes, of one save yet", size)
+    wanted = doublings + 1
+    while wanted < most and size - saved_bytes(run[-1], wanted - doublings) > _AIM * target_bytes:
+        wanted += 1
+    saves = PAYBACK_SAVES if limits.saves_to_full is None else min(PAYBACK_SAVES, limits.saves_to_full)
+    saved = saved_bytes(run[-1], wanted - doublings)
+    if limits.saves_to_full != 0 and limits.full_bytes is not None and saved * saves < limits.full_bytes:
+        reason = f"{size} bytes; in {saves} saves coarser scales win back less than the full that they need"
+        is_enough = size - saved_bytes(run[-1], most - doublings) <= target_bytes
+        return Steering(share, wanted, False, "waiting" if is_enough else "unreachable", reason, size)
+    return Steering(share, wanted, True, "adjusting", f"{size} bytes: scales become coarser", size)
+
+
+def saved_bytes(cost: SaveCost, doublings: int) -> float:
+    """Return what doubling the scales so often would save of such a save's bytes, roughly.
+
+    A bit per element for each doubling while codes take more than two; half of what they take, below that.
+
+    >>> cost = SaveCost(5000, elements=8000, code_bytes=4000, share=1.0, doublings=0)
+    >>> saved_bytes(cost, 1), saved_bytes(cost, 4)
+    (1000.0, 3500.0)
+    """
+    if cost.elements == 0:
+        return 0.0
+    before = left = 8 * cost.code_bytes / cost.elements
+    for _ in range(doublings):
+        left -= min(1.0, left / 2)
+    return (before - left) * cost.elements / 8

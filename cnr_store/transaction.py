@@ -155,6 +155,16 @@ class Transaction:
         return self._commit.size_bytes
 
     @property
+    def manifest(self) -> Manifest | None:
+        """The segment's manifest, of all ranks, once it was written; on rank 0 alone."""
+        return self._commit.manifest
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether rows of tables with a threshold may wait in it for a later save."""
+        return self._may_wait
+
+    @property
     def tables(self) -> Mapping[str, TableSchema]:
         """Every table as it will be."""
         return self._tables

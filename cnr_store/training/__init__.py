@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+from cnr_store.rate import TargetStatus
 from cnr_store.training.background import SaveReport
 from cnr_store.training.calibrating import Calibration, Trial, calibrate
 from cnr_store.training.carried import CarriedBatch, CarryingReader
@@ -27,6 +28,7 @@ __all__ = [
     "SaveReport",
     "ScaleChange",
     "RateStatus",
+    "TargetStatus",
     "calibrate",
     "Calibration",
     "Trial",

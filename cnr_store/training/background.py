@@ -18,11 +18,12 @@ import torch
 
 from cnr_store.errors import CommitStateUnknown
 from cnr_store.placement import Shard
+from cnr_store.rate import TargetStatus
 from cnr_store.training.marks import taken_rows
 from cnr_store.training.rate_control import ScaleChange
 from cnr_store.training.tensors import TensorRows, as_array, flat_rows
 from cnr_store.transaction import Declaration, Transaction
-from cnr_store.types import RowIds, TableOptions
+from cnr_store.types import RowIds, TableOptions, Threshold
 from cnr_store_gpu import Staged, Taken
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,8 @@ class SaveReport:
         Rows of those that changed little and wait for a later save (`Threshold`); this rank's.
     scales
         By table, what became of the scales that this save chose or changed.
+    target
+        How the run stood to ``target_bytes_per_checkpoint`` when this save began; None without one.
     """
 
     version: int
@@ -75,6 +78,7 @@ class SaveReport:
     commit_s: float
     waiting: int = 0
     scales: Mapping[str, ScaleChange] = field(default_factory=dict)
+    target: TargetStatus | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -89,10 +93,14 @@ class WholeShard:
 
 @dataclass(frozen=True, slots=True)
 class TouchedRows:
-    """Touched rows of one shard: their ids in the whole table; the copies are in the staging."""
+    """Touched rows of one shard: their ids in the whole table; the copies are in the staging.
+
+    ``threshold``: which of them may wait.
+    """
 
     key: Shard
     row_ids: RowIds
+    threshold: Threshold | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -130,12 +138,13 @@ class SaveJob:
         touched = sum(len(rows.row_ids) for rows in self.rows.values())
         return touched + sum(one.weight.shape[0] for one in self.whole.values())
 
-    def report(self, version: int, scales: Mapping[str, ScaleChange]) -> SaveReport:
+    def report(self, version: int, scales: Mapping[str, ScaleChange], target: TargetStatus | None) -> SaveReport:
         """Return the report of this save, committed as ``version``."""
         return SaveReport(
             version=version, step=self.transaction.step, kind=self.transaction.kind, rows=self.row_count,
             size_bytes=self.transaction.size_bytes, stall_s=self.stall_s, wait_s=self.wait_s,
             encode_s=self.encode_s, commit_s=self.commit_s, waiting=sum(map(len, self.waiting.values())), scales=scales,
+            target=target,
         )  # fmt: skip
 
 
@@ -174,7 +183,10 @@ def run_save(job: SaveJob) -> None:
             copies = dict(tensors[name])
             values = as_array(codes[name] if name in codes else copies.pop(WEIGHT))
             slots = {slot: as_array(flat_rows(tensor)) for slot, tensor in copies.items()}
-            transaction.write_rows(rows.key.table, rows.row_ids, values, slots=slots, rectangle=rows.key.rectangle)
+            transaction.write_rows(
+                rows.key.table, rows.row_ids, values, slots=slots, threshold=rows.threshold,
+                rectangle=rows.key.rectangle,
+            )  # fmt: skip
         job.encode_s = time.perf_counter() - started
         started = time.perf_counter()
         transaction.commit()

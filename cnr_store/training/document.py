@@ -16,6 +16,8 @@ FORMAT = 1
 
 Size = Annotated[int, msgspec.Meta(ge=0)]
 Loss = Annotated[float, msgspec.Meta(gt=0)]
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+Scale = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class GroupDocument(msgspec.Struct, frozen=True):
@@ -45,7 +47,9 @@ class RateDocument(msgspec.Struct, frozen=True):
 
     ``restores``: how often the state was restored on its way here. ``bits``: by table, the width that its scale is for.
     ``first_loss``, ``loss``: the mean loss at the first save and now, of ``losses`` that were reported. ``halved``: by
-    table, how often the schedule has halved its scale.
+    table, how often the schedule has halved its scale. ``share``, ``doublings``: the part of the thresholds' ``keep``
+    that a target of bytes left, and by table how often it doubled the scale. ``calibrated``: by table, the scale that a
+    validation chose.
     """
 
     restores: Size = 0
@@ -54,6 +58,9 @@ class RateDocument(msgspec.Struct, frozen=True):
     loss: Loss | None = None
     losses: Size = 0
     halved: dict[str, Size] = {}
+    share: Share = 1.0
+    doublings: dict[str, Size] = {}
+    calibrated: dict[str, Scale] = {}
 
 
 class TrainerDocument(msgspec.Struct, frozen=True):

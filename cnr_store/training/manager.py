@@ -252,6 +252,9 @@ class CheckpointManager:
     schedule
         ``loss``: lattices become finer as the loss that is given to `report_loss` falls, in powers of two, in the
         first save after a restore; ``bits=``, ``max_error=`` or ``scale=`` say how exact they begin.
+    target_bytes_per_checkpoint
+        What a delta is to come to (a full, with ``policy="full"``), of all ranks: fewer rows go out of tables with a
+        `Threshold`, then scales become coarser, down to 2-bit quality. `rate` says whether that is enough.
 
     Attributes
     ----------
@@ -316,6 +319,7 @@ class CheckpointManager:
         in_flight: InFlight = "refuse",
         quantize_on_device: bool = False,
         schedule: Schedule = "constant",
+        target_bytes_per_checkpoint: int | None = None,
     ) -> None:
         check_one_of("first_full", first_full, ("stall", "copy"))
         check_one_of("when_busy", when_busy, ("wait", "skip", "refuse"))
@@ -354,7 +358,7 @@ class CheckpointManager:
         plain, shards = found[0]
         self._holdings = hold(shards, self._ranks)
         self._options = options_by_table(options, self._holdings.tables)
-        self._rate = RateControl(self._options, self._holdings, schedule)
+        self._rate = RateControl(self._options, self._holdings, schedule, policy, target_bytes_per_checkpoint)
         self._policy: Policy = policy
         self._every_steps, self._every_seconds = every_steps, every_seconds
         self._copies_whole = first_full == "copy"
@@ -910,6 +914,7 @@ class CheckpointManager:
             return {
                 "kind": mine.kind, "base": mine.base, "whole": sorted(self._whole_next),
                 "tables": tree.encode(known, leaf_of),
+                "rate": self._rate.proposal(self._lineage.sizes, len(writer.head.record.chain)),
             }  # fmt: skip
 
         answers = together(self._control, share)
@@ -922,7 +927,9 @@ class CheckpointManager:
         plan, slots, decision = found[0]
         if any(answer["kind"] == "full" for answer in answers):
             decision = Decision("full", "baseline", "a rank needs it")
+        decision = self._rate.follow_target(self._control, writer, decision, answers[0]["rate"], self._whole_next)
         if decision.kind == "full":
+            self._whole_next |= self._rate.waits_for_full()
             self._whole_next |= self._rate.too_fine(self._control, writer, self._whole_next)
         return plan, slots, decision, known
 
@@ -976,7 +983,8 @@ class CheckpointManager:
                 if holding.table in whole:
                     continue
                 local = rows_to_write(taken[name], decision, self._lineage.changed)
-                rows[name] = TouchedRows(holding.key, local + holding.shard.rows[0])
+                threshold = self._rate.threshold_for(holding.table)
+                rows[name] = TouchedRows(holding.key, local + holding.shard.rows[0], threshold)
                 own = taken[name].device_rows if local is taken[name].row_ids else None
                 requests[name] = RowRequest(local, {WEIGHT: holding.shard.weight, **slots[name]}, own)
             if self._codes_on_device:
@@ -1065,7 +1073,8 @@ class CheckpointManager:
             # The mirrors may be half moved, so nothing can be a delta against them.
             self._whole_next |= self._holdings.tables.keys()
             logger.warning("version %d is committed, but then failed (%r); the next save is a full", version, error)
-        report = job.report(version, self._rate.won(job.transaction))
+        changes = self._rate.won(job.transaction)
+        report = job.report(version, changes, self._rate.status.target)
         self.history.append(report)
         logger.info(
             "version %d: %s of step %d, %d rows, %d bytes, stall %.4f s, background %.3f s",

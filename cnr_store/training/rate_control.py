@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,16 +21,26 @@ from cnr_store.encodings.scale import ScaleChoice, minmax_scale, pooled
 from cnr_store.encodings.widths import to_float32
 from cnr_store.errors import BadInput
 from cnr_store.options import asked_bits, choose_table_scale, encoding_name, table_dtype
-from cnr_store.policy import Decision
+from cnr_store.policy import CheckpointSize, Decision, Policy
 from cnr_store.ranks import Ranks, together
-from cnr_store.rate import Refinement, bits_after, halvings_for_loss, is_too_fine, known_bits, refinement, smoothed
+from cnr_store.rate import (
+    Refinement,
+    TargetStatus,
+    bits_after,
+    halvings_for_loss,
+    is_too_fine,
+    known_bits,
+    refinement,
+    smoothed,
+)
 from cnr_store.records import MAX_SHIFT, MAX_SHIFT_IN_CHAIN, MIN_SCALE, TableSchema
 from cnr_store.training.arguments import Schedule
 from cnr_store.training.document import RateDocument
 from cnr_store.training.holdings import Holding, Holdings
+from cnr_store.training.targeting import SizeTarget
 from cnr_store.training.tensors import TensorRows, table_dtype_name
 from cnr_store.transaction import Transaction
-from cnr_store.types import MAX_CODE, AffineBits, Lattice, TableOptions
+from cnr_store.types import MAX_CODE, AffineBits, Lattice, TableOptions, Threshold
 from cnr_store.writer import Writer
 
 _FEW_ROWS = 2048
@@ -91,12 +101,15 @@ class RateStatus:
         By name.
     first_loss, loss
         Mean of the reported losses at the first save, and now; None if none was reported.
+    target
+        How the run stands to ``target_bytes_per_checkpoint``; None without one.
     """
 
     restores: int
     tables: Mapping[str, TableRate]
     first_loss: float | None = None
     loss: float | None = None
+    target: TargetStatus | None = None
 
 
 class RateControl:
@@ -106,6 +119,8 @@ class RateControl:
     ----------
     options
         By table, as the user gave them; of all tables, also those of other ranks.
+    target_bytes
+        What checkpoints should come to; None leaves their size alone.
 
     Raises
     ------
@@ -113,7 +128,14 @@ class RateControl:
         ``bits="auto"`` without ``expected_restores``, or together with a schedule: both would refine.
     """
 
-    def __init__(self, options: Mapping[str, TableOptions], holdings: Holdings, schedule: Schedule) -> None:
+    def __init__(
+        self,
+        options: Mapping[str, TableOptions],
+        holdings: Holdings,
+        schedule: Schedule,
+        policy: Policy = "consecutive",
+        target_bytes: int | None = None,
+    ) -> None:
         for table, one in options.items():
             if one.bits == "auto":
                 asked_bits(one)
@@ -124,6 +146,8 @@ class RateControl:
                         table=table,
                     )
         self._options, self._holdings, self._schedule = dict(options), holdings, schedule
+        self._target = None if target_bytes is None else SizeTarget(target_bytes, self._options, policy, schedule)
+        self._calibrated: dict[str, float] = {}
         self._first_loss: float | None = None
         self._loss: float | None = None
         self._losses = 0
@@ -140,7 +164,8 @@ class RateControl:
     def status(self) -> RateStatus:
         """What is known now."""
         tables = {name: TableRate(self._bits.get(name), self._pending.get(name)) for name in self._options}
-        return RateStatus(self._restores, tables, self._first_loss, self._loss)
+        target = None if self._target is None else self._target.status
+        return RateStatus(self._restores, tables, self._first_loss, self._loss, target)
 
     def report_loss(self, loss: float) -> None:
         """Count a loss; those that are not finite do not count.
@@ -166,7 +191,21 @@ class RateControl:
         if self._schedule == "loss" and step is not None and self._is_lattice(table):
             due = 0 if planned is None else planned.halvings
             return replace(self._options[table], bits=None, max_error=None, scale=math.ldexp(step, -due))
+        coarse = None if self._target is None or not self._is_lattice(table) else self._target.step_for(table, step)
+        if coarse is not None:
+            return replace(self._options[table], bits=None, max_error=None, scale=coarse)
         return self._widened(table)
+
+    def threshold_for(self, table: str) -> Threshold | None:
+        """Return which rows of a table may wait in the next save."""
+        threshold = self._options[table].threshold
+        return threshold if threshold is None or self._target is None else self._target.threshold(threshold)
+
+    def calibrated(self, scales: Mapping[str, float]) -> None:
+        """Store tables at scales that a validation chose, from now on and in the runs that restore this one."""
+        self._calibrated |= scales
+        for table, scale in scales.items():
+            self._options[table] = replace(self._options[table], scale=scale)
 
     def _widened(self, table: str) -> TableOptions:
         options = self._options[table]
@@ -194,7 +233,12 @@ class RateControl:
         self._halved = {table: halvings for table, halvings in document.halved.items() if table in kept}
         found = ((table, _step_of(writer.snapshot.tables[table])) for table in kept)
         self._steps = {table: step for table, step in found if step is not None}
+        self.calibrated({table: scale for table, scale in document.calibrated.items() if self._is_unsaid(table)})
         self._follow_loss(ranks, writer)
+        if self._target is not None:
+            self._target.restored(document, self._steps)
+        else:
+            self._halve(ranks, writer, document.doublings, "there is no target of bytes any more")
         growing: dict[str, tuple[AffineBits, AffineBits]] = {}
         for table, options in self._options.items():
             if table not in kept or options.bits is None:
@@ -234,12 +278,15 @@ class RateControl:
             return
         wanted = halvings_for_loss(self._first_loss, self._loss)
         due = {table: wanted - self._halved.get(table, 0) for table in self._steps}
-        due = {table: halvings for table, halvings in due.items() if halvings > 0}
+        self._halve(ranks, writer, due, f"the loss fell from {self._first_loss:.4g} to {self._loss:.4g}")
+
+    def _halve(self, ranks: Ranks, writer: Writer, wanted: Mapping[str, int], reason: str) -> None:
+        """Plan so many halvings of each table, as far as there is room for them."""
+        due = {table: halvings for table, halvings in wanted.items() if halvings > 0 and table in self._steps}
         if not due:
             return
         schemas = writer.snapshot.tables
         rooms = together(ranks, lambda: {table: self._rooms(writer, table, schemas[table]) for table in due})
-        reason = f"the loss fell from {self._first_loss:.4g} to {self._loss:.4g}"
         for table, halvings in due.items():
             possible = min(halvings, *(room[table] for room in rooms))
             if possible < halvings:
@@ -254,21 +301,23 @@ class RateControl:
         mine = [holding for holding in self._holdings.owned.values() if holding.table == table]
         return min((_room(writer, one, schema) for one in mine), default=MAX_SHIFT)
 
-    def _measure(self, writer: Writer, table: str, schema: TableSchema) -> dict[str, Any]:
-        """What this rank knows of a table whose width grows: the scales that its shards ask for, room for halvings."""
+    def _measure(
+        self, writer: Writer, table: str, schema: TableSchema, options: TableOptions | None = None
+    ) -> dict[str, Any]:
+        """What this rank knows of a table: the scales that its shards ask for, room for halvings."""
         mine = [holding for holding in self._holdings.owned.values() if holding.table == table]
         if not isinstance(schema.encoding, Lattice) or not self._is_lattice(table):
             return {"choices": [], "halvings": 0, "refused": None}
         try:
-            choices = [(self._choice(one, _step_of(schema)), one.shard.weight.numel()) for one in mine]
+            choices = [(self._choice(one, _step_of(schema), options), one.shard.weight.numel()) for one in mine]
         except BadInput as error:
             return {"choices": [], "halvings": 0, "refused": str(error)}
         made = [(msgspec.to_builtins(one), elements) for one, elements in choices]
         return {"choices": made, "halvings": self._rooms(writer, table, schema), "refused": None}
 
-    def _choice(self, holding: Holding, held: float | None) -> ScaleChoice:
-        """The scale that a shard asks for now, of its live rows."""
-        options = self._widened(holding.table)
+    def _choice(self, holding: Holding, held: float | None, options: TableOptions | None) -> ScaleChoice:
+        """The scale that a shard asks for now, of its live rows; by the table's options if no others are given."""
+        options = options or self._widened(holding.table)
         rows = TensorRows(holding.shard.weight)
         dtype = table_dtype(rows, holding.table)
         choice = choose_table_scale(options, dtype, RowSample(rows, dtype), held=held)
@@ -285,6 +334,54 @@ class RateControl:
                 "full", "baseline", f"the scales of {waits} change, and a one-shot delta cannot refine them"
             )
         return decision
+
+    def proposal(self, sizes: Sequence[CheckpointSize], chain_length: int) -> dict[str, Any] | None:
+        """Return what this rank would do for the target of bytes, as plain JSON; None without one. Pure."""
+        return None if self._target is None else self._target.proposal(sizes, chain_length)
+
+    def follow_target(
+        self, ranks: Ranks, writer: Writer, decision: Decision, given: Mapping[str, Any] | None, anew: Collection[str]
+    ) -> Decision:
+        """Return the decision, or a full for coarser scales, as rank 0 proposed. All ranks call it.
+
+        Where scales are to change it measures those of 2-bit rows, which blocks for some 0.3 s for each table.
+
+        Parameters
+        ----------
+        anew
+            Tables that are written anew already, on whatever rank.
+        """
+        if self._target is None or given is None:
+            return decision
+        steering = self._target.adopt(given)
+        tables = [table for table in self._steps if table not in anew and self._target.is_open(table)]
+        may_change = decision.kind == "full" or steering.asks_full
+        if not tables or not may_change or steering.doublings == self._target.level:
+            return decision
+        schemas = writer.snapshot.tables
+        coarsest = self._coarsest(ranks, writer, tables)
+        steps = {table: step for table in coarsest if (step := _step_of(schemas[table])) is not None}
+        planned = self._target.plan(steering.doublings, steps, coarsest)
+        for table in planned:
+            self._pending[table] = Refinement("anew", 0, asked_bits(self._options[table]), steering.reason)
+        if not planned or decision.kind == "full":
+            return decision
+        return Decision("full", "baseline", f"the scales of {sorted(planned)} change: {steering.reason}")
+
+    def _coarsest(self, ranks: Ranks, writer: Writer, tables: Collection[str]) -> dict[str, float]:
+        """The scale of 2-bit rows by table, over all ranks; tables that cannot be measured are left out."""
+        schemas = writer.snapshot.tables
+        options = {table: replace(self._options[table], bits=2) for table in tables}
+        answers = together(
+            ranks, lambda: {table: self._measure(writer, table, schemas[table], options[table]) for table in tables}
+        )
+        found = {}
+        for table in tables:
+            given = [answer[table] for answer in answers]
+            choices = [(msgspec.convert(one, ScaleChoice), n) for of_rank in given for one, n in of_rank["choices"]]
+            if choices and not any(of_rank["refused"] for of_rank in given):
+                found[table] = pooled([one for one, _ in choices], [n for _, n in choices]).scale
+        return found
 
     def too_fine(self, ranks: Ranks, writer: Writer, anew: Collection[str]) -> set[str]:
         """Return tables whose scale is far finer than asked, for a full to choose it anew. All ranks call it.
@@ -349,9 +446,16 @@ class RateControl:
         mine = (one.shard.weight for one in self._holdings.by_name.values() if one.table == table)
         return all(encoding_name(self._options[table], table_dtype_name(weight, table)) == "lattice" for weight in mine)
 
+    def _is_unsaid(self, table: str) -> bool:
+        """Whether the options leave it to us how exact a table is stored."""
+        options = self._options.get(table, TableOptions(bits=8))
+        return (options.bits, options.max_error, options.scale) == (None, None, None) and self._is_lattice(table)
+
     def _has_target(self, table: str) -> bool:
         """Whether the options of a lattice say what its scale should be like, and not what it is."""
         options = self._options[table]
+        if self._target is not None and (self._target.doublings.get(table) or table in self._target.planned):
+            return False
         return options.max_error is None and options.scale is None
 
     def waits_for_full(self) -> set[str]:
@@ -392,9 +496,11 @@ class RateControl:
     def document(self) -> RateDocument:
         """Return what the checkpoint in the making says, once `stage` was called."""
         first = self._loss if self._first_loss is None else self._first_loss
+        share, doublings = (1.0, {}) if self._target is None else self._target.document()
         return RateDocument(
             restores=self._restores, bits={**self._bits, **self._staged}, first_loss=first, loss=self._loss,
-            losses=self._losses, halved=self._halved_after(),
+            losses=self._losses, halved=self._halved_after(), share=share, doublings=doublings,
+            calibrated=self._calibrated,
         )  # fmt: skip
 
     def _halved_after(self) -> dict[str, int]:
@@ -418,6 +524,8 @@ class RateControl:
             changes[table] = ScaleChange(old, step, reason, transaction.scale_choices.get(table))
             logger.info("table %s: scale %s%.6g (%s)", table, f"{old:.6g} to " if old else "", step, reason)
         self._bits |= self._staged
+        if self._target is not None:
+            self._target.won(transaction)
         self._halved = self._halved_after()
         self._first_loss = self._loss if self._first_loss is None else self._first_loss
         self._steps = {table: step for table, schema in transaction.tables.items() if (step := _step_of(schema))}
