@@ -23,6 +23,7 @@ from cnr_store.rate import halvings_to
 from cnr_store.training.arguments import options_by_table
 from cnr_store.training.holdings import find_local_shards
 from cnr_store.training.ranks import ranks_of_this_training
+from cnr_store.training.rng import capture_rng, restore_rng
 from cnr_store.training.shards import LocalShard, unwrapped
 from cnr_store.training.tensors import TensorRows, windows
 from cnr_store.types import AffineBits, Precision, TableOptions
@@ -114,9 +115,8 @@ def calibrate(
     >>> found.is_met, [round(trial.loss, 1) for trial in found.trials]
     (True, [4.5, 1.1, 0.3, 0.1, 0.0, 0.0])
     """
-    for name, number in (("max_quality_loss", max_quality_loss), ("expected_restores", expected_restores)):
-        if not (math.isfinite(number) and number > 0):
-            raise BadInput(f"{name} is a positive number, found {number!r}", found=number)
+    _check_positive("max_quality_loss", max_quality_loss)
+    _check_positive("expected_restores", expected_restores)
     ranks = ranks_of_this_training() if ranks is None else ranks
     _, shards = find_local_shards(unwrapped(model), [], list(tables), ranks)
     everywhere = {table for answer in together(ranks, lambda: [one.table for one in shards]) for table in answer}
@@ -143,7 +143,7 @@ def calibrate(
     finally:
         with torch.no_grad():
             for shard, values in zip(mine, kept, strict=True):
-                shard.weight.detach().copy_(values)
+                shard.weight.data.copy_(values)
     is_met = trials[-1].loss <= allowed
     if not is_met:
         logger.warning(
@@ -155,6 +155,75 @@ def calibrate(
         {table: replace(one, scale=scales[table]) if table in scales else one for table, one in chosen.items()},
         metric, tuple(trials), is_met,
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class QualityTarget:
+    """What a manager was asked to find out before its first save: the coarsest scales that lose no more than they may.
+
+    ``tables``: names of parameters that are tables besides the embeddings.
+
+    Raises
+    ------
+    BadInput
+        Only one of the two was given, or other arguments say how exact tables are.
+    """
+
+    max_quality_loss: float
+    validate: Callable[[], float]
+    tables: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls,
+        max_quality_loss: float | None,
+        validate: Callable[[], float] | None,
+        options: Mapping[str, TableOptions],
+        others: Mapping[str, bool],
+        tables: Iterable[str],
+    ) -> QualityTarget | None:
+        """Return the target that the arguments name, if any; ``others``: arguments that rule over scales, if given."""
+        if max_quality_loss is None and validate is None:
+            return None
+        if max_quality_loss is None or validate is None:
+            raise BadInput("max_quality_loss= and validate= go together: how much is lost, and who says how much it is")
+        _check_positive("max_quality_loss", max_quality_loss)
+        for table, one in options.items():
+            named = [name for name in ("bits", "max_error", "scale") if getattr(one, name) is not None]
+            if named:
+                raise BadInput(
+                    f"table {table!r} has {named[0]}=, and max_quality_loss= would choose its scale; leave out one of "
+                    "them", table=table,
+                )  # fmt: skip
+        given = [name for name, is_given in others.items() if is_given]
+        if given:
+            raise BadInput(f"{given[0]}= and max_quality_loss= would both choose the scales; leave out one of them")
+        return cls(max_quality_loss, validate, tuple(tables))
+
+    def scales(self, model: nn.Module, options: Mapping[str, TableOptions], ranks: Ranks) -> dict[str, float]:
+        """Return the scale of each table that is a lattice (`calibrate`). Blocks; all ranks call it.
+
+        The model is in evaluation mode meanwhile; its modes and the random generators are put back.
+        """
+        modes = [(module, module.training) for module in model.modules()]
+        generators = capture_rng()
+        restores = max((one.expected_restores or 1.0 for one in options.values()), default=1.0)
+        try:
+            model.eval()
+            found = calibrate(
+                model, self.validate, max_quality_loss=self.max_quality_loss, expected_restores=restores,
+                options=options, tables=self.tables, ranks=ranks,
+            )  # fmt: skip
+        finally:
+            for module, is_training in modes:
+                module.training = is_training
+            restore_rng(generators)
+        return {table: one.scale for table, one in found.options.items() if one.scale is not None}
+
+
+def _check_positive(name: str, number: float) -> None:
+    if not (math.isfinite(number) and number > 0):
+        raise BadInput(f"{name} is a positive number, found {number!r}", found=number)
 
 
 def _is_open(shard: LocalShard, options: TableOptions) -> bool:
@@ -186,10 +255,13 @@ def _scales(shards: Sequence[LocalShard], bits: AffineBits, ranks: Ranks) -> dic
 
 
 def _round_to(weight: torch.Tensor, values: torch.Tensor, scale: float) -> None:
-    """Fill a tensor with what a lattice restores of ``values`` (`cnr_store.encodings.lattice`), by windows of rows."""
+    """Fill a tensor with what a lattice restores of ``values`` (`cnr_store.encodings.lattice`), by windows of rows.
+
+    Through ``data``, which counts no new version of it: nobody is to save rows that are put back.
+    """
     for start, stop in windows(weight.shape[0], values[:1].nbytes):
         block = values[start:stop].to(weight.device)
-        weight.detach()[start:stop] = torch.round(block / scale) * scale
+        weight.data[start:stop] = torch.round(block / scale) * scale
 
 
 def _worst(validate: Callable[[], float], ranks: Ranks) -> float:

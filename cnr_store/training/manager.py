@@ -62,6 +62,7 @@ from cnr_store.training.background import (
     TouchedRows,
     WholeShard,
 )
+from cnr_store.training.calibrating import QualityTarget
 from cnr_store.training.capture import put_dense_state, rank_document, rows_to_write, trainer_document
 from cnr_store.training.damage import go_back
 from cnr_store.training.devices import compile_kernels, rows_as_codes, wait_for_streams
@@ -255,6 +256,10 @@ class CheckpointManager:
     target_bytes_per_checkpoint
         What a delta is to come to (a full, with ``policy="full"``), of all ranks: fewer rows go out of tables with a
         `Threshold`, then scales become coarser, down to 2-bit quality. `rate` says whether that is enough.
+    max_quality_loss, validate
+        Choose the scales by `calibrate` before the first save, unless something was restored: ``validate()`` may become
+        so much larger, as a share. It must not train; it is called some ten times, while that save blocks the training,
+        with the model in evaluation mode and a host copy of the tables beside it.
 
     Attributes
     ----------
@@ -320,6 +325,8 @@ class CheckpointManager:
         quantize_on_device: bool = False,
         schedule: Schedule = "constant",
         target_bytes_per_checkpoint: int | None = None,
+        max_quality_loss: float | None = None,
+        validate: Callable[[], float] | None = None,
     ) -> None:
         check_one_of("first_full", first_full, ("stall", "copy"))
         check_one_of("when_busy", when_busy, ("wait", "skip", "refuse"))
@@ -359,6 +366,8 @@ class CheckpointManager:
         self._holdings = hold(shards, self._ranks)
         self._options = options_by_table(options, self._holdings.tables)
         self._rate = RateControl(self._options, self._holdings, schedule, policy, target_bytes_per_checkpoint)
+        others = {"schedule": schedule != "constant", "target_bytes_per_checkpoint": bool(target_bytes_per_checkpoint)}
+        self._quality = QualityTarget.of(max_quality_loss, validate, self._options, others, declared)
         self._policy: Policy = policy
         self._every_steps, self._every_seconds = every_steps, every_seconds
         self._copies_whole = first_full == "copy"
@@ -730,6 +739,7 @@ class CheckpointManager:
         document = RateDocument() if planned.trainer is None else planned.trainer.rate
         kept = self._holdings.tables.keys() - self._whole_next
         self._rate.restored(self._control, writer, document, kept)
+        self._quality = None
         if self._saves_rng and read[0].rng is not None:
             restore_rng(read[0].rng)  # last: nothing that restores may draw from what it set
         return restored[0]
@@ -860,6 +870,9 @@ class CheckpointManager:
         started = time.perf_counter()
         self._settle()
         writer = self._ready_writer()
+        if self._quality is not None:
+            self._rate.calibrated(self._quality.scales(self._model, self._options, self._control))
+            self._quality = None
         plan, slots, decision, tables = self._decide_together(writer)
         transaction = writer.begin(self.current_step, decision.kind, base=decision.base, flush=flush)
         job: SaveJob | None = None

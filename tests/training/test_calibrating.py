@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from cnr_store import BadInput, TableOptions
-from cnr_store.ranks import OneRank
+from cnr_store import BadInput, Store, TableOptions
+from cnr_store.ranks import OneRank, Ranks
 from cnr_store.testing.ranks import thread_ranks
 from cnr_store.training import Calibration, CheckpointManager, calibrate
+from tests.training.test_rate_control import on_ranks
 
 
 class Clicks:
@@ -175,3 +177,138 @@ def test_the_worst_rank_counts_and_all_take_the_same() -> None:
     assert isinstance(found[0], Calibration), found[0]
     assert found[0] == found[1]
     assert_same(models[1].state(), models[0].state())
+
+
+def manager_of(url: str, clicks: Clicks, **options: Any) -> CheckpointManager:
+    optimizer = torch.optim.SGD(clicks.model.parameters(), lr=0.01)
+    chosen: dict[str, Any] = {"max_quality_loss": 0.01, "validate": clicks.validate, "on_bypass": "raise", **options}
+    return CheckpointManager(url, model=clicks.model, optimizer=optimizer, threads=1, **chosen)
+
+
+def step(manager: CheckpointManager, clicks: Clicks) -> None:
+    clicks.loss().backward()
+    for optimizer in manager._optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    manager.step()
+
+
+def scales_of(url: str) -> dict[str, Any]:
+    snapshot = Store.open(url).snapshot()
+    return {table: (schema.encoding, schema.generation) for table, schema in snapshot.tables.items()}
+
+
+def test_a_manager_chooses_the_scales_before_its_first_save_and_never_again(tmp_path: Path) -> None:
+    """Also where the model trains on, in the mode and with the generators that it had."""
+    url, clicks = str(tmp_path / "store"), Clicks()
+    manager = manager_of(url, clicks)
+    manager.restore()
+    step(manager, clicks)
+    expected = calibrate(clicks.model, clicks.validate, max_quality_loss=0.01).options
+    clicks.calls, before, drawn = 0, clicks.state(), torch.get_rng_state()
+    clicks.item.eval()
+
+    def validate() -> float:
+        assert not clicks.model.training
+        torch.rand(1)
+        return clicks.validate()
+
+    manager._quality = None if manager._quality is None else replace(manager._quality, validate=validate)
+    manager.save()
+
+    called = clicks.calls
+    assert called > 1
+    assert_same(clicks.state(), before)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert (clicks.user.training, clicks.item.training) == (True, False)
+    assert {table: encoding.scale for table, (encoding, _) in scales_of(url).items()} == {
+        table: pytest.approx(one.scale, rel=1e-6) for table, one in expected.items()
+    }
+    step(manager, clicks)
+    report = manager.save()
+    assert report is not None
+    assert (report.kind, report.scales, clicks.calls) == ("delta", {}, called)
+    manager.close()
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_restored_training_keeps_the_scales_that_a_validation_chose(again: bool, tmp_path: Path) -> None:
+    url, clicks = str(tmp_path / "store"), Clicks()
+    first = manager_of(url, clicks)
+    first.save()
+    first.close()
+    chosen, clicks.calls = scales_of(url), 0
+
+    asked = {} if again else {"max_quality_loss": None, "validate": None}
+    manager = manager_of(url, clicks, policy="full", **asked)
+    manager.restore()
+    for _ in range(2):
+        step(manager, clicks)
+        manager.save()
+    manager.close()
+
+    assert scales_of(url) == chosen
+    assert clicks.calls == 0
+    # Written anew, because another process does not restore but goes on over what is there: the same question again.
+    fresh = manager_of(url, clicks)
+    fresh.save()
+    fresh.close()
+    assert clicks.calls > 1
+
+
+def test_a_validation_that_fails_is_asked_again_by_the_next_save(tmp_path: Path) -> None:
+    url, clicks = str(tmp_path / "store"), Clicks()
+    found = iter([1.0, math.nan])
+    manager = manager_of(url, clicks, validate=lambda: next(found, None) or clicks.validate())
+    before = clicks.state()
+    with pytest.raises(BadInput, match="positive"):
+        manager.save()
+    assert_same(clicks.state(), before)
+    assert Store.open(url).snapshot().is_empty
+
+    assert manager.save() is not None
+
+    assert clicks.calls > 1
+    manager.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"validate": None}, "go together"),
+        ({"max_quality_loss": None}, "go together"),
+        ({"max_quality_loss": 0.0}, "positive"),
+        ({"options": TableOptions(bits=4)}, "bits="),
+        ({"options": TableOptions(bits="auto", expected_restores=2)}, "bits="),
+        ({"options": {"user.weight": TableOptions(scale=0.1)}}, "scale="),
+        ({"options": TableOptions(max_error=0.1)}, "max_error="),
+        ({"schedule": "loss"}, "schedule="),
+        ({"target_bytes_per_checkpoint": 1000}, "target_bytes_per_checkpoint="),
+    ],
+)
+def test_what_contradicts_a_quality_is_refused(options: Any, match: str, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=match):
+        manager_of(str(tmp_path / "store"), Clicks(), **options)
+
+
+def test_the_managers_of_several_ranks_choose_one_scale(tmp_path: Path) -> None:
+    """The worst of their validations counts."""
+    url = str(tmp_path / "store")
+    Store.create(url).close()
+    alone = Clicks()
+    expected = calibrate(alone.model, alone.validate, max_quality_loss=0.01, ranks=OneRank()).options
+    made = [Clicks(), Clicks()]
+
+    def live(ranks: Ranks) -> Any:
+        clicks = made[ranks.rank]
+        manager = manager_of(url, clicks, ranks=ranks)
+        report = manager.save()
+        manager.close()
+        return report
+
+    reports = on_ranks(2, live)
+
+    assert reports[0].scales == reports[1].scales
+    assert {table: encoding.scale for table, (encoding, _) in scales_of(url).items()} == {
+        table: pytest.approx(one.scale, rel=1e-6) for table, one in expected.items()
+    }
