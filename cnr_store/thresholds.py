@@ -152,8 +152,14 @@ def check_threshold(table: str, threshold: Threshold, *, is_lattice: bool, has_m
     Raises
     ------
     BadInput
-        Numbers out of range, or a table whose rows are no differences: exact, raw, affine, hashed, without a mirror.
+        No `Threshold`, numbers out of range, or a table whose rows are no differences: exact, raw, affine, hashed,
+        without a mirror.
     """
+    given: Any = threshold
+    if not isinstance(given, Threshold):
+        raise BadInput(
+            f"threshold of table {table!r} is a Threshold(keep=...), found {given!r}", table=table, found=given
+        )
     if not is_lattice:
         raise BadInput(
             f"table {table!r} has threshold=, which is for tables stored as a lattice (bits=, max_error= or scale=): "
@@ -172,7 +178,8 @@ def check_threshold(table: str, threshold: Threshold, *, is_lattice: bool, has_m
             raise BadInput(
                 f"threshold of table {table!r}: {name} is an integer of 1 or more, found {value!r}", table=table
             )
-    if not 0 < threshold.keep <= 1:
+    keep: Any = threshold.keep
+    if not isinstance(keep, int | float) or not 0 < keep <= 1:
         raise BadInput(
             f"threshold of table {table!r}: keep is the share of changed rows that go out, above 0 and at most 1, "
             f"found {threshold.keep!r}",

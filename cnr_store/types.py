@@ -141,9 +141,9 @@ class Threshold:
         Saves that use one threshold.
     max_error
         A row waits only while every element is within this of what the store holds, the half step of rounding
-        included; absolute. None: 4.5 steps of the lattice. As with ``max_error`` of a table, what floats round comes on
-        top: 2^-23 of the element in float32, half a unit in its last place in 16-bit tables. No row waits where this
-        is less than half a step.
+        included; absolute. None: 4.5 steps of the lattice, little at 8 bits and most of a row's range at 2 to 4. As
+        with ``max_error`` of a table, what floats round comes on top: 2^-23 of the element in float32, half a unit in
+        its last place in 16-bit tables. No row waits where this is less than half a step.
     max_wait
         Saves that a row may wait in a row; the next one has it.
     """

@@ -387,6 +387,8 @@ def test_rows_given_as_codes_wait_alike(run: Run) -> None:
         TableOptions(encoding="float_bits", mantissa_bits=10, threshold=Threshold(keep=0.5)),
         TableOptions(encoding="affine", threshold=Threshold(keep=0.5)),
         TableOptions(encoding="raw", threshold=Threshold(keep=0.5)),
+        TableOptions(scale=0.5, threshold=0.4),  # type: ignore[arg-type]  # what a hurried caller writes
+        TableOptions(scale=0.5, threshold=Threshold(keep="most")),  # type: ignore[arg-type]  # no number
         TableOptions(scale=0.5, threshold=Threshold(keep=0.0)),
         TableOptions(scale=0.5, threshold=Threshold(keep=1.5)),
         TableOptions(scale=0.5, threshold=Threshold(keep=0.5, refresh_every=0)),
