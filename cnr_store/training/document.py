@@ -48,8 +48,9 @@ class RateDocument(msgspec.Struct, frozen=True):
     ``restores``: how often the state was restored on its way here. ``bits``: by table, the width that its scale is for.
     ``first_loss``, ``loss``: the mean loss at the first save and now, of ``losses`` that were reported. ``halved``: by
     table, how often the schedule has halved its scale. ``share``, ``doublings``: the part of the thresholds' ``keep``
-    that a target of bytes left, and by table how often it doubled the scale. ``calibrated``: by table, the scale that a
-    validation chose.
+    that a target of bytes left, and by table how often it doubled the scale; ``target_bytes``, ``target_state``: what
+    it was, and how the run stood to it when this was saved. ``calibrated``: by table, the scale that a validation
+    chose.
     """
 
     restores: Size = 0
@@ -60,6 +61,8 @@ class RateDocument(msgspec.Struct, frozen=True):
     halved: dict[str, Size] = {}
     share: Share = 1.0
     doublings: dict[str, Size] = {}
+    target_bytes: Size | None = None
+    target_state: str = ""
     calibrated: dict[str, Scale] = {}
 
 

@@ -496,12 +496,11 @@ class RateControl:
     def document(self) -> RateDocument:
         """Return what the checkpoint in the making says, once `stage` was called."""
         first = self._loss if self._first_loss is None else self._first_loss
-        share, doublings = (1.0, {}) if self._target is None else self._target.document()
-        return RateDocument(
+        found = RateDocument(
             restores=self._restores, bits={**self._bits, **self._staged}, first_loss=first, loss=self._loss,
-            losses=self._losses, halved=self._halved_after(), share=share, doublings=doublings,
-            calibrated=self._calibrated,
+            losses=self._losses, halved=self._halved_after(), calibrated=self._calibrated,
         )  # fmt: skip
+        return found if self._target is None else self._target.added_to(found)
 
     def _halved_after(self) -> dict[str, int]:
         """How often the schedule will have halved each scale once what waits is done; scales chosen anew keep it."""

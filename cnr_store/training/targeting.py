@@ -172,9 +172,13 @@ class SizeTarget:
                     paths.add(rows.arrays["codes"].path)
         return elements, sum(entry.size for entry in manifest.objects if entry.path.rpartition("/c/")[0] in paths)
 
-    def document(self) -> tuple[float, dict[str, int]]:
-        """Return share and doublings as they are once the save in the making has won."""
-        return self.share, self.doublings | {table: doublings for table, (doublings, _) in self.planned.items()}
+    def added_to(self, document: RateDocument) -> RateDocument:
+        """Return the document with share and scales as they are once the save in the making has won."""
+        planned = {table: doublings for table, (doublings, _) in self.planned.items()}
+        return msgspec.structs.replace(
+            document, share=self.share, doublings=self.doublings | planned, target_bytes=self.target_bytes,
+            target_state=self._steering.state,
+        )  # fmt: skip
 
     def restored(self, document: RateDocument, kept: Mapping[str, float]) -> None:
         """Go on with the share and the scales of a checkpoint; sizes are learned anew, by its first delta.

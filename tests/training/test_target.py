@@ -14,6 +14,7 @@ from torch import nn
 from cnr_store import BadInput, Store, TableOptions, Threshold
 from cnr_store.ranks import OneRank, Ranks
 from cnr_store.training import CheckpointManager, SaveReport
+from tests.tools.cli_runner import cnr
 from tests.training.test_rate_control import on_ranks, step_of
 
 ROWS, DIM = 3000, 16
@@ -223,3 +224,33 @@ def test_ranks_come_to_a_target_together(options: TableOptions, url: str, usual:
     assert (rate.target.share < 1.0) == (options.threshold is not None)
     assert bool(rate.target.doublings) == (options.threshold is None)
     assert max(report.size_bytes for report in first[-2:]) <= 1.1 * target
+
+
+def test_the_command_tells_scales_restores_and_the_target(url: str, usual: float) -> None:
+    target = round(0.8 * usual)
+    options = TableOptions(scale=2.0**-6, threshold=THRESHOLD)
+    Life(url, target, options=options).end(6)
+    Life(url, target, options=options).end(2)
+
+    document, text = cnr("show", url, "--json").document, cnr("show", url).out
+
+    assert document["rate"]["restores"] == 1
+    said = document["rate"]["target"]
+    assert (said["bytes"], said["doublings"]) == (target, {})
+    assert 0 < said["share"] < 1
+    assert document["tables"]["weight"]["scale"] == 2.0**-6
+    assert "restored 1 times" in text
+    assert f"checkpoint: {said['state']}; {100 * said['share']:.0f} % of the rows" in " ".join(text.split())
+
+
+def test_the_command_shows_the_scale_after_its_halvings(url: str, usual: float) -> None:
+    Life(url, round(0.6 * usual)).end(6)
+    assert "weight doubled" in cnr("show", url).out
+    Life(url, None).end(1)
+
+    shown = cnr("show", url, "--json").document
+
+    assert shown["rate"]["target"] is None
+    assert shown["tables"]["weight"]["shift"] > 0
+    assert shown["tables"]["weight"]["scale"] == step_of(Store.open(url).snapshot())
+    assert f"scale {shown['tables']['weight']['scale']:.4g}" in cnr("show", url).out

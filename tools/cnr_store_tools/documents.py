@@ -13,6 +13,7 @@ import msgspec
 from cnr_store import (
     CnrStoreError,
     CompactionReport,
+    CorruptStore,
     ExportReport,
     GcReport,
     ImportReport,
@@ -28,6 +29,7 @@ from cnr_store import (
     segment_sizes,
     total_sizes,
 )
+from cnr_store.types import Lattice
 from cnr_store_tools.demo.records import DemoReport
 from cnr_store_tools.serve_demo.records import ServeReport
 from cnr_store_tools.text import time_text
@@ -36,6 +38,8 @@ if TYPE_CHECKING:  # with pyarrow, which is slow to import
     from cnr_store.consume import RecordedVersion
 
 Document = dict[str, Any]
+
+_TRAINER = "trainer/0"
 
 
 def log_document(store: Store, limit: int | None) -> Document:
@@ -64,7 +68,7 @@ def log_document(store: Store, limit: int | None) -> Document:
 
 
 def show_document(store: Store, snapshot: Snapshot) -> Document:
-    """Return a version's tables, chain and sizes; reads the manifests of its chain and nothing else."""
+    """Return a version's tables, chain and sizes; reads the manifests of its chain, and the document of a trainer."""
     record = snapshot.record
     manifests = snapshot.manifests
     chain: list[Document] = []
@@ -88,7 +92,7 @@ def show_document(store: Store, snapshot: Snapshot) -> Document:
         "format": f"{store.identity.major}.{store.identity.minor}",
         "version": record.v, "kind": record.kind, "step": snapshot.step, "logical": record.logical,
         "time": time_text(record.ts_ms), **_names(head.tags, head.channels, record.v),
-        "tables": {name: _table(snapshot, name) for name in sorted(snapshot.tables)},
+        "tables": {name: _table(snapshot, name) for name in sorted(snapshot.tables)}, "rate": _rate(snapshot),
         "dense": {
             name: {"dtype": entry.dtype, "shape": list(entry.shape)} for name, entry in sorted(snapshot.dense.items())
         },
@@ -236,12 +240,35 @@ def branches_document(store: Store) -> Document:
     return {"url": store.url, "branches": listed}
 
 
+def _rate(snapshot: Snapshot) -> Document | None:
+    """What a trainer says of how exact it stores: restores so far, and its target of bytes; None if no trainer saved.
+
+    Read as plain data, since the words of a trainer need torch; what is damaged in it is for ``verify`` to say.
+    """
+    try:
+        said = snapshot.read_document(_TRAINER) if _TRAINER in snapshot.documents else None
+    except CorruptStore:
+        return None
+    rate = said.get("rate") if isinstance(said, dict) else None
+    if not isinstance(rate, dict):
+        return None
+    target = rate.get("target_bytes")
+    return {
+        "restores": rate.get("restores", 0), "calibrated": sorted(rate.get("calibrated", {})),
+        "target": None if target is None else {
+            "bytes": target, "state": rate.get("target_state", ""), "share": rate.get("share", 1.0),
+            "doublings": rate.get("doublings", {}),
+        },
+    }  # fmt: skip
+
+
 def _table(snapshot: Snapshot, name: str) -> Document:
     schema = snapshot.tables[name]
     return {
         "rows": schema.num_rows if schema.keys == "dense" else None, "dim": schema.dim, "dtype": schema.dtype,
         "keys": schema.keys, "encoding": msgspec.to_builtins(schema.encoding), "generation": schema.generation,
         "shift": schema.shift, "fill": schema.fill,
+        "scale": schema.encoding.scale * 0.5**schema.shift if isinstance(schema.encoding, Lattice) else None,
         "waiting": msgspec.to_builtins(snapshot.waiting.get(name)),
         "slots": {
             slot: {"kind": kind.kind, "dtype": kind.dtype, "encoding": msgspec.to_builtins(kind.encoding)}

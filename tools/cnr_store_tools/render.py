@@ -55,7 +55,7 @@ def show(console: Console, document: Document) -> None:
         rows = "hashed" if item["rows"] is None else item["rows"]
         slots = ", ".join(f"{slot} ({encoding_text(kind['encoding'])})" for slot, kind in item["slots"].items())
         tables.add_row(
-            *map(cell, (name, rows, item["dim"], item["dtype"], encoding_text(item["encoding"]),
+            *map(cell, (name, rows, item["dim"], item["dtype"], encoding_text(item["encoding"], item["shift"]),
                         f"{item['generation']}" + (f" shift {item['shift']}" if item["shift"] else ""), slots))
         )  # fmt: skip
     console.print(tables)
@@ -64,6 +64,7 @@ def show(console: Console, document: Document) -> None:
             waiting = item["waiting"]
             say(console, f"{name}: {waiting['count']} rows wait for a later save, within {waiting['max_error']:.4g} of "
                          f"what is stored, for {waiting['oldest']} saves at most so far")  # fmt: skip
+    _rate(console, document["rate"])
     say(console, f"dense tensors: {len(document['dense'])}, scalars: {len(document['scalars'])}, "
                  f"documents: {', '.join(document['documents']) or 'none'}")  # fmt: skip
     chain = _table("segment", "kind", "step", "rows", *KINDS, "fp32 full / size", title="chain, baseline first")
@@ -78,11 +79,27 @@ def show(console: Console, document: Document) -> None:
     console.print(chain)
 
 
-def encoding_text(encoding: Document) -> str:
-    """Return an encoding in a few words."""
+def _rate(console: Console, rate: Document | None) -> None:
+    """Say what the training knew of its exactness, where there is something to say."""
+    if rate is None:
+        return
+    if rate["restores"]:
+        say(console, f"the training was restored {rate['restores']} times on its way here")
+    if rate["calibrated"]:
+        say(console, f"scales that a validation chose: {', '.join(rate['calibrated'])}")
+    target = rate["target"]
+    if target is not None:
+        doubled = [f"{table} doubled {count} times" for table, count in sorted(target["doublings"].items()) if count]
+        share = f"; {100 * target['share']:.0f} % of the rows that thresholds keep" if target["share"] < 1 else ""
+        scales = f"; scales: {', '.join(doubled)}" if doubled else ""
+        say(console, f"target of {size_text(target['bytes'])} per checkpoint: {target['state']}{share}{scales}")
+
+
+def encoding_text(encoding: Document, shift: int = 0) -> str:
+    """Return an encoding in a few words; of a lattice the scale that it has after so many halvings."""
     name = encoding["encoding"]
     if name == "lattice":
-        return f"lattice, scale {encoding['scale']:.4g}"
+        return f"lattice, scale {encoding['scale'] * 0.5**shift:.4g}"
     if name == "float_bits":
         return f"float_bits {encoding['mantissa_bits']}"
     if name == "affine":
