@@ -167,4 +167,6 @@ class TransitRing:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a contiguous tensor, uint8 ``(size,)``; a view."""
+    if tensor.numel() == 0:  # its stride may be 0, which no view of bytes can have
+        return tensor.new_empty(0, dtype=torch.uint8)
     return tensor.view(-1).view(torch.uint8)

@@ -145,6 +145,19 @@ def test_row_ids_of_the_host_are_known_before_the_copies(transfer: GatedTransfer
     assert not staged.is_ready
 
 
+def test_an_empty_array_crosses_whatever_its_stride() -> None:
+    """numpy gives empty ids a stride of 0, and a save of a table on a GPU with no marked row failed."""
+    ring = TransitRing(HostTransfer(), SMALLEST_RING, threads=1)
+    ids = torch.from_numpy(np.random.default_rng(0).integers(0, 5, 0))
+    target = torch.empty(0, dtype=torch.int64)
+    rows, copy = torch.arange(4), torch.zeros(4, dtype=torch.int64)
+
+    ring.copy([(ids.as_strided((0,), (0,)), target), (rows, copy)])
+    ring.close()
+
+    assert copy.tolist() == [0, 1, 2, 3]
+
+
 def test_two_saves_are_under_way_at_a_time_and_keep_their_own_rows(transfer: GatedTransfer) -> None:
     buffers = StagingBuffers(count=2, transfer=transfer)
     source = request(1)
