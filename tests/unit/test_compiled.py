@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -237,3 +238,14 @@ def test_every_kernel_is_kept_in_a_file_of_its_signature(module: Any) -> None:
     assert found
     for kernel in found:
         assert isinstance(kernel._cache._cache_file, compiled._NamedBySignature), kernel
+
+
+def test_no_module_takes_the_decorator_of_numba_itself() -> None:
+    root = Path(compiled.__file__).parents[1]
+    files = [file for folder in ("cnr_store", "gpu", "tools") for file in (root / folder).rglob("*.py")]
+    taken = re.compile(r"numba\.(n?jit|vectorize|guvectorize)\b|from numba import .*\b(n?jit|vectorize|guvectorize)\b")
+
+    found = [file.name for file in files if taken.search(file.read_text())]
+
+    assert len(files) > 100
+    assert found == ["compiled.py"]
