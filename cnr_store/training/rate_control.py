@@ -12,15 +12,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
-import numpy as np
-
-from cnr_store.encodings.choose import sample_rows
-from cnr_store.encodings.sampling import RowSample
-from cnr_store.encodings.scale import ScaleChoice, minmax_scale, pooled
-from cnr_store.encodings.widths import to_float32
+from cnr_store.encodings.scale import ScaleChoice
 from cnr_store.errors import BadInput
-from cnr_store.options import asked_bits, choose_table_scale, encoding_name, table_dtype
+from cnr_store.options import asked_bits
 from cnr_store.policy import CheckpointSize, Decision, Policy
 from cnr_store.ranks import Ranks, together
 from cnr_store.rate import (
@@ -33,18 +27,16 @@ from cnr_store.rate import (
     refinement,
     smoothed,
 )
-from cnr_store.records import MAX_SHIFT, MAX_SHIFT_IN_CHAIN, MIN_SCALE, TableSchema
+from cnr_store.records import TableSchema
 from cnr_store.training.arguments import Schedule
 from cnr_store.training.document import RateDocument
-from cnr_store.training.holdings import Holding, Holdings
+from cnr_store.training.holdings import Holdings
+from cnr_store.training.measuring import ScaleMeter, pooled_scale, step_of
 from cnr_store.training.targeting import SizeTarget
-from cnr_store.training.tensors import TensorRows, table_dtype_name
 from cnr_store.transaction import Transaction
-from cnr_store.types import MAX_CODE, AffineBits, Lattice, TableOptions, Threshold
+from cnr_store.types import AffineBits, TableOptions, Threshold
 from cnr_store.writer import Writer
 
-_FEW_ROWS = 2048
-"""Rows that tell whether it is worth while to measure a scale."""
 _GROWN = 1.1
 """Growth of rows, as a factor, before a scale is measured again that was found not to be too fine."""
 
@@ -145,7 +137,7 @@ class RateControl:
                         "follows the loss; choose one of them",
                         table=table,
                     )
-        self._options, self._holdings, self._schedule = dict(options), holdings, schedule
+        self._options, self._meter, self._schedule = dict(options), ScaleMeter(holdings), schedule
         self._target = None if target_bytes is None else SizeTarget(target_bytes, self._options, policy, schedule)
         self._calibrated: dict[str, float] = {}
         self._first_loss: float | None = None
@@ -231,13 +223,13 @@ class RateControl:
         self._bits, self._pending, self._staged = {}, {}, {}
         self._first_loss, self._loss, self._losses = document.first_loss, document.loss, document.losses
         self._halved = {table: halvings for table, halvings in document.halved.items() if table in kept}
-        found = ((table, _step_of(writer.snapshot.tables[table])) for table in kept)
+        found = ((table, step_of(writer.snapshot.tables[table])) for table in kept)
         self._steps = {table: step for table, step in found if step is not None}
         self.calibrated({table: scale for table, scale in document.calibrated.items() if self._is_unsaid(table)})
         self._follow_loss(ranks, writer)
         if self._target is not None:
             self._target.restored(document, self._steps)
-        else:
+        elif self._schedule == "constant":
             self._halve(ranks, writer, document.doublings, "there is no target of bytes any more")
         growing: dict[str, tuple[AffineBits, AffineBits]] = {}
         for table, options in self._options.items():
@@ -254,20 +246,20 @@ class RateControl:
                 growing[table] = (bits, wanted)
         if not growing:
             return
-        schemas = {table: writer.snapshot.tables[table] for table in growing}
-        answers = together(ranks, lambda: {table: self._measure(writer, table, schemas[table]) for table in growing})
+        asked = {table: self._widened(table) for table in growing}
+        answers = together(
+            ranks, lambda: {table: self._meter.measure(writer, table, one) for table, one in asked.items()}
+        )
         for table, (bits, wanted) in growing.items():
             known = [answer[table] for answer in answers]
             refused = next((given["refused"] for given in known if given["refused"]), None)
             if refused is not None:
                 logger.warning("table %s keeps its scale, %d bits would be due: %s", table, wanted, refused)
                 continue
-            choices = [(msgspec.convert(one, ScaleChoice), n) for given in known for one, n in given["choices"]]
-            target = pooled([one for one, _ in choices], [n for _, n in choices]).scale if choices else None
             reason = f"restored {self._restores} times, {self._options[table].expected_restores:g} were expected"
-            scale = _step_of(schemas[table])
+            scale = self._steps.get(table)
             most = min(given["halvings"] for given in known)
-            planned = refinement(bits, wanted, scale, target, most, reason)
+            planned = refinement(bits, wanted, scale, pooled_scale(known), most, reason)
             if planned is not None:
                 self._pending[table] = planned
                 logger.info("table %s: %d bits instead of %d (%s): %s", table, wanted, bits, reason, _told(planned))
@@ -285,8 +277,7 @@ class RateControl:
         due = {table: halvings for table, halvings in wanted.items() if halvings > 0 and table in self._steps}
         if not due:
             return
-        schemas = writer.snapshot.tables
-        rooms = together(ranks, lambda: {table: self._rooms(writer, table, schemas[table]) for table in due})
+        rooms = together(ranks, lambda: {table: self._meter.room(writer, table) for table in due})
         for table, halvings in due.items():
             possible = min(halvings, *(room[table] for room in rooms))
             if possible < halvings:
@@ -296,33 +287,6 @@ class RateControl:
                 )  # fmt: skip
             if possible:
                 self._pending[table] = Refinement("refine", possible, asked_bits(self._options[table]), reason)
-
-    def _rooms(self, writer: Writer, table: str, schema: TableSchema) -> int:
-        mine = [holding for holding in self._holdings.owned.values() if holding.table == table]
-        return min((_room(writer, one, schema) for one in mine), default=MAX_SHIFT)
-
-    def _measure(
-        self, writer: Writer, table: str, schema: TableSchema, options: TableOptions | None = None
-    ) -> dict[str, Any]:
-        """What this rank knows of a table: the scales that its shards ask for, room for halvings."""
-        mine = [holding for holding in self._holdings.owned.values() if holding.table == table]
-        if not isinstance(schema.encoding, Lattice) or not self._is_lattice(table):
-            return {"choices": [], "halvings": 0, "refused": None}
-        try:
-            choices = [(self._choice(one, _step_of(schema), options), one.shard.weight.numel()) for one in mine]
-        except BadInput as error:
-            return {"choices": [], "halvings": 0, "refused": str(error)}
-        made = [(msgspec.to_builtins(one), elements) for one, elements in choices]
-        return {"choices": made, "halvings": self._rooms(writer, table, schema), "refused": None}
-
-    def _choice(self, holding: Holding, held: float | None, options: TableOptions | None) -> ScaleChoice:
-        """The scale that a shard asks for now, of its live rows; by the table's options if no others are given."""
-        options = options or self._widened(holding.table)
-        rows = TensorRows(holding.shard.weight)
-        dtype = table_dtype(rows, holding.table)
-        choice = choose_table_scale(options, dtype, RowSample(rows, dtype), held=held)
-        assert choice is not None  # a lattice
-        return choice
 
     # ---- one save
 
@@ -359,29 +323,14 @@ class RateControl:
         if not tables or not may_change or steering.doublings == self._target.level:
             return decision
         schemas = writer.snapshot.tables
-        coarsest = self._coarsest(ranks, writer, tables)
-        steps = {table: step for table in coarsest if (step := _step_of(schemas[table])) is not None}
+        coarsest = self._meter.scales(ranks, writer, {table: replace(self._options[table], bits=2) for table in tables})
+        steps = {table: step for table in coarsest if (step := step_of(schemas[table])) is not None}
         planned = self._target.plan(steering.doublings, steps, coarsest)
         for table in planned:
             self._pending[table] = Refinement("anew", 0, asked_bits(self._options[table]), steering.reason)
         if not planned or decision.kind == "full":
             return decision
         return Decision("full", "baseline", f"the scales of {sorted(planned)} change: {steering.reason}")
-
-    def _coarsest(self, ranks: Ranks, writer: Writer, tables: Collection[str]) -> dict[str, float]:
-        """The scale of 2-bit rows by table, over all ranks; tables that cannot be measured are left out."""
-        schemas = writer.snapshot.tables
-        options = {table: replace(self._options[table], bits=2) for table in tables}
-        answers = together(
-            ranks, lambda: {table: self._measure(writer, table, schemas[table], options[table]) for table in tables}
-        )
-        found = {}
-        for table in tables:
-            given = [answer[table] for answer in answers]
-            choices = [(msgspec.convert(one, ScaleChoice), n) for of_rank in given for one, n in of_rank["choices"]]
-            if choices and not any(of_rank["refused"] for of_rank in given):
-                found[table] = pooled([one for one, _ in choices], [n for _, n in choices]).scale
-        return found
 
     def too_fine(self, ranks: Ranks, writer: Writer, anew: Collection[str]) -> set[str]:
         """Return tables whose scale is far finer than asked, for a full to choose it anew. All ranks call it.
@@ -401,11 +350,13 @@ class RateControl:
             table: step
             for table in self._options.keys() & schemas.keys()
             if table not in anew and table not in self._pending and self._has_target(table)
-            if (step := _step_of(schemas[table])) is not None
+            if (step := step_of(schemas[table])) is not None
         }
         if not known:  # as where another rank is not synced, and asks nobody: then all tables are written anew
             return set()
-        roughly = together(ranks, lambda: {table: self._roughly(table) for table in known})
+        roughly = together(
+            ranks, lambda: {table: self._meter.roughly(table, self._width_anew(table)) for table in known}
+        )
         most = {table: max(answer[table] for answer in roughly) for table in known}
         known = {
             table: step
@@ -415,36 +366,15 @@ class RateControl:
         self._measured_at |= {table: most[table] for table in known}
         if not known:
             return set()
-        answers = together(ranks, lambda: {table: self._measure(writer, table, schemas[table]) for table in known})
-        found = set()
-        for table, step in known.items():
-            given = [answer[table] for answer in answers]
-            choices = [(msgspec.convert(one, ScaleChoice), n) for of_rank in given for one, n in of_rank["choices"]]
-            if not choices or any(of_rank["refused"] for of_rank in given):
-                continue
-            target = pooled([one for one, _ in choices], [n for _, n in choices]).scale
-            if is_too_fine(step, target):
-                found.add(table)
-                self._pending[table] = Refinement(
-                    "anew", 0, self._width_anew(table), f"the rows have grown: {target:.4g} would do for {step:.4g}"
-                )
+        targets = self._meter.scales(ranks, writer, {table: self._widened(table) for table in known})
+        found = {table for table, target in targets.items() if is_too_fine(known[table], target)}
+        for table in found:
+            reason = f"the rows have grown: {targets[table]:.4g} would do for {known[table]:.4g}"
+            self._pending[table] = Refinement("anew", 0, self._width_anew(table), reason)
         return found
 
-    def _roughly(self, table: str) -> float:
-        """The scale that the options ask for on a few rows of this rank, or more; 0 where it has none."""
-        found = [0.0]
-        for holding in self._holdings.owned.values():
-            if holding.table == table:
-                rows = TensorRows(holding.shard.weight)
-                dtype = table_dtype(rows, table)
-                sample = np.asarray(rows[sample_rows(len(rows), _FEW_ROWS, 0)])
-                found.append(minmax_scale(to_float32(sample, dtype), self._width_anew(table)))
-        return max(found)
-
     def _is_lattice(self, table: str) -> bool:
-        """Whether the options ask for a lattice, as far as this rank has rows; what is stored may be something else."""
-        mine = (one.shard.weight for one in self._holdings.by_name.values() if one.table == table)
-        return all(encoding_name(self._options[table], table_dtype_name(weight, table)) == "lattice" for weight in mine)
+        return self._meter.is_lattice(table, self._options[table])
 
     def _is_unsaid(self, table: str) -> bool:
         """Whether the options leave it to us how exact a table is stored."""
@@ -511,14 +441,14 @@ class RateControl:
         """Take notice that the save that was staged is committed; return what it did to scales, and log it."""
         changes: dict[str, ScaleChange] = {}
         for table, schema in transaction.tables.items():
-            before, step = self._before.get(table), _step_of(schema)
+            before, step = self._before.get(table), step_of(schema)
             if step is None:
                 continue
             same = before is not None and (before.generation, before.shift) == (schema.generation, schema.shift)
             if same and before is not None and before.encoding == schema.encoding:
                 continue
             planned = self._pending.get(table)
-            old = None if before is None else _step_of(before)
+            old = None if before is None else step_of(before)
             reason = "first full" if before is None else "written anew" if planned is None else planned.reason
             changes[table] = ScaleChange(old, step, reason, transaction.scale_choices.get(table))
             logger.info("table %s: scale %s%.6g (%s)", table, f"{old:.6g} to " if old else "", step, reason)
@@ -527,7 +457,7 @@ class RateControl:
             self._target.won(transaction)
         self._halved = self._halved_after()
         self._first_loss = self._loss if self._first_loss is None else self._first_loss
-        self._steps = {table: step for table, schema in transaction.tables.items() if (step := _step_of(schema))}
+        self._steps = {table: step for table, schema in transaction.tables.items() if (step := step_of(schema))}
         self._pending, self._staged = {}, {}
         return changes
 
@@ -540,26 +470,6 @@ class RateControl:
 
     def _width_anew(self, table: str) -> AffineBits:
         return asked_bits(self._widened(table))
-
-
-def _step_of(schema: TableSchema) -> float | None:
-    """The lattice step of a table as it is, None if it is no lattice."""
-    return schema.encoding.scale * 0.5**schema.shift if isinstance(schema.encoding, Lattice) else None
-
-
-def _room(writer: Writer, holding: Holding, schema: TableSchema) -> int:
-    """How often the scale of a shard could be halved in the next delta; `Transaction.refine_scale` checks it again."""
-    mirror, scale = writer.mirrors.get(holding.key), _step_of(schema)
-    if mirror is None or scale is None:
-        return 0
-    snapshot = writer.snapshot
-    first = snapshot.plan(holding.table).batches[0].segment
-    of_chain = MAX_SHIFT_IN_CHAIN - (schema.shift - snapshot.manifests[first].tables[holding.table].shift)
-    codes = mirror.arrays["codes"]
-    largest = max(1, abs(int(np.min(codes, initial=0))), abs(int(np.max(codes, initial=0))))
-    of_codes = (MAX_CODE // largest).bit_length() - 1
-    of_scale = int(np.log2(scale / MIN_SCALE))
-    return max(0, min(MAX_SHIFT - schema.shift, of_chain, of_codes, of_scale))
 
 
 def _told(planned: Refinement) -> str:

@@ -29,7 +29,6 @@ from cnr_store import (
     segment_sizes,
     total_sizes,
 )
-from cnr_store.types import Lattice
 from cnr_store_tools.demo.records import DemoReport
 from cnr_store_tools.serve_demo.records import ServeReport
 from cnr_store_tools.text import time_text
@@ -264,11 +263,12 @@ def _rate(snapshot: Snapshot) -> Document | None:
 
 def _table(snapshot: Snapshot, name: str) -> Document:
     schema = snapshot.tables[name]
+    encoding = msgspec.to_builtins(schema.encoding)
     return {
         "rows": schema.num_rows if schema.keys == "dense" else None, "dim": schema.dim, "dtype": schema.dtype,
-        "keys": schema.keys, "encoding": msgspec.to_builtins(schema.encoding), "generation": schema.generation,
+        "keys": schema.keys, "encoding": encoding, "generation": schema.generation,
         "shift": schema.shift, "fill": schema.fill,
-        "scale": schema.encoding.scale * 0.5**schema.shift if isinstance(schema.encoding, Lattice) else None,
+        "scale": encoding["scale"] * 0.5**schema.shift if encoding["encoding"] == "lattice" else None,
         "waiting": msgspec.to_builtins(snapshot.waiting.get(name)),
         "slots": {
             slot: {"kind": kind.kind, "dtype": kind.dtype, "encoding": msgspec.to_builtins(kind.encoding)}
