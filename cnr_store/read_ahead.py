@@ -49,7 +49,8 @@ def wanted_objects(readers: Sequence[SegmentReader], plan: TablePlan, names: Ite
     for step in (step for batch in plan.batches for step in batch.steps):
         has_gaps = step.last - step.first + 1 != step.num_rows
         orders = {entry.order for name, entry in step.row_list.arrays.items() if name in chosen}
-        for name, entry in step.row_list.arrays.items():
+        # Asked for before the codes that lie in its order.
+        for name, entry in sorted(step.row_list.arrays.items(), key=lambda item: item[1].path not in orders):
             times = (name in chosen and (has_gaps or name != "rows")) + (entry.path in orders)
             if times:
                 path = arrays.chunk_path(entry, step.chunk)

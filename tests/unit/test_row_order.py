@@ -205,6 +205,23 @@ def test_what_is_read_ahead_names_the_slot_for_the_codes_and_for_itself(store: S
     assert len([one for one in codes_alone if "momentum1" in one.path]) == 3
 
 
+def test_the_slot_is_fetched_before_the_codes_that_wait_for_it(store: Store) -> None:
+    """It was begun behind them; who asked for it first fetched it by himself, and then once more."""
+    table = Table()
+    with store.writer() as writer:
+        save(writer, table)
+        save(writer, table, table.step())
+    snapshot = store.snapshot()
+
+    wanted = wanted_objects(snapshot.readers, snapshot.plan("t"), ["codes", "slots/momentum1"])
+
+    at = {one.path: number for number, one in enumerate(wanted) if one.segment == 1}
+    arrays_of = add_list(store).arrays
+    for chunk in range(3):
+        slot, codes = (arrays.chunk_path(arrays_of[name], chunk) for name in ("slots/momentum1", "codes"))
+        assert at[slot] < at[codes]
+
+
 @pytest.mark.parametrize(
     "damage",
     [
