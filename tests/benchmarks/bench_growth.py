@@ -21,7 +21,7 @@ from growing import DIM, Growing, shared_saves
 SECTIONS = ("rows", "versions", "tables", "writers")
 TOUCHED = 100_000
 SAME = 1.2
-COMMAND = "tests/benchmarks/bench_growth.py"
+COMMAND = "python tests/benchmarks/bench_growth.py"
 
 
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:

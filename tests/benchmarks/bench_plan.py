@@ -115,6 +115,17 @@ def show_plans(
         f"that times k^{work.union_power} in k. fp32 keeps the last checkpoint until the next one is whole.",
     )  # fmt: skip
     if bits == 4:
+        folded = plans[-1]
+        report.headline(
+            f"planned: {name} on {cluster.ranks} GPUs, a checkpoint every 30 minutes, 4-bit quality, compaction: bytes, "
+            "stall, until committed, restore; fp32",
+            "; ".join(
+                f"{harness.shown(plan.mean_bytes / 1e9)} GB, {harness.shown(plan.stall_s)} s, "
+                f"{harness.shown(plan.commit_s)} s, {harness.shown(plan.restore_s)} s"
+                for plan in (folded, base)
+            ),
+            "", "python tests/benchmarks/bench_plan.py",
+        )  # fmt: skip
         report.plot(
             f"bytes-{name.replace(' ', '')}", f"{name}: bytes of each checkpoint, first day", "checkpoint", "GB",
             {plan.policy: _series(plan) for plan in plans[1:-1]}, log_y=True,
