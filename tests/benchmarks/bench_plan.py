@@ -117,8 +117,8 @@ def show_plans(
     if bits == 4:
         folded = plans[-1]
         report.headline(
-            f"planned: {name} on {cluster.ranks} GPUs, a checkpoint every 30 minutes, 4-bit quality, compaction: bytes, "
-            "stall, until committed, restore; fp32",
+            f"planned: {name} on {cluster.ranks} GPUs, a checkpoint every 30 minutes, 4-bit quality, compaction: "
+            "bytes, stall, until committed, restore; fp32",
             "; ".join(
                 f"{harness.shown(plan.mean_bytes / 1e9)} GB, {harness.shown(plan.stall_s)} s, "
                 f"{harness.shown(plan.commit_s)} s, {harness.shown(plan.restore_s)} s"
