@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from cnr_store.encodings.choose import expected_bits
+from cnr_store.encodings.scale import TOLERANCE
 from cnr_store.errors import BadInput
 from cnr_store.records import MAX_SHIFT
 from cnr_store.types import AffineBits
@@ -173,7 +174,8 @@ def refinement(
     Parameters
     ----------
     scale, target
-        The lattice scale that it has, and the one that ``wanted`` asks for; None where it is no lattice.
+        The lattice scale that it has, and the one that ``wanted`` asks for; None where it is no lattice. The latter is
+        measured, so a scale that is larger by up to `TOLERANCE` is fine enough: a halving costs a bit per element.
     most_halvings
         How often the scale can be halved before codes leave their range.
     """
@@ -181,7 +183,7 @@ def refinement(
         return None
     if scale is None or target is None:
         return Refinement("anew", 0, wanted, reason)
-    halvings = halvings_to(scale, target)
+    halvings = halvings_to(scale, target * (1.0 + TOLERANCE))
     if halvings == 0:
         return Refinement("keep", 0, wanted, reason)
     return Refinement("refine" if halvings <= most_halvings else "anew", halvings, wanted, reason)
