@@ -143,6 +143,7 @@ class RateControl:
         self._first_loss: float | None = None
         self._loss: float | None = None
         self._losses = 0
+        self._staged_first: float | None = None
         self._halved: dict[str, int] = {}
         self._steps: dict[str, float] = {}
         self._measured_at: dict[str, float] = {}
@@ -222,6 +223,7 @@ class RateControl:
         self._restores = document.restores + 1
         self._bits, self._pending, self._staged = {}, {}, {}
         self._first_loss, self._loss, self._losses = document.first_loss, document.loss, document.losses
+        self._staged_first = None
         self._halved = {table: halvings for table, halvings in document.halved.items() if table in kept}
         found = ((table, step_of(writer.snapshot.tables[table])) for table in kept)
         self._steps = {table: step for table, step in found if step is not None}
@@ -410,6 +412,8 @@ class RateControl:
             A scale cannot be halved. The next save writes its table anew.
         """
         self._before = dict(writer.snapshot.tables) if writer.is_synced else {}
+        # Of now: losses go on being reported while the save is under way.
+        self._staged_first = self._loss if self._first_loss is None else self._first_loss
         self._staged = {table: self._width_anew(table) for table in anew if self._options[table].bits is not None}
         for table, planned in list(self._pending.items()):
             if table in anew:
@@ -425,10 +429,9 @@ class RateControl:
 
     def document(self) -> RateDocument:
         """Return what the checkpoint in the making says, once `stage` was called."""
-        first = self._loss if self._first_loss is None else self._first_loss
         found = RateDocument(
-            restores=self._restores, bits={**self._bits, **self._staged}, first_loss=first, loss=self._loss,
-            losses=self._losses, halved=self._halved_after(), calibrated=self._calibrated,
+            restores=self._restores, bits={**self._bits, **self._staged}, first_loss=self._staged_first,
+            loss=self._loss, losses=self._losses, halved=self._halved_after(), calibrated=self._calibrated,
         )  # fmt: skip
         return found if self._target is None else self._target.added_to(found)
 
@@ -456,7 +459,7 @@ class RateControl:
         if self._target is not None:
             self._target.won(transaction)
         self._halved = self._halved_after()
-        self._first_loss = self._loss if self._first_loss is None else self._first_loss
+        self._first_loss = self._staged_first
         self._steps = {table: step for table, schema in transaction.tables.items() if (step := step_of(schema))}
         self._pending, self._staged = {}, {}
         return changes

@@ -20,6 +20,9 @@ from cnr_store import BadInput, Snapshot, Store, TableOptions
 from cnr_store.ranks import OneRank, Ranks
 from cnr_store.testing.ranks import thread_ranks
 from cnr_store.training import CheckpointManager, SaveReport
+from cnr_store.training.document import TRAINER, RateDocument, trainer_of
+from cnr_store.training.tensors import tensor_of
+from cnr_store.transaction import Transaction
 from cnr_store.types import Affine, FloatBits, Lattice
 
 ROWS, DIM = 400, 8
@@ -63,6 +66,11 @@ def step_of(snapshot: Snapshot, table: str = "weight") -> float:
     schema = snapshot.tables[table]
     assert isinstance(schema.encoding, Lattice)
     return schema.encoding.scale * 0.5**schema.shift
+
+
+def rate_in(url: str, version: int | None = None) -> RateDocument:
+    """What a checkpoint says of rates."""
+    return trainer_of(Store.open(url).snapshot(version).read_document(TRAINER, tensor_of)).rate
 
 
 @pytest.fixture
@@ -357,6 +365,31 @@ def test_a_loss_may_be_a_tensor_of_a_graph_and_is_kept_as_a_number(url: str) -> 
     assert life.manager.rate.first_loss == life.manager.rate.loss == 2.0
     assert type(life.manager.rate.loss) is float
     life.manager.close()
+
+
+def test_the_first_loss_is_that_of_the_first_checkpoint_whatever_is_reported_behind_it(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by review: the mean when the save was over was kept, and the second checkpoint told another first loss."""
+    life = Life(url, options=TableOptions(bits=2), schedule="loss", every_steps=1, first_full="copy")
+    go_on, commit = threading.Event(), Transaction.commit
+
+    def late(transaction: Transaction) -> Any:
+        assert go_on.wait(30)
+        return commit(transaction)
+
+    life.manager.report_loss(4.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(Transaction, "commit", late)
+        life.train(1)
+        for _ in range(50):
+            life.manager.report_loss(1.0)
+        go_on.set()
+        life.manager.wait()
+    life.next(2)
+
+    assert {rate_in(url, report.version).first_loss for report in life.manager.history} == {4.0}
+    assert life.manager.rate.first_loss == 4.0
 
 
 def test_a_table_that_is_no_lattice_any_more_leaves_the_schedule(url: str) -> None:
