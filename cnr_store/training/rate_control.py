@@ -145,6 +145,11 @@ class RateControl:
         self._losses = 0
         self._staged_first: float | None = None
         self._halved: dict[str, int] = {}
+        # By table: what a target of bytes doubled that is given no more, after the save in the making, and how many of
+        # the halvings that wait undo it; the others are the schedule's.
+        self._doubled: dict[str, int] = {}
+        self._staged_doubled: dict[str, int] = {}
+        self._undone: dict[str, int] = {}
         self._steps: dict[str, float] = {}
         self._measured_at: dict[str, float] = {}
         self._restores = 0
@@ -228,11 +233,12 @@ class RateControl:
         found = ((table, step_of(writer.snapshot.tables[table])) for table in kept)
         self._steps = {table: step for table, step in found if step is not None}
         self.calibrated({table: scale for table, scale in document.calibrated.items() if self._is_unsaid(table)})
-        self._follow_loss(ranks, writer)
+        self._doubled, self._undone = {}, {}
         if self._target is not None:
             self._target.restored(document, self._steps)
-        elif self._schedule == "constant":
-            self._halve(ranks, writer, document.doublings, "there is no target of bytes any more")
+        else:
+            self._doubled = {table: count for table, count in document.doublings.items() if table in self._steps}
+        self._halve(ranks, writer)
         growing: dict[str, tuple[AffineBits, AffineBits]] = {}
         for table, options in self._options.items():
             if table not in kept or options.bits is None:
@@ -266,29 +272,36 @@ class RateControl:
                 self._pending[table] = planned
                 logger.info("table %s: %d bits instead of %d (%s): %s", table, wanted, bits, reason, _told(planned))
 
-    def _follow_loss(self, ranks: Ranks, writer: Writer) -> None:
-        """Plan the halvings that the loss of the checkpoint asks for, as far as there is room for them."""
-        if self._schedule != "loss" or self._first_loss is None or self._loss is None or not self._steps:
-            return
-        wanted = halvings_for_loss(self._first_loss, self._loss)
-        due = {table: wanted - self._halved.get(table, 0) for table in self._steps}
-        self._halve(ranks, writer, due, f"the loss fell from {self._first_loss:.4g} to {self._loss:.4g}")
+    def _halve(self, ranks: Ranks, writer: Writer) -> None:
+        """Plan halvings: those that the loss of the checkpoint asks for, and those that undo a target that is gone.
 
-    def _halve(self, ranks: Ranks, writer: Writer, wanted: Mapping[str, int], reason: str) -> None:
-        """Plan so many halvings of each table, as far as there is room for them."""
-        due = {table: halvings for table, halvings in wanted.items() if halvings > 0 and table in self._steps}
+        Where there is no room the table is written anew as its options say; with a schedule, as far as there is room.
+        """
+        levels = 0
+        if self._schedule == "loss" and self._first_loss is not None and self._loss is not None:
+            levels = halvings_for_loss(self._first_loss, self._loss)
+        of_loss = {table: max(0, levels - self._halved.get(table, 0)) for table in self._steps}
+        due = {table: of_loss[table] + self._doubled.get(table, 0) for table in self._steps}
+        due = {table: halvings for table, halvings in due.items() if halvings > 0}
         if not due:
             return
         rooms = together(ranks, lambda: {table: self._meter.room(writer, table) for table in due})
         for table, halvings in due.items():
+            why = [f"the loss fell from {self._first_loss:.4g} to {self._loss:.4g}"] if of_loss[table] else []
+            why += ["there is no target of bytes any more"] if self._doubled.get(table) else []
+            reason, bits = " and ".join(why), asked_bits(self._options[table])
             possible = min(halvings, *(room[table] for room in rooms))
+            if possible < halvings and self._schedule == "constant":
+                self._pending[table] = Refinement("anew", 0, bits, reason)
+                continue
             if possible < halvings:
                 logger.warning(
                     "table %s: %s, which asks for %d halvings of its scale; there is room for %d",
                     table, reason, halvings, possible,
                 )  # fmt: skip
             if possible:
-                self._pending[table] = Refinement("refine", possible, asked_bits(self._options[table]), reason)
+                self._undone[table] = min(possible, self._doubled.get(table, 0))
+                self._pending[table] = Refinement("refine", possible, bits, reason)
 
     # ---- one save
 
@@ -415,6 +428,13 @@ class RateControl:
         # Of now: losses go on being reported while the save is under way.
         self._staged_first = self._loss if self._first_loss is None else self._first_loss
         self._staged = {table: self._width_anew(table) for table in anew if self._options[table].bits is not None}
+        left = {table: count - self._undone.get(table, 0) for table, count in self._doubled.items()}
+        # A scale that is chosen anew is what the options ask for; that of a schedule is the one that there was.
+        self._staged_doubled = {
+            table: count
+            for table, count in left.items()
+            if count > 0 and (table not in anew or self._schedule == "loss")
+        }
         for table, planned in list(self._pending.items()):
             if table in anew:
                 continue
@@ -432,12 +452,17 @@ class RateControl:
         found = RateDocument(
             restores=self._restores, bits={**self._bits, **self._staged}, first_loss=self._staged_first,
             loss=self._loss, losses=self._losses, halved=self._halved_after(), calibrated=self._calibrated,
+            doublings=self._staged_doubled,
         )  # fmt: skip
         return found if self._target is None else self._target.added_to(found)
 
     def _halved_after(self) -> dict[str, int]:
         """How often the schedule will have halved each scale once what waits is done; scales chosen anew keep it."""
-        due = {table: planned.halvings for table, planned in self._pending.items() if self._schedule == "loss"}
+        due = {
+            table: planned.halvings - self._undone.get(table, 0)
+            for table, planned in self._pending.items()
+            if self._schedule == "loss"
+        }
         return {table: self._halved.get(table, 0) + due.get(table, 0) for table in {*self._halved, *due}}
 
     def won(self, transaction: Transaction) -> dict[str, ScaleChange]:
@@ -459,7 +484,7 @@ class RateControl:
         if self._target is not None:
             self._target.won(transaction)
         self._halved = self._halved_after()
-        self._first_loss = self._staged_first
+        self._first_loss, self._doubled, self._undone = self._staged_first, self._staged_doubled, {}
         self._steps = {table: step for table, schema in transaction.tables.items() if (step := step_of(schema))}
         self._pending, self._staged = {}, {}
         return changes

@@ -21,10 +21,12 @@ from cnr_store.rate import Limits, SaveCost, Steering, TargetStatus, steer
 from cnr_store.records import Manifest
 from cnr_store.training.document import RateDocument
 from cnr_store.transaction import Transaction
-from cnr_store.types import MAX_CHAIN, TableOptions, Threshold
+from cnr_store.types import MAX_CHAIN, Lattice, TableOptions, Threshold
 
 _MOST_DOUBLINGS = 8
 """How much coarser scales may become as long as nobody has measured it; between 8 and 2 bits it is 5 or 6."""
+_FULLS_MEASURED = 16
+"""With the policy ``full``: saves until it is measured again how much coarser scales may become."""
 _SAVES_KEPT = 64
 
 logger = logging.getLogger(__name__)
@@ -67,7 +69,8 @@ class SizeTarget:
         self._policy, self._options = policy, options
         waits = [one.threshold.max_wait for one in options.values() if one.threshold is not None]
         self._has_thresholds, self._settles = bool(waits), 1 + max(waits, default=0)
-        self._most_doublings = _MOST_DOUBLINGS if any(map(self.is_open, options)) else 0
+        self._lattices: set[str] = set()  # as stored: options say it only together with the dtype
+        self._most_doublings, self._fulls_measured = _MOST_DOUBLINGS, 0
         self._costs: deque[SaveCost] = deque(maxlen=_SAVES_KEPT)
         self._steering = Steering(1.0, 0, False, "learning", "no save has told a size yet")
         self._is_told = False
@@ -86,10 +89,15 @@ class SizeTarget:
         )
 
     def is_open(self, table: str) -> bool:
-        """Whether the scale of a table, if it is a lattice, may become coarser: nobody has named an error or a step."""
-        options = self._options[table]
-        is_lattice = options.encoding in (None, "lattice")
-        return is_lattice and options.max_error is None and options.scale is None
+        """Whether a table is stored as a lattice that may become coarser: nobody has named an error or a step."""
+        options = self._options.get(table)
+        return (
+            options is not None
+            and table in self._lattices
+            and options.encoding in (None, "lattice")
+            and options.max_error is None
+            and options.scale is None
+        )
 
     def threshold(self, threshold: Threshold) -> Threshold:
         """Return the threshold that a save uses: the bounds are the user's, the share that goes out is ours."""
@@ -107,7 +115,8 @@ class SizeTarget:
         """Return what rank 0 says of the next save, as plain JSON; that of other ranks does not count."""
         saves_to_full = {"full": 0, "consecutive": max(0, MAX_CHAIN - chain_length)}.get(self._policy)
         full = next((size.size_bytes for size in sizes if size.kind == "full"), None)
-        limits = Limits(self._has_thresholds, self._settles, self._most_doublings, full, saves_to_full)
+        most = self._most_doublings if any(map(self.is_open, self._options)) else 0
+        limits = Limits(self._has_thresholds, self._settles, most, full, saves_to_full)
         found: dict[str, Any] = msgspec.to_builtins(
             steer(self.target_bytes, self._costs, self.share, self.level, limits)
         )
@@ -145,12 +154,17 @@ class SizeTarget:
                 found[table] = math.ldexp(step, wanted - now)
                 self.planned[table] = (wanted, found[table])
         self._most_doublings = most
+        # Where every save is a full the next one would measure again, and its answer is the same.
+        self._fulls_measured = _FULLS_MEASURED if self._policy == "full" else int(bool(found))
         return found
 
     def won(self, transaction: Transaction) -> None:
         """Take notice that a save is committed."""
+        self._lattices = {table for table, schema in transaction.tables.items() if isinstance(schema.encoding, Lattice)}
         if transaction.kind == "full":
-            if not self.planned and any(map(self.is_open, self._options)):
+            if self._fulls_measured > 0:
+                self._fulls_measured -= 1
+            else:
                 self._most_doublings = _MOST_DOUBLINGS  # rows may have grown: measured again when it is needed
             self.doublings |= {table: doublings for table, (doublings, _) in self.planned.items()}
             self.planned = {}
@@ -164,7 +178,7 @@ class SizeTarget:
         """Elements of open tables in a segment, and the bytes of their codes."""
         elements, paths = 0, set[str]()
         for part in manifest.parts:
-            if part.table not in self._options or not self.is_open(part.table):
+            if not self.is_open(part.table):
                 continue
             for rows in (part.add, part.set):
                 if rows is not None and "codes" in rows.arrays:
@@ -187,6 +201,8 @@ class SizeTarget:
         """
         self.share = document.share
         self.doublings = {table: count for table, count in document.doublings.items() if table in kept}
+        self._lattices = set(kept)
+        self._most_doublings, self._fulls_measured = _MOST_DOUBLINGS, 0
         self.planned, self._is_told = {}, False
         self._costs.clear()
         self._steering = Steering(self.share, self.level, False, "learning", "no save since the restore")

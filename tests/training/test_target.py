@@ -15,7 +15,7 @@ from cnr_store import BadInput, Store, TableOptions, Threshold
 from cnr_store.ranks import OneRank, Ranks
 from cnr_store.training import CheckpointManager, SaveReport
 from tests.tools.cli_runner import cnr
-from tests.training.test_rate_control import on_ranks, step_of
+from tests.training.test_rate_control import on_ranks, rate_in, step_of
 
 ROWS, DIM = 3000, 16
 THRESHOLD = Threshold(keep=0.8, max_error=4.0, max_wait=4)
@@ -24,9 +24,16 @@ THRESHOLD = Threshold(keep=0.8, max_error=4.0, max_wait=4)
 class Life:
     """One process of a training whose lookups prefer low rows, saved at every step."""
 
-    def __init__(self, url: str, target: int | None, ranks: Ranks | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        url: str,
+        target: int | None,
+        ranks: Ranks | None = None,
+        dtype: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> None:
         torch.manual_seed(5)
-        self.model = nn.Embedding(ROWS, DIM, sparse=True)
+        self.model = nn.Embedding(ROWS, DIM, sparse=True, dtype=dtype)
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.15)
         self.optimizer = optimizer
         self.manager = CheckpointManager(
@@ -110,15 +117,18 @@ def test_scales_become_coarser_where_nothing_may_wait(policy: Any, url: str, usu
     assert error.max() <= changes[1].after / 2 * (1 + 1e-6)
 
 
-def test_no_table_becomes_coarser_than_2_bits_and_that_is_said_once(url: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("policy", ["consecutive", "full"])
+def test_no_table_becomes_coarser_than_2_bits_and_that_is_said_once(
+    policy: Any, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     coarsest = Life(url + "-2", None, options=TableOptions(bits=2)).end(1)[0].scales["weight"].after
 
-    reports = Life(url, 50).end(9)
+    reports = Life(url, 50, policy=policy).end(9)
 
     changes = [report.scales["weight"].after for report in reports if report.scales]
     assert len(changes) == 2
     assert coarsest / 3 <= changes[1] <= 1.2 * coarsest
-    assert state_of(reports[-1]) == "unreachable"
+    assert {state_of(report) for report in reports[-3:]} == {"unreachable"}
     assert caplog.text.count("cannot come to 50 bytes") == 1
 
 
@@ -128,6 +138,14 @@ def test_what_somebody_said_of_exactness_holds(options: TableOptions, url: str) 
     assert [report.kind for report in reports] == ["full", *["delta"] * 4]
     assert not any(report.scales for report in reports[1:])
     assert state_of(reports[-1]) == "unreachable"
+
+
+@pytest.mark.parametrize("policy", ["consecutive", "full"])
+def test_a_table_of_16_bits_has_no_scale_to_make_coarser(policy: Any, url: str) -> None:
+    """Found by review: without ``encoding=`` it counted as a lattice, and the state said "adjusting" for ever."""
+    reports = Life(url, 50, dtype=torch.bfloat16, policy=policy).end(5)
+    assert [report.kind for report in reports[1:]] == ["full" if policy == "full" else "delta"] * 4
+    assert [state_of(report) for report in reports[2:]] == ["unreachable"] * 3
 
 
 def test_a_restored_training_goes_on_with_share_and_scale(url: str, usual: float) -> None:
@@ -158,6 +176,41 @@ def test_without_the_target_a_restored_training_is_as_exact_as_its_options(url: 
     assert step_of(Store.open(url).snapshot()) == fine
     assert "no target" in report.scales["weight"].reason
     assert report.kind == "delta"
+
+
+def test_without_the_target_and_without_room_the_scale_is_chosen_anew(url: str, usual: float) -> None:
+    """Found by review: the table stayed coarse, and its checkpoint no longer said so."""
+    before = Life(url, round(0.6 * usual)).end(6)
+    fine, coarse = (report.scales["weight"].after for report in before if report.scales)
+
+    report = Life(url, None, mirror="none").end(1)[0]
+
+    assert report.kind == "full"
+    assert 0.5 < report.scales["weight"].after / fine < 2
+    assert report.scales["weight"].before == coarse
+    assert rate_in(url).doublings == {}
+
+
+@pytest.mark.parametrize("mirror", ["memory", "none"])
+def test_a_schedule_undoes_a_target_and_counts_its_own_halvings_apart(mirror: Any, url: str, usual: float) -> None:
+    """Found by review: what the target's end asks for replaced what the loss asks for, and counted as the loss's."""
+    life = Life(url, round(0.6 * usual))
+    life.manager.report_loss(4.0)
+    before = life.train(6)
+    for _ in range(2000):
+        life.manager.report_loss(1.0)
+    before += life.end(1)
+    fine, coarse = (report.scales["weight"].after for report in before if report.scales)
+    doubled = rate_in(url).doublings["weight"]
+    assert coarse == math.ldexp(fine, doubled)
+
+    Life(url, None, options=TableOptions(bits=8), schedule="loss", mirror=mirror).end(1)
+
+    has_room = mirror == "memory"
+    assert step_of(Store.open(url).snapshot()) == (fine / 2 if has_room else coarse)
+    assert (rate_in(url).halved.get("weight", 0), rate_in(url).doublings) == (
+        (1, {}) if has_room else (0, {"weight": doubled})
+    )
 
 
 def test_a_scale_change_that_failed_is_made_by_the_next_save(
