@@ -31,6 +31,8 @@ from cnr_store.types import AffineBits, Precision, TableOptions
 COARSEST: AffineBits = 2
 FINEST: AffineBits = 8
 
+_NONE_OPEN = "no table is a float32 lattice without bits=, max_error= or scale="
+
 logger = logging.getLogger(__name__)
 
 
@@ -124,7 +126,7 @@ def calibrate(
     mine = [one for one in shards if _is_open(one, chosen[one.table])]
     coarse, fine = (_scales(mine, bits, ranks) for bits in (COARSEST, FINEST))
     if not coarse:
-        raise BadInput("no table is a float32 lattice without bits=, max_error= or scale=: nothing to calibrate")
+        raise BadInput(f"nothing to calibrate: {_NONE_OPEN}")
     most = max(halvings_to(coarse[table], fine[table]) for table in coarse)
     allowed = max_quality_loss / max(1.0, expected_restores)
     metric = _worst(validate, ranks)
@@ -166,7 +168,7 @@ class QualityTarget:
     Raises
     ------
     BadInput
-        Only one of the two was given, or other arguments say how exact tables are.
+        Only one of the two was given, other arguments say how exact tables are, or no table is a float32 lattice.
     """
 
     max_quality_loss: float
@@ -181,8 +183,13 @@ class QualityTarget:
         options: Mapping[str, TableOptions],
         others: Mapping[str, bool],
         tables: Iterable[str],
+        shards: Sequence[LocalShard],
+        ranks: Ranks,
     ) -> QualityTarget | None:
-        """Return the target that the arguments name, if any; ``others``: arguments that rule over scales, if given."""
+        """Return the target that the arguments name, if any. All ranks call it.
+
+        ``others``: arguments that rule over scales, if given; ``shards``: what this rank has of the tables.
+        """
         if max_quality_loss is None and validate is None:
             return None
         if max_quality_loss is None or validate is None:
@@ -198,6 +205,8 @@ class QualityTarget:
         given = [name for name, is_given in others.items() if is_given]
         if given:
             raise BadInput(f"{given[0]}= and max_quality_loss= would both choose the scales; leave out one of them")
+        if not any(together(ranks, lambda: any(_is_open(one, options[one.table]) for one in shards))):
+            raise BadInput(f"max_quality_loss= has nothing to choose: {_NONE_OPEN}; leave it out")
         return cls(max_quality_loss, validate, tuple(tables))
 
     def scales(self, model: nn.Module, options: Mapping[str, TableOptions], ranks: Ranks) -> dict[str, float]:

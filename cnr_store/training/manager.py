@@ -367,7 +367,9 @@ class CheckpointManager:
         self._options = options_by_table(options, self._holdings.tables)
         self._rate = RateControl(self._options, self._holdings, schedule, policy, target_bytes_per_checkpoint)
         others = {"schedule": schedule != "constant", "target_bytes_per_checkpoint": bool(target_bytes_per_checkpoint)}
-        self._quality = QualityTarget.of(max_quality_loss, validate, self._options, others, declared)
+        self._quality = QualityTarget.of(
+            max_quality_loss, validate, self._options, others, declared, shards, self._ranks
+        )
         self._policy: Policy = policy
         self._every_steps, self._every_seconds = every_steps, every_seconds
         self._copies_whole = first_full == "copy"

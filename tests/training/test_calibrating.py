@@ -282,6 +282,8 @@ def test_a_validation_that_fails_is_asked_again_by_the_next_save(tmp_path: Path)
         ({"options": TableOptions(bits="auto", expected_restores=2)}, "bits="),
         ({"options": {"user.weight": TableOptions(scale=0.1)}}, "scale="),
         ({"options": TableOptions(max_error=0.1)}, "max_error="),
+        ({"options": TableOptions.exact()}, "nothing to choose"),
+        ({"options": TableOptions(encoding="affine", search="minmax")}, "nothing to choose"),
         ({"schedule": "loss"}, "schedule="),
         ({"target_bytes_per_checkpoint": 1000}, "target_bytes_per_checkpoint="),
     ],
@@ -289,6 +291,14 @@ def test_a_validation_that_fails_is_asked_again_by_the_next_save(tmp_path: Path)
 def test_what_contradicts_a_quality_is_refused(options: Any, match: str, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=match):
         manager_of(str(tmp_path / "store"), Clicks(), **options)
+
+
+def test_tables_of_16_bits_leave_a_quality_nothing_to_choose(tmp_path: Path) -> None:
+    """Found by review: the manager was made, and then every save failed."""
+    clicks = Clicks()
+    clicks.model.bfloat16()
+    with pytest.raises(BadInput, match="nothing to choose"):
+        manager_of(str(tmp_path / "store"), clicks)
 
 
 def test_the_managers_of_several_ranks_choose_one_scale(tmp_path: Path) -> None:
