@@ -209,6 +209,8 @@ _SMOOTHED = 3
 """Saves whose mean size is compared with the target."""
 _LARGEST_CUT, _LARGEST_RISE = 0.25, 1.5
 """Factors by which a share changes at most from one save to the next."""
+_GRIP = 0.1
+"""Part of the bytes that a lower share would save if they were all rows; with less, scales are turned to at once."""
 _SAVES_BEFORE_SCALE = 2
 """Saves that must be over the target, with the same share and scale, before another scale is wanted."""
 
@@ -316,8 +318,9 @@ def steer(target_bytes: int, costs: Sequence[SaveCost], share: float, doublings:
     """Return what the next save is to be like for its bytes to come to a target. Pure.
 
     First fewer of the changed rows go out: the share falls in proportion to the bytes, at once, and rises again only
-    when all saves since it had its whole effect left room. Then scales become coarser, by whole doublings. A scale
-    becomes finer again only in a full that comes anyway. Between 0.75 and 1 times the target nothing changes.
+    when all saves since it had its whole effect left room. Then, or where half the share made saves no smaller, scales
+    become coarser, by whole doublings. A scale becomes finer again only in a full that comes anyway. Between 0.75 and 1
+    times the target nothing changes.
 
     Parameters
     ----------
@@ -344,9 +347,27 @@ def steer(target_bytes: int, costs: Sequence[SaveCost], share: float, doublings:
     if size <= target_bytes:
         return _with_room(target_bytes, run, round(size), limits)
     if limits.has_thresholds and share > LEAST_SHARE:
+        if not _has_grip(costs, run):
+            found = _coarser(target_bytes, run, round(size), limits)
+            if found.state == "adjusting":
+                return found
         lower = max(LEAST_SHARE, share * max(_AIM * target_bytes / size, _LARGEST_CUT))
         return Steering(lower, doublings, False, "adjusting", f"{round(size)} bytes: fewer rows go out", round(size))
     return _coarser(target_bytes, run, round(size), limits)
+
+
+def _has_grip(costs: Sequence[SaveCost], run: Sequence[SaveCost]) -> bool:
+    """Whether fewer rows make saves smaller, as far as it shows: since the share was twice what it is, or more.
+
+    They do not where a lattice is so coarse that most changed rows moved by one step: none of them may wait then.
+    """
+    share, doublings = run[-1].share, run[-1].doublings
+    before = [cost for cost in costs if cost.doublings == doublings and cost.share >= 2 * share]
+    if not before:
+        return True
+    usual = sum(cost.size_bytes for cost in before) / len(before)
+    hoped = usual * (1.0 - share * len(before) / sum(cost.share for cost in before))
+    return min(cost.size_bytes for cost in run) <= usual - _GRIP * hoped
 
 
 def _with_room(target_bytes: int, run: Sequence[SaveCost], size: int, limits: Limits) -> Steering:

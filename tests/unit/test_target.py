@@ -27,6 +27,7 @@ class Run:
     bits: float = 8.0
     limits: Limits = LIMITS
     target: int = TARGET
+    has_grip: bool = True
     noise: tuple[float, ...] = (1.0,)
     costs: list[SaveCost] = field(default_factory=list)
     steered: list[Steering] = field(default_factory=list)
@@ -45,7 +46,7 @@ class Run:
         bits = self.bits
         for _ in range(self.doublings):
             bits -= min(1.0, bits / 2)
-        share = self.share if self.limits.has_thresholds else 1.0
+        share = self.share if self.limits.has_thresholds and self.has_grip else 1.0
         elements = round(self.rows * share * self.noise[len(self.costs) % len(self.noise)]) * self.dim
         codes = round(elements * bits / 8)
         size = self.fixed + codes + elements // self.dim * 4
@@ -140,6 +141,14 @@ def test_a_target_out_of_reach_is_said_to_be() -> None:
     assert (run.steered[-1].state, run.share, run.fulls) == ("unreachable", LEAST_SHARE, 0)
     cheap = Run(fixed=2 * TARGET, rows=1000, limits=replace(LIMITS, has_thresholds=False)).saves(30)
     assert (cheap.steered[-1].state, cheap.doublings) == ("unreachable", LIMITS.most_doublings)
+
+
+def test_where_no_row_may_wait_scales_are_turned_to_at_once() -> None:
+    """Found by review: rows of a coarse lattice move by one step, so all go out, and the share fell to its least."""
+    run = Run(fixed=500, rows=800, has_grip=False, limits=replace(LIMITS, full_bytes=20_000)).saves(8)
+    assert run.share > LEAST_SHARE
+    assert (run.fulls, run.steered[-1].state) == (1, "met")
+    assert run.costs[-1].size_bytes <= TARGET
 
 
 def test_rows_and_scales_come_back_when_there_is_room() -> None:
