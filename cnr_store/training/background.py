@@ -143,8 +143,8 @@ class SaveJob:
         return SaveReport(
             version=version, step=self.transaction.step, kind=self.transaction.kind, rows=self.row_count,
             size_bytes=self.transaction.size_bytes, stall_s=self.stall_s, wait_s=self.wait_s,
-            encode_s=self.encode_s, commit_s=self.commit_s, waiting=sum(map(len, self.waiting.values())), scales=scales,
-            target=target,
+            encode_s=self.encode_s, commit_s=self.commit_s, scales=scales, target=target,
+            waiting=sum(map(len, self.transaction.waiting.values())),
         )  # fmt: skip
 
 
