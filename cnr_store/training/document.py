@@ -5,6 +5,7 @@ It comes from the store, so it may hold anything; what follows may rely on its f
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -15,9 +16,9 @@ TRAINER = "trainer/0"
 FORMAT = 1
 
 Size = Annotated[int, msgspec.Meta(ge=0)]
-Loss = Annotated[float, msgspec.Meta(gt=0)]
+Loss = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
-Scale = Annotated[float, msgspec.Meta(gt=0)]
+Scale = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
 
 
 class GroupDocument(msgspec.Struct, frozen=True):

@@ -252,10 +252,12 @@ class CheckpointManager:
         ``nonfinite="escape"`` and rows with a code beyond 16 bits cross as floats as before.
     schedule
         ``loss``: lattices become finer as the loss that is given to `report_loss` falls, in powers of two, in the
-        first save after a restore; ``bits=``, ``max_error=`` or ``scale=`` say how exact they begin.
+        first save after a restore, as far as codes have room (``mirror="none"`` has none); ``bits=``, ``max_error=`` or
+        ``scale=`` say how exact they begin.
     target_bytes_per_checkpoint
         What a delta is to come to (a full, with ``policy="full"``), of all ranks: fewer rows go out of tables with a
-        `Threshold`, then scales become coarser, down to 2-bit quality. `rate` says whether that is enough.
+        `Threshold`, then scales become coarser, down to 2-bit quality. `rate` says whether that is enough. A threshold
+        is then chosen anew in every save, whatever its ``refresh_every``.
     max_quality_loss, validate
         Choose the scales by `calibrate` before the first save, unless something was restored: ``validate()`` may become
         so much larger, as a share. It must not train; it is called some ten times, while that save blocks the training,
@@ -568,13 +570,13 @@ class CheckpointManager:
     def report_loss(self, loss: float | torch.Tensor) -> None:
         """Tell the loss of a step, for ``schedule="loss"``; of several ranks, that of rank 0 counts.
 
-        The mean of about the last hundred is kept, also over restarts. Losses that are not finite do not count.
-        Of a tensor its one number is read, which waits for its device.
+        The mean of about the last hundred is kept, also over restarts. Losses that are 0 or not finite do not count;
+        without a schedule, nor those below 0. Of a tensor its one number is read, which waits for its device.
 
         Raises
         ------
         BadInput
-            It is not positive.
+            It is negative, and ``schedule="loss"`` follows it.
         """
         self._rate.report_loss(float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss))
 
@@ -1005,7 +1007,10 @@ class CheckpointManager:
             if self._codes_on_device:
                 coming = {name: self._holdings.owned[name].shard for name in requests}
                 self._buffers.quantize = dict(rows_as_codes(coming, transaction.tables, self._options))
-            staged = self._buffers.gather(requests)
+            try:
+                staged = self._buffers.gather(requests)
+            except RuntimeError as error:  # no thread, no memory of the device: the training may go on
+                raise BackgroundSaveFailed(_failure_message(error)) from error
             written = {
                 name: self._whole_shard(holding, slots[name])
                 for name, holding in self._holdings.owned.items()

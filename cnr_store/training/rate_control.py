@@ -166,17 +166,17 @@ class RateControl:
         return RateStatus(self._restores, tables, self._first_loss, self._loss, target)
 
     def report_loss(self, loss: float) -> None:
-        """Count a loss; those that are not finite do not count.
+        """Count a loss; those that are not finite, or 0, do not count; without a schedule, nor those below.
 
         Raises
         ------
         BadInput
-            It is not positive.
+            It is negative, and a schedule follows it.
         """
-        if not math.isfinite(loss):
-            return
-        if loss <= 0:
+        if loss < 0 and self._schedule == "loss":
             raise BadInput(f"the schedule follows a loss that is positive, found {loss!r}", found=loss)
+        if not (math.isfinite(loss) and loss > 0):
+            return
         self._loss = smoothed(self._loss, self._losses, loss)
         self._losses += 1
 
@@ -264,7 +264,10 @@ class RateControl:
             if refused is not None:
                 logger.warning("table %s keeps its scale, %d bits would be due: %s", table, wanted, refused)
                 continue
-            reason = f"restored {self._restores} times, {self._options[table].expected_restores:g} were expected"
+            expected = self._options[table].expected_restores or 0.0
+            reason = f"restored {self._restores} times, {expected:g} were expected"
+            if expected >= self._restores:
+                reason = f"{expected:g} restores are expected now"
             scale = self._steps.get(table)
             most = min(given["halvings"] for given in known)
             planned = refinement(bits, wanted, scale, pooled_scale(known), most, reason)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from cnr_store import BadInput, Snapshot, Store, TableOptions
+from cnr_store import BadInput, CorruptStore, Snapshot, Store, TableOptions
 from cnr_store.ranks import OneRank, Ranks
 from cnr_store.testing.ranks import thread_ranks
 from cnr_store.training import CheckpointManager, SaveReport
@@ -350,8 +350,28 @@ def test_rates_that_contradict_each_other_are_refused(url: str) -> None:
         Life(url, schedule="cosine")
     life = Life(url, options=TableOptions(bits=4), schedule="loss")
     with pytest.raises(BadInput, match="positive"):
-        life.manager.report_loss(0.0)
+        life.manager.report_loss(-0.1)
     life.manager.close()
+
+
+def test_a_loss_of_zero_stops_no_training_and_without_a_schedule_none_does(url: str) -> None:
+    """Found by review: both raised, whether or not anything followed the loss."""
+    life = Life(url, options=TableOptions(bits=4), schedule="loss")
+    life.manager.report_loss(0.0)
+    life.manager.report_loss(2.0)
+    assert life.manager.rate.loss == 2.0
+    life.manager.close()
+    life = Life(url)
+    life.manager.report_loss(-1.0)
+    assert life.manager.rate.loss is None
+    life.manager.close()
+
+
+def test_a_width_that_grew_because_more_is_expected_now_says_so(url: str) -> None:
+    """Found by review: "restored 1 times, 25 were expected", after 1 was expected before."""
+    Life(url).next(0)
+    more = Life(url, options=TableOptions(bits="auto", expected_restores=25)).next(1)
+    assert more.scales["weight"].reason == "25 restores are expected now"
 
 
 def test_a_loss_may_be_a_tensor_of_a_graph_and_is_kept_as_a_number(url: str) -> None:
@@ -390,6 +410,15 @@ def test_the_first_loss_is_that_of_the_first_checkpoint_whatever_is_reported_beh
 
     assert {rate_in(url, report.version).first_loss for report in life.manager.history} == {4.0}
     assert life.manager.rate.first_loss == 4.0
+
+
+@pytest.mark.parametrize("rate", [{"loss": math.inf}, {"first_loss": math.inf}, {"calibrated": {"weight": math.inf}}])
+def test_a_checkpoint_whose_rates_are_infinite_is_corrupt(rate: dict[str, Any]) -> None:
+    """Found by review: the schedule refused it later, as if the caller had given it."""
+    document = {"format": 1, "optimizers": [], "slots": {}, "rng": {}, "extras": {}}
+    assert trainer_of({**document, "rate": {"loss": 1.0}}).rate.loss == 1.0
+    with pytest.raises(CorruptStore, match=next(iter(rate))):
+        trainer_of({**document, "rate": rate})
 
 
 def test_a_table_that_is_no_lattice_any_more_leaves_the_schedule(url: str) -> None:

@@ -33,6 +33,8 @@ from cnr_store.log import RetryPolicy
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.testing.faulty import Call, FaultyFileSystem, IsolatedMemoryFileSystem
 from cnr_store.training import CheckpointManager
+from cnr_store_gpu import StagingBuffers
+from cnr_store_gpu.transfer import HostTransfer
 from tests.training.runs import Training
 
 
@@ -672,6 +674,41 @@ def test_a_thread_that_does_not_start_takes_no_rows_along(
         else:
             with pytest.warns(RuntimeWarning, match="can't start new thread"):
                 manager.step()
+    training.train(1)
+
+    report = manager.save()
+
+    assert report is not None
+    assert report.kind == "delta"
+    assert_stored(store, training)
+    manager.close()
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_a_staging_thread_that_does_not_start_fails_one_save(
+    on_error: Any, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by review: on an accelerator the bare RuntimeError ended the training, whatever ``on_error`` said."""
+    store, training = create(backend), Training()
+    manager = manager_of(store, training, every_steps=1, on_error=on_error)
+    manager.save()
+    transfer = HostTransfer()
+    manager._buffers = StagingBuffers(transfer=transfer)  # a thread stages, as on an accelerator
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    training.train(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        if on_error == "raise":
+            with pytest.raises(BackgroundSaveFailed, match="can't start new thread"):
+                manager.step()
+        else:
+            with pytest.warns(RuntimeWarning, match="can't start new thread"):
+                manager.step()
+    transfer.close()
+    manager._buffers = StagingBuffers()
     training.train(1)
 
     report = manager.save()
