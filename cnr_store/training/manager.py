@@ -71,7 +71,8 @@ from cnr_store.training.history import sizes_since_baseline
 from cnr_store.training.holdings import Holding, check_alike, find_local_shards, hold
 from cnr_store.training.marks import taken_words, union_of, words_of
 from cnr_store.training.ranks import ranks_of_this_training
-from cnr_store.training.rate_control import RateControl, RateStatus
+from cnr_store.training.rate_control import RateControl
+from cnr_store.training.rate_status import RateStatus
 from cnr_store.training.reader import (
     IntervalReader,
     Redistribute,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -25,6 +26,25 @@ _FEW_ROWS = 2048
 """Rows that tell whether it is worth while to measure a scale."""
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the live rows of a table ask for.
+
+    Attributes
+    ----------
+    scale
+        That of its options; None where it is no lattice, or was measured nowhere.
+    halvings
+        How often the scale that it has can be halved in the next delta, on all ranks.
+    refused
+        Why some rank could not measure it; None if all could.
+    """
+
+    scale: float | None
+    halvings: int
+    refused: str | None
+
+
 class ScaleMeter:
     """Measures scales on the shards that a rank holds. Call it from the thread that trains."""
 
@@ -41,34 +61,21 @@ class ScaleMeter:
         schema = writer.snapshot.tables[table]
         return min((_room(writer, one, schema) for one in self._mine(table)), default=MAX_SHIFT)
 
-    def measure(self, writer: Writer, table: str, options: TableOptions) -> dict[str, Any]:
-        """Return what this rank knows of a table, as plain JSON: scales that its shards ask for, room for halvings.
+    def measure(self, ranks: Ranks, writer: Writer, options: Mapping[str, TableOptions]) -> dict[str, Measured]:
+        """Return what the live rows of tables, of all ranks, ask for under such options. All ranks call it.
 
-        Blocks for up to 0.3 s. ``refused`` says why a scale could not be measured.
+        Blocks for up to 0.3 s for each table.
         """
-        schema = writer.snapshot.tables[table]
-        if not isinstance(schema.encoding, Lattice) or not self.is_lattice(table, options):
-            return {"choices": [], "halvings": 0, "refused": None}
-        try:
-            found = [(_choice(one, step_of(schema), options), one.shard.weight.numel()) for one in self._mine(table)]
-        except BadInput as error:
-            return {"choices": [], "halvings": 0, "refused": str(error)}
-        made = [(msgspec.to_builtins(one), elements) for one, elements in found]
-        return {"choices": made, "halvings": self.room(writer, table), "refused": None}
+        answers = together(ranks, lambda: {table: self._measure(writer, table, one) for table, one in options.items()})
+        return {table: _of_all([answer[table] for answer in answers]) for table in options}
 
     def scales(self, ranks: Ranks, writer: Writer, options: Mapping[str, TableOptions]) -> dict[str, float]:
         """Return the scale that each table's options ask for now, of all its rows. Blocks; all ranks call it.
 
         Tables are left out that some rank cannot measure, and that are no lattice.
         """
-        answers = together(ranks, lambda: {table: self.measure(writer, table, one) for table, one in options.items()})
-        found = {}
-        for table in options:
-            given = [answer[table] for answer in answers]
-            scale = pooled_scale(given)
-            if scale is not None and not any(of_rank["refused"] for of_rank in given):
-                found[table] = scale
-        return found
+        found = self.measure(ranks, writer, options)
+        return {table: one.scale for table, one in found.items() if one.scale is not None and one.refused is None}
 
     def roughly(self, table: str, bits: AffineBits) -> float:
         """Return the scale of a width on a few rows of this rank, or more; 0 where it has none. About a millisecond."""
@@ -80,14 +87,28 @@ class ScaleMeter:
             found.append(minmax_scale(to_float32(sample, dtype), bits))
         return max(found)
 
+    def _measure(self, writer: Writer, table: str, options: TableOptions) -> dict[str, Any]:
+        """Return what this rank knows of a table, as plain JSON: scales that its shards ask for, room for halvings."""
+        schema = writer.snapshot.tables[table]
+        if not isinstance(schema.encoding, Lattice) or not self.is_lattice(table, options):
+            return {"choices": [], "halvings": 0, "refused": None}
+        try:
+            found = [(_choice(one, step_of(schema), options), one.shard.weight.numel()) for one in self._mine(table)]
+        except BadInput as error:
+            return {"choices": [], "halvings": 0, "refused": str(error)}
+        made = [(msgspec.to_builtins(one), elements) for one, elements in found]
+        return {"choices": made, "halvings": self.room(writer, table), "refused": None}
+
     def _mine(self, table: str) -> list[Holding]:
         return [holding for holding in self._holdings.owned.values() if holding.table == table]
 
 
-def pooled_scale(measured: list[dict[str, Any]]) -> float | None:
-    """Return the scale that what the ranks measured comes to, None if none has a choice. Pure."""
+def _of_all(measured: Sequence[Mapping[str, Any]]) -> Measured:
+    """Put together what the ranks measured of one table. Pure."""
     choices = [(msgspec.convert(one, ScaleChoice), n) for of_rank in measured for one, n in of_rank["choices"]]
-    return pooled([one for one, _ in choices], [n for _, n in choices]).scale if choices else None
+    scale = pooled([one for one, _ in choices], [n for _, n in choices]).scale if choices else None
+    refused = next((of_rank["refused"] for of_rank in measured if of_rank["refused"]), None)
+    return Measured(scale, min(of_rank["halvings"] for of_rank in measured), refused)
 
 
 def step_of(schema: TableSchema) -> float | None:

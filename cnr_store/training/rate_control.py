@@ -9,17 +9,15 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from cnr_store.encodings.scale import ScaleChoice
 from cnr_store.errors import BadInput
 from cnr_store.options import asked_bits
 from cnr_store.policy import CheckpointSize, Decision, Policy
 from cnr_store.ranks import Ranks, together
 from cnr_store.rate import (
     Refinement,
-    TargetStatus,
     bits_after,
     halvings_for_loss,
     is_too_fine,
@@ -31,7 +29,8 @@ from cnr_store.records import TableSchema
 from cnr_store.training.arguments import Schedule
 from cnr_store.training.document import RateDocument
 from cnr_store.training.holdings import Holdings
-from cnr_store.training.measuring import ScaleMeter, pooled_scale, step_of
+from cnr_store.training.measuring import ScaleMeter, step_of
+from cnr_store.training.rate_status import RateStatus, ScaleChange, TableRate
 from cnr_store.training.targeting import SizeTarget
 from cnr_store.transaction import Transaction
 from cnr_store.types import AffineBits, TableOptions, Threshold
@@ -41,67 +40,6 @@ _GROWN = 1.1
 """Growth of rows, as a factor, before a scale is measured again that was found not to be too fine."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ScaleChange:
-    """What one save did to the scale of a table that is stored as a lattice.
-
-    Attributes
-    ----------
-    before, after
-        The step; None before if the table is new, or was no lattice.
-    reason
-        One clause.
-    choice
-        How it was measured, where it was chosen and not halved.
-    """
-
-    before: float | None
-    after: float
-    reason: str
-    choice: ScaleChoice | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TableRate:
-    """How exact a table is stored now.
-
-    Attributes
-    ----------
-    bits
-        The width that its scale is for, or that its rows have; None where ``max_error=``, ``scale=`` or an exact
-        encoding says it.
-    pending
-        What becomes of it at the next save; None if nothing.
-    """
-
-    bits: AffineBits | None
-    pending: Refinement | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RateStatus:
-    """What the rate control knows and wants; `CheckpointManager.rate`.
-
-    Attributes
-    ----------
-    restores
-        How often the state that is trained was restored since the run began: restores that nothing was saved behind do
-        not count.
-    tables
-        By name.
-    first_loss, loss
-        Mean of the reported losses at the first save, and now; None if none was reported.
-    target
-        How the run stands to ``target_bytes_per_checkpoint``; None without one.
-    """
-
-    restores: int
-    tables: Mapping[str, TableRate]
-    first_loss: float | None = None
-    loss: float | None = None
-    target: TargetStatus | None = None
 
 
 class RateControl:
@@ -254,23 +192,17 @@ class RateControl:
                 growing[table] = (bits, wanted)
         if not growing:
             return
-        asked = {table: self._widened(table) for table in growing}
-        answers = together(
-            ranks, lambda: {table: self._meter.measure(writer, table, one) for table, one in asked.items()}
-        )
+        measured = self._meter.measure(ranks, writer, {table: self._widened(table) for table in growing})
         for table, (bits, wanted) in growing.items():
-            known = [answer[table] for answer in answers]
-            refused = next((given["refused"] for given in known if given["refused"]), None)
-            if refused is not None:
-                logger.warning("table %s keeps its scale, %d bits would be due: %s", table, wanted, refused)
+            asked = measured[table]
+            if asked.refused is not None:
+                logger.warning("table %s keeps its scale, %d bits would be due: %s", table, wanted, asked.refused)
                 continue
             expected = self._options[table].expected_restores or 0.0
             reason = f"restored {self._restores} times, {expected:g} were expected"
             if expected >= self._restores:
                 reason = f"{expected:g} restores are expected now"
-            scale = self._steps.get(table)
-            most = min(given["halvings"] for given in known)
-            planned = refinement(bits, wanted, scale, pooled_scale(known), most, reason)
+            planned = refinement(bits, wanted, self._steps.get(table), asked.scale, asked.halvings, reason)
             if planned is not None:
                 self._pending[table] = planned
                 logger.info("table %s: %d bits instead of %d (%s): %s", table, wanted, bits, reason, _told(planned))
