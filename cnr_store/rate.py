@@ -362,7 +362,8 @@ def _has_grip(costs: Sequence[SaveCost], run: Sequence[SaveCost]) -> bool:
     They do not where a lattice is so coarse that most changed rows moved by one step: none of them may wait then.
     """
     share, doublings = run[-1].share, run[-1].doublings
-    before = [cost for cost in costs if cost.doublings == doublings and cost.share >= 2 * share]
+    larger = [cost for cost in costs if cost.doublings == doublings and cost.share >= 2 * share]
+    before = larger[-_SMOOTHED:]  # older ones may be of other times: how many rows a save touches changes
     if not before:
         return True
     usual = sum(cost.size_bytes for cost in before) / len(before)
