@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from typing import Any
 
+import msgspec
 import torch
 
 from cnr_store import TableOptions
@@ -72,5 +72,5 @@ def endless(batches: TimeOrderedBatches) -> Iterator[Batch]:
 
 def _tell_saves(manager: CheckpointManager, channel: Channel, told: int) -> int:
     for report in manager.history[told:]:
-        channel.tell("saved", **asdict(report))
+        channel.tell("saved", **msgspec.to_builtins(report))
     return len(manager.history)
