@@ -44,6 +44,13 @@ def checked(options: DemoOptions) -> DemoReport:
 
 
 @pytest.mark.slow
+def test_quantized_demonstration_on_generated_clicks(tmp_path: Path) -> None:
+    report = checked(DemoOptions(store=str(tmp_path / "store"), steps=27))
+
+    assert 0 < report.max_weight_difference < 0.05
+
+
+@pytest.mark.slow
 def test_exact_demonstration_on_generated_clicks_differs_by_nothing(tmp_path: Path) -> None:
     report = checked(DemoOptions(store=str(tmp_path / "store"), is_exact=True, steps=27))
 

@@ -11,10 +11,11 @@ import math
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -110,7 +111,7 @@ def _train_saved(
 
 def _tell_saves(manager: CheckpointManager, told: int) -> int:
     for report in manager.history[told:]:
-        _tell("saved", **asdict(report))
+        _tell("saved", **msgspec.to_builtins(report))
     return len(manager.history)
 
 
