@@ -45,9 +45,10 @@ def checked(options: DemoOptions) -> DemoReport:
 
 @pytest.mark.slow
 def test_quantized_demonstration_on_generated_clicks(tmp_path: Path) -> None:
-    report = checked(DemoOptions(store=str(tmp_path / "store"), bits=8, steps=27))
+    report = checked(DemoOptions(store=str(tmp_path / "store"), steps=27))
 
-    assert 0 < report.max_weight_difference < 0.05
+    assert report.max_weight_difference > 0
+    assert abs(report.resumed.auc - report.uninterrupted.auc) < 0.01
 
 
 @pytest.mark.slow
