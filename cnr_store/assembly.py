@@ -68,10 +68,10 @@ class Assembly:
     def write_lists(self, shard: Shard, schema: TableSchema, staged: StagedRows) -> None:
         """Write the row lists of a delta; a shard without any gets no object."""
         entries = self.entries.setdefault(shard, {})
+        specs = array_specs(schema, shard.rectangle_in(schema).columns)
         for operation, item in staged.lists.items():
             path = f"{self._group(shard, schema)}/{operation}"
             attributes = list_attributes(shard.table, schema, operation)
-            specs = array_specs(schema, shard.rectangle_in(schema).columns)
             dtypes = {name: array.dtype for name, array in item.arrays.items()}
             order = order_of(operation, specs, dtypes, len(item.rows), self.out.profile)
             row_list = replace(item.row_list(), order=order)

@@ -13,6 +13,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -351,8 +352,6 @@ class SegmentReader:
         self._storage = storage
         self._if_missing = if_missing
         self._objects = {entry.path: entry for entry in manifest.objects}
-        lists = (part.add for part in manifest.parts if part.add is not None)
-        self._keys = {keys.path: keys for one in lists for keys in one.arrays.values() if len(keys.shape) == 1}
         self._take: TakeObject | None = None
 
     @classmethod
@@ -424,6 +423,12 @@ class SegmentReader:
                 self._if_missing(missing)
             raise
 
+    @cached_property
+    def _vectors(self) -> dict[str, ArrayEntry]:
+        """One-dimensional arrays of the ``add`` lists by path: what codes may lie in the order of."""
+        lists = (part.add for part in self.manifest.parts if part.add is not None)
+        return {vector.path: vector for one in lists for vector in one.arrays.values() if len(vector.shape) == 1}
+
     def chunk_bytes(self, entry: ArrayEntry, index: int) -> int:
         """Return how many bytes chunk ``index`` is stored in, 0 where the inventory lacks it; no I/O."""
         stored = self._objects.get(arrays.chunk_path(entry, index))
@@ -435,7 +440,7 @@ class SegmentReader:
         Codes that are stored in the order of a slot take that slot's chunk too: one object more.
         """
         if entry.order is not msgspec.UNSET:
-            keys = self.read_chunk(self._keys[entry.order], index, Scratch())
+            keys = self.read_chunk(self._vectors[entry.order], index, Scratch())
             stored = self.read_chunk(msgspec.structs.replace(entry, order=msgspec.UNSET), index, scratch.spare)
             if keys.dtype != np.int16 or keys.shape != stored.shape[:1]:  # the kernel checks no bounds
                 raise CorruptStore(
