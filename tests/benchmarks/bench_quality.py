@@ -39,22 +39,19 @@ COMMAND = "python tests/benchmarks/bench_quality.py"
 EXACT = Setting("exact")
 AFFINE = tuple(Setting("affine", bits) for bits in (2, 3, 4, 8))
 LATTICE = (
-    Setting("lattice", 2, 0.5), Setting("lattice", 2, 0.5**0.5), Setting("lattice", 2), Setting("lattice", 2, 2**0.5),
-    Setting("lattice", 3), Setting("lattice", 3, 2**0.5), Setting("lattice", 4), Setting("lattice", 4, 2**0.5),
+    *(Setting("lattice", 2, steps) for steps in (0.25, 0.5, 0.5**0.5, 1.0, 2**0.5)),
+    *(Setting("lattice", bits, steps) for bits in (3, 4) for steps in (1.0, 2**0.5)),
     Setting("lattice", 4, 2.0), Setting("lattice", 4, 4.0), Setting("lattice", 8, 0.5), Setting("lattice", 8),
 )  # fmt: skip
-"""Half steps of the scale where quality begins to show, whole ones between 4 and 8 bits."""
+"""Half steps of the scale where quality begins to show, whole ones elsewhere."""
 
-FEWER = tuple(LATTICE[index] for index in (2, 4, 6, 7, 8, 9, 11))
-"""For the real sets, and for 100 restores, whose runs take five times as long."""
-
-QUICK = (Setting("affine", 4), Setting("affine", 8), LATTICE[4], LATTICE[6], LATTICE[11])
+QUICK = (Setting("affine", 4), Setting("affine", 8), *(Setting("lattice", bits) for bits in (3, 4, 8)))
 WAITING = (
-    LATTICE[6],
+    Setting("lattice", 4),
     *(Setting("lattice", 4, keep=keep, max_wait=wait) for keep in (0.75, 0.5, 0.25, 0.1) for wait in (2, 4, 8)),
     *(Setting("lattice", 4, keep=keep, max_wait=8, bound=1.5) for keep in (0.5, 0.1)),
-    *(LATTICE[index] for index in (4, 3, 2)),
-)
+    Setting("lattice", 3), Setting("lattice", 2, 2**0.5), Setting("lattice", 2),
+)  # fmt: skip
 """First that in which no row waits. Last coarser scales: the other way to save bytes, which waiting has to beat."""
 
 
@@ -81,10 +78,7 @@ def plan_quality(source: Source, *, seeds: int, is_quick: bool) -> Plan:
     is_generated = source.name == "generated"
     if is_quick:
         return Plan(source, dict.fromkeys((1, 20) if is_generated else (3,), (*QUICK, EXACT)), seeds)
-    settings = {
-        restores: (*AFFINE, *(LATTICE if is_generated and restores < 100 else FEWER), EXACT) for restores in RESTORES
-    }
-    return Plan(source, settings, seeds)
+    return Plan(source, dict.fromkeys(RESTORES, (*AFFINE, *LATTICE, EXACT)), seeds)
 
 
 def plan_thresholds(source: Source, *, seeds: int, is_quick: bool) -> Plan:

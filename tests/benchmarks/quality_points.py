@@ -101,9 +101,9 @@ class Noise:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Return the mean of at least one value and its uncertainty."""
+    """Return the mean of at least one value and its uncertainty; nan and no uncertainty where one is unknown."""
     mean = statistics.fmean(values)
-    if len(values) < 2:
+    if len(values) < 2 or math.isnan(mean):  # statistics.stdev takes no nan
         return Estimate(mean, 0.0)
     freedom = len(values) - 1
     t = _T[freedom - 1] if freedom <= len(_T) else 1.96

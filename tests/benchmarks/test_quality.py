@@ -174,6 +174,9 @@ def test_the_interval_of_a_mean_is_student_s():
     assert found.mean == 2.0
     assert found.half_width == pytest.approx(4.303 / math.sqrt(3))
     assert estimate([5.0]) == Estimate(5.0, 0.0)
+    unknown = estimate([math.nan, math.nan])  # the true loss of real data
+    assert math.isnan(unknown.mean)
+    assert unknown.half_width == 0.0
 
 
 def test_a_csv_with_named_columns_is_read(tmp_path):
