@@ -1,9 +1,9 @@
 """One commit, by one writer or by all ranks of a training: shares, receipts, manifest, log position, outcome.
 
-The order (spec, section 7.2): every rank writes its share and then its receipt; rank 0 reads the receipts back, puts
-the manifest over them and takes the log position; all ranks learn the outcome; and only then mirrors move. A failure
-before the log position leaves orphans and nothing else. An unknown outcome freezes the writer until the position has
-been read.
+The order (spec, section 7.2): every rank writes its share, and all but rank 0 then a receipt; rank 0 reads these back,
+puts the manifest over all shares and takes the log position; all ranks learn the outcome; and only then mirrors move.
+A failure before the log position leaves orphans and nothing else. An unknown outcome freezes the writer until the
+position has been read.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Share(Committable, Protocol):
     def check_complete(self, user: Mapping[str, JsonValue] | None) -> None:
         """Raise `BadInput` if something is missing that a commit needs."""
 
-    def write_parts(self) -> tuple[Receipt, str]:
-        """Write this rank's objects and its receipt; return the receipt and its digest."""
+    def write_parts(self) -> tuple[Receipt, str | None]:
+        """Write this rank's objects and return their receipt; its digest too where it was put: not by rank 0."""
 
     def base_manifest(self) -> Manifest | None:
         """The manifest that the segment is a delta to."""
@@ -142,7 +142,7 @@ class Commit:
         return self._take(_Outcome(**outcome))
 
     def _write_share(self, user: Mapping[str, JsonValue] | None) -> dict[str, Any]:
-        """Write this rank's objects and its receipt; returns what rank 0 needs to find it."""
+        """Write this rank's objects and its receipt, if it has one; returns what rank 0 needs to find it."""
         if self._session.ranks.world > 1:
             self._share.check_complete(user)
         self._receipt, digest = self._share.write_parts()

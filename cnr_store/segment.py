@@ -1,6 +1,6 @@
 """Write and read one segment: parts, dense tensors, documents, inventory (spec, section 4).
 
-A writer puts every object once, under a folder that carries its attempt, and its receipt last; nothing here makes
+A writer puts every object once, under a folder that carries its attempt, a receipt for others last; nothing here makes
 a segment visible. A reader trusts the manifest only: each object is checked against the inventory's size and digest
 before it is decoded, so a missing, short, swapped or stale object is an error, never a fill value.
 """
@@ -205,18 +205,20 @@ class SegmentWriter:
 
     def finish(
         self, *, txn: str, rank: int, world: int, attempt: str, base: int, l0: int, parts: tuple[PartEntry, ...]
-    ) -> tuple[Receipt, str]:
-        """Make everything durable, then put the receipt: the last object of this writer. Returns it and its sha256."""
+    ) -> Receipt:
+        """Make everything durable, and return what was written: what `put_receipt` tells a committer elsewhere."""
         self._storage.sync_folders(layout.segment_key(self.name, path) for path in self._objects)
-        receipt = Receipt(
+        return Receipt(
             txn=txn, rank=rank, world=world, attempt=attempt, base=base, l0=l0, parts=parts,
             dense=self._dense, dense_arrays=tuple(self._dense_arrays), documents=self._documents,
             objects=tuple(self._objects[path] for path in sorted(self._objects)),
         )  # fmt: skip
-        key = layout.segment_key(self.name, f"{self.folder}/{layout.RECEIPT}")
+
+    def put_receipt(self, receipt: Receipt) -> str:
+        """Put the receipt, the last object of a writer that is not the committer; returns its sha256."""
         data = canonical_json(receipt)
-        self._storage.put(key, data)
-        return receipt, sha256(data)
+        self._storage.put(layout.segment_key(self.name, f"{self.folder}/{layout.RECEIPT}"), data)
+        return sha256(data)
 
     def _write_pack(
         self, dtype_name: str, tensors: list[tuple[str, npt.NDArray[Any]]], dtypes: Mapping[str, str]

@@ -774,7 +774,7 @@ class Transaction:
         mirrors.options.update(self._bad_rows)
         mirrors.keep_only(self._tables)
 
-    def write_parts(self) -> tuple[Receipt, str]:
+    def write_parts(self) -> tuple[Receipt, str | None]:
         """See `cnr_store.committing.Share`."""
         session, out = self._session, self._assembly.out
         shards = session.shards(self._tables)
@@ -794,10 +794,12 @@ class Transaction:
             self._assembly.write_dense(self._dense, session.snapshot, kept)
         for name, document in self._documents.items():
             out.write_document(name, document)
-        return out.finish(
+        receipt = out.finish(
             txn=self.txn, rank=session.ranks.rank, world=session.ranks.world, attempt=self._attempt,
             base=session.head.record.v, l0=self._draft.l0, parts=parts,
         )  # fmt: skip
+        # Rank 0 commits and would be the only reader of its own: the manifest says all of it.
+        return receipt, out.put_receipt(receipt) if session.ranks.rank > 0 else None
 
     def _check_one_shot(self) -> None:
         """Refuse a one-shot delta that lacks a row of the deltas it replaces, which would fall back to the baseline."""

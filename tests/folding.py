@@ -86,7 +86,7 @@ def fold(
         throttle=Throttle(None),
     )  # fmt: skip
     parts = tuple(fold_piece(readers, run, piece, out, workers, **options) for piece in pieces)
-    receipt, _ = out.finish(txn=txn, rank=0, world=1, attempt="0" * 8, base=last.base, l0=first.l0, parts=parts)
+    receipt = out.finish(txn=txn, rank=0, world=1, attempt="0" * 8, base=last.base, l0=first.l0, parts=parts)
     kind = "baseline" if run[0] == 0 else "delta"
     manifest = Manifest(
         format=MAJOR, profile=profile, txn=txn, base=last.base, kind=kind, l0=first.l0, l1=last.l1, step=last.step,

@@ -31,7 +31,7 @@ from cnr_store.errors import (
     StorageFailure,
 )
 from cnr_store.gc import collect_garbage
-from cnr_store.layout import MANIFEST, RECEIPT, segment_key
+from cnr_store.layout import DATA, MANIFEST, RECEIPT, segment_key
 from cnr_store.log import RetryPolicy
 from cnr_store.placement import Shard
 from cnr_store.records import CommitRecord, LogEntry, is_live
@@ -530,15 +530,16 @@ def listed(files: IsolatedMemoryFileSystem) -> set[str]:
 
 
 def referenced(store: Store) -> set[str]:
-    """Every object that a live version needs: manifests, what they list, and the receipts of who wrote that."""
+    """Every object of a live version: manifests, what they list, and the receipts there are of who wrote that."""
     head = store.head().record
+    there = {stat.key for stat in store.storage.list_objects(DATA)}
     keys: set[str] = set()
     for entry in {entry for record in store.log() if is_live(head, record.v) for entry in record.chain}:
         manifest = SegmentReader.open(store.storage, entry).manifest
         paths = {item.path for item in manifest.objects}
         folders = {path.split("/")[0] for path in (*paths, *(part.folder for part in manifest.parts))}
-        receipts = {f"{folder}/{RECEIPT}" for folder in folders}
-        keys |= {segment_key(entry.seg, path) for path in {MANIFEST, *paths, *receipts}}
+        keys |= {segment_key(entry.seg, path) for path in {MANIFEST, *paths}}
+        keys |= there & {segment_key(entry.seg, f"{folder}/{RECEIPT}") for folder in folders}
     return keys
 
 

@@ -189,7 +189,7 @@ class Parts:
             part = PartEntry(
                 table=TABLE, folder=folder, rows=tile.rows, columns=tile.columns, state_digest=digest, **lists
             )  # fmt: skip
-            receipt, _ = out.finish(
+            receipt = out.finish(
                 txn=txn, rank=rank, world=len(tiles), attempt="0" * 8, base=self._head.record.v, l0=l0, parts=(part,)
             )
             receipts.append(receipt)

@@ -90,10 +90,10 @@ def fold_task(job: Job, task: FoldTask, bench: Bench) -> Done:
     out = bench.writer(job, task.index)
     run = (job.run.start, job.run.stop)
     parts = tuple(fold_piece(bench.readers, run, piece, out, bench.workers) for piece in task.pieces)
-    _, digest = out.finish(
+    receipt = out.finish(
         txn=job.txn, rank=task.index, world=job.world, attempt=job.attempt, base=job.base, l0=job.l0, parts=parts
     )
-    return Done(task.index, digest)
+    return Done(task.index, out.put_receipt(receipt))
 
 
 def check_engine(engine: str, storage: Storage, workers: int | None) -> None:

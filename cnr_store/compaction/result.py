@@ -44,10 +44,10 @@ def write_rest(job: Job, index: int, bench: Bench) -> Done:
     out.write_dense(tensors, dtypes)
     for name in sorted(manifests[-1].documents):
         out.write_document(name, readers[-1].read_document(name))
-    _, digest = out.finish(
+    receipt = out.finish(
         txn=job.txn, rank=index, world=job.world, attempt=job.attempt, base=job.base, l0=job.l0, parts=()
     )
-    return Done(index, digest)
+    return Done(index, out.put_receipt(receipt))
 
 
 def verified(storage: Storage, job: Job, done: Done, workers: Workers) -> Receipt | None:

@@ -29,7 +29,7 @@ from real_sets import DATA_FOLDER, present
 from cnr_store import Store, TableOptions
 from cnr_store.encodings import float_bits
 from cnr_store.encodings.scale import choose_scale
-from cnr_store.layout import MANIFEST, RECEIPT, segment_prefix
+from cnr_store.layout import MANIFEST, segment_prefix
 from cnr_store.types import Float32s, Precision, RowIds
 from cnr_store_tools.demo.presets import trace_config
 
@@ -145,27 +145,26 @@ def by_kind(
     report: harness.Report, found: Sequence[Source], widths: Sequence[int], folder: Path
 ) -> dict[tuple[str, int], int]:
     """Report what a store writes for each delta; returns the bytes that are no array, by source and bits."""
-    kinds = ("codes", "slots", "rows", "zarr.json", "manifest", "receipt", "record")
+    kinds = ("codes", "slots", "rows", "zarr.json", "manifest", "record")
     lines: list[list[harness.Cell]] = []
     other: dict[tuple[str, int], int] = {}
     packed: list[list[harness.Cell]] = []
     for number, source in enumerate(found):
         for bits in widths:
-            sizes, documents = write(source, bits, folder / f"{number}-{bits}")
+            sizes, manifest = write(source, bits, folder / f"{number}-{bits}")
             total = sum(sizes.values())
             other[source.name, bits] = total - sum(sizes.get(kind, 0) for kind in kinds[:3])
             lines.append([source.name, bits, *(sizes.get(kind, 0) for kind in kinds), total])
-        packed.append([source.name, *(cell for data in documents for cell in (len(data), len(Zstd(9).encode(data))))])
-        packed[-1] += [_largest_fields(documents[0])]
+        packed.append([source.name, len(manifest), len(Zstd(9).encode(manifest)), _largest_fields(manifest)])
     note = "one writer; scales chosen from touched rows; no dense tensors, no reader documents"
     report.table("bytes of the last delta, by kind", ["delta", "bits", *kinds, "total"], lines, note)
-    columns = ["delta", "manifest", "under zstd", "receipt", "under zstd", "largest fields of the manifest"]
-    report.table("the JSON documents (8 bits)", columns, packed)
+    columns = ["delta", "manifest", "under zstd", "largest fields of the manifest"]
+    report.table("the manifest (8 bits)", columns, packed)
     return other
 
 
-def write(source: Source, bits: int, folder: Path) -> tuple[dict[str, int], tuple[bytes, bytes]]:
-    """Write the interval as a delta of a store; returns its bytes by kind, and the manifest and the receipt."""
+def write(source: Source, bits: int, folder: Path) -> tuple[dict[str, int], bytes]:
+    """Write the interval as a delta of a store; returns its bytes by kind, and the manifest."""
     store = Store.create(str(folder), fsync=False)
     writer = store.writer()
     for number in range(2):
@@ -183,13 +182,13 @@ def write(source: Source, bits: int, folder: Path) -> tuple[dict[str, int], tupl
     segment = folder / segment_prefix(store.snapshot().record.chain[-1].seg)
     newest = max((folder / "commits").iterdir())
     sizes = {"record": newest.stat().st_size}
-    names = {MANIFEST: "manifest", RECEIPT: "receipt", "zarr.json": "zarr.json"}
+    names = {MANIFEST: "manifest", "zarr.json": "zarr.json"}
     for path in (path for path in segment.rglob("*") if path.is_file()):
         array = path.relative_to(segment).as_posix().partition("/c/")[0].split("/")
         kind = names.get(path.name) or ("slots" if array[-2] == "slots" else array[-1])
         sizes[kind] = sizes.get(kind, 0) + path.stat().st_size
     store.close()
-    return sizes, ((segment / MANIFEST).read_bytes(), next(segment.glob(f"*/{RECEIPT}")).read_bytes())
+    return sizes, (segment / MANIFEST).read_bytes()
 
 
 def compare(

@@ -33,7 +33,7 @@ def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
 
 def budget(tables: int, arrays: int = 3) -> int:
     """Objects that the design allows a delta of one-chunk parts: rows, codes and one slot in each table."""
-    return 2 + tables * (2 + 2 * arrays)
+    return 1 + tables * (2 + 2 * arrays)
 
 
 def show_growth(

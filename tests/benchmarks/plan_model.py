@@ -253,12 +253,12 @@ def fp32_save(work: Workload, cluster: Cluster) -> Save:
 
 
 def objects_of(rows_per_part: float, dim: int, cluster: Cluster) -> int:
-    """Return the objects of a save whose parts all have so many rows: chunks, Zarr metadata, receipts, manifest.
+    """Return the objects of a save whose parts all have so many rows: chunks, Zarr metadata, manifest, receipts.
 
-    The commit record is no object of the segment; it is a request.
+    Rank 0 puts no receipt. The commit record is no object of the segment; it is a request.
     """
     metadata = OBJECTS_PER_PART + ARRAYS * OBJECTS_PER_ARRAY
-    return cluster.parts * metadata + chunks_of(rows_per_part, dim, cluster) + cluster.ranks + 1
+    return cluster.parts * metadata + chunks_of(rows_per_part, dim, cluster) + cluster.ranks
 
 
 def chunks_of(rows_per_part: float, dim: int, cluster: Cluster) -> int:

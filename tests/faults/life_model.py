@@ -139,12 +139,13 @@ def unreferenced(store: Store) -> list[str]:
     head = store.head().record
     named = {*range(head.floor, head.v + 1), *head.kept, *head.tags.values(), *head.channels.values()}
     chains = [store.record(version).chain for version in named if is_live(head, version)]
+    listed = {stat.key for stat in store.storage.list_objects("data")}
     wanted: set[str] = set()
     for entry in {entry.seg: entry for chain in chains for entry in chain}.values():
         paths = {one.path for one in SegmentReader.open(store.storage, entry).manifest.objects}
         receipts = {f"{path.split('/')[0]}/_receipt.json" for path in paths if "/" in path}
-        wanted |= {segment_key(entry.seg, path) for path in {"_segment.json"} | paths | receipts}
-    listed = {stat.key for stat in store.storage.list_objects("data")}
+        wanted |= {segment_key(entry.seg, path) for path in {"_segment.json"} | paths}
+        wanted |= listed & {segment_key(entry.seg, path) for path in receipts}
     return [
         *(f"orphan {key}" for key in sorted(listed - wanted)),
         *(f"missing {key}" for key in sorted(wanted - listed)),

@@ -51,15 +51,15 @@ def test_a_delta_of_one_chunk_stays_within_the_budget(tmp_path: Path, tables: in
 
     arrays_per_part = 2 + slots  # rows, codes, slots
 
-    assert len(objects_of(store, version)) == 2 + tables * (2 + 2 * arrays_per_part)
+    assert len(objects_of(store, version)) == 1 + tables * (2 + 2 * arrays_per_part)
 
 
 def test_untouched_tables_and_empty_deltas_cost_no_object(tmp_path: Path) -> None:
     one, version = saved(tmp_path / "a", 10, 1, 1)
     none, empty = saved(tmp_path / "b", 10, 1, 0)
 
-    assert len(objects_of(one, version)) == 2 + 2 + 2 * 3
-    assert sorted(Path(key).name for key in objects_of(none, empty)) == ["_receipt.json", "_segment.json"]
+    assert len(objects_of(one, version)) == 1 + 2 + 2 * 3
+    assert sorted(Path(key).name for key in objects_of(none, empty)) == ["_segment.json"]
 
 
 def test_the_objects_of_a_commit_beside_its_segment_are_its_record_and_the_hint(tmp_path: Path) -> None:
@@ -88,8 +88,8 @@ def test_dense_tensors_cost_two_objects_per_dtype_and_documents_one_each(tmp_pat
             txn.put_dense({**weights, "w3": weights["w3"] + 1, "steps": np.asarray(1)})
             second = txn.commit()
 
-    assert len(objects_of(store, first)) == 2 + 2 * 2 + 2
-    assert len(objects_of(store, second)) == 2 + 2
+    assert len(objects_of(store, first)) == 1 + 2 * 2 + 2
+    assert len(objects_of(store, second)) == 1 + 2
 
 
 @pytest.mark.parametrize("profile", ["compact", "portable"])

@@ -23,7 +23,8 @@ def written(tmp_path: Path) -> tuple[Storage, str]:
             storage, SEGMENT, profile="portable", folder=FOLDER, workers=workers, throttle=Throttle(None)
         )
         writer.write_document("reader/1", {"yielded": 7})
-        _, digest = writer.finish(txn=TXN, rank=1, world=2, attempt="b" * 8, base=1, l0=0, parts=())
+        receipt = writer.finish(txn=TXN, rank=1, world=2, attempt="b" * 8, base=1, l0=0, parts=())
+        digest = writer.put_receipt(receipt)
     return storage, digest
 
 

@@ -116,11 +116,11 @@ def check_digests(folded: SegmentReader, original: Sequence[SegmentReader], work
 
 
 def check_inventory(storage: Storage, folded: SegmentReader) -> None:
-    """Nothing lies in the segment that its manifest does not name, but the receipt and the manifest itself."""
+    """Nothing lies in the segment that its manifest does not name, but the manifest itself."""
     prefix = segment_prefix(folded.name)
     listed = {stat.key.removeprefix(prefix) for stat in storage.list_objects(prefix)}
     named = {entry.path for entry in folded.manifest.objects}
-    assert {path for path in listed - named if not path.endswith("_receipt.json")} == {"_segment.json"}
+    assert listed - named == {"_segment.json"}
     assert named <= listed
 
 

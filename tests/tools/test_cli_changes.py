@@ -105,12 +105,15 @@ def test_following_tells_each_version_as_it_lands_until_it_is_interrupted(root: 
     command = [PROGRAM, "changes", str(root), "--follow", "--every", "0.05s", "--json", "--to", f"parquet:{folder}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as follower:
         assert follower.stdout is not None
-        save(root, 50)
-        told = json.loads(follower.stdout.readline())
-        save(root, 60)
-        again = json.loads(follower.stdout.readline())
-        follower.send_signal(signal.SIGINT)
-        follower.communicate()
+        try:
+            save(root, 50)
+            told = json.loads(follower.stdout.readline())
+            save(root, 60)
+            again = json.loads(follower.stdout.readline())
+            follower.send_signal(signal.SIGINT)
+            follower.communicate(timeout=60)
+        finally:
+            follower.kill()  # where the signal is ignored, as below a shell's background job, it would follow for ever
 
     assert (told["step"], told["table"], told["upserts"]) == (50, "half/item", 5)
     assert again["step"] == 60

@@ -72,7 +72,8 @@ class Calm:
 
     def of_saves(self, rank: int) -> int:
         """How many calls the saves of `STEPS` steps take."""
-        ends = [index for index, call in enumerate(self.calls[rank]) if "_receipt.json" in call and "put" in call]
+        last_put = "_receipt.json" if rank else "_segment.json"
+        ends = [index for index, call in enumerate(self.calls[rank]) if last_put in call and "put" in call]
         last = ends[STEPS - 1]
         return last + 1 if rank else next(i for i in range(last, len(self.calls[0])) if "hint" in self.calls[0][i]) + 1
 
