@@ -77,7 +77,7 @@ class Share(Committable, Protocol):
         """Raise `BadInput` if something is missing that a commit needs."""
 
     def write_parts(self) -> tuple[Receipt, str | None]:
-        """Write this rank's objects and return their receipt; its digest too where it was put: not by rank 0."""
+        """Write this rank's objects and return their receipt, and its sha256 if it was put: rank 0 puts none."""
 
     def base_manifest(self) -> Manifest | None:
         """The manifest that the segment is a delta to."""
@@ -153,7 +153,7 @@ class Commit:
         session = self._session
         self._decision = decision = _Decision()
         try:
-            entry = self._write_manifest([self._receipt_of(rank, answer) for rank, answer in enumerate(answers)])
+            entry = self._write_manifest(self._receipts(answers))
             record = session.head.record
             draft = draft_after(
                 record, self._draft.kind, session.info,
@@ -166,21 +166,24 @@ class Commit:
             decision.error = error
         return decision.outcome(self.undecided, self.size_bytes)
 
-    def _receipt_of(self, rank: int, answer: Mapping[str, Any]) -> Receipt:
-        """Read another rank's receipt back: what is committed is what the store shows, not what was said."""
-        if rank == self._session.ranks.rank:
-            assert self._receipt is not None  # written before anything is answered
-            receipt = self._receipt
-        else:
-            folder = writer_folder(rank, answer["attempt"])
-            receipt = read_receipt(self._session.storage, self._draft.segment, folder, answer["digest"])
-        if answer["tables"] != _digest_of(self._share.tables):
-            raise BadInput(
-                f"rank {rank} stores the tables in another way than rank 0 (schemas differ); declare, refine and drop "
-                "tables on every rank alike",
-                found=rank,
-            )
-        return receipt
+    def _receipts(self, answers: Sequence[Mapping[str, Any]]) -> list[Receipt]:
+        """Return rank 0's own receipt and read the others back: of them the store decides, not what was said."""
+        mine = _digest_of(self._share.tables)
+        for rank, answer in enumerate(answers):
+            if answer["tables"] != mine:
+                raise BadInput(
+                    f"rank {rank} stores the tables in another way than rank 0 (schemas differ); declare, refine and "
+                    "drop tables on every rank alike",
+                    found=rank,
+                )
+        assert self._receipt is not None  # written before anything is answered
+        session, segment = self._session, self._draft.segment
+        others = session.workers.run(
+            partial(read_receipt, session.storage, segment, writer_folder(rank, answer["attempt"]), answer["digest"])
+            for rank, answer in enumerate(answers)
+            if rank > 0
+        )
+        return [self._receipt, *others]
 
     def _write_manifest(self, receipts: list[Receipt]) -> ChainEntry:
         """Check what all ranks wrote and put the manifest over it."""

@@ -283,7 +283,7 @@ class ObjectEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
-    """``_receipt.json``: what one writer wrote, put last by it for a committer that is another; no reader opens one."""
+    """``_receipt.json``: what one writer wrote, for whoever puts the manifest over it; no reader opens one."""
 
     txn: str
     rank: int

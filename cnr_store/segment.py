@@ -1,6 +1,7 @@
 """Write and read one segment: parts, dense tensors, documents, inventory (spec, section 4).
 
-A writer puts every object once, under a folder that carries its attempt, a receipt for others last; nothing here makes
+A writer puts every object once, under a folder that carries its attempt, last a receipt if another process is to put
+the manifest over them; nothing here makes
 a segment visible. A reader trusts the manifest only: each object is checked against the inventory's size and digest
 before it is decoded, so a missing, short, swapped or stale object is an error, never a fill value.
 """
@@ -206,7 +207,7 @@ class SegmentWriter:
     def finish(
         self, *, txn: str, rank: int, world: int, attempt: str, base: int, l0: int, parts: tuple[PartEntry, ...]
     ) -> Receipt:
-        """Make everything durable, and return what was written: what `put_receipt` tells a committer elsewhere."""
+        """Make everything durable, and return what was written."""
         self._storage.sync_folders(layout.segment_key(self.name, path) for path in self._objects)
         return Receipt(
             txn=txn, rank=rank, world=world, attempt=attempt, base=base, l0=l0, parts=parts,
@@ -215,7 +216,7 @@ class SegmentWriter:
         )  # fmt: skip
 
     def put_receipt(self, receipt: Receipt) -> str:
-        """Put the receipt, the last object of a writer that is not the committer; returns its sha256."""
+        """Put the receipt, the last object of this writer, for whoever puts the manifest; returns its sha256."""
         data = canonical_json(receipt)
         self._storage.put(layout.segment_key(self.name, f"{self.folder}/{layout.RECEIPT}"), data)
         return sha256(data)

@@ -9,8 +9,9 @@ the same seed that nobody interrupted. Sections: ``generated`` clicks with known
 Bytes are those of a delta's rows (ids, codes, scales, slots), mean over the run; slots are float_bits 7 everywhere.
 A loss is relative; "trained" is the model at the end of the training, "served" the same after one more restore, of the
 last checkpoint. A setting holds where its mean loss of AUC and of logloss is within the limit, 0.01 % or the standard
-deviation over the seeds of the uninterrupted runs, and no finer setting of its kind is beyond it with its whole 95 %
-interval.
+deviation over the seeds of the uninterrupted runs, whichever is larger (the tables have all three), and no finer
+setting of its kind is beyond it with its whole 95 % interval. Affine rows have the four widths that there are, the
+lattice 13 scales; what it needs at the same four widths stands beside.
 
 ``--rows`` is the number of generated clicks, ``--repeats`` that of seeds. ``--keep FILE`` appends each run's outcome
 to a file and takes from it those that are there: runs are deterministic, so a long suite may be done in pieces.

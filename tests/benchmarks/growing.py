@@ -95,7 +95,7 @@ class Growing:
             opened.snapshot()
 
     def objects_of_last(self) -> int:
-        """Files of the last segment, receipt and manifest included."""
+        """Files of the last segment, the manifest included."""
         return sum(path.is_file() for path in self._last().rglob("*"))
 
     def bytes_of_last(self) -> int:

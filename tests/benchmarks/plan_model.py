@@ -28,6 +28,8 @@ OBJECTS_PER_PART, OBJECTS_PER_ARRAY = 2, 1
 """Zarr metadata: groups of the table and of its row list; each array's own, its chunks come on top."""
 MESSAGES_PER_SAVE = 7
 """Short messages that all ranks exchange in a save (docs/ranks.md)."""
+READS_PER_RANK = 3
+"""GETs for each rank but 0: its receipt, by rank 0; record and manifest, by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,9 @@ class Rates:
     id_overhead
         Bytes of the row ids over their entropy.
     base_json, part_json
-        Bytes of manifest, receipt and record of a save, and what each part adds, Zarr metadata included.
+        Bytes of manifest and record of a save, and what each part adds, Zarr metadata included.
+    part_receipt
+        Bytes that a part adds to the receipt of its rank, where that is not rank 0.
     encode_values_s, decode_values_s
         Elements per second of one core, from rows to a commit and from objects to rows.
     plain_requests
@@ -108,6 +112,7 @@ class Rates:
     id_overhead: float
     base_json: float
     part_json: float
+    part_receipt: float
     encode_values_s: float
     decode_values_s: float
     plain_requests: float
@@ -219,7 +224,9 @@ def save_of(decision: Decision, since: int, work: Workload, cluster: Cluster, ra
     bits = work.dim * (rates.add_bits if adds else rates.set_bits)
     bits += rates.slot_add_bits if adds else rates.slot_set_bits
     ids = 0.0 if is_full else id_bits(share) * rates.id_overhead
-    size = rows * (bits + ids) / 8 + rates.base_json + cluster.parts * rates.part_json
+    others = cluster.ranks - 1
+    receipts = cluster.parts * others / cluster.ranks * rates.part_receipt
+    size = rows * (bits + ids) / 8 + rates.base_json + cluster.parts * rates.part_json + receipts
     objects = objects_of(rows / cluster.parts, work.dim, cluster)
     copied = rows / cluster.ranks * (4 * work.dim + 4)
     # Later baselines come from the mirror: training stalls for the rows of the last interval alone.
@@ -229,15 +236,19 @@ def save_of(decision: Decision, since: int, work: Workload, cluster: Cluster, ra
     per_host = size / cluster.hosts
     work_s = rows / cluster.hosts * work.dim / (rates.encode_values_s * cluster.save_cores)
     puts_s = math.ceil(objects / cluster.ranks / cluster.concurrency) * cluster.put_s
+    # The other ranks' receipts, which rank 0 reads; then manifest and record.
+    last_s = 2 * cluster.put_s
+    if others:
+        last_s += cluster.put_s + math.ceil(others / cluster.concurrency) * cluster.get_s
     return Save(
         kind=decision.kind,
         base=decision.base,
         rows=rows,
         size_bytes=size,
         objects=objects,
-        requests=objects + reads + rates.plain_requests,
+        requests=objects + reads + rates.plain_requests + READS_PER_RANK * others,
         stall_s=stalling / cluster.device_bytes_s + MESSAGES_PER_SAVE * cluster.message_s,
-        commit_s=max(work_s, per_host / cluster.link_bytes_s, puts_s) + 2 * cluster.put_s,
+        commit_s=max(work_s, per_host / cluster.link_bytes_s, puts_s) + last_s,
     )
 
 

@@ -17,6 +17,7 @@ from cnr_store import Store, TableOptions
 from cnr_store.encodings.scale import choose_scale
 from cnr_store.layout import segment_prefix
 from cnr_store.policy import CheckpointSize, Decision, Policy, decide
+from cnr_store.records import Manifest, Receipt, canonical_json
 from cnr_store.sizes import SegmentSizes, segment_sizes
 from cnr_store.testing.ranks import ThreadRank
 from cnr_store.transaction import Declaration, Transaction
@@ -168,6 +169,15 @@ class Run:
         )  # fmt: skip
 
 
+def _receipt_bytes(manifest: Manifest) -> int:
+    """Return the length of the receipt of a rank that wrote a whole segment."""
+    receipt = Receipt(
+        txn=manifest.txn, rank=1, world=2, attempt=manifest.txn[:8], base=manifest.base, l0=manifest.l0,
+        parts=manifest.parts, objects=manifest.objects,
+    )  # fmt: skip
+    return len(canonical_json(receipt))
+
+
 def measure_rates(folder: Path, bits: AffineBits, work: Workload) -> Rates:
     """Measure what one core does with the rows of a workload, and the bytes that come of them; one writer, one table.
 
@@ -182,6 +192,8 @@ def measure_rates(folder: Path, bits: AffineBits, work: Workload) -> Rates:
         cpu = time.process_time()
         snapshot.table("table0").read()
         decode_s = time.process_time() - cpu
+    with Store.open(str(folder / f"parts{bits}")) as store:
+        receipt_bytes = _receipt_bytes(store.snapshot().manifests[-1])
     full, deltas = saves[0], saves[1:]
     rows = statistics.fmean(save.rows for save in deltas)
     ids = 8 * statistics.fmean(save.sizes.rows for save in deltas) / rows
@@ -194,6 +206,7 @@ def measure_rates(folder: Path, bits: AffineBits, work: Workload) -> Rates:
         id_overhead=ids / id_bits(rows / one.num_rows),
         base_json=saves[2].json_bytes - part_json,
         part_json=part_json,
+        part_receipt=receipt_bytes / PARTS,
         encode_values_s=rows * one.dim / statistics.median(save.cpu_s for save in deltas),
         decode_values_s=sum(save.rows for save in saves) * one.dim / decode_s,
         plain_requests=float(deltas[-1].requests - deltas[-1].objects),

@@ -86,14 +86,18 @@ def print_smallest(report: harness.Report, cases: Sequence[tuple[str, Judged, Ju
                     theirs, ours, ratio = compare(found, noise.limits(rule))
                     row += [_point(theirs), _point(ours), ratio]
                 rows.append(row)
+                even = [point for point in found if point.setting.finer == 1.0]
+                row.append(compare(even, noise.limits("either"))[2])
                 if when == "trained":
                     ratios.append((name, restores, ratio, theirs, ours))
         columns = [f"{side}, {label}" for _, label in RULES for side in ("Check-N-Run", "ours", "ratio")]
+        columns.append("ratio, either, at 2, 3, 4, 8 bits alone")
         report.table(
             f"fewest row bytes that hold, {when} model", ["data", "restores", *columns], rows,
             "mean losses within the limits, and no finer setting beyond them with its whole interval; limits of AUC "
-            "and logloss: 0.01 %, the spread of the "
-            "uninterrupted seeds, or the larger of the two; where no lattice holds, ours is exact mode",
+            "and logloss: 0.01 %, the spread of the uninterrupted seeds, or the larger of the two; where no lattice "
+            "holds, ours is exact mode; a lattice's scale is any number, so more of them were tried than there are "
+            "widths of affine rows: the last column is without those that are no width",
         )  # fmt: skip
     for name, restores, ratio, theirs, _ in ratios:
         if ratio is not None:

@@ -1,4 +1,4 @@
-"""How many objects a save makes: 2 per segment, and 2 + 2 per array for each list of one chunk.
+"""How many objects a save makes: 1 per segment, and 2 + 2 per array for each list of one chunk.
 
 A part with one list, which is what a delta of existing rows has, so costs 2 group documents and 2 objects per array. A
 second list (deleted or new rows besides) costs 1 group document and 2 objects per array more. Dense tensors cost 2 per

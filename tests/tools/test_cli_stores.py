@@ -77,8 +77,6 @@ def test_show_sizes_are_those_on_disk(root: Path) -> None:
         by_kind = dict.fromkeys(item["sizes"], 0)
         for path in files:
             name = path.relative_to(root).as_posix()
-            if path.name == "_receipt.json":
-                continue
             kind = "metadata"
             if "/reader/" in name:
                 kind = "documents"

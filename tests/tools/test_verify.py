@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 
 from cnr_store import Store, TableOptions, VersionNotFound, arrays, compact, repair_store, verify_store
-from cnr_store.records import Manifest, PartEntry, decode_record, encode_record
+from cnr_store.layout import RECEIPT, segment_key
+from cnr_store.records import Manifest, PartEntry, Receipt, canonical_json, decode_record, encode_record
 from tests.tools.sample_store import Forgery, build_store, flip, forge_head, key_of, object_files
 
 NEWEST = "commits/00000000000000000006.json"
@@ -61,7 +63,7 @@ def test_sound_store_has_no_problems(sound: Path) -> None:
     assert report.is_sound
     assert (report.head, report.versions) == (6, (3, 6))
     assert report.segments == 4
-    assert report.objects == len([p for p in object_files(sound / "data") if p.name != "_receipt.json"])
+    assert report.objects == len(object_files(sound / "data"))
 
 
 def test_flipped_bit_in_any_object_is_named(root: Path) -> None:
@@ -93,9 +95,9 @@ def test_truncated_object_is_named(root: Path) -> None:
 def test_missing_object_is_named(root: Path) -> None:
     found = damaged(root, lambda data: None)
 
-    # Receipts are superseded by the manifest, the hint may be absent; without the newest record the hint is ahead.
+    # The hint may be absent; without the newest record the hint is ahead.
     silent = {key for key, problems in found.items() if key not in problems}
-    assert {key for key in silent if not key.endswith("_receipt.json")} == {NEWEST, "hint/latest.json"}
+    assert silent == {NEWEST, "hint/latest.json"}
     assert "hint/latest.json" in found[NEWEST]
 
 
@@ -111,13 +113,33 @@ def test_problem_lists_the_versions_it_hurts(root: Path) -> None:
     assert found == {key_of(root, baseline): (2, 3, 4, 5, 6), key_of(root, delta): (5, 6)}
 
 
-def test_receipt_that_differs_hurts_no_version(root: Path) -> None:
+@pytest.mark.parametrize("damage", ["flipped", "of another transaction"])
+def test_receipt_that_differs_hurts_no_version(root: Path, damage: str) -> None:
     with Store.open(str(root), fsync=False) as store:
         compact(store, run=(0, 4))
     receipt = next(root.glob("data/*/*/_receipt.json"))
-    receipt.write_bytes(flip(receipt.read_bytes(), 0))
+    data = receipt.read_bytes()
+    receipt.write_bytes(flip(data, 0) if damage == "flipped" else canonical_json({**json.loads(data), "txn": "0" * 32}))
 
     assert problems_by_path(root) == {key_of(root, receipt): ()}
+
+
+def test_a_receipt_of_the_committer_is_no_problem_if_it_agrees(root: Path) -> None:
+    """Stores of older versions have one in each segment."""
+    with Store.open(str(root), fsync=False) as store:
+        before = store.snapshot()
+        manifest, segment = before.manifests[-1], before.record.chain[-1].seg
+        folder = manifest.parts[0].folder.split("/")[0]
+        receipt = Receipt(
+            txn=manifest.txn, rank=0, world=1, attempt=folder[7:], base=manifest.base, l0=manifest.l0,
+            parts=manifest.parts, objects=manifest.objects,
+        )  # fmt: skip
+        store.storage.put(segment_key(segment, f"{folder}/{RECEIPT}"), canonical_json(receipt))
+        report = verify_store(store, deep=True)
+
+        assert report.problems == ()
+        assert report.objects == len([p for p in object_files(root / "data") if p.name != RECEIPT])
+        assert np.array_equal(store.snapshot().table("user").read(), before.table("user").read())
 
 
 def test_swapped_chunks_of_equal_size_are_both_named(tmp_path: Path) -> None:
@@ -227,8 +249,7 @@ def forged_problems(root: Path, change: Callable[[Manifest, Forgery], Manifest])
         shallow = verify_store(store)
         deep = verify_store(store, deep=True)
     assert {p.path for p in shallow.problems} <= {p.path for p in deep.problems}
-    # The receipt still says what was really written.
-    return [(p.kind, p.message) for p in deep.problems if not p.path.endswith("_receipt.json")]
+    return [(p.kind, p.message) for p in deep.problems]
 
 
 def test_repeated_row_with_valid_digests_is_found(root: Path) -> None:

@@ -336,7 +336,7 @@ def test_what_lost_its_name_goes_with_the_next_collection_however_young(store: S
 
 
 def orphan(store: Store, txn: str = "e" * 32) -> str:
-    """What a save leaves that was killed before its receipt."""
+    """What a save leaves that was killed before its manifest."""
     name = segment_name(store.latest_version(), txn)
     store.storage.put(segment_key(name, "r00000-12345678/t/zarr.json"), b"{}")
     return name

@@ -64,16 +64,23 @@ def test_a_dense_tensor_without_dimensions_keeps_its_shape(store: Store) -> None
 @pytest.mark.parametrize("name", ["_receipt", "zarr", "reader/_receipt"])
 def test_a_document_may_have_the_name_of_an_object_of_the_format(store: Store, name: str) -> None:
     """A document ``_receipt`` was overwritten by the receipt, and the version could not be read."""
-    with store.writer() as writer, writer.begin(step=1) as txn:
-        txn.put_document(name, {"position": 3})
+    with store.writer() as writer:
+        for step in (1, 2):
+            with writer.begin(step=step) as txn:
+                txn.put_document(name, {"position": 3})
+    compact(store, run=(0, 2))  # whose tasks put receipts
 
     assert store.snapshot().read_document(name) == {"position": 3}
 
 
 def test_a_table_may_be_named_like_the_receipt(store: Store) -> None:
     values = np.ones((2, 2), np.float32)
-    with store.writer() as writer, writer.begin(step=1) as txn:
-        txn.write_table("_receipt.json", values, options=TableOptions(scale=1.0))
+    with store.writer() as writer:
+        with writer.begin(step=1) as txn:
+            txn.write_table("_receipt.json", values, options=TableOptions(scale=1.0))
+        with writer.begin(step=2) as txn:
+            txn.write_rows("_receipt.json", np.asarray([1]), values[1:])
+    compact(store, run=(0, 2))
 
     assert np.array_equal(store.snapshot().table("_receipt.json").read(), values)
 
