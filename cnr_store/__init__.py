@@ -60,6 +60,7 @@ from cnr_store.errors import (
     VersionExpired,
     VersionNotFound,
     VersionRefused,
+    WrongClock,
 )
 from cnr_store.exporting import ExportedTensor, ExportReport, export_snapshot
 from cnr_store.gc import GcReport, collect_garbage
@@ -75,9 +76,10 @@ from cnr_store.sizes import SegmentSizes, fp32_bytes, segment_sizes, total_sizes
 from cnr_store.snapshot import Snapshot, TableView
 from cnr_store.status import HeadStatus, LastMaintenance, StoreStatus, read_status
 from cnr_store.store import Store
+from cnr_store.table_options import TableOptions, Threshold
 from cnr_store.transaction import Declaration, Transaction
-from cnr_store.types import Rectangle, TableOptions, Threshold
-from cnr_store.verify import Problem, VerifyReport, verify_store
+from cnr_store.types import Rectangle
+from cnr_store.verify import LogReport, Problem, VerifyReport, verify_store
 from cnr_store.writer import Writer
 
 __all__ = [
@@ -98,6 +100,7 @@ __all__ = [
     "verify_store",
     "VerifyReport",
     "Problem",
+    "LogReport",
     "repair_store",
     "RepairReport",
     "RepairAction",
@@ -164,6 +167,7 @@ __all__ = [
     "StorageFailure",
     "AccessDenied",
     "UnsafeBackend",
+    "WrongClock",
     "Unsupported",
     "NewerFormat",
     "UnknownFeature",

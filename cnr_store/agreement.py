@@ -18,7 +18,8 @@ from cnr_store.encodings.scale import ScaleChoice, pooled
 from cnr_store.errors import BadInput
 from cnr_store.options import choose_table_scale, table_dtype, table_schema
 from cnr_store.records import TableSchema
-from cnr_store.types import Affine, Lattice, TableOptions
+from cnr_store.table_options import TableOptions
+from cnr_store.types import Affine, Lattice
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ directions, byte for byte.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import google_crc32c
 import msgspec
@@ -20,16 +20,12 @@ from numcodecs.pcodec import PCodec
 from numcodecs.zstd import Zstd
 from pcodec import standalone
 
+from cnr_store.documents import canonical_json
 from cnr_store.errors import CorruptObject
-from cnr_store.records import ArrayEntry, CodecName, canonical_json
+from cnr_store.fields import ArrayDtype
+from cnr_store.limits import CHUNK_BYTES, MAX_CHUNK_ROWS
+from cnr_store.records import ArrayEntry, CodecName
 from cnr_store.types import JsonValue, Profile
-
-CHUNK_BYTES = 8 * 1024 * 1024
-"""Target size of a chunk of codes before compression."""
-
-MAX_CHUNK_ROWS = 1 << 20
-MAX_CHUNK_BYTES = 1 << 30
-"""A manifest that declares larger chunks is refused."""
 
 _CODES_CONFIG: dict[str, JsonValue] = {"level": 8, "mode_spec": "classic", "delta_spec": "none"}
 _ROWS_CONFIG: dict[str, JsonValue] = {
@@ -70,7 +66,11 @@ def describe(
 ) -> ArrayEntry:
     """Return the manifest's line for an array of ``array_shape`` at ``path`` (relative to the segment)."""
     return ArrayEntry(
-        path=path, dtype=dtype.name, shape=array_shape, chunk_rows=chunk_rows, codec=codec_for(dtype, profile)
+        path=path,
+        dtype=cast(ArrayDtype, dtype.name),
+        shape=array_shape,
+        chunk_rows=chunk_rows,
+        codec=codec_for(dtype, profile),
     )
 
 
@@ -176,23 +176,6 @@ def decode_chunk(entry: ArrayEntry, data: bytes, out: npt.NDArray[Any], where: s
             path=where,
             expected=flat.size,
             found=found,
-        )
-
-
-def check_chunk_size(entry: ArrayEntry) -> None:
-    """Refuse an array whose declared chunks are larger than any writer makes, before memory is taken.
-
-    Raises
-    ------
-    CorruptObject
-    """
-    size = math.prod(chunk_shape(entry)) * np.dtype(entry.dtype).itemsize
-    if size > MAX_CHUNK_BYTES:
-        raise CorruptObject(
-            f"array {entry.path} declares chunks of {size} bytes; at most {MAX_CHUNK_BYTES} are read",
-            path=entry.path,
-            expected=MAX_CHUNK_BYTES,
-            found=size,
         )
 
 

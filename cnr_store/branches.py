@@ -10,11 +10,12 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass
 
+from cnr_store.commit_record import LogEntry, unknown_writer_features
 from cnr_store.errors import BadName, BranchExists, BranchNotFound, CorruptRecord, CorruptStore, ReadOnlyStore
 from cnr_store.layout import branch_prefix, check_name, commit_key
 from cnr_store.log import CommitLog
 from cnr_store.rebase import draft_after, draft_branch, rebase_fence, rebase_fork
-from cnr_store.records import CommitRecord, LogEntry, Pin, Superseded, WriterInfo, unknown_writer_features
+from cnr_store.records import CommitRecord, Pin, Superseded, WriterInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,9 @@ def find_branch(head: CommitRecord, name: str) -> Branch:
 def fork(
     main: CommitLog, head: LogEntry, point: LogEntry, name: str, writer: WriterInfo, *, expires_ms: int | None = None
 ) -> Branch:
-    """Pin a version that is known to be live in the store's log; `open_branch` gives the branch its own log.
+    """Begin the log of a new branch, then pin the version, which is known to be live, in the store's log.
+
+    In that order a pinned branch without its position 0 has lost it. Until the pin is there the log is nobody's.
 
     Raises
     ------
@@ -62,35 +65,38 @@ def fork(
     branch = Branch(uuid.uuid4().hex, Pin(version=point.record.v, name=name, expires_ms=expires_ms))
     pins = {**head.record.pins, branch.uuid: branch.pin}
     draft = draft_after(head.record, "fork", writer, name=branch.uuid, target=point.record.v, pins=pins)
+    log_of(main, branch).append_first(draft_branch(point.record, branch.uuid, writer), point)
     main.append(head, draft, rebase_fork)
     return branch
 
 
-def open_branch(main: CommitLog, branch: Branch, writer: WriterInfo) -> CommitLog:
-    """Return the log of a pinned branch; gives it its position 0 if its creator died before that. One GET else.
+def log_of(main: CommitLog, branch: Branch) -> CommitLog:
+    """Return the log of a branch. No I/O.
 
-    Safe beside others that do the same, and beside a `close_branch`, which writes position 0 before it unpins.
+    Raises
+    ------
+    CorruptRecord
+        What its pin calls its uuid is none.
+    """
+    try:
+        return main.below(branch_prefix(branch.uuid))
+    except BadName as error:
+        raise CorruptRecord(f"the pin of branch {branch.name!r}: {error}", found=branch.uuid) from error
+
+
+def has_first(log: CommitLog, branch: Branch) -> bool:
+    """Return whether a pinned branch has its position 0; without it the log is lost, or its beginning. One GET.
 
     Raises
     ------
     CorruptRecord
         The log there is not that of this branch.
-    CorruptStore, CommitStateUnknown, StorageFailure
+    CorruptStore, StorageFailure
     """
-    try:
-        log = main.below(branch_prefix(branch.uuid))
-    except BadName as error:
-        raise CorruptRecord(f"the pin of branch {branch.name!r}: {error}", found=branch.uuid) from error
     first = log.read(0)
-    if first is None:
-        if not log.is_blank():
-            # Another process was faster than we looked, or the first record was deleted: then this says so, unless the
-            # hint leads on. A log that has lost its beginning is never begun anew.
-            log.latest()
-            return log
-        first = log.append_first(*_first_record(main, branch, writer))
-    _check_first(first, branch, log)
-    return log
+    if first is not None:
+        _check_first(first, branch, log)
+    return first is not None
 
 
 def close_branch(main: CommitLog, branch: str, writer: WriterInfo) -> None:
@@ -98,7 +104,7 @@ def close_branch(main: CommitLog, branch: str, writer: WriterInfo) -> None:
 
     After the first step no writer of the branch, open or to come, is told that something was committed; after the
     second its versions are nobody's, and garbage collection may take what only they needed. Damage of the branch's log
-    does not keep it from its end: torn newest records are superseded.
+    does not keep it from its end: torn newest records are superseded, and one that is gone altogether is only unpinned.
 
     Raises
     ------
@@ -115,7 +121,7 @@ def close_branch(main: CommitLog, branch: str, writer: WriterInfo) -> None:
     if pin is None:
         return
     _check_writable(head.record, "the store's log")
-    _close_log(_log_to_close(main, Branch(branch, pin), writer), writer)
+    _close_log(_log_to_close(main, Branch(branch, pin)), writer)
     pins = {key: other for key, other in head.record.pins.items() if key != branch}
     try:
         main.append(head, draft_after(head.record, "fork", writer, name=branch, pins=pins), rebase_fork)
@@ -123,17 +129,21 @@ def close_branch(main: CommitLog, branch: str, writer: WriterInfo) -> None:
         pass  # Another process has unpinned it meanwhile.
 
 
-def _log_to_close(main: CommitLog, branch: Branch, writer: WriterInfo) -> CommitLog:
+def _log_to_close(main: CommitLog, branch: Branch) -> CommitLog:
     """The log of a pinned branch, even if its first record is damaged; not one that is known to be another's."""
-    log = main.below(branch_prefix(branch.uuid))
+    log = log_of(main, branch)
     try:
-        log.read(0)
+        first = log.read(0)
     except CorruptStore:
         return log
-    return open_branch(main, branch, writer)
+    if first is not None:
+        _check_first(first, branch, log)
+    return log
 
 
 def _close_log(log: CommitLog, writer: WriterInfo) -> None:
+    if log.is_empty():
+        return  # It is lost: nobody can open it, and there is nothing to close.
     torn: tuple[str, ...] = ()
     try:
         head = log.latest()
@@ -158,19 +168,6 @@ def _check_writable(head: CommitRecord, what: str) -> None:
             version=head.v,
             found=unknown,
         )
-
-
-def _first_record(main: CommitLog, branch: Branch, writer: WriterInfo) -> tuple[CommitRecord, LogEntry]:
-    point = main.read(branch.pin.version)
-    if point is None:
-        version = branch.pin.version
-        raise CorruptStore(
-            f"branch {branch.name!r} goes on from version {version}, whose log position is empty; restore it from a "
-            "backup",
-            version=version,
-            path=commit_key(version, main.prefix),
-        )
-    return draft_branch(point.record, branch.uuid, writer), point
 
 
 def _check_first(first: LogEntry, branch: Branch, log: CommitLog) -> None:

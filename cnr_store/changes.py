@@ -32,8 +32,9 @@ from cnr_store.encode import (
 from cnr_store.encodings import digest, float_bits, kernels, widths
 from cnr_store.records import TableSchema
 from cnr_store.table_codes import ABSENT, CODED, ESCAPED, Array, ArraySpec, TableCodes, array_specs, escape_bits
+from cnr_store.table_options import TableOptions
 from cnr_store.thresholds import Energies, Held, Hold, Largest
-from cnr_store.types import Lattice, RowIds, TableOptions
+from cnr_store.types import Lattice, RowIds
 from cnr_store.workers import Workers, blocks
 
 _BAD = kernels.BAD_ROW

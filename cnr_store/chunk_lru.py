@@ -12,8 +12,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cnr_store.arguments import checked_count
 from cnr_store.cached_reader import Array, CachedReader, Decode, decoded_bytes
-from cnr_store.errors import BadInput
 from cnr_store.records import ArrayEntry
 from cnr_store.segment import Scratch, SegmentReader
 
@@ -54,9 +54,7 @@ class ChunkLru:
     """
 
     def __init__(self, limit_bytes: int) -> None:
-        if limit_bytes <= 0:
-            raise BadInput(f"limit_bytes is {limit_bytes}; a cache needs more than 0", found=limit_bytes)
-        self.limit_bytes = limit_bytes
+        self.limit_bytes = checked_count("limit_bytes", limit_bytes, least=1)
         self._lock = threading.Lock()
         self._kept: OrderedDict[_Key, Array] = OrderedDict()
         self._sizes: dict[_Key, int] = {}

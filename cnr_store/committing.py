@@ -10,37 +10,29 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
 
+from cnr_store.commit_record import LogEntry
+from cnr_store.documents import canonical_json, sha256
 from cnr_store.errors import (
     BadInput,
     CnrStoreError,
     CommitStateUnknown,
     Conflict,
+    CorruptStore,
     RankLost,
     StorageFailure,
     TransactionAborted,
 )
 from cnr_store.layout import writer_folder
-from cnr_store.planning import check_coverage, check_receipts, generations, next_chain
+from cnr_store.manifest import generations, needed_reader_features
+from cnr_store.planning import check_coverage, check_receipts, next_chain
 from cnr_store.ranks import described, rank_zero, rebuilt, together
-from cnr_store.rebase import draft_after, rebase_data
-from cnr_store.records import (
-    MAJOR,
-    ChainEntry,
-    CommitRecord,
-    Generation,
-    LogEntry,
-    Manifest,
-    Receipt,
-    TableSchema,
-    canonical_json,
-    needed_reader_features,
-    sha256,
-)
+from cnr_store.rebase import check_not_given_up, draft_after, rebase_data
+from cnr_store.records import MAJOR, ChainEntry, CommitRecord, Generation, Manifest, Receipt, TableSchema
 from cnr_store.segment import SegmentReader, merge_receipts, read_receipt, write_manifest
 from cnr_store.session import Committable, Session
 from cnr_store.types import JsonValue
@@ -145,7 +137,8 @@ class Commit:
         """Write this rank's objects and its receipt, if it has one; returns what rank 0 needs to find it."""
         if self._session.ranks.world > 1:
             self._share.check_complete(user)
-        self._receipt, digest = self._share.write_parts()
+        with self._telling_if_given_up():
+            self._receipt, digest = self._share.write_parts()
         return {"attempt": self._receipt.attempt, "digest": digest, "tables": _digest_of(self._share.tables)}
 
     def _decide(self, answers: Sequence[Mapping[str, Any]], user: Mapping[str, JsonValue] | None) -> dict[str, Any]:
@@ -153,7 +146,8 @@ class Commit:
         session = self._session
         self._decision = decision = _Decision()
         try:
-            entry = self._write_manifest(self._receipts(answers))
+            with self._telling_if_given_up():
+                entry = self._write_manifest(self._receipts(answers))
             record = session.head.record
             draft = draft_after(
                 record, self._draft.kind, session.info,
@@ -165,6 +159,19 @@ class Commit:
         except BaseException as error:  # noqa: BLE001 (raised by `_take`, when the other ranks know)
             decision.error = error
         return decision.outcome(self.undecided, self.size_bytes)
+
+    @contextlib.contextmanager
+    def _telling_if_given_up(self) -> Iterator[None]:
+        """Raise `TransactionAborted` for what fails since a collection has deleted the objects of this save."""
+        try:
+            yield
+        except (StorageFailure, CorruptStore):
+            entry: LogEntry | None = self._session.head
+            with contextlib.suppress(StorageFailure, CorruptStore):  # then the failure is the error to tell
+                while entry is not None:
+                    check_not_given_up(entry.record, self._draft.txn)
+                    entry = self._session.log.poll(entry)
+            raise
 
     def _receipts(self, answers: Sequence[Mapping[str, Any]]) -> list[Receipt]:
         """Return rank 0's own receipt and read the others back: of them the store decides, not what was said."""

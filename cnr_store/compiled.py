@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,8 @@ import numba
 import numpy as np
 from numba.core import caching
 
+logger = logging.getLogger(__name__)
+
 _CacheFile: Any = getattr(caching, "IndexDataCacheFile", object)  # has no annotations
 _METHODS = ("_data_name", "_save_data", "_load_index", "_save_index")
 _FIELDS = ("_cache_path", "_index_name", "_source_stamp", "_version")
@@ -32,7 +35,21 @@ _FIELDS = ("_cache_path", "_index_name", "_source_stamp", "_version")
 class _NamedBySignature(_CacheFile):
     """Files of one kernel: an index, and for each signature one file of code."""
 
+    def load(self, key: Any) -> Any:
+        """Return the code of a signature; None, so that it is compiled again, where files are missing or damaged."""
+        try:
+            return super().load(key)
+        except Exception:  # noqa: BLE001 - whatever unpickling raises of files that were cut
+            return None
+
     def save(self, key: Any, data: Any) -> None:
+        """Save the code of a signature; where it cannot be, on a full disk say, the next process compiles it again."""
+        try:
+            self._save_named(key, data)
+        except OSError as error:
+            logger.debug("kernels cannot be kept in %s: %s", self._cache_path, error)
+
+    def _save_named(self, key: Any, data: Any) -> None:
         """Save the code of a signature, then list it: who finds it in the index finds this code, or newer of its own.
 
         Who loses a race for the index compiles again. The first to save for a new source removes the code of older
@@ -41,7 +58,10 @@ class _NamedBySignature(_CacheFile):
         identity = repr((self._version, self._source_stamp, key)).encode()
         name = self._data_name(int.from_bytes(hashlib.sha256(identity).digest()[:8]))
         self._save_data(name, data)
-        overloads = self._load_index()
+        try:
+            overloads = self._load_index()
+        except Exception:  # noqa: BLE001 - as in `load`
+            overloads = {}
         is_first = not overloads
         if overloads.get(key) != name:
             overloads[key] = name

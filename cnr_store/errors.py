@@ -33,7 +33,8 @@
     │   └── MissingObject
     ├── StorageFailure             the backend failed; the cause is attached
     │   ├── AccessDenied
-    │   └── UnsafeBackend
+    │   ├── UnsafeBackend
+    │   └── WrongClock
     ├── Unsupported                a newer or other program is needed
     │   ├── NewerFormat
     │   ├── UnknownFeature
@@ -279,6 +280,12 @@ class UnsafeBackend(StorageFailure):
     """The backend cannot create an object exclusively, so commits would not be safe on it."""
 
     kind = "unsafe_backend"
+
+
+class WrongClock(StorageFailure):
+    """The clock of this machine and that of the storage differ too much to stamp a record, or to delete by time."""
+
+    kind = "wrong_clock"
 
 
 class Unsupported(CnrStoreError):

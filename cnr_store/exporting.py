@@ -6,6 +6,7 @@ Values leave exactly as a restore gives them. bfloat16 stays bfloat16 in safeten
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import shutil
 import uuid
@@ -18,10 +19,11 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from cnr_store.documents import canonical_json
 from cnr_store.encodings.widths import to_float32
-from cnr_store.errors import BadInput, StorageFailure, TableNotFound, Unsupported
+from cnr_store.errors import BadInput, TableNotFound, Unsupported
 from cnr_store.layout import encode_name
-from cnr_store.records import canonical_json
+from cnr_store.local_files import failing_at
 from cnr_store.snapshot import Snapshot, TableView
 from cnr_store.tensor_file import TensorSpec, carrier_dtype, row_windows, write_safetensors
 
@@ -100,7 +102,8 @@ def export_snapshot(
         The file (safetensors) or the folder (a Parquet file per table and ``dense.parquet``, or an npy file per
         tensor), with an index ``tensors.json``.
     tables
-        Names or patterns (``*``, ``?``, ``[...]``) of tables; None takes all.
+        Names or patterns (``*``, ``?``, ``[...]``) of tables; None takes all. A table that declares far more rows than
+        it stores must be named.
     slots, dense
         Whether optimizer slots and dense tensors are written too.
     overwrite
@@ -111,32 +114,42 @@ def export_snapshot(
     TableNotFound
         A name or pattern fits no table.
     BadInput
-        ``path`` exists (or is a folder that no export made), or two tensors would get one name.
+        ``path`` exists (or is a folder that no export made), two tensors would get one name, or a table that is not
+        named has 256 MiB and more of rows of which nearly none are stored.
     Unsupported
         A one-dimensional slot is stored per column range; export such a table without slots.
-    CorruptStore, StorageFailure
+    CorruptStore, AccessDenied, StorageFailure
     """
     target = Path(path)
-    _check_target(target, format, overwrite=overwrite)
+    writers = {"safetensors": _write_safetensors, "parquet": _write_parquet, "npy": _write_npy}
+    if format not in writers:
+        raise BadInput(f"format is {format!r}; give one of {sorted(writers)}", found=format)
+    if not target.name:
+        raise BadInput(f"{str(path)!r} names no file or folder to write", path=str(path))
+    with failing_at(target, "written"):
+        _check_target(target, format, overwrite=overwrite)
     chosen = matching_tables(snapshot, tables)
+    for name in chosen:
+        if name not in (tables or ()):
+            snapshot.table(name).check_stored("name the table in tables=", slots=slots)
     source = _Source(snapshot, planned_tensors(snapshot, chosen, slots=slots, dense=dense), progress)
     scratch = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.part")
-    write = {"safetensors": _write_safetensors, "parquet": _write_parquet, "npy": _write_npy}[format]
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if format != "safetensors":
-            scratch.mkdir()
-        write(source, scratch)
-        _replace(scratch, target)
-    except OSError as error:
-        raise StorageFailure(f"{target} cannot be written: {error.strerror or error}", path=str(target)) from error
+        with failing_at(target, "written"):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if format != "safetensors":
+                scratch.mkdir()
+            writers[format](source, scratch)
+            _replace(scratch, target)
+            files = sorted(p for p in target.rglob("*") if p.is_file()) if target.is_dir() else [target]
+            sizes = [p.stat().st_size for p in files]
     finally:
-        _remove(scratch)
-    files = sorted(p for p in target.rglob("*") if p.is_file()) if target.is_dir() else [target]
+        with contextlib.suppress(OSError):  # what went wrong first is told
+            _remove(scratch)
     return ExportReport(
         path=str(target), version=snapshot.version, step=snapshot.step,
         files=tuple(str(p.relative_to(target)) if target.is_dir() else p.name for p in files),
-        size_bytes=sum(p.stat().st_size for p in files), tensors=tuple(source.tensors),
+        size_bytes=sum(sizes), tensors=tuple(source.tensors),
     )  # fmt: skip
 
 
@@ -374,7 +387,9 @@ def _check_target(target: Path, format: ExportFormat, *, overwrite: bool) -> Non
 
 
 def _replace(scratch: Path, target: Path) -> None:
-    if target.is_dir():
+    if target.is_symlink():
+        target.unlink()  # what it points to stays
+    elif target.is_dir():
         shutil.rmtree(target)
     scratch.replace(target)
 

@@ -13,11 +13,13 @@ from pathlib import Path
 
 import msgspec
 
+from cnr_store.documents import loads
 from cnr_store.errors import BadInput, TableNotFound
 from cnr_store.exporting import METADATA_KEY
 from cnr_store.store import Store
+from cnr_store.table_options import TableOptions
 from cnr_store.tensor_file import TensorFile, open_safetensors
-from cnr_store.types import JsonValue, TableOptions
+from cnr_store.types import JsonValue
 
 ImportProgress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
@@ -66,6 +68,10 @@ class _Description(msgspec.Struct, frozen=True):
     tensors: tuple[_Described, ...]
 
 
+# Made while the module is imported, as in documents.py.
+_DESCRIPTION = msgspec.json.Decoder(_Description)
+
+
 def plan_import(source: TensorFile, patterns: Sequence[str] | None = None) -> ImportPlan:
     """Decide which tensors are tables. Pure, no I/O.
 
@@ -104,8 +110,8 @@ def plan_import(source: TensorFile, patterns: Sequence[str] | None = None) -> Im
 
 def _described_plan(source: TensorFile, described: str) -> ImportPlan:
     try:
-        description = msgspec.json.decode(described, type=_Description)
-    except msgspec.MsgspecError as error:
+        description = loads(described.encode(), _DESCRIPTION)
+    except (msgspec.MsgspecError, UnicodeError) as error:
         raise BadInput(f"the file's own description of its tensors cannot be parsed: {error}") from error
     tables: dict[str, str] = {}
     slots: dict[str, dict[str, str]] = {}

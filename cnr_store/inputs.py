@@ -8,15 +8,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from cnr_store.documents import canonical_json
 from cnr_store.encodings.widths import CODE_DTYPES, carrier
 from cnr_store.errors import BadDtype, BadInput, BadRowIds, BadShape
-from cnr_store.records import TableSchema, canonical_json
+from cnr_store.limits import MAX_ELEMENTS, MAX_USER_NESTING
+from cnr_store.nesting import nests_deeper
+from cnr_store.records import TableSchema
 from cnr_store.rows import check_row_ids
 from cnr_store.table_codes import array_specs
-from cnr_store.types import JsonValue, Lattice, RowIds, TableOptions
-
-MAX_ELEMENTS = 1 << 50
-"""A table beyond this is refused by every reader."""
+from cnr_store.table_options import TableOptions
+from cnr_store.types import JsonValue, Lattice, RowIds
 
 
 def check_arrays(
@@ -89,7 +90,13 @@ def checked_size(table: str, what: str, size: Any, *, dim: int = 1, least: int =
 
 
 def check_json(what: str, values: Mapping[str, JsonValue]) -> None:
-    """Raise `BadInput` unless ``values`` can be stored as JSON."""
+    """Raise `BadInput` unless ``values`` can be stored as JSON, not nested too deep."""
+    if nests_deeper(dict(values), MAX_USER_NESTING):
+        raise BadInput(
+            f"{what} nests deeper than {MAX_USER_NESTING} levels (or contains itself); flatten it, or save it as a "
+            "document, which may nest 64",
+            expected=MAX_USER_NESTING, found=what,
+        )  # fmt: skip
     try:
         canonical_json(dict(values))
     except (TypeError, ValueError, msgspec.MsgspecError) as error:

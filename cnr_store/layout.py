@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from cnr_store.errors import BadName
+from cnr_store.fields import PATH_PATTERN, SEGMENT_PATTERN
 
 IDENTITY = "cnr.json"
 ROOT_GROUP = "zarr.json"
@@ -20,6 +21,9 @@ LEASES = "leases/"
 READER_LEASES = "leases/readers/"
 CURSORS = "leases/cursors/"
 COMPACTION_LEASE = "leases/compact.json"
+FOLDERS = (COMMITS, STATE, "hint/", BRANCHES, DATA, LEASES, "relay/")
+"""All that a store, or a relay, writes to below its root; other names there are left alone."""
+
 MANIFEST = "_segment.json"
 RECEIPT = "_receipt.json"
 
@@ -32,9 +36,8 @@ MAX_NODE_BYTES = 255
 _SAFE = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-")
 _POSITION = re.compile(r"commits/([0-9]{20})\.json")
 _BRANCH = re.compile(r"[0-9a-f]{32}")
-_SEGMENT = re.compile(r"[0-9]{20}-[0-9a-f]{32}")
-_PART = r"(?!\.+(?:/|\Z))[A-Za-z0-9._%-]+"
-_RELATIVE_PATH = re.compile(rf"{_PART}(?:/{_PART})*")
+_SEGMENT = re.compile(SEGMENT_PATTERN)
+_RELATIVE_PATH = re.compile(PATH_PATTERN)
 
 
 def commit_key(version: int, prefix: str = "") -> str:

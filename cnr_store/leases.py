@@ -12,6 +12,9 @@ import uuid
 from collections.abc import Callable
 from types import TracebackType
 
+from cnr_store.clock import wall_ms
+from cnr_store.commit_record import is_live
+from cnr_store.documents import canonical_json, decode_document
 from cnr_store.errors import BadInput, BadName, CorruptStore, NotFound, StorageFailure, VersionExpired, VersionNotFound
 from cnr_store.layout import (
     CURSORS,
@@ -19,11 +22,11 @@ from cnr_store.layout import (
     branch_of,
     check_name,
     cursor_key,
-    is_branch_name,
     reader_lease_key,
 )
-from cnr_store.log import CommitLog, wall_ms
-from cnr_store.records import MAX_RECORD_BYTES, Cursor, ReaderLease, canonical_json, decode_document, is_live
+from cnr_store.limits import MAX_SMALL_BYTES
+from cnr_store.log import CommitLog
+from cnr_store.records import Cursor, ReaderLease
 from cnr_store.storage import Storage
 
 CLOCK_TOLERANCE_MS = 300_000
@@ -83,7 +86,7 @@ class Lease:
         document = ReaderLease(
             version=self.version, branch=branch_of(self._log.prefix), expires_ms=expires_ms, holder=self._holder
         )
-        self._storage.put(self._key, canonical_json(document))
+        self._storage.put_document(self._key, canonical_json(document), MAX_SMALL_BYTES)
         had_ended = self._clock_ms() >= self.expires_ms  # by now: a put that took long may have come too late
         self.expires_ms = expires_ms
         if had_ended:
@@ -163,14 +166,14 @@ def put_cursor(
     if ttl_s is not None:
         _check_ttl(ttl_s)
     key, now_ms, branch = cursor_key(name), clock_ms(), branch_of(log.prefix)
-    before = storage.read(key)
+    before = storage.read_document(key, MAX_SMALL_BYTES)
     if before is not None and (other := _decode_cursor(before, key)).branch != branch:
         raise BadInput(f"cursor {name!r} belongs to another branch ({other.branch or 'none'}); choose another name")
     expires_ms = None if ttl_s is None else now_ms + int(ttl_s * 1000)
     cursor = Cursor(
         name=name, version=version, branch=branch, moved_ms=now_ms, expires_ms=expires_ms, holder=holder
     )  # fmt: skip
-    storage.put(key, canonical_json(cursor))
+    storage.put_document(key, canonical_json(cursor), MAX_SMALL_BYTES)
     storage.sync_folders([key])
     try:
         _check_version(log, version)
@@ -194,7 +197,7 @@ def drop_cursor(storage: Storage, name: str) -> None:
     BadName, AccessDenied, StorageFailure
     """
     key = cursor_key(name)
-    if storage.read(key) is None:
+    if storage.read(key, stop=1) is None:
         raise NotFound(f"no cursor {name!r}; there are {sorted(read_cursors(storage))}", found=name)
     storage.delete([key])
 
@@ -209,10 +212,7 @@ def read_leases(storage: Storage) -> dict[str, ReaderLease]:
     AccessDenied, StorageFailure
     """
     found = _read_all(storage, READER_LEASES)
-    leases = {key: decode_document(data, ReaderLease, key) for key, data in found.items()}
-    for key, lease in leases.items():
-        _check_hold(lease, key)
-    return leases
+    return {key: decode_document(data, ReaderLease, key) for key, data in found.items()}
 
 
 def read_cursors(storage: Storage) -> dict[str, Cursor]:
@@ -245,22 +245,15 @@ def is_held(expires_ms: int | None, now_ms: int) -> bool:
 def _read_all(storage: Storage, folder: str) -> dict[str, bytes]:
     found = {}
     for stat in storage.list_objects(folder):
-        data = storage.read(stat.key, start=0, stop=MAX_RECORD_BYTES + 1)
-        if data is None:
-            continue
-        if len(data) > MAX_RECORD_BYTES:
-            raise CorruptStore(
-                f"{stat.key} has {stat.size_bytes} bytes, a hold at most {MAX_RECORD_BYTES}; delete it if it is none",
-                path=stat.key, expected=MAX_RECORD_BYTES, found=stat.size_bytes,
-            )  # fmt: skip
-        found[stat.key] = data
+        data = storage.read_document(stat.key, MAX_SMALL_BYTES)
+        if data is not None:
+            found[stat.key] = data
     return found
 
 
 def _decode_cursor(data: bytes, key: str) -> Cursor:
     """The cursor at ``key``. One under another's name would stand in for it, and that one would hold nothing."""
     cursor = decode_document(data, Cursor, key)
-    _check_hold(cursor, key)
     try:
         expected = cursor_key(cursor.name)
     except BadName:
@@ -270,15 +263,6 @@ def _decode_cursor(data: bytes, key: str) -> Cursor:
             f"{key} says that it is cursor {cursor.name[:80]!r}; it was copied, delete it", path=key, expected=expected
         )
     return cursor
-
-
-def _check_hold(hold: ReaderLease | Cursor, key: str) -> None:
-    if hold.version < 0 or (hold.branch and not is_branch_name(hold.branch)):
-        raise CorruptStore(
-            f"{key} holds version {hold.version} of branch {hold.branch[:80]!r}, which cannot be one; delete it if "
-            "nobody needs it",
-            path=key, found=hold.branch[:80],
-        )  # fmt: skip
 
 
 def _check_version(log: CommitLog, version: int) -> None:

@@ -17,6 +17,18 @@ from threading import RLock
 
 import msgspec
 
+from cnr_store.beginning import check_begun
+from cnr_store.clock import MAX_SKEW_MS, check_clock, wall_ms
+from cnr_store.commit_record import (
+    LogEntry,
+    check_statements,
+    decode_record,
+    encode_record,
+    merge_overflow,
+    parent_of,
+    split_overflow,
+)
+from cnr_store.documents import canonical_json, decode_document, sha256
 from cnr_store.errors import (
     AccessDenied,
     BadInput,
@@ -27,22 +39,12 @@ from cnr_store.errors import (
     Fenced,
     MissingObject,
     StorageFailure,
+    UnsafeBackend,
     VersionNotFound,
 )
 from cnr_store.layout import COMMITS, commit_key, hint_key, state_key
-from cnr_store.records import (
-    MAX_RECORD_BYTES,
-    CommitRecord,
-    Hint,
-    LogEntry,
-    canonical_json,
-    decode_record,
-    encode_record,
-    merge_overflow,
-    parent_of,
-    sha256,
-    split_overflow,
-)
+from cnr_store.limits import MAX_LISTS_BYTES, MAX_RECORD_BYTES, MAX_SMALL_BYTES
+from cnr_store.records import CommitRecord, Hint
 from cnr_store.storage import CreateOutcome, Storage
 
 Rebase = Callable[[CommitRecord, LogEntry], CommitRecord]
@@ -55,9 +57,17 @@ _CORRUPT_READ_BACKS = 3
 """How often an unreadable record is read again: a cut connection heals, a torn record does not."""
 
 
-def wall_ms() -> int:
-    """Return the time of this machine, ms since 1970: of records, leases and branches alike."""
-    return time.time_ns() // 1_000_000
+def position_bytes(storage: Storage, version: int, prefix: str = "") -> bytes | None:
+    """Return what stands at a log position, or None if it is empty. One GET.
+
+    Of more than a record may have, which is torn, the first `MAX_RECORD_BYTES` + 1 bytes only: what is said of the
+    bytes at a position, their digest too, is said of these (spec, CNR-DOC-21).
+
+    Raises
+    ------
+    AccessDenied, StorageFailure
+    """
+    return storage.read(commit_key(version, prefix), start=0, stop=MAX_RECORD_BYTES + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +101,9 @@ class CommitLog:
         are named by their digest and lie at the root for all.
     first
         Where the log begins: 0, or above in a relay, which copies the newer end of a log and is never appended to.
+    is_exclusive
+        Whether ``cnr.json`` says that the backend creates objects exclusively; nothing is appended to a storage that
+        was opened otherwise (spec, CNR-STO-3).
     retry
         How long an append whose outcome is unclear is retried with the same bytes.
     clock_ms, monotonic_s, sleep, random
@@ -104,6 +117,7 @@ class CommitLog:
         prefix: str = "",
         *,
         first: int = 0,
+        is_exclusive: bool = True,
         retry: RetryPolicy = RetryPolicy(),
         clock_ms: Callable[[], int] = wall_ms,
         monotonic_s: Callable[[], float] = time.monotonic,
@@ -114,6 +128,7 @@ class CommitLog:
         self._store_uuid = store_uuid
         self._prefix = prefix
         self._first = first
+        self._is_exclusive = is_exclusive
         self._retry = retry
         self._clock_ms = clock_ms
         self._monotonic_s = monotonic_s
@@ -142,6 +157,7 @@ class CommitLog:
             self._store_uuid,
             prefix,
             first=first,
+            is_exclusive=self._is_exclusive,
             retry=self._retry,
             clock_ms=self._clock_ms,
             monotonic_s=self._monotonic_s,
@@ -153,13 +169,8 @@ class CommitLog:
         """Return this log where it begins at position ``first``, as in a relay. No I/O."""
         return self._with(self._prefix, first)
 
-    def is_blank(self) -> bool:
-        """Return whether nothing was ever written here, so that position 0 may be: no hint, no position. Two requests.
-
-        A log that has lost its position 0 is not blank, and must not be begun anew.
-        """
-        if self._storage.read(hint_key(self._prefix)) is not None:
-            return False
+    def is_empty(self) -> bool:
+        """Return whether no position is there. One listing."""
         return next(iter(self._storage.list_objects(f"{self._prefix}{COMMITS}")), None) is None
 
     @property
@@ -194,7 +205,7 @@ class CommitLog:
         """
         if version < 0:
             return None
-        data = self._storage.read(self._key(version))
+        data = self._bytes_at(version)
         return None if data is None else self._complete(self._decode(data, version))
 
     def read_standing(self, version: int) -> LogEntry | None:
@@ -217,8 +228,10 @@ class CommitLog:
 
         Raises
         ------
+        VersionNotFound
+            The creation of the store ended before its first record: nothing was saved yet.
         CorruptStore
-            The first position is empty.
+            The first position is empty all the same: the log, or its beginning, was deleted.
         CorruptRecord
             The newest record is damaged (its ``version`` says which); the one before it can still be `read`.
         StorageFailure
@@ -228,7 +241,9 @@ class CommitLog:
         entry = self._decode(seen[newest], newest)
         if newest - 1 in seen:
             # By the raw bytes: the record before may be a torn one that this record superseded.
-            self._check_parent(entry, sha256(seen[newest - 1]))
+            digest = sha256(seen[newest - 1])
+            if entry.record.parent_digest != digest:
+                raise _rewritten(entry, newest - 1, digest, entry.record.parent_digest)
         return self._complete(entry)
 
     def tail(self) -> tuple[LogEntry, tuple[str, ...]]:
@@ -240,12 +255,12 @@ class CommitLog:
         ------
         CorruptStore
             None can be read, or a position is empty.
-        StorageFailure, UnknownFeature
+        VersionNotFound, StorageFailure, UnknownFeature
         """
         torn: list[str] = []
         newest = self._gallop(self._read_hint(), {})
         for version in range(newest, self._first - 1, -1):
-            data = self._storage.read(self._key(version))
+            data = self._bytes_at(version)
             if data is None:
                 raise self._hole(version)
             try:
@@ -298,6 +313,26 @@ class CommitLog:
             entry = before
             yield entry
 
+    def check_exclusive(self) -> None:
+        """Refuse to append where the storage was opened otherwise than ``cnr.json`` says. No I/O.
+
+        Raises
+        ------
+        UnsafeBackend
+        """
+        if self._is_exclusive and not self._storage.is_exclusive:
+            raise UnsafeBackend(
+                f"the store in {self._storage.url} was created where objects can be created exclusively, and its other "
+                "writers rely on that: open it without unsafe_single_writer",
+                path=self._storage.url,
+            )
+        if self._storage.is_exclusive and not self._is_exclusive:
+            raise UnsafeBackend(
+                f"the store in {self._storage.url} was created for a single writer, because its backend cannot create "
+                "objects exclusively: open it with unsafe_single_writer=True, and make sure that nobody else writes",
+                path=self._storage.url,
+            )
+
     def append_first(self, draft: CommitRecord, fork_point: LogEntry | None = None) -> LogEntry:
         """Write position 0 and return what stands there: this record, or that of a faster process.
 
@@ -314,6 +349,7 @@ class CommitLog:
         ------
         CommitStateUnknown, CorruptStore, StorageFailure
         """
+        self.check_exclusive()
         with self._lock:
             self._settle_leftover()
             attempt = self._prepare(fork_point, draft, version=0)
@@ -323,10 +359,10 @@ class CommitLog:
     def append(self, head: LogEntry, draft: CommitRecord, rebase: Rebase) -> LogEntry:
         """Append ``draft`` behind ``head``, or behind the records that came first; return it as committed.
 
-        Fills ``v``, ``commit_uuid``, ``store_uuid``, ``parent_digest``, ``ts_ms`` and the unknown fields of
-        the record before. A draft that ``supersedes`` positions behind ``head`` goes behind those. For every
-        intervening record, in order, ``rebase`` adapts the draft or raises. When this raises anything but
-        `CommitStateUnknown` (or an exception that interrupts the program), nothing was committed. After those,
+        Fills ``v``, ``commit_uuid``, ``store_uuid``, ``parent_digest``, ``ts_ms`` (unless a repair has given one) and
+        the unknown fields of the record before. A draft that ``supersedes`` positions behind ``head`` goes behind
+        those. For every intervening record, in order, ``rebase`` adapts the draft or raises. When this raises anything
+        but `CommitStateUnknown` (or an exception that interrupts the program), nothing was committed. After those,
         `unresolved` is set and nothing else is appended before `resolve`, or the next append, has settled it.
 
         What an earlier append left unresolved is settled first, whoever made it: it blocks for a deadline more. Whether
@@ -341,6 +377,10 @@ class CommitLog:
             The head has a higher epoch than the draft.
         BadInput
             The record is larger than 64 KiB.
+        UnsafeBackend
+            The storage was opened otherwise than ``cnr.json`` says; see `check_exclusive`.
+        WrongClock
+            The record would be much later than the one before it, and than the time of the store.
         StorageFailure
             The backend refused before anything could land.
         CorruptStore
@@ -348,6 +388,7 @@ class CommitLog:
         Exception
             Whatever ``rebase`` raises.
         """
+        self.check_exclusive()
         with self._lock:
             self._settle_leftover()
             if draft.epoch < head.record.epoch:
@@ -416,7 +457,7 @@ class CommitLog:
     def _standing(self, sent: LogEntry) -> LogEntry | None:
         """``sent`` if it stands at its position, which was seen occupied, or None if another does."""
         version = sent.record.v
-        data = self._storage.read(self._key(version))
+        data = self._bytes_at(version)
         if data is None:
             raise self._hole(version)
         try:
@@ -438,7 +479,7 @@ class CommitLog:
             commit_uuid=uuid.uuid4().hex,
             store_uuid=self._store_uuid,
             parent_digest=_digest_before(parent, draft),
-            ts_ms=max(self._clock_ms(), 0 if before is None else before.ts_ms + 1),
+            ts_ms=draft.ts_ms or self._time_behind(before),
             state=None,
         )
         extra = {} if parent is None else parent.extra
@@ -452,10 +493,20 @@ class CommitLog:
                 expected=MAX_RECORD_BYTES,
                 found=len(data),
             )
+        _check_readable(record, data)
         if overflow is not None and slim.state is not None:
-            self._storage.put(state_key(slim.state), overflow)
+            self._storage.put_document(state_key(slim.state), overflow, MAX_LISTS_BYTES)
             self._storage.sync_folders([state_key(slim.state)])
         return _Attempt(LogEntry(record, sha256(data), dict(extra)), data)
+
+    def _time_behind(self, before: CommitRecord | None) -> int:
+        """The time of the next record; one that is far behind the last has to be the store's time too."""
+        now_ms = self._clock_ms()
+        if before is None:
+            return now_ms  # Of a store, whose creator has looked.
+        if now_ms > before.ts_ms + MAX_SKEW_MS:
+            check_clock(self._storage, now_ms, head_ms=before.ts_ms, may_be_behind=True)
+        return max(now_ms, before.ts_ms + 1)
 
     def _settle(self, attempt: _Attempt, *, reads_first: bool) -> LogEntry:
         """Return the attempt's own entry if it won, else the winner's (without its side object)."""
@@ -495,7 +546,7 @@ class CommitLog:
             return self._storage.create(key, attempt.data)
         except AccessDenied:
             # A retry inside the backend's client may hide an earlier success: the position itself decides.
-            if may_have_landed or self._storage.read(key) is not None:
+            if may_have_landed or self._storage.read(key, stop=1) is not None:
                 return CreateOutcome.UNKNOWN
             self._unresolved = None
             raise
@@ -506,7 +557,7 @@ class CommitLog:
 
     def _read_back(self, attempt: _Attempt) -> LogEntry | None:
         """The entry that owns the position now, or None while it is empty."""
-        data = self._storage.read(self._key(attempt.entry.record.v))
+        data = self._bytes_at(attempt.entry.record.v)
         if data is None:
             return None
         try:
@@ -563,7 +614,7 @@ class CommitLog:
         """The newest occupied position; ``seen`` gets the bytes of every occupied one that was read."""
 
         def is_occupied(version: int) -> bool:
-            data = self._storage.read(self._key(version))
+            data = self._bytes_at(version)
             if data is not None:
                 seen[version] = data
             return data is not None
@@ -573,11 +624,8 @@ class CommitLog:
         if start > first and not is_occupied(start):
             start = first
         if start == first and not is_occupied(first):
-            raise CorruptStore(
-                f"log position {first} is empty: the store was not initialized completely, or its log was deleted",
-                version=first,
-                path=self._key(first),
-            )
+            check_begun(self._storage, self._prefix, first)
+            is_occupied(first)  # its creator was faster than the first look
         occupied, step = start, 1
         while is_occupied(start + step):
             occupied, step = start + step, 2 * step
@@ -592,18 +640,18 @@ class CommitLog:
 
     def _read_hint(self) -> int:
         try:
-            data = self._storage.read(hint_key(self._prefix))
-            version = 0 if data is None else msgspec.json.decode(data, type=Hint).version
+            data = self._storage.read_document(hint_key(self._prefix), MAX_SMALL_BYTES)
+            version = 0 if data is None else decode_document(data, Hint, hint_key(self._prefix)).version
         except AccessDenied:
             raise
-        except (StorageFailure, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        except (StorageFailure, CorruptStore):
             return 0
         return version if 0 <= version <= MAX_HINT else 0
 
     def _superseding(self, version: int) -> LogEntry | None:
         """The record that says of a position, which cannot be read, that it holds no version; None if none does."""
         above = version + 1
-        while (data := self._storage.read(self._key(above))) is not None:
+        while (data := self._bytes_at(above)) is not None:
             try:
                 entry = self._decode(data, above)
             except CorruptStore:
@@ -629,7 +677,7 @@ class CommitLog:
         if entry.record.state is None:
             return entry
         key = state_key(entry.record.state)
-        data = self._storage.read(key)
+        data = self._storage.read_document(key, MAX_LISTS_BYTES)
         if data is None:
             raise MissingObject(
                 f"side object {key} of commit record {entry.record.v} is missing; restore it from a backup",
@@ -638,27 +686,14 @@ class CommitLog:
             )
         return LogEntry(merge_overflow(entry.record, data), entry.digest, entry.extra)
 
-    def _check_parent(self, entry: LogEntry, digest: str) -> None:
-        if entry.record.parent_digest != digest:
-            raise CorruptRecord(
-                f"commit record {entry.record.v} was written behind another record {entry.record.v - 1} than "
-                "the one there now: the log was rewritten or partly restored; run `cnr verify`",
-                version=entry.record.v,
-                expected=digest,
-                found=entry.record.parent_digest,
-            )
-
     def _check_follows(self, entry: LogEntry, before: LogEntry) -> None:
         """Refuse a record that does not carry on ``before``, which stands directly before it or what it superseded."""
         version, digest = parent_of(entry.record)
         if version != before.record.v or digest != before.digest:
-            raise CorruptRecord(
-                f"commit record {entry.record.v} was written behind another record {version} than the one there now: "
-                "the log was rewritten or partly restored; run `cnr verify`",
-                version=entry.record.v,
-                expected=before.digest,
-                found=digest,
-            )
+            raise _rewritten(entry, version, before.digest, digest)
+
+    def _bytes_at(self, version: int) -> bytes | None:
+        return position_bytes(self._storage, version, self._prefix)
 
     def _key(self, version: int) -> str:
         return commit_key(version, self._prefix)
@@ -680,8 +715,26 @@ class CommitLog:
         )
 
 
+def _check_readable(record: CommitRecord, data: bytes) -> None:
+    """Refuse to send what no reader would take."""
+    try:
+        decode_record(data, record.v)
+        check_statements(record)
+    except CorruptRecord as error:
+        message = f"this cannot be committed, because no reader would take it: {error}"
+        raise BadInput(message, version=record.v) from error
+
+
 def _digest_before(parent: LogEntry | None, draft: CommitRecord) -> str:
     """The sha256 of the bytes at the position before the draft's."""
     if draft.supersedes is not None:
         return draft.supersedes.torn[-1]
     return draft.parent_digest if parent is None else parent.digest
+
+
+def _rewritten(entry: LogEntry, version: int, expected: str, found: str) -> CorruptRecord:
+    return CorruptRecord(
+        f"commit record {entry.record.v} was written behind another record {version} than the one there now: the log "
+        "was rewritten or partly restored; run `cnr verify`",
+        version=entry.record.v, expected=expected, found=found,
+    )  # fmt: skip

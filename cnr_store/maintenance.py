@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from cnr_store.clock import wall_ms
 from cnr_store.compaction import DEFAULT_POLICY, CompactionPolicy, CompactionReport, Engine, check_engine, compact
 from cnr_store.errors import BadInput, CnrStoreError, CorruptStore, NotFound, StorageFailure
 from cnr_store.gc import GcReport, check_arguments, collect_garbage, with_sizes
-from cnr_store.log import wall_ms
 from cnr_store.retention import RetentionPolicy
 from cnr_store.status import LastMaintenance, put_last_maintenance
 from cnr_store.store import Store
@@ -236,7 +236,8 @@ def maintain(
     BadInput
         An argument cannot be meant; nothing was done.
     CnrStoreError
-        The store's newest record cannot be read. Later failures are in the report.
+        The store's log was deleted, or its beginning, or its newest record cannot be read. Later failures are in the
+        report.
 
     Examples
     --------
@@ -252,6 +253,7 @@ def maintain(
     check_engine(engine, store.storage, workers)
     check_rate(bytes_per_s)
     check_arguments(grace_s, orphan_age_s, force=force)
+    store.check_begun()
     started = clock()
 
     def compact_log(stage: Stage, deadline_s: float | None) -> StageReport:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,11 +12,14 @@ from typing import Any, Literal
 import numpy as np
 
 from cnr_store.encodings.widths import narrowest
+from cnr_store.errors import BadInput
+from cnr_store.local_files import failing_at, reserve
 from cnr_store.placement import Shard
 from cnr_store.records import TableSchema
 from cnr_store.table_codes import ABSENT, CODED, TASK_ROWS, Allocate, Array, TableCodes
+from cnr_store.table_options import TableOptions
 from cnr_store.thresholds import Waiting
-from cnr_store.types import MAX_CODE, TableOptions
+from cnr_store.types import MAX_CODE
 from cnr_store.workers import Workers, blocks
 
 MirrorMode = Literal["memory", "mmap", "none"]
@@ -24,10 +28,22 @@ MirrorMode = Literal["memory", "mmap", "none"]
 logger = logging.getLogger(__name__)
 
 
+def check_mirror_folder(mode: MirrorMode, folder: str | None) -> None:
+    """Refuse a folder for mirrors that is not there. A disk may be missing that was to be mounted there.
+
+    Raises
+    ------
+    BadInput
+    """
+    if mode == "mmap" and folder is not None and not Path(folder).is_dir():
+        raise BadInput(f"mirror_folder {folder!r} is no folder; make it first", path=folder)
+
+
 class Mirrors:
     """What the codes of each shard are at the head, and the state digest that goes with them."""
 
     def __init__(self, mode: MirrorMode, folder: str | None) -> None:
+        check_mirror_folder(mode, folder)
         self.mode: MirrorMode = mode
         self.options: dict[str, TableOptions] = {}
         self.is_complete = True
@@ -82,19 +98,33 @@ class Mirrors:
             self._waiting[shard] = self._waiting[shard].cleared()
 
     def allocator(self) -> Allocate:
-        """Return how memory for a mirror is made; zeroed."""
+        """Return how memory for a mirror is made; zeroed. Where it is files, there is room for them, or it says so.
+
+        Raises
+        ------
+        AccessDenied, StorageFailure
+            Now, or by what is returned: the folder cannot be used, or has no room.
+        """
         if self.mode != "mmap":
             return np.zeros
         if self._scratch is None:
-            self._scratch = tempfile.TemporaryDirectory(prefix="cnr-mirror-", dir=self._folder)
+            where = tempfile.gettempdir() if self._folder is None else self._folder
+            with failing_at(where, "used for a mirror"):
+                self._scratch = tempfile.TemporaryDirectory(
+                    prefix="cnr-mirror-", dir=where, ignore_cleanup_errors=True
+                )  # fmt: skip
         folder = Path(self._scratch.name)
 
         def allocate(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
             if 0 in shape:
                 return np.zeros(shape, dtype)
             # The name goes at once, the mapping keeps the file: its blocks are free when the array is.
-            with tempfile.NamedTemporaryFile(dir=folder) as file:
-                return np.memmap(file, dtype=dtype, mode="w+", shape=shape)
+            with (
+                failing_at(folder, f"used for a mirror of {math.prod(shape) * dtype.itemsize} bytes"),
+                tempfile.NamedTemporaryFile(dir=folder) as file,
+            ):
+                reserve(file.fileno(), math.prod(shape) * dtype.itemsize)
+                return np.memmap(file, dtype=dtype, mode="r+", shape=shape)
 
         return allocate
 

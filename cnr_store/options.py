@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,9 @@ from cnr_store.encodings.sampling import RowSample
 from cnr_store.encodings.scale import ScaleChoice, measure_scale
 from cnr_store.encodings.widths import to_float32
 from cnr_store.errors import BadDtype, BadInput, BadShape
+from cnr_store.limits import MAX_DIM, MAX_SLOTS
 from cnr_store.records import SlotSchema, TableSchema
+from cnr_store.table_options import TableOptions, check_used
 from cnr_store.thresholds import check_threshold
 from cnr_store.types import (
     Affine,
@@ -26,16 +28,9 @@ from cnr_store.types import (
     Precision,
     Raw,
     TableDtype,
-    TableOptions,
 )
 
 _DEFAULT_BITS: AffineBits = 8
-_ENCODINGS_WITH = {
-    "bits": ("lattice", "affine"),
-    "max_error": ("lattice",),
-    "scale": ("lattice",),
-    "mantissa_bits": ("float_bits",),
-}
 _NUMPY_DTYPES: dict[str, TableDtype] = {"float32": "float32", "float16": "float16", "uint16": "bfloat16"}
 
 
@@ -87,10 +82,17 @@ def table_schema(
     BadInput
         If the options contradict themselves or the sample needs codes beyond the range.
     """
+    check_options(table, options, dtype, has_mirror=has_mirror and keys == "dense")
+    if len(slots) > MAX_SLOTS:
+        raise BadInput(
+            f"table {table!r} has {len(slots)} slots, at most {MAX_SLOTS} are stored",
+            table=table, expected=MAX_SLOTS, found=len(slots),
+        )  # fmt: skip
+    if dim > MAX_DIM:
+        raise BadShape(
+            f"table {table!r} has {dim} columns, at most {MAX_DIM} are stored", table=table, expected=MAX_DIM, found=dim
+        )
     encoding = choose_encoding(options, dtype, sample, choice)
-    if options.threshold is not None:
-        has_codes = has_mirror and keys == "dense"
-        check_threshold(table, options.threshold, is_lattice=isinstance(encoding, Lattice), has_mirror=has_codes)
     additive = has_mirror and keys == "dense" and isinstance(encoding, Lattice | FloatBits)
     return TableSchema(
         num_rows=num_rows if keys == "dense" else 0,
@@ -105,6 +107,31 @@ def table_schema(
             for name, array in slots.items()
         },
     )
+
+
+def check_options(table: str, options: TableOptions, dtype: TableDtype, *, has_mirror: bool = True) -> None:
+    """Return if a table of this dtype can be stored so. No I/O; looks at no values.
+
+    Parameters
+    ----------
+    has_mirror
+        Whether the writer keeps the table's codes: it can where keys are dense, unless ``mirror="none"``.
+
+    Raises
+    ------
+    BadInput
+        An option that the dtype's encoding does not have, mantissa bits that the dtype does not have, or a threshold
+        without anything to compare with.
+    """
+    name = encoding_name(options, dtype)
+    try:
+        check_used(options, (name,))
+        if options.mantissa_bits is not None:
+            float_bits.bit_shift(options.mantissa_bits, dtype)
+    except BadInput as error:
+        raise BadInput(f"table {table!r} is {dtype}: {error}", table=table, found=error.found) from None
+    if options.threshold is not None:
+        check_threshold(table, options.threshold, is_lattice=name == "lattice", has_mirror=has_mirror)
 
 
 def choose_encoding(
@@ -122,7 +149,6 @@ def choose_encoding(
     BadInput
     """
     name = encoding_name(options, dtype)
-    _check_options(options, name)
     if name == "raw":
         return Raw()
     if name == "float_bits":
@@ -154,9 +180,7 @@ def choose_table_scale(
     ------
     BadInput
     """
-    name = encoding_name(options, dtype)
-    _check_options(options, name)
-    if name != "lattice":
+    if encoding_name(options, dtype) != "lattice":
         return None
     given = options.scale is not None or options.max_error is not None
     precision = (
@@ -177,56 +201,15 @@ def sample_of(values: Any, dtype: TableDtype) -> npt.NDArray[Any]:
 
 
 def asked_bits(options: TableOptions) -> AffineBits:
-    """Return the width that the options ask for, 8 if they ask for none.
-
-    Raises
-    ------
-    BadInput
-        ``bits="auto"`` without ``expected_restores``.
-    """
+    """Return the width that the options ask for, 8 if they ask for none."""
     if options.bits != "auto":
         return options.bits or _DEFAULT_BITS
-    if options.expected_restores is None:
-        raise BadInput(
-            'bits="auto" needs expected_restores=: how often the run will be restored; '
-            "cnr_store.expected_restores(run_hours, mean_hours_between_failures) tells it from a failure rate"
-        )
+    assert options.expected_restores is not None  # refused when they were made
     return expected_bits(options.expected_restores)
 
 
 def _sampled(sample: RowSample | npt.NDArray[Any], dtype: TableDtype) -> RowSample:
     return sample if isinstance(sample, RowSample) else RowSample(sample, dtype)
-
-
-def _check_options(options: TableOptions, encoding: str) -> None:
-    """Refuse options that contradict each other or that the encoding would leave unused."""
-    unused = [
-        name
-        for name in ("bits", "max_error", "scale", "mantissa_bits")
-        if getattr(options, name) is not None and encoding not in _ENCODINGS_WITH[name]
-    ]
-    if encoding not in get_args(EncodingName) or unused:
-        raise BadInput(
-            f"encoding {encoding!r} has no option {', '.join(unused)}; name the encoding that is meant"
-            if unused
-            else f"no encoding {encoding!r}; there are {get_args(EncodingName)}",
-            found=unused or encoding,
-        )
-    targets = [name for name in ("bits", "max_error", "scale") if getattr(options, name) is not None]
-    if len(targets) > 1:
-        raise BadInput(f"give one of bits, max_error and scale, found {targets}", expected="one of them", found=targets)
-    if options.bits not in (None, "auto", *get_args(AffineBits)):
-        raise BadInput(
-            f"bits is 2, 3, 4, 8 or 'auto', found {options.bits!r}", expected=[2, 3, 4, 8], found=options.bits
-        )
-    if options.slot_mantissa_bits not in range(1, 24):
-        raise BadInput(
-            f"slot_mantissa_bits is 1 to 23, found {options.slot_mantissa_bits}", found=options.slot_mantissa_bits
-        )
-    if options.nonfinite not in ("refuse", "escape"):
-        raise BadInput(f"nonfinite is 'refuse' or 'escape', found {options.nonfinite!r}", found=options.nonfinite)
-    if not np.isfinite(np.float32(options.fill)):
-        raise BadInput(f"fill must be a finite float32, found {options.fill}", found=options.fill)
 
 
 def _slot_schema(table: str, name: str, array: Any, options: TableOptions, *, mirror: bool) -> SlotSchema:

@@ -1,25 +1,21 @@
-"""What a commit says, decided purely: chains, generations, and whether receipts apply to the state they name."""
+"""What a commit says, decided purely: its chain, and whether receipts apply to the state they name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from msgspec import UNSET
-
 from cnr_store.errors import BadInput, DoesNotApply
 from cnr_store.placement import check_placements, column_cuts
 from cnr_store.records import (
     ChainEntry,
     CommitRecord,
-    Generation,
     Manifest,
     PartEntry,
     Receipt,
     TableSchema,
-    WaitingEntry,
 )
-from cnr_store.types import MAX_CHAIN, Lattice, Rectangle
+from cnr_store.types import MAX_CHAIN, Rectangle
 
 
 def next_chain(head: CommitRecord, entry: ChainEntry, *, keep: int) -> tuple[ChainEntry, ...]:
@@ -34,31 +30,6 @@ def next_chain(head: CommitRecord, entry: ChainEntry, *, keep: int) -> tuple[Cha
     if len(chain) > MAX_CHAIN:
         raise BadInput(f"a chain holds at most {MAX_CHAIN} segments; commit a full", expected=MAX_CHAIN)
     return chain
-
-
-def generations(tables: Mapping[str, TableSchema], parts: Sequence[PartEntry]) -> dict[str, Generation]:
-    """Return what a record says of each table: its scale, and the rows of all its parts that wait."""
-    waiting: dict[str, list[WaitingEntry]] = {}
-    for part in parts:
-        if isinstance(part.waiting, WaitingEntry):
-            waiting.setdefault(part.table, []).append(part.waiting)
-    return {
-        name: Generation(
-            generation=schema.generation,
-            scale=schema.encoding.scale if isinstance(schema.encoding, Lattice) else None,
-            shift=schema.shift,
-            waiting=_joined(waiting[name]) if name in waiting else UNSET,
-        )
-        for name, schema in tables.items()
-    }
-
-
-def _joined(entries: Sequence[WaitingEntry]) -> WaitingEntry:
-    return WaitingEntry(
-        count=sum(entry.count for entry in entries),
-        max_error=max(entry.max_error for entry in entries),
-        oldest=max(entry.oldest for entry in entries),
-    )
 
 
 def check_receipts(receipts: Sequence[Receipt], *, txn: str, world: int, l0: int, base: Manifest | None) -> None:

@@ -14,7 +14,7 @@ from typing import Literal
 from cnr_store.encodings.choose import expected_bits
 from cnr_store.encodings.scale import TOLERANCE
 from cnr_store.errors import BadInput
-from cnr_store.records import MAX_SHIFT
+from cnr_store.limits import MAX_SHIFT
 from cnr_store.types import AffineBits
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from cnr_store.commit_record import LogEntry, is_live
 from cnr_store.errors import (
     BranchExists,
     BranchNotFound,
@@ -24,14 +25,7 @@ from cnr_store.errors import (
     TransactionAborted,
     VersionExpired,
 )
-from cnr_store.records import (
-    ChainEntry,
-    CommitRecord,
-    LogEntry,
-    RecordKind,
-    WriterInfo,
-    is_live,
-)
+from cnr_store.records import ChainEntry, CommitRecord, RecordKind, WriterInfo
 
 _COMMUTING_KINDS: frozenset[str] = frozenset({"compact", "tag", "untag", "channel", "expire", "fork"})
 """Kinds that leave the training state as it is, so a data record may follow them unchanged."""
@@ -70,7 +64,7 @@ def draft_after(head: CommitRecord, kind: RecordKind, writer: WriterInfo, **chan
     return msgspec.structs.replace(carried, **changes)
 
 
-def draft_init(writer: WriterInfo, identity_digest: str = "") -> CommitRecord:
+def draft_init(writer: WriterInfo, identity_digest: str = "0" * 64) -> CommitRecord:
     """Return the draft of log position 0; its parent is the store's identity, of which the sha256 is given. Pure."""
     return CommitRecord(
         v=0,
@@ -124,16 +118,24 @@ def rebase_data(draft: CommitRecord, intervening: LogEntry, *, txn: str) -> Comm
     """
     record = intervening.record
     _check_epoch(draft, record)
-    if txn in record.aborted:
-        raise TransactionAborted(
-            f"transaction {txn} was declared dead by commit record {record.v}; save again",
-            version=record.v,
-            found=txn,
-        )
+    check_not_given_up(record, txn)
     _check_commutes(draft, record)
     own = draft.chain[-1]
     chain = (own,) if own.kind == "baseline" else (*_chain_up_to(record, own), own)
     return _adopt(draft, record, chain=chain, tables=draft.tables, logical=draft.logical, step=draft.step)
+
+
+def check_not_given_up(record: CommitRecord, txn: str) -> None:
+    """Refuse to go on with a transaction that a record has given up. Pure.
+
+    Raises
+    ------
+    TransactionAborted
+    """
+    if txn in record.aborted:
+        raise TransactionAborted(
+            f"transaction {txn} was declared dead by commit record {record.v}; save again", version=record.v, found=txn
+        )
 
 
 def rebase_rollback(draft: CommitRecord, intervening: LogEntry) -> CommitRecord:

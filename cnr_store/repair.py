@@ -12,27 +12,23 @@ from typing import Literal
 import msgspec
 
 from cnr_store import layout
-from cnr_store.errors import Conflict, CorruptStore, ReadOnlyStore
-from cnr_store.planning import generations
-from cnr_store.rebase import draft_after, rebase_expire, rebase_rollback
-from cnr_store.records import (
-    CommitRecord,
-    Generation,
-    Hint,
-    LogEntry,
-    Superseded,
-    canonical_json,
-    unknown_writer_features,
-)
+from cnr_store.beginning import has_begun
+from cnr_store.clock import check_clock, text_of, wall_ms
+from cnr_store.commit_record import LogEntry, unknown_writer_features
+from cnr_store.documents import canonical_json
+from cnr_store.errors import Conflict, CorruptStore, ReadOnlyStore, VersionNotFound, WrongClock
+from cnr_store.manifest import generations
+from cnr_store.rebase import draft_after, rebase_rollback
+from cnr_store.records import CommitRecord, Generation, Hint, Superseded
 from cnr_store.segment import SegmentReader
 from cnr_store.store import Store, writer_info
 from cnr_store.verify import Problem, ProgressCallback, find_newest_whole
-from cnr_store.verify.log import newest_position, read_log, read_position
+from cnr_store.verify.log import is_ahead, list_positions, read_log, read_position
 from cnr_store.verify.report import Findings
 from cnr_store.verify.run import check_root, root_document
 from cnr_store.workers import Workers
 
-ActionKind = Literal["supersede", "rollback", "hint", "root"]
+ActionKind = Literal["supersede", "rollback", "time", "hint", "root"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +38,8 @@ class RepairAction:
     Attributes
     ----------
     kind
-        ``supersede`` (a record behind torn ones), ``rollback`` (to a version that is whole), ``hint`` or ``root`` (the
-        object is written anew).
+        ``supersede`` (a record behind torn ones), ``rollback`` (to a version that is whole), ``time`` (a rollback to
+        the newest state that sets the time of the log right), ``hint`` or ``root`` (the object is written anew).
     message
         What it does, for people.
     version
@@ -85,6 +81,8 @@ class RepairReport:
         Newer checkpoints than ``target`` that are not whole.
     remaining
         What is wrong and stays so: damage in older versions, or that no record can mend.
+    has_log
+        False where the log, or its beginning, was deleted: a repair appends records, and can make none up.
     """
 
     url: str
@@ -95,13 +93,15 @@ class RepairReport:
     torn: tuple[int, ...]
     lost: tuple[LostState, ...]
     remaining: tuple[Problem, ...]
+    has_log: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Tail:
     """The end of a log: the newest record that can be read, and the sha256 of each torn position behind it.
 
-    ``last`` is None where none can be read. ``is_broken``: a position between is empty, so nothing can be appended.
+    ``last`` is None where none can be read. ``is_broken``: a position before it, or where the log begins, is empty, so
+    nothing can be appended.
     """
 
     newest: int
@@ -124,7 +124,9 @@ def read_tail(store: Store) -> Tail:
         The newest record could not be read, which says nothing about what it is.
     """
     prefix = store.commit_log.prefix
-    newest = newest_position(store.storage, prefix)
+    newest = max(list_positions(store.storage, prefix), default=-1)
+    if newest >= 0 and not has_begun(store.storage, prefix):
+        return Tail(newest, None, (), is_broken=True)
     torn: list[str] = []
     for version in range(newest, -1, -1):
         here = read_position(store.storage, version, prefix)
@@ -139,7 +141,12 @@ def read_tail(store: Store) -> Tail:
 
 
 def plan_repair(
-    tail: Tail, whole: CommitRecord | None, *, is_hint_wrong: bool = False, is_root_wrong: bool = False
+    tail: Tail,
+    whole: CommitRecord | None,
+    *,
+    is_hint_wrong: bool = False,
+    is_root_wrong: bool = False,
+    is_time_wrong: bool = False,
 ) -> tuple[RepairAction, ...]:
     """Return what puts a store right, in order. Pure.
 
@@ -162,9 +169,12 @@ def plan_repair(
             positions = ", ".join(map(str, tail.torn_positions))
             message = f"append a record behind log position {positions}, which cannot be read, with {state}"
             actions.append(RepairAction("supersede", message))
-        elif whole is not None and whole.chain != last.chain:
+        elif whole is not None and whole.v <= last.v and whole.chain != last.chain:
             actions.append(RepairAction("rollback", f"append a rollback to {state}"))
-    if is_hint_wrong:
+        elif is_time_wrong:
+            message = f"append a rollback to {state} at the time of now: the newest record is of {text_of(last.ts_ms)}"
+            actions.append(RepairAction("time", message))
+    if is_hint_wrong and last is not None:
         actions.append(RepairAction("hint", f"write {layout.HINT} anew"))
     if is_root_wrong:
         actions.append(RepairAction("root", f"write {layout.ROOT_GROUP} anew"))
@@ -195,6 +205,8 @@ def repair_store(
         Another process saved, or opened a writer, meanwhile; call again.
     ReadOnlyStore
         A newer library's store, or a relay.
+    WrongClock
+        The newest record is of a time to come, and this machine's clock is not the store's either.
     StorageFailure, AccessDenied, CommitStateUnknown
 
     Examples
@@ -207,7 +219,7 @@ def repair_store(
     ()
     """
     store.check_not_relay()
-    findings = Findings()
+    findings = Findings(store.branch)
     tail = read_tail(store)
     prefix = store.commit_log.prefix
     with Workers(threads, name="cnr-repair") as workers:
@@ -219,21 +231,31 @@ def repair_store(
     whole = None if found.entry is None else found.entry.record
     hint_key = layout.hint_key(prefix)
     wrong = {problem.path for problem in findings.problems}
+    now_ms = wall_ms()
+    is_time_wrong = tail.last is not None and is_ahead(tail.last.record, now_ms)
     actions = plan_repair(
-        tail, whole, is_hint_wrong=hint_key in wrong, is_root_wrong=layout.ROOT_GROUP in wrong
+        tail, whole, is_hint_wrong=hint_key in wrong, is_root_wrong=layout.ROOT_GROUP in wrong,
+        is_time_wrong=is_time_wrong,
     )  # fmt: skip
     if not dry_run:
-        actions = tuple(_carry_out(store, action, tail, whole) for action in actions)
+        if is_time_wrong:
+            check_clock(store.storage, now_ms)
+        ts_ms = now_ms if is_time_wrong else 0
+        actions = tuple(_carry_out(store, action, tail, whole, ts_ms) for action in actions)
     mended = {hint_key, layout.ROOT_GROUP, *(layout.commit_key(version, prefix) for version in tail.torn_positions)}
     return RepairReport(
         url=store.url, is_dry_run=dry_run, newest=tail.newest, target=None if whole is None else whole.v,
         actions=actions, torn=tuple(tail.torn_positions) if tail.last is not None else (),
         lost=tuple(LostState(entry.record.v, entry.record.step) for entry in found.rejected),
-        remaining=tuple(problem for problem in findings.problems if problem.path not in mended or not actions),
+        remaining=tuple(
+            problem for problem in findings.problems
+            if not actions or (problem.path not in mended and problem.kind != WrongClock.kind)
+        ),
+        has_log=_has_log(store),
     )  # fmt: skip
 
 
-def return_to(store: Store, tail: Tail, target: CommitRecord) -> int:
+def return_to(store: Store, tail: Tail, target: CommitRecord, ts_ms: int = 0) -> int:
     """Make an older version's state the head's, past newest records that cannot be read; returns the new version.
 
     Torn positions are superseded, one epoch up: a writer of one of them can commit nothing more.
@@ -242,6 +264,8 @@ def return_to(store: Store, tail: Tail, target: CommitRecord) -> int:
     ----------
     tail
         The end of the log from which ``target`` was chosen: what was saved behind it is never gone back from.
+    ts_ms
+        The time of the record, where those before it were stamped by a clock that was far ahead; 0 is the usual.
 
     Raises
     ------
@@ -265,23 +289,34 @@ def return_to(store: Store, tail: Tail, target: CommitRecord) -> int:
     draft = draft_after(
         last, "rollback", writer_info(),
         target=target.v, chain=target.chain, tables=_tables(store, target), logical=target.logical, step=target.step,
+        ts_ms=ts_ms,
     )  # fmt: skip
-    if not tail.torn:
-        return store.commit_log.append(tail.last, draft, rebase_rollback).record.v
-    if read_tail(store) != tail:
-        raise Conflict(f"the log of {store.url} has changed meanwhile; repair it again", version=tail.newest)
-    superseded = Superseded(follows=tail.last.digest, torn=tail.torn)
-    draft = msgspec.structs.replace(draft, epoch=last.epoch + 1, supersedes=superseded)
-    return store.commit_log.append(tail.last, draft, rebase_expire).record.v
+    if tail.torn:
+        if read_tail(store) != tail:
+            raise Conflict(f"the log of {store.url} has changed meanwhile; repair it again", version=tail.newest)
+        superseded = Superseded(follows=tail.last.digest, torn=tail.torn)
+        draft = msgspec.structs.replace(draft, epoch=last.epoch + 1, supersedes=superseded)
+    # What superseded the torn ones first is a rollback or a close: neither is followed.
+    return store.commit_log.append(tail.last, draft, rebase_rollback).record.v
 
 
-def _carry_out(store: Store, action: RepairAction, tail: Tail, whole: CommitRecord | None) -> RepairAction:
+def _has_log(store: Store) -> bool:
+    try:
+        store.check_begun()
+    except CorruptStore:
+        return False
+    except VersionNotFound:
+        pass  # Nothing was saved yet, so nothing is lost.
+    return True
+
+
+def _carry_out(store: Store, action: RepairAction, tail: Tail, whole: CommitRecord | None, ts_ms: int) -> RepairAction:
     version = None
-    if action.kind in ("supersede", "rollback"):
+    if action.kind in ("supersede", "rollback", "time"):
         assert tail.last is not None  # or it would not have been planned
-        version = return_to(store, tail, tail.last.record if whole is None else whole)
+        version = return_to(store, tail, tail.last.record if whole is None else whole, ts_ms)
     elif action.kind == "hint":
-        newest = newest_position(store.storage, store.commit_log.prefix)
+        newest = max(list_positions(store.storage, store.commit_log.prefix))
         store.storage.put(layout.hint_key(store.commit_log.prefix), canonical_json(Hint(newest)))
     else:
         store.storage.put(layout.ROOT_GROUP, root_document())

@@ -38,6 +38,7 @@ from cnr_store.table_codes import (
 from cnr_store.types import Affine, RowIds
 from cnr_store.workers import Workers, blocks
 
+_MERGED_KEYS = 1 << 20
 CUT_ROWS = 16_384
 """Rows of packed codes unpacked at a time when some of their columns are cut out."""
 
@@ -312,6 +313,28 @@ class _Target:
             self.codes.escapes.put(rows + self.codes.start, values)
 
 
+def named_rows(readers: Sequence[ChunkReader], plan: TablePlan) -> RowIds:
+    """Return the keys, or rows of the plan's range, that its chunks have: sorted, unique. Reads row ids alone; blocks.
+
+    Raises
+    ------
+    CorruptStore, CorruptObject, MissingObject
+    """
+    known = np.empty(0, np.int64)
+    pending: list[RowIds] = []
+    count = 0
+    scratch = Scratch()
+    for step in (step for batch in plan.batches for step in batch.steps):
+        rows = readers[step.segment].read_rows(step.row_list, step.chunk, scratch)
+        if plan.schema.keys == "dense":
+            rows = rows[slice(*np.searchsorted(rows, [plan.start, plan.stop]))]
+        pending.append(rows.copy())
+        count += len(rows)
+        if count > max(_MERGED_KEYS, len(known)):
+            known, pending, count = np.unique(np.concatenate([known, *pending])), [], 0
+    return np.unique(np.concatenate([known, *pending]))
+
+
 def matching(wanted: RowIds, rows: RowIds) -> tuple[RowIds, RowIds]:
     """Return where two sorted lists of unique rows have the same: positions in the first, and in the second. Pure.
 
@@ -407,8 +430,6 @@ def replay_hashed(
 
     def read(step: Step) -> tuple[RowIds, dict[str, Array]]:
         reader = readers[step.segment]
-        if step.operation == "add":
-            raise CorruptStore(f"hashed table {plan.table!r} has add rows; only set rows are legal", table=plan.table)
         rows = reader.read_rows(step.row_list, step.chunk, Scratch())
         chosen: Any = slice(None) if wanted is None else matching(wanted, rows)[1]
         rows = rows[chosen].copy()

@@ -15,14 +15,21 @@ from typing import Literal
 import numpy as np
 
 from cnr_store.encodings import digest
-from cnr_store.errors import CorruptStore, TableNotFound, Unsupported
-from cnr_store.records import Manifest, PartEntry, RowListEntry, TableSchema, stated_digest
+from cnr_store.errors import BadInput, CorruptStore, TableNotFound, Unsupported
+from cnr_store.manifest import stated_digest
+from cnr_store.records import Manifest, PartEntry, RowListEntry, TableSchema
 from cnr_store.table_codes import array_specs
 from cnr_store.types import Rectangle, RowIds, SlotsRule
 
 Operation = Literal["add", "set", "delete", "escape"]
 OPERATIONS: tuple[Operation, ...] = ("add", "set", "delete", "escape")
 Columns = tuple[int, int]
+
+UNASKED_BYTES = 256 * 1024 * 1024
+"""So much is taken for rows that are not stored without being asked for."""
+
+LEAST_SPARSE_ROWS, SPARSE_TIMES = 1 << 16, 8
+"""A table is sparse if it declares more rows than both, and than so many times those that are stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +158,40 @@ def plan_table(
     ends = tuple(part for part in last.parts if part.table == table)
     stored = ((0, schema.dim),) if hashed else _intervals(table, schema, cutting)
     return TablePlan(table, schema, start, stop, columns, tuple(batches), tracks, ends, stored)
+
+
+def stored_rows(plan: TablePlan) -> int:
+    """Return how many rows the chunks of the plan hold, each as often as a chunk has it. Pure."""
+    return sum(step.num_rows for batch in plan.batches for step in batch.steps)
+
+
+def is_sparse(plan: TablePlan) -> bool:
+    """Return whether by far most of the plan's rows are in no chunk. Pure."""
+    return plan.stop - plan.start > max(LEAST_SPARSE_ROWS, SPARSE_TIMES * stored_rows(plan))
+
+
+def check_stored(plan: TablePlan, size_bytes: int, consent: str) -> None:
+    """Refuse what takes memory or time for rows that a table declares and does not store, unless the caller said so.
+
+    Any store can declare any number of rows, in a few bytes. Pure.
+
+    Parameters
+    ----------
+    size_bytes
+        What would be taken for the plan's rows; up to `UNASKED_BYTES` nothing is asked.
+    consent
+        How the caller can say so, for the message.
+
+    Raises
+    ------
+    BadInput
+    """
+    if size_bytes > UNASKED_BYTES and is_sparse(plan):
+        raise BadInput(
+            f"rows [{plan.start}, {plan.stop}) of table {plan.table!r} take {size_bytes} bytes, and the store has "
+            f"{stored_rows(plan)} of them, the others are fill; if that is meant, {consent}",
+            table=plan.table, expected=UNASKED_BYTES, found=size_bytes,
+        )  # fmt: skip
 
 
 def by_columns(plan: TablePlan) -> tuple[TablePlan, ...]:

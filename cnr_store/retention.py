@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cnr_store.errors import BadInput
+from cnr_store.arguments import checked_count, checked_number
 from cnr_store.records import CommitRecord
 
 
@@ -22,7 +22,7 @@ class RetentionPolicy:
     keep_last
         The newest this many checkpoints, counted by ``logical``; of each the newest version. At least 1.
     keep_within_s
-        Every version committed in the last so many seconds as well.
+        Every version committed in the last so many seconds as well; none counts as younger than a later one.
     keep_every
         Every checkpoint whose ``logical`` is a multiple of this as well.
 
@@ -37,12 +37,11 @@ class RetentionPolicy:
     keep_every: int | None = None
 
     def __post_init__(self) -> None:
-        if self.keep_last < 1:
-            raise BadInput(f"keep_last is {self.keep_last}; at least the newest checkpoint stays", found=self.keep_last)
-        if self.keep_within_s is not None and not self.keep_within_s >= 0:
-            raise BadInput(f"keep_within_s is {self.keep_within_s}; give seconds >= 0", found=self.keep_within_s)
-        if self.keep_every is not None and self.keep_every < 1:
-            raise BadInput(f"keep_every is {self.keep_every}; give a count >= 1", found=self.keep_every)
+        checked_count("keep_last", self.keep_last, least=1)
+        if self.keep_within_s is not None:
+            checked_number("keep_within_s", self.keep_within_s, least=0)
+        if self.keep_every is not None:
+            checked_count("keep_every", self.keep_every, least=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,8 +201,11 @@ def _policy_reasons(
                 reasons.setdefault(index, f"every {policy.keep_every}. checkpoint")
     if policy.keep_within_s is not None:
         since_ms = now_ms - policy.keep_within_s * 1000
-        for index, run in enumerate(runs):
-            if versions[run.stop - 1].ts_ms >= since_ms:
+        least_ms = versions[-1].ts_ms
+        for index in reversed(range(len(runs))):
+            # No version is younger than those behind it, whatever a clock that was wrong then has stamped it with.
+            least_ms = min(least_ms, versions[runs[index].stop - 1].ts_ms)
+            if least_ms >= since_ms:
                 reasons.setdefault(index, f"committed in the last {policy.keep_within_s:g} s")
     return reasons
 

@@ -12,39 +12,42 @@ import copy
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from cnr_store import arrays, layout
+from cnr_store.chain_checks import chain_problems, record_problems
+from cnr_store.documents import JSON, canonical_json, decode_document, loads, sha256
 from cnr_store.encodings.row_order import into_order, out_of_order
 from cnr_store.errors import (
     BadDtype,
     BadInput,
     CorruptObject,
+    CorruptRecord,
     CorruptStore,
     MissingObject,
     StorageFailure,
     TableNotFound,
 )
+from cnr_store.fields import ArrayDtype, TensorDtype
+from cnr_store.limits import MAX_MANIFEST_BYTES, MAX_TREE_NESTING
+from cnr_store.manifest import decode_manifest, decode_segment
 from cnr_store.records import (
     ArrayEntry,
     ChainEntry,
+    CommitRecord,
     DenseEntry,
     Manifest,
     ObjectEntry,
     PartEntry,
     Receipt,
     RowListEntry,
-    canonical_json,
-    decode_document,
-    decode_manifest,
-    sha256,
 )
 from cnr_store.storage import Storage, object_digest, read_verified
 from cnr_store.types import JsonValue, Profile, Rectangle, RowIds
@@ -218,7 +221,8 @@ class SegmentWriter:
     def put_receipt(self, receipt: Receipt) -> str:
         """Put the receipt, the last object of this writer, for whoever puts the manifest; returns its sha256."""
         data = canonical_json(receipt)
-        self._storage.put(layout.segment_key(self.name, f"{self.folder}/{layout.RECEIPT}"), data)
+        key = layout.segment_key(self.name, f"{self.folder}/{layout.RECEIPT}")
+        self._storage.put_document(key, data, MAX_MANIFEST_BYTES)
         return sha256(data)
 
     def _write_pack(
@@ -228,17 +232,18 @@ class SegmentWriter:
         path = f"{self.folder}/dense/{dtype_name}"
         offset = 0
         for name, tensor in tensors:
+            logical = cast(TensorDtype, dtypes.get(name, dtype_name))
             self._dense[name] = DenseEntry(
-                segment="", path=path, offset=offset, dtype=dtypes.get(name, dtype_name), shape=tensor.shape,
+                segment="", path=path, offset=offset, dtype=logical, shape=tensor.shape,
                 digest=object_digest(tensor.reshape(-1).view(np.uint8).data),
             )  # fmt: skip
             offset += tensor.size
-        if offset == 0:
-            return
         pack = np.concatenate([tensor.reshape(-1) for _, tensor in tensors])
         rows = arrays.chunk_rows_for(offset, dtype.itemsize)
         # Floats are stored as bytes and model weights as integers are rare: never pcodec, so any Zarr reader opens it.
-        entry = ArrayEntry(path=path, dtype=dtype_name, shape=(offset,), chunk_rows=rows, codec="bytes")
+        entry = ArrayEntry(
+            path=path, dtype=cast(ArrayDtype, dtype_name), shape=(offset,), chunk_rows=rows, codec="bytes"
+        )
         self._put(f"{path}/zarr.json", arrays.array_document(entry))
         self._workers.run(
             lambda k=k: self._put(  # type: ignore[misc]
@@ -279,10 +284,20 @@ def check_dense_dtype(name: str, dtype: np.dtype[Any], logical: str | None) -> N
 
 
 def write_manifest(storage: Storage, name: str, manifest: Manifest) -> tuple[str, int]:
-    """Put ``_segment.json`` durably; returns its sha256 and size. The segment is complete and still invisible."""
+    """Put ``_segment.json`` durably; returns its sha256 and size. The segment is complete and still invisible.
+
+    Raises
+    ------
+    BadInput
+        No reader would take it: what was given cannot be stored.
+    """
     data = canonical_json(manifest)
     key = layout.segment_key(name, layout.MANIFEST)
-    storage.put(key, data)
+    try:
+        decode_manifest(data, key)
+    except CorruptStore as error:
+        raise BadInput(f"this cannot be saved, because no reader would take it: {error}", path=key) from error
+    storage.put_document(key, data, MAX_MANIFEST_BYTES)
     storage.sync_folders([key])
     return sha256(data), len(data)
 
@@ -298,7 +313,7 @@ def read_receipt(storage: Storage, name: str, folder: str, digest: str) -> Recei
         It cannot be parsed.
     """
     key = layout.segment_key(name, f"{folder}/{layout.RECEIPT}")
-    data = storage.read(key)
+    data = storage.read_document(key, MAX_MANIFEST_BYTES)
     if data is None:
         raise MissingObject(f"receipt {key} is missing, although its rank has written it", path=key)
     if sha256(data) != digest:
@@ -339,6 +354,29 @@ def merge_receipts(receipts: list[Receipt]) -> dict[str, Any]:
 
 
 IfMissing = Callable[[MissingObject], None]
+
+
+def read_manifest(
+    storage: Storage, entry: ChainEntry, *, if_missing: IfMissing | None = None
+) -> tuple[bytes, Manifest]:
+    """Read and check the manifest that a chain entry names: one GET.
+
+    Raises
+    ------
+    MissingObject, CorruptObject, CorruptStore, NewerFormat
+    """
+    key = layout.segment_key(entry.seg, layout.MANIFEST)
+    data = storage.read_document(key, MAX_MANIFEST_BYTES)
+    if data is None:
+        missing = MissingObject(
+            f"{key} is missing in {storage.url}, but a commit record names it; run `cnr verify`", path=key
+        )
+        if if_missing is not None:
+            if_missing(missing)
+        raise missing
+    return data, decode_segment(data, entry, key)
+
+
 TakeObject = Callable[[str], bytes | None]
 """Path to the verified bytes of an object that was fetched before; None where it was not."""
 
@@ -347,9 +385,11 @@ class SegmentReader:
     """One segment, read through its manifest. Thread-safe; keeps no data but the manifest.
 
     ``if_missing`` is called with the error before a missing object is raised, and may raise what is behind it.
+    ``sound_behind`` names the segments before it in a chain that was found free of contradictions up to it.
     """
 
     def __init__(self, storage: Storage, name: str, manifest: Manifest, *, if_missing: IfMissing | None = None) -> None:
+        self.sound_behind: tuple[str, ...] | None = None
         self.name = name
         self.manifest = manifest
         self._storage = storage
@@ -365,27 +405,7 @@ class SegmentReader:
         ------
         MissingObject, CorruptObject, CorruptStore
         """
-        key = layout.segment_key(entry.seg, layout.MANIFEST)
-        data = storage.read(key)
-        if data is None:
-            missing = MissingObject(f"{key} is missing, but a commit record names it; run `cnr verify`", path=key)
-            if if_missing is not None:
-                if_missing(missing)
-            raise missing
-        if sha256(data) != entry.sha256:
-            raise CorruptObject(
-                f"{key} has another sha256 than its commit record names; it was altered, run `cnr verify`",
-                path=key,
-                expected=entry.sha256,
-                found=sha256(data),
-            )
-        manifest = decode_manifest(data, key)
-        if (manifest.l0, manifest.l1, manifest.kind) != (entry.l0, entry.l1, entry.kind):
-            raise CorruptStore(
-                f"{key} says {manifest.kind} {manifest.l0} to {manifest.l1}, its chain entry says "
-                f"{entry.kind} {entry.l0} to {entry.l1}",
-                path=key,
-            )
+        _, manifest = read_manifest(storage, entry, if_missing=if_missing)
         return cls(storage, entry.seg, manifest, if_missing=if_missing)
 
     @property
@@ -397,6 +417,12 @@ class SegmentReader:
         """Return the bytes of an object by the inventory; 0 if it has none of that path, which a read refuses."""
         entry = self._objects.get(path)
         return 0 if entry is None else entry.size
+
+    def told_by(self, if_missing: IfMissing | None) -> SegmentReader:
+        """Return the same segment, whose missing objects ``if_missing`` is told of."""
+        other = copy.copy(self)
+        other._if_missing = if_missing
+        return other
 
     def fetched_by(self, take: TakeObject) -> SegmentReader:
         """Return the same segment, of which ``take`` is asked for the verified bytes of an object first."""
@@ -454,7 +480,6 @@ class SegmentReader:
             out = scratch.take(stored.shape, stored.dtype)
             out_of_order(stored, keys, out)
             return out
-        arrays.check_chunk_size(entry)
         path = arrays.chunk_path(entry, index)
         out = scratch.take(arrays.chunk_shape(entry), np.dtype(entry.dtype))
         arrays.decode_chunk(entry, self.read_object(path), out, layout.segment_key(self.name, path))
@@ -490,24 +515,15 @@ class SegmentReader:
         if path is None:
             raise TableNotFound(f"segment {self.name} has no document {name!r}", path=name)
         try:
-            return msgspec.json.decode(self.read_object(path))
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            return loads(self.read_object(path), JSON, deepest=MAX_TREE_NESTING)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             key = layout.segment_key(self.name, path)
             raise CorruptStore(f"document {key} cannot be parsed: {error}; run `cnr verify`", path=key) from error
 
     def read_dense(self, name: str, entry: DenseEntry) -> npt.NDArray[Any]:
-        """Return a dense tensor whose bytes are in this segment, in its stored dtype."""
-        array = next((item for item in self.manifest.dense_arrays if item.path == entry.path), None)
+        """Return a dense tensor whose bytes are in this segment (`chain_checks.find_dense`), in its stored dtype."""
+        array = next(item for item in self.manifest.dense_arrays if item.path == entry.path)
         size = math.prod(entry.shape)
-        if size == 0:
-            return np.empty(entry.shape, _stored_dtype(entry.dtype))
-        if array is None or entry.offset < 0 or entry.offset + size > array.shape[0]:
-            raise CorruptStore(f"dense tensor {name!r} is not inside segment {self.name}", path=entry.path)
-        if array.dtype != _stored_dtype(entry.dtype).name:
-            raise CorruptStore(f"dense tensor {name!r} is {entry.dtype}, its array is {array.dtype}", path=entry.path)
-        arrays.check_chunk_size(array)
-        if size > sum(1 for path in self._objects if path.startswith(f"{array.path}/c/")) * array.chunk_rows:
-            raise CorruptStore(f"dense tensor {name!r} is larger than the chunks of its array", path=entry.path)
         out = np.empty(size, array.dtype)
         scratch = Scratch()
         start, stop = entry.offset, entry.offset + size
@@ -523,6 +539,45 @@ class SegmentReader:
                 path=layout.segment_key(self.name, entry.path),
             )
         return out.reshape(entry.shape)
+
+
+def open_chain(
+    storage: Storage,
+    chain: Sequence[ChainEntry],
+    workers: Workers,
+    *,
+    known: Mapping[str, SegmentReader] = {},
+    if_missing: IfMissing | None = None,
+) -> tuple[SegmentReader, ...]:
+    """Open the segments of a chain, and refuse manifests that contradict each other: a GET for each that is not known.
+
+    Raises
+    ------
+    MissingObject, CorruptObject, CorruptStore, NewerFormat, StorageFailure
+    """
+    missing = [entry for entry in chain if entry.seg not in known]
+    fresh = workers.run(partial(SegmentReader.open, storage, entry, if_missing=if_missing) for entry in missing)
+    by_name = {**known, **{reader.name: reader for reader in fresh}}
+    readers = tuple(by_name[entry.seg] for entry in chain)
+    names = tuple(reader.name for reader in readers)
+    sound = next((k for k, one in enumerate(readers) if one.sound_behind != names[:k]), len(names))
+    for found in chain_problems(names, [reader.manifest for reader in readers], sound):
+        key = layout.segment_key(names[found.index], layout.MANIFEST)
+        raise CorruptStore(f"{key}: {found.message}; run `cnr verify`", path=key, table=found.table)
+    for k, reader in enumerate(readers):
+        reader.sound_behind = names[:k]
+    return readers
+
+
+def check_record(record: CommitRecord, last: SegmentReader) -> None:
+    """Refuse a record that says another thing of its last segment than that says of itself. No I/O.
+
+    Raises
+    ------
+    CorruptRecord
+    """
+    for problem in record_problems(record, last.manifest):
+        raise CorruptRecord(f"commit record {record.v} {problem}; run `cnr verify`", version=record.v, path=last.name)
 
 
 class Scratch:

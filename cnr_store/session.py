@@ -8,21 +8,25 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
+from cnr_store.commit_record import LogEntry
 from cnr_store.errors import (
     CnrStoreError,
     Conflict,
     CorruptStore,
+    DoesNotApply,
     Fenced,
+    MissingObject,
     RankFailed,
     RankLost,
     StorageFailure,
 )
+from cnr_store.expiry import expired_by
 from cnr_store.log import CommitLog
 from cnr_store.mirrors import Mirrors
 from cnr_store.placement import Placement, Shard, shards_of
 from cnr_store.ranks import OneRank, Ranks, rank_zero, together
 from cnr_store.rebase import leaves_state
-from cnr_store.records import LogEntry, WriterInfo
+from cnr_store.records import WriterInfo
 from cnr_store.segment import SegmentReader
 from cnr_store.snapshot import Snapshot
 from cnr_store.storage import Storage
@@ -80,6 +84,26 @@ class Session:
     shapes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     cuts: Mapping[str, set[tuple[int, int]]] = field(default_factory=dict)
 
+    def snapshot_of(
+        self, entry: LogEntry, *, known: Mapping[str, SegmentReader] | None = None, opens: bool = True
+    ) -> Snapshot:
+        """Return the state of a record that this writer goes on from; ``known``, ``opens`` as of `Snapshot`.
+
+        What a read of it misses since compaction folded it, and collection deleted it, is DoesNotApply and no damage.
+        """
+
+        def tell(missing: MissingObject) -> None:
+            newest = expired_by(self.log, entry.record.v)
+            if newest is not None:
+                raise DoesNotApply(
+                    f"version {entry.record.v}, which this writer goes on from, has expired by commit record "
+                    f"{newest.v}, and segments of it were folded and deleted: it was read or saved behind for longer "
+                    "than garbage collection waits; save again",
+                    version=newest.v, found=missing.path,
+                ) from missing  # fmt: skip
+
+        return Snapshot(self.storage, entry, self.workers, known=known, opens=opens, if_missing=tell)
+
     def shards(self, tables: Iterable[str]) -> dict[str, tuple[Shard, ...]]:
         """Return what this rank holds of the tables."""
         return shards_of(self.placement, tables)
@@ -127,14 +151,15 @@ class Session:
             self.move_to(newest)
             if self.snapshot is not None and self.head is not before:
                 known = self.snapshot.known_readers
-                opened.append(Snapshot(self.storage, self.head, self.workers, known=known))
+                opened.append(self.snapshot_of(self.head, known=known))
 
         try:
             newest = rank_zero(self.ranks, self._move_behind_maintenance)
             together(self.ranks, move)
         except BaseException as error:
             self.head = before  # all of it or nothing: the snapshot must be the head's, on every rank
-            if not isinstance(error, StorageFailure | CorruptStore | RankFailed) or isinstance(error, RankLost):
+            is_passing = isinstance(error, StorageFailure | CorruptStore | DoesNotApply | RankFailed)
+            if not is_passing or isinstance(error, RankLost):
                 raise
             logger.warning("what came behind version %d cannot be looked at: %s", before.record.v, error)
             return
@@ -189,7 +214,7 @@ class Session:
         self.is_restored = False
         # Until the new state is open the mirrors are nobody's: opening it may read, and so may fail.
         self.snapshot = None
-        snapshot = Snapshot(self.storage, entry, self.workers, known=known, opens=False)
+        snapshot = self.snapshot_of(entry, known=known, opens=False)
         try:
             snapshot.open()
         except CnrStoreError as error:
@@ -211,13 +236,13 @@ class Session:
         ------
         StorageFailure
             The mirrors stay: ask again.
-        CorruptStore
+        CorruptStore, DoesNotApply
             The chain cannot be built on: the writer needs a restore, or a full.
         """
         if self.snapshot is not None:
             try:
                 self.snapshot.open()
-            except CorruptStore:
+            except (CorruptStore, DoesNotApply):
                 self.forget()
                 raise
 

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from cnr_store import tree
+from cnr_store.chain_checks import find_dense
 from cnr_store.chunk_lru import ChunkLru
+from cnr_store.commit_record import LogEntry
 from cnr_store.encodings.widths import carrier
 from cnr_store.errors import BadDtype, BadInput, BadRowIds, BadShape, CorruptStore, TableNotFound
 from cnr_store.placement import whole_of
-from cnr_store.records import ChainEntry, CommitRecord, DenseEntry, LogEntry, Manifest, TableSchema, WaitingEntry
+from cnr_store.records import ChainEntry, CommitRecord, DenseEntry, Manifest, TableSchema, WaitingEntry
 from cnr_store.replay import ChunkReader, matching, replay_hashed
-from cnr_store.replay_plan import TablePlan, plan_table
+from cnr_store.replay_plan import UNASKED_BYTES, TablePlan, check_stored, plan_table
 from cnr_store.restore import read_mirror, read_range, read_rows, rows_since
 from cnr_store.rows import check_row_ids
-from cnr_store.segment import IfMissing, SegmentReader
+from cnr_store.segment import IfMissing, SegmentReader, check_record, open_chain
 from cnr_store.storage import Storage
 from cnr_store.table_codes import Allocate, Array, ArraySpec, TableCodes, array_specs, fill_value
 from cnr_store.types import JsonValue, Rectangle, RowIds, SlotsRule
@@ -54,7 +55,8 @@ class Snapshot:
         self.record: CommitRecord = entry.record
         self._storage = storage
         self._workers = workers
-        self._known = dict(known or {})
+        # What was opened for another version is missed as part of this one.
+        self._known = {name: reader.told_by(if_missing) for name, reader in (known or {}).items()}
         self._if_missing = if_missing
         self._cache = cache
         self._readers: tuple[SegmentReader, ...] | None = None
@@ -70,11 +72,12 @@ class Snapshot:
         """
         if self._readers is None:
             chain = self.record.chain
-            missing = [item for item in chain if item.seg not in self._known]
-            open_one = partial(SegmentReader.open, self._storage, if_missing=self._if_missing)
-            fresh = self._workers.run(partial(open_one, item) for item in missing)
-            readers = {**self._known, **{reader.name: reader for reader in fresh}}
-            self._readers = tuple(readers[item.seg] for item in chain)
+            readers = open_chain(
+                self._storage, chain, self._workers, known=self._known, if_missing=self._if_missing
+            )  # fmt: skip
+            if readers:
+                check_record(self.record, readers[-1])
+            self._readers = readers
             self._known = {}
 
     def open_segment(self, entry: ChainEntry) -> SegmentReader:
@@ -222,34 +225,6 @@ class Snapshot:
         return self._workers
 
 
-def find_dense(names: Sequence[str], manifests: Sequence[Manifest], name: str) -> tuple[int, DenseEntry] | None:
-    """Return which segment of a chain holds a dense tensor of the last one's state, and where in it. Pure.
-
-    The one that the entry names; or, if compaction has folded that into another, one that holds the same tensor by its
-    own bytes (spec, CNR-DEN-4). None if there is neither.
-
-    Parameters
-    ----------
-    names, manifests
-        The chain's segments, baseline first.
-    name
-        A tensor that the last manifest has.
-    """
-    entry = manifests[-1].dense[name]
-    segment = entry.segment or names[-1]
-    if segment in names:
-        return names.index(segment), entry
-    for index, manifest in enumerate(manifests):
-        held = manifest.dense.get(name)
-        if held is not None and not held.segment and _is_same_tensor(held, entry):
-            return index, held
-    return None
-
-
-def _is_same_tensor(a: DenseEntry, b: DenseEntry) -> bool:
-    return (a.digest, a.dtype, a.shape) == (b.digest, b.dtype, b.shape)
-
-
 class TableView:
     """One table of a snapshot. Reads block; bfloat16 values are uint16 arrays of their bits.
 
@@ -273,6 +248,18 @@ class TableView:
     def column_cuts(self) -> tuple[tuple[int, int], ...]:
         """The column ranges that the table's present life is stored in, (start, stop) each, in order."""
         return self._plan(0, None).stored
+
+    def check_stored(self, consent: str, *, slots: bool = False) -> None:
+        """Refuse a whole table of which far more rows are declared than stored; see `replay_plan.check_stored`. No I/O.
+
+        Raises
+        ------
+        BadInput
+        """
+        row_bytes = sum(spec.row_bytes for name, spec in self._specs.items() if slots or name == "codes")
+        size_bytes = self.schema.num_rows * row_bytes
+        if size_bytes > UNASKED_BYTES:
+            check_stored(self._plan(0, None), size_bytes, consent)
 
     def read(self, start: int = 0, stop: int | None = None, *, out: Array | None = None) -> Array:
         """Return rows [start, stop) as (rows, dim) in the table's dtype, into ``out`` if given.
@@ -544,6 +531,9 @@ class TableView:
                 table=self.name,
             )
         specs = self._specs if columns is None else array_specs(self.schema, columns)
+        row_bytes = sum(specs[name].row_bytes for name, out in given.items() if out is None)
+        if (stop - start) * row_bytes > UNASKED_BYTES:
+            check_stored(self._plan(start, stop, columns), (stop - start) * row_bytes, "give the memory (out=)")
         return {name: self._output(specs[name], stop - start, out) for name, out in given.items()}
 
     def _output(self, spec: ArraySpec, rows: int, out: Array | None) -> Array:

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import msgspec
 
 from cnr_store import layout
-from cnr_store.errors import NotFound
-from cnr_store.records import CommitRecord, canonical_json
+from cnr_store.documents import canonical_json, loads
+from cnr_store.errors import CorruptObject, NotFound
+from cnr_store.limits import MAX_SMALL_BYTES
+from cnr_store.records import CommitRecord
 from cnr_store.store import Store
 
 CHECKPOINT_KINDS = frozenset({"full", "delta"})
@@ -45,6 +47,9 @@ class LastMaintenance(msgspec.Struct, frozen=True, kw_only=True):
     deleted_bytes: int
     doomed_bytes: int | None = None
     orphans: int | None = None
+
+
+_DECODER = msgspec.json.Decoder(LastMaintenance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +169,10 @@ def count_live(head: CommitRecord) -> int:
 
 def read_last_maintenance(store: Store) -> LastMaintenance | None:
     """Return how the last maintenance ended; None if there was none, or what is there cannot be read. One GET."""
-    data = store.storage.read(layout.LAST_MAINTENANCE)
     try:
-        return None if data is None else msgspec.json.decode(data, type=LastMaintenance)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        data = store.storage.read_document(layout.LAST_MAINTENANCE, MAX_SMALL_BYTES)
+        return None if data is None else loads(data, _DECODER)
+    except (CorruptObject, msgspec.MsgspecError, UnicodeDecodeError):
         return None
 
 

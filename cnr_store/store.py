@@ -8,32 +8,41 @@ import socket
 import uuid
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, get_args
 
-from cnr_store import arrays, branches, layout, leases
+from cnr_store import arrays, beginning, branches, layout, leases
+from cnr_store.arguments import checked_choice
+from cnr_store.at_time import newest_at
 from cnr_store.branches import Branch
 from cnr_store.chunk_lru import ChunkLru
+from cnr_store.clock import check_clock, ms_of, wall_ms
+from cnr_store.commit_record import DATA_KINDS, LogEntry, is_live, unknown_writer_features
+from cnr_store.documents import canonical_json, sha256
 from cnr_store.errors import (
     BadInput,
     BranchNotFound,
     ChannelNotFound,
     CnrStoreError,
-    CorruptRecord,
     CorruptStore,
     MissingObject,
     NotAStore,
     ReadOnlyStore,
+    StorageFailure,
     StoreExists,
     TagExists,
     TagNotFound,
-    UnsafeBackend,
     VersionExpired,
     VersionNotFound,
 )
+from cnr_store.expiry import expired_by
+from cnr_store.identity import decode_identity, decode_relay_marker
 from cnr_store.leases import Lease
-from cnr_store.log import CommitLog, RetryPolicy, wall_ms
-from cnr_store.mirrors import MirrorMode, Mirrors
+from cnr_store.limits import MAX_SMALL_BYTES
+from cnr_store.log import CommitLog, RetryPolicy, position_bytes
+from cnr_store.mirrors import MirrorMode, Mirrors, check_mirror_folder
+from cnr_store.newest import newest_readable
 from cnr_store.placement import Placement, check_placements, column_cuts
 from cnr_store.ranks import OneRank, Ranks, rank_zero, together
 from cnr_store.rebase import (
@@ -45,25 +54,7 @@ from cnr_store.rebase import (
     rebase_tag,
     rebase_untag,
 )
-from cnr_store.records import (
-    DATA_KINDS,
-    FORMAT,
-    MAJOR,
-    MINOR,
-    CommitRecord,
-    Cursor,
-    Identity,
-    LogEntry,
-    Pin,
-    RelayMarker,
-    WriterInfo,
-    canonical_json,
-    decode_identity,
-    decode_relay_marker,
-    is_live,
-    sha256,
-    unknown_writer_features,
-)
+from cnr_store.records import FORMAT, MAJOR, MINOR, CommitRecord, Cursor, Identity, Pin, RelayMarker, WriterInfo
 from cnr_store.segment import SegmentReader
 from cnr_store.session import Session
 from cnr_store.snapshot import Snapshot
@@ -111,8 +102,12 @@ class Store:
         reads_apart = threads is None and storage.is_remote and self._workers.threads < READ_THREADS
         self._read_workers = Workers(READ_THREADS, name="cnr-read") if reads_apart else self._workers
         self._threads = threads
-        self._main = CommitLog(storage, identity.store_uuid, retry=retry or RetryPolicy())
+        is_exclusive = identity.exclusive_create == "verified"
+        self._main = CommitLog(
+            storage, identity.store_uuid, is_exclusive=is_exclusive, retry=retry or RetryPolicy()
+        )  # fmt: skip
         self._log = self._main
+        self._has_first = True
         self._branch: Branch | None = None
         self._relay: RelayMarker | None = None
         self._idle_polls = 0
@@ -141,16 +136,17 @@ class Store:
         fsync
             Whether local files are made durable before a commit.
         unsafe_single_writer
-            Accept a backend that cannot create objects exclusively; then only one process may ever write.
+            Accept a backend that cannot create objects exclusively; then only one process may ever write. The store
+            remembers it: whoever opens it to write must say so again.
 
         Raises
         ------
-        StoreExists, UnsafeBackend, AccessDenied, StorageFailure
+        StoreExists, UnsafeBackend, WrongClock, AccessDenied, StorageFailure
         """
         storage = open_storage(
             url, storage_options=storage_options, fsync=fsync, unsafe_single_writer=unsafe_single_writer
         )
-        return cls.create_on(storage, profile=profile, unsafe_single_writer=unsafe_single_writer, threads=threads)
+        return cls.create_on(storage, profile=profile, threads=threads)
 
     @classmethod
     def create_on(
@@ -158,22 +154,31 @@ class Store:
         storage: Storage,
         *,
         profile: Profile = "compact",
-        unsafe_single_writer: bool = False,
         threads: int | None = None,
         retry: RetryPolicy | None = None,
     ) -> Store:
         """Create a store on opened storage; see `create`. ``retry`` bounds how long an unclear commit is pursued."""
-        if not unsafe_single_writer:
+        checked_choice("profile", profile, get_args(Profile))
+        beginning.check_vacant(storage)
+        now_ms = wall_ms()
+        check_clock(storage, now_ms, may_be_behind=True)
+        if storage.is_exclusive:
             storage.probe()
         identity = Identity(
             format=FORMAT, major=MAJOR, minor=MINOR, hash="sha256", profile=profile,
-            store_uuid=uuid.uuid4().hex, created_ms=wall_ms(),
-            exclusive_create="unsafe_single_writer" if unsafe_single_writer else "verified",
+            store_uuid=uuid.uuid4().hex, created_ms=now_ms,
+            exclusive_create="verified" if storage.is_exclusive else "unsafe_single_writer",
         )  # fmt: skip
         data = canonical_json(identity)
         outcome = storage.create(layout.IDENTITY, data)
         if outcome is not CreateOutcome.CREATED:
-            found = storage.read(layout.IDENTITY)
+            found = storage.read(layout.IDENTITY, stop=len(data) + 1)
+            if found is None:
+                raise StorageFailure(
+                    f"creating {layout.IDENTITY} in {storage.url} failed ({outcome.value}), and it is not there: no "
+                    "store was made; try again, or open the store if that says it exists",
+                    path=layout.IDENTITY, found=outcome.value,
+                )  # fmt: skip
             if found != data:
                 raise StoreExists(f"{storage.url} holds a store already; open it", path=storage.url)
         storage.put(
@@ -195,7 +200,12 @@ class Store:
         unsafe_single_writer: bool = False,
         threads: int | None = None,
     ) -> Store:
-        """Open a store, or the branch of that name, for reading and, through `writer`, for writing.
+        """Open a store, or the branch of that name, for reading and, through `writer`, for writing. Writes nothing.
+
+        Parameters
+        ----------
+        unsafe_single_writer
+            As for `create`: to write to a store that was created so, and to no other.
 
         Raises
         ------
@@ -203,7 +213,7 @@ class Store:
             There is no such branch, or its time is over.
         NotAStore, NewerFormat, AccessDenied, StorageFailure
         CorruptStore
-            The identity is damaged, or the log has lost its first record and the newest cannot be found either.
+            The identity is damaged. A log that is damaged, or not begun yet, is told by whatever reads it.
         """
         storage = open_storage(
             url, storage_options=storage_options, fsync=fsync, unsafe_single_writer=unsafe_single_writer
@@ -220,16 +230,15 @@ class Store:
         retry: RetryPolicy | None = None,
     ) -> Store:
         """Open a store on opened storage; see `open` and `create_on`."""
-        data = storage.read(layout.IDENTITY)
+        data = storage.read_document(layout.IDENTITY, MAX_SMALL_BYTES)
         if data is None:
             raise NotAStore(f"{storage.url} is not a cnr store: it has no {layout.IDENTITY}", path=storage.url)
         identity = decode_identity(data, f"{storage.url}/{layout.IDENTITY}")
         store = cls(storage, identity, threads=threads, retry=retry)
-        if storage.read(layout.commit_key(0)) is None:
-            marker = storage.read(layout.RELAY)
-            if marker is None:
-                store._finish_creation(data)
-            else:
+        if not beginning.has_begun(storage):
+            marker = storage.read_document(layout.RELAY, MAX_SMALL_BYTES)
+            store._has_first = marker is not None
+            if marker is not None:
                 store._enter_relay(decode_relay_marker(marker, identity.store_uuid, f"{storage.url}/{layout.RELAY}"))
         if branch is not None:
             store._enter(store._find_branch(branch))
@@ -289,6 +298,36 @@ class Store:
                 path=self.url,
                 found=self._relay.source,
             )
+
+    def check_begun(self) -> None:
+        """Refuse what may delete, or must find all of the log, where that has lost its beginning. One request.
+
+        Raises
+        ------
+        CorruptStore
+        VersionNotFound
+            The creation of the store ended before its first record.
+        """
+        beginning.check_begun(self.storage, self._log.prefix, self._log.first)
+
+    def finish_creation(self) -> None:
+        """Write the first record for a process that died before it, as a writer, a tag or a fork does. No I/O else.
+
+        Nothing that only reads writes it. Never in a log that was begun before and has lost its beginning.
+
+        Raises
+        ------
+        CorruptStore, CommitStateUnknown, WrongClock, StorageFailure
+        """
+        if self._has_first:
+            return
+        try:
+            self.check_begun()
+        except VersionNotFound:
+            check_clock(self.storage, wall_ms(), may_be_behind=True)
+            identity = self.storage.read_document(layout.IDENTITY, MAX_SMALL_BYTES) or b""
+            self._log.append_first(draft_init(writer_info(uuid.uuid4().hex), sha256(identity)))
+        self._has_first = True
 
     @property
     def commit_log(self) -> CommitLog:
@@ -384,7 +423,7 @@ class Store:
         elif step is not None:
             entry = self._by_step(head, step)
         elif time is not None:
-            entry = self._by_time(head, int(time.timestamp() * 1000))
+            entry = self._by_time(head, ms_of(time))
         else:
             entry = head
         return self._open_snapshot(head.record, entry, cache)
@@ -408,7 +447,8 @@ class Store:
         Parameters
         ----------
         mirror
-            ``memory``, ``mmap`` (files under ``mirror_folder``) or ``none``.
+            ``memory``, ``mmap`` (files under ``mirror_folder``, which must be there; None: where the system has its
+            temporary files) or ``none``.
         bytes_per_s
             Cap on the bandwidth of saves, of this rank.
         ranks
@@ -421,12 +461,15 @@ class Store:
         ------
         ReadOnlyStore, UnsafeBackend, CommitStateUnknown
         BadInput
-            The ranks' shards leave gaps, or overlap; or ``bytes_per_s`` lets nothing pass.
+            The ranks' shards leave gaps, or overlap; ``bytes_per_s`` lets nothing pass; there is no ``mirror_folder``.
         """
         ranks = OneRank() if ranks is None else ranks
         if shards is None and ranks.world > 1:
             raise BadInput("several ranks write together only shards: say with shards= what this rank holds")
+        checked_choice("mirror", mirror, get_args(MirrorMode))
         check_rate(bytes_per_s)
+        # On all ranks before the first of them fences: where one cannot go on, none does.
+        together(ranks, partial(check_mirror_folder, mirror, mirror_folder))
         info = writer_info(run_id or uuid.uuid4().hex)
         fenced: list[LogEntry] = []
 
@@ -463,15 +506,10 @@ class Store:
         ------
         ReadOnlyStore, UnsafeBackend, CommitStateUnknown
         """
+        self._log.check_exclusive()
         head = self._settled_head()
-        if self.identity.exclusive_create == "verified":
+        if self.storage.is_exclusive:
             self.storage.probe()
-        elif self.storage.is_exclusive:
-            raise UnsafeBackend(
-                f"{self.url} was created for a single writer because its backend cannot create objects exclusively; "
-                "pass unsafe_single_writer=True and make sure that no other process writes",
-                path=self.url,
-            )
         return head
 
     def _fence(self, info: WriterInfo) -> LogEntry:
@@ -582,7 +620,8 @@ class Store:
         Raises
         ------
         BranchExists
-            Also where an earlier call was interrupted, or its outcome unknown, after all: `on_branch` opens it.
+            Also where an earlier call was interrupted behind its last step, or its outcome unknown, after all:
+            `on_branch` opens it.
         BadInput
             From a branch: fork from the store's own log.
         VersionNotFound, VersionExpired, BadName, CommitStateUnknown
@@ -622,6 +661,7 @@ class Store:
         BranchNotFound, CorruptStore, CommitStateUnknown
         """
         self.check_not_relay()
+        beginning.check_begun(self.storage)
         branch = branches.find_branch(self._main.latest().record, name)
         branches.close_branch(self._main, branch.uuid, writer_info())
 
@@ -689,25 +729,13 @@ class Store:
         )  # fmt: skip
         return self._log.append(head, draft, rebase_rollback).record.v
 
-    def _finish_creation(self, identity: bytes) -> None:
-        """Write position 0 for a process that died between identity and first record; never into a log with a hole."""
-        if self._log.is_blank():
-            self._log.append_first(draft_init(writer_info(uuid.uuid4().hex), sha256(identity)))
-            return
-        # Its creator was faster than we looked, or the first record was deleted. What can still be found may be read,
-        # and `cnr verify` names the hole; else this raises that position 0 is empty.
-        try:
-            self._log.latest()
-        except CorruptRecord:
-            pass  # Of the newest record, as in any store.
-
     def _enter_relay(self, marker: RelayMarker) -> None:
         self._relay = marker
         self._main = self._log = self._main.starting_at(marker.first)
 
     def _check_same_relay(self, seen: LogEntry) -> None:
         key = layout.commit_key(seen.record.v)
-        data = self.storage.read(key)
+        data = position_bytes(self.storage, seen.record.v)
         if data is None or sha256(data) != seen.digest:
             raise CorruptStore(
                 f"the relay {self.url} has not got record {seen.record.v} any more that was read there: it was begun "
@@ -752,14 +780,14 @@ class Store:
         )
 
     def _find_branch(self, name: str) -> Branch:
-        """The branch of this name, by the store's log; it may be one whose log has no position 0 yet."""
+        """The branch of this name, by the store's log."""
         if self._relay is not None:
             raise ReadOnlyStore(
                 f"{self.url} is a relay of one log of {self._relay.source}, without its branches; open the branch "
                 "there, or run a relay of it",
                 path=self.url,
             )
-        branch = branches.find_branch(_newest_readable(self._main).record, name)
+        branch = branches.find_branch(_newest_or_warn(self._main).record, name)
         if branch.is_expired(wall_ms()):
             raise VersionExpired(
                 f"branch {name!r} of {self.url} expired at {branch.pin.expires_ms} ms; drop it, and fork anew",
@@ -774,7 +802,8 @@ class Store:
         return store
 
     def _enter(self, branch: Branch) -> None:
-        self._log = branches.open_branch(self._main, branch, writer_info())
+        self._log = branches.log_of(self._main, branch)
+        self._has_first = branches.has_first(self._log, branch)
         self._branch = branch
 
     @property
@@ -785,6 +814,7 @@ class Store:
     def _settled_head(self) -> LogEntry:
         """The newest entry, which something may follow, once an earlier append of this store is known to be there."""
         self.check_not_relay()
+        self.finish_creation()
         self._log.resolve()
         head = self.head()
         self._check_open(head)
@@ -801,7 +831,7 @@ class Store:
             raise BranchNotFound(f"{self._place} was dropped; fork another", found=self.branch)
 
     def _readable_head(self) -> LogEntry:
-        head = _newest_readable(self._log)
+        head = _newest_or_warn(self._log)
         self._check_open(head)
         return head
 
@@ -841,15 +871,8 @@ class Store:
         return newest
 
     def _by_time(self, head: LogEntry, time_ms: int) -> LogEntry:
-        """Bisect: record times increase strictly."""
-        low, high, found = self._log.first, head.record.v, None
-        while low <= high:
-            middle = (low + high) // 2
-            entry = head if middle == head.record.v else self._entry(middle, or_superseding=True)
-            if entry.record.ts_ms <= time_ms:
-                low, found = entry.record.v + 1, entry
-            else:
-                high = middle - 1
+        read = partial(self._entry, or_superseding=True)
+        found = newest_at(time_ms, head, self._log.first, read, self._log.walk)
         if found is None:
             if self._log.first > 0:
                 raise self._not_held(self._log.first - 1)
@@ -860,27 +883,38 @@ class Store:
         version = entry.record.v
         self._check_live(head, version)
 
-        def tell_of_expiry(missing: MissingObject) -> None:
-            """What a version lost that has expired since, and outlived the readers' grace, is no damage."""
-            try:
-                newest = self.head().record
-            except CnrStoreError:
-                return  # What is missing is the error to tell.
-            try:
-                self._check_live(newest, version)
-            except VersionExpired as expired:
-                raise expired from missing
-            # The newest version of a relay is whole at any time; of an older one it may have let segments go.
-            if self._relay is not None and version != newest.v and self._is_let_go(missing):
-                raise self._not_held(version) from missing
+        if_missing = partial(self.tell_of_expiry, version)
+        return Snapshot(self.storage, entry, self._read_workers, if_missing=if_missing, cache=cache)
 
-        return Snapshot(self.storage, entry, self._read_workers, if_missing=tell_of_expiry, cache=cache)
+    def tell_of_expiry(self, version: int, missing: MissingObject) -> None:
+        """Say what is behind an object that is missing of a version, if that is no damage. A few GETs.
+
+        Raises
+        ------
+        VersionExpired
+            The version has expired since, and outlived the grace of readers; or this relay has let it go.
+        """
+        expired = expired_by(self._log, version)
+        if expired is not None:
+            raise self._expired(expired, version) from missing
+        if self._relay is None or version < 0:
+            return
+        try:
+            # The newest version of a relay is whole at any time; of an older one it may have let segments go.
+            is_gone = version != self.head().record.v and self._is_let_go(missing)
+        except CnrStoreError:
+            return  # What is missing is the error to tell.
+        if is_gone:
+            raise self._not_held(version) from missing
 
     def _check_live(self, head: CommitRecord, version: int) -> None:
         if not is_live(head, version):
-            raise VersionExpired(
-                f"version {version} of {self._place} has expired; the floor is {head.floor}", version=version
-            )
+            raise self._expired(head, version)
+
+    def _expired(self, head: CommitRecord, version: int) -> VersionExpired:
+        return VersionExpired(
+            f"version {version} of {self._place} has expired; the floor is {head.floor}", version=version
+        )
 
 
 def open_segment(store: Store, version: int, index: int = -1) -> SegmentReader:
@@ -888,31 +922,11 @@ def open_segment(store: Store, version: int, index: int = -1) -> SegmentReader:
     return SegmentReader.open(store.storage, store.record(version).chain[index])
 
 
-def _newest_readable(log: CommitLog) -> LogEntry:
-    """The newest record that can be read: a torn last record is nobody's acknowledged state (spec, section 7)."""
-    try:
-        return log.latest()
-    except CorruptRecord:
-        pass  # A reply may have been cut short on its way: ask once more before calling the record torn.
-    try:
-        return log.latest()
-    except CorruptRecord as error:
-        before = _last_before(log, error)
-        warnings.warn(f"{error}; serving version {before.record.v}", RuntimeWarning, stacklevel=4)
-        return before
-
-
-def _last_before(log: CommitLog, torn: CorruptRecord) -> LogEntry:
-    """The newest record before the torn ones at the end of the log; raises ``torn`` where there is none."""
-    for version in range((torn.version or 0) - 1, -1, -1):
-        try:
-            before = log.read(version)
-        except CorruptRecord:
-            continue
-        if before is not None:
-            return before
-        break
-    raise torn
+def _newest_or_warn(log: CommitLog) -> LogEntry:
+    entry, torn = newest_readable(log)
+    if torn is not None:
+        warnings.warn(f"{torn}; serving version {entry.record.v}", RuntimeWarning, stacklevel=4)
+    return entry
 
 
 def _channel_of(head: CommitRecord, name: str) -> int:

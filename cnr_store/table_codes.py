@@ -64,6 +64,11 @@ class ArraySpec:
         return isinstance(self.encoding, Lattice | FloatBits)
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of a row as floats of the array's dtype."""
+        return self.width * widths.carrier(self.dtype).itemsize
+
+    @property
     def scale(self) -> np.float32:
         """The lattice step; only for a lattice."""
         assert isinstance(self.encoding, Lattice)

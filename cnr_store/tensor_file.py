@@ -18,10 +18,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.errors import BadInput, NotFound, StorageFailure
+from cnr_store.errors import BadInput, NotFound
+from cnr_store.local_files import failing_at
+from cnr_store.nesting import nesting_of
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
+
+_MAX_NESTING = 8
+"""A header has three levels."""
 
 DTYPE_NAMES: dict[str, str] = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "float16": "F16", "bfloat16": "BF16",
@@ -80,7 +85,7 @@ def write_safetensors(path: Path, specs: Iterable[TensorSpec], metadata: Mapping
     ------
     BadInput
         Two tensors have one name.
-    StorageFailure
+    AccessDenied, StorageFailure
         The file cannot be written.
     """
     ordered = sorted(specs, key=lambda spec: (-carrier_dtype(spec.dtype).itemsize, spec.name))
@@ -96,15 +101,12 @@ def write_safetensors(path: Path, specs: Iterable[TensorSpec], metadata: Mapping
         offset = span[1]
     text = msgspec.json.encode(header)
     text += b" " * (-len(text) % _ALIGNMENT)
-    try:
-        with path.open("wb") as out:
-            out.write(len(text).to_bytes(8, "little"))
-            out.write(text)
-            for spec in ordered:
-                for piece in pieces(spec):
-                    out.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
-    except OSError as error:
-        raise StorageFailure(f"{path} cannot be written: {error.strerror}", path=str(path)) from error
+    with failing_at(path, "written"), path.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little"))
+        out.write(text)
+        for spec in ordered:
+            for piece in pieces(spec):
+                out.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
 
 
 def open_safetensors(path: Path) -> TensorFile:
@@ -115,24 +117,26 @@ def open_safetensors(path: Path) -> TensorFile:
     NotFound
     BadInput
         It is no safetensors file, or one with a dtype that a store cannot hold.
+    AccessDenied, StorageFailure
     """
+    with failing_at(path, "read"):
+        try:
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+                    raise BadInput(f"{path} is no safetensors file: it has no header", path=str(path))
+                header = file.read(length)
+            raw = np.memmap(path, np.uint8, "r")
+        except FileNotFoundError as error:
+            raise NotFound(f"there is no file {path}", path=str(path)) from error
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-                raise BadInput(f"{path} is no safetensors file: it has no header", path=str(path))
-            header = file.read(length)
-        raw = np.memmap(path, np.uint8, "r") if size else np.empty(0, np.uint8)
-    except FileNotFoundError as error:
-        raise NotFound(f"there is no file {path}", path=str(path)) from error
-    except OSError as error:
-        raise StorageFailure(f"{path} cannot be read: {error.strerror}", path=str(path)) from error
-    try:
+        if nesting_of(header, enough=_MAX_NESTING) > _MAX_NESTING:
+            raise msgspec.DecodeError("its header nests too deep")
         document = msgspec.json.decode(header, type=dict[str, Any])
         metadata = msgspec.convert(document.pop("__metadata__", {}), dict[str, str])
         entries = msgspec.convert(document, dict[str, _Entry])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise BadInput(f"{path} is no safetensors file: {error}", path=str(path)) from error
     data = raw[8 + length :]
     return TensorFile({name: _tensor(path, name, entry, data) for name, entry in entries.items()}, metadata)

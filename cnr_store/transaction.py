@@ -17,6 +17,7 @@ from cnr_store.agreement import Proposal, agree, agreed_choice, propose
 from cnr_store.assembly import Assembly, DenseTensors
 from cnr_store.baseline import StagedTable, is_fully_mirrored, stage_mirror, stage_table
 from cnr_store.changes import StagedRows, options_on_bad_rows, stage_delete, stage_rows
+from cnr_store.commit_record import LogEntry
 from cnr_store.committing import Commit, CommitKind, Draft
 from cnr_store.encode import Given
 from cnr_store.encodings.sampling import RowSample
@@ -27,29 +28,18 @@ from cnr_store.errors import (
     BadInput,
     BadRowIds,
     BadShape,
-    CnrStoreError,
     DoesNotApply,
-    MissingObject,
     TableNotFound,
     Unsupported,
 )
 from cnr_store.inputs import check_arrays, check_json, checked_size, needs_sample, own_row_ids
-from cnr_store.layout import check_name, segment_name, segment_prefix, writer_folder
+from cnr_store.layout import check_name, segment_name, writer_folder
+from cnr_store.limits import MAX_SHIFT, MAX_SHIFT_IN_CHAIN, MIN_SCALE
 from cnr_store.mirrors import Mirrors
 from cnr_store.options import choose_table_scale, table_dtype, table_schema
 from cnr_store.placement import Shard
 from cnr_store.ranks import together
-from cnr_store.records import (
-    MAX_SHIFT,
-    MAX_SHIFT_IN_CHAIN,
-    MIN_SCALE,
-    LogEntry,
-    Manifest,
-    PartEntry,
-    Receipt,
-    TableSchema,
-    WaitingEntry,
-)
+from cnr_store.records import Manifest, PartEntry, Receipt, TableSchema, WaitingEntry
 from cnr_store.restore import rows_since
 from cnr_store.segment import (
     SegmentReader,
@@ -58,8 +48,9 @@ from cnr_store.segment import (
 )
 from cnr_store.session import Session
 from cnr_store.table_codes import Array, TableCodes
+from cnr_store.table_options import TableOptions, Threshold
 from cnr_store.thresholds import Hold, check_threshold
-from cnr_store.types import JsonValue, Lattice, Rectangle, RowIds, TableDtype, TableOptions, Threshold
+from cnr_store.types import JsonValue, Lattice, Rectangle, RowIds, TableDtype
 
 logger = logging.getLogger(__name__)
 
@@ -652,7 +643,7 @@ class Transaction:
         Raises
         ------
         BadInput
-            A value that JSON cannot hold, NaN and Inf included.
+            A value that JSON cannot hold, NaN and Inf included, or that nests deeper than 32 levels.
         """
         self._check_open()
         self._refuse_unless_first("scalars")
@@ -692,8 +683,8 @@ class Transaction:
         Raises
         ------
         BadInput
-            A full lacks tables, a declared table was not written, a one-shot delta lacks rows, or ``user`` is no JSON;
-            the transaction can go on.
+            A full lacks tables, a declared table was not written, a one-shot delta lacks rows, or ``user`` is no JSON,
+            or nests deeper than 32 levels; the transaction can go on.
         Fenced, Conflict, DoesNotApply, TransactionAborted
             Nothing became visible; the rows are still to be saved.
         CommitStateUnknown
@@ -707,29 +698,10 @@ class Transaction:
             `version` is set. The transaction is over on every rank.
         """
         self._check_open()
-        try:
-            if self._session.ranks.world == 1:
-                self.check_complete(user)  # it can go on after that
-            self._ended = True
-            return self._commit.run(user)
-        except MissingObject as error:
-            self._check_chain_is_kept(error)
-            raise
-
-    def _check_chain_is_kept(self, missing: MissingObject) -> None:
-        """Raise `DoesNotApply` if the chain that this save reads was folded since it began: then nothing is corrupt."""
-        session = self._session
-        try:
-            newest = session.log.latest().record
-        except CnrStoreError:
-            return  # what was missing is the error to tell
-        left = {entry.seg for entry in session.head.record.chain} - {entry.seg for entry in newest.chain}
-        if any((missing.path or "").startswith(segment_prefix(name)) for name in left):
-            raise DoesNotApply(
-                f"segments that this save reads were folded since it began, by commit record {newest.v} at the latest, "
-                "and deleted: it was open for longer than garbage collection waits; save again",
-                version=newest.v, found=missing.path,
-            ) from missing  # fmt: skip
+        if self._session.ranks.world == 1:
+            self.check_complete(user)  # it can go on after that
+        self._ended = True
+        return self._commit.run(user)
 
     def check_complete(self, user: Mapping[str, JsonValue] | None) -> None:
         """See `cnr_store.committing.Share`."""

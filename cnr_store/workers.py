@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import TypeVar
 
-from cnr_store.errors import BadInput
+from cnr_store.arguments import checked_count, checked_number
 
 Result = TypeVar("Result")
 
@@ -31,8 +31,8 @@ def check_rate(bytes_per_s: float | None) -> None:
     ------
     BadInput
     """
-    if bytes_per_s is not None and not bytes_per_s > 0:
-        raise BadInput(f"bytes_per_s is above 0, or None for no cap; found {bytes_per_s}", found=bytes_per_s)
+    if bytes_per_s is not None:
+        checked_number("bytes_per_s", bytes_per_s, above=0)
 
 
 class Throttle:
@@ -76,7 +76,7 @@ class Workers:
     is_inline = False
 
     def __init__(self, threads: int | None = None, *, name: str = "cnr") -> None:
-        self.threads = threads or default_threads()
+        self.threads = default_threads() if threads is None else checked_count("threads", threads, least=1)
         self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix=name)
 
     def __enter__(self) -> Workers:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from cnr_store.commit_record import LogEntry
 from cnr_store.committing import CommitKind
 from cnr_store.errors import (
     BadInput,
@@ -19,11 +20,12 @@ from cnr_store.errors import (
     DoesNotApply,
     SaveInProgress,
     Unsupported,
+    VersionExpired,
 )
+from cnr_store.manifest import stated_digest
 from cnr_store.mirrors import Mirrors
 from cnr_store.placement import Shard
 from cnr_store.ranks import Ranks, together
-from cnr_store.records import LogEntry, stated_digest
 from cnr_store.session import Session
 from cnr_store.snapshot import Snapshot
 from cnr_store.table_codes import Array, array_specs
@@ -39,6 +41,10 @@ Outputs = (
 logger = logging.getLogger(__name__)
 
 
+_RESTORES = 3
+"""How often a head is loaded anew that compaction replaced, and collection deleted, while it was loaded."""
+
+
 class Writer:
     """The one committer of a store: opening it has fenced every earlier one.
 
@@ -51,7 +57,7 @@ class Writer:
     def __init__(self, session: Session) -> None:
         self._session = session
         if not session.head.record.chain:
-            session.snapshot = Snapshot(session.storage, session.head, session.workers)
+            session.snapshot = session.snapshot_of(session.head)
 
     @property
     def head(self) -> LogEntry:
@@ -139,26 +145,35 @@ class Writer:
             Another writer took over.
         CommitStateUnknown
             The last commit is still unknown: call `settle`.
+        VersionExpired
+            Again and again the head was folded, and what it had been made of deleted, before it was loaded: garbage
+            collection waits for less than that takes.
         CorruptStore
             Outputs filled so far hold undefined values.
         """
         session = self._session
         self._refuse_unsettled()
-        session.catch_up()
         loaded: list[Snapshot] = []
-        try:
-            together(session.ranks, lambda: loaded.append(self._load(outputs or {}, slots_rule)))
-        except BaseException:
-            if session.snapshot is None:  # what was loaded so far, here or on other ranks, is no state
-                session.forget()
-            raise
+        for attempt in range(_RESTORES):
+            session.catch_up()
+            try:
+                together(session.ranks, lambda: loaded.append(self._load(outputs or {}, slots_rule)))
+                break
+            except BaseException as error:
+                loaded.clear()
+                if session.snapshot is None:  # what was loaded so far, here or on other ranks, is no state
+                    session.forget()
+                if not isinstance(error, DoesNotApply):
+                    raise
+                if attempt + 1 == _RESTORES:
+                    raise VersionExpired(str(error), version=self.head.record.v) from error
         session.snapshot = loaded[0]
         session.is_restored = True
         return loaded[0]
 
     def _load(self, outputs: Outputs, slots_rule: SlotsRule) -> Snapshot:
         session = self._session
-        snapshot = Snapshot(session.storage, self.head, session.workers)
+        snapshot = session.snapshot_of(self.head)
         shards = session.shards(snapshot.tables)
         wanted: dict[Shard, dict[str, Array]] = {}
         for key, arrays in outputs.items():
@@ -187,6 +202,8 @@ class Writer:
             if arrays:
                 view.read_arrays(arrays, rectangle, slots_rule)
         else:
+            if not arrays:
+                view.check_stored("give outputs, or open the writer with mirror='none'", slots=True)
             codes = view.read_mirror(arrays, self.mirrors.allocator(), rectangle, slots_rule)
         if codes is None:
             return

@@ -380,7 +380,7 @@ def overflow_case(folder: Path) -> None:
 
 
 def branches_case(folder: Path) -> None:
-    """A channel that has moved, a branch that goes on, one that was dropped, one without its position 0 yet."""
+    """A channel that has moved, a branch that goes on, one that was dropped, one that was just forked."""
     golden = Golden(folder)
     store, options = golden.store, TableOptions(scale=0.5)
     values = np.arange(12, dtype=np.float32).reshape(4, 3)
@@ -409,7 +409,7 @@ def branches_case(folder: Path) -> None:
     trial.tag("best", version)
     store.drop_branch("gone")
     head = store.head()
-    branches.fork(store.commit_log, head, store.commit_log.read(second), "begun", writer_info(), expires_ms=2**52)
+    branches.fork(store.commit_log, head, store.commit_log.read(second), "new", writer_info(), expires_ms=2**52)
     trial.close()
     golden.close()
 
@@ -493,6 +493,8 @@ def generate(folder: Path, cases=tuple(CASES)) -> None:
         with (
             mock.patch("uuid.uuid4", in_turn(uuids, uuid.uuid4)),
             mock.patch("time.time_ns", in_turn(times, time.time_ns)),
+            mock.patch("cnr_store.log.check_clock"),  # as the times above are not those of the disk
+            mock.patch("cnr_store.store.check_clock"),
             mock.patch("socket.gethostname", return_value="golden"),
             mock.patch("os.getpid", return_value=1),
             mock.patch.object(arrays, "CHUNK_BYTES", CHUNK_BYTES),

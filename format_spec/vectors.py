@@ -87,6 +87,14 @@ def _set(root: Path, key: str, at: list[str | int], value: Any) -> None:
     path.write_bytes(_sealed(document))
 
 
+def _nest(root: Path, key: str, at: list[str | int], levels: int) -> None:
+    """Set a field to lists in each other."""
+    value: list[Any] = []
+    for _ in range(levels - 1):
+        value = [value]
+    _set(root, key, at, value)
+
+
 def _move(root: Path, key: str, at: list[str | int], to: str) -> None:
     """Rename a field beside itself; the old one becomes null."""
     path = find(root, key)
@@ -113,7 +121,7 @@ def _elements(root: Path, key: str, codec: str, dtype: str, values: list[int], r
 
 
 def _reseal(root: Path) -> None:
-    """Make every inventory, manifest digest and parent digest right again."""
+    """Make every inventory, chain entry and parent digest right again."""
     manifests = {}
     for path in sorted(root.glob("data/*/_segment.json")):
         manifest = json.loads(path.read_bytes())
@@ -124,13 +132,18 @@ def _reseal(root: Path) -> None:
                 item |= {"size": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data)}
         data = canonical(manifest).encode()
         path.write_bytes(data)
-        manifests[path.parent.name] = hashlib.sha256(data).hexdigest()
+        lists = (part.get(name) for part in manifest["parts"] for name in ("add", "set", "delete", "escape"))
+        manifests[path.parent.name] = {
+            "sha256": hashlib.sha256(data).hexdigest(),
+            "bytes": len(data) + sum(item["size"] for item in manifest["objects"]),
+            "rows": sum(row_list["count"] for row_list in lists if row_list),
+        }
     parent = hashlib.sha256((root / "cnr.json").read_bytes()).hexdigest()
     for path in sorted(root.glob("commits/*.json")):
         record = json.loads(path.read_bytes())
         record["parent_digest"] = parent
         for entry in record["chain"]:
-            entry["sha256"] = manifests.get(entry["seg"], entry["sha256"])
+            entry |= manifests.get(entry["seg"], {})
         data = _sealed(record)
         path.write_bytes(data)
         parent = hashlib.sha256(data).hexdigest()
@@ -144,6 +157,7 @@ _OPERATIONS = {
     "copy": _copy,
     "append": _append,
     "set": _set,
+    "nest": _nest,
     "move": _move,
     "elements": _elements,
     "reseal": _reseal,

@@ -10,7 +10,8 @@ import numpy as np
 
 from cnr_store import Store, TableOptions
 from cnr_store.layout import MANIFEST, RECEIPT, segment_prefix
-from cnr_store.records import Manifest, decode_manifest
+from cnr_store.manifest import decode_manifest
+from cnr_store.records import Manifest
 from cnr_store.writer import Writer
 
 Array = np.ndarray[Any, Any]

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from cnr_store import Store
+from cnr_store.commit_record import LogEntry
 from cnr_store.consume.moves.mover import Holding, Moved, move_tables
 from cnr_store.consume.moves.moving import Compare, Move, plan_move, plan_path
 from cnr_store.consume.rows.folding import fold_into, fold_target
 from cnr_store.consume.rows.held import HeldTable, Overlay, ServedTable
 from cnr_store.consume.rows.memory import ANONYMOUS, Memory
 from cnr_store.consume.rows.shards import HashShard, is_in_shard, rows_in_shard
-from cnr_store.records import LogEntry, TableSchema
+from cnr_store.records import TableSchema
 from cnr_store.segment import SegmentReader
 from cnr_store.snapshot import Snapshot
 from cnr_store.table_codes import EscapeRows

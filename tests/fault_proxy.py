@@ -87,10 +87,13 @@ class FaultProxy:
     ----------
     requests, faults
         How many requests came, by method, and how many of them were hit, by fault.
+    dropped_headers
+        Names, in lower case, of headers that do not reach the server: as one that knows nothing of them.
     """
 
     server_port: int
     port: int = 0
+    dropped_headers: tuple[str, ...] = ()
     requests: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     _aims: list[Aim] = field(default_factory=list)
@@ -140,9 +143,9 @@ class FaultProxy:
 
 
 @contextlib.contextmanager
-def fault_proxy(server_port: int) -> Iterator[FaultProxy]:
+def fault_proxy(server_port: int, *, dropped_headers: tuple[str, ...] = ()) -> Iterator[FaultProxy]:
     """Run a proxy to a server on loopback; stopped, with its connections, at the end of the block."""
-    proxy = FaultProxy(server_port)
+    proxy = FaultProxy(server_port, dropped_headers=dropped_headers)
     with _Server(proxy) as server:
         proxy.port = server.server_address[1]
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
@@ -198,6 +201,8 @@ class _Connection(socketserver.StreamRequestHandler):
         if headers.get("expect", "").lower() == "100-continue":
             self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             head = _without(head, b"expect")
+        for name in self.server.proxy.dropped_headers:
+            head = _without(head, name.encode())
         data = head + _read_body(self.rfile, headers)
         aim = self.server.proxy.drawn(Request(method, unquote(urlsplit(target).path)))
         return self._pass_on(method, data, None if aim is None else aim.fault, 0.0 if aim is None else aim.delay_s)

@@ -81,15 +81,16 @@ def fold(
     first, last = readers[run[0]].manifest, readers[run[1] - 1].manifest
     txn = f"{run[0]:016x}{run[1]:016x}"
     name = name or layout.segment_name(last.base, txn)
+    base, txn = int(name[:20]), name[21:]
     out = SegmentWriter(
         storage, name, profile=profile, folder=layout.writer_folder(0, "0" * 8), workers=workers,
         throttle=Throttle(None),
     )  # fmt: skip
     parts = tuple(fold_piece(readers, run, piece, out, workers, **options) for piece in pieces)
-    receipt = out.finish(txn=txn, rank=0, world=1, attempt="0" * 8, base=last.base, l0=first.l0, parts=parts)
+    receipt = out.finish(txn=txn, rank=0, world=1, attempt="0" * 8, base=base, l0=first.l0, parts=parts)
     kind = "baseline" if run[0] == 0 else "delta"
     manifest = Manifest(
-        format=MAJOR, profile=profile, txn=txn, base=last.base, kind=kind, l0=first.l0, l1=last.l1, step=last.step,
+        format=MAJOR, profile=profile, txn=txn, base=base, kind=kind, l0=first.l0, l1=last.l1, step=last.step,
         tables=last.tables, **merge_receipts([receipt]),
     )  # fmt: skip
     sha, size = write_manifest(storage, name, manifest)

@@ -18,6 +18,7 @@ from unittest import mock
 
 import numpy as np
 
+from cnr_store.commit_record import LogEntry, is_live
 from cnr_store.compaction import compact
 from cnr_store.errors import (
     BadInput,
@@ -25,6 +26,7 @@ from cnr_store.errors import (
     CommitStateUnknown,
     Conflict,
     CorruptStore,
+    DoesNotApply,
     Fenced,
     MissingObject,
     NotFound,
@@ -34,22 +36,23 @@ from cnr_store.gc import collect_garbage
 from cnr_store.layout import DATA, MANIFEST, RECEIPT, segment_key
 from cnr_store.log import RetryPolicy
 from cnr_store.placement import Shard
-from cnr_store.records import CommitRecord, LogEntry, is_live
+from cnr_store.records import CommitRecord
 from cnr_store.retention import RetentionPolicy
 from cnr_store.segment import SegmentReader
 from cnr_store.snapshot import Snapshot
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.store import Store
 from cnr_store.table_codes import TableCodes
+from cnr_store.table_options import TableOptions
 from cnr_store.testing.faulty import (
     Call,
     Fault,
     FaultKind,
+    FaultyFileSystem,
     IsolatedMemoryFileSystem,
     SimulatedCrash,
 )
 from cnr_store.testing.schedule import Actor
-from cnr_store.types import TableOptions
 from cnr_store.writer import Writer
 from format_spec.generate_golden import in_turn
 from tests.faulty_world import FAULTS, ROOT, FaultyWorld, OnCall
@@ -88,6 +91,11 @@ class World(FaultyWorld):
     told: list[str] = field(default_factory=list)
     stale: tuple[TableCodes, int | None] | None = None
     calls: int = 0
+    opened: dict[int, FaultyFileSystem] = field(default_factory=dict)
+
+    def hits(self, store: Store) -> int:
+        """How many calls of a process have failed so far."""
+        return self.opened[id(store)].hits
 
     def tell(self, kind: str, what: str) -> None:
         """Note what happened: the count by kind, and the story for a failing seed."""
@@ -125,6 +133,7 @@ class World(FaultyWorld):
 
         view = self.view(at_call, fault)
         store = Store.open_on(storage_from_filesystem(view, ROOT), threads=1, retry=RetryPolicy(deadline_s=0.3))
+        self.opened[id(store)] = view
         now = [0.0]
 
         def sleep(seconds: float) -> None:
@@ -245,23 +254,27 @@ def trainer(world: World, store: Store) -> None:
     values = np.zeros((ROWS, DIM), np.float32)
     dirty: set[int] = set()
     base = take_state(world, writer, values)
+    is_stale = False
     for _ in range(world.random.choice((1, 1, 2, 2))):
         if world.random.random() < 0.1:
-            take_stale_mirror(world, writer)
+            is_stale = take_stale_mirror(world, writer) or is_stale
         step = world.number()
         rows = sorted(world.random.sample(range(ROWS), world.random.choice((1, 2))))
         values[rows] = step, -step
         dirty |= set(rows)
         world.trained[step], world.base[step], world.owner[step] = values.copy(), base, name
         entry: LogEntry | None
+        hits = world.hits(store)
         try:
             save(writer, step, values, dirty, world.random)
             entry = writer.head
         except CommitStateUnknown as error:
+            require_cause(world, store, error, hits, is_stale=is_stale)
             entry = writer.settle()  # unknown again: this life ends
             if entry is None:
                 refuse(world, step, error)
         except (Conflict, StorageFailure, CorruptStore) as error:
+            require_cause(world, store, error, hits, is_stale=is_stale)
             refuse(world, step, error)
             if isinstance(error, Fenced):
                 raise
@@ -274,6 +287,16 @@ def trainer(world: World, store: Store) -> None:
         elif not writer.is_synced or world.random.random() < 0.3:
             base = take_state(world, writer, values)
             dirty.clear()
+
+
+def require_cause(world: World, store: Store, error: CnrStoreError, hits: int, *, is_stale: bool) -> None:
+    """A save is refused for a call of its own that failed, for what others did, or for a mirror that is known wrong."""
+    if isinstance(error, MissingObject) and error.version is not None:
+        world.check_gone(error.version, error)
+    elif isinstance(error, StorageFailure | CorruptStore | CommitStateUnknown):
+        require(world.hits(store) > hits, f"no call failed, and yet {type(error).__name__}: {error}")
+    elif isinstance(error, DoesNotApply) and error.version is None:
+        require(is_stale, f"the mirror is of another state than the head: {error}")
 
 
 def refuse(world: World, step: int, error: CnrStoreError) -> None:
@@ -307,14 +330,16 @@ def dense_of(step: int) -> Values:
     return np.asarray([step // 4], np.float32)
 
 
-def take_stale_mirror(world: World, writer: Writer) -> None:
-    """Let the writer hold the mirror of an earlier state, as a rank that has missed a commit does."""
+def take_stale_mirror(world: World, writer: Writer) -> bool:
+    """Let the writer hold the mirror of an earlier state, as a rank that has missed a commit does; whether it does."""
     mirror, digest = writer.mirrors.get(TABLE), writer.mirrors.digest(TABLE)
-    if mirror is not None and writer.is_synced:
-        if world.stale is not None:
-            world.tell("stale", "a trainer holds the mirror of another state")
-            writer.mirrors.put(TABLE, *world.stale)
-        world.stale = deepcopy(mirror), digest
+    if mirror is None or not writer.is_synced:
+        return False
+    before, world.stale = world.stale, (deepcopy(mirror), digest)
+    if before is not None:
+        world.tell("stale", "a trainer holds the mirror of another state")
+        writer.mirrors.put(TABLE, *before)
+    return before is not None
 
 
 def save(writer: Writer, step: int, values: Values, dirty: set[int], random: Random) -> None:

@@ -16,17 +16,9 @@ import msgspec
 import numpy as np
 
 from cnr_store import Store, layout
-from cnr_store.planning import generations
+from cnr_store.manifest import generations
 from cnr_store.rebase import draft_after, rebase_data
-from cnr_store.records import (
-    MAJOR,
-    ChainEntry,
-    Manifest,
-    PartEntry,
-    SlotSchema,
-    TableSchema,
-    WriterInfo,
-)
+from cnr_store.records import MAJOR, ChainEntry, Manifest, PartEntry, SlotSchema, TableSchema, WriterInfo
 from cnr_store.segment import RowList, SegmentWriter, merge_receipts, write_manifest
 from cnr_store.types import FloatBits, Lattice, Raw, Rectangle
 from cnr_store.workers import Throttle, Workers

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import datetime as dt
 import functools
 import importlib.util
 import json
@@ -32,6 +33,8 @@ from typing import IO, Any
 import pytest
 
 from tests.install_azurite import MAIN as AZURITE_MAIN
+
+OPEN_BUCKET = "open-to-all"
 
 _START_S = 90.0
 _GRACE_S = 2.0  # weed takes up to 17 s to stop by itself; nothing it holds is needed again
@@ -77,6 +80,23 @@ class AzureServer:
     def storage_options(self) -> dict[str, Any]:
         """Options for `open_storage`."""
         return {"connection_string": self.connection_string}
+
+    @property
+    def url(self) -> str:
+        """Where the account is."""
+        return dict(part.split("=", 1) for part in self.connection_string.split(";") if part)["BlobEndpoint"]
+
+    def sas_options(self, url: str) -> dict[str, Any]:
+        """Options that sign no header, for what changes headers on their way to ``url``."""
+        from azure.storage.blob import AccountSasPermissions, ResourceTypes, generate_account_sas
+
+        fields = dict(part.split("=", 1) for part in self.connection_string.split(";") if part)
+        token = generate_account_sas(
+            fields["AccountName"], fields["AccountKey"], ResourceTypes(service=True, container=True, object=True),
+            AccountSasPermissions(read=True, write=True, delete=True, list=True, add=True, create=True),
+            expiry=dt.datetime.now(dt.UTC) + dt.timedelta(hours=2),
+        )  # fmt: skip
+        return {"connection_string": f"BlobEndpoint={url};SharedAccessSignature={token};"}
 
     def make_container(self, name: str) -> None:
         """Create a container."""
@@ -269,7 +289,9 @@ def running_seaweed(folder: Path) -> Iterator[S3Server]:
         "credentials": [{"accessKey": access_key, "secretKey": secret_key}],
         "actions": ["Admin", "Read", "List", "Tagging", "Write"],
     }
-    (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
+    # Unsigned requests, for what changes them on their way, reach one bucket that tests make for it.
+    anybody = {"name": "anonymous", "actions": [f"{action}:{OPEN_BUCKET}" for action in ("Read", "List", "Write")]}
+    (folder / "s3.json").write_text(json.dumps({"identities": [identity, anybody]}))
     (folder / "data").mkdir()
 
     def command(ports: list[int]) -> list[str]:

@@ -20,7 +20,7 @@ from cnr_store.compaction.tasks import FoldTask
 from cnr_store.errors import BadInput, CnrStoreError, MissingDependency
 from cnr_store.layout import writer_folder
 from cnr_store.records import ChainEntry
-from cnr_store.segment import SegmentReader, SegmentWriter
+from cnr_store.segment import SegmentReader, SegmentWriter, open_chain
 from cnr_store.storage import Storage, StorageRecipe, reopen_storage
 from cnr_store.types import Profile
 from cnr_store.workers import Throttle, Workers, default_threads
@@ -159,7 +159,7 @@ def fold_elsewhere(
         _BENCHES.clear()
         storage = reopen_storage(recipe)
         workers = Workers(threads, name="cnr-fold")
-        readers = workers.run(lambda entry=entry: SegmentReader.open(storage, entry) for entry in job.chain)  # type: ignore[misc]
+        readers = open_chain(storage, job.chain, workers)
         bench = _BENCHES[job.segment] = Bench(storage, readers, workers, Throttle(bytes_per_s))
     done = fold_task(job, task, bench)
     return done.index, done.receipt

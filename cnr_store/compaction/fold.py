@@ -18,8 +18,8 @@ from cnr_store.compaction.folded_rows import FoldedRows, write_folded
 from cnr_store.compaction.statuses import replay_statuses
 from cnr_store.compaction.tasks import Piece
 from cnr_store.encodings.digest import add_digests
-from cnr_store.errors import CorruptStore
-from cnr_store.records import Manifest, PartEntry, stated_digest
+from cnr_store.manifest import stated_digest
+from cnr_store.records import Manifest, PartEntry
 from cnr_store.replay_plan import OPERATIONS, Operation, TablePlan, by_columns, plan_table
 from cnr_store.segment import SegmentReader, SegmentWriter
 from cnr_store.table_codes import array_specs
@@ -104,7 +104,6 @@ def _plan(manifests: Sequence[Manifest], start: int, piece: Piece) -> TablePlan:
     plan = _counted_from(
         start, plan_table(manifests[start:], piece.table, first, stop, columns=piece.rectangle.columns)
     )
-    schema = plan.schema
     cuts = {step.part.columns for batch in plan.batches for step in batch.steps}
     lacks_row_slots = plan.row_slots and not plan.has_own_row_slots
     if len(by_columns(plan)) > 1 or lacks_row_slots or (start > 0 and cuts - {piece.rectangle.columns}):
@@ -112,16 +111,6 @@ def _plan(manifests: Sequence[Manifest], start: int, piece: Piece) -> TablePlan:
             f"columns {piece.rectangle.columns} of table {piece.table!r} cannot be folded at once: the run has parts "
             f"of columns {sorted(cuts)}"
         )
-    for manifest in manifests[plan.batches[0].segment :]:
-        held = manifest.tables[piece.table]
-        if msgspec.structs.replace(held, num_rows=schema.num_rows, shift=schema.shift, fill=schema.fill) != schema:
-            raise CorruptStore(
-                f"table {piece.table!r} changes its shape, encoding or slots within generation {schema.generation}; "
-                "run `cnr verify`",
-                table=piece.table,
-            )
-    if schema.keys == "hashed" and any(step.operation == "add" for batch in plan.batches for step in batch.steps):
-        raise CorruptStore(f"hashed table {piece.table!r} has add rows; only set rows are legal", table=piece.table)
     return plan
 
 
@@ -142,11 +131,6 @@ def _rows_before(manifests: Sequence[Manifest], start: int, plan: TablePlan) -> 
     held = manifests[start - 1].tables.get(plan.table) if start > 0 else None
     if held is None or held.generation != plan.schema.generation:
         return None
-    if plan.batches[0].segment > start:
-        raise CorruptStore(
-            f"table {plan.table!r} is dropped and comes back within generation {held.generation}; run `cnr verify`",
-            table=plan.table, found=held.generation,
-        )  # fmt: skip
     return held.num_rows
 
 

@@ -13,10 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from cnr_store.clock import wall_ms
+from cnr_store.commit_record import LogEntry
+from cnr_store.documents import canonical_json, loads
 from cnr_store.errors import CnrStoreError, StorageFailure
 from cnr_store.layout import COMPACTION_LEASE, segment_name
-from cnr_store.log import CommitLog, wall_ms
-from cnr_store.records import CommitRecord, LogEntry, canonical_json
+from cnr_store.limits import MAX_LISTS_BYTES
+from cnr_store.log import CommitLog
+from cnr_store.records import CommitRecord
 from cnr_store.storage import Storage
 from cnr_store.store import LIBRARY
 
@@ -61,13 +65,13 @@ class LeasePlace:
     def read(self) -> CompactionLease | None:
         """Return the note; None if there is none that can be read."""
         try:
-            data = self._storage.read(self._key)
+            data = self._storage.read_document(self._key, MAX_LISTS_BYTES)
             if data is None:
                 return None
-            lease = _DECODER.decode(data)
+            lease = loads(data, _DECODER)
             # By its whole name: whoever goes on reads the records since ``base``, so that must be the segment's own.
             return lease if lease.segment == segment_name(lease.base, lease.txn) else None
-        except (CnrStoreError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        except (CnrStoreError, msgspec.MsgspecError, UnicodeDecodeError):
             return None  # what a note that cannot be read would have saved is done again
 
     def is_live(self, lease: CompactionLease) -> bool:

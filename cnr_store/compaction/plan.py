@@ -8,10 +8,10 @@ again, and has been paid for by the bytes that arrived since the last time.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cnr_store.arguments import checked_count, checked_number
 from cnr_store.errors import BadInput
 from cnr_store.records import ChainEntry, SegmentKind
 from cnr_store.types import MAX_CHAIN
@@ -38,16 +38,8 @@ class CompactionPolicy:
 
     def __post_init__(self) -> None:
         for name, least, most in (("max_chain", 1, MAX_CHAIN), ("fanout", 2, MAX_CHAIN)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or not least <= value <= most:
-                raise BadInput(
-                    f"{name} is from {least} to {most}, found {value!r}", expected=(least, most), found=value
-                )
-        if not (self.max_restore_ratio > 1 and math.isfinite(self.max_restore_ratio)):
-            raise BadInput(
-                f"max_restore_ratio is a number above 1, found {self.max_restore_ratio!r}: the baseline alone is 1",
-                found=self.max_restore_ratio,
-            )
+            checked_count(name, getattr(self, name), least=least, most=most)
+        checked_number("max_restore_ratio, of which the baseline alone is 1,", self.max_restore_ratio, above=1)
 
 
 DEFAULT_POLICY = CompactionPolicy()

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from cnr_store.chain_checks import find_dense
 from cnr_store.compaction.engines import Bench, Done, Job
 from cnr_store.compaction.tasks import FoldTask, check_pieces, check_states
 from cnr_store.errors import CorruptStore, MissingObject
 from cnr_store.layout import segment_key
 from cnr_store.records import MAJOR, ChainEntry, Manifest, Receipt
 from cnr_store.segment import merge_receipts, read_receipt, write_manifest
-from cnr_store.snapshot import find_dense
 from cnr_store.storage import Storage, read_verified
 from cnr_store.types import JsonValue
 from cnr_store.workers import Workers

@@ -15,6 +15,7 @@ from typing import Literal
 
 import msgspec
 
+from cnr_store.commit_record import LogEntry
 from cnr_store.compaction.engines import Bench, Done, Engine, Job, check_engine, run_tasks
 from cnr_store.compaction.lease import (
     HeldLease,
@@ -28,10 +29,10 @@ from cnr_store.compaction.lease import (
 from cnr_store.compaction.plan import DEFAULT_POLICY, CompactionPolicy, Run, choose_run, run_between
 from cnr_store.compaction.result import put_manifest, verified, write_rest
 from cnr_store.compaction.tasks import FoldTask, foldable_run, plan_digest, plan_tasks
-from cnr_store.errors import CommitStateUnknown, Conflict, CorruptStore, MissingObject
+from cnr_store.errors import CommitStateUnknown, Conflict, CorruptStore, MissingObject, StorageFailure
 from cnr_store.rebase import draft_after, rebase_compact, replace_run
-from cnr_store.records import ChainEntry, LogEntry, Manifest, SegmentKind
-from cnr_store.segment import SegmentReader
+from cnr_store.records import ChainEntry, Manifest, SegmentKind
+from cnr_store.segment import SegmentReader, open_chain
 from cnr_store.store import Store, writer_info
 from cnr_store.workers import Throttle, Workers, check_rate
 
@@ -242,7 +243,7 @@ def _choose(head: LogEntry, policy: CompactionPolicy, wanted: tuple[int, int] | 
 
 def _plan(store: Store, head: LogEntry, chosen: Run) -> _Plan:
     chain = head.record.chain
-    readers = tuple(store.workers.run(partial(SegmentReader.open, store.storage, entry) for entry in chain))
+    readers = open_chain(store.storage, chain, store.workers)
     return _plan_of(store, head, readers, foldable_run([reader.manifest for reader in readers], chosen))
 
 
@@ -320,9 +321,9 @@ class _Work:
             return put_manifest(
                 self._store.storage, self._job, self._plan.tasks, list(self._done.values()), self._plan.manifests
             )
-        except CorruptStore:
+        except (CorruptStore, StorageFailure):
             # Whoever replaced the run, or declared this transaction dead, may have had it deleted since: then nothing
-            # is corrupt.
+            # is corrupt, and no folder failed.
             self._follow()
             raise
 

@@ -12,15 +12,14 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.replay import Replay
+from cnr_store.replay import Replay, named_rows
 from cnr_store.replay_plan import Step, TablePlan
-from cnr_store.segment import Scratch, SegmentReader
+from cnr_store.segment import SegmentReader
 from cnr_store.table_codes import ABSENT, CODED, UNTOUCHED, TableCodes
 from cnr_store.types import RowIds
 from cnr_store.workers import Workers, blocks
 
 _BLOCK = 1 << 16
-_MERGED_KEYS = 1 << 20
 
 
 class Statuses:
@@ -91,8 +90,8 @@ def replay_statuses(
         return Statuses(None, plan.start, plan.stop)
     hashed = plan.schema.keys == "hashed"
     keys = None
-    if hashed or (before is not None and _is_sparse(plan, before)):
-        keys = _touched(readers, plan)
+    if hashed or _is_sparse(plan, before):
+        keys = named_rows(readers, plan)
     count = plan.stop - plan.start if keys is None else len(keys)
     start = plan.start if keys is None else 0
     codes = TableCodes(plan.schema, start, start + count, {}, columns=plan.columns)
@@ -109,30 +108,15 @@ def replay_statuses(
     return Statuses(status, plan.start, plan.stop, keys)
 
 
-def _is_sparse(plan: TablePlan, before: int) -> bool:
+def _is_sparse(plan: TablePlan, before: int | None) -> bool:
     """Whether the ids of the changed rows take less memory than a status for every row.
 
-    Where the table shrinks within the run, rows are lost that no list names.
+    Where the table shrinks within a run of deltas, rows are lost that no list names.
     """
     changed = sum(step.row_list.arrays["rows"].chunk_rows for step in _steps(plan))
-    return 9 * changed < plan.stop - plan.start and all(batch.num_rows >= before for batch in plan.batches)
-
-
-def _touched(readers: Sequence[SegmentReader], plan: TablePlan) -> RowIds:
-    """The keys, or rows of the piece, that the run's lists name: sorted, unique."""
-    known = np.empty(0, np.int64)
-    pending: list[RowIds] = []
-    count = 0
-    scratch = Scratch()
-    for step in _steps(plan):
-        rows = readers[step.segment].read_rows(step.row_list, step.chunk, scratch)
-        if plan.schema.keys == "dense":
-            rows = rows[slice(*np.searchsorted(rows, [plan.start, plan.stop]))]
-        pending.append(rows.copy())
-        count += len(rows)
-        if count > max(_MERGED_KEYS, len(known)):
-            known, pending, count = np.unique(np.concatenate([known, *pending])), [], 0
-    return np.unique(np.concatenate([known, *pending]))
+    return 9 * changed < plan.stop - plan.start and (
+        before is None or all(batch.num_rows >= before for batch in plan.batches)
+    )
 
 
 def _steps(plan: TablePlan) -> Iterator[Step]:

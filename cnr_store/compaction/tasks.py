@@ -12,19 +12,13 @@ from itertools import pairwise
 
 from cnr_store.arrays import chunk_rows_for
 from cnr_store.compaction.plan import Run
+from cnr_store.documents import canonical_json, sha256
 from cnr_store.encodings.packing import packed_width
 from cnr_store.errors import CorruptStore
+from cnr_store.manifest import stated_digest
 from cnr_store.placement import whole_of
-from cnr_store.records import (
-    ChainEntry,
-    Manifest,
-    PartEntry,
-    TableSchema,
-    canonical_json,
-    sha256,
-    stated_digest,
-)
-from cnr_store.replay_plan import OPERATIONS, plan_table
+from cnr_store.records import ChainEntry, Manifest, PartEntry, TableSchema
+from cnr_store.replay_plan import OPERATIONS, is_sparse, plan_table, stored_rows
 from cnr_store.table_codes import array_specs
 from cnr_store.types import Affine, Profile, Rectangle
 
@@ -188,18 +182,25 @@ def _baseline_pieces(manifests: Sequence[Manifest], table: str) -> Iterator[tupl
         yield Piece(table, whole_of(schema)), sum(_chunks_of(manifest, table) for manifest in manifests)
         return
     ends = [part for part in last.parts if part.table == table]
-    for columns in plan_table(manifests, table).stored:
+    plan = plan_table(manifests, table)
+    # Rows that are in no chunk cost nothing, so a piece of a table that has few others may be as much longer.
+    times = schema.num_rows // max(1, stored_rows(plan)) if is_sparse(plan) else 1
+    for columns in plan.stored:
         beside = [part for part in ends if part.columns[0] < columns[1] and columns[0] < part.columns[1]]
         cuts = sorted({0, schema.num_rows, *(row for part in beside for row in part.rows)})
         for start, stop in pairwise(cuts):
-            yield from _row_pieces(table, schema, columns, start, stop)
+            yield from _row_pieces(table, schema, columns, (start, stop), times)
 
 
 def _row_pieces(
-    table: str, schema: TableSchema, columns: tuple[int, int], start: int, stop: int
+    table: str, schema: TableSchema, columns: tuple[int, int], rows: tuple[int, int], times: int
 ) -> Iterator[tuple[Piece, int]]:
-    """Rows [start, stop) in pieces of about the same size, cut where a part of all these rows would have chunks end."""
-    chunk_rows = chunk_rows_for(stop - start, _code_row_bytes(schema, columns))
+    """The rows in pieces of about the same size, cut where a part of all these rows would have chunks end.
+
+    ``times``: how many rows there are to one that is stored.
+    """
+    start, stop = rows
+    chunk_rows = times * chunk_rows_for(stop - start, _code_row_bytes(schema, columns))
     chunks = -(-(stop - start) // chunk_rows)
     chunks_each = -(-chunks // -(-chunks // PIECE_CHUNKS))
     for low in range(start, stop, chunks_each * chunk_rows):

@@ -8,10 +8,11 @@ from functools import partial
 
 import msgspec
 
+from cnr_store.commit_record import LogEntry, decode_record, is_live, parent_of
 from cnr_store.errors import CorruptRecord, CorruptStore
 from cnr_store.layout import commit_key
-from cnr_store.log import CommitLog
-from cnr_store.records import ChainEntry, CommitRecord, LogEntry, decode_record, is_live, parent_of
+from cnr_store.log import CommitLog, position_bytes
+from cnr_store.records import ChainEntry, CommitRecord
 from cnr_store.retention import LiveVersion
 from cnr_store.storage import Storage
 from cnr_store.workers import Workers
@@ -210,12 +211,14 @@ class LogReader:
 
     def _fetch(self, versions: Iterable[int]) -> dict[int, bytes | None]:
         wanted = [version for version in versions if version not in self._known]
-        bodies = self._workers.run(partial(self._storage.read, self._key(version)) for version in wanted)
+        bodies = self._workers.run(
+            partial(position_bytes, self._storage, version, self.log.prefix) for version in wanted
+        )
         return dict(zip(wanted, bodies, strict=True))
 
     def _known_or_read(self, version: int) -> _Known | None:
         if version not in self._known:
-            data = self._storage.read(self._key(version)) if version >= 0 else None
+            data = position_bytes(self._storage, version, self.log.prefix) if version >= 0 else None
             if data is None:
                 return None
             try:

@@ -8,7 +8,6 @@ long ago, and the object by which the store's clock is read.
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,6 +15,9 @@ from functools import partial
 import msgspec
 
 from cnr_store import branches
+from cnr_store.beginning import has_begun
+from cnr_store.clock import check_clock, read_store_clock, wall_ms
+from cnr_store.commit_record import LogEntry, is_live, unknown_writer_features
 from cnr_store.errors import BadInput, CommitStateUnknown, Conflict, CorruptStore, ReadOnlyStore
 from cnr_store.gc.deleting import Deletion, with_sizes
 from cnr_store.gc.logs import LogReader, LogView, SegmentNames, referenced_segments
@@ -39,15 +41,14 @@ from cnr_store.layout import (
     LEASES,
     STATE,
     branch_prefix,
-    commit_key,
     is_branch_name,
     is_segment_name,
     segment_prefix,
 )
 from cnr_store.leases import delete_ended_holds, is_held, read_cursors, read_leases
-from cnr_store.log import CommitLog, wall_ms
+from cnr_store.log import CommitLog
 from cnr_store.rebase import draft_after, rebase_expire
-from cnr_store.records import Cursor, LogEntry, Pin, ReaderLease, is_live, unknown_writer_features
+from cnr_store.records import Cursor, Pin, ReaderLease
 from cnr_store.retention import Holds, RetentionPolicy
 from cnr_store.store import Store, writer_info
 
@@ -59,8 +60,6 @@ MIN_ORPHAN_AGE_S = 86_400.0
 
 _PLANS = 50
 """How often a plan is made anew because writers were faster; then the next run goes on."""
-
-_CLOCK_FOLDER = "_probe"
 
 
 def collect_garbage(
@@ -75,7 +74,7 @@ def collect_garbage(
     batch: int = 1000,
     deadline_s: float | None = None,
     progress: ProgressCallback | None = None,
-    clock_ms: Callable[[], int] = wall_ms,
+    clock_ms: Callable[[], int] | None = None,
 ) -> GcReport:
     """Expire what the policy does not keep, in the store's log and in every branch, and delete what nobody needs.
 
@@ -109,7 +108,7 @@ def collect_garbage(
     progress
         Told about ``records``, ``expire`` and ``segments``.
     clock_ms
-        The time, for tests.
+        The time, for tests. None is this machine's, which has to be the store's.
 
     Raises
     ------
@@ -120,6 +119,8 @@ def collect_garbage(
         lacks a segment.
     ReadOnlyStore
         A log uses writer features that this library does not know, or the store is a relay.
+    WrongClock
+        By this machine's clock leases would end, and things be deleted, at another time than by the store's.
     CommitStateUnknown, AccessDenied, StorageFailure
 
     Examples
@@ -136,16 +137,19 @@ def collect_garbage(
     """
     check_arguments(grace_s, orphan_age_s, batch, force=force)
     store.check_not_relay()
+    store.check_begun()
     started = time.monotonic()
     run = _Run(
         store, RetentionPolicy() if policy is None else policy,
         grace_ms=int(grace_s * 1000), orphan_age_ms=int(orphan_age_s * 1000), batch=batch,
         despite_damage=despite_damage,
         is_late=lambda: deadline_s is not None and time.monotonic() - started >= deadline_s,
-        progress=progress, clock_ms=clock_ms,
+        progress=progress, clock_ms=wall_ms if clock_ms is None else clock_ms,
     )  # fmt: skip
     if dry_run:
         return run.explain()
+    if clock_ms is None:
+        check_clock(store.storage, wall_ms())
     return run.collect()
 
 
@@ -279,8 +283,6 @@ class _Run:
         logs = [main]
         for branch, pin in sorted(main.head.pins.items()):
             log = self._main.below(branch_prefix(branch))
-            if not self._has_begun(log):
-                continue  # Its creator is on the way, and no writer can be there.
             try:
                 logs.append(self._read_log(branch, pin.name, log))
             except CorruptStore as error:
@@ -288,9 +290,6 @@ class _Run:
                     error.message += f" (in the log of branch {pin.name!r}: repair it, or drop the branch)"
                     raise
         return logs + self._ended
-
-    def _has_begun(self, log: CommitLog) -> bool:
-        return self._storage.read(commit_key(0, log.prefix), stop=1) is not None
 
     def _read_log(self, branch: str, name: str, log: CommitLog) -> LogView:
         return self._reader(branch, log).read(branch, name, self._count_records)
@@ -356,7 +355,7 @@ class _Run:
             if head is not None and is_live(head, hold.version):
                 continue
             log = self._main.below(branch_prefix(hold.branch)) if hold.branch else self._main
-            if head is None and not self._has_begun(log):
+            if head is None and not has_begun(self._storage, log.prefix):
                 continue
             stop = hold.version + 1
             if isinstance(hold, Cursor):
@@ -369,7 +368,7 @@ class _Run:
         """The ages of folders; a folder that was old once in this run stays so. Empty ones are left out."""
         wanted = [name for name in names if name not in self._ages]
         if wanted and store_ms is None:
-            store_ms = self._read_store_clock()
+            store_ms = read_store_clock(self._storage)
 
         def look(name: str) -> FolderAge | None:
             found = list(self._storage.list_objects(segment_prefix(name)))
@@ -382,16 +381,6 @@ class _Run:
             if age is not None:
                 self._ages[name] = age
         return {name: self._ages[name] for name in names if name in self._ages}
-
-    def _read_store_clock(self) -> int | None:
-        """The time by the clock that stamps objects, which is not this machine's; None if it stamps none."""
-        key = f"{_CLOCK_FOLDER}/{uuid.uuid4().hex}"
-        self._storage.put(key, b"clock")
-        try:
-            times = (stat.modified_ms for stat in self._storage.list_objects(_CLOCK_FOLDER) if stat.key == key)
-            return next(times, None)
-        finally:
-            self._storage.delete([key])
 
     # ---- what to do
 
@@ -456,9 +445,11 @@ class _Run:
         """Close branches, or finish what a killed process began to close."""
         for branch, pin in sorted(ending.items()):
             branches.close_branch(self._main, branch, writer_info())
-            # To its last record, since it has no other afterwards; also where it had none before.
-            self._ended.append(self._read_log(branch, pin.name, self._main.below(branch_prefix(branch))))
             self._records += 1 if are_closed else 2
+            try:  # To its last record, since it has no other afterwards.
+                self._ended.append(self._read_log(branch, pin.name, self._main.below(branch_prefix(branch))))
+            except CorruptStore:
+                pass  # It is lost, and what it needed goes as that of nobody.
 
     def _expire(self) -> tuple[set[str], bool]:
         """Plan and commit until nothing came between; returns the listed segments, and whether it came to an end."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cnr_store.errors import BadDtype, BadInput, MissingDependency, NotFound
+from cnr_store.local_files import failing_at
 from cnr_store.tensor_file import DTYPE_NAMES, Tensor, TensorFile
 from cnr_store.types import JsonValue
 
@@ -41,6 +42,8 @@ def load_state_dict(path: str | Path) -> StateDict:
         It is no torch file, or one that does not load as weights only; or two names are the same once joined.
     BadDtype
         A tensor that a store cannot hold (complex, quantized, sparse, float8).
+    AccessDenied, StorageFailure
+        The file cannot be read.
     """
     try:
         import torch
@@ -49,8 +52,10 @@ def load_state_dict(path: str | Path) -> StateDict:
             'reading a torch file needs torch; pip install "cnr-store[train]"', found="torch"
         ) from error
     file = Path(path)
-    if not file.is_file():
-        raise NotFound(f"there is no file {file}", path=str(file))
+    with failing_at(file, "read"):
+        if not file.is_file():
+            raise NotFound(f"there is no file {file}", path=str(file))
+        file.open("rb").close()  # torch would call a file that may not be read no torch file
     content = _load(torch, file)
     if not isinstance(content, Mapping):
         raise BadInput(f"{file} holds a {type(content).__name__}, expected a dict of tensors", path=str(file))

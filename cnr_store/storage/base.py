@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
 
-from cnr_store.errors import BadInput, BadName, StorageFailure, UnsafeBackend
+from cnr_store.errors import BadInput, BadName, CorruptObject, StorageFailure, UnsafeBackend
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,8 @@ _PART = rf"(?!\.+(?:/|\Z))(?!{re.escape(TEMPORARY_PREFIX)})[A-Za-z0-9._%-]+"
 _KEY = re.compile(rf"{_PART}(?:/{_PART})*")
 _PROBE_ATTEMPTS = 3
 _UNSAFE_ADVICE = (
-    "commits would not be safe there. Use another backend, or unsafe_single_writer=True if nobody else ever writes"
+    "commits would not be safe there. Use another backend, or, if nobody else ever writes, create and open the store "
+    "with unsafe_single_writer=True"
 )
 
 
@@ -140,6 +141,48 @@ class Storage(ABC):
             return None if self._read(key, first, first + 1) is None else b""
         return self._read(key, first, stop)
 
+    def read_document(self, key: str, limit_bytes: int) -> bytes | None:
+        """Return a document's bytes, or None if it is not there; refuses one of more than ``limit_bytes``.
+
+        One request, and memory for ``limit_bytes`` + 1 bytes at most, whatever the size of the stored object.
+
+        Raises
+        ------
+        CorruptObject
+            It is larger, so it is no document of the format.
+        BadName, AccessDenied, StorageFailure
+            As `read`.
+        """
+        data = self.read(key, start=0, stop=limit_bytes + 1)
+        if data is not None and len(data) > limit_bytes:
+            raise CorruptObject(
+                f"{key!r} in {self.url} has more than {limit_bytes} bytes, which no such document has; something else "
+                "wrote it. Run `cnr verify`",
+                path=key,
+                expected=limit_bytes,
+                found=len(data),
+            )
+        return data
+
+    def put_document(self, key: str, data: bytes, limit_bytes: int) -> None:
+        """Put a document that `read_document` with the same limit reads.
+
+        Raises
+        ------
+        BadInput
+            It is larger; nothing was written.
+        BadName, AccessDenied, StorageFailure
+            As `put`.
+        """
+        if len(data) > limit_bytes:
+            raise BadInput(
+                f"{key!r} would have {len(data)} bytes, and readers take at most {limit_bytes}; store less in it",
+                path=key,
+                expected=limit_bytes,
+                found=len(data),
+            )
+        self.put(key, data)
+
     def put(self, key: str, data: bytes | memoryview) -> None:
         """Create or overwrite an object; readers see the old bytes or the new, never a mixture.
 
@@ -197,8 +240,23 @@ class Storage(ABC):
         return self._list_objects(check_prefix(prefix))
 
     def list_folders(self, prefix: str) -> list[str]:
-        """Return the sorted names, one level down, of the folders below ``prefix`` that hold objects."""
+        """Return the sorted names, one level down, of the folders below ``prefix`` that hold objects.
+
+        And of symbolic links, which may stand for one: what is in it cannot be read or listed (`list_links`).
+        """
         return self._list_folders(check_prefix(prefix))
+
+    def list_links(self, prefix: str) -> list[str]:
+        """Return the keys of symbolic links at or below ``prefix``: local folders can have them, and no store may.
+
+        None is followed: reading, writing or listing behind one is a `StorageFailure`, and deleting one takes the link.
+
+        Raises
+        ------
+        BadName, AccessDenied, StorageFailure
+        """
+        check_prefix(prefix)
+        return []
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; absent ones are fine. After a failure the others may be gone or not: call again.
@@ -245,7 +303,7 @@ class Storage(ABC):
         try:
             self._probe_create(key, first, refused=False)
             self._probe_create(key, second, refused=True)
-            found = self.read(key)
+            found = self.read(key, stop=len(first) + 1)
             if found != first:
                 raise UnsafeBackend(
                     f"{self.url} changed an object that a refused create must leave alone; {_UNSAFE_ADVICE}",
@@ -266,7 +324,7 @@ class Storage(ABC):
                 return
             if outcome is CreateOutcome.CREATED:
                 break
-            if not refused and self.read(key) == data:
+            if not refused and self.read(key, stop=len(data) + 1) == data:
                 return
         if refused and outcome is not CreateOutcome.UNDECIDED:
             raise UnsafeBackend(

@@ -7,6 +7,7 @@ no import of any backend: replies are recognised by their shape.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +26,12 @@ _NO_ROOT_CODES = frozenset({"NoSuchBucket", "ContainerNotFound", "ContainerBeing
 _ABSENT_CODES = frozenset({"NoSuchKey", "BlobNotFound", "ResourceNotFound"})
 _PAST_END_CODES = frozenset({"InvalidRange", "416"})
 _LONGEST_CHAIN = 10
+_CUT_OFF = {
+    "botocore": {"HTTPClientError", "ConnectionError"},
+    "aiohttp": {"ClientConnectionError", "ClientPayloadError"},
+    "azure": {"ServiceRequestError", "ServiceResponseError"},
+}
+"""Classes of the drivers' libraries for a request without a whole answer, which are none of Python's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +50,7 @@ def create_outcome(error: BaseException) -> CreateOutcome:
     for link in _chain(error):
         if isinstance(link, FileExistsError):
             return CreateOutcome.EXISTS
-        if isinstance(link, (TimeoutError, ConnectionError)):
+        if _is_cut_off(link):
             return CreateOutcome.UNKNOWN
         reply = reply_of(link)
         if reply is not None:
@@ -56,11 +63,15 @@ def create_outcome(error: BaseException) -> CreateOutcome:
 
 
 def is_denied(error: BaseException) -> bool:
-    """Say whether the backend refused the credentials or the right to write."""
+    """Say whether the backend refused the credentials or the right to write.
+
+    The outermost error that says something decides: behind a refusal that was answered to an earlier attempt, one that
+    was cut off may have landed.
+    """
     for link in _chain(error):
         if isinstance(link, PermissionError) or (isinstance(link, OSError) and link.errno in _DENIED_ERRNO):
             return True
-        if isinstance(link, (FileNotFoundError, FileExistsError, TimeoutError, ConnectionError)):
+        if _is_cut_off(link) or isinstance(link, (FileNotFoundError, FileExistsError)):
             return False
         reply = reply_of(link)
         if reply is not None:
@@ -150,6 +161,14 @@ def _outcome_of(reply: Reply) -> CreateOutcome:
     if reply.status in _UNDECIDED_STATUS:
         return CreateOutcome.UNDECIDED
     return CreateOutcome.UNKNOWN
+
+
+def _is_cut_off(error: BaseException) -> bool:
+    """Whether the request ended without an answer: what it did is not known, whatever was answered before."""
+    if isinstance(error, (TimeoutError, ConnectionError, asyncio.CancelledError)):
+        return True
+    kinds = type(error).__mro__
+    return any(kind.__name__ in _CUT_OFF.get(kind.__module__.partition(".")[0], ()) for kind in kinds)
 
 
 def _status(value: object) -> int | None:

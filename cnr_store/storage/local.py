@@ -3,10 +3,13 @@
 An object is written to a temporary file in its own folder, made durable, then linked (exclusive) or renamed
 (overwriting) to its name, so no name ever shows half an object. `link` fails if the target exists, on every
 file system that has hard links; those without are refused.
+
+The root may be a symbolic link, nothing below it: what is below is reached from the root's descriptor without
+following one (`open_below`), so that no call, least of all a deletion, acts on another folder than the store's.
 """
 
 # The order of single system calls is what this module is about; pathlib hides it.
-# ruff: noqa: PTH100, PTH103, PTH104, PTH105, PTH106, PTH108, PTH112, PTH116, PTH118, PTH120
+# ruff: noqa: PTH100, PTH103, PTH112, PTH114, PTH118, PTH120
 from __future__ import annotations
 
 import contextlib
@@ -16,8 +19,9 @@ import stat
 import time
 import uuid
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 
-from cnr_store.errors import UnsafeBackend
+from cnr_store.errors import BadInput, StorageFailure, UnsafeBackend
 from cnr_store.storage.base import (
     TEMPORARY_PREFIX,
     CreateOutcome,
@@ -27,6 +31,7 @@ from cnr_store.storage.base import (
     check_prefix,
     is_key,
 )
+from cnr_store.storage.below import FOLDER, LISTED_FOLDER, make_below, open_below
 from cnr_store.storage.failures import is_denied, storage_failure
 from cnr_store.storage.redaction import Secrets
 
@@ -42,6 +47,8 @@ class LocalStorage(Storage):
     """Objects are files under ``root``. Nothing is created before the first write."""
 
     def __init__(self, root: str, *, fsync: bool = True, unsafe_single_writer: bool = False) -> None:
+        if "\0" in root:
+            raise BadInput(f"{root!r} is no path: it holds a NUL character", found=root)
         super().__init__(os.path.abspath(root), is_exclusive=not unsafe_single_writer)
         self.root = self.url
         self.fsync = fsync
@@ -50,11 +57,13 @@ class LocalStorage(Storage):
     def _read(self, key: str, start: int, stop: int | None) -> bytes | None:
         try:
             # O_NONBLOCK: a named pipe in the place of an object must not hang a reader.
-            fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            fd = self._open(key, os.O_RDONLY | os.O_NONBLOCK)
             try:
                 status = os.fstat(fd)
-                if not stat.S_ISREG(status.st_mode):
+                if stat.S_ISDIR(status.st_mode):
                     return None
+                if not stat.S_ISREG(status.st_mode):
+                    raise StorageFailure(f"{key!r} in {self.url} is a device, a pipe or a socket; remove it", path=key)
                 return _read_range(fd, start, status.st_size if stop is None else min(stop, status.st_size))
             finally:
                 os.close(fd)
@@ -64,50 +73,48 @@ class LocalStorage(Storage):
             raise self._failure(error, "reading", key) from error
 
     def _put(self, key: str, data: bytes | memoryview) -> None:
-        path = self._path(key)
         try:
-            temporary = self._write_temporary(path, data)
-            try:
-                os.replace(temporary, path)
-            except BaseException:
-                _unlink_quietly(temporary)
-                raise
+            with self._written(key, data) as (folder, temporary):
+                os.replace(temporary, _name_of(key), src_dir_fd=folder, dst_dir_fd=folder)
         except OSError as error:
             raise self._failure(error, "writing", key) from error
 
     def _create(self, key: str, data: bytes) -> tuple[CreateOutcome, BaseException | None]:
-        path = self._path(key)
         refusal: FileExistsError | None = None
         is_written = False
         try:
-            temporary = self._write_temporary(path, data)
-            is_written = True
-            try:
-                self._link(temporary, path, key)
-            except FileExistsError as error:
-                refusal = error
-            finally:
-                _unlink_quietly(temporary)
+            with self._written(key, data) as (folder, temporary):
+                is_written = True
+                try:
+                    self._link(folder, temporary, key)
+                except FileExistsError as error:
+                    refusal = error
+                _unlink_quietly(temporary, folder)
             # Also after a refusal: the object found may be ours (NFS repeats a request whose reply was lost),
             # and must be durable before a read-back lets the caller acknowledge it.
-            self._sync(_folders_of(key))
+            for above in _folders_of(key):
+                self._sync(above)
         except OSError as error:
             # Without its bytes the object has not got its name: no need to ask again until a deadline.
-            is_full = not is_written and error.errno in _NO_SPACE
-            if is_full or is_denied(error):
+            is_nothing = not is_written and (error.errno in _NO_SPACE or error.errno == errno.ELOOP)
+            if is_nothing or is_denied(error):
                 raise self._failure(error, "creating", key) from error
             return CreateOutcome.UNKNOWN, error
         return (CreateOutcome.CREATED, None) if refusal is None else (CreateOutcome.EXISTS, refusal)
 
-    def _link(self, temporary: str, path: str, key: str) -> None:
+    def _link(self, folder: int, temporary: str, key: str) -> None:
+        name = _name_of(key)
         if not self.is_exclusive:
-            if os.path.lexists(path):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-            os.rename(temporary, path)
+            with contextlib.suppress(FileNotFoundError):
+                _status(name, folder)
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), key)
+            os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
             return
         try:
-            os.link(temporary, path)
+            os.link(temporary, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
         except OSError as error:
+            if error.errno == errno.EEXIST and stat.S_ISLNK(_status(name, folder).st_mode):
+                raise self._failure(_is_link(key), "creating", key) from error
             if error.errno not in _NO_LINKS:
                 raise
             raise UnsafeBackend(
@@ -118,47 +125,67 @@ class LocalStorage(Storage):
             ) from error
 
     def _list_objects(self, folder: str) -> Iterator[ObjectStat]:
-        try:
-            entries = self._entries(folder)
-            for entry in entries:
-                key = f"{folder}/{entry.name}" if folder else entry.name
-                if entry.is_dir(follow_symlinks=False):
-                    yield from self._list_objects(key)
-                elif entry.is_file():
-                    with contextlib.suppress(FileNotFoundError):  # deleted since the folder was read
-                        status = entry.stat()
-                        yield ObjectStat(key, status.st_size, status.st_mtime_ns // 1_000_000)
-        except OSError as error:
-            raise self._failure(error, "listing", folder) from error
+        for key, status in self._walk(folder):
+            # A symbolic link is listed as what would have its name: reading it is refused, deleting it takes the link.
+            if stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode):
+                yield ObjectStat(key, status.st_size, status.st_mtime_ns // 1_000_000)
+
+    def _walk(self, folder: str) -> Iterator[tuple[str, os.stat_result]]:
+        """Everything below a folder that is none itself, sorted within folders."""
+        for key, status in self._entries(folder):
+            if status is None:
+                yield from self._walk(key)
+            else:
+                yield key, status
 
     def _list_folders(self, folder: str) -> list[str]:
-        try:
-            names = [entry.name for entry in self._entries(folder) if entry.is_dir()]
-        except OSError as error:
-            raise self._failure(error, "listing", folder) from error
-        # As on object stores, a folder is there when an object is in it.
-        return [name for name in names if any(True for _ in self._list_objects(f"{folder}/{name}".lstrip("/")))]
+        def is_there(key: str, status: os.stat_result | None) -> bool:
+            if status is None:
+                # As on object stores, a folder is there when an object is in it.
+                return any(True for _ in self._list_objects(key))
+            # A link may stand for one: whoever goes on to what is in it is told.
+            return stat.S_ISLNK(status.st_mode)
+
+        return [_name_of(key) for key, status in self._entries(folder) if is_there(key, status)]
+
+    def list_links(self, prefix: str) -> list[str]:
+        """Return what is a symbolic link at or below a folder; see `Storage.list_links`."""
+        start = check_prefix(prefix)
+        if (link := self._link_on_the_way_to(start)) is not None:
+            return [link]
+        return [key for key, status in self._walk(start) if stat.S_ISLNK(status.st_mode)]
 
     def _delete(self, keys: list[str]) -> None:
-        for key in keys:
+        for parent, group in groupby(keys, _folder_of):
+            key = parent
             try:
-                os.unlink(self._path(key))
+                with self._opened(parent) as folder:
+                    for key in group:
+                        with contextlib.suppress(*_ABSENT):
+                            os.unlink(_name_of(key), dir_fd=folder)
             except _ABSENT:
                 continue
             except OSError as error:
                 raise self._failure(error, "deleting", key) from error
-        for folder in _folders_of(*keys):
-            if folder:
-                with contextlib.suppress(OSError):  # not empty, or gone already
-                    os.rmdir(self._path(folder))
+        for emptied in _folders_of(*keys):
+            self._remove_if_empty(emptied)
+
+    def _remove_if_empty(self, emptied: str) -> None:
+        if not emptied:
+            return  # the root stays
+        try:
+            with self._opened(_folder_of(emptied)) as folder:
+                os.rmdir(_name_of(emptied), dir_fd=folder)
+        except OSError:
+            pass  # It is not empty, or gone already.
 
     def sync_folders(self, keys: Iterable[str]) -> None:
         """Fsync every folder between these keys and the root, the root included, deepest first, once each."""
-        checked = [check_key(key) for key in keys]
-        try:
-            self._sync(_folders_of(*checked))
-        except OSError as error:
-            raise self._failure(error, "syncing folders of", None) from error
+        for folder in _folders_of(*[check_key(key) for key in keys]):
+            try:
+                self._sync(folder)
+            except OSError as error:
+                raise self._failure(error, "syncing the folder", folder) from error
 
     def sweep(self, prefix: str = "", *, older_than_s: float = 86_400.0) -> int:
         """Remove temporary files older than ``older_than_s`` and empty folders; return how many files."""
@@ -166,31 +193,45 @@ class LocalStorage(Storage):
         oldest = time.time() - older_than_s
         removed = 0
         try:
-            for folder, _, names in os.walk(self._path(start), topdown=False):
-                for name in names:
-                    path = os.path.join(folder, name)
-                    with contextlib.suppress(FileNotFoundError):
-                        if name.startswith(TEMPORARY_PREFIX) and os.stat(path).st_mtime < oldest:
-                            os.unlink(path)
-                            removed += 1
-                if folder != self.root:
-                    with contextlib.suppress(OSError):  # not empty
-                        os.rmdir(folder)
+            with self._opened(start, LISTED_FOLDER) as top:
+                for _, folders, names, folder in os.fwalk(".", topdown=False, dir_fd=top):
+                    for name in names:
+                        with contextlib.suppress(FileNotFoundError):
+                            if name.startswith(TEMPORARY_PREFIX) and _status(name, folder).st_mtime < oldest:
+                                os.unlink(name, dir_fd=folder)
+                                removed += 1
+                    for name in folders:
+                        with contextlib.suppress(OSError):  # not empty
+                            os.rmdir(name, dir_fd=folder)
+        except _ABSENT:
+            return removed
         except OSError as error:
             raise self._failure(error, "sweeping", start) from error
+        self._remove_if_empty(start)
         return removed
 
-    def _entries(self, folder: str) -> list[os.DirEntry[str]]:
+    def _entries(self, folder: str) -> list[tuple[str, os.stat_result | None]]:
+        """The keys in a folder, sorted, each with what is there; None where that is a folder."""
+        found: list[tuple[str, os.stat_result | None]] = []
         try:
-            with os.scandir(self._path(folder)) as entries:
-                return sorted((entry for entry in entries if is_key(entry.name)), key=lambda entry: entry.name)
+            with self._opened(folder, LISTED_FOLDER) as fd, os.scandir(fd) as entries:
+                for entry in entries:
+                    if is_key(entry.name):
+                        key = f"{folder}/{entry.name}" if folder else entry.name
+                        with contextlib.suppress(FileNotFoundError):  # deleted since the folder was read
+                            is_folder = entry.is_dir(follow_symlinks=False)
+                            found.append((key, None if is_folder else entry.stat(follow_symlinks=False)))
         except (FileNotFoundError, NotADirectoryError):
             return []
+        except OSError as error:
+            raise self._failure(error, "listing", folder) from error
+        return sorted(found, key=lambda one: one[0])
 
-    def _write_temporary(self, path: str, data: bytes | memoryview) -> str:
-        folder = os.path.dirname(path)
-        temporary = os.path.join(folder, f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}")
-        fd = self._open_new(temporary, folder)
+    @contextlib.contextmanager
+    def _written(self, key: str, data: bytes | memoryview) -> Iterator[tuple[int, str]]:
+        """Give the object's folder and the name of a temporary file there that has the bytes; it goes with an error."""
+        temporary = f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
+        folder, fd = self._open_new(_folder_of(key), temporary)
         try:
             try:
                 _write_all(fd, data)
@@ -198,16 +239,23 @@ class LocalStorage(Storage):
                     os.fsync(fd)
             finally:
                 os.close(fd)
+            yield folder, temporary
         except BaseException:
-            _unlink_quietly(temporary)
+            _unlink_quietly(temporary, folder)
             raise
-        return temporary
+        finally:
+            os.close(folder)
 
-    def _open_new(self, temporary: str, folder: str) -> int:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    def _open_new(self, folder: str, temporary: str) -> tuple[int, int]:
+        """Descriptors of a folder, made if it is missing, and of a new file in it."""
         for attempt in range(_FOLDER_ATTEMPTS):
             try:
-                return os.open(temporary, flags, 0o666)
+                place = self._open(folder, FOLDER)
+                try:
+                    return place, os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=place)
+                except BaseException:
+                    os.close(place)
+                    raise
             except FileNotFoundError:
                 # Missing, or removed by a delete that emptied it between the two calls.
                 if attempt == _FOLDER_ATTEMPTS - 1:
@@ -215,7 +263,8 @@ class LocalStorage(Storage):
                 # makedirs says "exists" of a folder that goes between its own two looks, too.
                 with contextlib.suppress(FileNotFoundError, FileExistsError):
                     self._make_root()
-                    os.makedirs(folder, exist_ok=True)
+                    with self._opened("") as root:
+                        os.close(make_below(root, folder) if folder else os.dup(root))
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _make_root(self) -> None:
@@ -227,18 +276,53 @@ class LocalStorage(Storage):
         os.makedirs(self.root, exist_ok=True)
         if self.fsync:
             for made in missing:
-                _sync_folder(os.path.dirname(made))
+                _sync_folder(os.open(os.path.dirname(made), LISTED_FOLDER))
 
-    def _sync(self, folders: list[str]) -> None:
+    def _sync(self, folder: str) -> None:
         if self.fsync:
-            for folder in folders:
-                _sync_folder(self._path(folder))
+            _sync_folder(self._open(folder, LISTED_FOLDER))
 
-    def _path(self, key: str) -> str:
-        return os.path.join(self.root, key) if key else self.root
+    @contextlib.contextmanager
+    def _opened(self, folder: str, flags: int = FOLDER) -> Iterator[int]:
+        fd = self._open(folder, flags)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
-    def _failure(self, error: OSError, action: str, key: str | None) -> Exception:
+    def _open(self, path: str, flags: int) -> int:
+        """Return a descriptor of what is at ``path``, or of the root; ``ELOOP`` where a link is on the way."""
+        if not path:
+            return os.open(self.root, flags)
+        root = os.open(self.root, FOLDER)
+        try:
+            return open_below(root, path, flags)
+        finally:
+            os.close(root)
+
+    def _link_on_the_way_to(self, path: str) -> str | None:
+        parts = path.split("/")
+        above = ("/".join(parts[:depth]) for depth in range(1, len(parts) + 1))
+        return next((one for one in above if os.path.islink(os.path.join(self.root, one))), None)
+
+    def _failure(self, error: OSError, action: str, key: str) -> Exception:
+        if error.errno == errno.ELOOP:
+            link = self._link_on_the_way_to(key) or key
+            return StorageFailure(
+                f"{action} {key!r} in {self.url} was refused: {link!r} is a symbolic link. The root of a store may be "
+                "one, nothing below it: put what it points to in its place (a bind mount does), or remove it",
+                path=link,
+                found="symbolic link",
+            )
         return storage_failure(error, action=action, url=self.url, key=key, secrets=self._secrets)
+
+
+def _folder_of(key: str) -> str:
+    return key.rpartition("/")[0]
+
+
+def _name_of(key: str) -> str:
+    return key.rpartition("/")[2]
 
 
 def _folders_of(*keys: str) -> list[str]:
@@ -268,8 +352,8 @@ def _write_all(fd: int, data: bytes | memoryview) -> None:
         view = view[os.write(fd, view[:_WRITE_BYTES]) :]
 
 
-def _sync_folder(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _sync_folder(fd: int) -> None:
+    """Fsync an open folder, and close it."""
     try:
         os.fsync(fd)
     except OSError as error:
@@ -280,7 +364,15 @@ def _sync_folder(path: str) -> None:
         os.close(fd)
 
 
-def _unlink_quietly(path: str) -> None:
+def _status(name: str, folder: int) -> os.stat_result:
+    return os.stat(name, dir_fd=folder, follow_symlinks=False)
+
+
+def _is_link(key: str) -> OSError:
+    return OSError(errno.ELOOP, os.strerror(errno.ELOOP), key)
+
+
+def _unlink_quietly(name: str, folder: int) -> None:
     # Renamed away already, or the failure that brought us here also stops this; `sweep` finds what is left.
     with contextlib.suppress(OSError):
-        os.unlink(path)
+        os.unlink(name, dir_fd=folder)

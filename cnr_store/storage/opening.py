@@ -18,12 +18,11 @@ from cnr_store.storage.local import LocalStorage
 from cnr_store.storage.redaction import Secrets, redact_url
 from cnr_store.storage.remote import (
     AzureStorage,
-    DeclaredStorage,
     GcsStorage,
     MemoryStorage,
+    OtherStorage,
     RemoteStorage,
     S3Storage,
-    SingleWriterStorage,
 )
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)(://|::)")
@@ -58,7 +57,8 @@ def open_storage(
     fsync
         Local only: make every object durable before it is named. False is for tests and scratch data.
     unsafe_single_writer
-        Accept a backend without an exclusive create. Two writers at once then lose acknowledged commits.
+        Accept a backend without an exclusive create, whichever driver it has: a create then looks first and writes.
+        Two writers at once lose acknowledged commits.
 
     Raises
     ------
@@ -149,25 +149,30 @@ def _connect(url: str, scheme: str, options: dict[str, Any], secrets: Secrets) -
 def _storage(
     fs: fsspec.AbstractFileSystem, root: str, *, url: str, secrets: Secrets, unsafe_single_writer: bool
 ) -> Storage:
-    protocols = _protocols(fs)
-    if _CACHING.intersection(protocols):
+    if _CACHING.intersection(_protocols(fs)):
         raise _caching(url)
-    if getattr(type(fs), "cnr_exclusive_create", False) is True:
-        return DeclaredStorage(fs, root, url=url, secrets=secrets)
-    if isinstance(fs, MemoryFileSystem):
-        return MemoryStorage(fs, root, url=url, secrets=secrets)
-    for names, storage in _DRIVERS:
-        # By protocol and module: a look-alike that registers "s3" for itself has not shown what it does.
-        if names.intersection(protocols) and type(fs).__module__.partition(".")[0] in _MODULES:
-            return storage(fs, root, url=url, secrets=secrets)
-    if unsafe_single_writer:
-        return SingleWriterStorage(fs, root, url=url, secrets=secrets, is_exclusive=False)
+    kind = _known_kind(fs)
+    if kind is not None or unsafe_single_writer:
+        return (kind or OtherStorage)(fs, root, url=url, secrets=secrets, is_exclusive=not unsafe_single_writer)
     raise UnsafeBackend(
         f"{type(fs).__name__} ({url}) is not known to create an object exclusively; use a local path, s3, "
         "gcs or azure, declare cnr_exclusive_create on its class, or pass unsafe_single_writer=True if "
         "nobody else ever writes",
         found=type(fs).__name__,
     )
+
+
+def _known_kind(fs: fsspec.AbstractFileSystem) -> type[RemoteStorage] | None:
+    """How a file system creates objects exclusively, where it is known to."""
+    if getattr(type(fs), "cnr_exclusive_create", False) is True:
+        return OtherStorage
+    if isinstance(fs, MemoryFileSystem):
+        return MemoryStorage
+    for names, kind in _DRIVERS:
+        # By protocol and module: a look-alike that registers "s3" for itself has not shown what it does.
+        if names.intersection(_protocols(fs)) and type(fs).__module__.partition(".")[0] in _MODULES:
+            return kind
+    return None
 
 
 _MODULES = frozenset({"s3fs", "gcsfs", "adlfs"})

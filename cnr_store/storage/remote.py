@@ -30,7 +30,10 @@ _MEMORY_LOCK = threading.Lock()
 
 
 class RemoteStorage(Storage):
-    """Objects under ``root`` of an fsspec file system whose ``pipe_file(mode="create")`` is exclusive."""
+    """Objects under ``root`` of an fsspec file system whose ``pipe_file(mode="create")`` is exclusive.
+
+    Where it is not, the caller may have said that nobody else writes: then ``is_exclusive`` is False.
+    """
 
     read_options: ClassVar[dict[str, Any]] = {}
     is_remote: ClassVar[bool] = True
@@ -66,7 +69,10 @@ class RemoteStorage(Storage):
 
     def _create(self, key: str, data: bytes) -> tuple[CreateOutcome, BaseException | None]:
         try:
-            self._pipe_new(key, data)
+            if self.is_exclusive:
+                self._pipe_new(key, data)
+            else:
+                self._pipe_unless_there(key, data)
         except (UnsafeBackend, AccessDenied):
             raise
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - likewise, sorted by class
@@ -78,6 +84,12 @@ class RemoteStorage(Storage):
 
     def _pipe_new(self, key: str, data: bytes) -> None:
         self._pipe(key, data, mode="create")
+
+    def _pipe_unless_there(self, key: str, data: bytes) -> None:
+        """Look first and then write: right only while nobody else writes, which the caller has vouched for."""
+        if self._read(key, 0, 1) is not None:
+            raise FileExistsError(key)
+        self._pipe(key, data)
 
     def _list_objects(self, folder: str) -> Iterator[ObjectStat]:
         start = f"{folder}/" if folder else ""
@@ -180,7 +192,8 @@ class GcsStorage(RemoteStorage):
         bucket = self._root.strip("/").split("/")[0]
         if fsspec.asyn.sync(self._fs.loop, is_zonal, bucket):  # the driver keeps the answer
             raise UnsafeBackend(
-                f"{self.url} is in a zonal bucket, which ignores an exclusive create; use a regional bucket",
+                f"{self.url} is in a zonal bucket, which ignores an exclusive create; use a regional bucket, or "
+                "unsafe_single_writer=True if nobody else ever writes",
                 found="zonal bucket",
             )
 
@@ -189,8 +202,8 @@ class AzureStorage(RemoteStorage):
     """adlfs: a block blob put with ``If-None-Match: *``."""
 
 
-class DeclaredStorage(RemoteStorage):
-    """A file system whose class says ``cnr_exclusive_create = True``; missing folders are made."""
+class OtherStorage(RemoteStorage):
+    """A file system whose class says ``cnr_exclusive_create = True``, or any for a single writer; makes its folders."""
 
     def _pipe(self, key: str, data: bytes, **options: Any) -> None:
         path = self._path(key)
@@ -199,15 +212,6 @@ class DeclaredStorage(RemoteStorage):
         except FileNotFoundError:
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             self._fs.pipe_file(path, data, **options)
-
-
-class SingleWriterStorage(DeclaredStorage):
-    """No exclusive create: looks first and then writes, which is right only while nobody else writes."""
-
-    def _pipe_new(self, key: str, data: bytes) -> None:
-        if self._read(key, 0, None) is not None:
-            raise FileExistsError(key)
-        self._pipe(key, data)
 
 
 def _modified_ms(info: dict[str, Any]) -> int | None:

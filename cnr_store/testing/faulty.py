@@ -167,6 +167,8 @@ class FaultyFileSystem(fsspec.AbstractFileSystem):
     ----------
     calls
         Every call so far, in order.
+    hits
+        How many calls the fault has hit so far.
     is_crashed
         Whether the process that this view belongs to is dead.
     """
@@ -189,12 +191,17 @@ class FaultyFileSystem(fsspec.AbstractFileSystem):
         super().__init__()
         self.inner = inner
         self.calls: list[Call] = []
+        self.hits = 0
         self.is_crashed = False
         self._fault = fault
-        self._hits_left = 0 if fault is None else fault.calls
         self._on_call = on_call
         self._on_stall = on_stall
         self._delayed: list[_Delayed] = []
+
+    @property
+    def fault(self) -> Fault | None:
+        """What goes wrong here."""
+        return self._fault
 
     def count(self, *operations: Operation) -> int:
         """Return how many calls of these operations were made; of all without arguments."""
@@ -296,11 +303,11 @@ class FaultyFileSystem(fsspec.AbstractFileSystem):
 
     def _hit(self, call: Call) -> FaultKind | None:
         fault = self._fault
-        if fault is None or call.index < fault.at or not self._hits_left:
+        if fault is None or call.index < fault.at or self.hits == fault.calls:
             return None
         if not fault.kind.applies_to(call.operation) or fault.only not in (None, call.operation):
             return None
-        self._hits_left -= 1
+        self.hits += 1
         return fault.kind
 
     def _fail(self, kind: FaultKind, call: Call, effect: Callable[[], _T]) -> _T | Any:

@@ -6,13 +6,14 @@ sees is exactly one committed state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import fsspec
 
-from cnr_store.errors import CnrStoreError
+from cnr_store.errors import CnrStoreError, CommitStateUnknown, CorruptStore, StorageFailure, UnsafeBackend
 from cnr_store.testing.faulty import (
     Fault,
     FaultKind,
@@ -22,6 +23,20 @@ from cnr_store.testing.faulty import (
 )
 
 ALL_FAULTS: tuple[FaultKind, ...] = tuple(FaultKind)
+
+_BRINGS: dict[FaultKind, tuple[type[CnrStoreError], ...]] = {
+    FaultKind.FAIL_BEFORE: (StorageFailure, CommitStateUnknown),
+    FaultKind.FAIL_AFTER: (StorageFailure, CommitStateUnknown),
+    FaultKind.LOST_REPLY: (StorageFailure, CommitStateUnknown),
+    FaultKind.DELAYED_PUT: (StorageFailure, CommitStateUnknown),
+    FaultKind.DISK_FULL: (StorageFailure, CommitStateUnknown),
+    FaultKind.SHORT_READ: (CorruptStore, CommitStateUnknown, UnsafeBackend),
+}
+"""The errors that a fault may come out as; of the other kinds nobody may hear."""
+
+
+class Unexplained(AssertionError):
+    """An error that no fault was there for."""
 
 
 class Scenario(Protocol):
@@ -33,7 +48,7 @@ class Scenario(Protocol):
     def run(self, fs: FaultyFileSystem, acknowledged: list[Any]) -> None:
         """Do the work through ``fs`` and append each state to ``acknowledged`` when its call has returned.
 
-        May stop with a `CnrStoreError`; a `SimulatedCrash` passes through.
+        May stop with a `CnrStoreError` that the fault explains; a `SimulatedCrash` passes through.
         """
 
     def check(self, fs: fsspec.AbstractFileSystem, acknowledged: list[Any]) -> None:
@@ -111,6 +126,27 @@ def sweep(
     return report
 
 
+@contextmanager
+def explained(fs: FaultyFileSystem) -> Iterator[None]:
+    """Let an error of the library through only if the fault hit within, and comes out as such errors.
+
+    Raises
+    ------
+    Unexplained
+        It is another one: of a state that an earlier fault left wrong, say.
+    """
+    hits = fs.hits
+    try:
+        yield
+    except CnrStoreError as error:
+        kind = None if fs.fault is None else fs.fault.kind
+        if fs.hits == hits:
+            raise Unexplained(f"no call failed, and yet {type(error).__name__}: {error}") from error
+        if kind is None or not isinstance(error, _BRINGS.get(kind, ())):
+            raise Unexplained(f"{kind} came out as {type(error).__name__}: {error}") from error
+        raise
+
+
 def _run_once(
     scenario: Scenario, inner: IsolatedMemoryFileSystem, fault: Fault, where: str, report: SweepReport
 ) -> None:
@@ -119,7 +155,8 @@ def _run_once(
     report.runs += 1
     try:
         try:
-            scenario.run(fs, acknowledged)
+            with explained(fs):
+                scenario.run(fs, acknowledged)
         except SimulatedCrash:
             report.crashed += 1
         except CnrStoreError:

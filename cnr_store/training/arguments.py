@@ -7,15 +7,17 @@ import signal
 import threading
 from collections.abc import Callable, Collection, Mapping
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from cnr_store.arguments import checked_choice, checked_count, checked_number
 from cnr_store.errors import BadInput, NotAStore
 from cnr_store.mirrors import MirrorMode
-from cnr_store.options import encoding_name
+from cnr_store.options import check_options
 from cnr_store.policy import Policy
 from cnr_store.store import Store
-from cnr_store.thresholds import check_threshold
-from cnr_store.types import TableDtype, TableOptions
+from cnr_store.table_options import TableOptions
+from cnr_store.types import TableDtype
+from cnr_store.workers import check_rate
 from cnr_store_gpu import Movement
 
 WhenBusy = Literal["wait", "skip", "refuse"]
@@ -34,21 +36,53 @@ Moves = Literal["touched", "ever_touched", "all"]
 """Which rows a step of an optimizer changes: those looked up, those ever looked up, or all."""
 
 
-def check_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Return if ``value`` is one of ``allowed``.
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "policy": get_args(Policy),
+    "first_full": get_args(FirstFull),
+    "when_busy": get_args(WhenBusy),
+    "on_error": get_args(OnError),
+    "mirror": get_args(MirrorMode),
+    "on_bypass": ("warn", "raise"),
+    "in_flight": ("refuse", "remark"),
+    "schedule": get_args(Schedule),
+    "save_on_sigterm": (False, True, "flag"),
+}
+
+
+def check_choices(**given: object) -> None:
+    """Return if each of a manager's arguments, by name, is one of its choices.
 
     Raises
     ------
     BadInput
     """
-    if value not in allowed:
-        raise BadInput(f"{name}={value!r} is unknown; choose one of {', '.join(allowed)}", found=value)
+    for name, value in given.items():
+        checked_choice(name, value, _CHOICES[name])
+
+
+def check_numbers(
+    every_steps: object, every_seconds: object, bytes_per_s: float | None, threads: object, verify_rows: object
+) -> None:
+    """Return if the numbers that a manager is given can be meant; None is "not given".
+
+    Raises
+    ------
+    BadInput
+    """
+    if every_steps is not None:
+        checked_count("every_steps", every_steps, least=1)
+    if every_seconds is not None:
+        checked_number("every_seconds", every_seconds, above=0)
+    check_rate(bytes_per_s)
+    if threads is not None:
+        checked_count("threads", threads, least=1)
+    checked_count("verify_rows", verify_rows)
 
 
 def movements_of(assume: Mapping[str, Moves]) -> dict[str, Movement]:
     """Return what the caller says of optimizers in the tracker's words."""
     for name, moves in assume.items():
-        check_one_of(f"assume[{name!r}]", moves, ("touched", "ever_touched", "all"))
+        checked_choice(f"assume[{name!r}]", moves, ("touched", "ever_touched", "all"))
     return {name: Movement[moves.upper()] for name, moves in assume.items()}
 
 
@@ -60,36 +94,38 @@ def options_by_table(
     Raises
     ------
     BadInput
-        Options for a table that the model does not have.
+        No `TableOptions`, or those of a table that the model does not have.
     """
-    if not isinstance(options, Mapping):
-        return dict.fromkeys(tables, options or TableOptions())
-    unknown = sorted(options.keys() - set(tables))
+    given = TableOptions() if options is None else options
+    for one in given.values() if isinstance(given, Mapping) else (given,):
+        if not isinstance(one, TableOptions):
+            raise BadInput(f"options= takes TableOptions, for all tables or by table; found {one!r}", found=one)
+    if isinstance(given, TableOptions):
+        return dict.fromkeys(tables, given)
+    unknown = sorted(given.keys() - set(tables))
     if unknown:
         raise BadInput(f"options= names tables {unknown}; the model has {sorted(tables)}", table=unknown[0])
-    return {table: options.get(table, TableOptions()) for table in tables}
+    return {table: given.get(table, TableOptions()) for table in tables}
 
 
-def check_thresholds(
+def check_table_options(
     options: Mapping[str, TableOptions], dtypes: Mapping[str, TableDtype], *, mirror: MirrorMode, policy: Policy
 ) -> None:
-    """Return if rows can wait in every table whose options say so; ``dtypes`` are those of this rank's tables.
+    """Return if tables can be stored as their options say; ``dtypes`` are those of this rank's tables.
 
     Raises
     ------
     BadInput
     """
-    for table in sorted(table for table, one in options.items() if one.threshold is not None):
-        if policy != "consecutive":
+    for table, one in sorted(options.items()):
+        if one.threshold is not None and policy != "consecutive":
             raise BadInput(
                 f'table {table!r} has threshold=, and policy={policy!r} writes no deltas to the last checkpoint: no '
                 'row would ever wait; choose policy="consecutive", or leave threshold out',
                 table=table, expected="consecutive", found=policy,
             )  # fmt: skip
-        chosen = options[table]
-        if table in dtypes and chosen.threshold is not None:
-            is_lattice = encoding_name(chosen, dtypes[table]) == "lattice"
-            check_threshold(table, chosen.threshold, is_lattice=is_lattice, has_mirror=mirror != "none")
+        if table in dtypes:
+            check_options(table, one, dtypes[table], has_mirror=mirror != "none")
 
 
 def open_or_create(
@@ -97,11 +133,13 @@ def open_or_create(
 ) -> Store:
     """Return the store at a URL, created if there is none; or the branch of that name, which must be there. Blocks."""
     try:
-        return Store.open(url, branch=branch, storage_options=storage_options, threads=threads)
+        store = Store.open(url, branch=branch, storage_options=storage_options, threads=threads)
     except NotAStore:
         if branch is not None:
             raise
         return Store.create(url, storage_options=storage_options, threads=threads)
+    store.finish_creation()
+    return store
 
 
 def catch_sigterm(handler: Callable[[int, FrameType | None], None]) -> Any:

@@ -19,11 +19,12 @@ import torch
 from cnr_store.errors import CommitStateUnknown
 from cnr_store.placement import Shard
 from cnr_store.rate import TargetStatus
+from cnr_store.table_options import TableOptions, Threshold
 from cnr_store.training.marks import taken_rows
 from cnr_store.training.rate_status import ScaleChange
 from cnr_store.training.tensors import TensorRows, as_array, flat_rows
 from cnr_store.transaction import Declaration, Transaction
-from cnr_store.types import RowIds, TableOptions, Threshold
+from cnr_store.types import RowIds
 from cnr_store_gpu import Staged, Taken
 
 logger = logging.getLogger(__name__)

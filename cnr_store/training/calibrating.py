@@ -20,13 +20,14 @@ from cnr_store.errors import BadInput
 from cnr_store.options import encoding_name, table_dtype
 from cnr_store.ranks import Ranks, together
 from cnr_store.rate import halvings_to
+from cnr_store.table_options import TableOptions
 from cnr_store.training.arguments import options_by_table
 from cnr_store.training.holdings import find_local_shards
 from cnr_store.training.ranks import ranks_of_this_training
 from cnr_store.training.rng import capture_rng, restore_rng
 from cnr_store.training.shards import LocalShard, unwrapped
 from cnr_store.training.tensors import TensorRows, windows
-from cnr_store.types import AffineBits, Precision, TableOptions
+from cnr_store.types import AffineBits, Precision
 
 COARSEST: AffineBits = 2
 FINEST: AffineBits = 8

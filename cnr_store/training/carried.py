@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from cnr_store.arguments import checked_count
 from cnr_store.errors import BadInput
 from cnr_store.training.reader import check_stateful
 
@@ -85,9 +86,7 @@ class CarryingReader(Generic[T]):
 
     def __init__(self, loader: Iterable[T], *, every: int = 1) -> None:
         check_stateful("the loader of a CarryingReader", loader)
-        if every < 1:
-            raise BadInput(f"the state is taken at every 1 batch or more, not {every}", found=every)
-        self.every = every
+        self.every = checked_count("every, in batches,", every, least=1)
         self._loader: Any = loader
         self._is_wanted = threading.Event()
         self._was_asked = False

@@ -9,9 +9,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from cnr_store.commit_record import LogEntry
 from cnr_store.errors import CorruptRecord, CorruptStore
 from cnr_store.ranks import Ranks, described, rank_zero, together
-from cnr_store.records import LogEntry
 from cnr_store.repair import read_tail, return_to
 from cnr_store.store import Store
 from cnr_store.verify import find_newest_whole

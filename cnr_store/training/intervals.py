@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
+from cnr_store.arguments import checked_count
 from cnr_store.errors import BadInput
 from cnr_store.training.reader import check_stateful
 
@@ -66,9 +67,8 @@ class GrantedReader(Generic[T]):
 
     def __init__(self, loader: Iterable[T], *, grant: int, micro_batches: int = 1) -> None:
         check_stateful("the loader of a GrantedReader", loader)
-        if grant < 1:
-            raise BadInput(f"a grant is 1 batch or more, not {grant}; give the manager's every_steps", found=grant)
-        if micro_batches < 1 or grant % micro_batches:
+        grant = checked_count("grant, best the manager's every_steps,", grant, least=1)
+        if grant % checked_count("micro_batches", micro_batches, least=1):
             raise BadInput(
                 f"a grant of {grant} batches is no whole number of optimizer steps of {micro_batches} batches each; "
                 "saves are made between those", expected=micro_batches, found=grant,

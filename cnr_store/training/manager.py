@@ -34,11 +34,12 @@ from cnr_store.errors import (
     TransactionAborted,
     VersionNotFound,
 )
-from cnr_store.mirrors import MirrorMode
+from cnr_store.mirrors import MirrorMode, check_mirror_folder
 from cnr_store.policy import CheckpointSize, Decision, Policy, decide
 from cnr_store.ranks import Ranks, rank_zero, together
 from cnr_store.snapshot import Snapshot
 from cnr_store.store import Store
+from cnr_store.table_options import TableOptions
 from cnr_store.training.arguments import (
     FirstFull,
     Moves,
@@ -46,8 +47,9 @@ from cnr_store.training.arguments import (
     Schedule,
     WhenBusy,
     catch_sigterm,
-    check_one_of,
-    check_thresholds,
+    check_choices,
+    check_numbers,
+    check_table_options,
     movements_of,
     open_or_create,
     options_by_table,
@@ -115,7 +117,7 @@ from cnr_store.training.state import (
 )
 from cnr_store.training.tensors import leaf_of, table_dtype_name, tensor_of
 from cnr_store.transaction import Transaction
-from cnr_store.types import RowIds, SlotsRule, TableOptions
+from cnr_store.types import RowIds, SlotsRule
 from cnr_store.writer import Writer
 from cnr_store_gpu import Cumulative, RowRequest, RowTracker, StagingBuffers, Taken, warmup
 from cnr_store_gpu.tracker import InFlight
@@ -331,17 +333,13 @@ class CheckpointManager:
         max_quality_loss: float | None = None,
         validate: Callable[[], float] | None = None,
     ) -> None:
-        check_one_of("first_full", first_full, ("stall", "copy"))
-        check_one_of("when_busy", when_busy, ("wait", "skip", "refuse"))
-        check_one_of("on_error", on_error, ("raise", "warn"))
-        check_one_of("schedule", schedule, ("constant", "loss"))
+        check_choices(
+            policy=policy, first_full=first_full, when_busy=when_busy, on_error=on_error, mirror=mirror,
+            on_bypass=on_bypass, in_flight=in_flight, schedule=schedule, save_on_sigterm=save_on_sigterm,
+        )  # fmt: skip
+        check_numbers(every_steps, every_seconds, bytes_per_s, threads, verify_rows)
         if branch is not None and isinstance(store, Store):
             raise BadInput("branch= goes with a URL; open the store on its branch instead", found=branch)
-        decide(policy, [])
-        if (every_steps is not None and every_steps < 1) or (every_seconds is not None and every_seconds <= 0):
-            raise BadInput(
-                f"saves must be due after something: every_steps={every_steps}, every_seconds={every_seconds}"
-            )
         if reader is not None:
             check_stateful("reader", reader)
         for name, extra in (extras or {}).items():
@@ -383,8 +381,9 @@ class CheckpointManager:
         trackers: list[RowTracker] = []
 
         def attach() -> None:
+            check_mirror_folder(mirror, mirror_folder)
             dtypes = {shard.table: table_dtype_name(shard.weight, shard.table) for shard in shards}
-            check_thresholds(self._options, dtypes, mirror=mirror, policy=policy)
+            check_table_options(self._options, dtypes, mirror=mirror, policy=policy)
             trackers.append(
                 RowTracker(
                     model, dict(plain), optimizers=self._optimizers, allow_dense=allow_dense,

@@ -14,12 +14,14 @@ from cnr_store.encodings.sampling import RowSample
 from cnr_store.encodings.scale import ScaleChoice, minmax_scale, pooled
 from cnr_store.encodings.widths import to_float32
 from cnr_store.errors import BadInput
+from cnr_store.limits import MAX_SHIFT, MAX_SHIFT_IN_CHAIN, MIN_SCALE
 from cnr_store.options import choose_table_scale, encoding_name, table_dtype
 from cnr_store.ranks import Ranks, together
-from cnr_store.records import MAX_SHIFT, MAX_SHIFT_IN_CHAIN, MIN_SCALE, TableSchema
+from cnr_store.records import TableSchema
+from cnr_store.table_options import TableOptions
 from cnr_store.training.holdings import Holding, Holdings
 from cnr_store.training.tensors import TensorRows, table_dtype_name
-from cnr_store.types import MAX_CODE, AffineBits, Lattice, TableOptions
+from cnr_store.types import MAX_CODE, AffineBits, Lattice
 from cnr_store.writer import Writer
 
 _FEW_ROWS = 2048

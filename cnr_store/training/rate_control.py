@@ -26,6 +26,7 @@ from cnr_store.rate import (
     smoothed,
 )
 from cnr_store.records import TableSchema
+from cnr_store.table_options import TableOptions, Threshold
 from cnr_store.training.arguments import Schedule
 from cnr_store.training.document import RateDocument
 from cnr_store.training.holdings import Holdings
@@ -33,7 +34,7 @@ from cnr_store.training.measuring import ScaleMeter, step_of
 from cnr_store.training.rate_status import RateStatus, ScaleChange, TableRate
 from cnr_store.training.targeting import SizeTarget
 from cnr_store.transaction import Transaction
-from cnr_store.types import AffineBits, TableOptions, Threshold
+from cnr_store.types import AffineBits
 from cnr_store.writer import Writer
 
 _GROWN = 1.1

@@ -19,9 +19,10 @@ from cnr_store.errors import BadInput
 from cnr_store.policy import CheckpointSize, Policy
 from cnr_store.rate import Limits, SaveCost, Steering, TargetStatus, steer
 from cnr_store.records import Manifest
+from cnr_store.table_options import TableOptions, Threshold
 from cnr_store.training.document import RateDocument
 from cnr_store.transaction import Transaction
-from cnr_store.types import MAX_CHAIN, Lattice, TableOptions, Threshold
+from cnr_store.types import MAX_CHAIN, Lattice
 
 _MOST_DOUBLINGS = 8
 """How much coarser scales may become as long as nobody has measured it; between 8 and 2 bits it is 5 or 6."""

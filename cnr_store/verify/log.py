@@ -9,34 +9,40 @@ from functools import partial
 import msgspec
 
 from cnr_store import layout
-from cnr_store.errors import (
-    AccessDenied,
-    CnrStoreError,
-    CorruptRecord,
-    CorruptStore,
-    MissingObject,
-)
-from cnr_store.records import (
+from cnr_store.beginning import check_begun
+from cnr_store.clock import MAX_SKEW_MS, text_of, wall_ms
+from cnr_store.commit_record import (
     DATA_KINDS,
-    MAX_DOCUMENT_BYTES,
-    MAX_RECORD_BYTES,
-    CommitRecord,
-    Hint,
-    Identity,
     LogEntry,
-    Pin,
     decode_record,
     is_live,
     merge_overflow,
     parent_of,
-    sha256,
 )
+from cnr_store.documents import decode_document, sha256
+from cnr_store.errors import (
+    AccessDenied,
+    CnrStoreError,
+    CorruptObject,
+    CorruptRecord,
+    CorruptStore,
+    MissingObject,
+    StorageFailure,
+    VersionNotFound,
+    WrongClock,
+)
+from cnr_store.limits import MAX_LISTS_BYTES, MAX_SMALL_BYTES
+from cnr_store.log import position_bytes
+from cnr_store.records import CommitRecord, Hint, Identity, Pin
 from cnr_store.storage import Storage
 from cnr_store.verify.report import Findings, Problem
-from cnr_store.workers import Workers
+from cnr_store.workers import Workers, blocks
 
 _BATCH = 256
-"""Positions read at once, so that memory does not grow with the log."""
+"""Positions read at once, so that memory does not grow with the records of a log."""
+
+_NAMED_IN_A_GAP = 256
+"""Versions that a problem names one by one; a stray record may stand billions of positions behind the log."""
 
 Chain = tuple[str, ...]
 
@@ -105,7 +111,9 @@ def read_log(
     prefix: str = "",
     first: int = 0,
 ) -> LogView:
-    """Read every position and check it against its neighbours. Blocks; about one GET per version.
+    """Read every position that is there and check it against its neighbours. Blocks; about one GET per version.
+
+    Positions that are not are one problem for all that lie together.
 
     Parameters
     ----------
@@ -121,13 +129,18 @@ def read_log(
     AccessDenied
     """
     view = LogView(prefix=prefix)
-    newest = newest_position(storage, prefix)
+    listed = [number for number in list_positions(storage, prefix) if number >= first]
+    newest = listed[-1] if listed else -1
     after: Position | None = None
     torn: dict[int, str] = {}
     foreign = readable = 0
-    for stop in range(newest + 1, first, -_BATCH):
-        numbers = range(stop - 1, max(stop - _BATCH, first) - 1, -1)
+    above = newest + 1
+    for start, stop in blocks(len(listed), _BATCH):
+        numbers = listed[len(listed) - stop : len(listed) - start][::-1]
         for here in workers.run(partial(read_position, storage, number, prefix) for number in numbers):
+            if here.version + 1 < above and _check_gap(view, here.version + 1, above, torn, findings):
+                after = None
+            above = here.version
             view.records += here.digest is not None
             if here.version in torn:
                 view.superseded.append(here.version)
@@ -144,21 +157,32 @@ def read_log(
             if after is not None:
                 _check_neighbours(view, here, after, findings)
             after = here
+    if listed and first < above:
+        _check_gap(view, first, above, torn, findings)
     if foreign:
         findings.add(_foreign(identity, view, foreign, readable))
     if after is not None and after.version == 0 and not prefix:
         _check_identity(storage, after, findings)
+    if view.head is not None and is_ahead(view.head.record, wall_ms()):
+        message = (
+            f"the newest record is of {text_of(view.head.record.ts_ms)}, later than this machine's time by more than "
+            f"{MAX_SKEW_MS // 1000} s, and so will be all that follow it: one of the clocks was wrong; `cnr repair` "
+            "sets the time right"
+        )
+        findings.add(Problem(WrongClock.kind, view.key(view.head.record.v), (), message))
+    if not listed:
+        _check_absent(storage, prefix, first, findings)
     _check_hint(storage, newest, prefix, findings)
     return view
 
 
-def newest_position(storage: Storage, prefix: str = "") -> int:
-    """Return the highest occupied position: by listing, which sees beyond a hole, and by reading on from there."""
+def list_positions(storage: Storage, prefix: str = "") -> list[int]:
+    """Return the occupied positions, ascending: by listing, which sees beyond a hole, and by reading on from there."""
     listed = (layout.commit_version(stat.key, prefix) for stat in storage.list_objects(prefix + layout.COMMITS))
-    newest = max((number for number in listed if number is not None), default=-1)
-    while storage.read(layout.commit_key(newest + 1, prefix), stop=1) is not None:
-        newest += 1
-    return newest
+    found = sorted(number for number in listed if number is not None)
+    while storage.read(layout.commit_key(found[-1] + 1 if found else 0, prefix), stop=1) is not None:
+        found.append(found[-1] + 1 if found else 0)
+    return found
 
 
 def read_position(storage: Storage, version: int, prefix: str = "") -> Position:
@@ -171,11 +195,9 @@ def read_position(storage: Storage, version: int, prefix: str = "") -> Position:
     key = layout.commit_key(version, prefix)
     digest = bare = None
     try:
-        data = storage.read(key, start=0, stop=MAX_RECORD_BYTES + 1)
+        data = position_bytes(storage, version, prefix)
         if data is None:
-            raise MissingObject(
-                f"log position {version} is empty although later ones are not: part of the log was deleted", path=key
-            )
+            raise MissingObject(f"log position {version} is empty: part of the log was deleted", path=key)
         digest = sha256(data)
         bare = decode_record(data, version)
         return Position(version, _complete(storage, bare), digest, None)
@@ -191,7 +213,7 @@ def _complete(storage: Storage, entry: LogEntry) -> LogEntry:
     if digest is None:
         return entry
     key = layout.state_key(digest)
-    data = storage.read(key, start=0, stop=MAX_DOCUMENT_BYTES + 1)
+    data = storage.read_document(key, MAX_LISTS_BYTES)
     if data is None:
         raise MissingObject(f"side object {key} of commit record {entry.record.v} is missing", path=key)
     try:
@@ -228,6 +250,23 @@ def superseded_by(record: CommitRecord) -> dict[int, str]:
     """Return position to the digest of its bytes, as the record that superseded them saw them. Pure."""
     torn = () if record.supersedes is None else record.supersedes.torn
     return dict(enumerate(torn, start=record.v - len(torn)))
+
+
+def _check_gap(view: LogView, start: int, stop: int, torn: dict[int, str], findings: Findings) -> bool:
+    """Add that positions [start, stop) are empty; returns whether a version may have stood at one of them."""
+    for version in range(stop - 1, start - 1, -1):
+        if version not in torn:
+            break
+        view.superseded.append(version)
+        _check_torn(view, Position(version, None, None, None), torn[version], findings)
+        stop = version
+    if start == stop:
+        return False
+    what = f"log position {start} is" if stop == start + 1 else f"log positions {start} to {stop - 1} are"
+    message = f"{what} empty although later ones are not: part of the log was deleted"
+    versions = tuple(range(start, stop)) if stop - start <= _NAMED_IN_A_GAP else ()
+    findings.add(Problem(MissingObject.kind, view.key(start), versions, message))
+    return True
 
 
 def _check_torn(view: LogView, here: Position, digest: str, findings: Findings) -> None:
@@ -271,9 +310,19 @@ def _check_neighbours(view: LogView, before: Position, after: Position, findings
             findings.add(Problem(CorruptRecord.kind, view.key(record.v), (record.v,), message))
 
 
+def is_ahead(newest: CommitRecord, now_ms: int) -> bool:
+    """Return whether the newest record is of a time to come, so that all that follow it would be. Pure."""
+    return newest.ts_ms > now_ms + MAX_SKEW_MS
+
+
+def _sets_time_right(before: CommitRecord, after: CommitRecord) -> bool:
+    """Whether a repair has gone back from a time that was far ahead (spec, section 7.10). Pure."""
+    return after.kind == "rollback" and after.ts_ms + MAX_SKEW_MS < before.ts_ms
+
+
 def _contradictions(before: CommitRecord, after: CommitRecord) -> Iterable[str]:
     """What a record says that cannot follow from the one before it. Pure."""
-    if after.ts_ms <= before.ts_ms:
+    if after.ts_ms <= before.ts_ms and not _sets_time_right(before, after):
         yield f"commit record {after.v} has time {after.ts_ms}, not after its parent's {before.ts_ms}"
     if after.epoch < before.epoch:
         yield f"commit record {after.v} has epoch {after.epoch}, its parent has {before.epoch}"
@@ -308,7 +357,11 @@ def _contradictions(before: CommitRecord, after: CommitRecord) -> Iterable[str]:
 
 def _check_identity(storage: Storage, first: Position, findings: Findings) -> None:
     """The first record was written behind the identity: whichever of the two was altered, they differ."""
-    digest = sha256(storage.read(layout.IDENTITY, start=0, stop=MAX_RECORD_BYTES + 1) or b"")
+    try:
+        digest = sha256(storage.read_document(layout.IDENTITY, MAX_SMALL_BYTES) or b"")
+    except CorruptObject as error:
+        findings.add_error(error, layout.IDENTITY, ())
+        return
     if first.entry is not None and first.entry.record.parent_digest != digest:
         message = f"{layout.IDENTITY} has sha256 {digest}, the log began behind {first.entry.record.parent_digest}"
         findings.add(Problem(CorruptStore.kind, layout.IDENTITY, (), message))
@@ -323,16 +376,31 @@ def _foreign(identity: Identity, view: LogView, count: int, readable: int) -> Pr
     return Problem(CorruptStore.kind, view.prefix + layout.COMMITS, tuple(sorted(view.entries)), message)
 
 
+def _check_absent(storage: Storage, prefix: str, first: int, findings: Findings) -> None:
+    """A log without any position is damage, unless nothing was saved to the store yet."""
+    try:
+        check_begun(storage, prefix, first)
+    except VersionNotFound:
+        pass
+    except CorruptStore as error:
+        findings.add_error(error, prefix + layout.COMMITS, ())
+
+
 def _check_hint(storage: Storage, newest: int, prefix: str, findings: Findings) -> None:
     """The hint may be absent or behind; unreadable or ahead means that something else wrote it."""
     key = layout.hint_key(prefix)
-    data = storage.read(key, start=0, stop=MAX_RECORD_BYTES)
-    if data is None:
-        return
     try:
-        version = msgspec.json.decode(data, type=Hint).version
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        problem = f"{key} cannot be parsed: {error}"
+        data = storage.read_document(key, MAX_SMALL_BYTES)
+        if data is None:
+            return
+        version = decode_document(data, Hint, key).version
+    except AccessDenied:
+        raise
+    except StorageFailure as error:
+        findings.add_error(error, key, ())
+        return
+    except CorruptStore as error:
+        problem = error.message.removesuffix("; run `cnr verify`")
     else:
         if 0 <= version <= newest:
             return

@@ -5,29 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cnr_store import layout
-from cnr_store.errors import BadName, CorruptStore
-from cnr_store.records import CommitRecord, Identity
-from cnr_store.storage import Storage
-from cnr_store.verify.log import LogView, read_log
+from cnr_store.errors import CorruptStore
+from cnr_store.records import CommitRecord
+from cnr_store.verify.log import LogView
 from cnr_store.verify.report import Findings, Problem
-from cnr_store.workers import Workers
-
-
-def segments_elsewhere(storage: Storage, identity: Identity, workers: Workers, view: LogView) -> set[str]:
-    """Return the segments that live versions of the store's other logs need. Blocks; about one GET per version there.
-
-    What is wrong with those logs is found where they are checked themselves.
-    """
-    main = read_log(storage, identity, workers, Findings()) if view.prefix else view
-    found = set(main.users) if view.prefix else set()
-    for branch in () if main.head is None else main.head.record.pins:
-        try:
-            prefix = layout.branch_prefix(branch)
-        except BadName:
-            continue  # Nothing can lie below a name that is none.
-        if prefix != view.prefix:
-            found.update(read_log(storage, identity, workers, Findings(), prefix=prefix).users)
-    return found
 
 
 def check_references(view: LogView, findings: Findings) -> None:
@@ -61,11 +42,7 @@ def _dangling(head: CommitRecord, superseded: set[int]) -> Iterator[str]:
     named += [(f"the pin of branch {pin.name!r}", pin.version) for _, pin in sorted(head.pins.items())]
     named += [("the list of kept versions", version) for version in head.kept]
     for what, version in named:
-        if not 0 <= version <= head.v or version in superseded:
+        if version in superseded:
             yield f"{what} names version {version}, which does not exist; the head is {head.v}"
         elif version in expired:
             yield f"{what} names version {version}, which has expired"
-    if head.floor > head.v:
-        yield f"the floor is {head.floor}, the head is {head.v}"
-    for version in (version for version in head.kept if version >= head.floor):
-        yield f"version {version} is listed as kept, but is not below the floor {head.floor}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock
 
 from cnr_store.errors import CnrStoreError
@@ -32,6 +32,8 @@ class Problem:
         What, where, found, expected.
     table
         The table that is hurt, if it is one.
+    branch
+        The branch whose versions these are; None is the store's own log.
     """
 
     kind: str
@@ -39,16 +41,41 @@ class Problem:
     versions: tuple[int, ...]
     message: str
     table: str | None = None
+    branch: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LogReport:
+    """What was found of one more log of the store.
+
+    Attributes
+    ----------
+    branch
+        The branch whose log it is; None is the store's own.
+    is_read
+        Whether its chains were read; else only its records were, since a version or another log was asked for.
+    head, versions, restorable, superseded
+        As of `VerifyReport`.
+    """
+
+    branch: str | None
+    is_read: bool
+    head: int | None
+    versions: tuple[int, ...]
+    restorable: tuple[int, ...]
+    superseded: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What was read and what was found.
+    """What was read and what was found. Versions are those of the log that was opened; ``others`` has the rest.
 
     Attributes
     ----------
     url
         The store, without credentials.
+    branch
+        The branch that was opened; None is the store's own log.
     head
         The newest version that can be read; None if there is none.
     versions
@@ -56,18 +83,21 @@ class VerifyReport:
     is_deep
         Whether states were replayed too.
     records, segments, objects, size_bytes
-        How much was read.
+        How much was read, of all logs.
     problems
-        In the order in which they were found; empty for a sound store.
+        Of all logs, in the order in which they were found; empty for a sound store.
     restorable
         Live versions that were read whole and that no problem hurts, newest first.
     superseded
         Torn log positions that a repair has superseded: they hold no version, and are no problem.
     unreferenced
         Segment folders that no live version needs: of a save under way or given up, or waiting to be deleted.
+    others
+        The other logs of the store: its own first, then the branches by name.
     """
 
     url: str
+    branch: str | None
     head: int | None
     versions: tuple[int, ...]
     is_deep: bool
@@ -79,6 +109,7 @@ class VerifyReport:
     restorable: tuple[int, ...] = ()
     superseded: tuple[int, ...] = ()
     unreferenced: int = 0
+    others: tuple[LogReport, ...] = ()
 
     @property
     def is_sound(self) -> bool:
@@ -93,8 +124,9 @@ class VerifyReport:
 
 @dataclass(slots=True)
 class Findings:
-    """Collects problems from several threads, each object and kind once."""
+    """Collects problems of one log from several threads, each object and kind once."""
 
+    branch: str | None = None
     problems: list[Problem] = field(default_factory=list)
     _seen: set[tuple[str, str, str | None]] = field(default_factory=set)
     _lock: Lock = field(default_factory=Lock)
@@ -105,7 +137,7 @@ class Findings:
         with self._lock:
             if key not in self._seen:
                 self._seen.add(key)
-                self.problems.append(problem)
+                self.problems.append(replace(problem, branch=self.branch))
 
     def add_error(self, error: CnrStoreError, path: str, versions: tuple[int, ...], table: str | None = None) -> None:
         """Keep what an error says about the object at ``path``."""

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 from cnr_store import arrays, layout
-from cnr_store.errors import CorruptObject, MissingObject, VersionExpired, VersionNotFound
-from cnr_store.records import FORMAT, MAJOR, MINOR, is_live
+from cnr_store.commit_record import is_live
+from cnr_store.errors import CorruptObject, MissingObject, StorageFailure, VersionExpired, VersionNotFound
+from cnr_store.records import FORMAT, MAJOR, MINOR
 from cnr_store.storage import Storage
 from cnr_store.store import Store
-from cnr_store.verify.checking import ChainChecks
+from cnr_store.verify.checking import ChainChecks, SegmentReads
+from cnr_store.verify.expired import MOST_LOOKS, overtaken, was_overtaken
 from cnr_store.verify.log import LogView, read_log
-from cnr_store.verify.references import check_references, segments_elsewhere
-from cnr_store.verify.report import Findings, Problem, ProgressCallback, VerifyReport
+from cnr_store.verify.logs import Log, other_logs
+from cnr_store.verify.references import check_references
+from cnr_store.verify.report import Findings, LogReport, Problem, ProgressCallback, VerifyReport
 from cnr_store.workers import Workers
 
 
@@ -33,7 +37,8 @@ def verify_store(
     Parameters
     ----------
     store
-        An opened store; other processes may go on writing to it.
+        An opened store, or a branch of it; other processes may go on writing to it. All logs of the store are read.
+        Opened on a branch, or with ``version``, the chains of the others are not, and the report says so.
     version
         Check the chain of this version; None checks the head's and those that have a name (tags, channels, branches) or
         are kept.
@@ -52,6 +57,8 @@ def verify_store(
         ``version`` is not one.
     AccessDenied
         Nothing can be said about objects that may not be read.
+    Conflict
+        During each of several looks what was read was folded and deleted.
 
     Examples
     --------
@@ -62,7 +69,18 @@ def verify_store(
     >>> verify_store(store, deep=True).is_sound
     True
     """
-    findings = Findings()
+    for _ in range(MOST_LOOKS):
+        report, logs = _check(store, version, every, deep, threads, progress)
+        if not any(was_overtaken(log.log, log.findings) for log in logs):
+            return report
+    raise overtaken(store.url)
+
+
+def _check(
+    store: Store, version: int | None, every: bool, deep: bool, threads: int | None, progress: ProgressCallback | None
+) -> tuple[VerifyReport, list[Log]]:
+    """One look at everything; while it is taken others may fold what it reads, and delete it."""
+    findings = Findings(store.branch)
     with Workers(threads, name="cnr-verify") as workers:
         view = read_log(
             store.storage, store.identity, workers, findings, version=version, every=every,
@@ -74,19 +92,41 @@ def verify_store(
             if version is not None and version not in view.entries:
                 store.check_held(version)
         check_root(store.storage, findings)
-        elsewhere = segments_elsewhere(store.storage, store.identity, workers, view)
-        check_references(view, findings)
-        checks = ChainChecks(store.storage, view, findings, workers, progress)
-        targets = sorted(view.entries.values(), key=lambda entry: entry.record.v, reverse=True)
-        checks.check_chains(targets, deep=deep)
-        folders = store.storage.list_folders(layout.DATA)
-    return VerifyReport(
-        url=store.url, head=None if view.head is None else view.head.record.v,
-        versions=tuple(sorted(view.entries)), is_deep=deep, records=view.records,
-        segments=len(checks.checked), objects=checks.objects, size_bytes=checks.size_bytes,
-        problems=tuple(findings.problems), restorable=_restorable(view, checks.checked, findings),
-        superseded=tuple(view.superseded), unreferenced=len(set(folders) - view.users.keys() - elsewhere),
+        own = Log(store.branch, view, findings, store.commit_log)
+        logs = [own, *other_logs(store, own, workers, every=every)]
+        reads = SegmentReads()
+        is_read = {log.branch: log is own or (version is None and store.branch is None) for log in logs}
+        for log in logs:
+            check_references(log.view, log.findings)
+            if is_read[log.branch]:
+                checks = ChainChecks(store.storage, log.view, log.findings, workers, progress, reads)
+                targets = sorted(log.view.entries.values(), key=lambda entry: entry.record.v, reverse=True)
+                checks.check_chains(targets, deep=deep)
+        folders = set() if view.head is None else set(store.storage.list_folders(layout.DATA))
+        check_links(store.storage, findings)
+    others = [
+        LogReport(log.branch, is_read[log.branch], **_found(log, reads.checked if is_read[log.branch] else None))
+        for log in logs[1:]
+    ]
+    report = VerifyReport(
+        url=store.url, branch=store.branch, **_found(own, reads.checked), is_deep=deep,
+        records=sum(log.view.records for log in logs),
+        segments=len(reads.checked), objects=reads.objects, size_bytes=reads.size_bytes,
+        problems=tuple(problem for log in logs for problem in log.findings.problems),
+        unreferenced=len(folders.difference(*(log.view.users for log in logs))), others=tuple(others),
     )  # fmt: skip
+    return report, logs
+
+
+def _found(log: Log, checked: Collection[str] | None) -> dict[str, Any]:
+    """What a report says of each log; ``checked`` is None where its chains were not read."""
+    view = log.view
+    return {
+        "head": None if view.head is None else view.head.record.v,
+        "versions": () if checked is None else tuple(sorted(view.entries)),
+        "restorable": () if checked is None else _restorable(view, checked, log.findings),
+        "superseded": tuple(view.superseded),
+    }
 
 
 def _restorable(view: LogView, checked: Collection[str], findings: Findings) -> tuple[int, ...]:
@@ -133,10 +173,18 @@ def root_document() -> bytes:
     return arrays.group_document({"cnr": {"format": FORMAT, "major": MAJOR, "minor": MINOR}})
 
 
+def check_links(storage: Storage, findings: Findings) -> None:
+    """Add every symbolic link where only objects and their folders may be. A listing of local folders, else nothing."""
+    for folder in layout.FOLDERS:
+        for key in storage.list_links(folder):
+            message = f"{key} is a symbolic link, which is not followed: put what it points to there, or remove it"
+            findings.add(Problem(StorageFailure.kind, key, (), message))
+
+
 def check_root(storage: Storage, findings: Findings) -> None:
     """Add what is wrong with the Zarr document of the root. One GET."""
     wanted = root_document()
-    data = storage.read(layout.ROOT_GROUP)
+    data = storage.read(layout.ROOT_GROUP, stop=len(wanted) + 1)
     if data is None:
         message = f"{layout.ROOT_GROUP} is missing; Zarr readers do not see the store as a group"
         findings.add(Problem(MissingObject.kind, layout.ROOT_GROUP, (), message))

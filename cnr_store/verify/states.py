@@ -12,14 +12,16 @@ from typing import Any
 
 import numpy as np
 
+from cnr_store.encodings import kernels
 from cnr_store.encodings.digest import add_digests
 from cnr_store.errors import CorruptStore
-from cnr_store.records import Manifest, stated_digest
-from cnr_store.replay import Replay, finish
-from cnr_store.replay_plan import TablePlan, by_columns, clip, plan_table
+from cnr_store.manifest import stated_digest
+from cnr_store.records import Manifest
+from cnr_store.replay import Replay, finish, named_rows
+from cnr_store.replay_plan import TablePlan, by_columns, clip, is_sparse, plan_table
 from cnr_store.segment import SegmentReader
-from cnr_store.table_codes import ABSENT, ESCAPED, Array, ArraySpec, TableCodes, array_specs
-from cnr_store.types import Rectangle
+from cnr_store.table_codes import ABSENT, CODED, ESCAPED, Array, ArraySpec, TableCodes, array_specs, escape_bits
+from cnr_store.types import Rectangle, RowIds
 from cnr_store.workers import Workers, blocks
 
 WINDOW_BYTES = 64 * 1024 * 1024
@@ -55,7 +57,8 @@ def check_states(
     """Yield the wrong states of every table of a chain, and the errors that stopped a table's replay. Blocks.
 
     Memory: `WINDOW_BYTES` of codes, a status per row of the window, chunks in flight, and the window's escape rows.
-    Each chunk is read once per window that it touches.
+    Each chunk is read once per window that it touches; row ids of a table that declares far more rows than it stores
+    once more, and 8 bytes for each of them are held.
     """
     manifests = [reader.manifest for reader in readers]
     for table, run in _runs(manifests):
@@ -92,30 +95,36 @@ def _check_run(
     manifests = [reader.manifest for reader in readers]
     num_rows = _num_rows(manifests, table, run)
     try:
-        pieces = by_columns(plan_table(manifests, table, 0, num_rows))
+        plan = plan_table(manifests, table, 0, num_rows)
+        pieces = by_columns(plan)
+        # Of rows that are in no list nothing can be wrong: a table that declares many costs what it stores.
+        listed = named_rows(readers, plan) if is_sparse(plan) else None
     except CorruptStore as error:
         yield FailedReplay(run.stop - 1, error)
         return
     found = dict.fromkeys(run, 0)
     engine = Replay(readers, workers)
     widest = max(sum(spec.width * spec.held_dtype.itemsize for spec in _additive(piece)) for piece in pieces)
-    for start, stop in blocks(num_rows, max(1, WINDOW_BYTES // widest)):
+    for start, stop in blocks(num_rows if listed is None else len(listed), max(1, WINDOW_BYTES // widest)):
+        rows = None if listed is None else listed[start:stop]
         for piece in pieces:
+            clipped = clip(piece, start, stop) if rows is None else clip(piece, int(rows[0]), int(rows[-1]) + 1)
             # Statuses are kept even where the plan says that every row has codes: that is what is being checked.
-            window = replace(clip(piece, start, stop), tracks_status=True)
+            window = replace(clipped, tracks_status=True)
+            first = start if rows is None else 0
             codes = TableCodes.allocate(
-                piece.schema, start, stop, names=tuple(spec.name for spec in _additive(piece)),
+                piece.schema, first, first + stop - start, names=tuple(spec.name for spec in _additive(piece)),
                 mirror=False, allocate=_zeros, columns=piece.columns,
             )  # fmt: skip
             for batch in window.batches:
                 try:
-                    engine.run(replace(window, batches=(batch,)), codes)
+                    engine.run(replace(window, batches=(batch,)), codes, rows)
                 except CorruptStore as error:
                     yield FailedReplay(batch.segment, error)
                     return
                 _drop_replaced_escapes(codes)
                 if batch.segment in found:
-                    state = finish(codes, {}, workers, with_digest=True)
+                    state = finish(codes, {}, workers, with_digest=True) if rows is None else _digest_of(codes, rows)
                     found[batch.segment] = add_digests(found[batch.segment], state)
         advance(stop - start)
     for index in run:
@@ -131,6 +140,20 @@ def _additive(plan: TablePlan) -> list[ArraySpec]:
 def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """Rows that no segment sets must not add what the memory held before."""
     return np.zeros(shape, dtype)
+
+
+def _digest_of(codes: TableCodes, rows: RowIds) -> int:
+    """The state digest of codes whose positions are those of ``rows`` (sorted)."""
+    status, exact = codes.track_status(ABSENT), codes.escapes
+    coded = np.flatnonzero(status == CODED)
+    total = 0
+    for name, held in codes.arrays.items():
+        spec = codes.specs[name]
+        total += int(kernels.digest_rows(held[coded], rows[coded], spec.multipliers, spec.presence()))
+        if len(exact.rows):
+            bits = escape_bits(exact.values[name], spec.dtype)
+            total += int(kernels.digest_rows(bits, rows[exact.rows], spec.multipliers, spec.presence(escape=True)))
+    return add_digests(total & ((1 << 64) - 1))
 
 
 def _drop_replaced_escapes(codes: TableCodes) -> None:

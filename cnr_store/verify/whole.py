@@ -6,11 +6,12 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from cnr_store import layout
+from cnr_store.commit_record import LogEntry, is_live
 from cnr_store.errors import CorruptStore, StorageFailure
-from cnr_store.records import LogEntry, is_live
 from cnr_store.store import Store
 from cnr_store.verify.checking import ChainChecks
-from cnr_store.verify.log import LogView, newest_position, read_position, superseded_by, take
+from cnr_store.verify.expired import MOST_LOOKS, overtaken, was_overtaken
+from cnr_store.verify.log import LogView, list_positions, read_position, superseded_by, take
 from cnr_store.verify.report import Findings, Problem, ProgressCallback
 from cnr_store.workers import Workers
 
@@ -58,8 +59,20 @@ def find_newest_whole(
     ------
     AccessDenied, StorageFailure, UnknownFeature
         A record could not be read, which says nothing about what it is.
+    Conflict
+        During each of several looks what was read was folded and deleted.
     """
-    findings = Findings()
+    for _ in range(MOST_LOOKS):
+        found, findings = _look(store, avoid, threads, progress)
+        if not was_overtaken(store.commit_log, findings):
+            return found
+    raise overtaken(store.url)
+
+
+def _look(
+    store: Store, avoid: Collection[str], threads: int | None, progress: ProgressCallback | None
+) -> tuple[NewestWhole, Findings]:
+    findings = Findings(store.branch)
     view = LogView(prefix=store.commit_log.prefix)
     rejected: list[LogEntry] = []
     with Workers(threads, name="cnr-whole") as workers:
@@ -70,16 +83,18 @@ def find_newest_whole(
                 checks.check_chains([entry], deep=True)
                 _refuse_failures(findings)
                 if not _is_hurt(view, entry, findings):
-                    return NewestWhole(entry, tuple(rejected), tuple(findings.problems))
+                    return NewestWhole(entry, tuple(rejected), tuple(findings.problems)), findings
+                if was_overtaken(store.commit_log, findings):
+                    break
             rejected.append(entry)
-    return NewestWhole(None, tuple(rejected), tuple(findings.problems))
+    return NewestWhole(None, tuple(rejected), tuple(findings.problems)), findings
 
 
 def _states(store: Store, view: LogView) -> Iterator[LogEntry]:
     """The live versions that hold something, newest first, each chain once."""
     known: set[tuple[str, ...]] = set()
     torn: set[int] = set()
-    for version in range(newest_position(store.storage, view.prefix), -1, -1):
+    for version in reversed(list_positions(store.storage, view.prefix)):
         if version in torn:
             continue
         here = read_position(store.storage, version, view.prefix)

@@ -4,18 +4,23 @@ import hashlib
 import json
 import math
 import re
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
 import xxhash
+from jsonschema import Draft202012Validator
 from numcodecs.zstd import Zstd
 from pcodec import standalone
 
 CARRIER = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 EXACT_BITS, U, GOLDEN, MASK = {"float32": 23, "float16": 10, "bfloat16": 7}, np.uint64, 0x9E3779B97F4A7C15, 2**64 - 1
-DTYPES = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)} | {"float16", "float32", "float64"}
+STORED_AS = {"bfloat16": "uint16", "bool": "uint8"}
 PATH = re.compile(r"(?!\.+(/|$))[A-Za-z0-9._%-]+(/(?!\.+(/|$))[A-Za-z0-9._%-]+)*")
+SCHEMAS = {  # ranges and patterns of single fields [3.1]; what one says of another stands below
+    path.stem: Draft202012Validator(json.loads(path.read_text()))
+    for path in Path(__file__).parents[1].glob("schemas/*")
+}
 ABSENT, CODED, ESCAPED, OPS, INTEGER = 0, 1, 2, ("add", "set", "delete", "escape"), ("lattice", "float_bits")
 
 
@@ -38,13 +43,19 @@ def canonical(value):  # [3.1]
     return re.sub(r"e\+?(-?)0*", r"e\1", re.sub(r"(\d)\.?(\d*)e-05$", r"0.0000\1\2", repr(value)))
 
 
-def parse(data, kind, where):
+def parse(data, kind, where, schema=None):  # [3.6]: of the four brackets, those that open have the second bit
+    need(max([0, *accumulate((x & 2) - 1 for x in re.sub(rb'"(\\.|[^"\\])*"|[^][{}]', b"", data))]) < 65, kind, where)
     try:
         document = json.loads(data, parse_constant=lambda name: need(False, kind, f"{where}: {name}"))
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise Refused(kind, f"{where}: {error}") from error
     need(isinstance(document, dict), kind, where)
+    need(schema is None or SCHEMAS[schema].is_valid(document), kind, f"{where}: {schema}")
     return document
+
+
+def is_name(text):  # [2]
+    return 0 < len(text.encode()) <= 1024 and not re.search(r"[\x00-\x1f\x7f]", text)
 
 
 class Store:  # in a local folder; records[v] is None where a later record superseded the position [7.10]
@@ -56,7 +67,7 @@ class Store:  # in a local folder; records[v] is None where a later record super
         need(self.identity.get("major") == 1, "newer_format", f"major {self.identity.get('major')}")
         names = [path.stem for path in (self.root / "commits").glob("*.json") if re.fullmatch(r"\d{20}", path.stem)]
         for key in (f"commits/{version:020d}.json" for version in range(max(map(int, names), default=0) + 1)):
-            digest = hashlib.sha256(data := self.object(key, "corrupt_store")).hexdigest()
+            digest = hashlib.sha256(data := self.object(key, "corrupt_store")[:65537]).hexdigest()  # [3.6]
             try:
                 record, before, torn = self.record(key, data, before, [one for one, _ in torn]), digest, []
             except Refused as error:
@@ -75,18 +86,33 @@ class Store:  # in a local folder; records[v] is None where a later record super
         check = xxhash.xxh3_128_hexdigest(canonical(record | {"check": ""}).encode())
         need(canonical(record).encode() == data and record.get("check") == check and len(data) <= 65536, bad, key)
         need({*record.get("reader_features", ())} <= {"int8_codes", "row_order"}, "unknown_feature", f"{key}: features")
+        need(SCHEMAS["commit_record"].is_valid(record), bad, key)
         need(record["store_uuid"] == self.identity["store_uuid"], "corrupt_store", f"{key}: of another store")
         need((record["v"], record["parent_digest"]) == (len(self.records), [before, *torn][-1]), bad, key)
         need(record["supersedes"] == ({"follows": before, "torn": torn} if torn else None), bad, f"{key}: supersedes")
         if record["state"] is not None:
-            need(re.fullmatch("[0-9a-f]{64}", record["state"]), bad, f"{key}: state")
-            record |= parse(self.object(f"state/{record['state']}.json", sha256=record["state"]), "corrupt_store", key)
-        ends = [0] + [entry["l1"] for entry in record["chain"]]
-        need(len(ends) <= 65 and ends[-1] in (record["logical"], 0), bad, f"{key}: chain")
+            lists = self.object(f"state/{record['state']}.json", sha256=record["state"])
+            record |= parse(lists, "corrupt_store", key, "overflow")
+        self.check(record, key, bad)
+        return record
+
+    def check(self, record, key, bad):  # [3.3] CNR-LOG-20 and 61
+        v, kind, ends = record["v"], record["kind"], [0] + [entry["l1"] for entry in record["chain"]]
+        lengths = {"init": (1, 1), "full": (2, 2), "delta": (3, 65), "compact": (2, 64)}.get(kind, (1, 65))
+        need(lengths[0] <= len(ends) <= lengths[1] and ends[-1] == record["logical"], bad, f"{key}: chain")
         for index, entry in enumerate(record["chain"]):
             connects = entry["l0"] == ends[index] < entry["l1"] and entry["kind"] == ("delta" if index else "baseline")
-            need(connects and re.fullmatch(r"\d{20}-[0-9a-f]{32}", entry["seg"]), bad, f"{key}: chain at {index}")
-        return record
+            need(connects, bad, f"{key}: chain at {index}")
+        need(kind in ("init", "fork") if v == 0 else kind != "init", bad, f"{key}: {kind} at {v}")
+        named = {"tag": "name target", "untag": "name", "channel": "name", "fork": "name", "rollback": "target"}
+        has_all = all(record[field] is not None for field in named.get(kind, "").split())
+        need(has_all and (v == 0 or (record["target"] or 0) < v), bad, f"{key}: name, target")
+        pins = record["pins"].values()
+        names = [*record["tags"], *record["channels"], *record["tables"], *(pin["name"] for pin in pins)]
+        versions = [*record["tags"].values(), *record["channels"].values(), *(pin["version"] for pin in pins)]
+        need(all(map(is_name, names)) and not {*record["tags"]} & {*record["channels"]}, bad, f"{key}: names")
+        need(max([record["floor"], *versions, *record["expired"]]) <= v, bad, f"{key}: versions beyond it")
+        need(max(record["kept"], default=-1) < record["floor"], bad, f"{key}: kept")
 
     def snapshot(self, version=None):
         version = len(self.records) - 1 if version is None else version
@@ -95,20 +121,67 @@ class Store:  # in a local folder; records[v] is None where a later record super
         stays = [*head["kept"], *head["tags"].values(), *head["channels"].values()]
         stays += [pin["version"] for pin in head["pins"].values()] + [version] * (version >= head["floor"])
         need(version in stays and version not in head["expired"], "version_expired", f"version {version}")
-        return Snapshot([Segment(self, entry) for entry in record["chain"]], record)
+        snapshot = Snapshot([Segment(self, entry) for entry in record["chain"]], record)
+        if record["kind"] in ("full", "delta"):
+            last, keys = snapshot.last, ("generation", "shift", "scale")
+            own = {name: [one[key] for key in keys] for name, one in record["tables"].items()}
+            its = {name: [(one | one["encoding"]).get(key) for key in keys] for name, one in last["tables"].items()}
+            need((record["step"], own) == (last["step"], its), "corrupt_record", f"record {version}: its segment")
+        return snapshot
 
 
 class Segment:  # [4.1]: a manifest and the objects that it lists
     def __init__(self, store, entry):
         self.store, self.name, where = store, entry["seg"], f"manifest of {entry['seg']}"
         data = store.object(f"data/{self.name}/_segment.json", sha256=entry["sha256"])
-        self.manifest = manifest = parse(data, "corrupt_store", where)
-        need(manifest["format"] == 1, "newer_format", where)
-        need(all(manifest[key] == entry[key] for key in ("kind", "l0", "l1")), "corrupt_store", where)
-        self.objects = {item["path"]: item for item in manifest["objects"]}
-        sane = len(self.objects) == len(manifest["objects"]) and all(map(PATH.fullmatch, self.objects))
-        shapes = [(table["num_rows"], table["dim"]) for table in manifest["tables"].values()]
-        need(sane and all(n >= 0 < d and n * d <= 1 << 50 for n, d in shapes), "corrupt_store", f"{where}: its lists")
+        need(parse(data, "corrupt_store", where).get("format", 0) == 1, "newer_format", where)
+        self.manifest = manifest = parse(data, "corrupt_store", where, "segment")
+        self.objects, same = {item["path"]: item for item in manifest["objects"]}, ("kind", "l0", "l1")
+        lists = [(part, part[op]) for part in manifest["parts"] for op in OPS if part[op]]
+        counts = sum(one["count"] for _, one in lists), sum(item["size"] for item in manifest["objects"])
+        sane = self.name == f"{manifest['base']:020d}-{manifest['txn']}" and all(manifest[k] == entry[k] for k in same)
+        need(
+            sane and counts[0] == entry["rows"] and counts[1] <= entry["bytes"], "corrupt_store", f"{where}: its entry"
+        )
+        tables, dense, areas = manifest["tables"], manifest["dense_arrays"], dict.fromkeys(manifest["tables"], 0)
+        names = [*tables, *manifest["dense"], *(slot for table in tables.values() for slot in table["slots"])]
+        names += [node for name in manifest["documents"] for node in name.split("/")]
+        sane = len(self.objects) == len(manifest["objects"]) and {*manifest["documents"].values()} <= {*self.objects}
+        need(sane and all(map(is_name, names)), "corrupt_store", f"{where}: its lists")
+        for part in manifest["parts"]:  # [3.5] CNR-DOC-8: legal rectangles, which make each table up
+            need(part["table"] in tables, "corrupt_store", f"{where}: part of {part['table']}")
+            table, (rows, columns) = tables[part["table"]], (part["rows"], part["columns"])
+            sane = rows[0] <= rows[1] <= table["num_rows"] and columns[0] < columns[1] <= table["dim"]
+            sane = sane and (table["keys"] == "dense" or (columns == [0, table["dim"]] and not part["add"]))
+            need(sane, "corrupt_store", f"{where}: part {part['folder']}")
+            areas[part["table"]] += (rows[1] - rows[0]) * (columns[1] - columns[0])
+        for name, table in tables.items():
+            sane = table["num_rows"] * table["dim"] <= 1 << 50 and (table["keys"] == "dense" or not table["num_rows"])
+            need(sane and areas[name] == table["num_rows"] * table["dim"], "corrupt_store", f"{where}: table {name}")
+        arrays = [(part["folder"] + "/", 1 << 27, one) for part, lst in lists for one in lst["arrays"].values()]
+        arrays += [("", 1 << 23, one) for one in dense]
+        need(len({one["path"] for *_, one in arrays}) == len(arrays), "corrupt_store", f"{where}: an array twice")
+        for folder, limit, one in arrays:  # [4.2]: every chunk is there, and can be what it is said to be
+            size = one["chunk_rows"] * math.prod(one["shape"][1:]) * np.dtype(one["dtype"]).itemsize
+            least, most = (size + 4, size + 4) if one["codec"] == "bytes" else (4, size + size // 4 + 4096)
+            paths = self.chunks(one) if -(-one["shape"][0] // one["chunk_rows"]) <= len(self.objects) else ["?"]
+            limit = 1 << 23 if one["path"].rpartition("/")[2] in ("codes", "values") else limit
+            sane = size <= limit or one["chunk_rows"] == 1
+            sane = sane and one["path"].startswith(folder) and f"{one['path']}/zarr.json" in self.objects
+            sizes = [self.objects[path]["size"] if path in self.objects else -1 for path in paths]
+            need(sane and all(least <= n <= most for n in sizes), "corrupt_store", f"{where}: array {one['path']}")
+        packs = {one["path"]: one for one in dense if len(one["shape"]) == 1}
+        for name, tensor in manifest["dense"].items():  # [4.6]
+            size, pack = math.prod(tensor["shape"]), packs.get(tensor["path"])
+            sane = size > 0 or tensor["digest"] == xxhash.xxh3_128_hexdigest(b"")
+            inside = pack and tensor["offset"] + size <= pack["shape"][0]
+            here = inside and pack["dtype"] == STORED_AS.get(tensor["dtype"], tensor["dtype"])
+            need(sane and (tensor["segment"] or here), "corrupt_store", f"{where}: dense {name}")
+
+    @staticmethod
+    def chunks(entry):
+        count = -(-entry["shape"][0] // entry["chunk_rows"])
+        return [f"{entry['path']}/c/{k}" + "/0" * (len(entry["shape"]) - 1) for k in range(count)]
 
     def read(self, path):
         item = self.objects.get(path)
@@ -119,12 +192,8 @@ class Segment:  # [4.1]: a manifest and the objects that it lists
 
     def array(self, entry, beside=()):  # [4.2]: sizes are compared before anything is decoded
         shape, rows, path = entry["shape"], entry["chunk_rows"], entry["path"]
-        known = entry["dtype"] in DTYPES and 1 <= len(shape) <= 2 and rows >= 1 and min(shape) >= 0
-        need(known and -(-shape[0] // rows) <= len(self.objects), "corrupt_store", f"array {path}")
         size, dtype = rows * math.prod(shape[1:]), np.dtype(entry["dtype"])
-        need(size * dtype.itemsize <= 1 << 30, "corrupt_object", f"array {path}: chunk size")
-        keys = [f"{path}/c/{k}" + "/0" * (len(shape) - 1) for k in range(-(-shape[0] // rows))]
-        chunks = [self.decode(entry["codec"], key, np.empty(size, dtype)) for key in keys]
+        chunks = [self.decode(entry["codec"], key, np.empty(size, dtype)) for key in self.chunks(entry)]
         values = np.concatenate([np.empty(0, dtype), *chunks]).reshape(-1, *shape[1:])[: shape[0]]
         order = [self.array(one) for one in beside if one["path"] == entry.get("order") and one["dtype"] == "int16"]
         need([one.shape for one in order] == [values.shape[:1]] * ("order" in entry), "corrupt_store", f"{path}: order")
@@ -152,7 +221,26 @@ class Segment:  # [4.1]: a manifest and the objects that it lists
 class Snapshot:
     def __init__(self, segments, record):
         self.last = segments[-1].manifest if segments else {"tables": {}, "dense": {}, "documents": {}, "scalars": {}}
-        self.segments, self.record, self.tables = segments, record, self.last["tables"]
+        self.segments, self.record, self.tables, lives = segments, record, self.last["tables"], {}
+        for before, segment in pairwise([None, *segments]):  # [4.3] CNR-SEG-18: what stays within a generation
+            for name, table in segment.manifest["tables"].items():
+                old = before and before.manifest["tables"].get(name)
+                goes_on = old and old["generation"] == table["generation"]
+                first = lives.setdefault(name, table) if goes_on or name not in lives else lives[name]
+                fixed = [{**one, "num_rows": 0, "shift": 0, "fill": 0} for one in (first, table)]
+                sane = fixed[0] == fixed[1] and first["shift"] + 8 >= table["shift"] >= (old or table)["shift"]
+                sane = sane if goes_on or first is table else table["generation"] > first["generation"]
+                need(sane, "corrupt_store", f"{segment.name}: table {name} within its generation")
+                lives[name] = first if goes_on else table
+            ends = {p["table"]: [] for p in before.manifest["parts"]} if before else {}
+            for part in before.manifest["parts"] if before else ():
+                ends[part["table"]].append((part["rows"], part["columns"], part["state_digest"]))
+            for part in segment.manifest["parts"]:  # CNR-DOC-10, where the rectangle was one before
+                old, new = (one and one.manifest["tables"].get(part["table"]) for one in (before, segment))
+                same = old and all(old[key] == new[key] for key in ("generation", "shift", "num_rows"))
+                end = [d for r, c, d in ends.get(part["table"], ()) if (r, c) == (part["rows"], part["columns"])]
+                starts = not same or not end or None in end or part["base_digest"] in (None, *end)
+                need(starts, "corrupt_store", f"{segment.name}: base_digest")
 
     def read_dense(self, name):  # [4.6]
         entry, same = self.last["dense"][name], ("digest", "dtype", "shape")
@@ -161,12 +249,10 @@ class Snapshot:
         own = [(s, e) for s, e in held if e["segment"] == "" and all(e[key] == entry[key] for key in same)]
         segment, entry = (named + own + [(None, entry)])[0]
         start, size, where = entry["offset"], math.prod(entry["shape"]), f"dense {name}"
-        dtype = {"bfloat16": "uint16", "bool": "uint8"}.get(entry["dtype"], entry["dtype"])
-        need(segment and min([start, *entry["shape"]]) >= 0 and dtype in DTYPES, "corrupt_store", f"{where}: no place")
-        array = {item["path"]: item for item in segment.manifest["dense_arrays"]}.get(entry["path"])
-        inside = array and array["dtype"] == dtype and start + size <= array["shape"][0]
-        need(inside or size == 0, "corrupt_store", f"{where}: outside its array")
-        flat = segment.array(array)[start : start + size] if size else np.empty(0, dtype)
+        there = segment and segment.manifest["dense"].get(name) == entry | {"segment": ""}
+        need(there, "corrupt_store", f"{where}: not as it is referenced")
+        array = next(item for item in segment.manifest["dense_arrays"] if item["path"] == entry["path"])
+        flat = segment.array(array)[start : start + size]
         need(xxhash.xxh3_128_hexdigest(flat.tobytes()) == entry["digest"], "corrupt_object", f"{where}: digest")
         return flat.reshape(entry["shape"])
 

@@ -21,9 +21,9 @@ from cnr_store.compaction import CompactionPolicy
 from cnr_store.encodings.scale import choose_scale
 from cnr_store.layout import DATA, MANIFEST, RECEIPT
 from cnr_store.maintenance import compact_chain
+from cnr_store.manifest import decode_manifest
 from cnr_store.options import sample_of
 from cnr_store.policy import CheckpointSize, Policy, decide
-from cnr_store.records import decode_manifest
 from cnr_store.sizes import segment_sizes
 from cnr_store.types import AffineBits, AffineSearch, Float32s, Precision, RowIds
 

@@ -14,10 +14,11 @@ from growing import on_ranks
 from plan_model import Rates, Workload, id_bits
 
 from cnr_store import Store, TableOptions
+from cnr_store.documents import canonical_json
 from cnr_store.encodings.scale import choose_scale
 from cnr_store.layout import segment_prefix
 from cnr_store.policy import CheckpointSize, Decision, Policy, decide
-from cnr_store.records import Manifest, Receipt, canonical_json
+from cnr_store.records import Manifest, Receipt
 from cnr_store.sizes import SegmentSizes, segment_sizes
 from cnr_store.testing.ranks import ThreadRank
 from cnr_store.transaction import Declaration, Transaction

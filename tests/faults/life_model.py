@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cnr_store import Store, Transaction
+from cnr_store.commit_record import is_live
 from cnr_store.layout import segment_key
-from cnr_store.records import is_live
 from cnr_store.segment import SegmentReader
 from cnr_store.snapshot import Snapshot
 from tests.store_oracle import (

@@ -22,8 +22,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ from cnr_store import CommitStateUnknown, Conflict, Store, TableOptions
 from cnr_store.compaction.plan import CompactionPolicy
 from cnr_store.compaction.run import compact
 from cnr_store.gc.run import collect_garbage
+from cnr_store.layout import COMMITS
 from cnr_store.retention import RetentionPolicy
+from cnr_store.storage import CreateOutcome, Storage
 from tests.faults.life_model import LifeModel, State, read_state
 
 ROWS = 2000
@@ -170,11 +173,52 @@ def noted(path: Path) -> list[Any]:
 # ---- racers
 
 
-def race(*, kind: str, url: str, options: dict[str, Any], name: str, count: int, notes: str, start: float) -> None:
-    """Commit ``count`` records while others do the same, and note each that was acknowledged."""
+class Meeting:
+    """Where two processes wait for each other before each create of a log position: so both go for the same one.
+
+    Who has lost a position, or won it, goes for the next one, and there is nothing else to go for: the two never miss
+    each other. One that has ended is waited for no more.
+    """
+
+    def __init__(self, hears: int, tells: int) -> None:
+        self._hears, self._tells = hears, tells
+        self.lost = 0
+
+    @staticmethod
+    def pair() -> tuple[Meeting, Meeting]:
+        """Return the two ends; each process closes that of the other."""
+        to_first, to_second = os.pipe(), os.pipe()
+        return Meeting(to_first[0], to_second[1]), Meeting(to_second[0], to_first[1])
+
+    def attend(self, storage: Storage) -> None:
+        """Wait before each create of a position, and count those that the other has won."""
+        create = storage.create
+
+        def meet_and_create(key: str, data: bytes) -> CreateOutcome:
+            if not key.startswith(COMMITS):
+                return create(key, data)
+            with suppress(BrokenPipeError):
+                os.write(self._tells, b"!")
+                os.read(self._hears, 1)
+            outcome = create(key, data)
+            self.lost += outcome is not CreateOutcome.CREATED
+            return outcome
+
+        storage.create = meet_and_create  # type: ignore[method-assign]
+
+    def leave(self) -> None:
+        os.close(self._hears)
+        os.close(self._tells)
+
+
+def race(
+    meeting: Meeting, *, kind: str, url: str, options: dict[str, Any], name: str, count: int, notes: str
+) -> None:  # fmt: skip
+    """Commit ``count`` records while another does the same, and note each that was acknowledged."""
     with Store.open(url, storage_options=options or None, threads=1) as store:
-        time.sleep(max(0.0, start - time.time()))
+        meeting.attend(store.storage)
         (race_tags if kind == "tags" else race_saves)(store, name, count, Path(notes))
+    note(Path(notes + ".lost"), meeting.lost)
 
 
 def race_tags(store: Store, name: str, count: int, notes: Path) -> None:
@@ -189,7 +233,6 @@ def race_tags(store: Store, name: str, count: int, notes: Path) -> None:
 
 def race_saves(store: Store, name: str, count: int, notes: Path) -> None:
     """Take the store over from each other, and save: each commit is a fence and a full."""
-    chance = random.Random(name)
     done, step = 0, 0
     while done < count:
         writer = store.writer()
@@ -206,7 +249,6 @@ def race_saves(store: Store, name: str, count: int, notes: Path) -> None:
             note(notes, [txn.version, f"{name} {step}"])
             done += 1
         writer.close()
-        time.sleep(chance.uniform(0, 0.01))
 
 
 # ---- the launcher
@@ -284,11 +326,15 @@ def launch_beside(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def launch_race(job: dict[str, Any]) -> dict[str, Any]:
-    start = time.time() + 0.5
-    pids = [
-        fork(lambda racer=racer: race(**racer, start=start), Path(racer["notes"] + ".txt"))  # type: ignore[misc]
-        for racer in job["racers"]
-    ]
+    meetings = Meeting.pair()
+
+    def work(own: int) -> None:
+        meetings[1 - own].leave()
+        race(meetings[own], **job["racers"][own])
+
+    pids = [fork(partial(work, own), Path(job["racers"][own]["notes"] + ".txt")) for own in (0, 1)]
+    for meeting in meetings:
+        meeting.leave()
     return {"codes": [exit_code(pid) for pid in pids]}
 
 

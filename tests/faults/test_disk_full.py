@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import pytest
 
 from cnr_store import StorageFailure, Store, Writer, verify_store
@@ -208,6 +209,44 @@ def test_a_disk_that_has_no_room_for_the_record_alone_is_said_to_be_full(disk: D
         assert store.commit_log.unresolved is None
         do()
         assert store.head().record.step == DELTAS + 1
+
+
+TABLE = np.random.default_rng(1).normal(size=(8192, 16)).astype(np.float32)
+MIRROR_PAGES = TABLE.size * 2 // resource.getpagesize()
+
+
+def mirrored_saves(url: str, folder: str, levels: list[int], disk: Disk) -> list[str]:
+    """Save a table whose mirror lies in a folder with ever more room; what became of each attempt."""
+    outcomes = []
+    for level in levels:
+        with Store.open(url) as store, store.writer(mirror="mmap", mirror_folder=folder) as writer:
+            try:
+                with disk.full(level), writer.begin(level) as txn:
+                    txn.write_table("user", TABLE)
+                outcomes.append("done")
+            except StorageFailure as error:
+                outcomes.append(f"{error.kind} {error.found}")
+    return outcomes
+
+
+def test_a_mirror_in_files_on_a_full_disk_ends_the_save_and_not_the_process(disk: Disk, tmp_path: Path) -> None:
+    """Pages of a map that the disk has no room for are SIGBUS when they are written: so it runs in a child."""
+    url = str(tmp_path / "other" / "store")
+    Store.create(url, fsync=False).close()
+    folder = disk.path / "mirrors"
+    folder.mkdir()
+    levels = [0, 1, MIRROR_PAGES // 2, MIRROR_PAGES + 8] if isinstance(disk, SmallDisk) else [0, 5, len(disk.limits)]
+    program = f"""
+from pathlib import Path
+from tests.faults.test_disk_full import {type(disk).__name__}, mirrored_saves
+print(mirrored_saves({url!r}, {str(folder)!r}, {levels}, {type(disk).__name__}(Path({str(disk.path)!r}))))
+"""
+
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str([f"storage_failure {disk.says}"] * (len(levels) - 1) + ["done"])
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.soak

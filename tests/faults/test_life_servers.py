@@ -25,11 +25,11 @@ from cnr_store import (
     Writer,
     verify_store,
 )
+from cnr_store.commit_record import DATA_KINDS, LogEntry, is_live
 from cnr_store.compaction.plan import CompactionPolicy
 from cnr_store.compaction.run import compact
 from cnr_store.gc.run import collect_garbage
 from cnr_store.log import RetryPolicy
-from cnr_store.records import DATA_KINDS, LogEntry, is_live
 from cnr_store.retention import RetentionPolicy
 from cnr_store.storage import Storage, open_storage
 from tests.fault_proxy import Aim, FaultProxy, NetworkFault, fault_proxy

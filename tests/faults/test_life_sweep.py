@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 
 from cnr_store import CnrStoreError, CommitStateUnknown, Store, TableOptions
+from cnr_store.commit_record import is_live
 from cnr_store.compaction import CompactionPolicy, compact
 from cnr_store.errors import RankLost, StorageFailure
 from cnr_store.gc import collect_garbage
 from cnr_store.log import RetryPolicy
-from cnr_store.records import is_live
 from cnr_store.retention import RetentionPolicy
 from cnr_store.snapshot import Snapshot
 from cnr_store.storage import storage_from_filesystem

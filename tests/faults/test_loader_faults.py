@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from cnr_store import CnrStoreError, CompactionPolicy, RetentionPolicy, Store, TableOptions, collect_garbage, compact
+from cnr_store.commit_record import is_live
 from cnr_store.consume import Loader
-from cnr_store.records import is_live
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.testing.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem, SimulatedCrash
 from tests.inline_workers import InlineWorkers

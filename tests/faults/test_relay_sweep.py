@@ -19,10 +19,10 @@ from cnr_store import (
     VersionNotFound,
     collect_garbage,
 )
+from cnr_store.commit_record import is_live
 from cnr_store.consume.relay.relay import Relay
 from cnr_store.layout import COMMITS, DATA, RELAY_TRIMS, STATE, is_segment_name
 from cnr_store.log import RetryPolicy
-from cnr_store.records import is_live
 from cnr_store.storage import Storage, storage_from_filesystem
 from cnr_store.testing.faulty import FaultKind, FaultyFileSystem
 from cnr_store.testing.sweep import sweep

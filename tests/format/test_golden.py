@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +122,8 @@ def test_a_one_shot_delta_takes_the_place_of_the_one_before() -> None:
     assert second[1] != third[1]
 
 
-def copy_of(case: str, folder: Path) -> Store:
-    """For what writes when it opens."""
-    shutil.copytree(GOLDEN / case / "store", folder / case)
-    return Store.open(str(folder / case), threads=1)
-
-
-def test_a_branch_reads_as_expected_and_its_tags_are_its_own(tmp_path: Path) -> None:
-    store = copy_of("branches", tmp_path)
+def test_a_branch_reads_as_expected_and_its_tags_are_its_own() -> None:
+    store = Store.open(str(GOLDEN / "branches" / "store"), threads=1)
     trial = store.on_branch("trial")
     held = json.loads((GOLDEN / "branches" / "expected.json").read_text())["branches"]["trial"]
 
@@ -143,13 +136,13 @@ def test_a_branch_reads_as_expected_and_its_tags_are_its_own(tmp_path: Path) -> 
     assert store.snapshot(channel="serving").step == 2
 
 
-def test_a_branch_without_its_first_record_is_begun_and_a_dropped_one_is_not_there(tmp_path: Path) -> None:
-    store = copy_of("branches", tmp_path)
+def test_a_new_branch_reads_as_its_fork_point_and_a_dropped_one_is_gone() -> None:
+    store = Store.open(str(GOLDEN / "branches" / "store"), threads=1)
 
-    begun = store.on_branch("begun")
+    forked = store.on_branch("new")
 
-    assert same_bits(begun.snapshot().table("t").read(), store.snapshot(channel="serving").table("t").read())
-    assert sorted(store.branches()) == ["begun", "trial"]
+    assert same_bits(forked.snapshot().table("t").read(), store.snapshot(channel="serving").table("t").read())
+    assert sorted(store.branches()) == ["new", "trial"]
     with pytest.raises(BranchNotFound):
         store.on_branch("gone")
 

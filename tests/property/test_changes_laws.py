@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from cnr_store import CursorExpired, DoesNotApply, Store
+from cnr_store.commit_record import is_live
 from cnr_store.consume import ChangeCursor, ChangeStream, catch_up, changes
-from cnr_store.records import is_live
 from tests.change_copy import ChangeCopy, content_of
 from tests.property.test_maintained_store_machine import Line, MaintainedStoreMachine
 from tests.property.test_store_machine import run

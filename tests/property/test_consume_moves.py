@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
 from cnr_store import Store, compact
-from cnr_store.records import LogEntry
+from cnr_store.commit_record import LogEntry
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.testing.faulty import IsolatedMemoryFileSystem
 from tests.consumers import HOLDINGS, Consumer, TrackedMemory

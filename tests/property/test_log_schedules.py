@@ -13,6 +13,7 @@ from random import Random
 
 import pytest
 
+from cnr_store.commit_record import LogEntry
 from cnr_store.errors import CommitStateUnknown, Conflict, CorruptStore, StorageFailure
 from cnr_store.layout import segment_name
 from cnr_store.log import CommitLog
@@ -25,7 +26,7 @@ from cnr_store.rebase import (
     rebase_tag,
     replace_run,
 )
-from cnr_store.records import ChainEntry, CommitRecord, LogEntry, WriterInfo
+from cnr_store.records import ChainEntry, CommitRecord, WriterInfo
 from cnr_store.testing.schedule import run_schedule
 from tests.faulty_world import FaultyWorld, restarting
 

@@ -6,8 +6,9 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cnr_store.commit_record import is_live
 from cnr_store.rebase import draft_init
-from cnr_store.records import CommitRecord, Pin, WriterInfo, is_live
+from cnr_store.records import CommitRecord, Pin, WriterInfo
 from cnr_store.retention import Holds, LiveVersion, RetentionPolicy, plan_retention
 
 

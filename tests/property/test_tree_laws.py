@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from cnr_store.records import canonical_json, decode_document
+from cnr_store.documents import canonical_json, decode_document
 from cnr_store.tree import decode, encode
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.sampled_from(["$tuple", "$", "$dict"])

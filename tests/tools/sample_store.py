@@ -11,16 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store import Store, TableOptions, arrays, layout
-from cnr_store.records import (
-    ArrayEntry,
-    Manifest,
-    ObjectEntry,
-    canonical_json,
-    decode_manifest,
-    decode_record,
-    encode_record,
-    sha256,
-)
+from cnr_store.commit_record import decode_record, encode_record
+from cnr_store.documents import canonical_json, sha256
+from cnr_store.manifest import decode_manifest
+from cnr_store.records import ArrayEntry, Manifest, ObjectEntry, RowListEntry
 from cnr_store.storage import object_digest
 
 Array = npt.NDArray[Any]
@@ -79,8 +73,9 @@ def forge_head(store: Store, change: Callable[[Manifest, Forgery], Manifest]) ->
     key = layout.segment_key(entry.seg, layout.MANIFEST)
     data = store.storage.read(key)
     assert data is not None
-    forgery = Forgery(store, entry.seg)
-    manifest = forgery.with_new_objects(change(decode_manifest(data, key), forgery))
+    before = decode_manifest(data, key)
+    forgery = Forgery(store, entry.seg, [item.path for item in before.objects])
+    manifest = forgery.with_new_objects(change(before, forgery))
     data = canonical_json(manifest)
     store.storage.put(key, data)
     size = len(data) + sum(item.size for item in manifest.objects)
@@ -95,8 +90,9 @@ def forge_head(store: Store, change: Callable[[Manifest, Forgery], Manifest]) ->
 class Forgery:
     """Puts other chunks in place of a segment's, and keeps its inventory true."""
 
-    def __init__(self, store: Store, segment: str) -> None:
+    def __init__(self, store: Store, segment: str, objects: list[str]) -> None:
         self._store = store
+        self._objects = objects
         self._segment = segment
         self._new: dict[str, bytes] = {}
 
@@ -112,16 +108,25 @@ class Forgery:
         """Replace an array of one chunk."""
         self._new[arrays.chunk_path(array, 0)] = arrays.encode_chunk(array, values)
 
+    def copy_list(self, row_list: RowListEntry, folder: str, other: str) -> RowListEntry:
+        """Return the same rows as another list's: objects below ``folder`` once more below ``other``."""
+        for path in [path for path in self._objects if path.startswith(f"{folder}/")]:
+            data = self._store.storage.read(layout.segment_key(self._segment, path))
+            assert data is not None
+            self._new[other + path.removeprefix(folder)] = data
+        moved = {
+            name: msgspec.structs.replace(array, path=other + array.path.removeprefix(folder))
+            for name, array in row_list.arrays.items()
+        }
+        return msgspec.structs.replace(row_list, arrays=moved)
+
     def with_new_objects(self, manifest: Manifest) -> Manifest:
         """Put the new chunks, and return the manifest with their sizes and digests."""
         for path, data in self._new.items():
             self._store.storage.put(layout.segment_key(self._segment, path), data)
-        objects = tuple(
-            item
-            if item.path not in self._new
-            else ObjectEntry(
-                path=item.path, size=len(self._new[item.path]), xxh3_128=object_digest(self._new[item.path])
-            )
-            for item in manifest.objects
-        )
-        return msgspec.structs.replace(manifest, objects=objects)
+        fresh = {
+            path: ObjectEntry(path=path, size=len(data), xxh3_128=object_digest(data))
+            for path, data in self._new.items()
+        }
+        objects = {item.path: item for item in manifest.objects} | fresh
+        return msgspec.structs.replace(manifest, objects=tuple(objects[path] for path in sorted(objects)))

@@ -27,6 +27,21 @@ def test_init_makes_a_store_of_the_profile(tmp_path: Path) -> None:
         assert done.document["store_uuid"] == store.uuid
 
 
+def test_a_store_for_a_single_writer_is_written_with_the_option(root: Path, tmp_path: Path) -> None:
+    option = ("--storage-option", "unsafe_single_writer=true")
+    assert cnr("init", tmp_path / "s", *option).code == 0
+    assert cnr("export", root, tmp_path / "f.safetensors", "--version", 4).code == 0
+
+    refused = cnr("import", tmp_path / "s", tmp_path / "f.safetensors", "--json")
+    assert refused.code == 7
+    assert refused.document["error"]["kind"] == "unsafe_backend"
+
+    assert cnr("import", tmp_path / "s", tmp_path / "f.safetensors", *option).code == 0
+    assert cnr("maintain", tmp_path / "s", *option).code == 0
+    assert cnr("show", tmp_path / "s").code == 0
+    assert cnr("show", tmp_path / "s", "--storage-option", "unsafe_single_writer=maybe").code == 4
+
+
 def test_init_of_an_existing_store_is_a_conflict(root: Path) -> None:
     done = cnr("init", root)
 

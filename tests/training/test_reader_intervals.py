@@ -374,7 +374,7 @@ def test_an_interval_ended_early_ends_with_the_optimizer_step() -> None:
 
 @pytest.mark.parametrize("options", [{"grant": 0}, {"grant": 6, "micro_batches": 4}, {"grant": 6, "micro_batches": 0}])
 def test_a_grant_that_is_no_number_of_steps_is_refused(options: dict[str, int]) -> None:
-    with pytest.raises(BadInput, match="grant"):
+    with pytest.raises(BadInput, match=r"grant|micro_batches"):
         GrantedReader(loader_of(0), **options)
 
 
@@ -473,7 +473,7 @@ def test_a_carried_batch_moves_as_its_batch_does() -> None:
 
 
 def test_a_state_is_carried_every_so_many_batches() -> None:
-    with pytest.raises(BadInput, match="every 1 batch or more"):
+    with pytest.raises(BadInput, match="1 or more"):
         carrying(0, 0)
 
 

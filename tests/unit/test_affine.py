@@ -8,6 +8,7 @@ import pytest
 
 from cnr_store.encodings import affine, affine_kernels, affine_reference, packing
 from cnr_store.errors import BadDtype, BadInput, BadShape
+from tests.ties import affine_ties
 
 BITS = packing.WIDTHS
 SEARCHES: list[dict[str, Any]] = [
@@ -70,6 +71,23 @@ def test_ties_round_to_the_even_code() -> None:
     values = np.array([[0.5, 1.5, 2.5, 13.5, 14.5, 15.5]], np.float32)
     affine.quantize(values, np.ones(1, np.float32), np.zeros(1, np.float32), bits=4, out=codes)
     assert codes.tolist() == [[0, 2, 2, 14, 14, 15]]
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("param_dtype", ["float16", "float32"])
+def test_every_tie_between_codes_goes_to_the_even_one(bits: int, param_dtype: str) -> None:
+    values, expected = affine_ties(bits)
+    encoded = Encoded(values, bits, param_dtype, search="minmax")
+    unpacked = np.empty((len(values), packing.padded_dim(values.shape[1])), np.uint8)
+    packing.unpack(encoded.codes, bits=bits, out=unpacked)
+    scale, zero_point = encoded.scale.astype(np.float32), encoded.zero_point.astype(np.float32)
+    quantized = np.empty(values.shape, np.uint8)
+
+    affine.quantize(values, scale, zero_point, bits=bits, out=quantized)
+
+    np.testing.assert_array_equal(unpacked[:, : values.shape[1]], expected)
+    np.testing.assert_array_equal(quantized, expected)
+    np.testing.assert_array_equal(affine_reference.codes_from_params(values, scale, zero_point, bits), expected)
 
 
 @pytest.mark.parametrize("bits", BITS)

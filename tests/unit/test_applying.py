@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cnr_store import CorruptStore, MissingObject, Store, TableOptions
+from cnr_store.commit_record import LogEntry
 from cnr_store.consume.moves.adding import LARGEST_CODE, add_reference, add_to_codes, add_to_values
 from cnr_store.consume.moves.applying import Applied, apply_segment
 from cnr_store.consume.moves.content import CodesTooWide
@@ -21,8 +22,9 @@ from cnr_store.consume.moves.mover import Holding, move_tables
 from cnr_store.consume.moves.moving import Apply, Reread, plan_move
 from cnr_store.consume.rows.held import HeldTable, Overlay, ServedTable, row_kind
 from cnr_store.consume.rows.shards import HashShard
-from cnr_store.layout import segment_prefix
-from cnr_store.records import LogEntry, TableSchema
+from cnr_store.documents import canonical_json, sha256
+from cnr_store.layout import MANIFEST, segment_key, segment_prefix
+from cnr_store.records import ChainEntry, TableSchema
 from cnr_store.segment import SegmentReader
 from cnr_store.snapshot import Snapshot
 from cnr_store.storage import storage_from_filesystem
@@ -281,7 +283,7 @@ def test_a_segment_of_another_chain_is_refused(store: Store) -> None:
     strange = with_chain(log[-1], base, last)
     before = consumer.frozen()
 
-    with pytest.raises(CorruptStore, match="belongs to another chain"):
+    with pytest.raises(CorruptStore, match="starts from state digest"):
         consumer.go(store, [strange])
     assert consumer.frozen() == before
 
@@ -301,12 +303,22 @@ def test_a_difference_to_a_deleted_row_is_corrupt_and_names_it(store: Store) -> 
             txn.write_rows("t", np.array([2, 3]), np.full((2, 2), 4, np.float32))
     consumer = consumer_at(store, deleting)
     consumer.stated = {}
-    strange = with_chain(store.head(), *deleting.record.chain, store.head().record.chain[-1])
+    strange = with_chain(store.head(), *deleting.record.chain, starting_from_anything(store))
     before = consumer.frozen()
 
     with pytest.raises(CorruptStore, match=r"row 3 of table 't' has an add"):
         consumer.go(store, [strange])
     assert consumer.frozen() == before
+
+
+def starting_from_anything(store: Store) -> ChainEntry:
+    """The head's own segment without the state digests that it starts from."""
+    entry = store.head().record.chain[-1]
+    manifest = store.snapshot().manifests[-1]
+    parts = tuple(msgspec.structs.replace(part, base_digest=None) for part in manifest.parts)
+    data = canonical_json(msgspec.structs.replace(manifest, parts=parts))
+    store.storage.put(segment_key(entry.seg, MANIFEST), data)
+    return msgspec.structs.replace(entry, sha256=sha256(data))
 
 
 @contextmanager

@@ -124,10 +124,3 @@ def test_chunks_are_equalized() -> None:
     assert rows == 35_000
     assert arrays.chunk_rows_for(0, 128) == 1
     assert arrays.chunk_rows_for(10, 1 << 30) == 1
-
-
-def test_huge_declared_chunks_are_refused() -> None:
-    entry = arrays.describe("a", (1 << 30, 64), np.dtype("int32"), 1 << 30, "compact")
-
-    with pytest.raises(CorruptObject, match="declares chunks"):
-        arrays.check_chunk_size(entry)

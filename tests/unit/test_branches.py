@@ -31,9 +31,10 @@ from cnr_store import (
     verify_store,
 )
 from cnr_store.branches import Branch
+from cnr_store.commit_record import encode_record
 from cnr_store.layout import BRANCHES, DATA, branch_prefix, commit_key, hint_key
-from cnr_store.rebase import draft_after, rebase_expire, rebase_fence
-from cnr_store.records import Pin, encode_record
+from cnr_store.rebase import draft_after, draft_branch, rebase_expire, rebase_fence
+from cnr_store.records import Pin
 from cnr_store.sizes import segment_sizes
 from cnr_store.store import writer_info
 
@@ -169,12 +170,13 @@ def test_names_of_the_store_do_not_carry_over(store: Store) -> None:
 def test_unknown_fields_and_features_go_with_the_state(store: Store) -> None:
     head = store.head()
     newer = msgspec.structs.replace(
-        head.record, v=head.record.v + 1, kind="tag", parent_digest=head.digest, writer_features=("flavours",)
+        head.record, v=head.record.v + 1, kind="expire", parent_digest=head.digest, writer_features=("flavours",)
     )
     store.storage.create(commit_key(newer.v), encode_record(newer, {"flavour": [1]}))
-    branch = Branch("b" * 32, Pin(version=newer.v, name="trial"))
+    point = store.commit_log.latest()
 
-    first = branches.open_branch(store.commit_log, branch, writer_info()).read(0)
+    branch = branches.fork(store.commit_log, point, point, "trial", writer_info())
+    first = branches.log_of(store.commit_log, branch).read(0)
 
     assert first is not None
     assert first.record.writer_features == ("flavours",)
@@ -259,22 +261,20 @@ def test_a_fork_does_not_disturb_an_open_writer(store: Store) -> None:
     assert set(store.branches()) == {"trial"}
 
 
-def pinned_only(store: Store, name: str = "trial", expires_ms: int | None = None) -> Branch:
-    """A fork whose process died behind the pin."""
+def forked(store: Store, name: str = "trial", expires_ms: int | None = None) -> Branch:
     head = store.head()
     return branches.fork(store.commit_log, head, head, name, writer_info(), expires_ms=expires_ms)
 
 
-def test_a_fork_that_died_behind_its_pin_is_finished_by_whoever_opens_the_branch(store: Store) -> None:
-    branch = pinned_only(store)
-    assert objects(store, BRANCHES) == {}
+def test_a_fork_that_died_before_its_pin_is_no_branch_and_can_be_repeated(store: Store) -> None:
+    head = store.head()
+    begun = store.commit_log.below(branch_prefix("b" * 32))
+    begun.append_first(draft_branch(head.record, "b" * 32, writer_info()), head)
 
-    opened = Store.open(store.url, branch="trial")
-
-    assert column(opened) == [1, 2, 0, 0, 0, 0]
-    assert opened.record(0).name == branch.uuid
-    assert column(store.on_branch("trial")) == column(opened)
-    assert len(list(opened.log())) == 1, "it is begun once"
+    with pytest.raises(BranchNotFound):
+        store.on_branch("trial")
+    assert column(store.fork("trial")) == [1, 2, 0, 0, 0, 0]
+    assert list(store.branches()) == ["trial"]
 
 
 def test_a_branch_that_lost_its_first_record_is_not_begun_anew(store: Store) -> None:
@@ -288,8 +288,10 @@ def test_a_branch_that_lost_its_first_record_is_not_begun_anew(store: Store) -> 
 
     assert column(Store.open(store.url, branch="trial")) == [1, 2, 0, 4, 0, 0], "what is left can be read"
     store.storage.delete([hint_key(prefix)])
-    with pytest.raises(CorruptStore, match="position 0"):
-        Store.open(store.url, branch="trial")
+    with pytest.raises(CorruptStore, match=r"position 0 .*drop the branch"):
+        Store.open(store.url, branch="trial").snapshot()
+    with pytest.raises(CorruptStore, match=r"position 0 .*drop the branch"):
+        store.on_branch("trial").writer()
 
     before.pop(hint_key(prefix))
     assert objects(store) == before
@@ -308,15 +310,24 @@ def test_logs_that_were_mixed_up_are_refused(store: Store) -> None:
     with pytest.raises(CorruptRecord, match="mixed up") as refused:
         store.on_branch("two")
     assert refused.value.path == two
+    with pytest.raises(CorruptRecord, match="mixed up"):
+        store.drop_branch("two")
+    assert store.on_branch("one").head().record.kind == "fork", "nobody's log was ended for another's"
+    assert store.commit_log.below(branch_prefix(uuid_of(store, "two"))).latest().record.kind == "fork"
 
 
 def test_a_hostile_branch_uuid_leaves_no_folder(store: Store) -> None:
     head = store.head()
     pins = {"../x": Pin(version=1, name="trial")}
     draft = draft_after(head.record, "fork", writer_info(), name="../x", target=1, pins=pins)
-    store.commit_log.append(head, draft, rebase_expire)
+    with pytest.raises(BadInput, match="pins"):
+        store.commit_log.append(head, draft, rebase_expire)
+    forged = msgspec.structs.replace(head.record, v=head.record.v + 1, parent_digest=head.digest, pins=pins)
+    store.storage.create(commit_key(forged.v), encode_record(forged))
 
-    with pytest.raises(CorruptRecord, match="not the uuid of a branch"):
+    with pytest.raises(CorruptRecord, match="pins"):
+        store.commit_log.latest()
+    with pytest.warns(RuntimeWarning, match="pins"), pytest.raises(BranchNotFound):
         store.on_branch("trial")
 
 
@@ -374,7 +385,9 @@ def test_a_writer_of_a_dropped_branch_is_fenced_and_nobody_can_take_over(store: 
         save(zombie, 4, 3, 4)
         stale = branch.head()
         store.drop_branch("trial")
-        log = [record.v for record in branch.log()]
+        end, *before = branch.log()
+        log = [end.v, *(record.v for record in before)]
+        assert (end.kind, end.epoch) == ("close", stale.record.epoch + 1)
 
         with pytest.raises(Fenced, match="dropped"):
             save(zombie, 5, 3, 5)
@@ -388,8 +401,7 @@ def test_a_writer_of_a_dropped_branch_is_fenced_and_nobody_can_take_over(store: 
 
 def test_a_drop_that_died_half_way_is_finished_by_the_next(store: Store) -> None:
     branch = store.fork("trial")
-    log = branches.open_branch(store.commit_log, branches.find_branch(store.head().record, "trial"), writer_info())
-    branches._close_log(log, writer_info())
+    branches._close_log(branch.commit_log, writer_info())
 
     with pytest.raises(BranchNotFound, match="was dropped"):
         store.on_branch("trial").snapshot()
@@ -402,17 +414,16 @@ def test_a_drop_that_died_half_way_is_finished_by_the_next(store: Store) -> None
     assert branch.latest_version() == closed, "it is closed once"
 
 
-def test_a_branch_without_its_first_record_can_be_dropped_and_not_begun_behind(store: Store) -> None:
-    """A process that saw the pin and sleeps must not begin the branch when it wakes."""
-    branch = pinned_only(store)
-    first = branches._first_record(store.commit_log, branch, writer_info())
+def test_a_branch_that_lost_its_log_is_only_unpinned(store: Store) -> None:
+    branch = store.fork("trial")
+    store.storage.delete(list(objects(store, BRANCHES)))
 
     store.drop_branch("trial")
-    log = store.commit_log.below(branch_prefix(branch.uuid))
-    standing = log.append_first(*first)
 
-    assert log.latest().record.kind == "close"
-    assert standing == log.read(0)
+    assert store.branches() == {}
+    assert objects(store, BRANCHES) == {}, "nothing can follow what is lost, so there is nothing to close"
+    with pytest.raises(CorruptStore, match="position 0"):
+        branch.snapshot()
 
 
 def test_closing_a_branch_twice_changes_nothing(store: Store) -> None:
@@ -427,7 +438,7 @@ def test_closing_a_branch_twice_changes_nothing(store: Store) -> None:
 
 
 def test_a_branch_whose_time_is_over_cannot_be_opened_and_can_be_dropped(store: Store) -> None:
-    pinned_only(store, expires_ms=1)
+    forked(store, expires_ms=1)
 
     with pytest.raises(VersionExpired, match="expired"):
         store.on_branch("trial")

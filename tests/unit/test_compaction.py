@@ -26,10 +26,10 @@ from cnr_store import (
     verify_store,
 )
 from cnr_store.compaction.lease import LeasePlace
+from cnr_store.documents import canonical_json, sha256
 from cnr_store.layout import MANIFEST, RECEIPT, segment_prefix
 from cnr_store.log import RetryPolicy
 from cnr_store.rebase import draft_after, rebase_expire
-from cnr_store.records import canonical_json, sha256
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.store import writer_info
 from cnr_store.testing.faulty import Call, Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
@@ -154,7 +154,7 @@ def test_a_run_that_is_none_is_refused(store: Store, training: Training) -> None
 
 def test_a_store_that_can_only_be_read_is_not_compacted(store: Store, training: Training) -> None:
     head = store.head()
-    draft = draft_after(head.record, "tag", writer_info(), writer_features=("unheard_of",))
+    draft = draft_after(head.record, "expire", writer_info(), writer_features=("unheard_of",))
     store.commit_log.append(head, draft, rebase_expire)
 
     with pytest.raises(ReadOnlyStore, match="unheard_of"):
@@ -492,7 +492,9 @@ def test_a_run_that_leads_to_another_state_is_not_committed(store: Store, traini
     """A delta is missing from the chain, and the one behind it says that it goes where that one went."""
     head = store.head()
     baseline, _, second, _ = head.record.chain
-    moved = canonical_json(msgspec.structs.replace(manifest_in(store, second.seg), l0=baseline.l1))
+    behind = manifest_in(store, second.seg)
+    parts = tuple(msgspec.structs.replace(part, base_digest=None) for part in behind.parts)
+    moved = canonical_json(msgspec.structs.replace(behind, l0=baseline.l1, parts=parts))
     store.storage.put(segment_prefix(second.seg) + MANIFEST, moved)
     chain = (baseline, msgspec.structs.replace(second, l0=baseline.l1, sha256=sha256(moved)))
     draft = draft_after(head.record, "compact", writer_info(), chain=chain, logical=second.l1)

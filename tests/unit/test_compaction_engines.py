@@ -137,7 +137,7 @@ def test_an_engine_or_a_number_of_workers_that_is_none_is_refused(store: Store) 
         compact(store, engine="fibres")  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="at least one worker"):
         compact(store, workers=0)
-    with pytest.raises(BadInput, match="bytes_per_s is above 0"):
+    with pytest.raises(BadInput, match="bytes_per_s is a finite number above 0"):
         compact(store, bytes_per_s=0)
 
 

@@ -58,11 +58,22 @@ def manifest_of(index: int, tables: dict[str, TableSchema], parts: Sequence[Part
 
 
 def chain_of(tables: dict[str, TableSchema], *cuttings: dict[str, list[Tile]]) -> list[Manifest]:
-    """A baseline and deltas of the same tables, each cut in its own way."""
-    return [
-        manifest_of(index, tables, [part_of(table, tile) for table, tiles in cutting.items() for tile in tiles])
-        for index, cutting in enumerate(cuttings)
-    ]
+    """A baseline of all rows, and deltas of none, of the same tables, each cut in its own way."""
+    chain = []
+    for index, cutting in enumerate(cuttings):
+        parts = [part_of(table, tile) for table, tiles in cutting.items() for tile in tiles]
+        chain.append(manifest_of(index, tables, parts if index else [full(part) for part in parts]))
+    return chain
+
+
+def full(part: PartEntry) -> PartEntry:
+    """The part with all of its rows set, in one chunk."""
+    start, stop = part.rows
+    if start == stop:
+        return part
+    array = ArrayEntry(path="x", dtype="int64", shape=(stop - start,), chunk_rows=stop - start, codec="bytes")
+    rows = RowListEntry(count=stop - start, first=(start,), last=(stop - 1,), arrays={"rows": array})
+    return msgspec.structs.replace(part, set=rows)
 
 
 def everything(manifests: Sequence[Manifest]) -> Run:

@@ -6,6 +6,7 @@ import importlib.util
 import multiprocessing
 import os
 import re
+import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -249,3 +250,31 @@ def test_no_module_takes_the_decorator_of_numba_itself() -> None:
 
     assert len(files) > 100
     assert found == ["compiled.py"]
+
+
+@pytest.mark.parametrize("ending", ["nbi", "nbc"])
+@pytest.mark.parametrize("left", [b"", b"\x80\x05", b"no pickle at all"])
+def test_a_cache_that_a_power_loss_cut_is_compiled_anew_and_replaced(tmp_path: Path, ending: str, left: bytes) -> None:
+    """It ended every call of the kernel, for good."""
+    first = a_process(tmp_path, compiled.njit())
+    run(first, np.int32)
+    for path in index_of(first).parent.glob(f"*.{ending}"):
+        path.write_bytes(left)
+
+    assert run(a_process(tmp_path, compiled.njit()), np.int32) == [1.0, 2.0, 3.0]
+
+    later = a_process(tmp_path, compiled.njit())
+    assert run(later, np.int32) == [1.0, 2.0, 3.0]
+    assert sum(later.stats.cache_hits.values()) == 1
+
+
+def test_a_disk_without_room_for_a_kernel_does_not_end_its_call(tmp_path: Path) -> None:
+    kernel = a_process(tmp_path, compiled.njit())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        assert run(kernel, np.int32) == [1.0, 2.0, 3.0]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    assert run(a_process(tmp_path, compiled.njit()), np.int32) == [1.0, 2.0, 3.0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -15,8 +16,10 @@ import numpy as np
 import pytest
 
 from cnr_store.consume.rows import attached as attached_module
+from cnr_store.consume.rows import shared_memory as shared_memory_module
 from cnr_store.consume.rows.attached import AttachedTables
-from cnr_store.consume.rows.shared_memory import BOARD_FILE, CURRENT_FILE, Current, SharedMemory
+from cnr_store.consume.rows.board import BOARD_BYTES
+from cnr_store.consume.rows.shared_memory import BOARD_FILE, CURRENT_FILE, LOCK_FILE, Current, SharedMemory
 from cnr_store.consume.rows.view_file import MAGIC, ArrayRef, check_file_name, check_ref, encode_view, parse_view
 from cnr_store.consume.rows.views import Publisher
 from cnr_store.errors import Conflict, CorruptObject, NewerFormat, StorageFailure, VersionNotFound
@@ -305,7 +308,7 @@ def test_a_view_that_cannot_be_told_of_is_not_seen(memory: SharedMemory, monkeyp
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", full)
+        patch.setattr(shared_memory_module, "write_whole", full)
         with pytest.raises(StorageFailure, match="no shared memory left"):
             publish(publisher, memory, 2)
         assert seen(AttachedTables(memory.folder)) == 1
@@ -393,3 +396,85 @@ def test_a_file_that_was_cut_is_refused_and_not_mapped(memory: SharedMemory) -> 
 
     with pytest.raises(CorruptObject, match="has 100 bytes, no room for"):
         AttachedTables(memory.folder)
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b'{"format":1}', b"\xff" * 40, b"[" * 1000, b"0" * 100_000])
+def test_a_damaged_pointer_is_named_and_the_next_owner_mends_it(tmp_path: Path, damage: bytes) -> None:
+    folder = tmp_path / "shared"
+    first = SharedMemory(folder)
+    served(first, 1)
+    reader = AttachedTables(folder, clock=itertools.count().__next__)
+    first.close(keep=True)
+    (folder / CURRENT_FILE).write_bytes(damage)
+    assert seen(reader) == 1
+
+    with pytest.raises(CorruptObject, match="restart the loader") as found:
+        AttachedTables(folder)
+
+    assert found.value.path == str(folder / CURRENT_FILE)
+    second = SharedMemory(folder)
+    served(second, 2)
+    assert seen(AttachedTables(folder)) == 2
+    assert seen(reader) == 2
+    second.close()
+
+
+@pytest.mark.parametrize("damage", [b"x", b"-1", b"\0" * 32, b"9" * 32, b"1e5"])
+def test_a_damaged_lock_file_counts_on_behind_every_generation(tmp_path: Path, damage: bytes) -> None:
+    folder = tmp_path / "shared"
+    first = SharedMemory(folder)
+    served(first, 1)
+    first.close(keep=True)
+    (folder / LOCK_FILE).write_bytes(damage)
+
+    second = SharedMemory(folder)
+
+    assert second.generation > first.generation
+    second.close()
+    third = SharedMemory(folder)
+    assert third.generation == second.generation + 1
+    third.close()
+
+
+@pytest.mark.parametrize("size", [0, 8, BOARD_BYTES - 1])
+def test_a_board_that_was_cut_is_named(memory: SharedMemory, size: int) -> None:
+    served(memory)
+    board = memory.path / BOARD_FILE
+    (memory.folder / "copy").write_bytes(board.read_bytes()[:size])
+    (memory.folder / "copy").replace(board)
+
+    with pytest.raises(CorruptObject, match="restart the loader") as found:
+        AttachedTables(memory.folder)
+
+    assert (found.value.path, found.value.found) == (str(board), size)
+
+
+@pytest.mark.parametrize("name", [CURRENT_FILE, "g1", "g1/board", "g1/view-1"])
+def test_a_link_in_shared_memory_is_not_followed_by_readers(memory: SharedMemory, tmp_path: Path, name: str) -> None:
+    served(memory)
+    place = memory.folder / name
+    place.rename(tmp_path / "moved")
+    place.symlink_to(tmp_path / "moved")
+
+    with pytest.raises(StorageFailure, match="symbolic link"):
+        AttachedTables(memory.folder)
+
+
+@pytest.mark.parametrize("name", [LOCK_FILE, "g7", "g1/board"])
+def test_an_owner_writes_and_deletes_nothing_behind_a_link(tmp_path: Path, name: str) -> None:
+    folder, foreign = tmp_path / "shared", tmp_path / "foreign"
+    (folder / "g1").mkdir(parents=True)
+    (foreign / "board").mkdir(parents=True)
+    (foreign / "mine").write_bytes(b"\0" * BOARD_BYTES)
+    (folder / name).symlink_to(foreign / "mine" if name != "g7" else foreign)
+
+    if name == LOCK_FILE:
+        with pytest.raises(StorageFailure, match="symbolic link"):
+            SharedMemory(folder)
+    else:
+        memory = SharedMemory(folder)
+        served(memory)
+        memory.close()
+
+    assert (foreign / "mine").read_bytes() == b"\0" * BOARD_BYTES
+    assert (foreign / "board").is_dir()

@@ -41,6 +41,7 @@ TREE = [
     ("StorageFailure", "CnrStoreError", "storage_failure"),
     ("AccessDenied", "StorageFailure", "access_denied"),
     ("UnsafeBackend", "StorageFailure", "unsafe_backend"),
+    ("WrongClock", "StorageFailure", "wrong_clock"),
     ("Unsupported", "CnrStoreError", "unsupported"),
     ("NewerFormat", "Unsupported", "newer_format"),
     ("UnknownFeature", "Unsupported", "unknown_feature"),

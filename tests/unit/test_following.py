@@ -26,6 +26,7 @@ from cnr_store import (
     collect_garbage,
     compact,
 )
+from cnr_store.commit_record import LogEntry
 from cnr_store.consume.moves.moving import Apply, Compare, Same
 from cnr_store.consume.serve.following import (
     LONGEST_BACKOFF_S,
@@ -35,7 +36,6 @@ from cnr_store.consume.serve.following import (
     repeats,
     wanted_version,
 )
-from cnr_store.records import LogEntry
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.testing.faulty import IsolatedMemoryFileSystem
 

@@ -32,6 +32,8 @@ from cnr_store import (
     repair_store,
     verify_store,
 )
+from cnr_store.commit_record import encode_record, is_live
+from cnr_store.documents import canonical_json
 from cnr_store.gc.plan import CLEAN_UP_AT, txn_of
 from cnr_store.layout import (
     DATA,
@@ -45,8 +47,7 @@ from cnr_store.layout import (
     segment_prefix,
 )
 from cnr_store.leases import CLOCK_TOLERANCE_MS, HOLD_KEPT_MS
-from cnr_store.rebase import draft_after, rebase_fence
-from cnr_store.records import canonical_json, encode_record, is_live
+from cnr_store.rebase import draft_after, rebase_expire, rebase_fence
 from cnr_store.storage import Storage, open_storage, storage_from_filesystem
 from cnr_store.store import writer_info
 from cnr_store.testing.faulty import (
@@ -287,6 +288,40 @@ def test_short_times_need_force(store: Store, arguments: dict[str, float]) -> No
 def test_arguments_that_cannot_be_meant_are_refused(store: Store, arguments: dict[str, Any]) -> None:
     with pytest.raises(BadInput):
         collect(store, **arguments)
+
+
+@pytest.mark.parametrize("name", ["tag", "channel", "branch"])
+def test_what_a_name_keeps_stays_though_no_list_has_it(store: Store, name: str) -> None:
+    """CNR-LOG-22: a name is enough below the floor. Our own records list the version too; another writer's need not."""
+    act = {"tag": store.tag, "channel": store.set_channel, "branch": store.fork}[name]
+    act("kept", 3)
+    head = store.head()
+    draft = draft_after(head.record, "expire", writer_info(), floor=head.record.v, kept=())
+    store.commit_log.append(head, draft, rebase_expire)
+    expected = bytes_of(store.snapshot(3))
+
+    collect(store)
+    collect(store)
+
+    assert bytes_of(store.snapshot(3)) == expected
+
+
+def test_a_fork_point_stays_although_its_branch_needs_it_no_more(store: Store) -> None:
+    """CNR-BRA-8: the pin keeps it for the branch's whole life, whatever the branch itself has given up."""
+    expected = bytes_of(store.snapshot(3))
+    trial = store.fork("trial", 3)
+    with trial.writer() as writer:
+        writer.restore()
+        save(writer, 50, full=True)
+    for one in (store, trial):
+        head = one.head()
+        draft = draft_after(head.record, "expire", writer_info(), floor=head.record.v, kept=())
+        one.commit_log.append(head, draft, rebase_expire)
+
+    collect(store)
+    collect(store)
+
+    assert bytes_of(store.snapshot(3)) == expected
 
 
 def test_a_channel_keeps_its_version_until_it_moves(store: Store) -> None:
@@ -870,6 +905,24 @@ def test_a_hole_in_the_log_stops_everything(store: Store) -> None:
         collect(store)
 
 
+def test_a_record_of_another_store_does_not_say_what_is_needed(store: Store) -> None:
+    """Below the floor no other record vouches for it: one without a chain would have let all go that the tag keeps."""
+    store.tag("kept", 3)
+    collect(store)
+    other = Store.create_on(on(IsolatedMemoryFileSystem()))
+    while other.latest_version() < 3:
+        other.writer()
+    foreign = other.storage.read(commit_key(3))
+    assert foreign is not None
+    store.storage.put(commit_key(3), foreign)
+    before = listed(store)
+
+    with pytest.raises(CorruptStore, match="commit record 3 belongs to store"):
+        collect(Store.open_on(store.storage))
+
+    assert listed(store) == before
+
+
 def test_a_log_with_writer_features_of_a_newer_library_is_left_alone(store: Store) -> None:
     head = store.head()
     draft = draft_after(head.record, "fence", writer_info(), writer_features=("future",), epoch=head.record.epoch + 1)
@@ -996,6 +1049,22 @@ def test_a_branch_that_was_dropped_goes_with_the_next_collection_however_young(s
     assert listed(store) == referenced(store)
 
 
+def test_a_lease_on_a_branch_that_was_dropped_keeps_its_data(store: Store) -> None:
+    trial = store.fork("trial", 3)
+    train(trial, 30)
+    needed = {entry.seg for entry in trial.head().record.chain}
+    lease = trial.lease()
+    store.drop_branch("trial")
+
+    collect(store)
+    collect(store)
+
+    assert needed <= {key.split("/")[1] for key in listed(store)}
+    lease.release()
+    collect(store)
+    assert listed(store) == referenced(store)
+
+
 def test_an_orphan_is_given_up_in_the_logs_of_all_branches(store: Store, fs: IsolatedMemoryFileSystem) -> None:
     trial = store.fork("trial", 3)
     slow = again(FaultyFileSystem(fs, on_call=once(is_commit, lambda: collect(again(fs))))).on_branch("trial")
@@ -1039,18 +1108,23 @@ def test_a_new_branch_does_not_keep_what_was_given_up_before_it(store: Store) ->
     assert listed(store) == referenced(store, trial)
 
 
-def test_a_fork_that_has_no_log_yet_keeps_its_fork_point(store: Store) -> None:
-    store.fork("trial", 3)
-    (branch,) = store.head().record.pins
+def test_a_branch_that_lost_its_log_stops_everything(store: Store) -> None:
+    """It was taken for a fork whose creator was on the way, and what the branch had saved for orphans."""
+    branch = store.fork("trial", 3)
+    with branch.writer() as writer:
+        writer.restore()
+        save(writer, 9)
     store.storage.delete(listed(store, "branches/"))
+    before = listed(store)
 
-    collect(store)
+    for _ in range(2):
+        with pytest.raises(CorruptStore, match="'trial'"):
+            collect(store)
 
-    assert branch in store.head().record.pins
-    assert table(store.on_branch("trial")) == [1.0, 1.0, 2.0, 1.0]
+    assert listed(store) == before
 
 
-def test_a_fork_that_never_got_a_log_ends_with_its_time(store: Store) -> None:
+def test_a_branch_that_lost_its_log_ends_with_its_time(store: Store) -> None:
     store.fork("trial", 3, expires_s=3600)
     store.storage.delete(listed(store, "branches/"))
     later = int(time.time() * 1000) + 3_601_000

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from cnr_store.commit_record import LogEntry
 from cnr_store.gc.logs import LogView, referenced_segments
 from cnr_store.gc.plan import (
     CLEAN_UP_AT,
@@ -21,7 +22,7 @@ from cnr_store.gc.plan import (
 )
 from cnr_store.layout import segment_name
 from cnr_store.rebase import draft_init
-from cnr_store.records import LogEntry, WriterInfo
+from cnr_store.records import WriterInfo
 from cnr_store.retention import LiveVersion, RetentionPolicy
 
 DAY_MS = 86_400_000

@@ -7,6 +7,7 @@ from cnr_store.encodings import kernels, lattice, reference, widths
 from cnr_store.encodings.digest import column_multipliers
 from cnr_store.errors import BadDtype, BadInput, NonFiniteValues
 from cnr_store.types import MAX_CODE, TableDtype
+from tests.ties import SCALES, lattice_ties
 
 SHAPES = [(0, 4), (1, 1), (1, 64), (3, 7), (17, 15), (33, 16), (5, 65)]
 
@@ -33,6 +34,37 @@ def test_encode_kernel_equals_reference(shape: tuple[int, int], dtype: type) -> 
 def test_ties_round_to_even() -> None:
     values = np.array([[0.5, 1.5, 2.5, -0.5, -1.5, -2.5]], np.float32)
     np.testing.assert_array_equal(lattice.encode(values, 1.0), [[0, 2, 2, 0, -2, -2]])
+
+
+@pytest.mark.parametrize("dim", [1, 8, 13])
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_kernel_rounds_exact_ties_to_the_even_code(scale: np.float32, dim: int) -> None:
+    for largest, dtype in ((32_767, np.int16), (MAX_CODE, np.int32)):
+        values, expected = lattice_ties(scale, dim, largest=largest)
+        rows = np.arange(len(values), dtype=np.int64)
+        multipliers = column_multipliers(0, dim)
+        out, flags = np.empty(values.shape, dtype), np.zeros(len(values), np.uint8)
+
+        kernels.lattice_encode(values, scale, out, flags)
+        by_reference, bad = reference.lattice_codes(values, float(scale))
+
+        np.testing.assert_array_equal(out, expected)
+        np.testing.assert_array_equal(by_reference, expected)
+        np.testing.assert_array_equal(lattice.encode(values, float(scale)), expected)
+        assert not flags.any()
+        for mirror_dtype in (np.int16, np.int32):
+            mirror = np.random.default_rng(dim).integers(-300, 300, values.shape).astype(mirror_dtype)
+            mirror[::3] = np.clip(expected[::3], -32_768, 32_767)
+            differences, flags = np.empty(values.shape, np.int32), np.zeros(len(values), np.uint8)
+
+            *_, first_bad, change = kernels.lattice_delta(
+                values, rows, mirror, 0, scale, multipliers, differences, flags
+            )
+
+            wanted = reference.delta(by_reference, bad, rows, mirror, 0, multipliers)
+            np.testing.assert_array_equal(mirror + differences, expected)
+            np.testing.assert_array_equal(flags, wanted.flags)
+            assert (int(change), first_bad) == (wanted.digest_change, -1)
 
 
 def test_division_is_true_fp32_division() -> None:

@@ -18,16 +18,20 @@ LIBRARY = REPOSITORY / "cnr_store"
 GPU = REPOSITORY / "gpu" / "cnr_store_gpu"
 TOOLS = REPOSITORY / "tools" / "cnr_store_tools"
 
-WORDS = {"errors", "types"}
-DOCUMENTS = WORDS | {"layout", "records"}
-PARTS = DOCUMENTS | {"storage", "compiled", "encodings", "rows", "arrays", "workers"}
-FORMAT = PARTS | {"rebase", "log", "segment", "table_codes", "replay_plan", "replay", "tree"}
+WORDS = {"errors", "types", "limits", "fields", "arguments"}
+DOCUMENTS = WORDS | {
+    "layout", "nesting", "records", "documents", "commit_record", "identity", "manifest", "manifest_checks",
+    "chain_checks",
+}  # fmt: skip
+PARTS = DOCUMENTS | {"storage", "local_files", "compiled", "encodings", "rows", "arrays", "workers"}
+LOG = {"rebase", "beginning", "clock", "log", "newest", "expiry", "at_time"}
+FORMAT = PARTS | LOG | {"segment", "table_codes", "replay_plan", "replay", "tree"}
 CODEC = PARTS | {"segment", "table_codes"}
 KEEPING = {"cached_reader", "chunk_lru"}
 READING = FORMAT | KEEPING | {"read_ahead", "settled", "restore", "snapshot"}
 STAGING = READING | {
     "placement", "agreement", "ranks", "options", "narrowing", "encode", "changes", "baseline", "mirrors", "planning",
-    "inputs", "assembly", "thresholds", "ordering",
+    "inputs", "assembly", "thresholds", "ordering", "table_options",
 }  # fmt: skip
 WRITING = STAGING | {"session", "committing", "transaction", "writer"}
 DECISIONS = {"policy", "retention", "planning", "rate"}
@@ -38,14 +42,30 @@ MAINTENANCE = {"compaction", "gc", "verify", "repair"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "types": set(),
+    "limits": set(),  # how large and how deep documents may be, and what is in them
+    "fields": {"limits"},  # the same as types
+    "nesting": set(),  # how deep a document is
+    "arguments": {"errors"},  # what a caller gives, checked where it is given
+    "local_files": {"errors"},  # files that are no objects of a store
     "compiled": set(),  # how kernels are compiled and kept
-    "layout": {"errors"},
-    "records": WORDS | {"layout"},
+    "layout": {"errors", "limits", "fields"},
+    "records": WORDS,  # types alone
+    "documents": WORDS | {"nesting", "records"},
+    "commit_record": WORDS | {"layout", "records", "documents"},
+    "identity": WORDS | {"records", "documents"},
+    "manifest_checks": WORDS | {"layout", "records"},
+    "manifest": WORDS | {"records", "documents", "manifest_checks"},
+    "chain_checks": WORDS | {"records", "manifest"},
     "storage": {"errors", "layout"},
     "rebase": DOCUMENTS,  # pure: what becomes of a draft behind the record that won
-    "log": {"errors", "layout", "records", "rebase", "storage"},  # nothing about tables
+    "beginning": {"errors", "layout", "storage"},
+    "clock": {"errors", "storage"},
+    "log": DOCUMENTS | {"rebase", "storage", "beginning", "clock"},  # nothing about tables
+    "newest": DOCUMENTS | {"log"},
+    "expiry": DOCUMENTS | {"log"},
+    "at_time": DOCUMENTS,  # pure
     "branches": DOCUMENTS | {"rebase", "log"},
-    "leases": DOCUMENTS | {"storage", "log"},
+    "leases": DOCUMENTS | {"storage", "clock", "log"},
     "encodings": WORDS | {"compiled"},
     "rows": WORDS | {"encodings"},
     "arrays": DOCUMENTS,
@@ -62,11 +82,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ranks": WORDS,
     "placement": WORDS | {"records"},
     "planning": WORDS | {"records", "rows", "placement"},
-    "agreement": WORDS | {"records", "options", "encodings"},
+    "agreement": WORDS | {"records", "table_options", "options", "encodings"},
     "rate": WORDS | {"records", "encodings"},
     "tree": WORDS,
     "sizes": DOCUMENTS,
-    "tensor_file": WORDS,
+    "tensor_file": WORDS | {"nesting", "local_files"},
     "exporting": READING | {"tensor_file"},
     "importing": WRITING | {"store", "tensor_file", "exporting"},
     "read_ahead": CODEC | {"replay_plan", "replay"},
@@ -74,13 +94,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "restore": CODEC | {"replay_plan", "replay", "read_ahead", "settled"},
     "snapshot": FORMAT | KEEPING | {"restore", "placement"},  # no writing below this line
     "narrowing": PARTS,
-    "thresholds": WORDS | {"encodings"},  # pure: which rows wait
-    "options": WORDS | {"records", "encodings", "thresholds"},
+    "table_options": WORDS | {"encodings"},
+    "thresholds": WORDS | {"encodings", "table_options"},  # pure: which rows wait
+    "options": WORDS | {"records", "encodings", "table_options", "thresholds"},
     "encode": CODEC,
-    "changes": CODEC | {"encode", "thresholds"},
+    "changes": CODEC | {"encode", "table_options", "thresholds"},
     "baseline": CODEC | {"encode", "changes", "narrowing", "placement"},
-    "mirrors": CODEC | {"placement", "thresholds"},
-    "inputs": CODEC,
+    "mirrors": CODEC | {"placement", "table_options", "thresholds"},
+    "inputs": CODEC | {"table_options"},
     "assembly": READING | {"encode", "changes", "baseline", "placement", "ordering"},
     "session": READING | {"mirrors", "placement", "ranks"},
     "committing": READING | {"planning", "ranks", "session"},

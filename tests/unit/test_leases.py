@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 
 from cnr_store import BadInput, BadName, CorruptStore, NotFound, Store, VersionExpired, VersionNotFound
+from cnr_store.commit_record import LogEntry
+from cnr_store.documents import canonical_json
 from cnr_store.layout import CURSORS, READER_LEASES, cursor_key
 from cnr_store.leases import CLOCK_TOLERANCE_MS, is_held, read_cursors, read_leases, take_lease
+from cnr_store.limits import MAX_RECORD_BYTES
 from cnr_store.log import CommitLog
 from cnr_store.rebase import draft_after, rebase_expire
-from cnr_store.records import MAX_RECORD_BYTES, LogEntry, canonical_json
 from cnr_store.storage import Storage, storage_from_filesystem
 from cnr_store.store import writer_info
 from cnr_store.testing.faulty import IsolatedMemoryFileSystem
@@ -42,9 +44,9 @@ class SlowPut:
         self.takes_ms = 0
         self._storage, self._now = storage, now
 
-    def put(self, key: str, data: bytes) -> None:
+    def put_document(self, key: str, data: bytes, limit_bytes: int) -> None:
         self._now[0] += self.takes_ms
-        self._storage.put(key, data)
+        self._storage.put_document(key, data, limit_bytes)
 
     def delete(self, found: list[str]) -> None:
         self._storage.delete(found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -14,6 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from cnr_store.commit_record import LogEntry, decode_record, encode_record
+from cnr_store.documents import sha256
 from cnr_store.errors import (
     AccessDenied,
     BadInput,
@@ -28,20 +29,13 @@ from cnr_store.errors import (
     UnknownFeature,
 )
 from cnr_store.layout import HINT, branch_prefix, commit_key, hint_key, segment_name, state_key
+from cnr_store.limits import MAX_RECORD_BYTES
 from cnr_store.log import CommitLog, RetryPolicy
 from cnr_store.rebase import draft_after, draft_init, rebase_data, rebase_fence, rebase_tag
-from cnr_store.records import (
-    MAX_RECORD_BYTES,
-    ChainEntry,
-    CommitRecord,
-    LogEntry,
-    WriterInfo,
-    decode_record,
-    encode_record,
-    sha256,
-)
+from cnr_store.records import ChainEntry, CommitRecord, WriterInfo
 from cnr_store.storage import CreateOutcome, Storage, local, open_storage, storage_from_filesystem
 from cnr_store.testing.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
+from tests.recording_os import RecordingOs
 
 STORE = "5" * 32
 WRITER = WriterInfo(host="h", lib="0.1.0", run_id="r")
@@ -126,11 +120,11 @@ def inner() -> IsolatedMemoryFileSystem:
 
 
 def with_versions(inner: IsolatedMemoryFileSystem, count: int, prefix: str = "") -> LogEntry:
-    """A log of ``count`` versions written as fast as possible: init, then deltas of an empty chain."""
+    """A log of ``count`` versions written as fast as possible: init, then records that leave the state alone."""
     log = open_log(calm(inner), prefix)
     head = log.append_first(draft_init(WRITER))
     for number in range(1, count):
-        head = log.append(head, draft_after(head.record, "delta", WRITER, step=number), no_rebase)
+        head = log.append(head, draft_after(head.record, "expire", WRITER, step=number), no_rebase)
     return head
 
 
@@ -303,23 +297,16 @@ def test_side_object_is_put_before_its_record(inner: IsolatedMemoryFileSystem) -
 def test_side_object_is_durable_before_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = CommitLog(open_storage(tmp_path), STORE)
     head = log.append_first(draft_init(WRITER))
-    events: list[str] = []
-    sync, link, replace = local._sync_folder, os.link, os.replace
-
-    def note(event: str, path: Any) -> str:
-        events.append(f"{event} {Path(path).relative_to(tmp_path).parts[:1]}")
-        return event
-
-    monkeypatch.setattr(local, "_sync_folder", lambda path: note("sync", path) and sync(path))
-    monkeypatch.setattr(os, "link", lambda a, b, **options: note("link", b) and link(a, b, **options))
-    monkeypatch.setattr(os, "replace", lambda a, b: note("rename", b) and replace(a, b))
+    shim = RecordingOs(tmp_path)
+    monkeypatch.setattr(local, "os", shim)
     aborted = {txn(n): n for n in range(400)}
 
     log.append(head, draft_after(head.record, "expire", WRITER, aborted=aborted), no_rebase)
 
-    named, durable, visible = map(events.index, ("rename ('state',)", "sync ('state',)", "link ('commits',)"))
+    calls = [(call, path.partition("/")[0]) for call, path in shim.calls]
+    named, durable, visible = map(calls.index, (("replace", "state"), ("fsync", "."), ("link", "commits")))
     assert named < durable < visible
-    assert "sync ()" in events[durable:visible]
+    assert ("fsync", "state") in shim.calls[named:durable]
 
 
 def test_missing_or_changed_side_object_is_named(inner: IsolatedMemoryFileSystem) -> None:
@@ -349,7 +336,7 @@ def test_a_record_too_large_is_refused_before_anything_is_written(inner: Isolate
     log = open_log(fs)
 
     with pytest.raises(BadInput) as refused:
-        log.append(head, draft_after(head.record, "delta", WRITER, user={"x": "y" * MAX_RECORD_BYTES}), no_rebase)
+        log.append(head, draft_after(head.record, "expire", WRITER, user={"x": "y" * MAX_RECORD_BYTES}), no_rebase)
 
     assert refused.value.expected == MAX_RECORD_BYTES
     assert fs.count() == 0
@@ -648,10 +635,10 @@ def interrupt_once(storage: Storage, operation: str, *, after: bool) -> None:
     name = {"write": "put"}.get(operation, operation)
     real: Callable[..., Any] = getattr(storage, name)
 
-    def interrupted(*args: Any) -> Any:
+    def interrupted(*args: Any, **options: Any) -> Any:
         delattr(storage, name)
         if after:
-            real(*args)
+            real(*args, **options)
         raise KeyboardInterrupt
 
     setattr(storage, name, interrupted)
@@ -721,10 +708,13 @@ def test_truncated_read_back_is_read_again(inner: IsolatedMemoryFileSystem) -> N
 
 @on_a_branch_too
 def test_log_without_version_zero_is_refused(inner: IsolatedMemoryFileSystem, prefix: str) -> None:
+    with_versions(inner, 1, prefix)
+    inner.rm(f"{ROOT}/{commit_key(0, prefix)}")
+
     with pytest.raises(CorruptStore) as refused:
         open_log(calm(inner), prefix).latest()
 
-    assert refused.value.version == 0
+    assert (refused.value.version, refused.value.path) == (0, commit_key(0, prefix))
 
 
 @on_a_branch_too

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cnr_store import DoesNotApply, Store, TableOptions, Writer
+from cnr_store import BadInput, CommitStateUnknown, DoesNotApply, StorageFailure, Store, TableOptions, Writer
+from cnr_store.log import RetryPolicy
 from cnr_store.placement import Shard
 from cnr_store.storage import storage_from_filesystem
-from cnr_store.testing.faulty import IsolatedMemoryFileSystem
+from cnr_store.testing.faulty import Call, FaultyFileSystem, IsolatedMemoryFileSystem
 
 
 def writer_of(mirror: Any = "memory", folder: Path | None = None) -> tuple[Store, Writer]:
@@ -116,8 +119,90 @@ def test_a_full_refuses_a_mirror_whose_memory_was_changed() -> None:
     assert (store.snapshot().table("t").read() == 1).all()
 
 
+class FailingCall:
+    """Storage whose n-th call while it is armed fails, and had no effect."""
+
+    def __init__(self, at: int) -> None:
+        self._left = at
+        self.is_armed = False
+        self.has_failed = False
+
+    def __call__(self, call: Call) -> None:
+        if self.is_armed and not self.has_failed:
+            self._left -= 1
+            if self._left < 0:
+                self.has_failed = True
+                raise OSError(errno.EIO, f"injected at {call.path}")
+
+
+def test_a_save_that_fails_at_any_call_moves_no_mirror_and_the_next_lands() -> None:
+    """The bytes of the mirror count, not its digest alone: the next save is a difference to them."""
+    files = IsolatedMemoryFileSystem()
+    made = Store.create_on(storage_from_filesystem(files, "/root"), threads=1)
+    with made, made.writer() as writer, writer.begin(1) as txn:
+        txn.write_table("t", np.ones((6, 2), np.float32), options=TableOptions(scale=0.5))
+    rows, values = np.asarray([1, 4]), np.full((2, 2), 4, np.float32)
+    refused = 0
+
+    for at in itertools.count():
+        failing = FailingCall(at)
+        view = FaultyFileSystem(files.fork(), on_call=failing)
+        store = Store.open_on(storage_from_filesystem(view, "/root"), threads=1, retry=RetryPolicy(deadline_s=0.0))
+        writer = store.writer()
+        writer.restore()
+        mirror = writer.mirrors.get(Shard("t"))
+        assert mirror is not None
+        before, digest = mirror.arrays["codes"].copy(), writer.mirrors.digest(Shard("t"))
+        failing.is_armed = True
+        has_won = False
+        try:
+            with writer.begin(2) as txn:
+                txn.write_rows("t", rows, values)
+            has_won = True
+        except CommitStateUnknown:
+            has_won = writer.settle() is not None
+        except StorageFailure:
+            refused += 1
+            assert np.array_equal(mirror.arrays["codes"], before)
+            assert writer.mirrors.digest(Shard("t")) == digest
+        failing.is_armed = False
+        with writer.begin(3) as txn:
+            txn.write_rows("t", np.asarray([0]), values[:1])
+
+        expected = np.ones((6, 2), np.float32)
+        expected[[0, *rows] if has_won else [0]] = 4
+        assert np.array_equal(store.snapshot().table("t").read(), expected)
+        if not failing.has_failed:
+            break
+    assert refused > 5
+
+
 def test_options_end_with_their_table() -> None:
     _, writer = writer_of("none")
     with writer.begin(2) as txn:
         txn.drop_table("a")
     assert sorted(writer.mirrors.options) == ["e", "t"]
+
+
+def test_a_mirror_folder_that_is_not_there_is_said_before_anything_is_fenced(tmp_path: Path) -> None:
+    store, _ = writer_of()
+    head = store.head()
+
+    with pytest.raises(BadInput, match="mirror_folder") as refused:
+        store.writer(mirror="mmap", mirror_folder=str(tmp_path / "none"))
+
+    assert refused.value.path == str(tmp_path / "none")
+    assert store.head() == head
+
+
+def test_a_mirror_folder_that_goes_is_a_storage_failure(tmp_path: Path) -> None:
+    store, _ = writer_of()
+    folder = tmp_path / "mirrors"
+    folder.mkdir()
+    with store.writer(mirror="mmap", mirror_folder=str(folder)) as writer:
+        folder.rmdir()
+
+        with pytest.raises(StorageFailure, match="mirror") as failed, writer.begin(2, kind="full") as txn:
+            txn.write_table("t", np.ones((6, 2), np.float32))
+
+    assert failed.value.path == str(folder)

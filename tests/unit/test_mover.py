@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from cnr_store import NonFiniteValues, Store, TableOptions
+from cnr_store.commit_record import LogEntry
 from cnr_store.consume.moves.mover import Holding
 from cnr_store.consume.rows.held import HeldTable
-from cnr_store.records import LogEntry
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.testing.faulty import IsolatedMemoryFileSystem
 from cnr_store.types import RowRange

@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from cnr_store.commit_record import LogEntry
 from cnr_store.consume.moves.moving import Apply, Compare, Reread, Same, is_directly_behind, plan_move, plan_path
 from cnr_store.rebase import draft_init
-from cnr_store.records import ChainEntry, LogEntry, Superseded, WriterInfo
+from cnr_store.records import ChainEntry, Superseded, WriterInfo
 
 WRITER = WriterInfo(host="h", lib="l", run_id="r")
 COMMUTING = ("compact", "tag", "untag", "channel", "expire", "fork")

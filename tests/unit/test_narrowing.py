@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from cnr_store import CompactionPolicy, CorruptStore, Store, TableOptions, compact, verify_store
+from cnr_store.manifest import decode_manifest
 from cnr_store.narrowing import LEAST_CODES, sample_blocks, stored_dtype
-from cnr_store.records import INT8_CODES, Manifest, RowListEntry, decode_manifest
+from cnr_store.records import INT8_CODES, Manifest, RowListEntry
 from cnr_store.types import Float32s, Profile, Rectangle
 from format_spec.reader.compare import compare
 from tests.store_oracle import same_bits

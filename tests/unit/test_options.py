@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cnr_store import BadDtype, BadInput, BadShape, TableOptions
+from cnr_store import BadDtype, BadInput, BadShape, ChunkLru, CompactionPolicy, RetentionPolicy, TableOptions, Threshold
 from cnr_store.encodings.sampling import SAMPLE_ROWS
-from cnr_store.options import choose_encoding, sample_of, table_dtype, table_schema
+from cnr_store.options import check_options, choose_encoding, sample_of, table_dtype, table_schema
 from cnr_store.types import Affine, FloatBits, Lattice, Raw
+from cnr_store.workers import Workers, check_rate
 
 SAMPLE = (0.1 * np.random.default_rng(1).standard_normal((500, 8))).astype(np.float32)
 
@@ -81,16 +83,78 @@ def test_exact_keeps_every_bit_of_tables_and_slots() -> None:
         {"slot_mantissa_bits": 24},
         {"nonfinite": "hide"},
         {"fill": float("nan")},
+        {"fill": 1e39},
+        {"bits": 4.0},
+        {"bits": True},
+        {"max_error": -1.0},
+        {"max_error": "0.1"},
+        {"bits": 4, "mantissa_bits": 7},
+        {"search": "greedy"},
+        {"encoding": "affine", "search": "fast"},
+        {"encoding": "affine", "param_dtype": "float64"},
+        {"encoding": "raw", "threshold": Threshold(keep=0.5)},
+        {"threshold": 0.5},
+        {"bits": "auto", "expected_restores": -1},
+        {"bits": "auto", "expected_restores": "three"},
     ],
 )
-def test_contradictions_and_nonsense_are_refused(options: dict[str, Any]) -> None:
+def test_contradictions_and_nonsense_are_refused_where_they_are_given(options: dict[str, Any]) -> None:
+    """They were accepted, and failed at the first save."""
     with pytest.raises(BadInput):
-        chosen(**options)
+        TableOptions(**options)
+
+
+def test_numbers_of_numpy_become_pythons_own_for_they_are_stored() -> None:
+    options = TableOptions(bits=np.int64(4), fill=np.float32(0.5), threshold=Threshold(keep=np.float32(0.5)))  # type: ignore[arg-type]
+    assert (type(options.bits), type(options.fill)) == (int, float)
+    assert options.threshold is not None
+    assert type(options.threshold.keep) is float
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({"bits": 4}, "float16"),
+        ({"mantissa_bits": 12}, "float32"),
+        ({"encoding": "float_bits", "mantissa_bits": 12}, "float16"),
+        ({"threshold": Threshold(keep=0.5)}, "bfloat16"),
+    ],
+)
+def test_what_only_the_dtype_decides_is_refused_once_that_is_known(options: dict[str, Any], dtype: Any) -> None:
+    with pytest.raises(BadInput, match="'t'"):
+        check_options("t", TableOptions(**options), dtype)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Threshold(keep=0.0),
+        lambda: Threshold(keep=True),
+        lambda: Threshold(keep=0.5, refresh_every=0),
+        lambda: Threshold(keep=0.5, max_wait=1.5),  # type: ignore[arg-type]
+        lambda: Threshold(keep=0.5, max_error=float("nan")),
+        lambda: RetentionPolicy(keep_last=0),
+        lambda: RetentionPolicy(keep_last=2.5),  # type: ignore[arg-type]
+        lambda: RetentionPolicy(keep_within_s=float("inf")),
+        lambda: RetentionPolicy(keep_every="daily"),  # type: ignore[arg-type]
+        lambda: CompactionPolicy(max_chain=True),
+        lambda: CompactionPolicy(fanout=1),
+        lambda: CompactionPolicy(max_restore_ratio="2"),  # type: ignore[arg-type]
+        lambda: ChunkLru(1.5),  # type: ignore[arg-type]
+        lambda: Workers(0),
+        lambda: Workers(1.5),  # type: ignore[arg-type]
+        lambda: check_rate(float("nan")),
+        lambda: check_rate("fast"),  # type: ignore[arg-type]
+    ],
+)
+def test_other_records_and_arguments_are_checked_where_they_are_given(make: Callable[[], object]) -> None:
+    with pytest.raises(BadInput):
+        make()
 
 
 def test_bits_of_a_half_precision_table_need_an_encoding_that_has_them() -> None:
     with pytest.raises(BadInput, match="name the encoding"):
-        chosen("float16", bits=4)
+        check_options("t", TableOptions(bits=4), "float16")
     assert isinstance(chosen("float16", encoding="lattice", bits=4), Lattice)
 
 

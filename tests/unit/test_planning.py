@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from cnr_store import BadInput, DoesNotApply
-from cnr_store.planning import check_receipts, generations, next_chain
+from cnr_store.manifest import generations
+from cnr_store.planning import check_receipts, next_chain
 from cnr_store.rebase import draft_init
 from cnr_store.records import ChainEntry, CommitRecord, Manifest, PartEntry, Receipt, TableSchema, WriterInfo
 from cnr_store.types import MAX_CHAIN, FloatBits, Lattice

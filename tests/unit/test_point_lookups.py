@@ -158,7 +158,7 @@ def test_a_chunk_larger_than_the_bound_is_read_and_not_kept(store: Store, storag
 
 @pytest.mark.parametrize("limit_bytes", [0, -1])
 def test_a_cache_of_nothing_is_refused(limit_bytes: int) -> None:
-    with pytest.raises(BadInput, match="more than 0"):
+    with pytest.raises(BadInput, match="1 or more"):
         ChunkLru(limit_bytes)
 
 

@@ -20,7 +20,7 @@ ERRORS = """
     Conflict Fenced TransactionAborted DoesNotApply TagExists BranchExists StoreExists SaveInProgress
     CommitStateUnknown
     CorruptStore CorruptRecord CorruptObject MissingObject
-    StorageFailure AccessDenied UnsafeBackend
+    StorageFailure AccessDenied UnsafeBackend WrongClock
     Unsupported NewerFormat UnknownFeature ReadOnlyStore MissingDependency
     BackgroundSaveFailed VersionRefused RankFailed RankLost
 """
@@ -29,7 +29,7 @@ ERRORS = """
 PUBLIC = {
     "cnr_store": ERRORS
     + """
-        Snapshot Store TableOptions Threshold TableView Transaction Writer ChunkLru LruCounts
+        Snapshot Store TableOptions Threshold TableView Transaction Writer ChunkLru LogReport LruCounts
         ScaleChoice expected_restores
         Ranks Shard Rectangle Declaration
         verify_store VerifyReport Problem

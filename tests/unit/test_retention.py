@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from cnr_store.commit_record import is_live
 from cnr_store.errors import BadInput
 from cnr_store.rebase import draft_init
-from cnr_store.records import CommitRecord, Pin, WriterInfo, is_live
+from cnr_store.records import CommitRecord, Pin, WriterInfo
 from cnr_store.retention import NO_HOLDS, Holds, LiveVersion, RetentionPlan, RetentionPolicy, plan_retention
 
 ONE = RetentionPolicy(keep_last=1)

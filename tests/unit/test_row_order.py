@@ -16,9 +16,10 @@ from cnr_store import CorruptStore, Store, TableOptions, arrays, compact, verify
 from cnr_store.consume import Loader
 from cnr_store.encodings import reference
 from cnr_store.encodings.row_order import into_order, out_of_order
+from cnr_store.manifest import decode_manifest
 from cnr_store.ordering import LEAST_CODES, order_of
 from cnr_store.read_ahead import wanted_objects
-from cnr_store.records import ROW_ORDER, Manifest, RowListEntry, TableSchema, decode_manifest
+from cnr_store.records import ROW_ORDER, Manifest, RowListEntry, TableSchema
 from cnr_store.segment import Scratch, SegmentReader
 from cnr_store.table_codes import array_specs
 from cnr_store.types import Float32s, Lattice, Profile, Rectangle
@@ -257,10 +258,12 @@ def test_no_other_array_has_an_order_or_is_where_the_slot_is(store: Store, how: 
     document = msgspec.to_builtins(store.snapshot().manifests[-1])
     found = document["parts"][0]["add"]["arrays"]
     slot = found["slots/momentum1"]
-    other = {**found["rows"], "order": slot["path"]} if how == "an order" else {**slot, "dtype": "int64"}
-    document["dense_arrays"] = [other]
+    if how == "an order":
+        found["rows"]["order"] = slot["path"]
+    else:
+        document["dense_arrays"] = [{**slot, "dtype": "int64"}]
 
-    with pytest.raises(CorruptStore, match="lie in the order of"):
+    with pytest.raises(CorruptStore, match="is another array too" if how != "an order" else "lie in the order of"):
         decode_manifest(msgspec.json.encode(document), "here")
 
 

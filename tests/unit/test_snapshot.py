@@ -6,11 +6,13 @@ import datetime as dt
 import time
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from cnr_store import BadDtype, BadInput, BadRowIds, BadShape, Store, TableNotFound, TableOptions, VersionNotFound
 from cnr_store.placement import Shard
+from cnr_store.snapshot import find_dense
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.testing.faulty import IsolatedMemoryFileSystem
 from tests.store_oracle import KINDS, TableModel, same_bits, training_slots, training_values
@@ -248,3 +250,19 @@ def test_a_scale_is_refined_in_the_first_save_after_a_restore_only() -> None:
         filled(store, 3, 4, writer)
         assert store.snapshot().tables["t"].shift == 0
         assert (store.snapshot().table("t").read() == 3).all()
+
+
+def test_a_tensor_whose_segment_was_folded_is_found_by_its_digest_alone() -> None:
+    store = new_store()
+    with store.writer() as writer:
+        for step in (1, 2):
+            with writer.begin(step) as txn:
+                txn.put_dense({"d": np.full(3, step, np.float32)})
+    before, after = store.snapshot().manifests
+    older, newer = before.dense["d"], after.dense["d"]
+    folded = msgspec.structs.replace(after, dense={"d": msgspec.structs.replace(newer, segment="folded")})
+    same = msgspec.structs.replace(before, dense={"d": newer})
+
+    assert find_dense(["a", "b"], [before, folded], "d") is None
+    assert find_dense(["a", "b"], [same, folded], "d") == (0, newer)
+    assert (older.dtype, older.shape) == (newer.dtype, newer.shape)

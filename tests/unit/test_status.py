@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cnr_store import Store, layout
-from cnr_store.records import CommitRecord, Pin, WriterInfo, is_live
+from cnr_store.commit_record import is_live
+from cnr_store.records import CommitRecord, Pin, WriterInfo
 from cnr_store.status import (
     LastMaintenance,
     count_live,

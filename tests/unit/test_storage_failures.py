@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from collections.abc import Callable
 from typing import Any, cast
 
+import aiohttp
 import pytest
 import s3fs.errors
-from azure.core.exceptions import HttpResponseError, ResourceExistsError, ResourceNotFoundError
-from botocore.exceptions import ClientError, ConnectionClosedError, ReadTimeoutError
+from azure.core.exceptions import HttpResponseError, ResourceExistsError, ResourceNotFoundError, ServiceResponseError
+from botocore.exceptions import ClientError, ConnectionClosedError, EndpointConnectionError, ReadTimeoutError
 from fsspec.exceptions import FSTimeoutError
 from gcsfs.retry import HttpError
 
@@ -141,6 +143,46 @@ def test_refused_credentials_are_denied_and_never_absent(error: BaseException) -
     assert not is_absent(error)
     assert type(failure) is AccessDenied
     assert failure.__cause__ is error
+
+
+CUT_OFF: list[Callable[[], BaseException]] = [
+    TimeoutError,
+    FSTimeoutError,
+    ConnectionResetError,
+    asyncio.CancelledError,
+    lambda: ReadTimeoutError(endpoint_url="http://x"),
+    lambda: ConnectionClosedError(endpoint_url="http://x"),
+    lambda: EndpointConnectionError(endpoint_url="http://x"),
+    aiohttp.ServerDisconnectedError,
+    aiohttp.ClientPayloadError,
+    lambda: ServiceResponseError(MISLEADING),
+]
+
+
+@pytest.mark.parametrize("cut_off", CUT_OFF, ids=lambda make: type(make()).__name__)
+@pytest.mark.parametrize("is_cause", [True, False])
+@pytest.mark.parametrize(
+    "answer",
+    [PermissionError(MISLEADING), client_error("AccessDenied", 403), FileExistsError(MISLEADING)],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_request_that_was_cut_off_behind_an_answer_is_unknown(
+    answer: BaseException, is_cause: bool, cut_off: Callable[[], BaseException]
+) -> None:
+    """A retry may have landed although the attempt before it was denied: its author must not be told to stop."""
+    error = cut_off()
+    error.__cause__, error.__context__ = (answer, None) if is_cause else (None, answer)
+
+    assert not is_denied(error)
+    assert create_outcome(error) is UNKNOWN
+    assert type(storage_failure(error, action="reading", url="s3://b", key="k", secrets=Secrets())) is StorageFailure
+
+
+def test_a_refusal_behind_a_request_that_was_cut_off_is_denied() -> None:
+    error = PermissionError(MISLEADING)
+    error.__context__ = TimeoutError()
+
+    assert is_denied(error)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,7 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fsspec.implementations.local import LocalFileSystem
@@ -17,38 +15,7 @@ from cnr_store.errors import AccessDenied, BadInput, StorageFailure, UnsafeBacke
 from cnr_store.storage import CreateOutcome, Storage, open_storage, storage_from_filesystem
 from cnr_store.storage import local as local_module
 from cnr_store.storage.local import LocalStorage
-
-
-class RecordingOs:
-    """The os module, noting the calls that decide what survives a power loss, and failing one on request."""
-
-    NOTED = ("open", "write", "fsync", "link", "replace", "rename", "unlink")
-
-    def __init__(self, root: Path) -> None:
-        self.calls: list[tuple[str, str]] = []
-        self.fail: dict[str, OSError] = {}
-        self._root = root
-
-    def __getattr__(self, name: str) -> Any:
-        function = getattr(os, name)
-        return self._noting(name, function) if name in self.NOTED else function
-
-    def _noting(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
-            target = args[1] if name in ("link", "replace", "rename") else args[0]
-            if name != "open":
-                self.calls.append((name, self._shown(target)))
-            if name in self.fail:
-                raise self.fail[name]
-            return function(*args, **options)
-
-        return call
-
-    def _shown(self, target: Any) -> str:
-        path = Path(f"/proc/self/fd/{target}").readlink() if isinstance(target, int) else Path(target)
-        shown = path.relative_to(self._root).as_posix() if path.is_relative_to(self._root) else "outside"
-        parts = [".tmp" if part.startswith(".tmp-") else part for part in shown.split("/")]
-        return "/".join(parts)
+from tests.recording_os import RecordingOs
 
 
 @pytest.fixture
@@ -273,16 +240,15 @@ def test_writing_and_deleting_in_one_folder_at_once_loses_nothing(storage: Stora
 
 
 def test_a_folder_that_goes_while_it_is_made_is_made_again(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`os.makedirs` says that a folder exists if it is deleted between its two looks; the put failed of it."""
-    real, calls = os.makedirs, []
+    real, calls = os.mkdir, []
 
-    def makedirs(folder: str, mode: int = 0o777, exist_ok: bool = False) -> None:
+    def mkdir(folder: str, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        real(folder, mode, dir_fd=dir_fd)
         calls.append(folder)
         if len(calls) <= 2:
-            raise FileExistsError(17, "File exists", folder)
-        real(folder, mode, exist_ok)
+            os.rmdir(folder, dir_fd=dir_fd)  # another process emptied it
 
-    monkeypatch.setattr(os, "makedirs", makedirs)
+    monkeypatch.setattr(os, "mkdir", mkdir)
 
     storage.put("data/s/x", b"x")
 
@@ -301,7 +267,8 @@ def test_foreign_names_are_not_listed(storage: Storage, root: Path) -> None:
 def test_a_named_pipe_does_not_hang_a_reader(storage: Storage, root: Path) -> None:
     os.mkfifo(root / "pipe")
 
-    assert storage.read("pipe") is None
+    with pytest.raises(StorageFailure, match="pipe"):
+        storage.read("pipe")
     assert list(storage.list_objects("")) == []
 
 

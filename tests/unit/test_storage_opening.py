@@ -207,6 +207,7 @@ class ZonalGcs(fsspec.asyn.AsyncFileSystem):
         super().__init__()
         self.zonal = zonal
         self.sent: list[str] = []
+        self.objects: dict[str, bytes] = {}
 
     async def _is_zonal_bucket(self, bucket: str) -> bool:
         assert bucket == "bucket"
@@ -214,6 +215,15 @@ class ZonalGcs(fsspec.asyn.AsyncFileSystem):
 
     async def _pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
         self.sent.append(f"{mode} {path}")
+        self.objects[path] = value
+
+    async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
+        if path not in self.objects:
+            raise FileNotFoundError(path)
+        return self.objects[path][start:end]
+
+    async def _rm_file(self, path: str, **options: Any) -> None:
+        del self.objects[path]
 
 
 @pytest.mark.parametrize("zonal", [True, False])
@@ -232,6 +242,17 @@ def test_zonal_buckets_are_refused_before_anything_is_sent(zonal: bool) -> None:
     assert fs.sent == ([] if zonal else ["create bucket/root/a"])
 
 
+def test_a_single_writer_may_use_a_zonal_bucket() -> None:
+    fs = ZonalGcs(zonal=True)
+    storage = GcsStorage(fs, "bucket/root", url="gs://bucket/root", secrets=Secrets(), is_exclusive=False)
+
+    storage.probe()
+
+    assert storage.create("a", b"first") is CreateOutcome.CREATED
+    assert storage.create("a", b"second") is CreateOutcome.EXISTS
+    assert [sent for sent in fs.sent if "_probe" not in sent] == ["overwrite bucket/root/a"]
+
+
 @pytest.mark.parametrize(
     ("url", "options", "kind"),
     [
@@ -247,6 +268,9 @@ def test_each_known_url_gets_its_own_way_of_creating(url: str, options: dict[str
     assert type(storage) is kind
     assert storage.url == url
     assert storage.is_exclusive
+    single = open_storage(url, storage_options=options, unsafe_single_writer=True)
+    assert type(single) is kind
+    assert not single.is_exclusive
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cnr_store import CorruptRecord, CorruptStore, NotAStore, Store, StoreExists, TableOptions
-from cnr_store.layout import HINT, commit_key
-from cnr_store.storage import Storage, open_storage
+from cnr_store import (
+    CorruptRecord,
+    NotAStore,
+    StorageFailure,
+    Store,
+    StoreExists,
+    TableOptions,
+    UnsafeBackend,
+)
+from cnr_store.layout import commit_key
+from cnr_store.storage import open_storage, storage_from_filesystem
+from cnr_store.testing.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
 
 
 @pytest.fixture
@@ -30,6 +39,19 @@ def test_a_second_create_is_refused(store: Store) -> None:
         Store.create(store.url)
 
 
+@pytest.mark.parametrize("kind", [FaultKind.FAIL_BEFORE, FaultKind.DISK_FULL, FaultKind.DELAYED_PUT])
+def test_a_creation_that_the_storage_refused_made_no_store_and_says_so(kind: FaultKind) -> None:
+    files = IsolatedMemoryFileSystem()
+    calm = FaultyFileSystem(files.fork())
+    Store.create_on(storage_from_filesystem(calm, "/root"))
+    at = next(call.index for call in calm.calls if (call.operation, call.path) == ("create", "/root/cnr.json"))
+
+    with pytest.raises(StorageFailure, match=r"creating cnr\.json .* failed .* no store was made"):
+        Store.create_on(storage_from_filesystem(FaultyFileSystem(files, fault=Fault(kind, at)), "/root"))
+
+    Store.create_on(storage_from_filesystem(files, "/root"))
+
+
 def test_readers_serve_the_version_before_a_torn_record_and_writers_refuse(store: Store) -> None:
     torn = store.latest_version() + 1
     store.storage.put(commit_key(torn), b'{"v":')
@@ -41,41 +63,6 @@ def test_readers_serve_the_version_before_a_torn_record_and_writers_refuse(store
     assert snapshot.table("t").read().sum() == 8
     with pytest.raises(CorruptRecord):
         store.writer()
-
-
-def keys(storage: Storage) -> dict[str, bytes | None]:
-    return {item.key: storage.read(item.key) for item in storage.list_objects("")}
-
-
-def test_a_creation_that_died_before_the_first_record_is_finished_by_open(tmp_path: Path) -> None:
-    made = Store.create(str(tmp_path / "new"))
-    made.storage.delete([commit_key(0), HINT])
-
-    opened = Store.open(str(tmp_path / "new"))
-
-    assert opened.snapshot().is_empty
-    assert opened.storage.read(HINT) == b'{"version":0}'
-
-
-@pytest.mark.parametrize("gone", [[0], [0, 1], [0, 1, 2]])
-@pytest.mark.parametrize("has_hint", [True, False])
-def test_a_log_that_lost_its_first_records_is_not_begun_anew(store: Store, gone: list[int], *, has_hint: bool) -> None:
-    """Opening wrote another position 0 and reset the hint, so that the store looked empty."""
-    store.tag("later")
-    store.storage.delete([commit_key(version) for version in gone] + ([] if has_hint else [HINT]))
-    before = keys(store.storage)
-
-    if has_hint:
-        opened = Store.open(store.url)
-        assert opened.snapshot().table("t").read().sum() == 8, "what is left can be read"
-        with pytest.raises(CorruptStore) as hole:
-            list(opened.log())
-        assert hole.value.version == gone[-1]
-    else:
-        with pytest.raises(CorruptStore, match="position 0") as hole:
-            Store.open(store.url)
-        assert hole.value.version == 0
-    assert keys(store.storage) == before
 
 
 def test_open_beside_a_creation_under_way_finds_its_first_record(store: Store) -> None:
@@ -92,3 +79,25 @@ def test_open_beside_a_creation_under_way_finds_its_first_record(store: Store) -
     storage.read = too_early  # type: ignore[method-assign,assignment]
 
     assert Store.open_on(storage).latest_version() == store.latest_version()
+
+
+@pytest.mark.parametrize("is_unsafe", [True, False])
+def test_a_store_is_written_in_the_way_it_was_created_for(tmp_path: Path, is_unsafe: bool) -> None:
+    """Else writers that rely on an exclusive create, and one that makes none, would be at work beside each other."""
+    with Store.create(str(tmp_path), unsafe_single_writer=is_unsafe) as store:
+        with store.writer() as writer, writer.begin(1) as txn:
+            txn.write_table("t", np.ones((4, 2), np.float32))
+        head = store.head()
+    with Store.open(str(tmp_path), unsafe_single_writer=not is_unsafe) as other:
+        for write in (
+            other.writer,
+            lambda: other.tag("good", 2),
+            lambda: other.set_channel("serving", 2),
+            lambda: other.rollback(2),
+            lambda: other.fork("trial", 2),
+        ):
+            with pytest.raises(UnsafeBackend, match="unsafe_single_writer"):
+                write()
+
+        assert other.head() == head
+        assert other.snapshot().table("t").read().sum() == 8

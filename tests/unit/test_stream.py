@@ -22,6 +22,7 @@ from cnr_store import (
     Conflict,
     CursorExpired,
     RetentionPolicy,
+    StorageFailure,
     Store,
     TableNotFound,
     TableOptions,
@@ -855,7 +856,7 @@ def test_a_recording_that_is_killed_anywhere_goes_on_without_gap_or_repetition(
         monkeypatch.setattr(Path, "rename", dying)
         try:
             write_parquet(changes(store, recorded_cursor(folder)), folder, max_file_bytes=1)
-        except OSError:
+        except StorageFailure:
             pass
         monkeypatch.setattr(Path, "rename", rename)
         save(store, [3])
@@ -955,7 +956,7 @@ def test_a_full_disk_leaves_nothing_of_the_version_and_is_told_as_what_it_is(
             patch.setattr(pyarrow.parquet.ParquetWriter, "close", still_full)
             if call == "write_batch":
                 patch.setattr(pyarrow.parquet.ParquetWriter, "write_batch", full)
-            with pytest.raises(OSError, match="no space" if call == "write_batch" else "nor for"):
+            with pytest.raises(StorageFailure, match="no space" if call == "write_batch" else "nor for"):
                 write_parquet(changes(store), tmp_path)
         assert not list(tmp_path.glob("*/*"))
     write_parquet(changes(store), tmp_path)

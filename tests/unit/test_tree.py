@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from cnr_store.documents import canonical_json, decode_document
 from cnr_store.errors import BadInput, CorruptStore
-from cnr_store.records import canonical_json, decode_document
 from cnr_store.tree import MAX_DEPTH, TensorLeaf, decode, encode
 
 

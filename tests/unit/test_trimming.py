@@ -6,10 +6,11 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cnr_store.commit_record import is_live
 from cnr_store.consume.relay.mirroring import first_version, next_live, segments_to_copy, versions_to_hold
 from cnr_store.consume.relay.trimming import base_of, plan_trim
 from cnr_store.rebase import draft_init
-from cnr_store.records import ChainEntry, CommitRecord, RelayTrims, WriterInfo, is_live
+from cnr_store.records import ChainEntry, CommitRecord, RelayTrims, WriterInfo
 from cnr_store.retention import Holds, LiveVersion, RetentionPolicy
 
 INIT = draft_init(WriterInfo(host="", lib="", run_id=""))

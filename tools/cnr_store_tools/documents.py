@@ -282,6 +282,10 @@ def verify_document(report: VerifyReport) -> Document:
     document = asdict(report)
     document |= {name: list(getattr(report, name)) for name in ("versions", "restorable", "superseded")}
     document["problems"] = [_problem(problem) for problem in report.problems]
+    document["others"] = [
+        asdict(other) | {name: list(getattr(other, name)) for name in ("versions", "restorable", "superseded")}
+        for other in report.others
+    ]
     return {"is_sound": report.is_sound, **document}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
 
 import typer
 
@@ -18,7 +18,8 @@ StorageOptions = Annotated[
         "--storage-option",
         metavar="KEY=VALUE",
         help="Passed to the storage driver, never printed; repeat it for more. "
-        "A dotted key (client_kwargs.endpoint_url) makes nested options.",
+        "A dotted key (client_kwargs.endpoint_url) makes nested options. unsafe_single_writer=true accepts a backend "
+        "that cannot create objects exclusively; then only one process may ever write.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output, and nothing else.")]
@@ -144,9 +145,33 @@ def parse_address(text: str) -> tuple[str, int]:
     return name, int(port)
 
 
+class PlaceOptions(TypedDict):
+    """How a store is opened or created, as arguments of the library."""
+
+    storage_options: dict[str, Any] | None
+    unsafe_single_writer: bool
+
+
+def place_options(texts: Sequence[str] | None) -> PlaceOptions:
+    """Return the options of a place; ``unsafe_single_writer`` among them is ours, the others are the driver's.
+
+    >>> place_options(["anon=true", "unsafe_single_writer=true"])
+    {'storage_options': {'anon': True}, 'unsafe_single_writer': True}
+
+    Raises
+    ------
+    BadInput
+    """
+    options = parse_storage_options(texts)
+    is_unsafe = options.pop("unsafe_single_writer", False)
+    if not isinstance(is_unsafe, bool):
+        raise BadInput("the storage option unsafe_single_writer is true or false")
+    return PlaceOptions(storage_options=options or None, unsafe_single_writer=is_unsafe)
+
+
 def open_store(url: str, storage_options: Sequence[str] | None, branch: str | None = None) -> Store:
     """Open the store, or the branch of it, that a command works on."""
-    return Store.open(url, storage_options=parse_storage_options(storage_options) or None, branch=branch)
+    return Store.open(url, branch=branch, **place_options(storage_options))
 
 
 def open_snapshot(

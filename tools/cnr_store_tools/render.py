@@ -121,22 +121,37 @@ def verify(console: Console, document: Document) -> None:
             console,
             f"log positions without a version, superseded by a repair: {ranges_text(sorted(document['superseded']))}",
         )
+    for other in document["others"]:
+        read = f"versions {ranges_text(other['versions']) or 'none'}" if other["is_read"] else "its records alone"
+        say(console, f"{_log_text(other['branch'])}: read {read}")
     if document["is_sound"]:
         say(console, "no problems found")
         return
     _problems(console, document["problems"], _count(document["problems"], "problem"))
-    say(console, f"whole, of the versions that were read: {ranges_text(sorted(document['restorable'])) or 'none'}")
+    for log in (document, *(other for other in document["others"] if other["is_read"])):
+        name = "" if log is document else f" of {_log_text(log['branch'])}"
+        whole = ranges_text(sorted(log["restorable"])) or "none"
+        say(console, f"whole, of the versions{name} that were read: {whole}")
+
+
+def _log_text(branch: str | None) -> str:
+    return "the store's own log" if branch is None else f"branch {branch!r}"
 
 
 def repair(console: Console, document: Document) -> None:
     """Draw what was done, or would be, what is lost and what stays wrong."""
     is_dry_run = document["is_dry_run"]
-    if not document["actions"]:
+    if not document["actions"] and document["has_log"]:
         say(console, f"{document['url']}: nothing to repair")
     for item in document["actions"]:
         done = "would" if is_dry_run else "done" if item["version"] is None else f"version {item['version']}"
         say(console, f"{done}: {item['kind']}: {item['message']}")
-    if document["target"] is None:
+    if not document["has_log"]:
+        say(console, f"{document['url']}: the commit log, or its beginning, is lost. A repair appends records behind "
+                     "others and can make none up: segments do not say whether they were committed. Restore the log "
+                     "from a backup, or save to a new store; what is left stays, and any Zarr reader opens its "
+                     "arrays")  # fmt: skip
+    elif document["target"] is None:
         say(console, "no version is whole; restore a copy of the store, or begin with a full save")
     for item in document["lost"]:
         say(console, f"lost: version {item['version']} (step {item['step']}) is newer and not whole")
@@ -150,6 +165,8 @@ def _problems(console: Console, problems: list[Document], title: str) -> None:
     table = _table("kind", "object", "hurts versions", "what is wrong", title=title)
     for item in problems:
         versions = ranges_text(item["versions"]) or "none"
+        if item["branch"] is not None:
+            versions = f"{versions} (branch {item['branch']!r})"
         table.add_row(*map(cell, (item["kind"], item["path"], versions, item["message"])))
     console.print(table)
 

@@ -92,9 +92,6 @@ def newest_rows(
         return fresh, _content(engine, plan, step, kind, held_dtype, matching(fresh, rows)[1])
 
     for batch in reversed(plan.batches):
-        added = next((step for step in batch.steps if step.operation == "add"), None)
-        if added is not None:
-            raise CorruptStore(f"hashed table {plan.table!r} has add rows; only set rows are legal", table=plan.table)
         # Threads look at `seen`; it grows only while none of them is at work.
         for low, high in blocks(len(batch.steps), 2 * workers.threads):
             steps = batch.steps[low:high]

@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 
+from cnr_store.chain_checks import is_one_life
 from cnr_store.consume.moves.applying import apply_segment, check_base
 from cnr_store.consume.moves.comparing import (
     Difference,
@@ -32,8 +33,9 @@ from cnr_store.consume.rows.key_index import KeyIndex
 from cnr_store.consume.rows.memory import ANONYMOUS, Memory
 from cnr_store.consume.rows.shards import Shard, is_keyed, rows_in_shard
 from cnr_store.errors import CorruptStore, VersionExpired
+from cnr_store.manifest import stated_digest
 from cnr_store.placement import whole_of
-from cnr_store.records import Manifest, TableSchema, stated_digest
+from cnr_store.records import Manifest, TableSchema
 from cnr_store.replay_plan import plan_table
 from cnr_store.segment import SegmentReader
 from cnr_store.snapshot import Snapshot
@@ -52,11 +54,14 @@ class Holding:
         See `held.row_kind`.
     shard
         Which rows; None means all.
+    is_asked
+        Whether the caller named the table, and so means all the rows that it declares.
     """
 
     served: Served | None = None
     holds: Literal["auto"] | Holds = "auto"
     shard: Shard | None = None
+    is_asked: bool = False
 
 
 Hold = Callable[[str, TableSchema], Holding | None]
@@ -184,6 +189,8 @@ class _Mover:
     def move(self, name: str, schema: TableSchema, holding: Holding, served: ServedTable | None) -> Difference | None:
         """Return what changes a table, None where it stays as it is."""
         self.bytes = 0
+        if not holding.is_asked and (served is None or served.schema.num_rows < schema.num_rows):
+            self._snapshot.table(name).check_stored("name the table in tables=")
         kind = row_kind(schema, holding.served, holding.holds)
         if served is None or _is_held_otherwise(served, schema, kind, holding.shard):
             return self._load(name, kind, holding.shard)
@@ -222,7 +229,7 @@ class _Mover:
         if isinstance(self._move, Reread):
             readers.append(self._common)
         tables = [reader.manifest.tables.get(served.name) for reader in readers]
-        return all(one is not None and one.generation == served.schema.generation for one in tables)
+        return all(one is not None and is_one_life(served.schema, one) for one in tables)
 
     @property
     def _common(self) -> SegmentReader:

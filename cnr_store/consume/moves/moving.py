@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from cnr_store.commit_record import LogEntry, parent_of
 from cnr_store.rebase import leaves_state
-from cnr_store.records import ChainEntry, LogEntry, parent_of
+from cnr_store.records import ChainEntry
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,15 @@ So a segment whose manifest is there is whole, and a copy that was cut off is ta
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from cnr_store import layout
+from cnr_store.documents import sha256
 from cnr_store.errors import CorruptObject, CorruptStore, MissingObject
-from cnr_store.records import ChainEntry, ObjectEntry, decode_manifest, sha256
+from cnr_store.limits import MAX_LISTS_BYTES, MAX_MANIFEST_BYTES
+from cnr_store.records import ChainEntry, ObjectEntry
+from cnr_store.segment import read_manifest
 from cnr_store.storage import Storage, read_verified
 from cnr_store.workers import Throttle, Workers
 
@@ -46,15 +48,8 @@ def copy_segment(source: Storage, target: Storage, entry: ChainEntry, workers: W
         Of either.
     """
     key = layout.segment_key(entry.seg, layout.MANIFEST)
-    document = source.read(key)
-    if document is None:
-        raise MissingObject(f"{key} is missing in {source.url}, but a commit record names it", path=key)
-    if sha256(document) != entry.sha256:
-        raise CorruptObject(
-            f"{key} in {source.url} has another sha256 than its commit record names; run `cnr verify` there",
-            path=key, expected=entry.sha256, found=sha256(document),
-        )  # fmt: skip
-    objects = decode_manifest(document, key).objects
+    document, manifest = read_manifest(source, entry)
+    objects = manifest.objects
     there = {stat.key: stat.size_bytes for stat in target.list_objects(layout.segment_prefix(entry.seg))}
     sizes = workers.run(
         partial(_copy_object, source, target, entry.seg, item, throttle, there) for item in objects
@@ -68,14 +63,22 @@ def copy_segment(source: Storage, target: Storage, entry: ChainEntry, workers: W
 
 
 def has_segment(target: Storage, entry: ChainEntry) -> bool:
-    """Return whether the segment was copied whole. One GET.
+    """Return whether the segment was copied whole; then it is durable, too. One GET.
 
     Raises
     ------
     AccessDenied, StorageFailure
     """
-    document = target.read(layout.segment_key(entry.seg, layout.MANIFEST))
-    return document is not None and sha256(document) == entry.sha256
+    key = layout.segment_key(entry.seg, layout.MANIFEST)
+    try:
+        document = target.read_document(key, MAX_MANIFEST_BYTES)
+    except CorruptObject:
+        return False
+    if document is None or sha256(document) != entry.sha256:
+        return False
+    # Whoever put it may have been killed before its name was safe; that of the objects was, before it was put.
+    target.sync_folders([key])
+    return True
 
 
 def delete_segment(target: Storage, name: str, written_before_ms: int) -> int | None:
@@ -98,10 +101,8 @@ def delete_segment(target: Storage, name: str, written_before_ms: int) -> int | 
     return sum(stat.size_bytes for stat in found)
 
 
-def copy_verbatim(
-    source: Storage, target: Storage, key: str, check: Callable[[bytes], bool], throttle: Throttle
-) -> int:
-    """Copy one object that is checked by its own bytes; returns its size. Durable when this returns.
+def copy_side_object(source: Storage, target: Storage, digest: str, throttle: Throttle) -> None:
+    """Copy the side object of that sha256. Durable when this returns.
 
     Raises
     ------
@@ -110,15 +111,15 @@ def copy_verbatim(
     AccessDenied, StorageFailure
         Of either.
     """
-    data = source.read(key)
+    key = layout.state_key(digest)
+    data = source.read_document(key, MAX_LISTS_BYTES)
     if data is None:
         raise MissingObject(f"{key} is missing in {source.url}; run `cnr verify` there", path=key)
-    if not check(data):
+    if sha256(data) != digest:
         raise CorruptStore(f"{key} in {source.url} has other bytes than its name says", path=key)
     throttle.take(len(data))
     target.put(key, data)
     target.sync_folders([key])
-    return len(data)
 
 
 def _copy_object(

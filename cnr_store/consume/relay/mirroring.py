@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from cnr_store.commit_record import LogEntry, decode_record, is_live
+from cnr_store.documents import sha256
 from cnr_store.errors import CnrStoreError, CorruptRecord
-from cnr_store.records import ChainEntry, CommitRecord, LogEntry, decode_record, is_live, sha256
+from cnr_store.records import ChainEntry, CommitRecord
 
 
 def next_live(head: CommitRecord, version: int) -> int:

@@ -17,7 +17,10 @@ from functools import partial
 from typing import Any
 
 from cnr_store import layout
-from cnr_store.consume.relay.copying import copy_segment, copy_verbatim, delete_segment, has_segment
+from cnr_store.arguments import checked_count, checked_number
+from cnr_store.clock import check_clock, wall_ms
+from cnr_store.commit_record import LogEntry, decode_record, is_live
+from cnr_store.consume.relay.copying import copy_segment, copy_side_object, delete_segment, has_segment
 from cnr_store.consume.relay.mirroring import (
     Descent,
     RawRecord,
@@ -27,6 +30,7 @@ from cnr_store.consume.relay.mirroring import (
     versions_to_hold,
 )
 from cnr_store.consume.relay.trimming import plan_trim
+from cnr_store.documents import canonical_json, decode_document, sha256
 from cnr_store.errors import (
     BadInput,
     CorruptRecord,
@@ -37,23 +41,11 @@ from cnr_store.errors import (
     VersionExpired,
     VersionNotFound,
 )
+from cnr_store.identity import decode_identity, decode_relay_marker
 from cnr_store.leases import delete_ended_holds, is_held, read_cursors, read_leases
-from cnr_store.log import CommitLog, wall_ms
-from cnr_store.records import (
-    ChainEntry,
-    CommitRecord,
-    Hint,
-    LogEntry,
-    RelayMarker,
-    RelayTrims,
-    canonical_json,
-    decode_document,
-    decode_identity,
-    decode_record,
-    decode_relay_marker,
-    is_live,
-    sha256,
-)
+from cnr_store.limits import MAX_LISTS_BYTES, MAX_RECORD_BYTES, MAX_SMALL_BYTES
+from cnr_store.log import CommitLog, position_bytes
+from cnr_store.records import ChainEntry, CommitRecord, Hint, RelayMarker, RelayTrims
 from cnr_store.retention import Holds, LiveVersion, RetentionPolicy
 from cnr_store.storage import CreateOutcome, Storage, open_storage
 from cnr_store.store import LIBRARY, Store
@@ -168,8 +160,8 @@ class Relay:
         Whether anything is ever deleted at the relay.
     bytes_per_s
         Cap on what is copied.
-    storage_options, fsync
-        Of a target that is given as a URL.
+    storage_options, fsync, unsafe_single_writer
+        Of a target that is given as a URL; with the last, no other relay may ever write there.
     clock_ms, monotonic_s
         Time, for tests.
 
@@ -199,20 +191,22 @@ class Relay:
         bytes_per_s: float | None = None,
         storage_options: Mapping[str, Any] | None = None,
         fsync: bool = True,
+        unsafe_single_writer: bool = False,
         clock_ms: Callable[[], int] = wall_ms,
         monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
         if not isinstance(source, Store):
             raise BadInput(f"a relay takes an open store, found {source!r}; give Store.open(url)", found=str(source))
-        if not 0 <= grace_s < 10**9:
-            raise BadInput(f"grace_s is {grace_s}; give seconds of 0 or more", found=grace_s)
-        if start is not None and start < 0:
-            raise BadInput(f"start is {start}; give a version of the source", found=start)
+        checked_number("grace_s", grace_s, least=0, most=1e9)
+        if start is not None:
+            checked_count("start, a version of the source,", start)
         self._source = source
         self._target = (
             target
             if isinstance(target, Storage)
-            else open_storage(target, storage_options=storage_options, fsync=fsync)
+            else open_storage(
+                target, storage_options=storage_options, fsync=fsync, unsafe_single_writer=unsafe_single_writer
+            )
         )
         if self._target.url == source.url:
             raise BadInput(f"source and target are both {source.url}; give another place", found=source.url)
@@ -316,7 +310,7 @@ class Relay:
     def _open(self, counts: _Counts) -> bool:
         """Find what the target has, or begin there; whether there is anything to read."""
         source, target = self._source, self._target
-        identity, found = self._read_identity(), target.read(layout.IDENTITY)
+        identity, found = self._read_identity(), target.read_document(layout.IDENTITY, MAX_SMALL_BYTES)
         marker = self._read_marker()
         if found is not None and (marker is None or found != identity):
             raise StoreExists(
@@ -350,7 +344,7 @@ class Relay:
             marker = self._create_marker(first)
         self._first = marker.first
         self._copy_version(head.record.v if self._start is None else self._first, counts)
-        root = self._source.storage.read(layout.ROOT_GROUP)
+        root = self._source.storage.read_document(layout.ROOT_GROUP, MAX_SMALL_BYTES)
         if root is not None:
             decode_document(root, dict, f"{self._source.url}/{layout.ROOT_GROUP}")  # not one that was cut on its way
             self._target.put(layout.ROOT_GROUP, root)
@@ -361,10 +355,10 @@ class Relay:
     def _read_identity(self) -> bytes:
         """The source's ``cnr.json``, bound by the record that was written behind it, where that is there."""
         storage, where = self._source.storage, f"{self._source.url}/{layout.IDENTITY}"
-        data = storage.read(layout.IDENTITY)
+        data = storage.read_document(layout.IDENTITY, MAX_SMALL_BYTES)
         if data is None:
             raise MissingObject(f"{where} is missing; restore it from a backup", path=layout.IDENTITY)
-        first = storage.read(layout.commit_key(0))
+        first = position_bytes(storage, 0)
         expected = None if first is None else decode_record(first, 0).record.parent_digest
         if decode_identity(data, where) != self._source.identity or expected not in (None, sha256(data)):
             raise CorruptStore(
@@ -374,7 +368,7 @@ class Relay:
         return data
 
     def _read_marker(self) -> RelayMarker | None:
-        data = self._target.read(layout.RELAY)
+        data = self._target.read_document(layout.RELAY, MAX_SMALL_BYTES)
         if data is None:
             return None
         marker = decode_relay_marker(data, self._source.uuid, f"{self._target.url}/{layout.RELAY}")
@@ -404,14 +398,13 @@ class Relay:
         The hint is put behind a filled gap, so from there on it is a GET for each position.
         """
         version = self._first
-        data = self._target.read(layout.hint_key())
-        if data is not None:
-            try:
-                hint = decode_document(data, Hint, layout.hint_key()).version
-            except CorruptStore:
-                hint = 0
-            if hint > version and self._occupied(hint):
-                version = hint
+        try:
+            data = self._target.read_document(layout.hint_key(), MAX_SMALL_BYTES)
+            hint = 0 if data is None else decode_document(data, Hint, layout.hint_key()).version
+        except CorruptStore:
+            hint = 0
+        if hint > version and self._occupied(hint):
+            version = hint
         if not self._occupied(version):
             raise CorruptStore(
                 f"position {version} of the relay {self._target.url} is empty, where it began: part of it was deleted; "
@@ -430,7 +423,7 @@ class Relay:
     def _check_history(self, held: LogEntry) -> None:
         """The source must have the relay's newest record: else its log was rewritten or restored from a backup."""
         version = held.record.v
-        data = self._source.storage.read(self._source_key(version))
+        data = self._source_bytes(version)
         if data is None or sha256(data) != held.digest:
             raise CorruptStore(
                 f"the source {self._source.url} has {'no' if data is None else 'another'} record at position "
@@ -597,19 +590,15 @@ class Relay:
         descent = Descent(newest)
         for raw in self._raw_records(newest.record.v, bottom, descent):
             if raw.state is not None:
-                key = layout.state_key(raw.state)
-                check = partial(_is_named, raw.state)
-                copy_verbatim(self._source.storage, self._target, key, check, self._throttle)
+                copy_side_object(self._source.storage, self._target, raw.state, self._throttle)
             if raw.version == bottom:
                 descent.check_meets(self._head)
-            self._create(layout.commit_key(raw.version), raw.data)
+            self._copy_position(raw)
 
     def _raw_records(self, top: int, bottom: int, descent: Descent) -> Iterator[RawRecord]:
         for start, stop in blocks(top + 1 - bottom, _BATCH):
             versions = range(top - start, top - stop, -1)
-            found = self._source.workers.run(
-                partial(self._source.storage.read, self._source_key(version)) for version in versions
-            )
+            found = self._source.workers.run(partial(self._source_bytes, version) for version in versions)
             for version, data in zip(versions, found, strict=True):
                 if data is None:
                     raise CorruptRecord(
@@ -618,6 +607,22 @@ class Relay:
                         version=version, path=self._source_key(version),
                     )  # fmt: skip
                 yield descent.take(data)
+
+    def _copy_position(self, raw: RawRecord) -> None:
+        """Create a position with the bytes of the source, which the record behind them vouches for."""
+        key = layout.commit_key(raw.version)
+        if len(raw.data) <= MAX_RECORD_BYTES:
+            self._create(key, raw.data)
+            return
+        # Torn and superseded, and too long to be created: every relay puts the same bytes, in whatever order.
+        found = position_bytes(self._target, raw.version)
+        if found is not None and found != raw.data:
+            raise self._other_bytes(key, raw.data, found)
+        self._target.put(key, raw.data)
+        self._target.sync_folders([key])
+
+    def _source_bytes(self, version: int) -> bytes | None:
+        return position_bytes(self._source.storage, version, self._source.commit_log.prefix)
 
     def _source_key(self, version: int) -> str:
         return layout.commit_key(version, self._source.commit_log.prefix)
@@ -635,15 +640,18 @@ class Relay:
             except StorageFailure:
                 if attempt == _CREATE_ATTEMPTS - 1:
                     raise
-            found = self._target.read(key)
+            found = self._target.read(key, stop=len(data) + 1)
             if found == data:
                 return
         if found is None:
             raise StorageFailure(f"{self._target.url} did not take {key}; try again", path=key)
-        raise CorruptStore(
+        raise self._other_bytes(key, data, found)
+
+    def _other_bytes(self, key: str, expected: bytes, found: bytes) -> CorruptStore:
+        return CorruptStore(
             f"{key} at the relay {self._target.url} has other bytes than at its source: two stores were mixed, or it "
             "was altered; begin a relay in an empty place",
-            path=key, expected=sha256(data), found=sha256(found),
+            path=key, expected=sha256(expected), found=sha256(found),
         )  # fmt: skip
 
     # ---- what is held, and let go
@@ -692,7 +700,7 @@ class Relay:
             return None  # A position that was superseded.
 
     def _read_notes(self) -> RelayTrims:
-        data = self._target.read(layout.RELAY_TRIMS)
+        data = self._target.read_document(layout.RELAY_TRIMS, MAX_LISTS_BYTES)
         if data is None:
             return RelayTrims()
         return decode_document(data, RelayTrims, f"{self._target.url}/{layout.RELAY_TRIMS}")
@@ -721,7 +729,7 @@ class Relay:
         plan = plan_trim(head, versions, self._policy, holds, notes, listed, leased, now_ms, self._grace_ms)
         if plan.notes != notes:
             # Before anything is deleted: a relay that is started again has to know since when a segment is doomed.
-            self._target.put(layout.RELAY_TRIMS, canonical_json(plan.notes))
+            self._target.put_document(layout.RELAY_TRIMS, canonical_json(plan.notes), MAX_LISTS_BYTES)
             self._target.sync_folders([layout.RELAY_TRIMS])
         for version in plan.going:
             del self._held[version]
@@ -730,6 +738,8 @@ class Relay:
         waiting = [due_ms for due_ms in plan.notes.doomed.values() if due_ms > now_ms]
         self._next_trim_ms = min(waiting, default=None)
         if plan.due:
+            if self._clock_ms is wall_ms:
+                check_clock(self._target, now_ms)
             self._delete(plan.due, head.v + 1, counts)
 
     def _tidy(self, now_ms: int) -> None:
@@ -784,7 +794,3 @@ class Relay:
             trimmed_bytes=counts.trimmed_bytes, delay_s=counts.delay_s,
             staleness_s=0.0 if is_level else self.staleness_s, problem=problem,
         )  # fmt: skip
-
-
-def _is_named(digest: str, data: bytes) -> bool:
-    return sha256(data) == digest

@@ -6,6 +6,8 @@ leaves its last view, which stays whole; readers go on with it until a new owner
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +24,9 @@ from cnr_store.consume.rows.memory import Array
 from cnr_store.consume.rows.shared_memory import BOARD_FILE, current_generation, map_file
 from cnr_store.consume.rows.view_file import ArrayRef, HeldRef, check_file_name, check_ref, parse_view, view_of
 from cnr_store.consume.rows.views import Batch, Lookups, View, as_array
-from cnr_store.errors import VersionNotFound
+from cnr_store.errors import CorruptObject, StorageFailure, VersionNotFound
+from cnr_store.limits import MAX_MANIFEST_BYTES
+from cnr_store.local_files import failing_at, read_at_most
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +67,10 @@ class AttachedTables:
         ------
         VersionNotFound
             No loader serves in the folder (yet).
-        NewerFormat, CorruptObject
+        NewerFormat
+        CorruptObject
+            What the loader says of itself is damaged.
+        AccessDenied, StorageFailure
         """
         self.folder = Path(folder)
         self._recheck_s = recheck_s
@@ -132,7 +139,7 @@ class AttachedTables:
         ------
         VersionNotFound
             `close` was called; or the owner ended, and took away a view that was not mapped here yet.
-        CorruptObject
+        CorruptObject, AccessDenied, StorageFailure
         """
         attached = self._attached
         if attached is None:
@@ -152,13 +159,13 @@ class AttachedTables:
     def _follow_owner(self, attached: _Attachment) -> _Attachment:
         """Attach to the generation that is current now, if it is another; else stay with what there is."""
         self._checked_at = self._clock()
-        generation = current_generation(self.folder)
-        if generation is None or generation == attached.generation:
-            return attached
         try:
+            generation = current_generation(self.folder)
+            if generation is None or generation == attached.generation:
+                return attached
             return self._attach()
-        except VersionNotFound:  # that owner has ended too
-            return attached
+        except (VersionNotFound, CorruptObject, StorageFailure):
+            return attached  # that owner has ended too, or what it left is damaged: what is mapped stays good
 
     def _leave(self, attached: _Attachment) -> _Attachment:
         """Go over to another owner at once: this one ended, and took the last view away before it was mapped here."""
@@ -172,7 +179,7 @@ class AttachedTables:
         return after
 
     def _follow_epoch(self) -> _Attachment:
-        with self._lock:
+        with self._lock, failing_at(self.folder, "attached"):
             attached = self._attached
             if attached is None:
                 raise VersionNotFound(f"the tables in {self.folder} are not attached any more", path=str(self.folder))
@@ -189,7 +196,7 @@ class AttachedTables:
             return attached
 
     def _attach(self) -> _Attachment:
-        with self._lock:
+        with self._lock, failing_at(self.folder, "attached"):
             for _ in range(ATTACH_ATTEMPTS):
                 generation = current_generation(self.folder)
                 if generation is None:
@@ -208,7 +215,7 @@ class AttachedTables:
     def _mapped(self, generation: int, board: Board, epoch: int, before: _Attachment | None) -> _Attachment:
         folder = self._generation_path(generation)
         path = folder / f"view-{epoch}"
-        document = parse_view(path.read_bytes(), str(path))
+        document = parse_view(read_at_most(path, MAX_MANIFEST_BYTES), str(path))
         known = {} if before is None else before.files
         files: dict[str, npt.NDArray[np.uint8]] = {}
 
@@ -227,7 +234,10 @@ class AttachedTables:
         return _Attachment(generation, board, view, files, held)
 
     def _generation_path(self, generation: int) -> Path:
-        return self.folder / f"g{generation}"
+        path = self.folder / f"g{generation}"
+        if path.is_symlink():
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+        return path
 
 
 def _mapped_file(path: Path) -> npt.NDArray[np.uint8]:

@@ -24,9 +24,10 @@ import re
 import shutil
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -40,7 +41,10 @@ from cnr_store.consume.rows.board import BOARD_BYTES, Board
 from cnr_store.consume.rows.memory import Array, ArrayShape, offsets_of
 from cnr_store.consume.rows.view_file import ArrayRef, describe_view, encode_view
 from cnr_store.consume.rows.views import Publisher, View
-from cnr_store.errors import Conflict, NewerFormat, StorageFailure
+from cnr_store.documents import loads
+from cnr_store.errors import Conflict, CorruptObject, NewerFormat
+from cnr_store.limits import MAX_SMALL_BYTES
+from cnr_store.local_files import failing_at, read_at_most, reserve, write_whole
 
 LOCK_FILE = "owner.lock"
 CURRENT_FILE = "current"
@@ -51,6 +55,17 @@ _GENERATION = re.compile(r"g([0-9]{1,18})")
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]+")
 _NAME_LENGTH = 80
 _RESERVE_STEP = 1 << 20
+_MOST_GENERATIONS = 10**17
+"""Numbers below have at most the digits of `_GENERATION`."""
+
+_NO_ROOM = "there is no shared memory left: enlarge the tmpfs (in a container --shm-size), or serve less"
+_ADVICE = {
+    errno.ENOSPC: _NO_ROOM,
+    errno.EDQUOT: _NO_ROOM,
+    **dict.fromkeys(
+        (errno.EMFILE, errno.ENFILE), "a table takes one to four descriptors: raise the limit of open files (ulimit -n)"
+    ),
+}
 _NO_DESCRIPTOR: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 """A map keeps a descriptor of its file open otherwise, and there are some per table."""
 
@@ -60,6 +75,10 @@ class Current(msgspec.Struct, frozen=True):
 
     format: int
     generation: int
+
+
+# Made while the module is imported, as in documents.py.
+_DECODER = msgspec.json.Decoder(Current)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,17 +120,17 @@ class SharedMemory:
             try:
                 there = generations(self.folder)
                 # Counted in the file that stays: a number that comes again would look like the same generation.
-                self.generation = 1 + max(there | {int(os.pread(self._lock_fd, 32, 0) or b"0")})
+                self.generation = 1 + max(there | {_counted(self._lock_fd)})
+                os.ftruncate(self._lock_fd, 0)
                 os.pwrite(self._lock_fd, b"%d" % self.generation, 0)
-                # What an owner left that died while it loaded, nobody can be attached to.
-                for generation in there - {current_generation(self.folder)}:
+                for generation in there - _attachable(self.folder, there):
                     shutil.rmtree(self.folder / f"g{generation}")
                 self.path = self.folder / f"g{self.generation}"
                 self.path.mkdir()
                 self.board = Board(map_file(self.path / BOARD_FILE, BOARD_BYTES).view(np.int64))
                 # Written while it may fail; it becomes `current` when the first view can be seen.
                 self._pointer = self.path / CURRENT_FILE
-                self._pointer.write_bytes(msgspec.json.encode(Current(FORMAT, self.generation)))
+                write_whole(self._pointer, msgspec.json.encode(Current(FORMAT, self.generation)))
             except BaseException:
                 self._let_go()
                 raise
@@ -157,9 +176,9 @@ class SharedMemory:
         end = _address(array) - block.address + used_rows * (array.nbytes // len(array))
         end = min(block.nbytes, -(-end // _RESERVE_STEP) * _RESERVE_STEP)
         with _failing_at(block.path, end):
-            file = os.open(block.path, os.O_RDWR)
+            file = os.open(block.path, os.O_RDWR | os.O_NOFOLLOW)
             try:
-                os.posix_fallocate(file, 0, end)
+                reserve(file, end)
             finally:
                 os.close(file)
 
@@ -182,7 +201,8 @@ class SharedMemory:
                 return
             self._addresses.remove((found.address, block))
         # Somebody may have emptied the folder; then there is nothing to unlink.
-        found.path.unlink(missing_ok=True)
+        with _failing_at(found.path):
+            found.path.unlink(missing_ok=True)
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
@@ -214,7 +234,7 @@ class SharedMemory:
         path = self.view_path(view.epoch)
         data = encode_view(describe_view(view, self.ref_of))
         with _failing_at(path, len(data)):
-            path.write_bytes(data)
+            write_whole(path, data)
         if view.epoch not in self._epochs:
             self._epochs.append(view.epoch)
 
@@ -223,7 +243,8 @@ class SharedMemory:
         if not self._is_current:
             self._supersede()
         for epoch in [one for one in self._epochs if one < before]:
-            self.view_path(epoch).unlink(missing_ok=True)
+            with _failing_at(self.view_path(epoch)):
+                self.view_path(epoch).unlink(missing_ok=True)
             self._epochs.remove(epoch)
 
     def view_path(self, epoch: int) -> Path:
@@ -241,7 +262,8 @@ class SharedMemory:
         self.board.end()
         if not keep:
             if self._is_current:
-                (self.folder / CURRENT_FILE).unlink(missing_ok=True)
+                with _failing_at(self.folder / CURRENT_FILE):
+                    (self.folder / CURRENT_FILE).unlink(missing_ok=True)
             shutil.rmtree(self.path, ignore_errors=True)
         self._let_go()
 
@@ -253,8 +275,8 @@ class SharedMemory:
             old = self.folder / f"g{generation}"
             try:
                 Board(map_file(old / BOARD_FILE, BOARD_BYTES, create=False).view(np.int64)).end()
-            except (OSError, ValueError):
-                # Its owner died before it had a board, so nobody is attached to it.
+            except (OSError, CorruptObject):
+                # Its owner died before it had a board, or that is damaged: nobody is attached to it, or can be told.
                 pass
             shutil.rmtree(old, ignore_errors=True)
 
@@ -282,8 +304,14 @@ class SharedMemory:
 
 
 def generations(folder: Path) -> set[int]:
-    """Return the generations that are in a folder."""
-    found = (_GENERATION.fullmatch(path.name) for path in folder.iterdir())
+    """Return the generations that are in a folder; links are none.
+
+    Raises
+    ------
+    OSError
+    """
+    with os.scandir(folder) as entries:
+        found = [_GENERATION.fullmatch(one.name) for one in entries if one.is_dir(follow_symlinks=False)]
     return {int(match[1]) for match in found if match}
 
 
@@ -293,12 +321,23 @@ def current_generation(folder: Path) -> int | None:
     Raises
     ------
     NewerFormat
+    CorruptObject
+        What says so is damaged.
+    AccessDenied, StorageFailure
     """
     path = folder / CURRENT_FILE
+    with failing_at(path, "read"):
+        try:
+            data = read_at_most(path, MAX_SMALL_BYTES)
+        except FileNotFoundError:
+            return None
     try:
-        current = msgspec.json.decode(path.read_bytes(), type=Current)
-    except FileNotFoundError:
-        return None
+        current = loads(data, _DECODER)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CorruptObject(
+            f"{path} names no generation to attach to ({error}); it was damaged, restart the loader of the folder",
+            path=str(path),
+        ) from error
     if current.format > FORMAT:
         raise NewerFormat(
             f"{path} is of format {current.format}; this library knows {FORMAT}: use one version of it in the loader "
@@ -316,16 +355,21 @@ def map_file(
     Raises
     ------
     OSError
-        No room, or no such file.
-    ValueError
-        The file is smaller.
+        No room, no such file, or a link.
+    CorruptObject
+        The file is smaller, or empty.
     """
-    file = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
+    flags = (os.O_RDWR if writable else os.O_RDONLY) | (os.O_CREAT | os.O_EXCL if create else 0)
+    file = os.open(path, flags | os.O_NOFOLLOW, 0o600)
     try:
         if create:
             os.ftruncate(file, size)
-            if used := size if used is None else used:
-                os.posix_fallocate(file, 0, used)
+            reserve(file, size if used is None else used)
+        elif (found := os.fstat(file).st_size) < max(size, 1):
+            raise CorruptObject(
+                f"{path} has {found} bytes, expected {size}: it was cut, restart the loader of the folder",
+                path=str(path), expected=size, found=found,
+            )  # fmt: skip
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         return np.frombuffer(mmap.mmap(file, size, access=access, **_NO_DESCRIPTOR), np.uint8)
     finally:
@@ -342,7 +386,7 @@ def _address(array: Array) -> int:
 
 def _own(folder: Path) -> int:
     """Return the descriptor whose lock says that this process owns the folder."""
-    file = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+    file = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -355,19 +399,25 @@ def _own(folder: Path) -> int:
     return file
 
 
-@contextmanager
-def _failing_at(path: Path, size: int | None = None) -> Iterator[None]:
-    """Turn what the system says into what the user can do."""
+def _counted(lock_fd: int) -> int:
+    """The last generation, by the lock's file; where that is damaged, a number that none before can have had."""
+    found = os.pread(lock_fd, 32, 0)
+    if not found:
+        return 0
+    return int(found) if found.isdigit() and int(found) < _MOST_GENERATIONS else time.time_ns() // 1000
+
+
+def _attachable(folder: Path, there: set[int]) -> set[int]:
+    """The generations that readers may be attached to, of those that are there: not what died while it loaded."""
     try:
-        yield
-    except OSError as error:
-        what = f"{path} of {size} bytes" if size is not None else f"{path}"
-        advice = ""
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            advice = "; there is no shared memory left: enlarge the tmpfs (in a container --shm-size), or serve less"
-        elif error.errno in (errno.EMFILE, errno.ENFILE):
-            advice = "; a table takes one to four descriptors: raise the limit of open files (ulimit -n)"
-        raise StorageFailure(f"shared memory {what}: {error.strerror}{advice}", path=str(path), found=size) from error
+        return {current_generation(folder) or 0}
+    except CorruptObject:
+        return there
+
+
+def _failing_at(path: Path, size: int | None = None) -> AbstractContextManager[None]:
+    """Turn what the system says of shared memory into what the user can do."""
+    return failing_at(path, "shared" if size is None else f"shared in {size} bytes", _ADVICE)
 
 
 _OWNERS: weakref.WeakSet[SharedMemory] = weakref.WeakSet()

@@ -20,6 +20,7 @@ from cnr_store.consume.rows.key_index import KeyIndex
 from cnr_store.consume.rows.memory import Array
 from cnr_store.consume.rows.shards import HashShard, Shard
 from cnr_store.consume.rows.views import View
+from cnr_store.documents import loads
 from cnr_store.errors import CorruptObject
 from cnr_store.records import TableSchema
 from cnr_store.table_codes import EscapeRows
@@ -95,6 +96,10 @@ class ViewDocument(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     tables: dict[str, TableRef]
     dense: dict[str, ArrayRef]
+
+
+# Made while the module is imported, as in documents.py.
+_DECODER = msgspec.json.Decoder(ViewDocument)
 
 
 def describe_view(view: View, ref_of: Callable[[Array], ArrayRef]) -> ViewDocument:
@@ -221,8 +226,8 @@ def parse_view(data: bytes, where: str) -> ViewDocument:
     if data[: len(MAGIC)] != MAGIC or len(body) != size or xxhash.xxh3_128_digest(body) != digest:
         raise CorruptObject(f"{where} is no whole description of a view; restart the loader that owns it", path=where)
     try:
-        document = msgspec.json.decode(body, type=ViewDocument)
-    except msgspec.ValidationError as error:
+        document = loads(body, _DECODER)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CorruptObject(f"{where} describes no view that this library knows: {error}", path=where) from error
     return document
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cnr_store.commit_record import LogEntry, is_live
 from cnr_store.consume.moves.moving import Move, is_directly_behind, plan_move, plan_path
 from cnr_store.errors import (
     BadInput,
@@ -15,7 +16,7 @@ from cnr_store.errors import (
     VersionNotFound,
 )
 from cnr_store.rebase import leaves_state
-from cnr_store.records import CommitRecord, LogEntry, is_live
+from cnr_store.records import CommitRecord
 
 LONGEST_BACKOFF_S = 10.0
 """A store that cannot be read is asked this often at the least."""

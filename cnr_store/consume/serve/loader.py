@@ -22,6 +22,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy.typing as npt
 
+from cnr_store.arguments import checked_choice, checked_number
+from cnr_store.clock import wall_ms
+from cnr_store.commit_record import LogEntry
 from cnr_store.consume.moves.mover import Holding, move_tables
 from cnr_store.consume.moves.moving import Apply, Compare, Move, Same
 from cnr_store.consume.rows.held import Holds, Served
@@ -50,8 +53,7 @@ from cnr_store.errors import (
     VersionRefused,
 )
 from cnr_store.layout import branch_of, check_name
-from cnr_store.log import wall_ms
-from cnr_store.records import DenseEntry, LogEntry, TableSchema
+from cnr_store.records import DenseEntry, TableSchema
 from cnr_store.snapshot import Snapshot
 from cnr_store.store import Store
 from cnr_store.table_codes import Array
@@ -179,10 +181,8 @@ class Loader:
         for one in shard.values() if isinstance(shard, Mapping) else (shard,):
             check_shard(one)
         self._shard = shard
-        if publish not in ("poll", "apply"):
-            raise BadInput(f"publish is 'poll' or 'apply', found {publish!r}", found=publish)
-        if not poll_interval_s > 0:
-            raise BadInput(f"poll_interval_s is above 0, found {poll_interval_s}", found=poll_interval_s)
+        checked_choice("publish", publish, ("poll", "apply"))
+        checked_number("poll_interval_s", poll_interval_s, above=0)
         if cursor is not None:
             check_name(cursor)
         self._tables = None if tables is None else tuple(dict.fromkeys(tables))
@@ -675,7 +675,8 @@ class Loader:
         serving, memory = self._serving, self._memory
         last = serving.newest if serving.states else None
         snapshot = Snapshot(
-            self._store.storage, entry, self._workers, known={} if last is None else last.readers
+            self._store.storage, entry, self._workers, known={} if last is None else last.readers,
+            if_missing=partial(self._store.tell_of_expiry, entry.record.v),
         )  # fmt: skip
         self._check_tables(snapshot)
         serving.fold()
@@ -716,7 +717,7 @@ class Loader:
         served = self._served.get(table) if isinstance(self._served, Mapping) else self._served
         holds = self._holds.get(table, "auto") if isinstance(self._holds, Mapping) else self._holds
         shard = self._shard.get(table) if isinstance(self._shard, Mapping) else self._shard
-        return Holding(served, holds, shard)
+        return Holding(served, holds, shard, is_asked=self._tables is not None)
 
     def _check_tables(self, snapshot: Snapshot) -> None:
         """Refuse a version that lacks a table; one before anything was saved lacks none."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 
+from cnr_store.commit_record import LogEntry
 from cnr_store.errors import CnrStoreError, CorruptRecord, VersionNotFound
-from cnr_store.records import LogEntry
+from cnr_store.newest import newest_readable
 from cnr_store.store import Store
 
 LONGEST_PATH = 256
@@ -62,15 +63,7 @@ class LogTail:
         ------
         CorruptStore, StorageFailure
         """
-        log = self._store.commit_log
-        try:
-            return log.latest(), None
-        except CorruptRecord:
-            pass  # A reply may have been cut short on its way: ask once more before calling the record torn.
-        try:
-            return log.latest(), None
-        except CorruptRecord as torn:
-            return log.tail()[0], torn
+        return newest_readable(self._store.commit_log)
 
     def see(self, entry: LogEntry) -> bool:
         """Take a record as the newest that is known; returns whether it is newer than what was."""

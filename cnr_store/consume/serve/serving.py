@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cnr_store.commit_record import LogEntry
 from cnr_store.consume.rows.held import Overlay
 from cnr_store.consume.rows.views import Publisher, TableChange, View
 from cnr_store.consume.serve.candidate import Candidate
@@ -20,7 +21,7 @@ from cnr_store.consume.serve.metrics import Tally
 from cnr_store.consume.serve.sources import LoaderSource
 from cnr_store.consume.sinks.feed import SinkFeed
 from cnr_store.errors import CnrStoreError, VersionRefused
-from cnr_store.records import DenseEntry, LogEntry
+from cnr_store.records import DenseEntry
 from cnr_store.segment import SegmentReader
 from cnr_store.table_codes import Array, EscapeRows
 from cnr_store.types import RowIds

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
+from cnr_store.arguments import checked_choice
 from cnr_store.consume.rows.fused_kernels import fused_row_bytes
 from cnr_store.consume.sinks.protocol import SinkState, SinkTable
 from cnr_store.consume.sinks.stored_rows import StoredAs, check_rows, rows_to_bytes
@@ -65,10 +66,8 @@ class FusedRows:
     def __init__(
         self, *, bits: Literal[4, 8] = 8, publish: Literal["apply", "commit"] = "apply", name: str = "fused"
     ) -> None:
-        if bits not in _STORED_AS:
-            raise BadInput(f"fused rows have 8 or 4 bits, found {bits}", expected=(4, 8), found=bits)
-        if publish not in ("apply", "commit"):
-            raise BadInput(f'publish is "apply" or "commit", found {publish!r}', found=publish)
+        checked_choice("bits", bits, tuple(_STORED_AS))
+        checked_choice("publish", publish, ("apply", "commit"))
         if find_spec("torch") is None:
             raise MissingDependency('fused tensors need torch; pip install "cnr-store[train]"', found="torch")
         self.bits = bits

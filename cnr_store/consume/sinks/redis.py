@@ -208,7 +208,7 @@ class RedisSink:
         generation = self._generation() if chunk is not None else 0
         while chunk is not None:
             rows = self._at.keys.rows(generation, *_chunk_rows(chunk))
-            chunk = self._at.run("SETTLE", first + rows, self._held(), chunk)
+            chunk = self._at.run("SETTLE", first + rows, self._held(), chunk, generation)
         garbage = self._at.keys.named("garbage")
         for old in self._at.call("listing garbage", partial(self._at.client.smembers, garbage)):
             self._clear(int(old))

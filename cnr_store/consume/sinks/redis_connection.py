@@ -12,6 +12,7 @@ import msgspec
 from cnr_store.consume.sinks import redis_scripts
 from cnr_store.consume.sinks.protocol import SinkState
 from cnr_store.consume.sinks.stored_rows import StoredAs
+from cnr_store.documents import loads
 from cnr_store.errors import AccessDenied, BadInput, BadName, CorruptStore, Fenced, MissingDependency, StorageFailure
 from cnr_store.storage.redaction import Secrets
 from cnr_store.types import RowIds
@@ -47,7 +48,7 @@ class Current(msgspec.Struct, frozen=True):
         return SinkState(self.store, self.branch, self.version, self.step, self.scope)
 
 
-# Built while the module is imported, as in records.py: two threads that make it at once crash the interpreter.
+# Built while the module is imported, as in documents.py: two threads that make it at once crash the interpreter.
 _DECODER = msgspec.json.Decoder(Current)
 
 
@@ -145,7 +146,19 @@ class Connection:
 
 
 def numbers_of(current: bytes) -> tuple[int, int]:
-    """Return generation and sequence of `current`."""
+    """Return generation and sequence of `current`.
+
+    Raises
+    ------
+    CorruptStore
+        It is too short to have them.
+    """
+    if len(current) < HEAD_BYTES:
+        raise CorruptStore(
+            f"`current` of the rows in Redis has {len(current)} bytes, at least {HEAD_BYTES} are expected: something "
+            "else wrote it; remove its keys and push everything again",
+            expected=HEAD_BYTES, found=len(current),
+        )  # fmt: skip
     generation, sequence = struct.unpack_from(">QQ", current)
     return int(generation), int(sequence)
 
@@ -160,10 +173,10 @@ def document_of(place: str, current: bytes) -> Current:
     """
     cause: Exception | None = None
     try:
-        document = _DECODER.decode(current[HEAD_BYTES:])
+        document = loads(current[HEAD_BYTES:], _DECODER)
         if document.format == FORMAT:
             return document
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         cause = error
     raise CorruptStore(
         f"what {place} says of its rows cannot be read: a newer program wrote it, or something else; read it with "

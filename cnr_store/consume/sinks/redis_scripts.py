@@ -17,8 +17,9 @@ not committed is not there. *Settling* a row leaves just that entry: after a com
 after a crash what the batch had written. A full batch writes rows of a new generation, so that nothing of before can
 show through; the old generation goes when the new one is current.
 
-Every script may run twice (a reply can be lost), and the second run may come late: it changes nothing. A server that
-was restored from an older copy has lost what was written since. So a batch begins only on what the writer knows to be
+Every script may run twice (a reply can be lost), and the second run may come late: it changes nothing that is shown.
+A late `DROP` or `BEGIN` gives the batch up that is being written then, and its writer begins it anew. A server that was
+restored from an older copy has lost what was written since. So a batch begins only on what the writer knows to be
 current, and commits only if all its steps are there.
 """
 
@@ -81,9 +82,11 @@ SETTLE = (
     + _ENTRIES
     + """
 if redis.call('EXISTS', KEYS[4]) == 1 then return redis.error_reply('CNRLOST') end
+local current = redis.call('GET', KEYS[2])
+local generation, newest = 0, -1
+if current then generation, newest = struct.unpack('>I8I8', current) end
+if string.format('%d', generation) ~= ARGV[3] then return redis.error_reply('CNRLOST') end
 if redis.call('LINDEX', KEYS[3], 0) == ARGV[2] then
-  local current = redis.call('GET', KEYS[2])
-  local newest = current and select(2, struct.unpack('>I8I8', current)) or -1
   for i = 5, #KEYS do
     local value = redis.call('GET', KEYS[i])
     if value then
@@ -99,7 +102,10 @@ return redis.call('LINDEX', KEYS[3], 0)
 )
 """Settle the rows of the first chunk, while no batch is pending: a late second run would undo that batch's rows.
 
-KEYS token, current, written, pending, rows; ARGV token, the chunk. Returns the next."""
+And while the generation is still theirs: behind a full batch the same chunk may stand for rows of the next one.
+
+KEYS token, current, written, pending, rows; ARGV token, the chunk, the rows' generation (0 where there is no
+`current`). Returns the next."""
 
 BEGIN = (
     _GUARD

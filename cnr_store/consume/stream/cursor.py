@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from cnr_store.documents import canonical_json, loads
 from cnr_store.errors import BadInput
 from cnr_store.layout import is_branch_name
-from cnr_store.records import canonical_json
 from cnr_store.store import Store
 
 
@@ -47,8 +47,8 @@ class ChangeCursor(msgspec.Struct, frozen=True, kw_only=True):
         BadInput
         """
         try:
-            cursor = _DECODER.decode(text)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            cursor = loads(text.encode() if isinstance(text, str) else text, _DECODER)
+        except (msgspec.MsgspecError, UnicodeError) as error:
             raise BadInput(f"this is no cursor of a change stream: {error}; start over without one") from error
         if cursor.version < 0 or (cursor.branch and not is_branch_name(cursor.branch)):
             raise BadInput(
@@ -77,5 +77,5 @@ class ChangeCursor(msgspec.Struct, frozen=True, kw_only=True):
             )  # fmt: skip
 
 
-# Made while the module is imported, as those of `cnr_store.records`.
+# Made while the module is imported, as those of `cnr_store.documents`.
 _DECODER = msgspec.json.Decoder(ChangeCursor)

@@ -8,6 +8,7 @@ the next one, so that no version is there twice and none is missing.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -24,9 +25,11 @@ import pyarrow.parquet
 from cnr_store.consume.stream.arrow import OPERATIONS
 from cnr_store.consume.stream.cursor import ChangeCursor
 from cnr_store.consume.stream.stream import ChangeStream, VersionChanges
-from cnr_store.errors import BadInput, Conflict
+from cnr_store.documents import canonical_json, loads
+from cnr_store.errors import BadInput, Conflict, StorageFailure
 from cnr_store.layout import encode_name
-from cnr_store.records import canonical_json
+from cnr_store.limits import MAX_LISTS_BYTES
+from cnr_store.local_files import failing_at, read_at_most, write_whole
 
 RECORDING = "__recording.json"
 """No table's folder is called so: names that begin with two underscores are encoded."""
@@ -103,7 +106,9 @@ def recorded_cursor(folder: str | os.PathLike[str]) -> ChangeCursor | None:
     Raises
     ------
     BadInput
-        What says so cannot be read.
+        What says so cannot be understood.
+    AccessDenied, StorageFailure
+        Or cannot be read.
     """
     recording = _read(Path(folder))
     return None if recording is None else recording.cursor
@@ -136,8 +141,8 @@ def write_parquet(
         The folder holds changes of another store, of other tables, in another format, or up to another version.
     Conflict
         Another process is writing there.
-    CursorExpired, CorruptStore, StorageFailure, OSError
-        Nothing of the version under way is left; a next run goes on.
+    CursorExpired, CorruptStore, AccessDenied, StorageFailure
+        Of the store or of the folder. Nothing of the version under way is left; a next run goes on.
 
     Examples
     --------
@@ -184,9 +189,10 @@ def _write(
 ) -> RecordingReport:
     if max_file_bytes < 1:
         raise BadInput(f"max_file_bytes is {max_file_bytes}; give 1 or more", found=max_file_bytes)
-    if folder.exists() and not folder.is_dir():
-        raise BadInput(f"{folder} is a file; changes are written to a folder", path=str(folder))
-    folder.mkdir(parents=True, exist_ok=True)
+    with _failing_at(folder):
+        if folder.exists() and not folder.is_dir():
+            raise BadInput(f"{folder} is a file; changes are written to a folder", path=str(folder))
+        folder.mkdir(parents=True, exist_ok=True)
     with _alone_in(folder):
         recording = _begin(stream, folder, kind)
         versions = rows = files = size_bytes = 0
@@ -196,7 +202,8 @@ def _write(
             versions += 1
             rows += sum(recorded.upserts.values()) + sum(recorded.deletes.values())
             files += len(recorded.files)
-            size_bytes += sum(path.stat().st_size for path in recorded.files)
+            with _failing_at(folder):
+                size_bytes += sum(path.stat().st_size for path in recorded.files)
             if on_version is not None:
                 on_version(recorded)
         if stream.cursor is not None and stream.cursor != recording.cursor:
@@ -212,7 +219,7 @@ def _begin(stream: ChangeStream, folder: Path, kind: RecordingFormat) -> Recordi
         tables=stream.tables, slots=stream.has_slots,
     )  # fmt: skip
     found = _read(folder)
-    left = [path for path in folder.glob("*/*") if _FILE.fullmatch(path.name)]
+    left = _recorded_files(folder)
     if found is None:
         if left:
             raise BadInput(f"{folder} holds changes, and no {RECORDING} that says of what; use another folder")
@@ -233,8 +240,16 @@ def _begin(stream: ChangeStream, folder: Path, kind: RecordingFormat) -> Recordi
         )  # fmt: skip
     for path in left:
         if path.suffix == ".part" or found.version is None or int(path.name[:20]) > found.version:
-            path.unlink()
+            with _failing_at(path):
+                path.unlink()
     return found
+
+
+def _recorded_files(folder: Path) -> list[Path]:
+    """The files of versions, complete or not, in the folders of tables; links are none of them, and not followed."""
+    with _failing_at(folder):
+        tables = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
+        return [path for table in tables for path in table.iterdir() if _FILE.fullmatch(path.name)]
 
 
 def _contents(recording: Recording) -> str:
@@ -249,7 +264,7 @@ def _write_version(
     upserts: dict[str, int] = {}
     deletes: dict[str, int] = {}
     files = _Files(folder, kind, changes.version, max_file_bytes)
-    with files:
+    with _failing_at(folder), files:
         for batch in changes.batches:
             table = batch["table"][0].as_py()
             files.write(table, batch)
@@ -307,6 +322,8 @@ class _Files:
             self._table, self._size_bytes = table, 0
             parent = self._folder / encode_name(table)
             parent.mkdir(exist_ok=True)
+            if parent.is_symlink():
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(parent))
             name = parent / f"{self._version:020d}-{self._part:05d}{_SUFFIXES[self._kind]}"
             self.names.append(name)
             self._sink = _open_sink(self._kind, _part(name), batch.schema)
@@ -348,12 +365,15 @@ def _part(name: Path) -> Path:
 
 def _read(folder: Path) -> Recording | None:
     path = folder / RECORDING
+    with failing_at(path, "read"):
+        try:
+            data = read_at_most(path, MAX_LISTS_BYTES)
+        except FileNotFoundError:
+            return None
+        except NotADirectoryError as error:
+            raise BadInput(f"{folder} is a file; changes are written to a folder", path=str(folder)) from error
     try:
-        return _DECODER.decode(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except NotADirectoryError as error:
-        raise BadInput(f"{folder} is a file; changes are written to a folder", path=str(folder)) from error
+        return loads(data, _DECODER)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise BadInput(f"{path} cannot be read: {error}; use another folder", path=str(path)) from error
 
@@ -361,10 +381,11 @@ def _read(folder: Path) -> Recording | None:
 def _put(folder: Path, recording: Recording) -> Recording:
     path = folder / RECORDING
     part = _part(path)
-    part.write_bytes(canonical_json(recording))
-    _sync(part)
-    part.rename(path)
-    _sync(folder)
+    with _failing_at(path):
+        write_whole(part, canonical_json(recording))
+        _sync(part)
+        part.rename(path)
+        _sync(folder)
     return recording
 
 
@@ -379,9 +400,26 @@ def _sync(path: Path) -> None:
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
     """Keep other processes, and other threads, out of the folder; the lock ends with its holder, whatever kills it."""
-    with open(folder / "__lock", "wb") as lock:
+    path = folder / "__lock"
+    with _failing_at(path):
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Conflict(f"another process writes changes to {folder}; stop it, or use another folder") from None
         yield
+    finally:
+        os.close(lock)
+
+
+@contextlib.contextmanager
+def _failing_at(path: Path) -> Iterator[None]:
+    """Turn what the system, or pyarrow, says of files into errors of this library."""
+    with failing_at(path, "written"):
+        try:
+            yield
+        except pa.ArrowException as error:
+            if isinstance(error, OSError):
+                raise
+            raise StorageFailure(f"{path} cannot be written: {error}", path=str(path)) from error

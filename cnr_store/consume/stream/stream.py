@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from cnr_store.chunk_lru import ChunkLru
+from cnr_store.commit_record import LogEntry, is_live
 from cnr_store.consume.moves.moving import Apply, Compare, Move, Reread, Same, plan_move, plan_path
 from cnr_store.consume.stream.arrow import RowBlock, change_batches
 from cnr_store.consume.stream.cursor import ChangeCursor
@@ -44,7 +45,7 @@ from cnr_store.errors import (
     VersionNotFound,
 )
 from cnr_store.layout import DATA
-from cnr_store.records import ChainEntry, LogEntry, Manifest, TableSchema, is_live
+from cnr_store.records import ChainEntry, Manifest, TableSchema
 from cnr_store.replay import ChunkReader
 from cnr_store.segment import SegmentReader
 from cnr_store.snapshot import Snapshot
@@ -211,7 +212,7 @@ class ChangeStream:
         self._name, self._ttl_s = cursor, ttl_s
         self._max_batch_rows = max_batch_rows
         self._cache = ChunkLru(cache_bytes) if cache_bytes else None
-        self._copy = StreamCopy(self._is_wanted) if mirror == "memory" else None
+        self._copy = StreamCopy(self._is_wanted, is_asked=self._only is not None) if mirror == "memory" else None
         self._closed = threading.Event()
         self._is_over = False
         self._flat: Iterator[pa.RecordBatch] | None = None
@@ -589,6 +590,8 @@ class ChangeStream:
     ) -> Iterator[RowBlock]:
         schema = after.tables.get(table)
         names = [] if schema is None else self._names(schema)
+        if schema is not None and self._only is None and (before is None or before.num_rows < schema.num_rows):
+            after.table(table).check_stored("name the table in tables=", slots=self._slots)
         new_rows: TableRows | Nothing = (
             Nothing() if schema is None else TableRows(after, table, names, self._slots_rule)
         )

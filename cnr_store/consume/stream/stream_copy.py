@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from cnr_store.commit_record import LogEntry
 from cnr_store.consume.moves.mover import Holding, Moved, move_tables
 from cnr_store.consume.moves.moving import Compare, Move
 from cnr_store.consume.rows.folding import fold_into, fold_target
@@ -19,7 +20,7 @@ from cnr_store.consume.stream import table_rows
 from cnr_store.consume.stream.arrow import RowBlock
 from cnr_store.consume.stream.differences import Nothing, are_comparable, compared_rows
 from cnr_store.consume.stream.table_rows import Span, Window, rows_of
-from cnr_store.records import LogEntry, TableSchema
+from cnr_store.records import TableSchema
 from cnr_store.snapshot import Snapshot
 from cnr_store.types import RowIds
 from cnr_store.workers import blocks
@@ -30,8 +31,9 @@ Wanted = Callable[[str], bool]
 class StreamCopy:
     """One copy of the wanted tables; `prepare` builds what a version changes beside it, `settle` takes that in."""
 
-    def __init__(self, is_wanted: Wanted) -> None:
+    def __init__(self, is_wanted: Wanted, *, is_asked: bool) -> None:
         self._is_wanted = is_wanted
+        self._is_asked = is_asked
         self._tables: dict[str, ServedTable] = {}
         self._stated: dict[str, int | None] = {}
         self._version: int | None = None
@@ -113,7 +115,7 @@ class StreamCopy:
 
     def _hold(self, table: str, schema: TableSchema) -> Holding | None:
         del schema
-        return Holding() if self._is_wanted(table) else None
+        return Holding(is_asked=self._is_asked) if self._is_wanted(table) else None
 
 
 class _HeldRows:

@@ -7,6 +7,7 @@ the failure of each check, or null. That variable is read when the kernels are d
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import traceback
@@ -21,6 +22,7 @@ from cnr_store.encodings import affine, packing
 from cnr_store.encodings import kernels as cpu_kernels
 from cnr_store_gpu import kernels, words
 from cnr_store_gpu.kernels import reference
+from tests.ties import SCALES, affine_ties, lattice_ties
 
 SIZES = (0, 1, 31, 33, 1023, 1025)
 DIMS = (1, 3, 8, 13, 64)
@@ -274,6 +276,23 @@ def lattice_ties_go_to_even_and_slots_code_like_columns(device: str) -> None:
     assert int(flag) == 0
 
 
+def lattice_ties_of_any_scale_are_those_of_the_cpu(device: str) -> None:
+    for dim, scale in itertools.product((1, 8, 13), SCALES):
+        for largest, dtype in ((32_767, torch.int16), (2**21, torch.int32)):
+            values, expected = lattice_ties(scale, dim, largest=largest)
+            table, rows = torch.from_numpy(values).to(device), torch.arange(len(values), device=device)
+            coded, gathered, by_torch = (torch.empty(values.shape, dtype=dtype, device=device) for _ in range(3))
+            flag = torch.zeros(1, dtype=torch.int32, device=device)
+
+            kernels.lattice_quantize(table, float(scale), coded, flag)
+            kernels.gather_lattice(table, rows, float(scale), gathered, flag)
+            reference.lattice_quantize(table, float(scale), by_torch, flag)
+
+            for found in (coded, gathered, by_torch):
+                np.testing.assert_array_equal(found.cpu().numpy(), expected)
+            assert int(flag) == 0
+
+
 def lattice_flags_what_it_cannot_store(device: str) -> None:
     edge = float(2**21)
     cases = [
@@ -372,6 +391,20 @@ def minmax_codes_equal_the_cpu(device: str) -> None:
             assert found[3] == 0
 
 
+def ties_between_affine_codes_go_to_the_even_one(device: str) -> None:
+    for bits in (2, 3, 4, 8):
+        values, codes = affine_ties(bits)
+        unpacked = np.zeros((len(values), packing.padded_dim(values.shape[1])), np.uint8)
+        unpacked[:, : values.shape[1]] = codes
+        expected = np.empty((len(values), packing.packed_width(values.shape[1], bits)), np.uint8)
+        packing.pack(unpacked, bits=bits, out=expected)
+        table = torch.from_numpy(values).to(device)
+        for half in (True, False):
+            for rows in (None, torch.arange(len(values), device=device)):
+                found = _affine(table, bits, "minmax", half, rows)
+                np.testing.assert_array_equal(found[0].cpu().numpy(), expected)
+
+
 def minmax_of_extreme_rows_equals_the_cpu(device: str) -> None:
     tiny = 1e-42
     rows = np.array(
@@ -438,9 +471,11 @@ CHECKS: dict[str, Callable[[str], None]] = {
         places_beyond_two_billion_elements_are_reached,
         lattice_codes_equal_the_cpu_kernel,
         lattice_ties_go_to_even_and_slots_code_like_columns,
+        lattice_ties_of_any_scale_are_those_of_the_cpu,
         lattice_flags_what_it_cannot_store,
         added_differences_equal_decoding_the_sum,
         minmax_codes_equal_the_cpu,
+        ties_between_affine_codes_go_to_the_even_one,
         minmax_of_extreme_rows_equals_the_cpu,
         grid_search_is_as_good_as_the_cpu_and_codes_follow_the_parameters,
         affine_flags_what_it_cannot_store,

@@ -20,7 +20,7 @@ from cnr_store_tools.options import (
     open_store,
     parse_duration,
     parse_size,
-    parse_storage_options,
+    place_options,
 )
 from cnr_store_tools.output import emit
 from cnr_store_tools.text import one_line
@@ -77,7 +77,7 @@ def relay(
         mirror = Relay(
             store, target, start=start, policy=policy, grace_s=parse_duration(grace, "--grace"), trims=not no_trim,
             bytes_per_s=None if bandwidth is None else parse_size(bandwidth, "--bandwidth"),
-            storage_options=parse_storage_options(target_option) or None,
+            **place_options(target_option),
         )  # fmt: skip
 
         def tell(report: RelayReport) -> None:

@@ -20,7 +20,7 @@ from cnr_store_tools.options import (
     Version,
     open_snapshot,
     open_store,
-    parse_storage_options,
+    place_options,
 )
 from cnr_store_tools.output import emit
 
@@ -31,22 +31,12 @@ def init(
         Literal["compact", "portable"],
         typer.Option("--profile", help="compact: smallest. portable: core Zarr codecs only."),
     ] = "compact",
-    unsafe_single_writer: Annotated[
-        bool,
-        typer.Option(
-            "--unsafe-single-writer",
-            help="Accept a backend that cannot create objects exclusively; then only one process may ever write.",
-        ),
-    ] = False,
     storage_option: StorageOptions = None,
     json: Json = False,
     debug: Debug = False,  # noqa: ARG001 - read from the arguments by the guard
 ) -> None:
     """Create an empty store."""
-    options = parse_storage_options(storage_option) or None
-    with Store.create(
-        url, storage_options=options, profile=profile, unsafe_single_writer=unsafe_single_writer
-    ) as store:
+    with Store.create(url, profile=profile, **place_options(storage_option)) as store:
         document = {
             "url": store.url, "store_uuid": store.uuid, "profile": profile,
             "message": f"created {store.url} (profile {profile}, uuid {store.uuid})",

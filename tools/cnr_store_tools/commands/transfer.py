@@ -24,7 +24,7 @@ from cnr_store_tools.options import (
     check_bits,
     open_snapshot,
     open_store,
-    parse_storage_options,
+    place_options,
 )
 from cnr_store_tools.output import emit
 from cnr_store_tools.progress import progress_bars
@@ -124,7 +124,7 @@ def _open_or_create(url: str, storage_option: list[str] | None, *, create: bool)
     except NotAStore:
         if not create:
             raise
-        return Store.create(url, storage_options=parse_storage_options(storage_option) or None)
+        return Store.create(url, **place_options(storage_option))
 
 
 def _table_options(exact: bool, bits: int | None, max_error: float | None) -> TableOptions | None:

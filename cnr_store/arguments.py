@@ -1,0 +1,86 @@
+"""What a caller gives, checked where it is given: single values, by name. Pure.
+
+What passes is returned as Python's own int or float, because it may be stored: a JSON document knows no numpy scalar.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cnr_store.errors import BadInput
+
+
+def checked_choice(name: str, value: Any, allowed: Sequence[object]) -> Any:
+    """Return the value if it is one of ``allowed``, and of the same type: ``True`` and ``1.0`` are not 1.
+
+    Raises
+    ------
+    BadInput
+    """
+    plain = value.item() if isinstance(value, np.generic) else value
+    if not any(type(plain) is type(one) and plain == one for one in allowed):
+        choices = ", ".join(repr(one) for one in allowed)
+        raise BadInput(f"{name} is one of {choices}; found {value!r}", expected=list(allowed), found=value)
+    return plain
+
+
+def checked_count(name: str, value: Any, *, least: int = 0, most: int | None = None) -> int:
+    """Return a whole number that is in its range, both ends included.
+
+    Raises
+    ------
+    BadInput
+
+    Examples
+    --------
+    >>> checked_count("keep_last", np.int64(3), least=1)
+    3
+    """
+    is_bool = isinstance(value, bool | np.bool_)
+    try:
+        number = None if is_bool else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or number < least or (most is not None and number > most):
+        bounds = f"of {least} or more" if most is None else f"from {least} to {most}"
+        raise BadInput(f"{name} is a whole number {bounds}; found {value!r}", expected=(least, most), found=value)
+    return number
+
+
+def checked_number(
+    name: str, value: Any, *, above: float | None = None, least: float | None = None, most: float | None = None
+) -> float:
+    """Return a finite number that is in its range; ``above`` is excluded, ``least`` and ``most`` are not.
+
+    Raises
+    ------
+    BadInput
+
+    Examples
+    --------
+    >>> checked_number("keep", 1, above=0, most=1)
+    1.0
+    """
+    is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    try:
+        number = float(value) if is_number else math.nan
+    except OverflowError:
+        number = math.inf
+    is_within = (
+        math.isfinite(number)
+        and (above is None or number > above)
+        and (least is None or number >= least)
+        and (most is None or number <= most)
+    )
+    if not is_within:
+        bounds = [f"above {above:g}"] if above is not None else []
+        bounds += [f"of {least:g} or more"] if least is not None else []
+        bounds += [f"at most {most:g}"] if most is not None else []
+        said = " ".join(["a finite number", " and ".join(bounds)]).rstrip()
+        raise BadInput(f"{name} is {said}; found {value!r}", found=value)
+    return number

@@ -1,0 +1,95 @@
+"""Files of this machine that are no objects of a store: errors that say what to do, sizes and links that are looked at.
+
+Mirrors, exports, recordings of changes, shared memory: whatever the system says about their files becomes an error of
+this library that names the file.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+
+from cnr_store.errors import AccessDenied, StorageFailure
+
+_ADVICE = {
+    errno.ENOSPC: "free some space there, or use another folder",
+    errno.EDQUOT: "the quota is used up: free some space there, or use another folder",
+    errno.EFBIG: "the file system, or a limit of this process (ulimit -f), allows no file of that size",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the limit of open files (fs.file-max)",
+    errno.ELOOP: "it is a symbolic link, which is not followed: remove it",
+}
+_DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+
+
+@contextmanager
+def failing_at(
+    path: str | os.PathLike[str], action: str, advice: Mapping[int, str] = MappingProxyType({})
+) -> Iterator[None]:
+    """Turn an `OSError` of the block into an error of this library.
+
+    Parameters
+    ----------
+    action
+        What cannot be done, such as "read" or "written".
+    advice
+        By errno, what to do about it here, where that is not what it is anywhere.
+
+    Raises
+    ------
+    AccessDenied, StorageFailure
+    """
+    try:
+        yield
+    except OSError as error:
+        hint = advice.get(error.errno or 0) or _ADVICE.get(error.errno or 0)
+        kind = AccessDenied if error.errno in _DENIED else StorageFailure
+        raise kind(
+            f"{os.fspath(path)} cannot be {action}: {error.strerror or error}{f'; {hint}' if hint else ''}",
+            path=os.fspath(path),
+            found=errno.errorcode.get(error.errno or 0),
+        ) from error
+
+
+def read_at_most(path: Path, limit_bytes: int) -> bytes:
+    """Return a file's bytes, or the first ``limit_bytes`` + 1 of more; no link is followed, no pipe waited for.
+
+    Raises
+    ------
+    OSError
+        It is not there, a link, no regular file, or cannot be read.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "no regular file", str(path))
+        return file.read(limit_bytes + 1)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Make a file of these bytes, or overwrite one; a link in its place is not followed.
+
+    Raises
+    ------
+    OSError
+    """
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+    with os.fdopen(fd, "wb") as file:
+        file.write(data)
+
+
+def reserve(fd: int, size_bytes: int) -> None:
+    """Take the blocks of a file's first bytes: a write to a map of it that meets a full disk ends the process (SIGBUS).
+
+    Raises
+    ------
+    OSError
+        There is no room.
+    """
+    if size_bytes:
+        os.posix_fallocate(fd, 0, size_bytes)

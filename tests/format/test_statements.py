@@ -1,0 +1,121 @@
+"""What one field says of another: writers say nothing that readers refuse, and sweeps find every overlap."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cnr_store import BadInput, BadShape, CorruptStore, Store, TableOptions, verify_store
+from cnr_store.limits import MAX_DIM
+from cnr_store.manifest import decode_manifest
+from cnr_store.manifest_checks import manifest_problems
+from cnr_store.rebase import draft_after, rebase_expire
+from cnr_store.records import Manifest, PartEntry, TableSchema
+from cnr_store.segment import write_manifest
+from cnr_store.store import writer_info
+from cnr_store.types import Raw
+from format_spec.reader.compare import compare
+
+FIELDS: dict[str, Any] = {
+    "negative epoch": {"epoch": 5, "step": -1},
+    "name with a line feed": {"tags": {"a\nb": 1}},
+    "version that is not there": {"tags": {"a": 9}},
+    "floor behind the record": {"floor": 9},
+}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    store = Store.create(str(tmp_path / "store"), fsync=False, threads=1)
+    with store.writer() as writer, writer.begin(step=1) as txn:
+        txn.write_table("t", np.ones((4, 2), np.float32), options=TableOptions(scale=1.0))
+    return store
+
+
+@pytest.mark.parametrize("case", sorted(FIELDS))
+def test_a_record_that_no_reader_takes_is_not_sent(store: Store, case: str) -> None:
+    head = store.head()
+    draft = draft_after(head.record, "expire", writer_info(), **FIELDS[case])
+
+    with pytest.raises(BadInput, match="no reader would take it"):
+        store.commit_log.append(head, draft, rebase_expire)
+
+    assert store.head().digest == head.digest
+
+
+def test_a_manifest_that_no_reader_takes_is_not_put(store: Store) -> None:
+    reader = store.snapshot().readers[-1]
+    manifest = msgspec.structs.replace(reader.manifest, parts=())
+
+    with pytest.raises(BadInput, match="do not make it up"):
+        write_manifest(store.storage, reader.name, manifest)
+
+    assert store.snapshot().readers[-1].manifest == reader.manifest
+
+
+def test_a_manifest_of_a_newer_format_may_have_other_fields() -> None:
+    with pytest.raises(Exception, match="manifest format 2") as caught:
+        decode_manifest(b'{"format":2,"parts":"elsewhere"}', "here")
+
+    assert getattr(caught.value, "kind", "") == "newer_format"
+
+
+def test_tensors_without_elements_lie_in_an_array_that_is_there(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    with Store.create(str(root), fsync=False, threads=1) as store:
+        with store.writer() as writer:
+            for step in (1, 2):
+                with writer.begin(step=step) as txn:
+                    txn.put_dense({"none": np.empty((0, 3), np.float64), "one": np.full(1, step, np.int32)})
+        snapshot = store.snapshot()
+
+        assert snapshot.read_dense("none").shape == (0, 3)
+        assert snapshot.manifests[0].dense["none"].path in {one.path for one in snapshot.manifests[0].dense_arrays}
+        assert verify_store(store, deep=True).is_sound
+    assert compare(root) > 0
+
+
+def test_more_columns_than_readers_take_are_refused_when_given(store: Store) -> None:
+    with store.writer() as writer, pytest.raises(BadShape, match="at most 1048576"), writer.begin(2, "full") as txn:
+        txn.write_table("wide", np.zeros((1, MAX_DIM + 1), np.float32), options=TableOptions(scale=1.0))
+
+
+def rectangles(rows: int, columns: int) -> st.SearchStrategy[list[tuple[tuple[int, int], tuple[int, int]]]]:
+    span = lambda size: st.tuples(st.integers(0, size), st.integers(0, size)).map(sorted).map(tuple)  # noqa: E731
+    return st.lists(st.tuples(span(rows), span(columns).filter(lambda one: one[0] < one[1])), max_size=8)
+
+
+@given(rectangles(6, 5))
+def test_the_sweep_finds_an_overlap_where_two_parts_share_an_element(found: Any) -> None:
+    parts = tuple(PartEntry(table="t", folder=f"p{k}", rows=rows, columns=cols) for k, (rows, cols) in enumerate(found))
+    schema = TableSchema(num_rows=6, dim=5, dtype="float32", encoding=Raw())
+    manifest = Manifest(
+        format=1, profile="compact", txn="0" * 32, base=0, kind="baseline", l0=0, l1=1, step=0, tables={"t": schema},
+        parts=parts, objects=(),
+    )  # fmt: skip
+
+    problems = list(manifest_problems(manifest))
+
+    shared = any(meets(a.rows, b.rows) and meets(a.columns, b.columns) for a, b in combinations(parts, 2))
+    covered = sum((p.rows[1] - p.rows[0]) * (p.columns[1] - p.columns[0]) for p in parts)
+    assert any("overlap" in problem for problem in problems) == shared
+    assert any("do not make it up" in problem for problem in problems) == (covered != 30)
+
+
+def meets(a: tuple[int, int], b: tuple[int, int]) -> bool:
+    return max(a[0], b[0]) < min(a[1], b[1])
+
+
+def test_a_table_name_of_more_bytes_than_characters_is_refused(store: Store) -> None:
+    manifest = store.snapshot().manifests[-1]
+    tables = {**manifest.tables, "ü" * 513: TableSchema(num_rows=0, dim=1, dtype="float32", encoding=Raw())}
+
+    with pytest.raises(CorruptStore, match="1024 bytes"):
+        decode_manifest(msgspec.json.encode(msgspec.structs.replace(manifest, tables=tables)), "here")

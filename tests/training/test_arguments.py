@@ -1,0 +1,72 @@
+"""What a manager is asked for is checked when it is made, not at the first save, hours later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cnr_store import BadInput, Store, TableOptions, Threshold
+from cnr_store.training import CheckpointManager
+from tests.training.runs import Training
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"options": {"bits": 4}}, "options="),
+        ({"options": {"user.weight": {"bits": 4}}}, "options="),
+        ({"options": "exact"}, "options="),
+        ({"options": TableOptions(mantissa_bits=12)}, "name the encoding"),
+        ({"policy": "sometimes"}, "policy"),
+        ({"mirror": "disk"}, "mirror"),
+        ({"mirror": None}, "mirror"),
+        ({"mirror": "mmap", "mirror_folder": "/never/made"}, "mirror_folder"),
+        ({"first_full": "later"}, "first_full"),
+        ({"when_busy": True}, "when_busy"),
+        ({"on_error": "ignore"}, "on_error"),
+        ({"on_bypass": "ignore"}, "on_bypass"),
+        ({"in_flight": "keep"}, "in_flight"),
+        ({"schedule": "cosine"}, "schedule"),
+        ({"save_on_sigterm": "yes"}, "save_on_sigterm"),
+        ({"every_steps": 0}, "every_steps"),
+        ({"every_steps": 1.5}, "every_steps"),
+        ({"every_steps": True}, "every_steps"),
+        ({"every_seconds": 0}, "every_seconds"),
+        ({"every_seconds": "60"}, "every_seconds"),
+        ({"bytes_per_s": 0}, "bytes_per_s"),
+        ({"bytes_per_s": "1e9"}, "bytes_per_s"),
+        ({"threads": 0}, "threads"),
+        ({"verify_rows": -1}, "verify_rows"),
+        ({"target_bytes_per_checkpoint": 1.5}, "target_bytes_per_checkpoint"),
+    ],
+)
+def test_an_argument_that_cannot_be_meant_is_refused_at_once(given: dict[str, Any], named: str) -> None:
+    training = Training()
+    before = len(training.model.user._forward_hooks)
+
+    with pytest.raises(BadInput, match=named):
+        CheckpointManager(
+            "memory://never-made", model=training.model, optimizer=training.optimizers, **given
+        )  # fmt: skip
+
+    assert len(training.model.user._forward_hooks) == before
+
+
+@pytest.mark.parametrize("options", [TableOptions(bits=4), TableOptions(threshold=Threshold(keep=0.5))])
+def test_options_that_the_dtype_of_a_table_does_not_have_are_refused_at_once(options: TableOptions) -> None:
+    training = Training("sgd", dtype=torch.bfloat16)
+
+    with pytest.raises(BadInput, match="table 'item"):
+        CheckpointManager("memory://never-made", model=training.model, optimizer=training.optimizers, options=options)
+
+
+def test_a_writer_of_an_unknown_mirror_fences_nobody() -> None:
+    store = Store.create("memory://unknown-mirror")
+    head = store.latest_version()
+
+    with pytest.raises(BadInput, match="mirror"):
+        store.writer(mirror="disk")  # type: ignore[arg-type]
+
+    assert store.latest_version() == head
