@@ -203,6 +203,10 @@ class FaultyFileSystem(fsspec.AbstractFileSystem):
         """What goes wrong here."""
         return self._fault
 
+    def arm(self, fault: Fault | None) -> None:
+        """Let something else go wrong from now on, or nothing; it has hit no call yet."""
+        self._fault, self.hits = fault, 0
+
     def count(self, *operations: Operation) -> int:
         """Return how many calls of these operations were made; of all without arguments."""
         return sum(not operations or call.operation in operations for call in self.calls)

@@ -60,9 +60,6 @@ Array = np.ndarray[Any, Any]
 class Flaky(FaultyFileSystem):
     """Fails when told to."""
 
-    def arm(self, fault: Fault | None) -> None:
-        self._fault, self._hits_left = fault, 0 if fault is None else fault.calls
-
     def meet(self, on_call: Callable[[Call], None] | None) -> None:
         self._on_call = on_call
 

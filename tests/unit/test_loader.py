@@ -54,9 +54,6 @@ OPTIONS = TableOptions(scale=0.25)
 class Flaky(FaultyFileSystem):
     """A process's view of the files that fails when told to."""
 
-    def arm(self, fault: Fault | None) -> None:
-        self._fault, self._hits_left = fault, 0 if fault is None else fault.calls
-
     def fails(self, calls: int = 10**6) -> None:
         self.arm(Fault(FaultKind.FAIL_BEFORE, len(self.calls), calls=calls))
 

@@ -367,7 +367,7 @@ def test_a_save_that_could_not_follow_compaction_leaves_the_writer_as_it_was() -
             txn.write_rows("t", np.asarray([step]), values[[step]])
     assert compact(other, run=(0, 3)).outcome == "committed"
     # Behind the newest record and the one that is not there yet: the manifest of the folded segment.
-    fs._fault, fs._hits_left = Fault(FaultKind.FAIL_BEFORE, at=len(fs.calls) + 2), 1
+    fs.arm(Fault(FaultKind.FAIL_BEFORE, at=len(fs.calls) + 2))
 
     before = writer.head.record.v
     writer.begin(4, kind="full").abort()

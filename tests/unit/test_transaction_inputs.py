@@ -62,17 +62,12 @@ def slot(rows: int, value: float = 1) -> dict[str, Any]:
     return {"m": np.full(rows, value, np.float32)}
 
 
-class Flaky(FaultyFileSystem):
-    def arm(self, fault: Fault | None) -> None:
-        self._fault, self._hits_left = fault, 0 if fault is None else fault.calls
-
-
 class World:
     """A store of one lattice table with a slot, an exact one and a hashed one, and its writer."""
 
     def __init__(self) -> None:
         self.inner = IsolatedMemoryFileSystem()
-        self.fs = Flaky(self.inner)
+        self.fs = FaultyFileSystem(self.inner)
         self.store = Store.create_on(storage_from_filesystem(self.fs, ROOT), threads=1)
         self.writer = self.store.writer()
         with self.writer.begin(1) as txn:
