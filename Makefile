@@ -9,9 +9,10 @@ WORKERS ?= 2
 DEMO_ARGS ?=
 SUITES ?=
 QUICK ?=
+MUTANTS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve-demo test check azurite redis bench soak clean
+.PHONY: help setup demo serve-demo test check azurite redis bench soak mutants clean
 
 help:
 	@echo "make demo   train, kill, restore and finish a small model; leaves a store to look at"
@@ -20,6 +21,7 @@ help:
 	@echo "make check  lint and types only"
 	@echo "make bench  run all benchmarks and write build/bench/report.md (SUITES=\"size cost\", QUICK=1)"
 	@echo "make soak   the full counts of the crash and property sweeps"
+	@echo "make mutants  break one safety rule at a time and see that a test notices (MUTANTS=\"--area log\")"
 	@echo "make clean  remove the environment, caches and build results"
 
 setup: $(VENV)/.stamp
@@ -67,6 +69,9 @@ bench: $(VENV)/.stamp
 
 soak: $(VENV)/.stamp azurite redis
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m "soak or slow" --timeout 0 tests
+
+mutants: $(VENV)/.stamp redis
+	$(BIN)/python -m tests.mutants.run $(MUTANTS)
 
 clean:
 	rm -rf $(VENV) .cache build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info

@@ -50,9 +50,6 @@ from cnr_store.storage import CreateOutcome, Storage
 Rebase = Callable[[CommitRecord, LogEntry], CommitRecord]
 """(draft, intervening record) -> the draft for the position after it; raises when the two do not commute."""
 
-MAX_HINT = 10**18
-"""A hint beyond this is noise; keeps a hostile hint from leaving the 20 digits of a position."""
-
 _CORRUPT_READ_BACKS = 3
 """How often an unreadable record is read again: a cut connection heals, a torn record does not."""
 
@@ -641,12 +638,11 @@ class CommitLog:
     def _read_hint(self) -> int:
         try:
             data = self._storage.read_document(hint_key(self._prefix), MAX_SMALL_BYTES)
-            version = 0 if data is None else decode_document(data, Hint, hint_key(self._prefix)).version
+            return 0 if data is None else decode_document(data, Hint, hint_key(self._prefix)).version
         except AccessDenied:
             raise
         except (StorageFailure, CorruptStore):
             return 0
-        return version if 0 <= version <= MAX_HINT else 0
 
     def _superseding(self, version: int) -> LogEntry | None:
         """The record that says of a position, which cannot be read, that it holds no version; None if none does."""

@@ -257,7 +257,7 @@ def test_same_tag_twice_is_one_tag() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"floor": 4}, {"expired": (3,)}])
-@pytest.mark.parametrize("rebase", [rebase_tag, rebase_fork, rebase_rollback])
+@pytest.mark.parametrize("rebase", [rebase_tag, rebase_channel, rebase_fork, rebase_rollback])
 def test_target_that_expired_meanwhile_is_refused(
     rebase: Callable[[CommitRecord, LogEntry], CommitRecord], changes: dict[str, Any]
 ) -> None:
@@ -385,6 +385,7 @@ def test_compaction_is_spliced_into_a_chain_that_grew() -> None:
         (segment(8, 0, 4),),
         (segment(1, 0, 1), segment(8, 1, 3), segment(4, 3, 4)),
         (segment(1, 0, 1), segment(2, 1, 2), segment(8, 2, 4)),
+        (segment(1, 0, 1), segment(2, 1, 2), segment(8, 2, 3), segment(4, 3, 4)),  # of the same length and span
     ],
 )
 def test_compaction_whose_run_is_gone_is_abandoned(chain: tuple[ChainEntry, ...]) -> None:

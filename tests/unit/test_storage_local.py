@@ -97,6 +97,17 @@ def test_the_folders_above_a_new_root_are_synced(tmp_path: Path, monkeypatch: py
     assert folders == ["a", ".", "a/root"]
 
 
+def test_a_folder_that_cannot_be_synced_is_a_failure(storage: Storage, shim: RecordingOs) -> None:
+    storage.put("data/a/x", b"x")
+    shim.fail["fsync"] = OSError(errno.EIO, "broken")
+
+    with pytest.raises(StorageFailure, match="syncing the folder"):
+        storage.sync_folders(["data/a/x"])
+
+    shim.fail["fsync"] = OSError(errno.EINVAL, "not here")  # what some network file systems say
+    storage.sync_folders(["data/a/x"])
+
+
 def test_without_fsync_nothing_is_synced(root: Path, shim: RecordingOs) -> None:
     storage = open_storage(root, fsync=False)
 

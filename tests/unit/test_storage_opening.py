@@ -62,6 +62,34 @@ class KnowsNoMode(PrivateMemory):
         super().pipe_file(path, value)
 
 
+class SaysThatItWon(PrivateMemory):
+    """Leaves an object that is there alone, and says nothing of it."""
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
+        if mode != "create" or not self.exists(path):
+            super().pipe_file(path, value)
+
+
+class KeepsListings(PrivateMemory):
+    """Answers a listing as it did before, until it is told not to."""
+
+    protocol = "keepslistings"
+    cnr_exclusive_create = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, Any] = {}
+
+    def find(self, path: str, **options: Any) -> Any:
+        return self.kept.setdefault(f"find {path}", super().find(path, **options))
+
+    def ls(self, path: str, **options: Any) -> Any:
+        return self.kept.setdefault(f"ls {path}", super().ls(path, **options))
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        self.kept.clear()
+
+
 class SlowCheck(PrivateMemory):
     """Leaves other threads time between the check and the assignment."""
 
@@ -124,7 +152,7 @@ class Broken(PrivateMemory):
     cat_file = pipe_file = rm_file = find = ls = _fail
 
 
-@pytest.mark.parametrize("kind", [IgnoresTheMode, RefusesButOverwrites, KnowsNoMode])
+@pytest.mark.parametrize("kind", [IgnoresTheMode, RefusesButOverwrites, SaysThatItWon, KnowsNoMode])
 def test_the_probe_refuses_a_backend_that_ignores_the_condition(kind: type[PrivateMemory]) -> None:
     fs = kind()
 
@@ -271,6 +299,30 @@ def test_each_known_url_gets_its_own_way_of_creating(url: str, options: dict[str
     single = open_storage(url, storage_options=options, unsafe_single_writer=True)
     assert type(single) is kind
     assert not single.is_exclusive
+
+
+@pytest.mark.parametrize(
+    "names",
+    [lambda storage: [stat.key[5:6] for stat in storage.list_objects("data")], lambda s: s.list_folders("data")],
+    ids=["objects", "folders"],
+)
+def test_no_listing_is_older_than_its_request(names: Callable[[Storage], list[str]]) -> None:
+    storage = storage_from_filesystem(KeepsListings(), "/root")
+    storage.put("data/a/x", b"x")
+    assert names(storage) == ["a"]
+
+    storage.put("data/b/y", b"y")
+
+    assert names(storage) == ["a", "b"]
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/root", "gs://bucket/root"])
+def test_drivers_share_no_client_and_keep_no_listings(url: str) -> None:
+    options = {"token": "anon"} if url.startswith("gs") else {"key": "k", "secret": SECRET}
+    one, other = (open_storage(url, storage_options=options)._fs for _ in range(2))  # type: ignore[attr-defined]
+
+    assert one is not other
+    assert not one.dircache.use_listings_cache
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,245 @@
+"""``make mutants``: break one safety rule at a time and see whether the tests named for it notice.
+
+Each job works in a copy of the repository in a temporary folder; the working tree is never written to. Tests are run
+without any mutation first, once for all entries: one that fails then catches nothing. Exits with 1 if a mutation
+survives, does not apply or has tests that do not pass without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+from tests.mutants.mutations import ROOT, Mutation, read_mutations
+
+_NOT_COPIED = shutil.ignore_patterns(
+    ".git", ".venv", ".cache", "build", "dist", "*.egg-info", ".pytest_cache", ".mypy_cache", ".ruff_cache",
+    ".hypothesis", ".benchmarks", "demo-store",
+)  # fmt: skip
+
+# Imports the mutated module before the tests do: a mutation that cannot be imported says nothing about the tests, and
+# it must be the copy's own.
+_PROGRAM = """
+import importlib, sys
+from pathlib import Path
+import pytest
+root, module, *arguments = sys.argv[1:]
+imported = Path(importlib.import_module(module).__file__)
+assert imported.is_relative_to(root), f"{imported} is not in {root}"
+sys.exit(pytest.main(arguments))
+"""
+
+_TEST_TIMEOUT_S = 60
+"""How long one test may take; one that a mutation hangs has caught it."""
+
+_PROCESS_TIMEOUT_S = 1200
+
+_CAUGHT, _SURVIVED = "caught", "SURVIVED"
+_last_stamp_ns = itertools.count(time.time_ns())
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    code: int | None  # None: out of time
+    output: str
+
+
+class Copy:
+    """A copy of the repository for one job."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "tree"
+        self._temporary = folder / "t"
+        shutil.copytree(ROOT, self.root, ignore=_NOT_COPIED, symlinks=True)
+
+    @contextmanager
+    def mutated(self, mutation: Mutation, source: str) -> Iterator[None]:
+        """While it is open the mutated source stands in the copy; afterwards, the original and its compiled kernels.
+
+        Files of bytecode and of numba's kernels are good for one time of their source, so each mutation gets its own.
+        """
+        path = self.root / mutation.file
+        kernels = path.parent / "__pycache__"
+        path.write_text(source)
+        stamp_ns = next(_last_stamp_ns)
+        os.utime(path, ns=(stamp_ns, stamp_ns))
+        try:
+            yield
+        finally:
+            shutil.copy2(ROOT / mutation.file, path)
+            shutil.rmtree(kernels, ignore_errors=True)
+            original = ROOT / mutation.file
+            if (original.parent / "__pycache__").is_dir():
+                shutil.copytree(original.parent / "__pycache__", kernels)
+
+    def run(self, module: str, *arguments: str) -> _Ended:
+        """Run pytest in the copy, with the copy's library."""
+        shutil.rmtree(self._temporary, ignore_errors=True)
+        self._temporary.mkdir()
+        paths = (self.root, self.root / "gpu", self.root / "tools")
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "TMPDIR": str(self._temporary),
+        }
+        options = ("-q", "-p", "no:cacheprovider", "--timeout", str(_TEST_TIMEOUT_S))
+        with (self._temporary / "output").open("w+") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, str(self.root), module, *options, *arguments],
+                cwd=self.root,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                code: int | None = process.wait(_PROCESS_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                try:
+                    os.killpg(process.pid, signal.SIGKILL)  # and servers that a killed run has left
+                except ProcessLookupError:
+                    pass
+                process.wait()
+            output.seek(0)
+            return _Ended(code, output.read())
+
+
+def _module(file: str) -> str:
+    return (
+        file.removeprefix("gpu/").removeprefix("tools/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    )
+
+
+def failing_tests(copy: Copy, tests: Iterable[str]) -> set[str]:
+    """Return which of these files and node ids have a test that fails, or none that runs, without any mutation."""
+    wanted = sorted(set(tests))
+    ended = copy.run("cnr_store", "-rA", "--tb=short", *wanted)
+    reports = re.findall(r"^(PASSED|FAILED|ERROR) (\S+)", ended.output, re.MULTILINE)
+    passed = [name for word, name in reports if word == "PASSED"]
+    failed = [name for word, name in reports if word != "PASSED"]
+    wrong = {test for test in wanted if _any_of(test, failed) or not _any_of(test, passed)}
+    if wrong:
+        print(ended.output[-20_000:])
+    return wrong
+
+
+def _any_of(test: str, names: list[str]) -> bool:
+    # A parameter may have blanks in it, at which the name in the report was cut above.
+    return any(
+        name == test or name.startswith((f"{test}::", f"{test}[")) or test.startswith(f"{name} ") for name in names
+    )
+
+
+def outcome(copy: Copy, mutation: Mutation) -> str:
+    """Return what became of one mutation."""
+    try:
+        source = mutation.applied((ROOT / mutation.file).read_text())
+    except (ValueError, OSError) as error:
+        return f"does not apply: {error}"
+    with copy.mutated(mutation, source):
+        ended = copy.run(_module(mutation.file), "-x", "--tb=line", *mutation.tests)
+    if ended.code == 1:
+        return _CAUGHT
+    if ended.code == 0:
+        return _SURVIVED
+    if ended.code is None:
+        return _CAUGHT  # hung
+    return f"pytest ended with {ended.code}: {ended.output[-2000:]}"
+
+
+def run(mutations: list[Mutation], jobs: int, folder: Path) -> list[tuple[Mutation, str]]:
+    """Run every mutation against its tests, some at once; print each as it ends."""
+    copies: SimpleQueue[Copy] = SimpleQueue()
+    for number in range(jobs):
+        (folder / str(number)).mkdir()
+        copies.put(Copy(folder / str(number)))
+    first = copies.get()
+    wrong = failing_tests(first, [test for one in mutations for test in one.tests])
+    copies.put(first)
+
+    def one(mutation: Mutation) -> tuple[str, float]:
+        started = time.monotonic()
+        broken = wrong.intersection(mutation.tests)
+        if broken:
+            return f"tests that do not pass without it: {', '.join(sorted(broken))}", 0.0
+        copy = copies.get()
+        try:
+            return outcome(copy, mutation), time.monotonic() - started
+        finally:
+            copies.put(copy)
+
+    results = []
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = {pool.submit(one, mutation): mutation for mutation in mutations}
+        for future in as_completed(futures):
+            word, took_s = future.result()
+            mutation = futures[future]
+            print(f"{word:9} {took_s:6.1f} s  {mutation.area}: {mutation.name}", flush=True)
+            results.append((mutation, word))
+    return results
+
+
+def _print_table(results: list[tuple[Mutation, str]], equivalents: Counter[str], took_s: float) -> None:
+    areas = sorted({mutation.area for mutation, _ in results} | set(equivalents))
+    print(f"\n{'area':16} {'mutations':>9} {'caught':>7} {'survived':>9} {'other':>6} {'equivalent':>11}")
+    totals = [0, 0, 0, 0, 0]
+    for area in areas:
+        words = [word for mutation, word in results if mutation.area == area]
+        caught, survived = words.count(_CAUGHT), words.count(_SURVIVED)
+        row = [len(words), caught, survived, len(words) - caught - survived, equivalents[area]]
+        totals = [total + one for total, one in zip(totals, row, strict=True)]
+        print(f"{area:16} {row[0]:9} {row[1]:7} {row[2]:9} {row[3]:6} {row[4]:11}")
+    print(f"{'all':16} {totals[0]:9} {totals[1]:7} {totals[2]:9} {totals[3]:6} {totals[4]:11}   {took_s:.0f} s")
+    for mutation, word in results:
+        if word != _CAUGHT:
+            print(f"\n{word}: {mutation.area}: {mutation.name} ({mutation.file})\n  {mutation.why}\n  {mutation.tests}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run what was asked for and return the exit status."""
+    parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
+    parser.add_argument(
+        "--area", action="append", help="only the mutations of this file, without .toml; may be repeated"
+    )
+    parser.add_argument("--only", action="append", metavar="NAME", help="only this mutation; may be repeated")
+    parser.add_argument("--tier", choices=("small", "all"), default="all", help="small: those that CI runs")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many are run at once")
+    options = parser.parse_args(arguments)
+    entries = read_mutations()
+    if options.area:
+        entries = [one for one in entries if one.area in options.area]
+    if options.only:
+        entries = [one for one in entries if one.name in options.only]
+    if options.tier == "small":
+        entries = [one for one in entries if one.is_small]
+    mutations = [one for one in entries if not one.is_equivalent]
+    if not mutations:
+        parser.error("no mutation of this description")
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        results = run(mutations, max(1, min(options.jobs, len(mutations))), Path(folder))
+    equivalents = Counter(one.area for one in entries if one.is_equivalent)
+    _print_table(results, equivalents, time.monotonic() - started)
+    return int(any(word != _CAUGHT for _, word in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
