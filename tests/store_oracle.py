@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from cnr_store import TableOptions
-from cnr_store.encodings import affine, affine_reference, reference
+from cnr_store.encodings import affine, reference
 from cnr_store.types import MAX_CODE
+from tests import affine_reference
 
 Array = np.ndarray[Any, Any]
 CODED, ABSENT, ESCAPED = 0, 1, 2

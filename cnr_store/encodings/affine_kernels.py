@@ -4,7 +4,7 @@ The searches work on *normalised* rows, ``u = (x - min) / (max - min)``, so cand
 reciprocals are constants of the table and squared errors neither overflow nor underflow. `LANES` rows are
 transposed into a tile, and every inner loop runs over the rows of the tile: it vectorizes without
 reassociating a sum, so the parameters (not only the codes) are the same on every machine, and bit-equal to
-`affine_reference`.
+its reference in the tests (`tests/affine_reference.py`).
 
 No function here checks its input, allocates more than a tile, or may get ``reassoc`` or ``contract``:
 ``reassoc`` folds a quantizer away, ``contract`` would make codes depend on the CPU.

@@ -27,7 +27,7 @@ from cnr_store_gpu.optimizers import (
     rows_with_state,
     scalar_state,
 )
-from cnr_store_gpu.quantize import AffineCodes, LatticeCodes, PackedRows
+from cnr_store_gpu.quantize import LatticeCodes
 from cnr_store_gpu.shards import RowSource, WatchedShard
 from cnr_store_gpu.staged import Staged
 from cnr_store_gpu.staging import StagingBuffers
@@ -36,12 +36,10 @@ from cnr_store_gpu.tracker import RowTracker
 from cnr_store_gpu.words import warmup
 
 __all__ = [
-    "AffineCodes",
     "Cumulative",
     "DeviceBitmaps",
     "LatticeCodes",
     "Movement",
-    "PackedRows",
     "RowBitmap",
     "RowMovement",
     "RowRequest",

@@ -15,7 +15,7 @@ import torch
 from cnr_store.types import RowIds
 from cnr_store_gpu.gather import check_range
 from cnr_store_gpu.kept import KeptMemory
-from cnr_store_gpu.quantize import AffineCodes, PackedRows, Quantizer, encode, parts_of
+from cnr_store_gpu.quantize import LatticeCodes, encode
 
 CopyToHost = Callable[[Sequence[tuple[torch.Tensor, torch.Tensor]]], None]
 
@@ -27,7 +27,7 @@ class StagedRows:
     table: str
     name: str
     rows: torch.Tensor
-    quantizer: Quantizer | None = None
+    quantizer: LatticeCodes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,6 @@ class Delivery:
 
     tensors: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
     codes: dict[str, torch.Tensor] = field(default_factory=dict)
-    packed: dict[str, PackedRows] = field(default_factory=dict)
     row_ids: dict[str, RowIds] = field(default_factory=dict)
     size_bytes: int = 0
 
@@ -70,7 +69,7 @@ def deliver(
         Ids outside their table. The rows were gathered all the same, so nothing of them may be used.
     """
     bring = _Bring(memory, copy_to_host)
-    coded: list[tuple[StagedRows, Quantizer, dict[str, torch.Tensor]]] = []
+    coded: list[tuple[StagedRows, torch.Tensor]] = []
     wanted = [one for one in staged if one.quantizer is not None]
     flags = [torch.zeros(len(wanted), dtype=torch.int32, device=wanted[0].rows.device)] if wanted else []
     delivery = Delivery()
@@ -78,33 +77,21 @@ def deliver(
         if one.quantizer is None:
             delivery.tensors[one.table, one.name] = bring.add(("host", one.table, one.name), one.rows)
             continue
-        parts = {
-            part.name: memory.take(
-                (f"device {part.name}", one.table, one.name),
-                (one.rows.shape[0], *part.row_shape),
-                part.dtype,
-                one.rows.device,
-            )
-            for part in parts_of(one.quantizer, tuple(one.rows.shape[1:]))
-        }
-        encode(one.quantizer, one.rows, parts, flags[0][len(coded) : len(coded) + 1])
-        on_host = {name: bring.add((f"host {name}", one.table, one.name), part) for name, part in parts.items()}
-        coded.append((one, one.quantizer, on_host))
+        key = ("device codes", one.table, one.name)
+        codes = memory.take(key, tuple(one.rows.shape), torch.int16, one.rows.device)
+        encode(one.quantizer, one.rows, codes, flags[0][len(coded) : len(coded) + 1])
+        coded.append((one, bring.add(("host codes", one.table, one.name), codes)))
     host_ids = [bring.add(("host ids", one.table, ""), one.row_ids) for one in ids]
     host_flags = [bring.add(("host flags", "", ""), flag) for flag in flags]
     bring.wait()
     for one_ids, arrived in zip(ids, host_ids, strict=True):
         check_range(arrived, one_ids.num_rows)
         delivery.row_ids[one_ids.table] = arrived.numpy().astype(np.int64, copy=False)
-    for number, (one, quantizer, parts) in enumerate(coded):
+    for number, (one, codes) in enumerate(coded):
         if int(host_flags[0][number]):
             delivery.tensors[one.table, one.name] = bring.add(("host", one.table, one.name), one.rows)
-        elif isinstance(quantizer, AffineCodes):
-            delivery.packed[one.table] = PackedRows(
-                **parts, bits=quantizer.bits, dim=int(np.prod(one.rows.shape[1:], dtype=np.int64))
-            )
         else:
-            delivery.codes[one.table] = parts["codes"]
+            delivery.codes[one.table] = codes
     bring.wait()
     delivery.size_bytes = bring.size_bytes
     return delivery

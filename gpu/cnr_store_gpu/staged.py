@@ -15,7 +15,6 @@ import torch
 from cnr_store.errors import BackgroundSaveFailed, CnrStoreError
 from cnr_store.types import RowIds
 from cnr_store_gpu.delivery import Delivery
-from cnr_store_gpu.quantize import PackedRows
 
 
 class Staged:
@@ -82,7 +81,6 @@ class Staged:
     def _add(self, arrived: Delivery) -> None:
         self._here.tensors.update(arrived.tensors)
         self._here.codes.update(arrived.codes)
-        self._here.packed.update(arrived.packed)
         self._here.row_ids.update(arrived.row_ids)
         self._here.size_bytes += arrived.size_bytes
 
@@ -97,7 +95,7 @@ class Staged:
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
         """Host tensors by table and name: ``(n, ...)``, contiguous, row i is row ``row_ids[i]``. Blocks as `wait`.
 
-        Without what is in `codes` or `packed` instead. Views of memory that a gather after the release overwrites.
+        Without what is in `codes` instead. Views of memory that a gather after the release overwrites.
         """
         tensors = self.wait()._here.tensors
         return {
@@ -109,11 +107,6 @@ class Staged:
     def codes(self) -> dict[str, torch.Tensor]:
         """Lattice codes by table: int16 ``(n, ...)`` on the host; without tables that fell back. Blocks as `wait`."""
         return dict(self.wait()._here.codes)
-
-    @property
-    def packed(self) -> dict[str, PackedRows]:
-        """Affine rows by table, on the host; without tables that fell back. Blocks as `wait`."""
-        return dict(self.wait()._here.packed)
 
     @property
     def host_bytes(self) -> int:

@@ -26,7 +26,7 @@ from cnr_store_gpu.delivery import Delivery, StagedIds, StagedRows, deliver
 from cnr_store_gpu.gather import RowRequest, check_range, common_rows, index_of, select_rows
 from cnr_store_gpu.kept import KeptMemory
 from cnr_store_gpu.pinned import PINNED_BYTES, TransitRing, block_sizes
-from cnr_store_gpu.quantize import Quantizer, check_codable
+from cnr_store_gpu.quantize import LatticeCodes, check_codable
 from cnr_store_gpu.staged import Staged
 from cnr_store_gpu.transfer import Transfer, transfer_for
 
@@ -50,9 +50,8 @@ class StagingBuffers:
     pinned_bytes
         Page-locked host memory for each accelerator, taken with its first copy and kept.
     quantize
-        By table: what to stage as codes instead of floats, `LatticeCodes` (2 bytes per element cross) or
-        `AffineCodes` (``bits / 8`` per element, 4 or 8 per row). Rows that cannot be coded cross as floats, as well
-        as codes that then are worth nothing.
+        By table: what to stage as codes instead of floats; 2 bytes per element cross. Rows that cannot be coded cross
+        as floats, as well as codes that then are worth nothing.
     transfer
         How rows leave their device, for all devices; the default is by device, and none for host memory, where
         there is nothing to copy. Its owner closes it.
@@ -82,13 +81,13 @@ class StagingBuffers:
         count: int = 2,
         *,
         pinned_bytes: int = PINNED_BYTES,
-        quantize: Mapping[str, Quantizer] | None = None,
+        quantize: Mapping[str, LatticeCodes] | None = None,
         transfer: Transfer | None = None,
     ) -> None:
         if count < 1:
             raise BadInput(f"staging needs memory for at least one save, found count={count}", expected=1, found=count)
         block_sizes(pinned_bytes)
-        self.quantize: dict[str, Quantizer] = dict(quantize or {})
+        self.quantize: dict[str, LatticeCodes] = dict(quantize or {})
         self.stall_s = 0.0
         self.last_stall_s = 0.0
         self.wait_s = 0.0

@@ -172,7 +172,7 @@ def bench_take(report: Report, gpu: Gpu, num_rows: int, repeats: int) -> None:
 
 
 def bench_gather(report: Report, gpu: Gpu, num_rows: int, repeats: int) -> None:
-    """Gather a random tenth of the rows raw, as lattice codes, and as packed affine codes."""
+    """Gather a random tenth of the rows raw, and as lattice codes."""
     free_bytes, _ = torch.cuda.mem_get_info()
     # Table, staging for a tenth of it, and the random choice of rows.
     wanted = num_rows
@@ -200,23 +200,13 @@ def bench_raw(report: Report, gpu: Gpu, table: torch.Tensor, rows: torch.Tensor,
 
 
 def bench_codes(report: Report, gpu: Gpu, table: torch.Tensor, rows: torch.Tensor, repeats: int) -> None:
-    """Gather rows as lattice codes, and as packed affine codes with their parameters."""
+    """Gather rows as lattice codes."""
     num_taken = len(rows)
     read = num_taken * (8 + 4 * DIM)
     flag = torch.zeros(1, dtype=torch.int32, device=gpu.device)
     codes = torch.empty((num_taken, DIM), dtype=torch.int16, device=gpu.device)
     seconds = gpu_seconds(lambda: kernels.gather_lattice(table, rows, 1e-3, codes, flag), repeats=repeats)
     add(report, gpu, "gather + lattice, int16 codes", seconds, read + num_taken * 2 * DIM, 1.5)
-    for bits in (2, 4, 8):
-        for search in ("minmax", "grid"):
-            packed = torch.empty((num_taken, kernels.packed_width(DIM, bits)), dtype=torch.uint8, device=gpu.device)
-            scale, zero_point = (torch.empty(num_taken, dtype=torch.float16, device=gpu.device) for _ in range(2))
-            outputs = {"out": packed, "out_scale": scale, "out_zero_point": zero_point, "flag": flag}
-            work = partial(kernels.gather_affine, table, rows, bits=bits, search=search, **outputs)
-            size_bytes = read + packed.numel() + 4 * num_taken
-            goal = 1.5 if search == "minmax" else None  # the search computes, behind the copy to the host
-            name = f"gather + affine {bits} bit, {search}"
-            add(report, gpu, name, gpu_seconds(work, repeats=repeats), size_bytes, goal)
 
 
 def bench_host_copy(report: Report, gpu: Gpu, repeats: int) -> None:

@@ -16,7 +16,7 @@ from harness import MIB, Report, alternating, arguments, spread, timed
 
 from cnr_store_gpu import RowRequest, Staged, StagingBuffers
 from cnr_store_gpu.pinned import PINNED_BYTES, TransitRing
-from cnr_store_gpu.quantize import AffineCodes, LatticeCodes, Quantizer
+from cnr_store_gpu.quantize import LatticeCodes
 from cnr_store_gpu.transfer import transfer_for
 
 DIM, TOUCHED_SHARE, SCALE = 64, 0.1, 1e-4
@@ -103,11 +103,9 @@ def bench_wait(report: Report, request: dict[str, RowRequest], repeats: int) -> 
 
 def bench_bytes(report: Report, request: dict[str, RowRequest]) -> None:
     """What crosses to the host, and how long until it is there."""
-    kinds: dict[str, Quantizer | None] = {
+    kinds: dict[str, LatticeCodes | None] = {
         "raw fp32": None,
         "16-bit lattice": LatticeCodes(SCALE),
-        "4-bit affine, minmax": AffineCodes(4, search="minmax"),
-        "4-bit affine, grid": AffineCodes(4),
     }
     num_rows = len(request["t"].row_ids)
     device = request["t"].tensors["weight"].device
@@ -119,7 +117,7 @@ def bench_bytes(report: Report, request: dict[str, RowRequest]) -> None:
         staged = buffers.gather(request).wait()
         seconds = time.perf_counter() - started
         raw_bytes = raw_bytes or staged.host_bytes
-        is_coded = quantizer is None or "t" in staged.codes or "t" in staged.packed
+        is_coded = quantizer is None or "t" in staged.codes
         assert is_coded, "the rows fell back to floats, so this measures nothing"
         report.add(f"{device.type}: bytes of raw / bytes of {name}", raw_bytes / staged.host_bytes, sense="at least")
         report.note(f"      {staged.host_bytes / num_rows:.1f} bytes per row, in host memory after {seconds:.3g} s")

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from cnr_store.encodings import affine, affine_reference, packing
+from cnr_store.encodings import affine, packing
+from tests import affine_reference
 
 LAWS = settings(max_examples=50, deadline=None)
 

@@ -13,7 +13,6 @@ from cnr_store import Store
 from cnr_store.layout import segment_prefix
 from cnr_store.manifest import stated_digest
 from cnr_store.replay_plan import TablePlan
-from cnr_store.rows import AddMode, RowOps, compose
 from cnr_store.segment import SegmentReader
 from cnr_store.storage import Storage, storage_from_filesystem
 from cnr_store.table_codes import array_specs
@@ -24,6 +23,7 @@ from tests.folding import common_columns, fold, pieces_of, state_of
 from tests.property.test_rectangles import build
 from tests.property.test_replay_reference import ENCODINGS, part_ops, saves, write
 from tests.property.test_store_machine import State, StoreMachine
+from tests.row_algebra import AddMode, RowOps, compose
 
 CHUNK_BYTES = (16, 40, 200, 1 << 20)
 CHUNKS = st.sampled_from(CHUNK_BYTES)

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from cnr_store import Store, TableOptions
 from cnr_store.placement import Shard
-from cnr_store.rows import AddMode, RowArrays, RowOps, RowState, apply, compose
 from cnr_store.segment import Scratch, SegmentReader
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.testing.faulty import IsolatedMemoryFileSystem
 from cnr_store.types import RowRange
 from cnr_store.workers import Workers
+from tests.row_algebra import AddMode, RowArrays, RowOps, RowState, apply, compose
 
 ROWS, DIM = 12, 2
 SCALE = 0.25

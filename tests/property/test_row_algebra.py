@@ -7,10 +7,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from cnr_store import rows as algebra
 from cnr_store.errors import BadRowIds, BadShape, CorruptStore
-from cnr_store.rows import RowArrays, RowContent, RowOps, RowState
 from cnr_store.types import RowRange
+from tests import row_algebra as algebra
+from tests.row_algebra import RowArrays, RowContent, RowOps, RowState
 
 LAWS = settings(max_examples=60, deadline=None)
 MODES: dict[str, algebra.AddMode] = {"codes": "checked", "momentum1": "wrapping", "exp_avg": "replace"}

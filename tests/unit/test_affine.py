@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cnr_store.encodings import affine, affine_kernels, affine_reference, packing
+from cnr_store.encodings import affine, affine_kernels, packing
 from cnr_store.errors import BadDtype, BadInput, BadShape
+from tests import affine_reference
 from tests.ties import affine_ties
 
 BITS = packing.WIDTHS

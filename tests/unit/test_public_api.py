@@ -47,7 +47,7 @@ PUBLIC = {
         TablePlan plan_tables
         Movement RowMovement row_movement row_slots rows_with_state scalar_state
         RowRequest Staged StagingBuffers gather_rows
-        LatticeCodes AffineCodes PackedRows
+        LatticeCodes
     """,
     "cnr_store.consume": """
         Loader AttachedTables Candidate Poll LoaderMetrics Batch RowRange HashShard

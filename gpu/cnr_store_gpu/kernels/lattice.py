@@ -1,7 +1,7 @@
-"""Lattice codes on the device: quantizing rows (gathered or not), and adding code differences to decoded rows.
+"""Lattice codes on the device: rows quantized, gathered or not.
 
-The codes are those of the CPU, bit for bit: ``rint(x / scale)`` with one correctly rounded fp32 division, and
-``scale * code`` with one multiplication. 16-bit floats are widened exactly first.
+The codes are those of the CPU, bit for bit: ``rint(x / scale)`` with one correctly rounded fp32 division. 16-bit floats
+are widened exactly first.
 """
 
 from __future__ import annotations
@@ -85,62 +85,6 @@ def gather_lattice(
         _launch_codes(matrix, rows, scale, out, flag)
     else:
         reference.lattice_quantize(torch.index_select(source.detach(), 0, rows), scale, out, flag)
-
-
-def lattice_add(table: torch.Tensor, rows: torch.Tensor, deltas: torch.Tensor, scale: float) -> None:
-    """Add code differences to rows of a table that holds decoded lattice values, in place.
-
-    Each element becomes what the sum of its code and its difference decodes to, bit for bit.
-
-    Parameters
-    ----------
-    table
-        float32 (num_rows, dim) or (num_rows,), values decoded at ``scale``; rows may lie apart.
-    rows
-        int64 (n,), contiguous, unique, in ``[0, num_rows)``. The Triton kernel leaves a row outside out.
-    deltas
-        int16 or int32, (n, dim) or (n,), contiguous.
-    scale
-        Step of the lattice.
-
-    Raises
-    ------
-    BadDtype, BadShape, BadInput
-
-    Notes
-    -----
-    Does not wait for the device. A second call adds again.
-    """
-    check_vector("rows", rows, (torch.int64,))
-    check_dtype("table", table, (torch.float32,))
-    check_dtype("deltas", deltas, _CODES)
-    check_shape("deltas", deltas, (len(rows), *table.shape[1:]), contiguous=True)
-    check_same_device(table, rows=rows, deltas=deltas)
-    if deltas.numel() == 0:
-        return
-    matrix = as_matrix("table", table.detach())
-    if not (uses_triton(table) and rows_are_contiguous(matrix)):
-        reference.lattice_add(table.detach(), rows, deltas, scale)
-        return
-    from cnr_store_gpu.kernels.device import lattice as device
-
-    dim = matrix.shape[1]
-    block_rows, block_dim = _tile(dim)
-    with on_device(table):
-        device.lattice_add[(cdiv(len(rows), block_rows), cdiv(dim, block_dim))](
-            matrix,
-            rows,
-            deltas,
-            len(rows),
-            len(matrix),
-            scale,
-            dim=dim,
-            table_stride=matrix.stride(0),
-            block_rows=block_rows,
-            block_dim=block_dim,
-            num_warps=4,
-            **NO_FUSION,
-        )
 
 
 def _check_codes(source: torch.Tensor, out: torch.Tensor, flag: torch.Tensor, num_coded: int) -> None:

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from cnr_store_gpu.kernels.affine import affine_quantize, gather_affine, packed_width
 from cnr_store_gpu.kernels.copying import gather_rows, set_rows
 from cnr_store_gpu.kernels.dispatch import uses_triton
-from cnr_store_gpu.kernels.lattice import gather_lattice, lattice_add, lattice_quantize
+from cnr_store_gpu.kernels.lattice import gather_lattice, lattice_quantize
 from cnr_store_gpu.kernels.marking import mark, mark_slices
 from cnr_store_gpu.kernels.taking import take_rows
 
@@ -19,7 +18,6 @@ def warmup(
     *,
     dims: Iterable[int] = (1, 16, 32, 64, 128),
     dtypes: Sequence[torch.dtype] = (torch.float32,),
-    affine_bits: Sequence[int] = (),
     num_tables: Iterable[int] = (1,),
     num_slices: Iterable[int] = (),
 ) -> None:
@@ -34,8 +32,6 @@ def warmup(
         views) compile on their own at their first use.
     dtypes
         dtypes of the tables.
-    affine_bits
-        Widths of affine codes that will be written, none for lattice alone.
     num_tables, num_slices
         How many tables `take_rows` is given at a time, and how many slices `mark_slices` is.
     """
@@ -55,12 +51,12 @@ def warmup(
     rows = torch.zeros(1, dtype=torch.int64, device=device)
     for dim in dims:
         for dtype in dtypes:
-            _warm_rows(torch.zeros((2, dim), dtype=dtype, device=device), rows, affine_bits)
+            _warm_rows(torch.zeros((2, dim), dtype=dtype, device=device), rows)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def _warm_rows(table: torch.Tensor, rows: torch.Tensor, affine_bits: Sequence[int]) -> None:
+def _warm_rows(table: torch.Tensor, rows: torch.Tensor) -> None:
     flag = torch.zeros(1, dtype=torch.int32, device=table.device)
     copies = torch.empty_like(table[:1])
     gather_rows(table, rows, copies)
@@ -69,14 +65,3 @@ def _warm_rows(table: torch.Tensor, rows: torch.Tensor, affine_bits: Sequence[in
         codes = torch.zeros(copies.shape, dtype=dtype, device=table.device)
         lattice_quantize(copies, 1.0, codes, flag)
         gather_lattice(table, rows, 1.0, codes, flag)
-        if table.dtype == torch.float32:
-            lattice_add(table, rows, codes, 1.0)
-    for bits in affine_bits:
-        out = torch.empty((1, packed_width(table.shape[1], bits)), dtype=torch.uint8, device=table.device)
-        for param_dtype in (torch.float16, torch.float32):
-            scale = torch.empty(1, dtype=param_dtype, device=table.device)
-            outputs = {"out": out, "out_scale": scale, "out_zero_point": scale.clone(), "flag": flag}
-            affine_quantize(copies, bits=bits, search="minmax", **outputs)
-            affine_quantize(copies, bits=bits, search="grid", **outputs)
-            gather_affine(table, rows, bits=bits, search="minmax", **outputs)
-            gather_affine(table, rows, bits=bits, search="grid", **outputs)

@@ -9,7 +9,7 @@ import re
 import sys
 import time
 
-from cnr_store_gpu.kernels.compile import ARCHITECTURES, builds, compiled
+from tests.gpu.kernels.builds import ARCHITECTURES, builds, compiled
 
 FULL = 90
 """Compute capability (times ten) for which every specialisation is compiled; for the others one of each kernel."""

@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 
 from cnr_store_gpu import kernels
 
-LAUNCHERS = (kernels.marking, kernels.taking, kernels.copying, kernels.lattice, kernels.affine, kernels.warming)
+LAUNCHERS = (kernels.marking, kernels.taking, kernels.copying, kernels.lattice, kernels.warming)
 
 
 class NoDriver:
@@ -71,7 +71,6 @@ def train(num_rows: int, offset: int) -> None:
     kernels.set_rows(table, ids, torch.zeros_like(table))
     kernels.lattice_quantize(table, 0.1 * num_rows, codes, flag)
     kernels.gather_lattice(table, ids, 1.0, codes, flag)
-    kernels.lattice_add(table, ids, codes, 1.0)
 
 
 def main() -> None:

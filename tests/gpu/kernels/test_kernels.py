@@ -71,7 +71,7 @@ def test_every_kernel_compiles_for_every_architecture(assembly: Any) -> None:
     entries = {name for path in folder.glob("*.py") for name in decorated.findall(path.read_text())}
     found = {(build["kernel"], build["architecture"]) for build in assembly}
     assert found == {(name, architecture) for name in entries for architecture in (80, 90, 100)}
-    assert len(entries) == 8
+    assert len(entries) == 6
 
 
 @needs_triton
@@ -83,7 +83,7 @@ def test_no_kernel_spills_registers(assembly: Any) -> None:
 @needs_triton
 def test_no_quantizer_fuses_or_divides_inexactly(assembly: Any) -> None:
     exact = [build for build in assembly if build["is_exact"]]
-    assert {build["kernel"] for build in exact} == {"lattice_codes", "lattice_add", "affine_codes"}
+    assert {build["kernel"] for build in exact} == {"lattice_codes"}
     for build in exact:
         assert build["fused"] == [], build["build"]
         assert build["inexact_divisions"] == [], build["build"]
@@ -92,7 +92,7 @@ def test_no_quantizer_fuses_or_divides_inexactly(assembly: Any) -> None:
 
 @needs_triton
 def test_rows_and_words_are_read_sixteen_bytes_at_a_time(assembly: Any) -> None:
-    wide = {"copy_rows", "lattice_codes", "lattice_add", "affine_codes", "count_bits", "emit_and_clear"}
+    wide = {"copy_rows", "lattice_codes", "count_bits", "emit_and_clear"}
     for build in assembly:
         if build["kernel"] in wide and "x 13" not in build["build"]:
             assert build["wide_loads"] > 0, build["build"]
@@ -112,7 +112,7 @@ def test_marks_test_the_word_behind_the_first_level_cache(assembly: Any) -> None
 def test_changing_sizes_offsets_and_scales_compile_nothing_after_the_warmup(tmp_path: Path) -> None:
     found = _run("launching.py", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     assert set(found["warm"]) == {
-        "mark_ids", "mark_slices", "count_bits", "emit_and_clear", "copy_rows", "lattice_codes", "lattice_add"
+        "mark_ids", "mark_slices", "count_bits", "emit_and_clear", "copy_rows", "lattice_codes"
     }  # fmt: skip
     assert found["launches"] > 90
     assert found["later"] == []
@@ -120,7 +120,7 @@ def test_changing_sizes_offsets_and_scales_compile_nothing_after_the_warmup(tmp_
 
 @pytest.fixture(scope="module")
 def warm_gpu() -> str:
-    kernels.warmup("cuda", dims=(8, 64), affine_bits=(4,), num_tables=(3,), num_slices=(5,))
+    kernels.warmup("cuda", dims=(8, 64), num_tables=(3,), num_slices=(5,))
     return "cuda"
 
 
@@ -169,7 +169,6 @@ def test_marking_and_quantizing_do_not_wait_for_the_gpu(warm_gpu: str) -> None:
         kernels.gather_rows(table, ids, out)
         kernels.gather_lattice(table, ids, 0.5, codes, flag)
         kernels.set_rows(table, ids[:1], out[:1])
-        kernels.lattice_add(table, ids[:1], codes[:1], 0.5)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert int(flag) == 0
@@ -183,7 +182,6 @@ def test_importing_the_kernels_imports_no_triton(interpreted: Any) -> None:
 def test_wrong_arguments_are_refused_before_anything_is_written() -> None:
     words, ids = torch.zeros(64, dtype=torch.int32), torch.arange(4)
     table, flag = torch.zeros((4, 8)), torch.zeros(1, dtype=torch.int32)
-    codes = torch.empty((4, 8), dtype=torch.int16)
 
     with pytest.raises(BadDtype):
         kernels.mark(words.to(torch.int64), ids, 0, 64)
@@ -207,26 +205,4 @@ def test_wrong_arguments_are_refused_before_anything_is_written() -> None:
         kernels.set_rows(table, ids, torch.zeros((8, 4)).t())
     with pytest.raises(BadDtype):
         kernels.lattice_quantize(table, 1.0, torch.empty((4, 8), dtype=torch.int64), flag)
-    with pytest.raises(BadDtype):
-        kernels.lattice_add(table.to(torch.float16), ids, codes, 1.0)
-    with pytest.raises(BadInput):
-        kernels.affine_quantize(
-            table,
-            bits=5,  # type: ignore[arg-type]
-            search="minmax",
-            out=torch.empty((4, 5), dtype=torch.uint8),
-            out_scale=torch.empty(4),
-            out_zero_point=torch.empty(4),
-            flag=flag,
-        )
     assert int(words.count_nonzero()) == 0
-
-
-def test_grid_settings_and_candidates_are_those_of_the_cpu() -> None:
-    from cnr_store.encodings import affine as cpu
-    from cnr_store_gpu.kernels.affine import GRIDS, candidate_list
-
-    for bits, settings in GRIDS.items():
-        assert cpu.grid_settings(bits) == settings
-        expected = torch.from_numpy(cpu.grid_candidates(bits, settings[0], settings[1]).copy())
-        assert torch.equal(torch.tensor(candidate_list(bits), dtype=torch.float32), expected)

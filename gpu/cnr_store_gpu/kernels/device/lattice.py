@@ -1,4 +1,4 @@
-"""Lattice codes of rows, and adding code differences to decoded rows."""
+"""Lattice codes of rows."""
 
 from __future__ import annotations
 
@@ -47,29 +47,3 @@ def lattice_codes(
     is_written = inside[:, None] & (column < dim)[None, :]
     tl.store(out + at[:, None] * dim + column[None, :], code.to(out.dtype.element_ty), mask=is_written)
     tl.atomic_or(flag, wrong, mask=wrong != 0, sem="relaxed")
-
-
-@triton.jit(do_not_specialize=["num_deltas", "table_rows", "scale"], do_not_specialize_on_alignment=["rows"])
-def lattice_add(
-    table: tl.tensor,
-    rows: tl.tensor,
-    deltas: tl.tensor,
-    num_deltas: tl.int64,
-    table_rows: tl.int64,
-    scale: tl.float32,
-    dim: tl.constexpr,
-    table_stride: tl.constexpr,
-    block_rows: tl.constexpr,
-    block_dim: tl.constexpr,
-) -> None:
-    """Set ``table[rows[i]]`` to ``(rint(table[rows[i]] / scale) + deltas[i]) * scale``."""
-    at = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
-    column = tl.program_id(1) * block_dim + tl.arange(0, block_dim)
-    row = tl.load(rows + at, mask=at < num_deltas, other=-1)
-    inside = ((row >= 0) & (row < table_rows))[:, None] & (column < dim)[None, :]
-    place = table + row[:, None] * table_stride + column[None, :]
-    step = tl.full((block_rows, block_dim), scale, tl.float32)
-    code = round_half_even(tl.div_rn(tl.load(place, mask=inside, other=0.0), step))
-    delta = tl.load(deltas + at[:, None] * dim + column[None, :], mask=inside, other=0)
-    # Codes are at most 2^21, differences at most 2^22: their sum is exact in fp32.
-    tl.store(place, (code + delta.to(tl.float32)) * step, mask=inside)

@@ -17,10 +17,8 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 
-from cnr_store_gpu.kernels import affine as affine_launcher
 from cnr_store_gpu.kernels import marking, taking
-from cnr_store_gpu.kernels.affine import GRIDS
-from cnr_store_gpu.kernels.device import affine, compact, copy, lattice, mark
+from cnr_store_gpu.kernels.device import compact, copy, lattice, mark
 from cnr_store_gpu.kernels.dispatch import NO_FUSION, tile_of
 
 ARCHITECTURES = (80, 90, 100)
@@ -74,7 +72,6 @@ def builds() -> Iterator[Build]:
     """Yield every kernel, in the specialisations that differ in more than a number."""
     yield from _bitmap_builds()
     yield from _row_builds()
-    yield from _affine_builds()
 
 
 def _bitmap_builds() -> Iterator[Build]:
@@ -117,45 +114,6 @@ def _row_builds() -> Iterator[Build]:
             frozenset({"source", "out"}),
             is_exact=True,
             is_representative=source == "fp32",
-        )
-    types = {"table": "*fp32", "rows": "*i64", "deltas": "*i16", "num_deltas": "i64", "table_rows": "i64"}
-    constants = {"dim": 64, "table_stride": 64, **tile}
-    yield Build(
-        "lattice_add",
-        lattice.lattice_add,
-        types | {"scale": "fp32"},
-        constants,
-        frozenset({"table", "deltas"}),
-        is_exact=True,
-    )
-
-
-def _affine_builds() -> Iterator[Build]:
-    stored = {2: "i16", 3: "u8", 4: "i32", 8: "u8"}
-    pointers = {"rows": "*i64", "candidates": "*fp32"}
-    numbers = {"num_coded": "i64", "table_rows": "i64", "num_candidates": "i32", "relax": "fp32"}
-    for bits, search, dim in (
-        (4, True, 64),
-        (4, False, 64),
-        (2, True, 64),
-        (3, False, 13),
-        (8, True, 64),
-        (4, True, 1024),
-    ):
-        rows, columns, num_warps = affine_launcher.tile(dim)
-        types = {"source": "*fp32", **pointers, "out": f"*{stored[bits]}"}
-        types |= {"out_scale": "*fp16", "out_zero_point": "*fp16", "flag": "*i32", **numbers}
-        constants = {"dim": dim, "source_stride": dim, "bits": bits, "fit_steps": GRIDS[bits][2], "search": search}
-        constants |= {"half": True, "gather": True, "block_rows": rows, "block_dim": columns}
-        yield Build(
-            f"affine_codes {bits} bit x {dim} {'grid' if search else 'minmax'}",
-            affine.affine_codes,
-            types,
-            constants,
-            frozenset({"source", "out"}),
-            num_warps,
-            is_exact=True,
-            is_representative=bits == 4 and dim == 64,
         )
 
 
