@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 from cnr_store.arguments import checked_count
 from cnr_store.errors import BadInput
 from cnr_store.training.reader import check_stateful
+from cnr_store.training.resuming import resume
 
 T = TypeVar("T")
 
@@ -132,7 +133,7 @@ class CarryingReader(Generic[T]):
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Continue behind the batch of ``state_dict``; begin a new iteration afterwards."""
-        self._loader.load_state_dict(state_dict)
+        resume(self._loader, state_dict)
         self._fetched = self._last_state_at = 0
         self._was_asked = False
         self._is_wanted.clear()

@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 from cnr_store.arguments import checked_count
 from cnr_store.errors import BadInput
 from cnr_store.training.reader import check_stateful
+from cnr_store.training.resuming import resume
 
 T = TypeVar("T")
 
@@ -161,7 +162,7 @@ class GrantedReader(Generic[T]):
         Batches in flight are forgotten: end the pipeline that holds them before.
         """
         with self._lock:
-            self._loader.load_state_dict(state_dict)
+            resume(self._loader, state_dict)
             self._epoch = None
             self._serial += 1
             self._is_open, self._was_asked = False, True

@@ -95,6 +95,7 @@ from cnr_store.training.restoring import (
     read_dense,
     restore_targets,
 )
+from cnr_store.training.resuming import resume
 from cnr_store.training.rng import restore_rng
 from cnr_store.training.shards import (
     Handle,
@@ -415,6 +416,7 @@ class CheckpointManager:
         self._fenced: BaseException | None = None
         self._stops_together = False
         self._reader_state: Any = None
+        self._restored_reader_state: Any = None  # what a save commits until the next step
         self._steps_taken = 0
         self._hears_sigterm = save_on_sigterm is not False
         self._is_overdue = False
@@ -494,7 +496,7 @@ class CheckpointManager:
         if self._intervals is not None:
             self._intervals.trained()
         self.current_step = self.current_step + 1 if step is None else step
-        self._reader_state = reader_state
+        self._reader_state, self._restored_reader_state = reader_state, None
         self._steps_taken += 1
         if self._shall_stop():
             if self._some_rank_waits():
@@ -770,7 +772,7 @@ class CheckpointManager:
             if trainer is not None and name in trainer.extras:
                 extra.load_state_dict(trainer.extras[name])
         if self._reader is not None and reader_state is not None:
-            self._reader.load_state_dict(reader_state)
+            resume(self._reader, reader_state)
         self._tracker.reset()
         writer.mirrors.options.update(self._options)
         self._lineage.sizes = read.sizes
@@ -781,7 +783,8 @@ class CheckpointManager:
             self._lineage.changed.add_rows(name, rows[(rows >= first) & (rows < stop)] - first)
         self._whole_next = {name for name in self._holdings.tables if plan.renamed.get(name) != name}
         self.current_step = self._last_save_step = snapshot.step
-        self._last_save_s, self._is_overdue, self._reader_state = time.monotonic(), False, None
+        self._last_save_s, self._is_overdue = time.monotonic(), False
+        self._reader_state, self._restored_reader_state = None, reader_state
         logger.info("restored step %d from version %d of %s", snapshot.step, snapshot.version, self._store.url)
         return RestoredState(snapshot.step, snapshot.version, reader_state, tuple(plan.renamed))
 
@@ -1028,6 +1031,8 @@ class CheckpointManager:
     def _put_state(self, transaction: Transaction, writer: Writer, plan: StatePlan, tables: Mapping[str, Any]) -> None:
         """Hand over what is no row of a table: rank 0 says it for all, but for generators and readers."""
         rank = self._ranks.rank
+        given = self._restored_reader_state if self._reader_state is None else self._reader_state
+        reader = reader_document(self._reader, given)  # before the generators: a loader may draw for its first state
         if rank == 0:
             put_dense_state(transaction, writer.snapshot.dense if writer.is_synced else (), plan, self._optimizers)
             transaction.put_scalars({"step": self.current_step})
@@ -1037,7 +1042,6 @@ class CheckpointManager:
         else:
             document = rank_document(with_rng=self._saves_rng)
         transaction.put_document(trainer_name(rank), document, leaf_of)
-        reader = reader_document(self._reader, self._reader_state)
         if reader is not None:
             transaction.put_document(reader_name(rank), reader, leaf_of)
 

@@ -6,8 +6,11 @@ is: the batches between would be skipped. An `IntervalReader` says when its stat
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
+
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from cnr_store.errors import BadInput, CorruptStore
 from cnr_store.ranks import Ranks
@@ -49,7 +52,7 @@ class IntervalReader(Stateful, Protocol):
 
 
 def check_stateful(name: str, value: object) -> None:
-    """Return if ``value`` can be saved and restored.
+    """Return if ``value`` can be saved and restored; warns of a loader whose sampler's order cannot.
 
     Raises
     ------
@@ -61,6 +64,14 @@ def check_stateful(name: str, value: object) -> None:
             "StatefulDataLoader, or pass reader_state= to step() yourself",
             found=type(value).__name__,
         )
+    sampler = getattr(value, "sampler", None)
+    if isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):
+        warnings.warn(
+            f"the sampler of {name} is torch's {type(sampler).__name__}, whose order is in no checkpoint: a resumed "
+            "run trains some samples of the epoch twice and others not at all. Take shuffle=True, or RandomSampler of "
+            "torchdata.stateful_dataloader.sampler",
+            RuntimeWarning, stacklevel=3,
+        )  # fmt: skip
 
 
 def reader_document(reader: Stateful | None, given: Any) -> dict[str, Any] | None:

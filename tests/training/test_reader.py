@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from cnr_store import BadInput
-from cnr_store.training import CheckpointManager
+from cnr_store.training import CarryingReader, CheckpointManager
 from cnr_store.training.reader import reader_states_for
 from tests.training.runs import Training
 
@@ -159,6 +159,86 @@ def test_a_reader_state_is_that_of_its_own_step(tmp_path: Path) -> None:
     manager.save()
 
     assert manager.store.snapshot().read_document("reader/0")["state"]["next"] == 5
+    manager.close()
+
+
+def saved_reader_state(manager: CheckpointManager) -> Any:
+    return manager.store.snapshot().read_document("reader/0")["state"]
+
+
+def test_a_state_given_by_hand_is_saved_again_behind_a_restore(tmp_path: Path) -> None:
+    training = Training()
+    manager = manager_of(str(tmp_path), training, None, every_steps=1)
+    manager.step(reader_state={"batch": 1})
+    manager.close()
+
+    manager = manager_of(str(tmp_path), Training(), None)
+    manager.restore()
+    manager.save()
+
+    assert saved_reader_state(manager) == {"batch": 1}
+    manager.close()
+
+
+def test_a_restored_state_is_not_saved_with_later_steps(tmp_path: Path) -> None:
+    """A run that goes on from a checkpoint without naming states may; what it saves then has none."""
+    training = Training()
+    manager = manager_of(str(tmp_path), training, None, every_steps=1)
+    manager.step(reader_state={"batch": 1})
+    manager.wait()
+
+    manager.restore()
+    manager.step()
+    manager.wait()
+
+    assert manager.store.snapshot().step == 2
+    assert "reader/0" not in manager.store.snapshot().documents
+    manager.close()
+
+
+@pytest.mark.parametrize("reader", [None, "with a reader"])
+def test_the_state_of_before_a_restore_is_not_saved_behind_it(reader: str | None, tmp_path: Path) -> None:
+    manager = manager_of(str(tmp_path), Training(), None if reader is None else Numbered())
+    manager.step(reader_state={"next": 1})
+    saved = manager.save()
+    manager.step(reader_state={"next": 2})
+    manager.save()
+    manager.step(reader_state={"next": 3})
+
+    assert saved is not None
+    manager.restore(version=saved.version)
+    manager.save()
+
+    assert saved_reader_state(manager) == {"next": 1}
+    manager.close()
+
+
+def test_no_state_of_before_a_restore_of_a_checkpoint_without_one(tmp_path: Path) -> None:
+    manager = manager_of(str(tmp_path), Training(), None)
+    manager.step()
+    manager.save()
+    manager.step(reader_state={"next": 2})
+
+    manager.restore()
+    manager.save()
+
+    assert "reader/0" not in manager.store.snapshot().documents
+    manager.close()
+
+
+def test_a_carrying_reader_saves_its_restored_state_before_it_reads(tmp_path: Path) -> None:
+    reader = CarryingReader(loader_of(0))
+    manager = manager_of(str(tmp_path), Training(), reader)
+    carried = next(iter(reader))
+    manager.step(reader_state=carried.state)
+    manager.save()
+    saved = saved_reader_state(manager)
+
+    manager.restore()
+    next(iter(reader))  # by a thread that prefetches, say: it is not trained
+    manager.save()
+
+    assert repr(saved_reader_state(manager)) == repr(saved)
     manager.close()
 
 

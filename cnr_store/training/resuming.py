@@ -1,0 +1,56 @@
+"""Read on behind a checkpoint, without a draw that the uninterrupted run did not make.
+
+A loader draws from torch's generators when it makes an iterator: a seed for its workers, and some samplers theirs. The
+uninterrupted run made its iterator before the checkpoint; the saved generators are those of after these draws. So what
+the iterator draws that goes on from a checkpoint is taken back.
+
+It is not made by the restore itself: worker processes begin with it, and would not see a ``sampler.set_epoch()`` that
+follows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cnr_store.training.reader import Stateful
+from cnr_store.training.rng import capture_rng, restore_rng
+
+
+def resume(reader: Stateful, state: Any) -> None:
+    """Give a reader its state back. If it is a loader of torch, its next iterator leaves the generators as they are.
+
+    That is the one that goes on behind ``state``; those of later epochs draw as ever.
+    """
+    reader.load_state_dict(state)
+    loader: Any = reader
+    # What torch's DataLoader calls to make an iterator; nothing public lies between iter(loader) and the draws.
+    make = getattr(type(loader), "_get_iterator", None)
+    if make is None:
+        return
+
+    def without_draws() -> Any:
+        before = capture_rng()
+        try:
+            iterator = make(loader)
+            if getattr(iterator, "_finished", False):
+                next(iterator, None)  # at the end of an epoch; else StatefulDistributedSampler ends the next one, too
+            _draw_forgotten_seed(loader)
+        finally:
+            restore_rng(before)
+        del loader._get_iterator
+        return iterator
+
+    loader._get_iterator = without_draws
+
+
+def _draw_forgotten_seed(loader: Any) -> None:
+    """Draw the loader's seed where it shares the generator of its sampler, as it did before the checkpoint.
+
+    StatefulDataLoader sets that generator back to where the sampler's order is drawn, and draws the order alone.
+    Without workers the seed came behind the order; with workers it came before.
+    """
+    shared = loader.generator
+    if loader.num_workers == 0 and shared is not None and shared is getattr(loader.sampler, "generator", None):
+        torch.empty((), dtype=torch.int64).random_(generator=shared)
