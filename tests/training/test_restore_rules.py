@@ -1,0 +1,116 @@
+"""What a restore must refuse or take away: a state of another digest, and optimizer state of after the checkpoint."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from cnr_store import CorruptStore, TableOptions
+from cnr_store.mirrors import MirrorMode
+from cnr_store.records import Manifest
+from cnr_store.training import CheckpointManager
+from tests.tools.sample_store import Forgery, forge_head
+
+ROWS = 30
+
+
+def moved_by_one(manifest: Manifest, forgery: Forgery) -> Manifest:
+    """Every code of the added rows one step off; what the manifest says of the state stays."""
+    for part in manifest.parts:
+        if part.add is not None:
+            array = part.add.arrays["codes"]
+            forgery.write(array, forgery.read(array) + np.asarray(1, array.dtype))
+    return manifest
+
+
+@pytest.mark.parametrize("mirror", ["memory", "mmap", "none"])
+def test_a_state_of_another_digest_is_not_resumed(mirror: MirrorMode, tmp_path: Path) -> None:
+    url = str(tmp_path / "store")
+    folder = str(tmp_path) if mirror == "mmap" else None
+    table, other = nn.Embedding(ROWS, 4, sparse=True), nn.Embedding(ROWS, 4, sparse=True)
+    with CheckpointManager(url, model=table, options=TableOptions(bits=8)) as manager:
+        manager.save()
+        with torch.no_grad():
+            table.weight[3:5] += 1
+        manager.tracker.mark("weight", torch.tensor([3, 4]))
+        manager.save()
+        forge_head(manager.store, moved_by_one)
+
+    manager = CheckpointManager(url, model=other, mirror=mirror, mirror_folder=folder)
+    with pytest.raises(CorruptStore, match="state digest"):
+        manager.restore()
+    manager.close()
+
+
+class Lazy(torch.optim.Optimizer):
+    """Plain steps that are counted; from the third on towards a mean of the weights, which is state made there."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["step"] = state.get("step", 0) + 1
+                parameter -= group["lr"] * parameter.grad
+                if state["step"] >= 3:
+                    mean = state.setdefault("mean", parameter.clone())
+                    mean.lerp_(parameter, 0.5)
+                    parameter.copy_(mean)
+
+
+@pytest.mark.parametrize("saved_at", [0, 1, 3])
+def test_optimizer_state_made_since_the_checkpoint_is_gone(saved_at: int) -> None:
+    """Kept, it would take the place of what the optimizer makes anew when it comes there again."""
+
+    def train(module: nn.Linear, optimizer: Lazy, number: int) -> None:
+        optimizer.zero_grad()
+        module(torch.full((1, 3), float(number + 1))).square().sum().backward()
+        optimizer.step()
+
+    torch.manual_seed(2)
+    module = nn.Linear(3, 2)
+    optimizer = Lazy(module.parameters())
+    with CheckpointManager(f"memory://rules-{uuid.uuid4().hex}", model=module, optimizer=optimizer) as manager:
+        for number in range(5):
+            if number == saved_at:
+                manager.save()
+            train(module, optimizer, number)
+            manager.step()
+        expected = module.weight.detach().clone()
+
+        manager.restore()
+        state = dict(optimizer.state[module.weight])
+        for number in range(saved_at, 5):
+            train(module, optimizer, number)
+
+    assert state.keys() == ({"step", "mean"} if saved_at == 3 else {"step"} if saved_at else set())
+    assert torch.equal(module.weight, expected)
+
+
+def test_slots_of_a_table_made_since_the_checkpoint_are_gone() -> None:
+    table = nn.Embedding(ROWS, 4)
+    optimizer = Lazy(table.parameters())
+    options: dict[str, Any] = {"assume": {"Lazy": "ever_touched"}, "options": TableOptions.exact()}
+    url = f"memory://rules-{uuid.uuid4().hex}"
+    with CheckpointManager(url, model=table, optimizer=optimizer, **options) as manager:
+        for number in range(4):
+            optimizer.zero_grad()
+            table(torch.tensor([number, 5])).sum().backward()
+            optimizer.step()
+            manager.step()
+            if number == 0:
+                manager.save()
+
+        manager.restore()
+
+        assert optimizer.state[table.weight].keys() == {"step"}
