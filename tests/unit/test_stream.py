@@ -20,6 +20,7 @@ from cnr_store import (
     BranchNotFound,
     CompactionPolicy,
     Conflict,
+    CorruptStore,
     CursorExpired,
     RetentionPolicy,
     StorageFailure,
@@ -41,6 +42,7 @@ from cnr_store.consume import (
     write_ipc,
     write_parquet,
 )
+from cnr_store.layout import commit_key
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.testing.faulty import Call, FaultyFileSystem, IsolatedMemoryFileSystem
 from cnr_store.types import Rectangle
@@ -567,6 +569,19 @@ def test_a_stream_that_is_closed_within_a_version_ends_its_batches_and_not_a_who
         counts.append(sum(batch.num_rows for batch in version.batches))
     assert counts == [5]
     assert stream.cursor == ChangeCursor.at(store, store.latest_version())
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_a_stream_does_not_wait_for_a_record_that_was_deleted(
+    files: IsolatedMemoryFileSystem, store: Store, follow: bool
+) -> None:
+    first = begin(store)
+    *_, last = save(store, [1], [2], [3])
+    files.rm_file(f"/root/{commit_key(last - 1)}")
+    stream = changes(store, since=first, follow=follow)
+
+    with pytest.raises(CorruptStore, match=f"position {last - 1} is empty"):
+        told(stream)
 
 
 def test_a_branch_that_is_dropped_ends_its_followers(store: Store) -> None:

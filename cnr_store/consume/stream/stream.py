@@ -373,6 +373,9 @@ class ChangeStream:
                 return None
             entry = self._store.poll(newest)
             if entry is None:
+                if newest.record.v < last and not (self._follow and self._store.relay):
+                    # The log goes on behind an empty position: it was deleted, which the walk says.
+                    any(one.record.v <= newest.record.v for one in self._store.commit_log.walk(self._head))
                 self._settle_hold()
                 self._closed.wait(self._poll_interval_s)
                 continue
