@@ -38,6 +38,7 @@ _POSITION = re.compile(r"commits/([0-9]{20})\.json")
 _BRANCH = re.compile(r"[0-9a-f]{32}")
 _SEGMENT = re.compile(SEGMENT_PATTERN)
 _RELATIVE_PATH = re.compile(PATH_PATTERN)
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 def commit_key(version: int, prefix: str = "") -> str:
@@ -161,5 +162,5 @@ def check_name(name: str) -> None:
         raise BadName(f"name {name!r} is not valid Unicode", found=name) from error
     if not 0 < size <= MAX_NAME_BYTES:
         raise BadName(f"a name has 1 to {MAX_NAME_BYTES} bytes, found {size}", expected=MAX_NAME_BYTES, found=size)
-    if any(ord(char) < 32 or ord(char) == 127 for char in name):
+    if _CONTROL.search(name):
         raise BadName(f"name {name!r} holds a control character", found=name)

@@ -51,7 +51,20 @@ def parse(data, kind, where, schema=None):  # [3.6]: of the four brackets, those
         raise Refused(kind, f"{where}: {error}") from error
     need(isinstance(document, dict), kind, where)
     need(schema is None or SCHEMAS[schema].is_valid(document), kind, f"{where}: {schema}")
-    return document
+    return document if schema is None else with_defaults(document, schema)
+
+
+def with_defaults(value, schema, rule=None):  # [3.1] CNR-DOC-5
+    rules, rule = SCHEMAS[schema].schema, SCHEMAS[schema].schema if rule is None else rule
+    rule = rules["$defs"][rule["$ref"].rpartition("/")[2]] if "$ref" in rule else rule
+    for one in rule.get("anyOf", ()):
+        value = with_defaults(value, schema, one)
+    if isinstance(value, dict):
+        fields, others = rule.get("properties", {}), rule.get("additionalProperties", {})
+        value = {name: one["default"] for name, one in fields.items() if "default" in one} | value
+        return {name: with_defaults(one, schema, fields.get(name, others)) for name, one in value.items()}
+    items = rule.get("items") or {}
+    return [with_defaults(one, schema, items) for one in value] if isinstance(value, list) else value
 
 
 def is_name(text):  # [2]
@@ -87,6 +100,7 @@ class Store:  # in a local folder; records[v] is None where a later record super
         need(canonical(record).encode() == data and record.get("check") == check and len(data) <= 65536, bad, key)
         need({*record.get("reader_features", ())} <= {"int8_codes", "row_order"}, "unknown_feature", f"{key}: features")
         need(SCHEMAS["commit_record"].is_valid(record), bad, key)
+        record = with_defaults(record, "commit_record")
         need(record["store_uuid"] == self.identity["store_uuid"], "corrupt_store", f"{key}: of another store")
         need((record["v"], record["parent_digest"]) == (len(self.records), [before, *torn][-1]), bad, key)
         need(record["supersedes"] == ({"follows": before, "torn": torn} if torn else None), bad, f"{key}: supersedes")

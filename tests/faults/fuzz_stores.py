@@ -1,0 +1,170 @@
+"""The stores that the fuzzer damages: golden ones, which have every kind of row and document, and three that are made.
+
+A sample is its objects as bytes by key, so that a case begins with a dict and ends with a folder that is thrown away.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+
+from cnr_store import (
+    CnrStoreError,
+    CompactionPolicy,
+    RetentionPolicy,
+    Store,
+    collect_garbage,
+    compact,
+    compact_chain,
+    maintain,
+)
+from cnr_store.consume import Relay
+from tests.rectangles import Model, Parts, schema_of, tiling
+from tests.snapshot_bytes import bytes_of
+
+GOLDEN = Path(__file__).resolve().parents[2] / "format_spec" / "golden"
+
+State = dict[str, bytes]
+Objects = dict[str, bytes]
+Place = tuple[str | None, int]
+"""A version of the store's own log (None), or of a branch."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sound store, and what each of its versions holds; ``source`` has the objects of what a relay copied."""
+
+    name: str
+    objects: Objects
+    held: dict[Place, State]
+    source: Objects | None = None
+
+
+def opened(root: Path) -> Store:
+    return Store.open(str(root), fsync=False, threads=1)
+
+
+def put_all(root: Path, objects: Objects) -> None:
+    """Write objects as files."""
+    folders = {key.rpartition("/")[0] for key in objects}
+    for folder in folders:
+        (root / folder).mkdir(parents=True, exist_ok=True)
+    for key, data in objects.items():
+        (root / key).write_bytes(data)
+
+
+def read_all(root: Path) -> Objects:
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+def places_of(store: Store) -> Iterator[Place]:
+    """Every position of every log, as far as the logs can be read."""
+    for branch in (None, *sorted(store.branches())):
+        log = store if branch is None else store.on_branch(branch)
+        yield from ((branch, version) for version in range(log.latest_version() + 1))
+
+
+def state_of(store: Store, place: Place) -> State:
+    log = store if place[0] is None else store.on_branch(place[0])
+    return bytes_of(log.snapshot(place[1]))
+
+
+def held_by(root: Path) -> dict[Place, State]:
+    held: dict[Place, State] = {}
+    with opened(root) as store:
+        for place in places_of(store):
+            try:
+                held[place] = state_of(store, place)
+            except CnrStoreError:
+                continue  # expired, superseded, or without a state
+    return held
+
+
+def kept_case(root: Path) -> None:
+    """Folded and expired versions, a cursor, a lease, and the notes of a compaction and of maintenance."""
+    shutil.copytree(GOLDEN / "lattice" / "store", root)
+    with opened(root) as store:
+        with store.writer(run_id="fuzz") as writer:
+            rows = np.asarray([1, 4], np.int64)
+            snapshot = writer.restore()
+            for step in range(3):
+                name, view = next((n, snapshot.table(n)) for n in snapshot if snapshot.table(n).schema.keys == "dense")
+                slots = {slot: view.read_slot(slot)[rows] for slot in view.schema.slots}
+                with writer.begin(step=1000 + step) as txn:
+                    txn.write_rows(name, rows, view.read()[rows[::-1]] + np.float32(step), slots=slots)
+        compact(store, run=(1, 3))
+        for number in range(9):
+            store.tag(f"{number}{'x' * 1000}", store.latest_version())
+        store.set_channel("serving")
+        store.register_cursor("consumer", store.latest_version())
+        lease = store.lease(ttl_s=3600)
+        kept = next((root / "leases" / "readers").iterdir())
+        note = kept.read_bytes()
+        collect_garbage(
+            store, policy=RetentionPolicy(keep_last=2), grace_s=0, orphan_age_s=0, dry_run=False, force=True
+        )
+        maintain(store, compaction=CompactionPolicy(max_chain=3), retention=RetentionPolicy(keep_last=2))
+        lease.release()
+        put_all(root, {kept.relative_to(root).as_posix(): note})
+
+
+def parts_case(root: Path) -> None:
+    """Tables of many rectangles, some of them rows of escapes in some columns only."""
+    with Store.create(str(root), fsync=False, threads=1, profile="portable") as store:
+        random_numbers = np.random.default_rng(4)
+        ranges = ((0, 2), (2, 5))
+        parts = Parts(store, Model(schema_of(20, 5, row_slot=True), ranges), 4)
+        for number in range(4):
+            parts.save(tiling(random_numbers, 20, ranges, free=False), full=number == 0)
+        parts.close()
+
+
+def relay_case(root: Path, source: Path) -> None:
+    """A relay that let go versions, behind a source that went on."""
+    shutil.copytree(GOLDEN / "rows" / "store", source)
+    with opened(source) as store:
+        relay = Relay(store, str(root), start=4, policy=RetentionPolicy(keep_last=2), grace_s=1e6, fsync=False)
+        relay.advance()
+        compact_chain(store, policy=CompactionPolicy(max_chain=1))
+        relay.advance()
+        store.set_channel("serving")
+    with opened(root) as store:
+        store.lease(ttl_s=3600)
+
+
+@contextmanager
+def same_names(seed: int) -> Iterator[None]:
+    """Give transactions, branches and leases the names that a seed says, so that a case is the same in each run."""
+    numbers = random.Random(seed)
+    with mock.patch("uuid.uuid4", side_effect=lambda: uuid.UUID(int=numbers.getrandbits(128), version=4)):
+        yield
+
+
+def golden(name: str) -> Sample:
+    """A golden store."""
+    root = GOLDEN / name / "store"
+    return Sample(name, read_all(root), held_by(root))
+
+
+def samples(folder: Path) -> list[Sample]:
+    """Make all samples; ``folder`` is for their files and may be thrown away afterwards."""
+    names = ("rows", "affine", "float_bits", "branches", "overflow", "int8", "row_order", "one_shot")
+    found = [golden(name) for name in names]
+    makers: tuple[Callable[[Path], None], ...] = (kept_case, parts_case)
+    for make in makers:
+        with same_names(1):
+            make(folder / make.__name__)
+        found.append(Sample(make.__name__, read_all(folder / make.__name__), held_by(folder / make.__name__)))
+    with same_names(2):
+        relay_case(folder / "relay", folder / "source")
+    held = held_by(folder / "source") | held_by(folder / "relay")
+    found.append(Sample("relay", read_all(folder / "relay"), held, read_all(folder / "source")))
+    return found
