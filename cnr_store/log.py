@@ -17,6 +17,7 @@ from threading import RLock
 
 import msgspec
 
+from cnr_store.author import fenced_by
 from cnr_store.beginning import check_begun
 from cnr_store.clock import MAX_SKEW_MS, check_clock, wall_ms
 from cnr_store.commit_record import (
@@ -36,7 +37,6 @@ from cnr_store.errors import (
     CommitStateUnknown,
     CorruptRecord,
     CorruptStore,
-    Fenced,
     MissingObject,
     StorageFailure,
     UnsafeBackend,
@@ -389,13 +389,7 @@ class CommitLog:
         with self._lock:
             self._settle_leftover()
             if draft.epoch < head.record.epoch:
-                raise Fenced(
-                    f"commit record {head.record.v} has epoch {head.record.epoch}, this writer has "
-                    f"{draft.epoch}: another writer took over; stop this one, or open the store again",
-                    version=head.record.v,
-                    expected=draft.epoch,
-                    found=head.record.epoch,
-                )
+                raise fenced_by(head.record, draft.epoch)
             parent = head
             while True:
                 torn = 0 if draft.supersedes is None else len(draft.supersedes.torn)

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from cnr_store.author import author_of, fenced_by
 from cnr_store.commit_record import LogEntry, is_live
 from cnr_store.errors import (
     BranchExists,
@@ -160,6 +161,28 @@ def rebase_rollback(draft: CommitRecord, intervening: LogEntry) -> CommitRecord:
 def rebase_fence(draft: CommitRecord, intervening: LogEntry) -> CommitRecord:
     """Return a ``fence`` draft behind any record: the newest state, one epoch above it. Pure."""
     return _adopt(draft, intervening.record, epoch=intervening.record.epoch + 1)
+
+
+def rebase_succession(draft: CommitRecord, intervening: LogEntry) -> CommitRecord:
+    """Return the ``fence`` draft of a writer that has its state already, behind a record that left that alone. Pure.
+
+    Raises
+    ------
+    Conflict
+        The record is data, or the fence of another writer: one that goes on from the same state.
+    BranchNotFound
+        The branch was closed.
+    """
+    record = intervening.record
+    _check_goes_on(record)
+    if not leaves_state(record):
+        raise Conflict(
+            f"another writer has gone on from the state that was restored here, with commit record {record.v} "
+            f"({record.kind}): {author_of(record)}. Nothing of this run was saved since. If the other one is to go on, "
+            "stop this one; else stop the other and restore here again",
+            version=record.v, found=record.kind,
+        )  # fmt: skip
+    return rebase_fence(draft, intervening)
 
 
 def rebase_tag(draft: CommitRecord, intervening: LogEntry) -> CommitRecord:
@@ -344,13 +367,7 @@ def _check_epoch(draft: CommitRecord, record: CommitRecord) -> None:
             found=record.epoch,
         )
     if record.epoch > draft.epoch or record.kind == "fence":
-        raise Fenced(
-            f"commit record {record.v} ({record.kind}) has epoch {record.epoch}, this writer has "
-            f"{draft.epoch}: another writer took over; stop this one, or open the store again",
-            version=record.v,
-            expected=draft.epoch,
-            found=record.epoch,
-        )
+        raise fenced_by(record, draft.epoch)
 
 
 def _check_goes_on(record: CommitRecord) -> None:
@@ -363,8 +380,8 @@ def _check_goes_on(record: CommitRecord) -> None:
 def _check_commutes(draft: CommitRecord, record: CommitRecord) -> None:
     if not leaves_state(record):
         raise Conflict(
-            f"commit record {record.v} ({record.kind}) changed the training state that this {draft.kind} "
-            "started from; restore it, or commit a full checkpoint",
+            f"commit record {record.v} ({record.kind}; {author_of(record)}) changed the training state that this "
+            f"{draft.kind} started from; restore it, or commit a full checkpoint",
             version=record.v,
             found=record.kind,
         )

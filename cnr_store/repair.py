@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from cnr_store import layout
+from cnr_store.author import writer_info
 from cnr_store.beginning import has_begun
 from cnr_store.clock import check_clock, text_of, wall_ms
 from cnr_store.commit_record import LogEntry, unknown_writer_features
@@ -19,9 +20,9 @@ from cnr_store.documents import canonical_json
 from cnr_store.errors import Conflict, CorruptStore, ReadOnlyStore, VersionNotFound, WrongClock
 from cnr_store.manifest import generations
 from cnr_store.rebase import draft_after, rebase_rollback
-from cnr_store.records import CommitRecord, Generation, Hint, Superseded
+from cnr_store.records import CommitRecord, Generation, Hint, Superseded, WriterInfo
 from cnr_store.segment import SegmentReader
-from cnr_store.store import Store, writer_info
+from cnr_store.store import Store
 from cnr_store.verify import Problem, ProgressCallback, find_newest_whole
 from cnr_store.verify.log import is_ahead, list_positions, read_log, read_position
 from cnr_store.verify.report import Findings
@@ -255,8 +256,10 @@ def repair_store(
     )  # fmt: skip
 
 
-def return_to(store: Store, tail: Tail, target: CommitRecord, ts_ms: int = 0) -> int:
-    """Make an older version's state the head's, past newest records that cannot be read; returns the new version.
+def return_to(
+    store: Store, tail: Tail, target: CommitRecord, *, ts_ms: int = 0, info: WriterInfo | None = None
+) -> LogEntry:
+    """Make an older version's state the head's, past newest records that cannot be read; returns the new entry.
 
     Torn positions are superseded, one epoch up: a writer of one of them can commit nothing more.
 
@@ -266,6 +269,8 @@ def return_to(store: Store, tail: Tail, target: CommitRecord, ts_ms: int = 0) ->
         The end of the log from which ``target`` was chosen: what was saved behind it is never gone back from.
     ts_ms
         The time of the record, where those before it were stamped by a clock that was far ahead; 0 is the usual.
+    info
+        Who goes on from there; this process by default.
 
     Raises
     ------
@@ -287,7 +292,7 @@ def return_to(store: Store, tail: Tail, target: CommitRecord, ts_ms: int = 0) ->
             f"{store.url} uses writer features {unknown} that this library does not know", found=unknown
         )
     draft = draft_after(
-        last, "rollback", writer_info(),
+        last, "rollback", info or writer_info(),
         target=target.v, chain=target.chain, tables=_tables(store, target), logical=target.logical, step=target.step,
         ts_ms=ts_ms,
     )  # fmt: skip
@@ -297,7 +302,7 @@ def return_to(store: Store, tail: Tail, target: CommitRecord, ts_ms: int = 0) ->
         superseded = Superseded(follows=tail.last.digest, torn=tail.torn)
         draft = msgspec.structs.replace(draft, epoch=last.epoch + 1, supersedes=superseded)
     # What superseded the torn ones first is a rollback or a close: neither is followed.
-    return store.commit_log.append(tail.last, draft, rebase_rollback).record.v
+    return store.commit_log.append(tail.last, draft, rebase_rollback)
 
 
 def _has_log(store: Store) -> bool:
@@ -314,7 +319,8 @@ def _carry_out(store: Store, action: RepairAction, tail: Tail, whole: CommitReco
     version = None
     if action.kind in ("supersede", "rollback", "time"):
         assert tail.last is not None  # or it would not have been planned
-        version = return_to(store, tail, tail.last.record if whole is None else whole, ts_ms)
+        target = tail.last.record if whole is None else whole
+        version = return_to(store, tail, target, ts_ms=ts_ms).record.v
     elif action.kind == "hint":
         newest = max(list_positions(store.storage, store.commit_log.prefix))
         store.storage.put(layout.hint_key(store.commit_log.prefix), canonical_json(Hint(newest)))

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
+from cnr_store.author import fenced_by
 from cnr_store.commit_record import LogEntry
 from cnr_store.errors import (
     CnrStoreError,
     Conflict,
     CorruptStore,
     DoesNotApply,
-    Fenced,
     MissingObject,
     RankFailed,
     RankLost,
@@ -46,9 +46,20 @@ class Committable(Protocol):
         """Apply what it staged."""
 
 
+class Succession(Protocol):
+    """How a writer that has loaded a state comes to its epoch, when it goes on from that state."""
+
+    @property
+    def version(self) -> int:
+        """The version that it has loaded."""
+
+    def take(self, info: WriterInfo) -> LogEntry:
+        """Commit the writer's epoch, on rank 0, and return the entry that it goes on from. Safe to call again."""
+
+
 @dataclass(slots=True)
 class Session:
-    """The state of one writer between fence and close.
+    """The state of one writer between its opening and close.
 
     Attributes
     ----------
@@ -60,6 +71,8 @@ class Session:
         The transaction in the making, and the one whose outcome is unknown.
     is_restored
         Whether nothing was committed since the last restore.
+    succession
+        How the writer comes to its epoch, as long as it has none; None once it has.
     ranks
         The ranks that write together; rank 0 commits.
     placement, shapes, cuts
@@ -79,6 +92,7 @@ class Session:
     open: Committable | None = None
     pending: Committable | None = None
     is_restored: bool = False
+    succession: Succession | None = None
     ranks: Ranks = field(default_factory=OneRank)
     placement: Placement | None = None
     shapes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -112,6 +126,43 @@ class Session:
     def is_synced(self) -> bool:
         """Whether the mirrors are the head's state, so that a delta may be written."""
         return self.snapshot is not None and self.pending is None
+
+    def take_over(self) -> None:
+        """Come to this writer's epoch, if it has none yet, and keep the mirrors. All ranks call this; it blocks.
+
+        Raises
+        ------
+        Conflict
+            Another writer has come behind the state that was loaded.
+        VersionExpired, CommitStateUnknown, StorageFailure, CorruptStore, ReadOnlyStore, DoesNotApply
+        """
+        succession = self.succession
+        if succession is None:
+            return
+        taken: list[LogEntry] = []
+        opened: list[Snapshot] = []
+
+        def take() -> int:
+            taken.append(succession.take(self.info))
+            return taken[0].record.v
+
+        def move() -> None:
+            if not taken:
+                taken.append(self._read(version))
+            if self.snapshot is not None:
+                opened.append(self.snapshot_of(taken[0], known=self.snapshot.known_readers))
+
+        version = rank_zero(self.ranks, take)
+        together(self.ranks, move)
+        self.head, self.succession = taken[0], None
+        if opened:
+            self.snapshot = opened[0]
+
+    def _read(self, version: int) -> LogEntry:
+        entry = self.log.read(version)
+        if entry is None:
+            raise _unseen(version)
+        return entry
 
     def catch_up(self) -> None:
         """Move to the newest log entry: one request per record that others have added, and one more.
@@ -175,11 +226,7 @@ class Session:
         """Move to a record that is known to be there."""
         while self.head.record.v < version:
             if not self._move():
-                raise StorageFailure(
-                    f"commit record {self.head.record.v + 1} cannot be seen, although another rank has read "
-                    f"record {version}; the storage does not show what it was given",
-                    version=self.head.record.v + 1,
-                )
+                raise _unseen(self.head.record.v + 1)
 
     def _move_to_newest(self) -> int:
         while self._move():
@@ -193,11 +240,7 @@ class Session:
             return False
         record = entry.record
         if record.epoch > self.head.record.epoch:
-            raise Fenced(
-                f"commit record {record.v} ({record.kind}) has epoch {record.epoch}, this writer has "
-                f"{self.head.record.epoch}: another writer took over; stop this one, or open the store again",
-                version=record.v, expected=self.head.record.epoch, found=record.epoch,
-            )  # fmt: skip
+            raise fenced_by(record, self.head.record.epoch)
         self.head = entry
         return True
 
@@ -261,3 +304,11 @@ class Session:
         """Give up what the mirrors hold: they are nobody's state."""
         self.mirrors.clear()
         self.snapshot = None
+
+
+def _unseen(version: int) -> StorageFailure:
+    return StorageFailure(
+        f"commit record {version} cannot be seen, although another rank has read it, or one behind it; the storage "
+        "does not show what it was given",
+        version=version,
+    )

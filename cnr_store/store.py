@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import os
-import socket
 import uuid
 import warnings
 from collections.abc import Iterator, Mapping
@@ -15,6 +13,7 @@ from typing import Any, get_args
 from cnr_store import arrays, beginning, branches, layout, leases
 from cnr_store.arguments import checked_choice
 from cnr_store.at_time import newest_at
+from cnr_store.author import writer_info
 from cnr_store.branches import Branch
 from cnr_store.chunk_lru import ChunkLru
 from cnr_store.clock import check_clock, ms_of, wall_ms
@@ -56,14 +55,13 @@ from cnr_store.rebase import (
 )
 from cnr_store.records import FORMAT, MAJOR, MINOR, CommitRecord, Cursor, Identity, Pin, RelayMarker, WriterInfo
 from cnr_store.segment import SegmentReader
-from cnr_store.session import Session
+from cnr_store.session import Session, Succession
 from cnr_store.snapshot import Snapshot
 from cnr_store.storage import CreateOutcome, Storage, open_storage
 from cnr_store.types import Profile, Rectangle
 from cnr_store.workers import Throttle, Workers, check_rate
 from cnr_store.writer import Writer
 
-LIBRARY = "cnr-store 0.1.0"
 MAX_EXPIRES_S = 10**10
 
 _LOOK_BACK = 60
@@ -365,9 +363,9 @@ class Store:
                 self._idle_polls = 0
         return entry
 
-    def log(self, *, limit: int | None = None) -> Iterator[CommitRecord]:
-        """Yield commit records, newest first; one GET each."""
-        for count, entry in enumerate(self._log.walk(self.head())):
+    def log(self, newest: int | None = None, *, limit: int | None = None) -> Iterator[CommitRecord]:
+        """Yield commit records, newest first, beginning with version ``newest`` (the head if None); one GET each."""
+        for count, entry in enumerate(self._log.walk(self.head() if newest is None else self._entry(newest))):
             if limit is not None and count >= limit:
                 return
             yield entry.record
@@ -437,6 +435,7 @@ class Store:
         run_id: str | None = None,
         ranks: Ranks | None = None,
         shards: Placement | None = None,
+        succession: Succession | None = None,
     ) -> Writer:
         """Become the store's committer: every earlier writer is fenced. Blocks for a few requests.
 
@@ -456,6 +455,9 @@ class Store:
         shards
             Table to the rectangles that this rank holds; the ranks' rectangles tile each table. None holds every table
             whole, and is only for one rank.
+        succession
+            Fence nobody before `Writer.take_over` or the first `Writer.begin`: until then the writer reads, and
+            `Writer.restore` loads the version that this names.
 
         Raises
         ------
@@ -474,7 +476,7 @@ class Store:
         fenced: list[LogEntry] = []
 
         def open_committer() -> int:
-            fenced.append(self._fence(info))
+            fenced.append(self._fence(info) if succession is None else self._entry(succession.version))
             return fenced[0].record.v
 
         version = rank_zero(ranks, open_committer)
@@ -495,7 +497,7 @@ class Store:
                 self.storage, self._log, heads[0], self.identity.profile, info, self._workers,
                 Mirrors(mirror, mirror_folder), Throttle(bytes_per_s),
                 ranks=ranks, placement=None if shards is None else placements[ranks.rank], shapes=shapes,
-                cuts=column_cuts(placements),
+                cuts=column_cuts(placements), succession=succession,
             )
         )  # fmt: skip
 
@@ -933,8 +935,3 @@ def _channel_of(head: CommitRecord, name: str) -> int:
     if name not in head.channels:
         raise ChannelNotFound(f"no channel {name!r}; there are {sorted(head.channels)}", found=name)
     return head.channels[name]
-
-
-def writer_info(run_id: str = "") -> WriterInfo:
-    """Return who writes a record: host, process and library."""
-    return WriterInfo(host=f"{socket.gethostname()}:{os.getpid()}", lib=LIBRARY, run_id=run_id)

@@ -118,6 +118,22 @@ class Writer:
         """Return what this rank holds of the tables: the whole ones without a placement."""
         return self._session.shards(tables)
 
+    def take_over(self) -> None:
+        """Become the committer, if this writer is not yet: it fences the others and goes on from what it has loaded.
+
+        For a writer with a ``succession``; `begin` does it too. All ranks call it. Blocks for a few requests, once.
+
+        Raises
+        ------
+        Conflict
+            Another writer has come behind what was loaded; the message says who.
+        VersionExpired
+            The version that was loaded has expired: restore another one.
+        CommitStateUnknown, StorageFailure, ReadOnlyStore, UnsafeBackend, WrongClock
+            Call it again.
+        """
+        self._session.take_over()
+
     def restore(
         self,
         outputs: Outputs | None = None,
@@ -126,7 +142,8 @@ class Writer:
     ) -> Snapshot:
         """Load the head's state: fill ``outputs`` and the mirrors in one pass; returns the snapshot. Blocks.
 
-        The head is what the log says now, so this also follows a rollback. An open transaction ends.
+        The head is what the log says now, so this also follows a rollback. An open transaction ends. A writer that has
+        not taken over loads the version of its succession.
 
         Parameters
         ----------
@@ -154,8 +171,11 @@ class Writer:
         session = self._session
         self._refuse_unsettled()
         loaded: list[Snapshot] = []
-        for attempt in range(_RESTORES):
-            session.catch_up()
+        has_epoch = session.succession is None
+        attempts = _RESTORES if has_epoch else 1
+        for attempt in range(attempts):
+            if has_epoch:
+                session.catch_up()
             try:
                 together(session.ranks, lambda: loaded.append(self._load(outputs or {}, slots_rule)))
                 break
@@ -165,7 +185,7 @@ class Writer:
                     session.forget()
                 if not isinstance(error, DoesNotApply):
                     raise
-                if attempt + 1 == _RESTORES:
+                if attempt + 1 == attempts:
                     raise VersionExpired(str(error), version=self.head.record.v) from error
         session.snapshot = loaded[0]
         session.is_restored = True
@@ -226,6 +246,8 @@ class Writer:
             An earlier commit is still unknown: call `settle`.
         DoesNotApply
             A delta without having restored the head.
+        Conflict
+            As `take_over`, of a writer that has not done that yet.
         SaveInProgress
             The transaction before has neither been committed nor aborted.
         CorruptStore, StorageFailure
@@ -234,6 +256,7 @@ class Writer:
             ``step`` is no integer of 0 or more, or the ranks are at different steps.
         """
         session = self._session
+        session.take_over()
         wishes = [_Wish(**given) for given in together(session.ranks, partial(self._wish, step, kind, base))]
         if any(wish.kind == "full" for wish in wishes):
             kind = "full"

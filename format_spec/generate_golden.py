@@ -21,8 +21,8 @@ import msgspec
 import numpy as np
 
 from cnr_store import Store, TableOptions, arrays, branches, narrowing, ordering
+from cnr_store.author import writer_info
 from cnr_store.placement import Shard
-from cnr_store.store import writer_info
 from cnr_store.table_codes import TableCodes
 from format_spec.reader import cnr_read
 

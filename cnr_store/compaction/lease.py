@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from cnr_store.author import LIBRARY
 from cnr_store.clock import wall_ms
 from cnr_store.commit_record import LogEntry
 from cnr_store.documents import canonical_json, loads
@@ -22,7 +23,6 @@ from cnr_store.limits import MAX_LISTS_BYTES
 from cnr_store.log import CommitLog
 from cnr_store.records import CommitRecord
 from cnr_store.storage import Storage
-from cnr_store.store import LIBRARY
 
 MAX_RECORDS = 256
 """A compaction is not taken up behind more records than this: each of them is read."""

@@ -15,6 +15,7 @@ from typing import Literal
 
 import msgspec
 
+from cnr_store.author import writer_info
 from cnr_store.commit_record import LogEntry
 from cnr_store.compaction.engines import Bench, Done, Engine, Job, check_engine, run_tasks
 from cnr_store.compaction.lease import (
@@ -33,7 +34,7 @@ from cnr_store.errors import CommitStateUnknown, Conflict, CorruptStore, Missing
 from cnr_store.rebase import draft_after, rebase_compact, replace_run
 from cnr_store.records import ChainEntry, Manifest, SegmentKind
 from cnr_store.segment import SegmentReader, open_chain
-from cnr_store.store import Store, writer_info
+from cnr_store.store import Store
 from cnr_store.workers import Throttle, Workers, check_rate
 
 Outcome = Literal["committed", "nothing", "planned", "abandoned", "busy", "unfinished"]

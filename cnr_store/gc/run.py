@@ -15,6 +15,7 @@ from functools import partial
 import msgspec
 
 from cnr_store import branches
+from cnr_store.author import writer_info
 from cnr_store.beginning import has_begun
 from cnr_store.clock import check_clock, read_store_clock, wall_ms
 from cnr_store.commit_record import LogEntry, is_live, unknown_writer_features
@@ -50,7 +51,7 @@ from cnr_store.log import CommitLog
 from cnr_store.rebase import draft_after, rebase_expire
 from cnr_store.records import Cursor, Pin, ReaderLease
 from cnr_store.retention import Holds, RetentionPolicy
-from cnr_store.store import Store, writer_info
+from cnr_store.store import Store
 
 MIN_GRACE_S = 3600.0
 """A shorter grace deletes under readers that hold no lease: only with ``force``."""

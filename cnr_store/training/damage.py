@@ -1,7 +1,4 @@
-"""Go back to the newest version that is whole, with all ranks, when the head of a store is damaged.
-
-Nothing goes on before a rollback record says so: a delta to a state that only this training knows would be lost.
-"""
+"""Find the newest version that is whole, with all ranks, when the head of a store is damaged. Writes nothing."""
 
 from __future__ import annotations
 
@@ -12,41 +9,42 @@ from typing import Any
 from cnr_store.commit_record import LogEntry
 from cnr_store.errors import CorruptRecord, CorruptStore
 from cnr_store.ranks import Ranks, described, rank_zero, together
-from cnr_store.repair import read_tail, return_to
+from cnr_store.repair import read_tail
 from cnr_store.store import Store
 from cnr_store.verify import find_newest_whole
 
 
 @dataclass(frozen=True, slots=True)
 class WentBack:
-    """What the store goes on from, the same on all ranks.
+    """What a training goes on from, the same on all ranks.
 
     Attributes
     ----------
     damaged
         The version that should have been restored.
     target
-        The version whose state is the head's now.
-    record
-        The rollback that made it so.
+        The newest version that is whole.
+    newest, torn
+        The newest record that could be read, and the sha256 of each position behind it that could not.
     problem
         What is wrong, and which object it is.
     """
 
     damaged: int
     target: int
-    record: int
+    newest: int
+    torn: tuple[str, ...]
     problem: str
 
     def __str__(self) -> str:
         return (
             f"version {self.damaged} cannot be restored ({self.problem}); going on from version {self.target}, the "
-            f"newest that is whole, by rollback record {self.record}"
+            "newest that is whole; the first save behind it is preceded by a rollback record"
         )
 
 
 def go_back(ranks: Ranks, store: Store, error: Exception) -> WentBack:
-    """Commit a rollback to the newest version that is whole. All ranks call it with what their restore raised. Blocks.
+    """Return the newest version that is whole. All ranks call it with what their restore raised. Blocks.
 
     Rank 0 reads the candidates, every object of them.
 
@@ -54,17 +52,17 @@ def go_back(ranks: Ranks, store: Store, error: Exception) -> WentBack:
     ------
     Exception
         ``error``, if that is no damage on some rank, or no version is whole.
-    StorageFailure, AccessDenied, Conflict, Fenced, CommitStateUnknown
+    StorageFailure, AccessDenied
     """
     told = together(ranks, lambda: _told(error))
     if not all(one["is_damage"] for one in told):
         raise error
     problem = next((one["message"] for one in told if one["segment"]), told[0]["message"])
     segments = {one["segment"] for one in told if one["segment"]}
-    answer = rank_zero(ranks, lambda: _roll_back(store, segments, told[0]["kind"]))
+    answer = rank_zero(ranks, lambda: _find_whole(store, segments, told[0]["kind"]))
     if answer is None:
         raise error
-    return WentBack(problem=problem, **answer)
+    return WentBack(problem=problem, **{**answer, "torn": tuple(answer["torn"])})
 
 
 def _told(error: Exception) -> dict[str, Any]:
@@ -77,8 +75,8 @@ def _told(error: Exception) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _roll_back(store: Store, damaged: Collection[str], kind: str) -> dict[str, int] | None:
-    """On rank 0: find the newest whole version and make its state the head's; None if there is none."""
+def _find_whole(store: Store, damaged: Collection[str], kind: str) -> dict[str, Any] | None:
+    """On rank 0: find the newest whole version; None if there is none."""
     tail = read_tail(store)
     if tail.last is None:
         return None
@@ -88,9 +86,10 @@ def _roll_back(store: Store, damaged: Collection[str], kind: str) -> dict[str, i
     found = find_newest_whole(store, avoid=damaged)
     if found.entry is None:
         return None
-    target = found.entry.record
-    damaged_version = tail.newest if tail.torn else _checkpoint(store, tail.last)
-    return {"damaged": damaged_version, "target": target.v, "record": return_to(store, tail, target)}
+    return {
+        "damaged": tail.newest if tail.torn else _checkpoint(store, tail.last), "target": found.entry.record.v,
+        "newest": last.v, "torn": tail.torn,
+    }  # fmt: skip
 
 
 def _checkpoint(store: Store, head: LogEntry) -> int:

@@ -11,12 +11,10 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -32,12 +30,10 @@ from cnr_store.errors import (
     RankLost,
     SaveInProgress,
     TransactionAborted,
-    VersionNotFound,
 )
 from cnr_store.mirrors import MirrorMode, check_mirror_folder
 from cnr_store.policy import CheckpointSize, Decision, Policy, decide
 from cnr_store.ranks import Ranks, rank_zero, together
-from cnr_store.snapshot import Snapshot
 from cnr_store.store import Store
 from cnr_store.table_options import TableOptions
 from cnr_store.training.arguments import (
@@ -66,11 +62,23 @@ from cnr_store.training.background import (
 )
 from cnr_store.training.calibrating import QualityTarget
 from cnr_store.training.capture import put_dense_state, rank_document, rows_to_write, trainer_document
+from cnr_store.training.continuing import Succession
 from cnr_store.training.damage import go_back
 from cnr_store.training.devices import compile_kernels, rows_as_codes, wait_for_streams
-from cnr_store.training.document import TRAINER, RateDocument, TrainerDocument, trainer_name, trainer_of
+from cnr_store.training.document import RateDocument, trainer_name
+from cnr_store.training.failures import failure_message
 from cnr_store.training.history import sizes_since_baseline
 from cnr_store.training.holdings import Holding, check_alike, find_local_shards, hold
+from cnr_store.training.lineage import Lineage
+from cnr_store.training.loading import (
+    Planned,
+    RestoredState,
+    check_extras,
+    choose_start,
+    looking_again,
+    plan_loading,
+    stored_rng,
+)
 from cnr_store.training.marks import taken_words, union_of, words_of
 from cnr_store.training.ranks import ranks_of_this_training
 from cnr_store.training.rate_control import RateControl
@@ -86,12 +94,9 @@ from cnr_store.training.reader import (
 )
 from cnr_store.training.restoring import (
     Loaded,
-    RestorePlan,
     Targets,
     apply_dense,
-    check_columns,
     finish_tables,
-    plan_restore,
     read_dense,
     restore_targets,
 )
@@ -132,69 +137,16 @@ _STEPS_UNTIL_WARNING = 8
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class RestoredState:
-    """What was restored, for the caller's loop.
-
-    Attributes
-    ----------
-    step, version
-        Training step of the state, and the version that it continues from.
-    reader_state
-        State of the reader, already given to the manager's ``reader`` if there is one; None if none was saved.
-    tables
-        Names of the tables that were filled.
-    fallback_from
-        The version that should have been restored and is damaged; None if there was no need to go back.
-    problem
-        What is wrong with that one.
-    """
-
-    step: int
-    version: int
-    reader_state: Any
-    tables: tuple[str, ...]
-    fallback_from: int | None = None
-    problem: str | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Planned:
-    """A restore that every rank has agreed to."""
-
-    snapshot: Snapshot
-    plan: RestorePlan
-    state: StatePlan
-    trainer: TrainerDocument | None
-    reader_state: Any
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Read:
     """What a restore reads before the tables, and where those go."""
 
     loaded: Loaded
+    reader_state: Any
     rng: dict[str, Any] | None
     sizes: list[CheckpointSize]
     changed: Mapping[str, RowIds]
     targets: Targets
-
-
-@dataclass(slots=True)
-class _Lineage:
-    """What the manager knows of the checkpoints it continues: sizes, and rows changed since the baseline, by shard."""
-
-    changed: Cumulative
-    sizes: list[CheckpointSize] = field(default_factory=list)
-
-    def add(self, job: SaveJob) -> None:
-        size = CheckpointSize(job.transaction.kind, job.transaction.size_bytes)
-        if size.kind == "full":
-            self.sizes = [size]
-            self.changed.clear()
-        else:
-            self.sizes.append(size)
-            self.changed.add(job.taken)
 
 
 class CheckpointManager:
@@ -409,7 +361,7 @@ class CheckpointManager:
         self._buffers = StagingBuffers()
         self._codes_on_device = quantize_on_device
         self._background = BackgroundSave()
-        self._lineage = _Lineage(Cumulative({shard.name: shard.rows[1] - shard.rows[0] for shard in shards}))
+        self._lineage = Lineage(Cumulative({shard.name: shard.rows[1] - shard.rows[0] for shard in shards}))
         self._whole_next: set[str] = set()
         self._held: Finished | None = None
         self._untold: BaseException | None = None  # a failure that waits for the step at which all ranks are asked
@@ -424,9 +376,10 @@ class CheckpointManager:
         self._last_save_step, self._last_save_s = 0, time.monotonic()
         self._is_closed = False
         self._writer: Writer | None = None
-        self._open_writer_with: Callable[[Store], Writer] = lambda opened: opened.writer(
+        self._takes_over = False  # in the next step, behind a restore
+        self._open_writer_with: Callable[[Store, Succession | None], Writer] = lambda opened, succession: opened.writer(
             mirror=mirror, mirror_folder=mirror_folder, bytes_per_s=bytes_per_s, ranks=self._ranks,
-            shards=self._holdings.placement,
+            shards=self._holdings.placement, succession=succession,
         )  # fmt: skip
         self._owns_store = not isinstance(store, Store)
         try:
@@ -460,7 +413,8 @@ class CheckpointManager:
     def step(self, step: int | None = None, *, reader_state: Any = None) -> bool:
         """Count a trained step and save if one is due; call it after ``optimizer.step()``.
 
-        Blocks for the copy of touched rows when a save is due; else for microseconds.
+        Blocks for the copy of touched rows when a save is due; else for microseconds. The first one behind a `restore`
+        takes over the store as well: a training that is still at work on it can save no more (a few requests).
 
         Parameters
         ----------
@@ -482,6 +436,9 @@ class CheckpointManager:
             that of the next save.
         BadInput
             Without a reader, no ``reader_state`` although an earlier step had one; the step is not counted.
+        Conflict
+            In the first step behind a restore: another training has gone on from the same store since. It says which
+            host and process, and when. Nothing was written.
         SaveInProgress
             With ``when_busy="refuse"``.
         SystemExit
@@ -498,6 +455,8 @@ class CheckpointManager:
         self.current_step = self.current_step + 1 if step is None else step
         self._reader_state, self._restored_reader_state = reader_state, None
         self._steps_taken += 1
+        if self._takes_over:
+            self._go_on()
         if self._shall_stop():
             if self._some_rank_waits():
                 return False
@@ -612,8 +571,10 @@ class CheckpointManager:
     ) -> RestoredState | None:
         """Put a checkpoint into the model, the optimizers, the reader and the generators, in place. Blocks.
 
-        Anything but the head first commits a rollback record, so that the log says what the run continued from.
-        What was trained since the last save is given up.
+        Nothing is written, and a training that is at work on the store goes on: also an evaluation may call this (or
+        `load`, which needs no manager). The first `step` or `save` behind it takes the store over, and if that was not
+        the head, commits a rollback record, so that the log says what the run continued from. What was trained since
+        the last save is given up.
 
         Parameters
         ----------
@@ -629,8 +590,8 @@ class CheckpointManager:
             otherwise than in the checkpoint: refuse, take the ``mean`` over a row's shards, or ``drop`` them (they stay
             as they are).
         fallback
-            Where the head is damaged, look for the newest version that is whole (that reads it once more), commit a
-            rollback to it and go on from there, with a warning. What is damaged stays in the store. Only for the head.
+            Where the head is damaged, look for the newest version that is whole (that reads it once more) and go on
+            from there, behind a rollback record, with a warning. What is damaged stays in the store. Only for the head.
 
         Returns
         -------
@@ -650,9 +611,14 @@ class CheckpointManager:
             raise BadInput("fallback= is for the head: leave out version=, step= and tag=, or fallback=")
         self._report_together(self._take_finished(wait=True))
         self._settle()
-        chosen_by = partial(self._choose, version, step, tag)
+
+        def load() -> RestoredState | None:
+            chosen = rank_zero(self._control, lambda: choose_start(self._store, version, step, tag))
+            succession = Succession(self._store, chosen["version"], chosen["newest"])
+            return self._load(succession, tables, strict, slots_rule, is_empty=chosen["is_empty"])
+
         try:
-            return self._restore_chosen(chosen_by, tables, strict, slots_rule)
+            return looking_again(load, is_head=is_head)
         except RankLost:
             raise
         except Exception as error:
@@ -662,77 +628,47 @@ class CheckpointManager:
                 raise
             back = go_back(self._control, self._store, error)
         warnings.warn(str(back), RuntimeWarning, stacklevel=2)
-        restored = self._restore_chosen(partial(self._choose, back.record, None, None), tables, strict, slots_rule)
+        succession = Succession(self._store, back.target, back.newest, back.torn)
+        restored = self._load(succession, tables, strict, slots_rule)
         return None if restored is None else replace(restored, fallback_from=back.damaged, problem=back.problem)
 
-    def _restore_chosen(
+    def _load(
         self,
-        choose: Callable[[], int | None],
+        succession: Succession,
         tables: Mapping[str, str] | None,
         strict: bool,
         slots_rule: SlotsRule,
+        *,
+        is_empty: bool = False,
     ) -> RestoredState | None:
-        chosen = rank_zero(self._control, choose)
-        if chosen is None:
-            self._ready_writer()  # now, rather than in the stall of the first save
+        """Put a version in place, and go on from it at the next step or save; nothing is written before that."""
+        if is_empty:
+            self._writer, self._takes_over = self._new_writer(succession), True
             return None
-        planned = self._plan_together(chosen, tables, strict, slots_rule)
-        rank_zero(self._control, lambda: self._roll_back_to(planned.snapshot))
-        writer = self._new_writer()
-        if writer.head.record.chain != planned.snapshot.record.chain:
-            # Somebody committed between our look and the fence that keeps everybody else out.
-            planned = self._plan_together(writer.head.record.v, tables, strict, slots_rule)
-        restored = self._restore(writer, planned, slots_rule)
+        planned: list[Planned] = []
+        # On every rank before anything is changed on one.
+        together(
+            self._control, lambda: planned.append(self._plan_loading(succession.version, tables, strict, slots_rule))
+        )
+        restored = self._restore(self._new_writer(succession), planned[0], strict, slots_rule)
         if not strict or slots_rule != "exact":
             self._whole_next |= self._holdings.tables.keys()  # what was left out is not what the mirrors hold
         return restored
 
-    def _choose(self, version: int | None, step: int | None, tag: str | None) -> int | None:
-        """The version to restore, None if the store is empty."""
-        snapshot = self._store.snapshot(version, step=step, tag=tag)
-        if not snapshot.is_empty:
-            return snapshot.version
-        if version is not None or tag is not None:
-            raise VersionNotFound(f"version {snapshot.version} holds no checkpoint", version=snapshot.version)
-        return None
-
-    def _roll_back_to(self, snapshot: Snapshot) -> None:
-        if snapshot.record.chain != self._store.head().record.chain:
-            self._store.rollback(snapshot.version)
-
-    def _plan_together(
+    def _plan_loading(
         self, version: int, tables: Mapping[str, str] | None, strict: bool, slots_rule: SlotsRule
-    ) -> _Planned:
-        """Plan on every rank before anything is changed on one."""
-        planned: list[_Planned] = []
-        together(self._control, lambda: planned.append(self._plan_restore(version, tables, strict, slots_rule)))
-        return planned[0]
-
-    def _plan_restore(
-        self, version: int, tables: Mapping[str, str] | None, strict: bool, slots_rule: SlotsRule
-    ) -> _Planned:
-        snapshot = self._store.snapshot(version)
-        trainer = None
-        if TRAINER in snapshot.documents:
-            trainer = trainer_of(snapshot.read_document(TRAINER, tensor_of))
-        state = self._plan_state()
-        plan = plan_restore(
-            snapshot.tables, snapshot.dense, trainer, state, self._holdings, self._optimizers, name_map=tables,
-            strict=strict,
+    ) -> Planned:
+        planned = plan_loading(
+            self._store, version, self._plan_state(), self._holdings, self._optimizers, tables=tables, strict=strict,
+            slots_rule=slots_rule,
         )  # fmt: skip
-        if slots_rule == "exact":
-            check_columns(snapshot, plan)
-        if strict and trainer is not None and set(trainer.extras) != set(self._extras):
-            raise BadInput(
-                f"the checkpoint has extras {sorted(trainer.extras)}, the manager {sorted(self._extras)}",
-                expected=sorted(trainer.extras), found=sorted(self._extras),
-            )  # fmt: skip
-        reader_state = stored_reader_state(snapshot, self._ranks, self._redistribute, strict=strict)
-        return _Planned(snapshot, plan, state, trainer, reader_state)
+        if strict:
+            check_extras(planned.trainer, self._extras)
+        return planned
 
-    def _restore(self, writer: Writer, planned: _Planned, slots_rule: SlotsRule) -> RestoredState:
+    def _restore(self, writer: Writer, planned: Planned, strict: bool, slots_rule: SlotsRule) -> RestoredState:
         read: list[_Read] = []
-        together(self._control, lambda: read.append(self._read_all_but_tables(planned)))
+        together(self._control, lambda: read.append(self._read_all_but_tables(planned, strict)))
         filled = writer.restore(read[0].targets.outputs, slots_rule=slots_rule)
         restored: list[RestoredState] = []
 
@@ -741,7 +677,7 @@ class CheckpointManager:
             restored.append(self._apply(writer, planned, read[0]))
 
         together(self._control, apply)
-        self._writer, self._fenced = writer, None
+        self._writer, self._takes_over, self._fenced = writer, True, None
         document = RateDocument() if planned.trainer is None else planned.trainer.rate
         kept = self._holdings.tables.keys() - self._whole_next
         self._rate.restored(self._control, writer, document, kept)
@@ -750,23 +686,24 @@ class CheckpointManager:
             restore_rng(read[0].rng)  # last: nothing that restores may draw from what it set
         return restored[0]
 
-    def _read_all_but_tables(self, planned: _Planned) -> _Read:
+    def _read_all_but_tables(self, planned: Planned, strict: bool) -> _Read:
         snapshot, plan = planned.snapshot, planned.plan
+        reader_state = stored_reader_state(snapshot, self._ranks, self._redistribute, strict=strict)
         loaded = read_dense(snapshot, plan)
-        rng = self._stored_rng(snapshot, planned.trainer)
+        rng = stored_rng(planned, self._ranks.rank)
         if self._policy in ("one_shot", "intermittent"):
-            sizes = sizes_since_baseline(self._policy, self._store.log())
+            sizes = sizes_since_baseline(self._policy, self._store.log(snapshot.version))
             mine = {holding.table for holding in self._holdings.by_name.values()}
             changed = {
                 name: snapshot.table(stored).changed_rows() for name, stored in plan.renamed.items() if name in mine
             }
         else:
             sizes, changed = sizes_since_baseline(self._policy, [snapshot.record]), {}
-        return _Read(loaded, rng, sizes, changed, restore_targets(plan, self._optimizers))
+        return _Read(loaded, reader_state, rng, sizes, changed, restore_targets(plan, self._optimizers))
 
-    def _apply(self, writer: Writer, planned: _Planned, read: _Read) -> RestoredState:
+    def _apply(self, writer: Writer, planned: Planned, read: _Read) -> RestoredState:
         snapshot, plan, state, trainer = planned.snapshot, planned.plan, planned.state, planned.trainer
-        reader_state, loaded = planned.reader_state, read.loaded
+        reader_state, loaded = read.reader_state, read.loaded
         apply_dense(plan, loaded, snapshot.dense, state, self._optimizers)
         for name, extra in self._extras.items():
             if trainer is not None and name in trainer.extras:
@@ -775,28 +712,13 @@ class CheckpointManager:
             resume(self._reader, reader_state)
         self._tracker.reset()
         writer.mirrors.options.update(self._options)
-        self._lineage.sizes = read.sizes
-        self._lineage.changed.clear()
-        for name, holding in self._holdings.by_name.items():
-            first, stop = holding.shard.rows
-            rows = read.changed.get(holding.table, np.empty(0, np.int64))
-            self._lineage.changed.add_rows(name, rows[(rows >= first) & (rows < stop)] - first)
+        self._lineage.restored(read.sizes, read.changed, self._holdings.by_name)
         self._whole_next = {name for name in self._holdings.tables if plan.renamed.get(name) != name}
         self.current_step = self._last_save_step = snapshot.step
         self._last_save_s, self._is_overdue = time.monotonic(), False
         self._reader_state, self._restored_reader_state = None, reader_state
         logger.info("restored step %d from version %d of %s", snapshot.step, snapshot.version, self._store.url)
         return RestoredState(snapshot.step, snapshot.version, reader_state, tuple(plan.renamed))
-
-    def _stored_rng(self, snapshot: Snapshot, trainer: TrainerDocument | None) -> dict[str, Any] | None:
-        """The generators of this rank; None if the ranks that saved were fewer."""
-        if self._ranks.rank == 0 or trainer is None:
-            return None if trainer is None else trainer.rng
-        name = trainer_name(self._ranks.rank)
-        if name not in snapshot.documents:
-            logger.warning("%s: rank %d had no random generators when this was saved", name, self._ranks.rank)
-            return None
-        return trainer_of(snapshot.read_document(name, tensor_of)).rng
 
     # ---- one save
 
@@ -913,7 +835,7 @@ class CheckpointManager:
         try:
             self._background.start(job)
         except Exception as error:  # no thread, no memory: the training may go on
-            raise BackgroundSaveFailed(_failure_message(error)) from error
+            raise BackgroundSaveFailed(failure_message(error)) from error
 
     def _decide_together(self, writer: Writer) -> tuple[StatePlan, dict[str, Slots], Decision, dict[str, Any]]:
         """Return this rank's state and its slots by shard, and of all ranks: what they save now, their tables.
@@ -1013,7 +935,7 @@ class CheckpointManager:
             try:
                 staged = self._buffers.gather(requests)
             except RuntimeError as error:  # no thread, no memory of the device: the training may go on
-                raise BackgroundSaveFailed(_failure_message(error)) from error
+                raise BackgroundSaveFailed(failure_message(error)) from error
             written = {
                 name: self._whole_shard(holding, slots[name])
                 for name, holding in self._holdings.owned.items()
@@ -1153,7 +1075,7 @@ class CheckpointManager:
             return
         if self._on_error == "raise" or not isinstance(error, Exception):
             self._raise_failure(error)
-        warnings.warn(_failure_message(error), RuntimeWarning, stacklevel=3)
+        warnings.warn(failure_message(error), RuntimeWarning, stacklevel=3)
 
     def _report_together(self, error: BaseException | None) -> None:
         """As `_report_failure`, on all ranks what one has to tell: they save next, or not, together."""
@@ -1172,30 +1094,41 @@ class CheckpointManager:
             return
         if not isinstance(error, Exception):
             raise error
-        raise BackgroundSaveFailed(_failure_message(error)) from error
+        raise BackgroundSaveFailed(failure_message(error)) from error
 
     # ---- the writer
 
     def _ready_writer(self) -> Writer:
         if self._fenced is not None:
-            raise Fenced(
-                f"another writer has taken over {self._store.url}; this training can no longer save to it"
-            ) from self._fenced
+            raise Fenced(f"this training can no longer save to {self._store.url}: {self._fenced}") from self._fenced
         if self._writer is None:
-            self._writer = self._new_writer()
+            self._writer = self._new_writer(None)
             if self._writer.head.record.chain:
                 logger.warning(
                     "%s holds checkpoints that were not restored; the next save is a full one of the live state",
                     self._store.url,
                 )
                 self._whole_next |= self._holdings.tables.keys()
+        self._writer.take_over()
         return self._writer
 
-    def _new_writer(self) -> Writer:
+    def _new_writer(self, succession: Succession | None) -> Writer:
         if self._writer is not None:
             self._writer.close()
-            self._writer = None
-        return self._open_writer_with(self._store)
+        self._writer, self._takes_over = None, False
+        return self._open_writer_with(self._store, succession)
+
+    def _go_on(self) -> None:
+        """In the first step behind a restore: become the committer, so that a training that this one follows stops."""
+        self._takes_over = False
+        try:
+            self._ready_writer()
+        except CnrStoreError as error:
+            if self._on_error == "raise":
+                raise
+            warnings.warn(
+                f"this training has not taken over {self._store.url} yet: {error}", RuntimeWarning, stacklevel=3
+            )
 
     # ---- beginning and end
 
@@ -1265,11 +1198,3 @@ class CheckpointManager:
         total = sum(mirror_estimate(one.weight, live_slots(one), self._options[one.table]) for one in owned)
         where = {"memory": "in memory", "mmap": "on disk", "none": "not kept"}[mirror]
         logger.info("%d shards of tables, code mirrors of about %.1f MiB (%s)", len(owned), total / 2**20, where)
-
-
-def _failure_message(error: BaseException) -> str:
-    if isinstance(error, CommitStateUnknown):
-        return f"whether a checkpoint was committed is not known yet ({error}); it is looked up before the next save"
-    if isinstance(error, RankLost):
-        return f"this rank has lost the others, and does not know whether the last checkpoint was committed ({error})"
-    return f"a checkpoint was not saved ({error}); its rows are saved with the next one"

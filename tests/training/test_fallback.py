@@ -104,13 +104,12 @@ def test_a_damaged_head_is_gone_back_from_and_training_goes_on_bit_for_bit(
     damaged = head + 1 if damage is tear_record else head
     assert (restored.step, restored.fallback_from) == (last_step, damaged)
     assert broken in (restored.problem or "")
-    records = list(manager.store.log(limit=2))
-    assert [record.kind for record in records] == ["fence", "rollback"]
-    assert records[1].v == restored.version
-    assert f"from version {records[1].target}, the newest" in told
+    assert f"from version {restored.version}, the newest" in told
     assert_same(training.state(), uninterrupted(KIND, last_step))
 
     go_on(training, manager, last_step, STEPS + 2)
+    records = list(manager.store.log())
+    assert [one.target for one in records if one.kind == "rollback"] == [restored.version]
     manager.close()
 
     assert_same(training.state(), uninterrupted(KIND, STEPS + 2))
@@ -334,4 +333,5 @@ def test_damage_that_one_rank_sees_takes_all_ranks_back_to_one_version(
             assert np.array_equal(snapshot.table(f"t{rank}.weight").read(), value(rank, step + 2))
         assert verify_store(store, deep=True).is_sound
         kinds = [record.kind for record in store.log()]
-        assert kinds[:4] == ["delta", "delta", "fence", "rollback"]
+        behind = ["fence", "rollback"] if pattern == "torn" else ["rollback", "fence"]
+        assert kinds[:4] == ["delta", "delta", *behind]

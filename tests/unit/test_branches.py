@@ -30,13 +30,13 @@ from cnr_store import (
     import_tensors,
     verify_store,
 )
+from cnr_store.author import writer_info
 from cnr_store.branches import Branch
 from cnr_store.commit_record import encode_record
 from cnr_store.layout import BRANCHES, DATA, branch_prefix, commit_key, hint_key
 from cnr_store.rebase import draft_after, draft_branch, rebase_expire, rebase_fence
 from cnr_store.records import Pin
 from cnr_store.sizes import segment_sizes
-from cnr_store.store import writer_info
 
 ROWS, DIM = 6, 2
 

@@ -17,8 +17,8 @@ from cnr_store import (
     VersionExpired,
     VersionNotFound,
 )
+from cnr_store.author import writer_info
 from cnr_store.rebase import draft_after, rebase_expire
-from cnr_store.store import writer_info
 
 ROWS, DIM = 4, 2
 

@@ -25,13 +25,13 @@ from cnr_store import (
     compact,
     verify_store,
 )
+from cnr_store.author import writer_info
 from cnr_store.compaction.lease import LeasePlace
 from cnr_store.documents import canonical_json, sha256
 from cnr_store.layout import MANIFEST, RECEIPT, segment_prefix
 from cnr_store.log import RetryPolicy
 from cnr_store.rebase import draft_after, rebase_expire
 from cnr_store.storage import storage_from_filesystem
-from cnr_store.store import writer_info
 from cnr_store.testing.faulty import Call, Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
 from cnr_store.types import Rectangle
 from cnr_store.writer import Writer

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from cnr_store import CompactionReport, Store, compact, verify_store
+from cnr_store.author import writer_info
 from cnr_store.compaction import lease as leases
 from cnr_store.compaction import tasks
 from cnr_store.compaction.lease import LeasePlace
@@ -23,7 +24,6 @@ from cnr_store.layout import COMPACTION_LEASE, RECEIPT, segment_key
 from cnr_store.log import RetryPolicy
 from cnr_store.rebase import draft_after, rebase_expire
 from cnr_store.storage import storage_from_filesystem
-from cnr_store.store import writer_info
 from cnr_store.testing.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem, SimulatedCrash
 from tests.compacted import Training, content_of, objects_in, strangers_in
 from tests.snapshot_bytes import bytes_of

@@ -32,6 +32,7 @@ from cnr_store import (
     repair_store,
     verify_store,
 )
+from cnr_store.author import writer_info
 from cnr_store.commit_record import encode_record, is_live
 from cnr_store.documents import canonical_json
 from cnr_store.gc.plan import CLEAN_UP_AT, txn_of
@@ -49,7 +50,6 @@ from cnr_store.layout import (
 from cnr_store.leases import CLOCK_TOLERANCE_MS, HOLD_KEPT_MS
 from cnr_store.rebase import draft_after, rebase_expire, rebase_fence
 from cnr_store.storage import Storage, open_storage, storage_from_filesystem
-from cnr_store.store import writer_info
 from cnr_store.testing.faulty import (
     Call,
     FaultyFileSystem,

@@ -24,7 +24,7 @@ DOCUMENTS = WORDS | {
     "chain_checks",
 }  # fmt: skip
 PARTS = DOCUMENTS | {"storage", "local_files", "compiled", "encodings", "rows", "arrays", "workers"}
-LOG = {"rebase", "beginning", "clock", "log", "newest", "expiry", "at_time"}
+LOG = {"author", "rebase", "beginning", "clock", "log", "newest", "expiry", "at_time"}
 FORMAT = PARTS | LOG | {"segment", "table_codes", "replay_plan", "replay", "tree"}
 CODEC = PARTS | {"segment", "table_codes"}
 KEEPING = {"cached_reader", "chunk_lru"}
@@ -57,10 +57,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "manifest": WORDS | {"records", "documents", "manifest_checks"},
     "chain_checks": WORDS | {"records", "manifest"},
     "storage": {"errors", "layout"},
-    "rebase": DOCUMENTS,  # pure: what becomes of a draft behind the record that won
+    "author": {"errors", "records", "clock"},  # pure: who wrote a record
+    "rebase": DOCUMENTS | {"author"},  # pure: what becomes of a draft behind the record that won
     "beginning": {"errors", "layout", "storage"},
     "clock": {"errors", "storage"},
-    "log": DOCUMENTS | {"rebase", "storage", "beginning", "clock"},  # nothing about tables
+    "log": DOCUMENTS | {"author", "rebase", "storage", "beginning", "clock"},  # nothing about tables
     "newest": DOCUMENTS | {"log"},
     "expiry": DOCUMENTS | {"log"},
     "at_time": DOCUMENTS,  # pure

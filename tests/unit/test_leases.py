@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from cnr_store import BadInput, BadName, CorruptStore, NotFound, Store, VersionExpired, VersionNotFound
+from cnr_store.author import writer_info
 from cnr_store.commit_record import LogEntry
 from cnr_store.documents import canonical_json
 from cnr_store.layout import CURSORS, READER_LEASES, cursor_key
@@ -20,7 +21,6 @@ from cnr_store.limits import MAX_RECORD_BYTES
 from cnr_store.log import CommitLog
 from cnr_store.rebase import draft_after, rebase_expire
 from cnr_store.storage import Storage, storage_from_filesystem
-from cnr_store.store import writer_info
 from cnr_store.testing.faulty import IsolatedMemoryFileSystem
 
 SCHEMAS = Path(__file__).resolve().parents[2] / "format_spec" / "schemas"

@@ -32,6 +32,7 @@ from cnr_store.rebase import (
     rebase_fence,
     rebase_fork,
     rebase_rollback,
+    rebase_succession,
     rebase_tag,
     rebase_untag,
     replace_run,
@@ -224,6 +225,20 @@ def test_fence_follows_anything_one_epoch_up(kind: RecordKind) -> None:
     moved = rebase_fence(draft, newest)
 
     assert (moved.kind, moved.epoch, moved.chain, moved.tags) == ("fence", 8, newest.record.chain, {"n": 9})
+
+
+@pytest.mark.parametrize("kind", OPEN)
+def test_fence_of_a_loaded_state_follows_maintenance_alone(kind: RecordKind) -> None:
+    head = head_record()
+    newest = after(head, kind, epoch=head.epoch, tags={"n": 9})
+    draft = draft_after(head, "fence", WRITER, epoch=head.epoch + 1)
+
+    if kind in ("fence", "full", "delta", "rollback", "init"):
+        with pytest.raises(Conflict, match=rf"gone on from .* commit record {newest.record.v} \({kind}\)"):
+            rebase_succession(draft, newest)
+    else:
+        moved = rebase_succession(draft, newest)
+        assert (moved.kind, moved.epoch, moved.tags) == ("fence", head.epoch + 1, {"n": 9})
 
 
 def tag_draft(head: CommitRecord, name: str, target: int) -> CommitRecord:

@@ -18,6 +18,7 @@ from typing import Any
 
 from cnr_store import layout
 from cnr_store.arguments import checked_count, checked_number
+from cnr_store.author import LIBRARY
 from cnr_store.clock import check_clock, wall_ms
 from cnr_store.commit_record import LogEntry, decode_record, is_live
 from cnr_store.consume.relay.copying import copy_segment, copy_side_object, delete_segment, has_segment
@@ -48,7 +49,7 @@ from cnr_store.log import CommitLog, position_bytes
 from cnr_store.records import ChainEntry, CommitRecord, Hint, RelayMarker, RelayTrims
 from cnr_store.retention import Holds, LiveVersion, RetentionPolicy
 from cnr_store.storage import CreateOutcome, Storage, open_storage
-from cnr_store.store import LIBRARY, Store
+from cnr_store.store import Store
 from cnr_store.workers import Throttle, blocks
 
 _BATCH = 64
