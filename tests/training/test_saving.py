@@ -584,6 +584,7 @@ def test_an_interrupted_first_full_is_no_torn_one(backend: Backend) -> None:
     manager = manager_of(store, training)
     training.train(0)
     manager.restore()
+    manager.step()  # takes the store over
     tables = {"user.weight": training.model.user.weight, "item.weight": training.model.item.weight}
     expected = {name: weight.detach().clone() for name, weight in tables.items()}
     backend.gate.clear()
