@@ -17,7 +17,7 @@ from cnr_store.training.background import SaveReport
 from cnr_store.training.calibrating import Calibration, Trial, calibrate
 from cnr_store.training.carried import CarriedBatch, CarryingReader
 from cnr_store.training.intervals import GrantedReader
-from cnr_store.training.loading import RestoredState
+from cnr_store.training.loading import LoadedState, RestoredState, load
 from cnr_store.training.manager import CheckpointManager
 from cnr_store.training.ranks import ProcessRanks
 from cnr_store.training.rate_status import RateStatus, ScaleChange
@@ -26,6 +26,8 @@ from cnr_store.training.reader import IntervalReader, reader_states_for
 __all__ = [
     "CheckpointManager",
     "RestoredState",
+    "load",
+    "LoadedState",
     "SaveReport",
     "ScaleChange",
     "RateStatus",

@@ -1,21 +1,35 @@
-"""What is read of a checkpoint before anything of a live model is changed; writes nothing."""
+"""Read a checkpoint into a model: what a restore reads and plans, and `load`. Writes nothing to the store."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
+from torch import nn
 
+from cnr_store.arguments import checked_choice
 from cnr_store.errors import BadInput, VersionExpired, VersionNotFound
+from cnr_store.ranks import Ranks, rank_zero, together
 from cnr_store.snapshot import Snapshot
 from cnr_store.store import Store
 from cnr_store.training.document import TRAINER, TrainerDocument, trainer_name, trainer_of
-from cnr_store.training.holdings import Holdings
-from cnr_store.training.restoring import RestorePlan, check_columns, plan_restore
-from cnr_store.training.state import StatePlan
+from cnr_store.training.holdings import Holdings, find_local_shards, hold
+from cnr_store.training.matching import Resize, RestorePlan, plan_restore, without_optimizers
+from cnr_store.training.ranks import ranks_of_this_training
+from cnr_store.training.resizing import fill_new_rows
+from cnr_store.training.restoring import (
+    apply_dense,
+    check_columns,
+    finish_tables,
+    read_dense,
+    read_tables,
+    restore_targets,
+)
+from cnr_store.training.shards import LocalShard, find_shards, plain_optimizers, unwrapped
+from cnr_store.training.state import StatePlan, plan_state
 from cnr_store.training.tensors import tensor_of
 from cnr_store.types import SlotsRule
 
@@ -39,6 +53,9 @@ class RestoredState:
         State of the reader, already given to the manager's ``reader`` if there is one; None if none was saved.
     tables
         Names of the tables that were filled.
+    missing, unexpected
+        With ``strict=False``: what the training has and the checkpoint has not, and the other way round. Names of
+        tables and dense tensors, ``optimizer/<number>``, and ``<table>/<slot>`` for optimizer state of rows.
     fallback_from
         The version that should have been restored and is damaged; None if there was no need to go back.
     problem
@@ -49,6 +66,8 @@ class RestoredState:
     version: int
     reader_state: Any
     tables: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
     fallback_from: int | None = None
     problem: str | None = None
 
@@ -91,9 +110,13 @@ def plan_loading(
     *,
     tables: Mapping[str, str] | None,
     strict: bool,
-    slots_rule: SlotsRule,
+    slots_rule: SlotsRule = "exact",
+    resize: Resize | None = None,
+    weights_only: bool = False,
 ) -> Planned:
     """Compare a version with the live training; changes nothing. Blocks: manifests and a document are read.
+
+    ``weights_only``: as if the checkpoint had no optimizers.
 
     Raises
     ------
@@ -103,8 +126,11 @@ def plan_loading(
     trainer = None
     if TRAINER in snapshot.documents:
         trainer = trainer_of(snapshot.read_document(TRAINER, tensor_of))
+    schemas, dense = snapshot.tables, snapshot.dense
+    if weights_only:
+        (schemas, dense), trainer = without_optimizers(schemas, dense), None
     plan = plan_restore(
-        snapshot.tables, snapshot.dense, trainer, state, holdings, optimizers, name_map=tables, strict=strict
+        schemas, dense, trainer, state, holdings, optimizers, name_map=tables, strict=strict, resize=resize
     )
     if slots_rule == "exact":
         check_columns(snapshot, plan)
@@ -151,3 +177,164 @@ def looking_again(load: Callable[[], Loaded], *, is_head: bool) -> Loaded:
         except VersionExpired as error:
             logger.warning("the head was folded while it was loaded (%s); looking at the new one", error)
     return load()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedState:
+    """What `load` has put into a model.
+
+    Attributes
+    ----------
+    version, step
+        The version that was read, and its training step.
+    tables
+        Names of the tables that were filled.
+    missing, unexpected
+        As of `RestoredState`.
+    """
+
+    version: int
+    step: int
+    tables: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def load(
+    store: str | Store,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    *,
+    version: int | None = None,
+    step: int | None = None,
+    tag: str | None = None,
+    channel: str | None = None,
+    branch: str | None = None,
+    tables: Mapping[str, str] | None = None,
+    strict: bool = True,
+    resize: Resize | None = None,
+    ranks: Ranks | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    threads: int | None = None,
+) -> LoadedState:
+    """Read a checkpoint into a model, in place: to evaluate it, also beside the training that writes the store. Blocks.
+
+    Writes nothing to the store and fences nobody: credentials that may only read are enough. Not for a model that a
+    `CheckpointManager` saves: its `CheckpointManager.restore` does that. Where several ranks hold the model all of them
+    call this, and each reads what it holds.
+
+    Parameters
+    ----------
+    store
+        URL or an open `Store`.
+    optimizer
+        Optimizers whose state is read as well, in the order in which they were saved; None reads weights alone.
+    version, step, tag, channel
+        Which one, at most one of them; the newest if none is given.
+    branch
+        With a URL: the branch that it is on.
+    tables
+        Stored name to mine, for tables that are named differently.
+    strict
+        Refuse when model and checkpoint differ in tables or dense tensors; else load what both have.
+    resize
+        As of `CheckpointManager.restore`, on any number of ranks.
+    ranks
+        The ranks that hold the model together; by default all of ``torch.distributed``, or this process alone.
+    storage_options, threads
+        As for `Store.open`, with a URL.
+
+    Raises
+    ------
+    NotAStore, VersionNotFound, VersionExpired, TagNotFound, ChannelNotFound, BranchNotFound
+    BadInput, BadShape, BadDtype, Unsupported
+        Before anything is changed; also where nothing of the checkpoint fits.
+    CorruptStore, StorageFailure
+        The model may be half loaded.
+
+    Examples
+    --------
+    >>> from cnr_store.training import CheckpointManager
+    >>> trained = nn.Embedding(10, 2)
+    >>> with CheckpointManager("memory://doctest-load", model=trained) as manager:
+    ...     _ = manager.save()
+    >>> load("memory://doctest-load", nn.Embedding(10, 2)).tables
+    ('weight',)
+    """
+    if resize is not None:
+        checked_choice("resize", resize, get_args(Resize))
+    ranks = ranks_of_this_training() if ranks is None else ranks
+    if isinstance(store, Store):
+        if branch is not None:
+            raise BadInput("branch= goes with a URL; open the store on its branch instead", found=branch)
+        reading = _Reading(store, unwrapped(model), optimizer, tables, strict, resize, ranks)
+        return reading.read(version, step, tag, channel)
+    opened: list[Store] = []
+    together(
+        ranks,
+        lambda: opened.append(Store.open(store, branch=branch, storage_options=storage_options, threads=threads)),
+    )
+    with opened[0] as here:
+        reading = _Reading(here, unwrapped(model), optimizer, tables, strict, resize, ranks)
+        return reading.read(version, step, tag, channel)
+
+
+class _Reading:
+    """One `load` from an open store."""
+
+    def __init__(
+        self,
+        store: Store,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+        tables: Mapping[str, str] | None,
+        strict: bool,
+        resize: Resize | None,
+        ranks: Ranks,
+    ) -> None:
+        self._store, self._model, self._ranks = store, model, ranks
+        given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
+        self._optimizers, self._weights_only = plain_optimizers(given), optimizer is None
+        self._tables, self._strict, self._resize = tables or {}, strict, resize
+
+    def read(self, version: int | None, step: int | None, tag: str | None, channel: str | None) -> LoadedState:
+        """Choose a version on rank 0 and read it on all."""
+
+        def read() -> LoadedState:
+            chosen: int = rank_zero(
+                self._ranks, lambda: self._store.snapshot(version, step=step, tag=tag, channel=channel).version
+            )
+            found: list[list[LocalShard]] = []
+            together(self._ranks, lambda: found.append(self._find_shards(chosen)))
+            holdings, planned = hold(found[0], self._ranks), list[Planned]()
+            together(self._ranks, lambda: planned.append(self._plan(chosen, holdings)))
+            together(self._ranks, lambda: self._put(planned[0]))
+            snapshot, plan = planned[0].snapshot, planned[0].plan
+            return LoadedState(snapshot.version, snapshot.step, tuple(plan.renamed), plan.missing, plan.unexpected)
+
+        return looking_again(read, is_head=version is None and step is None and tag is None and channel is None)
+
+    def _find_shards(self, version: int) -> list[LocalShard]:
+        """This rank's; a parameter is a table if it is stored as one."""
+        snapshot = self._store.snapshot(version)
+        if snapshot.is_empty:
+            raise VersionNotFound(f"{self._store.url} holds no checkpoint at version {version}", version=version)
+        sharded = {shard.table for shard in find_shards(self._model, self._optimizers)}
+        mine = {self._tables.get(name, name) for name in snapshot.tables} - sharded
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        return find_local_shards(self._model, self._optimizers, sorted(mine & parameters.keys()), self._ranks)[1]
+
+    def _plan(self, version: int, holdings: Holdings) -> Planned:
+        state = plan_state(self._model, self._optimizers, holdings.shards, holdings.tables)
+        return plan_loading(
+            self._store, version, state, holdings, self._optimizers, tables=self._tables, strict=self._strict,
+            resize=self._resize, weights_only=self._weights_only,
+        )  # fmt: skip
+
+    def _put(self, planned: Planned) -> None:
+        plan, snapshot = planned.plan, planned.snapshot
+        dense, targets = read_dense(snapshot, plan), restore_targets(plan, self._optimizers)
+        read_tables(snapshot, targets, "exact")
+        finish_tables(snapshot, targets, self._optimizers, "exact")
+        apply_dense(plan, dense, snapshot.dense, planned.state, self._optimizers)
+        fill_new_rows(plan, self._resize)

@@ -13,12 +13,13 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
 from cnr_store import tree
+from cnr_store.arguments import checked_choice
 from cnr_store.errors import (
     BackgroundSaveFailed,
     BadInput,
@@ -80,6 +81,7 @@ from cnr_store.training.loading import (
     stored_rng,
 )
 from cnr_store.training.marks import taken_words, union_of, words_of
+from cnr_store.training.matching import Resize
 from cnr_store.training.ranks import ranks_of_this_training
 from cnr_store.training.rate_control import RateControl
 from cnr_store.training.rate_status import RateStatus
@@ -92,6 +94,7 @@ from cnr_store.training.reader import (
     reader_name,
     stored_reader_state,
 )
+from cnr_store.training.resizing import Growing, check_resizable, fill_new_rows
 from cnr_store.training.restoring import (
     Loaded,
     Targets,
@@ -363,6 +366,7 @@ class CheckpointManager:
         self._background = BackgroundSave()
         self._lineage = Lineage(Cumulative({shard.name: shard.rows[1] - shard.rows[0] for shard in shards}))
         self._whole_next: set[str] = set()
+        self._growing = Growing()
         self._held: Finished | None = None
         self._untold: BaseException | None = None  # a failure that waits for the step at which all ranks are asked
         self._fenced: BaseException | None = None
@@ -566,6 +570,7 @@ class CheckpointManager:
         tag: str | None = None,
         tables: Mapping[str, str] | None = None,
         strict: bool = True,
+        resize: Resize | None = None,
         slots_rule: SlotsRule = "exact",
         fallback: bool = False,
     ) -> RestoredState | None:
@@ -584,7 +589,12 @@ class CheckpointManager:
             Stored name to mine, for tables that are named differently.
         strict
             Refuse when the checkpoint and the model differ in tables, dense tensors or optimizers, or the number of
-            reader states and ranks; else restore what both have. The next save is then a full one.
+            reader states and ranks; else restore what both have, and return what was ``missing`` and ``unexpected``.
+            The next save is then a full one.
+        resize
+            Take tables that have more rows than the stored ones (new ids came): the new rows get the stored table's
+            ``fill``, or stay as the ``model`` has them, and so does their optimizer state. The next save says so. For
+            trainings of one process that holds its tables whole.
         slots_rule
             For tables sharded by column, and slots with one value per row and shard, where the shards are cut
             otherwise than in the checkpoint: refuse, take the ``mean`` over a row's shards, or ``drop`` them (they stay
@@ -600,12 +610,14 @@ class CheckpointManager:
 
         Raises
         ------
-        BadInput, BadShape, BadDtype, VersionNotFound, TagNotFound
-            Before anything is changed.
+        BadInput, BadShape, BadDtype, Unsupported, VersionNotFound, VersionExpired, TagNotFound
+            Before anything is changed; also where nothing of the checkpoint fits the training.
         CorruptStore, StorageFailure
             Weights may be half restored: restore again, another version if need be.
         """
         self._check_open()
+        if resize is not None:
+            checked_choice("resize", resize, get_args(Resize))
         is_head = version is None and step is None and tag is None
         if fallback and not is_head:
             raise BadInput("fallback= is for the head: leave out version=, step= and tag=, or fallback=")
@@ -615,7 +627,7 @@ class CheckpointManager:
         def load() -> RestoredState | None:
             chosen = rank_zero(self._control, lambda: choose_start(self._store, version, step, tag))
             succession = Succession(self._store, chosen["version"], chosen["newest"])
-            return self._load(succession, tables, strict, slots_rule, is_empty=chosen["is_empty"])
+            return self._load(succession, tables, strict, slots_rule, resize, is_empty=chosen["is_empty"])
 
         try:
             return looking_again(load, is_head=is_head)
@@ -629,7 +641,7 @@ class CheckpointManager:
             back = go_back(self._control, self._store, error)
         warnings.warn(str(back), RuntimeWarning, stacklevel=2)
         succession = Succession(self._store, back.target, back.newest, back.torn)
-        restored = self._load(succession, tables, strict, slots_rule)
+        restored = self._load(succession, tables, strict, slots_rule, resize)
         return None if restored is None else replace(restored, fallback_from=back.damaged, problem=back.problem)
 
     def _load(
@@ -638,6 +650,7 @@ class CheckpointManager:
         tables: Mapping[str, str] | None,
         strict: bool,
         slots_rule: SlotsRule,
+        resize: Resize | None,
         *,
         is_empty: bool = False,
     ) -> RestoredState | None:
@@ -648,25 +661,34 @@ class CheckpointManager:
         planned: list[Planned] = []
         # On every rank before anything is changed on one.
         together(
-            self._control, lambda: planned.append(self._plan_loading(succession.version, tables, strict, slots_rule))
+            self._control,
+            lambda: planned.append(self._plan_loading(succession.version, tables, strict, slots_rule, resize)),
         )
-        restored = self._restore(self._new_writer(succession), planned[0], strict, slots_rule)
+        restored = self._restore(self._new_writer(succession), planned[0], strict, slots_rule, resize)
         if not strict or slots_rule != "exact":
             self._whole_next |= self._holdings.tables.keys()  # what was left out is not what the mirrors hold
         return restored
 
     def _plan_loading(
-        self, version: int, tables: Mapping[str, str] | None, strict: bool, slots_rule: SlotsRule
+        self,
+        version: int,
+        tables: Mapping[str, str] | None,
+        strict: bool,
+        slots_rule: SlotsRule,
+        resize: Resize | None,
     ) -> Planned:
         planned = plan_loading(
             self._store, version, self._plan_state(), self._holdings, self._optimizers, tables=tables, strict=strict,
-            slots_rule=slots_rule,
+            slots_rule=slots_rule, resize=resize,
         )  # fmt: skip
+        check_resizable(planned.plan, self._holdings)
         if strict:
             check_extras(planned.trainer, self._extras)
         return planned
 
-    def _restore(self, writer: Writer, planned: Planned, strict: bool, slots_rule: SlotsRule) -> RestoredState:
+    def _restore(
+        self, writer: Writer, planned: Planned, strict: bool, slots_rule: SlotsRule, resize: Resize | None
+    ) -> RestoredState:
         read: list[_Read] = []
         together(self._control, lambda: read.append(self._read_all_but_tables(planned, strict)))
         filled = writer.restore(read[0].targets.outputs, slots_rule=slots_rule)
@@ -674,6 +696,7 @@ class CheckpointManager:
 
         def apply() -> None:
             finish_tables(filled, read[0].targets, self._optimizers, slots_rule)
+            fill_new_rows(planned.plan, resize)
             restored.append(self._apply(writer, planned, read[0]))
 
         together(self._control, apply)
@@ -714,11 +737,14 @@ class CheckpointManager:
         writer.mirrors.options.update(self._options)
         self._lineage.restored(read.sizes, read.changed, self._holdings.by_name)
         self._whole_next = {name for name in self._holdings.tables if plan.renamed.get(name) != name}
+        self._whole_next |= self._growing.restored(plan, self._holdings, self._policy, self._tracker)
         self.current_step = self._last_save_step = snapshot.step
         self._last_save_s, self._is_overdue = time.monotonic(), False
         self._reader_state, self._restored_reader_state = None, reader_state
         logger.info("restored step %d from version %d of %s", snapshot.step, snapshot.version, self._store.url)
-        return RestoredState(snapshot.step, snapshot.version, reader_state, tuple(plan.renamed))
+        return RestoredState(
+            snapshot.step, snapshot.version, reader_state, tuple(plan.renamed), plan.missing, plan.unexpected
+        )
 
     # ---- one save
 
@@ -876,7 +902,7 @@ class CheckpointManager:
         return plan, slots, decision, known
 
     def _decide(self, writer: Writer, plan: StatePlan, slots: Mapping[str, Slots]) -> Decision:
-        schemas = writer.snapshot.tables if writer.is_synced else {}
+        schemas = self._growing.applied_to(writer.snapshot.tables) if writer.is_synced else {}
         self._whole_next |= self._rate.waits_for_full()
         self._whole_next |= {
             shard.table
@@ -905,6 +931,7 @@ class CheckpointManager:
         self._whole_next |= self._rate.anew_in(transaction)
         drops = tuple(sorted((schemas.keys() | set(transaction.needs_whole_tables)) - mine))
         whole = set(self._whole_next) | (set(transaction.needs_whole_tables) & mine)
+        whole |= self._growing.stage(transaction, whole)
         taken: dict[str, Taken] = {}
         staged = None
 
@@ -1015,6 +1042,7 @@ class CheckpointManager:
         whole = {one.key.table for one in job.whole.values()}
         self._whole_next -= self._holdings.tables.keys() if job.declares else whole
         self._lineage.add(job)
+        self._growing.won()
         if error is not None:
             # The mirrors may be half moved, so nothing can be a delta against them.
             self._whole_next |= self._holdings.tables.keys()

@@ -62,7 +62,7 @@ PUBLIC = {
     "cnr_store.integrations": "StateDict load_state_dict",
     "cnr_store.testing": "",
     "cnr_store.training": """
-        CheckpointManager RestoredState SaveReport ScaleChange RateStatus TargetStatus ProcessRanks
+        CheckpointManager RestoredState load LoadedState SaveReport ScaleChange RateStatus TargetStatus ProcessRanks
         calibrate Calibration Trial
         CarriedBatch CarryingReader GrantedReader IntervalReader reader_states_for
     """,

@@ -1,0 +1,370 @@
+"""What of a checkpoint goes where in a live model and its optimizers: a plan, or the error that names what differs.
+
+Pure: nothing is read from the store, and nothing changed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+import torch
+
+from cnr_store.errors import BadDtype, BadInput, BadShape, CorruptStore
+from cnr_store.placement import Shard
+from cnr_store.records import DenseEntry, SlotSchema, TableSchema
+from cnr_store.training.document import TRAINER, OptimizerDocument, SlotDocument, TrainerDocument
+from cnr_store.training.holdings import Holding, Holdings
+from cnr_store.training.shards import LocalShard
+from cnr_store.training.state import Optimized, StatePlan, dense_tensors, live_slots, optimizer_tensor_name
+from cnr_store.training.tensors import table_dtype_name
+from cnr_store.types import Rectangle
+
+Resize = Literal["fill", "model"]
+"""What rows hold that a table has and the stored one has not: the stored table's fill, or what the model has there."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardRestore:
+    """One shard of a stored table and where it goes.
+
+    ``slots``: stored schema, shape on this rank, and layout of each slot to fill.
+    """
+
+    stored: str
+    holding: Holding
+    schema: TableSchema
+    owner: Optimized | None
+    slots: dict[str, tuple[SlotSchema, tuple[int, ...], str]]
+
+    @property
+    def shard(self) -> LocalShard:
+        """Where it goes."""
+        return self.holding.shard
+
+    @property
+    def key(self) -> Shard:
+        """The shard under the table's stored name, as far as that has it."""
+        return Shard(self.stored, None if self.holding.key.rectangle is None else self.rectangle)
+
+    @property
+    def num_stored(self) -> int:
+        """How many of the shard's rows, from its first, the stored table has."""
+        first, stop = self.shard.rows
+        return max(0, min(stop, self.schema.num_rows) - first)
+
+    @property
+    def rectangle(self) -> Rectangle:
+        """What of the stored table is read into it."""
+        first = min(self.shard.rows[0], self.schema.num_rows)
+        return Rectangle((first, first + self.num_stored), self.shard.columns)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RestorePlan:
+    """What a restore does.
+
+    Attributes
+    ----------
+    shards
+        Shards of tables with their slots.
+    fused
+        Shards and what their fused optimizers get back besides slots.
+    dense
+        Stored dense tensors to the model's parameters and buffers.
+    optimizer_dense
+        Stored dense tensors to (parameter, key) of optimizer state.
+    optimizer_documents
+        Per optimizer its stored document, None if it does not fit (only without ``strict``).
+    renamed
+        My name to the stored name of each table that is restored.
+    missing, unexpected
+        What the model has and the checkpoint has not, and the other way round (only without ``strict``): names of
+        tables and dense tensors, ``optimizer/<number>``, and ``<table>/<slot>``. Sorted.
+    """
+
+    shards: tuple[ShardRestore, ...]
+    fused: tuple[tuple[LocalShard, dict[str, Any]], ...]
+    dense: dict[str, torch.Tensor]
+    optimizer_dense: dict[str, tuple[Optimized, str]]
+    optimizer_documents: tuple[OptimizerDocument | None, ...]
+    renamed: dict[str, str]
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+    @property
+    def resized(self) -> dict[str, int]:
+        """Tables that have more rows than the stored ones, and how many those have."""
+        return {
+            one.holding.table: one.schema.num_rows for one in self.shards if one.shard.num_rows > one.schema.num_rows
+        }
+
+
+def without_optimizers(
+    schemas: Mapping[str, TableSchema], dense: Mapping[str, DenseEntry]
+) -> tuple[dict[str, TableSchema], dict[str, DenseEntry]]:
+    """Return tables and dense tensors of a checkpoint without the state of its optimizers."""
+    prefix = optimizer_tensor_name(0, "", "").partition("/")[0] + "/"
+    return (
+        {name: msgspec.structs.replace(schema, slots={}) for name, schema in schemas.items()},
+        {name: entry for name, entry in dense.items() if not name.startswith(prefix)},
+    )
+
+
+def plan_restore(
+    schemas: Mapping[str, TableSchema],
+    stored_dense: Mapping[str, DenseEntry],
+    trainer: TrainerDocument | None,
+    plan: StatePlan,
+    holdings: Holdings,
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    name_map: Mapping[str, str] | None = None,
+    strict: bool = True,
+    resize: Resize | None = None,
+) -> RestorePlan:
+    """Return what to put where.
+
+    Parameters
+    ----------
+    trainer
+        The document ``trainer/0``; None if the checkpoint was not written by a trainer.
+    name_map
+        Stored table name to mine; others keep their names.
+    strict
+        Refuse when a table, dense tensor, slot or optimizer is missing on either side; else restore what both have.
+    resize
+        Take tables that have more rows than the stored ones.
+
+    Raises
+    ------
+    BadInput, BadShape, BadDtype
+        Also where nothing would be restored.
+    CorruptStore
+        The document gives a slot a shape that its table does not have.
+    """
+    names = _names(schemas, holdings.tables, name_map or {}, strict)
+    documents = _match_optimizers(trainer, optimizers, plan, names, strict)
+    layouts = {} if trainer is None else trainer.slots
+    held = [
+        (stored, holding)
+        for stored, mine in names.items()
+        for holding in holdings.by_name.values()
+        if holding.table == mine
+    ]
+    shards = tuple(
+        _plan_shard(schemas[stored], stored, holding, plan, documents, layouts.get(stored, {}), strict, resize)
+        for stored, holding in held
+    )
+    fused = tuple(
+        (holding.shard, trainer.fused[stored])
+        for stored, holding in held
+        if trainer is not None and holding.shard.parameter is None and stored in trainer.fused
+    )
+    wanted = dense_tensors(plan, optimizers)
+    dense = {name: plan.dense[name] for name in stored_dense if name in plan.dense}
+    for name, tensor in dense.items():
+        _check_dense(name, stored_dense[name], tensor)
+    if (schemas or stored_dense) and not names and not dense:
+        raise BadInput(
+            f"nothing of the checkpoint fits this model: it has tables {sorted(schemas)} and dense tensors "
+            f"{_some(stored_dense)}, the model has tables {sorted(holdings.tables)} and dense tensors "
+            f"{_some(plan.dense)}; map tables with tables={{stored: mine}}",
+            expected=sorted(schemas), found=sorted(holdings.tables),
+        )  # fmt: skip
+    state = _plan_optimizer_dense(stored_dense, plan, documents, names)
+    missing = sorted(name for name in plan.dense if name not in stored_dense)
+    extra = sorted(n for n in stored_dense if n not in plan.dense and n not in state and n not in wanted)
+    if strict:
+        _refuse_unmatched("dense tensors", missing, extra)
+    renamed = {mine: stored for stored, mine in names.items()}
+    missing += [table for table in holdings.tables if table not in renamed]
+    extra += [stored for stored in schemas if stored not in names]
+    missing += [f"optimizer/{number}" for number, document in enumerate(documents) if document is None]
+    kept = {number for number, document in enumerate(documents) if document is not None}
+    stored_optimizers = () if trainer is None else trainer.optimizers
+    extra += [f"optimizer/{number}" for number in range(len(stored_optimizers)) if number not in kept]
+    for one in shards:
+        missing += [f"{one.holding.table}/{slot}" for slot in live_slots(one.shard).keys() - one.slots.keys()]
+        extra += [f"{one.stored}/{slot}" for slot in one.schema.slots.keys() - one.slots.keys()]
+    return RestorePlan(
+        shards, fused, dense, state, documents, renamed,
+        () if strict else tuple(sorted(set(missing))), () if strict else tuple(sorted(set(extra))),
+    )  # fmt: skip
+
+
+def _some(names: Collection[str]) -> str:
+    """A few names, for a message."""
+    few = sorted(names)[:5]
+    return f"{few}" if len(names) <= len(few) else f"{few} and {len(names) - len(few)} more"
+
+
+def _names(
+    schemas: Mapping[str, TableSchema], tables: Collection[str], name_map: Mapping[str, str], strict: bool
+) -> dict[str, str]:
+    for stored, mine in name_map.items():
+        if stored not in schemas:
+            raise BadInput(f"tables= names stored table {stored!r}, the store has {sorted(schemas)}", table=stored)
+        if mine not in tables:
+            raise BadInput(f"tables= names {mine!r}, the model has tables {sorted(tables)}", table=mine)
+    names = {stored: name_map.get(stored, stored) for stored in schemas}
+    matched = {stored: mine for stored, mine in names.items() if mine in tables}
+    if len(set(matched.values())) < len(matched):
+        raise BadInput(f"two stored tables would go to one of mine: {matched}; check tables=", found=matched)
+    if strict:
+        missing = sorted(set(tables) - set(matched.values()))
+        extra = sorted(set(schemas) - set(matched))
+        _refuse_unmatched("tables", missing, extra)
+    return matched
+
+
+def _refuse_unmatched(what: str, missing: list[str], extra: list[str]) -> None:
+    if missing or extra:
+        raise BadInput(
+            f"the checkpoint and the model have different {what}: missing in the checkpoint {missing}, missing in the "
+            f"model {extra}; map tables with tables={{stored: mine}}, or restore what both have with strict=False",
+            expected=missing, found=extra,
+        )  # fmt: skip
+
+
+def _match_optimizers(
+    trainer: TrainerDocument | None,
+    optimizers: Sequence[torch.optim.Optimizer],
+    plan: StatePlan,
+    names: Mapping[str, str],
+    strict: bool,
+) -> tuple[OptimizerDocument | None, ...]:
+    """Return the stored document of each optimizer, None where class or parameters are not the same."""
+    stored = [] if trainer is None else trainer.optimizers
+    # Whether a table is stepped by an optimizer or inside backward may change with its sharding.
+    mine = {id(one.parameter): one.name for one in plan.optimized if not one.is_table}
+    matched: list[OptimizerDocument | None] = []
+    for index, optimizer in enumerate(optimizers):
+        document = stored[index] if index < len(stored) else None
+        groups = [[mine[id(p)] for p in group["params"] if id(p) in mine] for group in optimizer.param_groups]
+        fits = (
+            document is not None
+            and document.kind == type(optimizer).__name__
+            and [[p for p in group.parameters if p not in names] for group in document.groups] == groups
+        )
+        if not fits and strict:
+            found = "none" if document is None else f"{document.kind} with {len(document.groups)} groups"
+            raise BadInput(
+                f"optimizer {index} is {type(optimizer).__name__} with {len(groups)} groups; the checkpoint has "
+                f"{found}, or other parameters in it. Give the optimizers in the order in which they were saved, or "
+                "restore without optimizer state with strict=False",
+                expected=type(optimizer).__name__, found=found,
+            )  # fmt: skip
+        matched.append(document if fits else None)
+    if strict and len(stored) > len(optimizers):
+        raise BadInput(f"the checkpoint has {len(stored)} optimizers, the manager {len(optimizers)}; give all of them")
+    return tuple(matched)
+
+
+def _plan_shard(
+    schema: TableSchema,
+    stored: str,
+    holding: Holding,
+    plan: StatePlan,
+    documents: Sequence[OptimizerDocument | None],
+    layouts: Mapping[str, SlotDocument],
+    strict: bool,
+    resize: Resize | None,
+) -> ShardRestore:
+    shard, mine = holding.shard, holding.table
+    shape = (shard.num_rows, shard.dim)
+    if schema.keys == "hashed":
+        raise BadInput(f"stored table {stored!r} has hashed keys and fits no parameter", table=stored)
+    is_larger = shard.num_rows > schema.num_rows and shard.dim == schema.dim
+    if shape != (schema.num_rows, schema.dim) and not (is_larger and resize):
+        advice = '; say what its new rows hold: resize="fill" or resize="model"' if is_larger else ""
+        raise BadShape(
+            f"table {mine!r} has shape {shape}, stored {stored!r} has {(schema.num_rows, schema.dim)}{advice}",
+            table=mine, expected=(schema.num_rows, schema.dim), found=shape,
+        )  # fmt: skip
+    if table_dtype_name(shard.weight, mine) != schema.dtype:
+        raise BadDtype(
+            f"table {mine!r} is {shard.weight.dtype}, stored {stored!r} is {schema.dtype}; use a model of that dtype",
+            table=mine, expected=schema.dtype, found=str(shard.weight.dtype),
+        )  # fmt: skip
+    owner = None if shard.parameter is None else plan.owner(shard.parameter)
+    live = live_slots(shard)
+    is_fused = shard.parameter is None
+    fits = owner is not None and has_parameter(documents[owner.optimizer], stored)
+    # An optimizer of the stored class makes slots that it does not have yet; of another one only what is there counts.
+    chosen = schema.slots if fits else {name: slot for name, slot in schema.slots.items() if name in live}
+    if strict and not fits and schema.slots.keys() - live.keys():
+        has = "no optimizer has it" if owner is None and not is_fused else f"its optimizer has {sorted(live)}"
+        raise BadInput(f"stored table {stored!r} has slots {sorted(schema.slots)}; of {mine!r}, {has}", table=mine)
+    slots = {}
+    for name, slot in chosen.items():
+        whole, layout = _slot_layout(schema, stored, name, layouts.get(name))
+        local = (shard.rows[1] - shard.rows[0], *whole[1:])
+        if slot.kind == "element":
+            local = (local[0], shard.columns[1] - shard.columns[0])
+        held = live.get(name)
+        fits_slot = held is None or (held.numel(), table_dtype_name(held, name)) == (math.prod(local), slot.dtype)
+        if held is not None and not fits_slot:
+            raise BadShape(
+                f"slot {name!r} of table {mine!r} is {tuple(held.shape)} {held.dtype}, stored {local} {slot.dtype}",
+                table=mine, expected=local, found=tuple(held.shape),
+            )  # fmt: skip
+        slots[name] = (slot, local, layout)
+    return ShardRestore(stored, holding, schema, owner, slots)
+
+
+def has_parameter(document: OptimizerDocument | None, name: str) -> bool:
+    """Whether the optimizer that the document is of had a parameter."""
+    return document is not None and any(name in group.parameters for group in document.groups)
+
+
+def _slot_layout(
+    schema: TableSchema, stored: str, name: str, found: SlotDocument | None
+) -> tuple[tuple[int, ...], str]:
+    """Shape and layout of a slot to fill. Memory is taken by them, so they must be those of the table."""
+    rows = schema.num_rows
+    allowed = ((rows,), (rows, 1)) if schema.slots[name].kind == "row" else ((rows, schema.dim),)
+    if found is None:
+        return allowed[0], "strided"
+    if found.shape not in allowed:
+        raise CorruptStore(
+            f"document {TRAINER} says that slot {name!r} of table {stored!r} has shape {found.shape}, its table has "
+            f"{allowed[0]}; restore another version",
+            path=TRAINER, table=stored, expected=allowed[0], found=found.shape,
+        )  # fmt: skip
+    return found.shape, found.layout
+
+
+def _check_dense(name: str, entry: DenseEntry, tensor: torch.Tensor) -> None:
+    if tuple(entry.shape) != tuple(tensor.shape):
+        raise BadShape(
+            f"tensor {name!r} has shape {tuple(tensor.shape)}, the checkpoint's has {tuple(entry.shape)}",
+            path=name, expected=tuple(entry.shape), found=tuple(tensor.shape),
+        )  # fmt: skip
+    if str(tensor.dtype) != f"torch.{entry.dtype}":
+        raise BadDtype(
+            f"tensor {name!r} is {tensor.dtype}, the checkpoint's is {entry.dtype}",
+            path=name, expected=entry.dtype, found=str(tensor.dtype),
+        )  # fmt: skip
+
+
+def _plan_optimizer_dense(
+    stored_dense: Mapping[str, DenseEntry],
+    plan: StatePlan,
+    documents: Sequence[OptimizerDocument | None],
+    names: Mapping[str, str],
+) -> dict[str, tuple[Optimized, str]]:
+    stored_name = {mine: stored for stored, mine in names.items()}
+    found: dict[str, tuple[Optimized, str]] = {}
+    for one in plan.optimized:
+        if documents[one.optimizer] is None:
+            continue
+        name = stored_name.get(one.name, one.name) if one.is_table else one.name
+        prefix = optimizer_tensor_name(one.optimizer, name, "")
+        for stored in stored_dense:
+            if stored.startswith(prefix) and "/" not in stored[len(prefix) :]:
+                found[stored] = (one, stored[len(prefix) :])
+    return found
