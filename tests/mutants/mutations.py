@@ -58,7 +58,7 @@ class Mutation:
         return mutated
 
 
-def read_mutations(folder: Path = Path(__file__).parent) -> list[Mutation]:
+def read_mutations(folder: Path) -> list[Mutation]:
     """Return the entries of all areas, in the order of files and lines."""
     found = []
     for path in sorted(folder.glob("*.toml")):

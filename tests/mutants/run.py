@@ -8,22 +8,26 @@ survives, does not apply or has tests that do not pass without it.
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
+from typing import NoReturn
+
+import pytest
 
 from tests.mutants.mutations import ROOT, Mutation, read_mutations
 
@@ -32,23 +36,18 @@ _NOT_COPIED = shutil.ignore_patterns(
     ".hypothesis", ".benchmarks", "demo-store",
 )  # fmt: skip
 
-# Imports the mutated module before the tests do: a mutation that cannot be imported says nothing about the tests, and
-# it must be the copy's own.
-_PROGRAM = """
-import importlib, sys
-from pathlib import Path
-import pytest
-root, module, *arguments = sys.argv[1:]
-imported = Path(importlib.import_module(module).__file__)
-assert imported.is_relative_to(root), f"{imported} is not in {root}"
-sys.exit(pytest.main(arguments))
-"""
+_PRELOADED = ("numpy", "numba", "zarr", "pyarrow", "fsspec", "msgspec", "psutil", "hypothesis.strategies")
+"""Imported once: a run is a fork of this process, so only this library and the tests are imported for each mutation."""
+
+_FOLDERS = ("", "gpu", "tools")
+"""What is on the path of imports."""
 
 _TEST_TIMEOUT_S = 60
 """How long one test may take; one that a mutation hangs has caught it."""
 
 _PROCESS_TIMEOUT_S = 1200
 
+_NOT_THE_COPY = 99
 _USAGE_ERROR = 4
 """pytest's status where a test that it was given is not there."""
 
@@ -84,45 +83,65 @@ class Copy:
         try:
             yield
         finally:
-            shutil.copy2(ROOT / mutation.file, path)
-            shutil.rmtree(kernels, ignore_errors=True)
             original = ROOT / mutation.file
+            shutil.copy2(original, path)
+            shutil.rmtree(kernels, ignore_errors=True)
             if (original.parent / "__pycache__").is_dir():
                 shutil.copytree(original.parent / "__pycache__", kernels)
 
     def run(self, module: str, *arguments: str) -> _Ended:
-        """Run pytest in the copy, with the copy's library."""
+        """Run pytest in the copy, with the copy's library; ``module`` is imported first. Blocks."""
         shutil.rmtree(self._temporary, ignore_errors=True)
         self._temporary.mkdir()
-        paths = (self.root, self.root / "gpu", self.root / "tools")
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, paths)),
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "TMPDIR": str(self._temporary),
-        }
-        options = ("-q", "-p", "no:cacheprovider", "--timeout", str(_TEST_TIMEOUT_S))
-        with (self._temporary / "output").open("w+") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, str(self.root), module, *options, *arguments],
-                cwd=self.root,
-                env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+        output = self._temporary / "output"
+        process = os.fork()
+        if process == 0:
+            self._run_here(output, module, arguments)
+        deadline = time.monotonic() + _PROCESS_TIMEOUT_S
+        code = None
+        while (ended := os.waitpid(process, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        try:
+            os.killpg(process, signal.SIGKILL)  # also what a killed run has left: servers, ranks
+        except ProcessLookupError:
+            pass
+        if ended == (0, 0):
+            os.waitpid(process, 0)
+        else:
+            code = os.waitstatus_to_exitcode(ended[1])
+        return _Ended(code, output.read_text(errors="replace"))
+
+    def _run_here(self, output: Path, module: str, arguments: Sequence[str]) -> NoReturn:
+        """In a fork of this process: become one that was started in the copy."""
+        code = _NOT_THE_COPY
+        try:
+            os.setsid()
+            file = os.open(output, os.O_WRONLY | os.O_CREAT)
+            os.dup2(file, 1)
+            os.dup2(file, 2)
+            os.chdir(self.root)
+            paths = [str(self.root / folder) for folder in _FOLDERS]
+            own = {"", *(str(ROOT / folder) for folder in _FOLDERS)}
+            sys.path[:] = [*paths, *(path for path in sys.path if path not in own)]
+            os.environ.update(
+                PYTHONPATH=os.pathsep.join(paths), PYTHONDONTWRITEBYTECODE="1", TMPDIR=str(self._temporary)
             )
-            try:
-                code: int | None = process.wait(_PROCESS_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                try:
-                    os.killpg(process.pid, signal.SIGKILL)  # and servers that a killed run has left
-                except ProcessLookupError:
-                    pass
-                process.wait()
-            output.seek(0)
-            return _Ended(code, output.read())
+            sys.dont_write_bytecode = True
+            tempfile.tempdir = None
+            for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+                del sys.modules[name]
+            # A mutation that cannot be imported says nothing about the tests, and it must be the copy's own.
+            imported = importlib.import_module(module).__file__
+            assert Path(str(imported)).is_relative_to(self.root), imported
+            options = ["-q", "-p", "no:cacheprovider", "--timeout", str(_TEST_TIMEOUT_S)]
+            options += ["-W", "ignore:Module already imported"]  # some bring plugins
+            code = int(pytest.main([*options, *arguments]))
+        except BaseException:  # noqa: BLE001 - the parent reads it
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
 
 
 def _module(file: str) -> str:
@@ -232,8 +251,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", action="append", metavar="NAME", help="only this mutation; may be repeated")
     parser.add_argument("--tier", choices=("small", "all"), default="all", help="small: those that CI runs")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many are run at once")
+    parser.add_argument("--lists", type=Path, default=Path(__file__).parent, help="the folder of the lists")
     options = parser.parse_args(arguments)
-    entries = read_mutations()
+    entries = read_mutations(options.lists)
     if options.area:
         entries = [one for one in entries if one.area in options.area]
     if options.only:
@@ -244,6 +264,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not mutations:
         parser.error("no mutation of this description")
     started = time.monotonic()
+    for name in _PRELOADED:
+        importlib.import_module(name)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         results = run(mutations, max(1, min(options.jobs, len(mutations))), Path(folder))
     equivalents = Counter(one.area for one in entries if one.is_equivalent)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.mutants import run
-from tests.mutants.mutations import ROOT, Mutation, read_mutations
+from tests.mutants.mutations import ROOT, read_mutations
 
-MUTATIONS = read_mutations()
+MUTATIONS = read_mutations(ROOT / "tests" / "mutants")
 
 
 def test_every_mutation_has_a_name_of_its_own() -> None:
@@ -44,29 +45,45 @@ def is_there(test: str) -> bool:
     return all(re.search(rf"^\s*(def|class) {name}\b", source, re.MULTILINE) for name in names)
 
 
+def make_mutants(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.mutants.run", "--jobs", "1", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_small_tier_is_caught(capfd: pytest.CaptureFixture[str]) -> None:
-    status = run.main(["--tier", "small", "--jobs", "1"])
+def test_the_small_tier_is_caught() -> None:
+    found = make_mutants("--tier", "small")
 
-    assert status == 0, capfd.readouterr().out
-
-
-def test_a_mutation_that_no_test_notices_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    own = "tests/unit/test_storage_digests.py::test_the_digest_is_xxh3_128_of_the_bytes"
-    entries = {
-        "caught": mutation("return xxhash.xxh3_128_hexdigest(data)", "return xxhash.xxh64_hexdigest(data)", own),
-        "SURVIVED": mutation("if found_digest != digest:", "if False:", own),
-        "does not apply": mutation("no such line", "", own),
-        "tests that do not pass": mutation("if data is None:", "if False:", f"{own}_of_another"),
-    }
-
-    found = run.run(list(entries.values()), 1, tmp_path)
-
-    assert [word[: len(expected)] for expected, (_, word) in zip(entries, found, strict=True)] == list(entries)
-    assert "hexdigest(data)" in (ROOT / "cnr_store/storage/digests.py").read_text()
+    assert found.returncode == 0, found.stdout + found.stderr
 
 
-def mutation(old: str, new: str, *tests: str) -> Mutation:
-    file = "cnr_store/storage/digests.py"
-    return Mutation("area", "name", file, old, new, "why", tests, is_small=False, is_equivalent=False)
+OWN = "tests/unit/test_storage_digests.py::test_the_digest_is_xxh3_128_of_the_bytes"
+ENTRY = """
+[[mutation]]
+name = "{name}"
+file = "cnr_store/storage/digests.py"
+old = "{old}"
+new = "{new}"
+why = "an example"
+tests = ["{test}"]
+"""
+
+
+def test_a_mutation_that_no_test_notices_is_told(tmp_path: Path) -> None:
+    entries = [
+        ENTRY.format(name="noticed", old="xxh3_128_hexdigest(data)", new="xxh64_hexdigest(data)", test=OWN),
+        ENTRY.format(name="overlooked", old="if found_digest != digest:", new="if False:", test=OWN),
+        ENTRY.format(name="gone", old="no such line", new="", test=OWN),
+        ENTRY.format(name="untested", old="if data is None:", new="if False:", test=f"{OWN}_of_another"),
+    ]
+    (tmp_path / "area.toml").write_text("".join(entries))
+
+    found = make_mutants("--lists", str(tmp_path))
+
+    assert found.returncode == 1
+    assert re.search(r"^caught .* area: noticed$", found.stdout, re.MULTILINE)
+    assert re.search(r"^SURVIVED .* area: overlooked$", found.stdout, re.MULTILINE)
+    assert re.search(r"^does not apply: gone: `old` stands 0 times .* area: gone$", found.stdout, re.MULTILINE)
+    assert re.search(r"^tests that do not pass without it: .* area: untested$", found.stdout, re.MULTILINE)
+    assert "xxh3_128_hexdigest(data)" in (ROOT / "cnr_store/storage/digests.py").read_text()
