@@ -90,17 +90,11 @@ def make_case(seed: int, samples: list[Sample]) -> Case:
     elif draw < 0.3:
         _choose(chance, case, by_kind, dict.fromkeys(by_kind.keys() - {"chunk"}, 0.0))
         _reencode(chance, case)
+    elif draw < 0.4:
+        _say_together(chance, case)
     else:
-        weights = {
-            "chunk": 0,
-            "other": 0,
-            "manifest": 12,
-            "record": 6,
-            "side object": 4,
-            "tree": 2,
-            "trims": 3,
-            "relay": 3,
-        }
+        weights = {"chunk": 0, "other": 0, "manifest": 24, "record": 12, "side object": 8, "tree": 8, "trims": 6}
+        weights |= {"relay": 4, "compaction note": 2, "lease": 2, "cursor": 2}
         _choose(chance, case, by_kind, weights)
         _say_otherwise(chance, case, by_kind[case.kind])
     return case
@@ -254,6 +248,8 @@ _TEXTS = (
     "bytes", "hashed", "dense", "0" * 64, "f" * 32, "0" * 16, "0" * 8, "G" * 16, "0" * 20 + "-" + "0" * 32, "lattice",
     "raw", "affine",
 )  # fmt: skip
+_EDGES = (0, 1, 2, 2**31 - 1, 2**31, 2**50, 2**53 - 2, 2**53 - 1, 2**53, 2**63 - 1)
+_NUMBER = re.compile(rb'"([a-z_0-9]+)":(-?[0-9]+)(?=[,}])')
 _CHANGES = (
     *["value"] * 6, *["near"] * 5, *["beside"] * 2, "remove", "shape", "everywhere", "key", "deep", "raw",
 )  # fmt: skip
@@ -285,6 +281,21 @@ def _say_otherwise(chance: random.Random, case: Case, alike: list[str]) -> None:
     case.objects[key] = data
     case.what = f"{key}: {'; '.join(done)}"[:300]
     seal(case.sample.objects, case.objects, key, keeps_check=any(one.startswith("check ") for one in done))
+
+
+def _say_together(chance: random.Random, case: Case) -> None:
+    """Give a number another value in each record and manifest that says it: they do not contradict each other."""
+    case.kind = "records and manifests"
+    keys = sorted(key for key in case.objects if kind_of(key) in ("record", "record of a branch", "manifest"))
+    name, old = chance.choice(sorted(set(_NUMBER.findall(b"".join(case.objects[key] for key in keys)))))
+    new = str(chance.choice([*_EDGES, _near(chance, int(old))])).encode()
+    case.what = f"{name.decode()} = {old.decode()} is {new.decode()[:40]} everywhere"
+    said = re.compile(rb'"%s":%s(?=[,}])' % (name, old))
+    for key in keys:
+        before = dict(case.objects)
+        case.objects[key] = said.sub(b'"%s":%s' % (name, new), before[key])
+        if case.objects[key] != before[key]:
+            seal(before, case.objects, key)
 
 
 def _walk(chance: random.Random, document: Any) -> tuple[Any, Any, list[Any]]:

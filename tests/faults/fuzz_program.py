@@ -30,6 +30,9 @@ from tests.faults.fuzz_doors import DOORS, Visit
 from tests.faults.fuzz_mutations import Case, make_case, vector_case
 from tests.faults.fuzz_stores import samples
 
+if "--training" in sys.argv:  # takes torch, which takes seconds
+    from tests.faults.fuzz_training import TRAINING_DOORS, TrainingVisit, training_samples
+
 CPU_S = 20.0
 """Most seconds of CPU that a door may take; they take a tenth of one."""
 
@@ -55,14 +58,14 @@ def bound_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def run_case(case: Case, doors: list[str], folder: Path, verbose: bool) -> dict[str, Any]:
-    chance = random.Random(case.seed)
-    visit = Visit(case, folder, chance)
+def run_case(visit: Visit, doors: list[str], verbose: bool) -> dict[str, Any]:
+    case = visit.case
     found: dict[str, Any] = {
         "seed": case.seed, "sample": case.sample.name, "kind": case.kind, "what": case.what,
         "form": "damage" if case.is_damage else "sealed", "doors": {}, "failures": [],
     }  # fmt: skip
     for door in ("read", *doors):
+        visit.chance = random.Random(f"{case.seed} {door}")
         began = time.process_time()
         try:
             signal.setitimer(signal.ITIMER_PROF, ENDLESS_CPU_S)
@@ -94,9 +97,9 @@ def run_case(case: Case, doors: list[str], folder: Path, verbose: bool) -> dict[
     return found
 
 
-def chosen_doors(seed: int, count: int) -> list[str]:
+def chosen_doors(doors: tuple[str, ...], seed: int, count: int) -> list[str]:
     """Doors in turn, so that all of them are tried equally often."""
-    return [DOORS[(seed * count + number) % len(DOORS)] for number in range(count)]
+    return [doors[(seed * count + number) % len(doors)] for number in range(count or len(doors))]
 
 
 def cases(arguments: argparse.Namespace, folder: Path) -> Iterator[Case]:
@@ -107,7 +110,7 @@ def cases(arguments: argparse.Namespace, folder: Path) -> Iterator[Case]:
         yield vector_case(name, folder / "made" / name)
     if not arguments.count:
         return
-    made = samples(folder / "made")
+    made = training_samples(folder / "made") if arguments.training else samples(folder / "made")
     bound_memory()
     for number in range(arguments.count):
         seed = arguments.first + number * arguments.every
@@ -128,7 +131,9 @@ def main() -> None:
     parser.add_argument("--vectors", nargs="*", default=(), help="negative vectors of the specification")
     parser.add_argument("--doors", type=int, default=3, help="of each case, besides reading; 0 is all")
     parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--training", action="store_true", help="damage trainings, and restore them")
     arguments = parser.parse_args()
+    kind, doors = (TrainingVisit, TRAINING_DOORS) if arguments.training else (Visit, DOORS)
     signal.signal(signal.SIGPROF, interrupt)
     signal.signal(signal.SIGALRM, interrupt)
     # Thousands of small files: in memory where there is such a file system.
@@ -138,8 +143,8 @@ def main() -> None:
         for case in cases(arguments, folder):
             if arguments.verbose:
                 sys.stderr.write(f"{case.sample.name}: {case.kind}: {case.what}\n")
-            doors = list(DOORS) if arguments.doors == 0 else chosen_doors(case.seed, arguments.doors)
-            found = run_case(case, doors, folder / "case", arguments.verbose)
+            visit = kind(case, folder / "case")
+            found = run_case(visit, chosen_doors(doors, case.seed, arguments.doors), arguments.verbose)
             shutil.rmtree(folder / "case")
             say(found)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024

@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 VECTORS = json.loads((ROOT / "format_spec" / "golden" / "negative" / "vectors.json").read_text())
 PROGRAM = "tests.faults.fuzz_program"
-CI_CASES, SOAK_CASES, PROCESSES = 240, 10_000, 2
+CI_CASES, CI_TRAININGS, SOAK_CASES, SOAK_TRAININGS, PROCESSES = 200, 30, 10_000, 1_000, 2
 
 HOSTILE = (
     "chain_entry_counts_other_rows", "delta_without_a_chain", "dense_array_that_is_not_there", "dense_empty_digest",
@@ -53,11 +53,11 @@ class Tally:
             self.outcomes[outcome] += 1
             self.by_kind.setdefault(kind, Counter())[outcome] += 1
             self.by_door.setdefault(door, Counter())[outcome] += 1
+        is_training = "--training " if "load" in line["doors"] else ""
         again = f"--vectors {line['what']}" if line["kind"] == "vector" else f"--first {line['seed']} --count 1"
-        for failure in line["failures"]:
-            self.failures.append(
-                f"{failure}\n    {line['sample']}: {line['what']}\n    python -m {PROGRAM} {again} --doors 0 --verbose"
-            )
+        command = f"python -m {PROGRAM} {is_training}{again} --doors {len(line['doors']) - 1} --verbose"
+        what = f"{line['sample']}: {line['what']}"
+        self.failures += [f"{failure}\n    {what}\n    {command}" for failure in line["failures"]]
 
     def __str__(self) -> str:
         def rows(counters: dict[str, Counter[str]]) -> list[str]:
@@ -122,6 +122,13 @@ def test_some_mutated_stores_give_right_data_or_an_error_of_the_tree(tmp_path: P
     )
 
 
+def test_some_damaged_trainings_are_restored_right_or_with_an_error_of_the_tree(tmp_path: Path) -> None:
+    tally = run(tmp_path, ["--training", "--doors", "2", "--count", str(CI_TRAININGS)])
+
+    assert not tally.failures, str(tally)
+    assert tally.cases == CI_TRAININGS
+
+
 def test_hostile_statements_are_met_at_every_door(tmp_path: Path) -> None:
     tally = run(tmp_path, *(["--doors", "0", "--vectors", *HOSTILE[share::PROCESSES]] for share in range(PROCESSES)))
 
@@ -151,3 +158,16 @@ def test_10_000_mutated_stores_give_right_data_or_an_error_of_the_tree(
         sys.stdout.write(f"{tally}\n")
     assert not tally.failures, str(tally)
     assert tally.cases == SOAK_CASES
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+def test_damaged_trainings_are_restored_right_or_with_an_error_of_the_tree(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tally = run(tmp_path, *(["--training", "--doors", "0", *share] for share in shares_of(SOAK_TRAININGS)))
+
+    with capsys.disabled():
+        sys.stdout.write(f"{tally}\n")
+    assert not tally.failures, str(tally)
+    assert tally.cases == SOAK_TRAININGS
