@@ -6,9 +6,11 @@ import os
 import re
 import stat
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,12 +21,15 @@ from cnr_store import (
     StorageFailure,
     Store,
     TableOptions,
+    Unsupported,
     VersionNotFound,
     verify_store,
 )
+from cnr_store.testing.ranks import ThreadRank, thread_ranks
 from cnr_store.training import CheckpointManager, load
 from tests.training.runs import Training, assert_same, uninterrupted
 from tests.training.test_beside import KIND, files_of, go_on, manager_of
+from tests.training.test_fallback import Job, Part, value
 
 
 @pytest.fixture
@@ -277,3 +282,44 @@ def test_new_ids_are_loaded_to_evaluate(tmp_path: Path, resize: Any) -> None:
     assert torch.equal(grown.weight[6:], torch.full((3, 4), 0.0 if resize == "fill" else 0.25))
     with pytest.raises(BadShape, match="shape"):
         load(str(tmp_path), Growing(5, "adagrad").model, resize=resize)
+
+
+def test_each_rank_loads_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch)
+
+    def begin(_rank: int, manager: CheckpointManager, part: Part) -> None:
+        manager.save()
+        job.train(manager, part, 2)
+
+    job.run(begin)
+
+    def one(rank: ThreadRank) -> Any:
+        part = Part(rank.rank)
+        with job.open() as store, torch.no_grad():
+            part.weight.zero_()
+            loaded = load(store, nn.ModuleDict({f"t{rank.rank}": part}), ranks=rank)
+        assert (loaded.step, sorted(loaded.tables)) == (2, ["t0.weight", "t1.weight"])
+        return part.weight.detach().numpy()
+
+    with ThreadPoolExecutor(2) as pool:
+        held = list(pool.map(one, thread_ranks(2, timeout_s=60)))
+
+    for rank, found in enumerate(held):
+        assert np.array_equal(found, value(rank, 2))
+
+
+def test_ranks_are_told_that_they_cannot_save_more_rows(tmp_path: Path) -> None:
+    small = Growing(6, "adagrad")
+    with small.manager(tmp_path) as manager:
+        manager.save()
+
+    def one(rank: ThreadRank) -> None:
+        grown = Growing(9, "adagrad")
+        before = grown.state()
+        refused = pytest.raises(Unsupported, match="of one process that holds its tables whole")
+        with grown.manager(tmp_path, ranks=rank, rng=False) as manager, refused:
+            manager.restore(resize="fill")
+        assert_same(grown.state(), before)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(one, thread_ranks(2, timeout_s=60)))
