@@ -30,10 +30,13 @@ KILLS: dict[str, tuple[int, str, int, When, int]] = {
     "chunk": (2, "/add/codes/c/", 1, "before", 1),
     "receipt": (2, "/_receipt.json", 2, "after", 1),
     "manifest": (0, "/_segment.json", 3, "after", 2),
-    "commit": (0, "create commits/", 3, "before", 2),
-    "committed": (0, "create commits/", 2, "after", 2),
+    "commit": (0, "create commits/", 4, "before", 2),
+    "committed": (0, "create commits/", 3, "after", 2),
 }
-"""Rank, storage call, which of those calls, killed before or after its effect, and the step that is there then."""
+"""Rank, storage call, which of those calls, killed before or after its effect, and the step that is there then.
+
+The first commit is the fence of the first step.
+"""
 
 
 @dataclass
@@ -88,7 +91,7 @@ def calm(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Calm:
     codes = launcher.run(folder, "calm", STEPS + 1)
     assert codes == [0] * 4, outputs(folder)
     calls = [noted(folder, "calm", rank, "calls")[0] for rank in range(4)]
-    assert sum(call.startswith("create commits/") for call in calls[0]) == STEPS + 1
+    assert sum(call.startswith("create commits/") for call in calls[0]) == STEPS + 2
     assert not any(call.startswith("create") for rank in (1, 2, 3) for call in calls[rank])
     return Calm(folder, calls)
 
