@@ -26,7 +26,8 @@ from types import FrameType
 from typing import Any
 
 from cnr_store import CnrStoreError
-from tests.faults.fuzz_doors import DOORS, Visit
+from tests.faults.fuzz_doors import Visit
+from tests.faults.fuzz_followers import DOORS, FollowedVisit
 from tests.faults.fuzz_mutations import Case, make_case, vector_case
 from tests.faults.fuzz_stores import samples
 
@@ -133,7 +134,7 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--training", action="store_true", help="damage trainings, and restore them")
     arguments = parser.parse_args()
-    kind, doors = (TrainingVisit, TRAINING_DOORS) if arguments.training else (Visit, DOORS)
+    kind, doors = (TrainingVisit, TRAINING_DOORS) if arguments.training else (FollowedVisit, DOORS)
     signal.signal(signal.SIGPROF, interrupt)
     signal.signal(signal.SIGALRM, interrupt)
     # Thousands of small files: in memory where there is such a file system.
