@@ -148,7 +148,7 @@ def _close_log(log: CommitLog, writer: WriterInfo) -> None:
     try:
         head = log.latest()
     except CorruptStore:
-        head, torn = log.tail()
+        head, torn = log.tail(with_lists=False)
     if head.record.kind == "close":
         return
     _check_writable(head.record, f"the log below {log.prefix}")

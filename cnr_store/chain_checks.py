@@ -54,7 +54,7 @@ def record_problems(record: CommitRecord, last: Manifest) -> Iterator[str]:
         return
     if record.step != last.step:
         yield f"says step {record.step}, its segment says {last.step}"
-    # Where a record's side object is gone, its tables went with it.
+    # Where a record's side objects are gone, its tables went with them.
     if record.state is None and record.tables != generations(last.tables, last.parts):
         yield "names other generations or scales of its tables than its segment"
 

@@ -1,11 +1,11 @@
-"""Commit records: bytes to checked record and back, side objects, which versions live (spec, 3.3 and 3.4). Pure.
+"""Commit records: bytes to checked record and back, and which versions live by one (spec, section 3.3). Pure.
 
 Unknown JSON fields of a record are kept in `LogEntry.extra`, and `encode_record` writes them back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import Any
@@ -13,14 +13,12 @@ from typing import Any
 import msgspec
 import xxhash
 
-from cnr_store.documents import canonical_json, decode_document, loads, sha256
-from cnr_store.errors import BadName, CorruptRecord, CorruptStore, UnknownFeature
+from cnr_store.documents import canonical_json, loads, sha256
+from cnr_store.errors import BadName, CorruptRecord, UnknownFeature
 from cnr_store.layout import check_name
 from cnr_store.limits import MAX_RECORD_BYTES
-from cnr_store.records import INT8_CODES, ROW_ORDER, CommitRecord, Overflow
+from cnr_store.records import INT8_CODES, ROW_ORDER, CommitRecord, Lists, Pin
 from cnr_store.types import MAX_CHAIN
-
-OVERFLOW_BYTES = 8 * 1024
 
 KNOWN_READER_FEATURES: frozenset[str] = frozenset({INT8_CODES, ROW_ORDER})
 KNOWN_WRITER_FEATURES: frozenset[str] = frozenset()
@@ -32,12 +30,31 @@ DATA_KINDS: frozenset[str] = frozenset({"full", "delta", "rollback"})
 
 
 @dataclass(frozen=True, slots=True)
+class Layer:
+    """A side object: its sha256 and size, and what it changes in the lists of the layers below it."""
+
+    digest: str
+    size_bytes: int
+    lists: Lists
+
+
+@dataclass(frozen=True, slots=True)
 class LogEntry:
-    """A decoded record, the sha256 of its bytes, and the unknown fields that rewriters carry on."""
+    """A decoded record, the sha256 of its bytes, and the unknown fields that rewriters carry on.
+
+    ``record.state`` is set only while the lists of its side objects are not in the record: of records that are not the
+    newest they may have been collected. Once they are, ``layers`` has them.
+    """
 
     record: CommitRecord
     digest: str
     extra: dict[str, Any] = field(default_factory=dict)
+    layers: tuple[Layer, ...] = field(default=(), repr=False)
+
+    @property
+    def side_objects(self) -> tuple[str, ...]:
+        """The sha256 of each side object that the record names."""
+        return self.record.state or tuple(layer.digest for layer in self.layers)
 
 
 def encode_record(record: CommitRecord, extra: dict[str, Any] | None = None) -> bytes:
@@ -184,6 +201,8 @@ def _list_problems(record: CommitRecord) -> Iterator[str]:
     beyond = [version for version in (*named, *record.expired) if version > record.v]
     if beyond:
         yield f"names version {beyond[0]}, which is behind it"
+    if record.removed and not record.state:
+        yield "takes away from lists, and names no side object that would have them"
     both = record.tags.keys() & record.channels.keys()
     if both:
         yield f"has {sorted(both)[0]!r} as a tag and as a channel"
@@ -199,40 +218,37 @@ def is_live(head: CommitRecord, version: int) -> bool:
     return version in named
 
 
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The tags, channels and pins of a log at one of its records."""
+
+    tags: Mapping[str, int] = field(default_factory=dict)
+    channels: Mapping[str, int] = field(default_factory=dict)
+    pins: Mapping[str, Pin] = field(default_factory=dict)
+
+    def after(self, record: CommitRecord) -> Names:
+        """Return them as the next record leaves them, by its kind, name and target. Pure.
+
+        The name and the end of a branch are in its pin alone; where the record has none, its uuid is its name.
+        """
+        tags, channels, pins = dict(self.tags), dict(self.channels), dict(self.pins)
+        name, target = record.name or "", record.target
+        if record.kind == "tag" and target is not None:
+            tags[name] = target
+        elif record.kind == "untag":
+            tags.pop(name, None)
+        elif record.kind == "channel":
+            channels.pop(name, None)
+            if target is not None:
+                channels[name] = target
+        elif record.kind == "fork" and record.v > 0:
+            pins.pop(name, None)
+            if target is not None:
+                stated = record.pins.get(name, Pin(version=target, name=name))
+                pins[name] = msgspec.structs.replace(stated, version=target)
+        return Names(tags, channels, pins)
+
+
 def unknown_writer_features(record: CommitRecord) -> list[str]:
     """Return the writer features that make the store read-only for this library."""
     return [name for name in record.writer_features if name not in KNOWN_WRITER_FEATURES]
-
-
-def split_overflow(record: CommitRecord) -> tuple[CommitRecord, bytes | None]:
-    """Move the growing lists to a side object when they exceed `OVERFLOW_BYTES`; pure.
-
-    Returns the record to write and the side object's bytes, which must be put first, or None.
-    """
-    overflow = Overflow(**{name: getattr(record, name) for name in Overflow.__struct_fields__})
-    data = canonical_json(overflow)
-    if len(data) <= OVERFLOW_BYTES:
-        return msgspec.structs.replace(record, state=None), None
-    emptied = {name: type(value)() for name, value in msgspec.structs.asdict(overflow).items()}
-    return msgspec.structs.replace(record, state=sha256(data), **emptied), data
-
-
-def merge_overflow(record: CommitRecord, data: bytes) -> CommitRecord:
-    """Return the record with the lists of its side object; checks the side object's digest.
-
-    Raises
-    ------
-    CorruptStore
-        If the bytes are not those the record names, or say what cannot be.
-    """
-    if sha256(data) != record.state:
-        raise CorruptStore(
-            f"side object of commit record {record.v} has another digest than the record names; run `cnr verify`",
-            version=record.v,
-            expected=record.state,
-            found=sha256(data),
-        )
-    overflow = decode_document(data, Overflow, f"side object of commit record {record.v}")
-    merged = msgspec.structs.replace(record, state=None, **msgspec.structs.asdict(overflow))
-    check_statements(merged)
-    return merged

@@ -35,6 +35,7 @@ MAX_NODE_BYTES = 255
 
 _SAFE = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-")
 _POSITION = re.compile(r"commits/([0-9]{20})\.json")
+_STATE = re.compile(r"state/([0-9a-f]{64})\.json")
 _BRANCH = re.compile(r"[0-9a-f]{32}")
 _SEGMENT = re.compile(SEGMENT_PATTERN)
 _RELATIVE_PATH = re.compile(PATH_PATTERN)
@@ -111,10 +112,17 @@ def check_relative_path(path: str) -> None:
 
 
 def state_key(digest: str) -> str:
-    """Return the key of a record's overflow object, named by its sha256."""
-    if not re.fullmatch(r"[0-9a-f]{64}", digest):
+    """Return the key of a side object, which is named by its sha256."""
+    key = f"{STATE}{digest}.json"
+    if state_digest_of(key) is None:
         raise BadName(f"{digest[:80]!r} is not a sha256 digest", found=digest[:80])
-    return f"{STATE}{digest}.json"
+    return key
+
+
+def state_digest_of(key: str) -> str | None:
+    """Return the sha256 that a side object's key names; None of any other key."""
+    match = _STATE.fullmatch(key)
+    return None if match is None else match[1]
 
 
 def reader_lease_key(lease: str) -> str:

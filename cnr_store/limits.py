@@ -21,6 +21,15 @@ MAX_SMALL_BYTES = 64 * 1024
 MAX_LISTS_BYTES = 64 * 1024 * 1024
 """Documents with lists of versions, segments or tasks: side objects, ``relay/trims.json``, ``leases/compact.json``."""
 
+MAX_INLINE_BYTES = 8 * 1024
+"""The lists of a record that has no side objects."""
+
+MAX_CHANGES_BYTES = 2 * 1024
+"""What a record itself adds to and removes from the lists of its side objects: each record repeats it."""
+
+MAX_LAYERS = 16
+"""Side objects of one record: each is larger than `MAX_CHANGES_BYTES`, and has twice the bytes of the next, or more."""
+
 MAX_MANIFEST_BYTES = 256 * 1024 * 1024
 """A manifest or a receipt, whose inventory grows with the state, and a document inside a segment."""
 

@@ -20,15 +20,7 @@ import msgspec
 from cnr_store.author import fenced_by
 from cnr_store.beginning import check_begun
 from cnr_store.clock import MAX_SKEW_MS, check_clock, wall_ms
-from cnr_store.commit_record import (
-    LogEntry,
-    check_statements,
-    decode_record,
-    encode_record,
-    merge_overflow,
-    parent_of,
-    split_overflow,
-)
+from cnr_store.commit_record import Layer, LogEntry, check_statements, decode_record, encode_record, parent_of
 from cnr_store.documents import canonical_json, decode_document, sha256
 from cnr_store.errors import (
     AccessDenied,
@@ -37,14 +29,16 @@ from cnr_store.errors import (
     CommitStateUnknown,
     CorruptRecord,
     CorruptStore,
-    MissingObject,
     StorageFailure,
+    TransactionAborted,
     UnsafeBackend,
     VersionNotFound,
 )
-from cnr_store.layout import COMMITS, commit_key, hint_key, state_key
+from cnr_store.layers import split_lists
+from cnr_store.layout import COMMITS, branch_of, commit_key, hint_key, state_key
 from cnr_store.limits import MAX_LISTS_BYTES, MAX_RECORD_BYTES, MAX_SMALL_BYTES
 from cnr_store.records import CommitRecord, Hint
+from cnr_store.side_objects import complete
 from cnr_store.storage import CreateOutcome, Storage
 
 Rebase = Callable[[CommitRecord, LogEntry], CommitRecord]
@@ -133,6 +127,7 @@ class CommitLog:
         self._random = random or Random()
         self._lock = RLock()
         self._unresolved: _Attempt | None = None
+        self._layers: dict[str, Layer] = {}  # of the last record that was completed: the next has most of them
 
     @property
     def prefix(self) -> str:
@@ -190,25 +185,27 @@ class CommitLog:
         return self._lock
 
     def read(self, version: int) -> LogEntry | None:
-        """Return the record at a position, or None if the position is empty. One GET, two with a side object.
+        """Return the record at a position, or None if the position is empty. One GET, and one per new side object.
+
+        The lists of a record that is not the newest may be gone: then its ``state`` is set.
 
         Raises
         ------
         CorruptRecord, CorruptStore, UnknownFeature
             The record is damaged, or belongs to another store.
         MissingObject
-            Its side object is gone.
+            A side object of the newest record is missing.
         StorageFailure
         """
         if version < 0:
             return None
         data = self._bytes_at(version)
-        return None if data is None else self._complete(self._decode(data, version))
+        return None if data is None else self._complete_past(self._decode(data, version))
 
     def read_standing(self, version: int) -> LogEntry | None:
         """Return the record at a position, or the one that superseded it (spec, section 7.10); None if it is empty.
 
-        One GET for a record that can be read, two with a side object. Raises as `read` does.
+        One GET for a record that can be read, and one per new side object. Raises as `read` does.
         """
         try:
             return self.read(version)
@@ -233,19 +230,24 @@ class CommitLog:
             The newest record is damaged (its ``version`` says which); the one before it can still be `read`.
         StorageFailure
         """
-        seen: dict[int, bytes] = {}
-        newest = self._gallop(self._read_hint(), seen)
-        entry = self._decode(seen[newest], newest)
-        if newest - 1 in seen:
-            # By the raw bytes: the record before may be a torn one that this record superseded.
-            digest = sha256(seen[newest - 1])
-            if entry.record.parent_digest != digest:
-                raise _rewritten(entry, newest - 1, digest, entry.record.parent_digest)
-        return self._complete(entry)
+        while True:
+            seen: dict[int, bytes] = {}
+            newest = self._gallop(self._read_hint(), seen)
+            entry = self._decode(seen[newest], newest)
+            if newest - 1 in seen:
+                # By the raw bytes: the record before may be a torn one that this record superseded.
+                digest = sha256(seen[newest - 1])
+                if entry.record.parent_digest != digest:
+                    raise _rewritten(entry, newest - 1, digest, entry.record.parent_digest)
+            entry = self._complete_past(entry)
+            if entry.record.state is None or entry.record.kind == "close":
+                return entry
+            # The log went on behind it, and then its side objects were collected: look again.
 
-    def tail(self) -> tuple[LogEntry, tuple[str, ...]]:
+    def tail(self, *, with_lists: bool = True) -> tuple[LogEntry, tuple[str, ...]]:
         """Return the newest record that can be read, and the sha256 of the bytes at each position behind it.
 
+        ``with_lists=False``: one whose side objects are lost is that, too.
         As `latest`, and a GET for each position that is damaged.
 
         Raises
@@ -261,7 +263,8 @@ class CommitLog:
             if data is None:
                 raise self._hole(version)
             try:
-                return self._complete(self._decode(data, version)), tuple(reversed(torn))
+                entry = self._decode(data, version)
+                return self._complete(entry) if with_lists else entry, tuple(reversed(torn))
             except CorruptStore:
                 torn.append(sha256(data))
         raise CorruptStore(
@@ -271,9 +274,10 @@ class CommitLog:
         )
 
     def poll(self, after: LogEntry) -> LogEntry | None:
-        """Return the record behind ``after``, or None if there is none yet. One GET, two with a side object.
+        """Return the record behind ``after``, or None if there is none yet. One GET, and one per new side object.
 
-        Torn positions that were superseded are passed over.
+        Of a record that is not the newest the lists may be gone, as of `read`. Torn positions that were superseded are
+        passed over.
 
         Raises
         ------
@@ -351,7 +355,7 @@ class CommitLog:
             self._settle_leftover()
             attempt = self._prepare(fork_point, draft, version=0)
             winner = self._settle(attempt, reads_first=False)
-            return winner if winner is attempt.entry else self._complete(winner)
+            return winner if winner is attempt.entry else self._complete_past(winner)
 
     def append(self, head: LogEntry, draft: CommitRecord, rebase: Rebase) -> LogEntry:
         """Append ``draft`` behind ``head``, or behind the records that came first; return it as committed.
@@ -372,6 +376,8 @@ class CommitLog:
             append could not: then nothing of this one was sent, and `unresolved_entry` is that earlier record.
         Fenced
             The head has a higher epoch than the draft.
+        TransactionAborted
+            The lists of a record that came first were collected: this process was held up for days.
         BadInput
             The record is larger than 64 KiB.
         UnsafeBackend
@@ -398,7 +404,9 @@ class CommitLog:
                 if winner is attempt.entry:
                     return winner
                 self._check_follows(winner, parent)
-                parent = self._complete(winner)
+                parent = self._complete_past(winner)
+                if parent.record.state is not None:
+                    raise _outrun(parent)
                 draft = rebase(draft, parent)
 
     def resolve(self, sent: LogEntry | None = None) -> LogEntry | None:
@@ -472,9 +480,12 @@ class CommitLog:
             parent_digest=_digest_before(parent, draft),
             ts_ms=draft.ts_ms or self._time_behind(before),
             state=None,
+            removed=msgspec.UNSET,
         )
         extra = {} if parent is None else parent.extra
-        slim, overflow = split_overflow(record)
+        # Of another log than this one, from whose fork point a branch goes on, the side objects are not its own.
+        below = parent.layers if parent is not None and version > 0 else ()
+        slim, layers, side_object = split_lists(record, below, branch_of(self._prefix))
         data = encode_record(slim, extra)
         if len(data) > MAX_RECORD_BYTES:
             raise BadInput(
@@ -485,10 +496,11 @@ class CommitLog:
                 found=len(data),
             )
         _check_readable(record, data)
-        if overflow is not None and slim.state is not None:
-            self._storage.put_document(state_key(slim.state), overflow, MAX_LISTS_BYTES)
-            self._storage.sync_folders([state_key(slim.state)])
-        return _Attempt(LogEntry(record, sha256(data), dict(extra)), data)
+        if side_object is not None:
+            key = state_key(layers[-1].digest)
+            self._storage.put_document(key, side_object, MAX_LISTS_BYTES)
+            self._storage.sync_folders([key])
+        return _Attempt(LogEntry(record, sha256(data), dict(extra), layers), data)
 
     def _time_behind(self, before: CommitRecord | None) -> int:
         """The time of the next record; one that is far behind the last has to be the store's time too."""
@@ -647,7 +659,7 @@ class CommitLog:
             except CorruptStore:
                 above += 1
                 continue
-            return self._complete(entry) if parent_of(entry.record)[0] < version else None
+            return self._complete_past(entry) if parent_of(entry.record)[0] < version else None
         return None
 
     def _decode(self, data: bytes, version: int) -> LogEntry:
@@ -663,18 +675,21 @@ class CommitLog:
         return entry
 
     def _complete(self, entry: LogEntry) -> LogEntry:
-        """The entry with the lists of its side object."""
+        """The entry with the lists of its side objects."""
         if entry.record.state is None:
             return entry
-        key = state_key(entry.record.state)
-        data = self._storage.read_document(key, MAX_LISTS_BYTES)
-        if data is None:
-            raise MissingObject(
-                f"side object {key} of commit record {entry.record.v} is missing; restore it from a backup",
-                version=entry.record.v,
-                path=key,
-            )
-        return LogEntry(merge_overflow(entry.record, data), entry.digest, entry.extra)
+        entry = complete(self._storage, entry, self._layers)
+        self._layers = {layer.digest: layer for layer in entry.layers}
+        return entry
+
+    def _complete_past(self, entry: LogEntry) -> LogEntry:
+        """The same; as it is where they are gone, and nobody needs them: the log goes on behind it, or ends with it."""
+        try:
+            return self._complete(entry)
+        except CorruptStore:
+            if entry.record.kind != "close" and self._bytes_at(entry.record.v + 1) is None:
+                raise
+            return entry
 
     def _check_follows(self, entry: LogEntry, before: LogEntry) -> None:
         """Refuse a record that does not carry on ``before``, which stands directly before it or what it superseded."""
@@ -720,6 +735,15 @@ def _digest_before(parent: LogEntry | None, draft: CommitRecord) -> str:
     if draft.supersedes is not None:
         return draft.supersedes.torn[-1]
     return draft.parent_digest if parent is None else parent.digest
+
+
+def _outrun(entry: LogEntry) -> TransactionAborted:
+    """What a draft becomes behind lists that were collected is not known; they may have given its transaction up."""
+    return TransactionAborted(
+        f"commit record {entry.record.v} was written so long ago that its side objects are gone: this process was held "
+        "up for longer than collections wait; save again",
+        version=entry.record.v,
+    )
 
 
 def _rewritten(entry: LogEntry, version: int, expected: str, found: str) -> CorruptRecord:

@@ -57,6 +57,7 @@ def draft_after(head: CommitRecord, kind: RecordKind, writer: WriterInfo, **chan
         parent_digest="",
         ts_ms=0,
         state=None,
+        removed=msgspec.UNSET,
         target=None,
         name=None,
         supersedes=None,
@@ -127,15 +128,17 @@ def rebase_data(draft: CommitRecord, intervening: LogEntry, *, txn: str) -> Comm
 
 
 def check_not_given_up(record: CommitRecord, txn: str) -> None:
-    """Refuse to go on with a transaction that a record has given up. Pure.
+    """Refuse to go on with a transaction that a record has given up, or may have: its lists were collected. Pure.
 
     Raises
     ------
     TransactionAborted
     """
-    if txn in record.aborted:
+    if txn in record.aborted or record.state is not None:
         raise TransactionAborted(
-            f"transaction {txn} was declared dead by commit record {record.v}; save again", version=record.v, found=txn
+            f"transaction {txn} was declared dead by commit record {record.v}; begin it again",
+            version=record.v,
+            found=txn,
         )
 
 
@@ -294,13 +297,7 @@ def rebase_compact(
         The run is no longer contiguous in the record's chain: the merged segment replaces nothing.
     """
     record = intervening.record
-    txn = merged.seg.rpartition("-")[2]
-    if txn in record.aborted:
-        raise TransactionAborted(
-            f"compaction {txn} was declared dead by commit record {record.v}; run it again",
-            version=record.v,
-            found=txn,
-        )
+    check_not_given_up(record, merged.seg.rpartition("-")[2])
     return _adopt(draft, record, chain=replace_run(record, merged, run))
 
 

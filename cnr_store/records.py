@@ -37,7 +37,7 @@ from cnr_store.fields import (
     TensorDtype,
     Text,
 )
-from cnr_store.limits import MAX_SLOTS
+from cnr_store.limits import MAX_LAYERS, MAX_SLOTS
 from cnr_store.types import MAX_CHAIN, Encoding, JsonValue, Profile, TableDtype
 
 FORMAT = "cnr-store"
@@ -134,11 +134,47 @@ class Superseded(msgspec.Struct, frozen=True, kw_only=True):
     torn: Annotated[tuple[Sha256, ...], Meta(min_length=1)]
 
 
+class Removed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What of the lists below is no more: names, uuids and versions; empty lists are left out."""
+
+    tags: tuple[Name, ...] = ()
+    channels: tuple[Name, ...] = ()
+    pins: tuple[Hex32, ...] = ()
+    kept: tuple[Count, ...] = ()
+    expired: tuple[Count, ...] = ()
+    aborted: tuple[Hex32, ...] = ()
+    tables: tuple[Name, ...] = ()
+
+
+class Lists(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The lists of a record, or how they differ from what lies below; empty ones are left out."""
+
+    tags: dict[Name, Count] = {}
+    channels: dict[Name, Count] = {}
+    pins: dict[Hex32, Pin] = {}
+    kept: tuple[Count, ...] = ()
+    expired: tuple[Count, ...] = ()
+    aborted: dict[Hex32, Count] = {}
+    tables: dict[Name, Generation] = {}
+    removed: Removed | msgspec.UnsetType = msgspec.UNSET
+
+
+class Overflow(Lists, frozen=True, kw_only=True, omit_defaults=True):
+    """``state/<sha256>.json``, a side object: changes of lists that were too many for record ``v``, which put it.
+
+    ``branch`` says in which log: that branch's, or (empty) the store's own.
+    """
+
+    v: Count
+    branch: BranchOrNone
+
+
 class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One position of the commit log (spec, section 3).
 
-    The fields of `Overflow` move to a side object named by ``state`` (its sha256) when together they exceed
-    `OVERFLOW_BYTES`. ``kept`` are versions below ``floor`` that stay, ``expired`` those above it that are gone.
+    The fields of `Lists` are as they are; where ``state`` names side objects (by sha256, largest first), they and
+    ``removed`` are what has changed since those. ``kept`` are versions below ``floor`` that stay, ``expired`` those
+    above it that are gone.
     ``check`` is the digest of the record's own bytes without it; in memory it is empty, as it is in drafts.
     ``aborted`` names the transactions that may never commit or whose segments no live version needs, each with the
     time (ms) from which its objects may be deleted.
@@ -162,7 +198,8 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     kept: tuple[Count, ...] = ()
     expired: tuple[Count, ...] = ()
     aborted: dict[Hex32, Count] = {}
-    state: Sha256 | None = None
+    state: Annotated[tuple[Sha256, ...], Meta(min_length=1, max_length=MAX_LAYERS)] | None = None
+    removed: Removed | msgspec.UnsetType = msgspec.UNSET
     target: Count | None = None
     name: Name | None = None
     supersedes: Superseded | None = None
@@ -171,18 +208,6 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     writer: WriterInfo
     user: dict[str, JsonValue] = {}
     check: Hex32 = ""
-
-
-class Overflow(msgspec.Struct, frozen=True, kw_only=True):
-    """``state/<sha256>.json``: the lists of a record that outgrew it."""
-
-    tags: dict[Name, Count]
-    channels: dict[Name, Count]
-    pins: dict[Hex32, Pin]
-    kept: tuple[Count, ...]
-    expired: tuple[Count, ...]
-    aborted: dict[Hex32, Count]
-    tables: dict[Name, Generation]
 
 
 class SlotSchema(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ from cnr_store.clock import check_clock, text_of, wall_ms
 from cnr_store.commit_record import LogEntry, unknown_writer_features
 from cnr_store.documents import canonical_json
 from cnr_store.errors import Conflict, CorruptStore, ReadOnlyStore, VersionNotFound, WrongClock
+from cnr_store.lost_lists import with_what_is_left
 from cnr_store.manifest import generations
 from cnr_store.rebase import draft_after, rebase_rollback
 from cnr_store.records import CommitRecord, Generation, Hint, Superseded, WriterInfo
@@ -102,13 +103,14 @@ class Tail:
     """The end of a log: the newest record that can be read, and the sha256 of each torn position behind it.
 
     ``last`` is None where none can be read. ``is_broken``: a position before it, or where the log begins, is empty, so
-    nothing can be appended.
+    nothing can be appended. ``lost``: the side object of ``last`` that is lost; its lists are what is left of them.
     """
 
     newest: int
     last: LogEntry | None
     torn: tuple[str, ...]
     is_broken: bool = False
+    lost: str | None = None
 
     @property
     def torn_positions(self) -> range:
@@ -134,7 +136,10 @@ def read_tail(store: Store) -> Tail:
         if here.error is not None and not isinstance(here.error, CorruptStore):
             raise here.error
         if here.entry is not None and here.entry.record.store_uuid == store.uuid:
-            return Tail(newest, here.entry, tuple(reversed(torn)))
+            last, lost = here.entry, None
+            if here.error is not None:
+                last, lost = with_what_is_left(store.storage, store.commit_log, last), here.error.path
+            return Tail(newest, last, tuple(reversed(torn)), lost=lost)
         if here.digest is None:
             return Tail(newest, None, (), is_broken=True)
         torn.append(here.digest)
@@ -172,6 +177,9 @@ def plan_repair(
             actions.append(RepairAction("supersede", message))
         elif whole is not None and whole.v <= last.v and whole.chain != last.chain:
             actions.append(RepairAction("rollback", f"append a rollback to {state}"))
+        elif tail.lost is not None:
+            message = f"append a rollback to {state} and the names that the log tells, as {tail.lost} is lost"
+            actions.append(RepairAction("rollback", message))
         elif is_time_wrong:
             message = f"append a rollback to {state} at the time of now: the newest record is of {text_of(last.ts_ms)}"
             actions.append(RepairAction("time", message))
@@ -243,7 +251,8 @@ def repair_store(
             check_clock(store.storage, now_ms)
         ts_ms = now_ms if is_time_wrong else 0
         actions = tuple(_carry_out(store, action, tail, whole, ts_ms) for action in actions)
-    mended = {hint_key, layout.ROOT_GROUP, *(layout.commit_key(version, prefix) for version in tail.torn_positions)}
+    torn = {layout.commit_key(version, prefix) for version in tail.torn_positions}
+    mended = {hint_key, layout.ROOT_GROUP, tail.lost, *torn}
     return RepairReport(
         url=store.url, is_dry_run=dry_run, newest=tail.newest, target=None if whole is None else whole.v,
         actions=actions, torn=tuple(tail.torn_positions) if tail.last is not None else (),
@@ -331,7 +340,7 @@ def _carry_out(store: Store, action: RepairAction, tail: Tail, whole: CommitReco
 
 
 def _tables(store: Store, target: CommitRecord) -> dict[str, Generation]:
-    """A record's tables; its manifest has them too where its side object, which had them, is gone."""
+    """A record's tables; its manifest has them too where its side objects, which had them, are gone."""
     if target.state is None or not target.chain:
         return target.tables
     manifest = SegmentReader.open(store.storage, target.chain[-1]).manifest

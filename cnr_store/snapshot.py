@@ -14,8 +14,9 @@ from cnr_store.chunk_lru import ChunkLru
 from cnr_store.commit_record import LogEntry
 from cnr_store.encodings.widths import carrier
 from cnr_store.errors import BadDtype, BadInput, BadRowIds, BadShape, CorruptStore, TableNotFound
+from cnr_store.manifest import generations
 from cnr_store.placement import whole_of
-from cnr_store.records import ChainEntry, CommitRecord, DenseEntry, Manifest, TableSchema, WaitingEntry
+from cnr_store.records import ChainEntry, CommitRecord, DenseEntry, Generation, Manifest, TableSchema, WaitingEntry
 from cnr_store.replay import ChunkReader, matching, replay_hashed
 from cnr_store.replay_plan import UNASKED_BYTES, TablePlan, check_stored, plan_table
 from cnr_store.restore import read_mirror, read_range, read_rows, rows_since
@@ -134,12 +135,20 @@ class Snapshot:
         return dict(self.readers[-1].manifest.tables) if self.readers else {}
 
     @property
+    def generations(self) -> dict[str, Generation]:
+        """Table name to what the record says of it; so does the last manifest, where the record's lists are gone."""
+        if self.record.state is None or not self.readers:
+            return self.record.tables
+        last = self.readers[-1].manifest
+        return generations(last.tables, last.parts)
+
+    @property
     def waiting(self) -> dict[str, WaitingEntry]:
         """Table name to what waits of it: rows that stood for a later save when this version was written.
 
         Tables without such rows are left out (`TableOptions.threshold`).
         """
-        known = {name: known.waiting for name, known in self.record.tables.items()}
+        known = {name: known.waiting for name, known in self.generations.items()}
         return {name: entry for name, entry in known.items() if isinstance(entry, WaitingEntry)}
 
     def table(self, name: str) -> TableView:

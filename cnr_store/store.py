@@ -6,9 +6,12 @@ import datetime as dt
 import uuid
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, get_args
+
+import msgspec
 
 from cnr_store import arrays, beginning, branches, layout, leases
 from cnr_store.arguments import checked_choice
@@ -849,8 +852,8 @@ class Store:
     def _live_entry(self, head: LogEntry, version: int | None) -> LogEntry:
         """The entry of a version (the head if None) whose segments can be opened."""
         entry = head if version is None or version == head.record.v else self._entry(version)
-        self._open_snapshot(head.record, entry)
-        return entry
+        tables = self._open_snapshot(head.record, entry).generations
+        return replace(entry, record=msgspec.structs.replace(entry.record, tables=tables))
 
     def _by_step(self, head: LogEntry, step: int) -> LogEntry:
         """The newest version of the newest checkpoint of that step, or an older one where only that is still live."""

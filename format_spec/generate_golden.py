@@ -364,14 +364,15 @@ def one_shot_case(folder: Path) -> None:
 
 
 def overflow_case(folder: Path) -> None:
-    """Tags beyond 8 KiB move to a side object."""
+    """Tags beyond 8 KiB move to a side object, later changes beyond 2 KiB to another; one that is there is removed."""
     golden = Golden(folder)
     values = np.asarray([[1.0, -2.0]], np.float32)
     with golden.writer.begin(step=1) as txn:
         txn.write_table("t", values, options=TableOptions(scale=0.5))
         first = txn.commit()
-    for index in range(9):
-        golden.store.tag(f"{index}" * 1000, first)
+    for index in range(12):
+        golden.store.tag(f"{index % 10}" * (1000 + index), first)
+    golden.store.untag("3" * 1003)
     with golden.writer.begin(step=2) as txn:
         txn.write_rows("t", np.asarray([0]), -values)
         golden.expect(txn.commit(), {"t": {"values": -values}})

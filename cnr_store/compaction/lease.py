@@ -149,7 +149,9 @@ def is_open(lease: CompactionLease, log: CommitLog, head: LogEntry) -> bool:
         return False
     for entry in log.walk(head):
         record = entry.record
-        if lease.txn in record.aborted or any(link.seg == lease.segment for link in record.chain):
+        # What lists that were collected gave up is not known.
+        is_given_up = record.state is not None or lease.txn in record.aborted
+        if is_given_up or any(link.seg == lease.segment for link in record.chain):
             return False
         if record.v <= lease.base:
             return True

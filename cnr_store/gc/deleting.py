@@ -1,13 +1,17 @@
-"""Delete the objects of segments that are due, one listing each. Knows no rule about which are."""
+"""Delete the objects of segments that are due, one listing each, and old side objects. Which are due others know."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 
-from cnr_store.errors import AccessDenied, StorageFailure
+from cnr_store.errors import AccessDenied, CorruptStore, StorageFailure, VersionNotFound
+from cnr_store.gc.logs import LogView
 from cnr_store.gc.report import ProgressCallback, SegmentReport
-from cnr_store.layout import segment_prefix
+from cnr_store.layout import branch_prefix, segment_prefix
+from cnr_store.log import CommitLog
+from cnr_store.side_objects import Deleted, delete_unneeded
 from cnr_store.storage import Storage
 
 
@@ -85,3 +89,35 @@ def with_sizes(storage: Storage, segments: Iterable[SegmentReport]) -> tuple[Seg
         return replace(segment, size_bytes=sum(stat.size_bytes for stat in found))
 
     return tuple(measured(segment) for segment in segments)
+
+
+def delete_lists(
+    storage: Storage, main: CommitLog, logs: Sequence[LogView], is_late: Callable[[], bool], *, older_than_ms: int
+) -> Deleted:
+    """Delete the side objects that none of the logs needs; those of branches that were dropped before, too.
+
+    Parameters
+    ----------
+    main, logs
+        The store's own log, and all of them as they were read, that one first.
+
+    Raises
+    ------
+    StorageFailure
+    """
+    newest = {log.branch: log.head.v for log in logs if not log.is_closed}
+    needed = {name for log in logs if not log.is_closed for name in log.side_objects}
+
+    @cache
+    def has_ended(branch: str) -> bool:
+        if branch in logs[0].head.pins:
+            return False  # Its log was not read, or is about to be closed.
+        try:
+            return main.below(branch_prefix(branch)).latest().record.kind == "close"
+        except (CorruptStore, VersionNotFound):
+            return False  # Of a fork that was not finished, or a log that was lost: nothing is known.
+
+    def is_left(branch: str, version: int) -> bool:
+        return version <= newest[branch] if branch in newest else has_ended(branch)
+
+    return delete_unneeded(storage, needed, age_ms=older_than_ms, is_left=is_left, is_late=is_late)

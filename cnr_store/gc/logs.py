@@ -37,6 +37,8 @@ class LogView:
         Whether the branch has ended, or is about to, so that nothing of it stays.
     unreadable
         Live versions whose records are damaged, where the caller gives them up.
+    side_objects
+        The sha256 of those that the newest record and those of live versions name.
     """
 
     branch: str
@@ -45,6 +47,7 @@ class LogView:
     versions: tuple[LiveVersion, ...]
     is_closed: bool = False
     unreadable: tuple[int, ...] = ()
+    side_objects: frozenset[str] = frozenset()
 
     @property
     def head(self) -> CommitRecord:
@@ -88,6 +91,7 @@ class _Known:
     state: LiveVersion
     digest: str
     follows: tuple[int, str]
+    side_objects: tuple[str, ...]
 
 
 class LogReader:
@@ -143,7 +147,11 @@ class LogReader:
             if not is_closed:
                 raise
             versions = []  # Its segments go as those that nobody names.
-        return LogView(branch, name, entry, tuple(versions), is_closed, tuple(sorted(unreadable)))
+        side_objects = {*entry.side_objects}
+        side_objects |= {name for version in versions for name in self._known[version.version].side_objects}
+        return LogView(
+            branch, name, entry, tuple(versions), is_closed, tuple(sorted(unreadable)), frozenset(side_objects)
+        )  # fmt: skip
 
     def states(self, versions: Iterable[int]) -> list[LiveVersion]:
         """Return what single versions need, live or not; positions that hold none are left out."""
@@ -233,7 +241,7 @@ class LogReader:
         return self._known[version]
 
     def _decode(self, version: int, data: bytes | None) -> _Known:
-        """Without its side object: only the head's lists count."""
+        """Without its side objects: only the head's lists count."""
         if data is None:
             raise CorruptStore(
                 f"log position {version} is empty although the log goes on behind it; restore it from a backup, or "
@@ -251,7 +259,7 @@ class LogReader:
     def _remember(self, entry: LogEntry) -> _Known:
         record = entry.record
         state = LiveVersion(record.v, record.logical, record.ts_ms, self._names.chain_of(record.chain))
-        return _Known(state, entry.digest, parent_of(record))
+        return _Known(state, entry.digest, parent_of(record), entry.side_objects)
 
     def _key(self, version: int) -> str:
         return commit_key(version, self.log.prefix)

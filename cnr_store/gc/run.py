@@ -2,7 +2,7 @@
 
 Every step may be the last one: whatever was done by then is right, and the next run goes on from there. Nothing is
 deleted here but objects listed below ``data/<segment>/`` of a segment that the logs have given up, holds that ended
-long ago, and the object by which the store's clock is read.
+long ago, old side objects that no record needs, and the object by which the store's clock is read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cnr_store.beginning import has_begun
 from cnr_store.clock import check_clock, read_store_clock, wall_ms
 from cnr_store.commit_record import LogEntry, is_live, unknown_writer_features
 from cnr_store.errors import BadInput, CommitStateUnknown, Conflict, CorruptStore, ReadOnlyStore
-from cnr_store.gc.deleting import Deletion, with_sizes
+from cnr_store.gc.deleting import Deletion, delete_lists, with_sizes
 from cnr_store.gc.logs import LogReader, LogView, SegmentNames, referenced_segments
 from cnr_store.gc.plan import (
     CollectionPlan,
@@ -51,6 +51,7 @@ from cnr_store.log import CommitLog
 from cnr_store.rebase import draft_after, rebase_expire
 from cnr_store.records import Cursor, Pin, ReaderLease
 from cnr_store.retention import Holds, RetentionPolicy
+from cnr_store.side_objects import Deleted
 from cnr_store.store import Store
 
 MIN_GRACE_S = 3600.0
@@ -200,6 +201,7 @@ class _Run:
         self._store, self._storage, self._policy = store, store.storage, policy
         self._grace_ms, self._orphan_age_ms, self._batch = grace_ms, orphan_age_ms, batch
         self._despite_damage = despite_damage
+        self._leftover_age_ms = max(orphan_age_ms, int(MIN_GRACE_S * 1000))
         self._is_late, self._progress, self._clock_ms = is_late, progress, clock_ms
         self._main = store.commit_log if store.branch is None else store.commit_log.below("")
         self._names = SegmentNames()
@@ -247,7 +249,7 @@ class _Run:
             {log.branch: pins[log.branch] for log in logs if log.is_closed and log.branch in pins}, are_closed=True
         )
         folders, is_settled = self._expire()
-        deletion = Deletion(self._storage)
+        deletion, lists = Deletion(self._storage), Deleted()
         was_stopped = self._is_late()
         if not was_stopped:
             # The heads, and then the holds, once more: whoever put a hold since the plan sees our records, or is seen.
@@ -259,8 +261,9 @@ class _Run:
             self._commit_all(plan_clean_up(logs, folders - deletion.deleted), logs)
             delete_ended_holds(self._storage, now_ms)
             self._sweep()
-            was_stopped = deletion.was_stopped
-        outcome: Outcome = "collected" if self._records or deletion.deleted else "clean"
+            lists = delete_lists(self._storage, self._main, logs, self._is_late, older_than_ms=self._leftover_age_ms)
+            was_stopped = deletion.was_stopped or lists.was_stopped
+        outcome: Outcome = "collected" if self._records or deletion.deleted or lists.objects else "clean"
         if was_stopped:
             outcome = "stopped"
         elif deletion.failures or not is_settled:
@@ -268,8 +271,8 @@ class _Run:
         return replace(
             self._report(outcome, tuple(self._segments.values()), is_dry_run=False),
             deleted_segments=len(deletion.deleted),
-            deleted_objects=deletion.objects,
-            deleted_bytes=deletion.size_bytes,
+            deleted_objects=deletion.objects + lists.objects,
+            deleted_bytes=deletion.size_bytes + lists.size_bytes,
             failures=tuple(deletion.failures),
         )
 
@@ -493,9 +496,8 @@ class _Run:
 
     def _sweep(self) -> None:
         """Leftovers of interrupted writes: local files that no listing shows."""
-        older_than_s = max(self._orphan_age_ms / 1000, MIN_GRACE_S)
         for folder in (DATA, COMMITS, STATE, BRANCHES, LEASES, HINT.partition("/")[0]):
-            self._storage.sweep(folder, older_than_s=older_than_s)
+            self._storage.sweep(folder, older_than_s=self._leftover_age_ms / 1000)
 
     def _tell(self, stage: str, done: int, total: int) -> None:
         if self._progress is not None:

@@ -81,7 +81,7 @@ def _find_whole(store: Store, damaged: Collection[str], kind: str) -> dict[str, 
     if tail.last is None:
         return None
     last = tail.last.record
-    if not damaged and kind != CorruptRecord.kind and last.chain:
+    if not damaged and kind != CorruptRecord.kind and last.chain and tail.lost is None:
         damaged = {last.chain[-1].seg}  # a state that is wrong, and no object that is
     found = find_newest_whole(store, avoid=damaged)
     if found.entry is None:

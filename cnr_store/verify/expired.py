@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cnr_store.errors import Conflict, MissingObject
 from cnr_store.expiry import expired_by
-from cnr_store.layout import DATA
+from cnr_store.layout import DATA, STATE
 from cnr_store.log import CommitLog
 from cnr_store.verify.report import Findings
 
@@ -17,7 +17,7 @@ def was_overtaken(log: CommitLog, findings: Findings) -> bool:
     missing = [
         problem.versions
         for problem in findings.problems
-        if problem.kind == MissingObject.kind and problem.path.startswith(DATA)
+        if problem.kind == MissingObject.kind and problem.path.startswith((DATA, STATE))
     ]
     return any(expired_by(log, version) is not None for versions in missing for version in versions[-1:])
 

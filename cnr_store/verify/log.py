@@ -6,19 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
-import msgspec
-
 from cnr_store import layout
 from cnr_store.beginning import check_begun
 from cnr_store.clock import MAX_SKEW_MS, text_of, wall_ms
-from cnr_store.commit_record import (
-    DATA_KINDS,
-    LogEntry,
-    decode_record,
-    is_live,
-    merge_overflow,
-    parent_of,
-)
+from cnr_store.commit_record import DATA_KINDS, Layer, LogEntry, Names, decode_record, is_live, parent_of
 from cnr_store.documents import decode_document, sha256
 from cnr_store.errors import (
     AccessDenied,
@@ -31,9 +22,10 @@ from cnr_store.errors import (
     VersionNotFound,
     WrongClock,
 )
-from cnr_store.limits import MAX_LISTS_BYTES, MAX_SMALL_BYTES
+from cnr_store.limits import MAX_SMALL_BYTES
 from cnr_store.log import position_bytes
-from cnr_store.records import CommitRecord, Hint, Identity, Pin
+from cnr_store.records import CommitRecord, Hint, Identity
+from cnr_store.side_objects import complete
 from cnr_store.storage import Storage
 from cnr_store.verify.report import Findings, Problem
 from cnr_store.workers import Workers, blocks
@@ -91,13 +83,15 @@ class LogView:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """One log position: its entry, or the error that reading it gave; the digest of its bytes if there are any."""
+    """One log position: its record, the digest of its bytes if there are any, and what is wrong with it.
+
+    With both an entry and an error a side object is lost, and the record has no lists but its own (`LogEntry`).
+    """
 
     version: int
     entry: LogEntry | None
     digest: str | None
     error: CnrStoreError | None
-    bare: LogEntry | None = None
 
 
 def read_log(
@@ -133,11 +127,14 @@ def read_log(
     newest = listed[-1] if listed else -1
     after: Position | None = None
     torn: dict[int, str] = {}
+    lost: set[str] = set()
     foreign = readable = 0
     above = newest + 1
     for start, stop in blocks(len(listed), _BATCH):
         numbers = listed[len(listed) - stop : len(listed) - start][::-1]
-        for here in workers.run(partial(read_position, storage, number, prefix) for number in numbers):
+        layers = {} if after is None or after.entry is None else {one.digest: one for one in after.entry.layers}
+        reads = (partial(read_position, storage, number, prefix, layers) for number in numbers)
+        for here in workers.run(reads):
             if here.version + 1 < above and _check_gap(view, here.version + 1, above, torn, findings):
                 after = None
             above = here.version
@@ -149,8 +146,7 @@ def read_log(
             readable += here.entry is not None
             foreign += here.entry is not None and here.entry.record.store_uuid != identity.store_uuid
             if here.error is not None:
-                path = here.error.path or view.key(here.version)
-                findings.add_error(here.error, path, (here.version,))
+                _add_error(view, here, here.error, lost, findings)
             if here.entry is not None:
                 take(view, here.entry, version=version, every=every)
                 torn |= superseded_by(here.entry.record)
@@ -185,41 +181,26 @@ def list_positions(storage: Storage, prefix: str = "") -> list[int]:
     return found
 
 
-def read_position(storage: Storage, version: int, prefix: str = "") -> Position:
-    """Return what stands at a position. One GET, two with a side object.
+def read_position(storage: Storage, version: int, prefix: str = "", layers: dict[str, Layer] | None = None) -> Position:
+    """Return what stands at a position. One GET, and one for each side object that is not noted in ``layers``.
 
     Raises
     ------
     AccessDenied
     """
     key = layout.commit_key(version, prefix)
-    digest = bare = None
+    entry = digest = None
     try:
         data = position_bytes(storage, version, prefix)
         if data is None:
             raise MissingObject(f"log position {version} is empty: part of the log was deleted", path=key)
         digest = sha256(data)
-        bare = decode_record(data, version)
-        return Position(version, _complete(storage, bare), digest, None)
+        entry = decode_record(data, version)
+        return Position(version, complete(storage, entry, {} if layers is None else layers), digest, None)
     except AccessDenied:
         raise
     except CnrStoreError as error:
-        return Position(version, None, digest, error, bare)
-
-
-def _complete(storage: Storage, entry: LogEntry) -> LogEntry:
-    """The entry with the lists of its side object; errors name the side object."""
-    digest = entry.record.state
-    if digest is None:
-        return entry
-    key = layout.state_key(digest)
-    data = storage.read_document(key, MAX_LISTS_BYTES)
-    if data is None:
-        raise MissingObject(f"side object {key} of commit record {entry.record.v} is missing", path=key)
-    try:
-        return LogEntry(merge_overflow(entry.record, data), entry.digest, entry.extra)
-    except CorruptStore as error:
-        raise CorruptStore(error.message, path=key, version=entry.record.v) from error
+        return Position(version, entry, digest, error)
 
 
 def take(view: LogView, entry: LogEntry, *, version: int | None, every: bool) -> None:
@@ -267,6 +248,21 @@ def _check_gap(view: LogView, start: int, stop: int, torn: dict[int, str], findi
     versions = tuple(range(start, stop)) if stop - start <= _NAMED_IN_A_GAP else ()
     findings.add(Problem(MissingObject.kind, view.key(start), versions, message))
     return True
+
+
+def _add_error(view: LogView, here: Position, error: CnrStoreError, lost: set[str], findings: Findings) -> None:
+    """Add what is wrong with a position; a side object once for all records that name it, in ``lost``.
+
+    Only the newest record needs its own: of others one may have been collected (spec, CNR-LOG-62), or is altered, and
+    hurts no version.
+    """
+    path = error.path or view.key(here.version)
+    if here.entry is None or view.head is None:
+        findings.add_error(error, path, (here.version,))
+    elif path not in lost and not isinstance(error, MissingObject):
+        findings.add_error(error, path, ())
+    if here.entry is not None:
+        lost.add(path)
 
 
 def _check_torn(view: LogView, here: Position, digest: str, findings: Findings) -> None:
@@ -328,29 +324,16 @@ def _contradictions(before: CommitRecord, after: CommitRecord) -> Iterable[str]:
         yield f"commit record {after.v} has epoch {after.epoch}, its parent has {before.epoch}"
     if before.kind == "close":
         yield f"commit record {after.v} ({after.kind}) stands behind the end of its branch"
-    tags, channels, pins = dict(before.tags), dict(before.channels), dict(before.pins)
-    name = after.name or ""
-    if after.kind == "tag" and after.target is not None:
-        tags[name] = after.target
-    elif after.kind == "untag":
-        tags.pop(name, None)
-    elif after.kind == "channel":
-        channels.pop(name, None)
-        if after.target is not None:
-            channels[name] = after.target
-    elif after.kind == "fork":
-        pins.pop(name, None)
-        if after.target is not None:
-            stated = after.pins.get(name, Pin(version=after.target, name=""))
-            pins[name] = msgspec.structs.replace(stated, version=after.target)
+    if before.state is not None or after.state is not None:
+        return  # The lists of one of them were collected.
     if after.kind not in DATA_KINDS:
         state = ("tables", "logical", "step") if after.kind == "compact" else ("chain", "tables", "logical", "step")
         for name in state:
             if getattr(after, name) != getattr(before, name):
                 yield f"the {after.kind} record {after.v} has another {name} than the record before it"
-    for word, found, expected in (
-        ("tags", after.tags, tags), ("channels", after.channels, channels), ("pins", after.pins, pins),
-    ):  # fmt: skip
+    names = Names(before.tags, before.channels, before.pins).after(after)
+    for word in ("tags", "channels", "pins"):
+        found, expected = getattr(after, word), getattr(names, word)
         if found != expected:
             yield f"the {after.kind} record {after.v} has {word} {sorted(found)}, expected {sorted(expected)}"
 

@@ -101,12 +101,6 @@ def _states(store: Store, view: LogView) -> Iterator[LogEntry]:
         if here.error is not None and not isinstance(here.error, CorruptStore):
             raise here.error
         entry = here.entry
-        if entry is None and view.head is None and here.bare is not None and here.bare.record.store_uuid == store.uuid:
-            # Its lists are gone, but what it committed may be whole, and was acknowledged.
-            names = tuple(item.seg for item in here.bare.record.chain)
-            if names and names not in known:
-                known.add(names)
-                yield here.bare
         if entry is None or entry.record.store_uuid != store.uuid:
             continue
         torn |= superseded_by(entry.record).keys()

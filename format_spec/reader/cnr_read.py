@@ -88,6 +88,7 @@ class Store:  # in a local folder; records[v] is None where a later record super
             self.records.append(record)
         if torn:
             raise torn[0][1]
+        self.complete(self.records[-1], key)
 
     def object(self, key, kind="missing_object", sha256=None):
         need((at := self.root / key).is_file(), kind, f"no {key}")
@@ -104,11 +105,23 @@ class Store:  # in a local folder; records[v] is None where a later record super
         need(record["store_uuid"] == self.identity["store_uuid"], "corrupt_store", f"{key}: of another store")
         need((record["v"], record["parent_digest"]) == (len(self.records), [before, *torn][-1]), bad, key)
         need(record["supersedes"] == ({"follows": before, "torn": torn} if torn else None), bad, f"{key}: supersedes")
-        if record["state"] is not None:
-            lists = self.object(f"state/{record['state']}.json", sha256=record["state"])
-            record |= parse(lists, "corrupt_store", key, "overflow")
         self.check(record, key, bad)
         return record
+
+    def complete(self, record, key):  # [3.4]: the newest record's lists, from its side objects and its own changes
+        empty = {"kept": [], "expired": [], **{name: {} for name in ("tags", "channels", "pins", "aborted", "tables")}}
+        stacked, limit = {name: {} for name in empty}, 1 << 26
+        for name in (*(record["state"] or ()), None):
+            data = b"" if name is None else self.object(f"state/{name}.json", sha256=name)
+            need(len(data) <= limit, "corrupt_object", f"{key}: side object {name}")
+            layer, limit = record if name is None else parse(data, "corrupt_store", key, "overflow"), len(data) // 2
+            for field, entries in stacked.items():
+                for gone in layer.get("removed", {}).get(field, ()):
+                    entries.pop(gone, None)
+                own = layer.get(field, ())
+                entries.update(own if isinstance(own, dict) else dict.fromkeys(own))
+        record |= {"state": None} | {name: type(empty[name])(entries) for name, entries in stacked.items()}
+        self.check(record, key, "corrupt_record")
 
     def check(self, record, key, bad):  # [3.3] CNR-LOG-20 and 61
         v, kind, ends = record["v"], record["kind"], [0] + [entry["l1"] for entry in record["chain"]]
@@ -140,7 +153,8 @@ class Store:  # in a local folder; records[v] is None where a later record super
             last, keys = snapshot.last, ("generation", "shift", "scale")
             own = {name: [one[key] for key in keys] for name, one in record["tables"].items()}
             its = {name: [(one | one["encoding"]).get(key) for key in keys] for name, one in last["tables"].items()}
-            need((record["step"], own) == (last["step"], its), "corrupt_record", f"record {version}: its segment")
+            same = record["step"] == last["step"] and (own == its or record["state"])
+            need(same, "corrupt_record", f"record {version}: its segment")
         return snapshot
 
 

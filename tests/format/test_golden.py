@@ -105,11 +105,12 @@ def test_a_step_after_a_rollback_and_a_tag_find_their_versions() -> None:
 def test_a_side_object_holds_the_tags_that_a_record_has_no_room_for() -> None:
     store = Store.open(str(GOLDEN / "overflow" / "store"), threads=1)
 
-    on_disk = json.loads((GOLDEN / "overflow" / "store" / "commits" / f"{12:020d}.json").read_bytes())
+    on_disk = json.loads((GOLDEN / "overflow" / "store" / "commits" / f"{16:020d}.json").read_bytes())
 
-    assert len(store.tags()) == 9
+    assert sorted(store.tags()) == sorted(f"{index % 10}" * (1000 + index) for index in range(12) if index != 3)
+    assert [len(name) for name in on_disk["state"]] == [64, 64]
     assert on_disk["tags"] == {}
-    assert len(on_disk["state"]) == 64
+    assert on_disk["removed"] == {"tags": ["3" * 1003]}
 
 
 def test_a_one_shot_delta_takes_the_place_of_the_one_before() -> None:

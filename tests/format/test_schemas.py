@@ -26,7 +26,7 @@ PATTERNS = {
 FIELDS = {
     "identity": "major",
     "commit_record": "v",
-    "overflow": "tags",
+    "overflow": "v",
     "segment": "l0",
     "receipt": "txn",
     "hint": "version",

@@ -279,7 +279,8 @@ def test_growing_lists_move_to_a_side_object_and_come_back(inner: IsolatedMemory
     raw = decode_record(inner.cat_file(f"{ROOT}/{commit_key(2, prefix)}"), 2)
     assert raw.record.tags == {}
     assert raw.record.state is not None
-    assert inner.exists(f"{ROOT}/{state_key(raw.record.state)}"), "side objects of all logs lie at the root"
+    (name,) = raw.record.state
+    assert inner.exists(f"{ROOT}/{state_key(name)}"), "side objects of all logs lie at the root"
     assert log.latest() == entry
     assert entry.record.tags == tags
 
@@ -316,7 +317,7 @@ def test_missing_or_changed_side_object_is_named(inner: IsolatedMemoryFileSystem
     log.append(head, draft_after(head.record, "expire", WRITER, aborted=aborted), no_rebase)
     state = decode_record(inner.cat_file(f"{ROOT}/{commit_key(2)}"), 2).record.state
     assert state is not None
-    path = f"{ROOT}/{state_key(state)}"
+    path = f"{ROOT}/{state_key(state[0])}"
     data = inner.cat_file(path)
 
     inner.pipe_file(path, data.replace(b"0", b"1", 1))
@@ -327,7 +328,7 @@ def test_missing_or_changed_side_object_is_named(inner: IsolatedMemoryFileSystem
         log.latest()
 
     assert changed.value.version == missing.value.version == 2
-    assert missing.value.path == state_key(state)
+    assert missing.value.path == state_key(state[0])
 
 
 def test_a_record_too_large_is_refused_before_anything_is_written(inner: IsolatedMemoryFileSystem) -> None:

@@ -70,11 +70,10 @@ def segments_to_copy(chains: Iterable[Sequence[ChainEntry]], present: Iterable[s
 
 @dataclass(frozen=True, slots=True)
 class RawRecord:
-    """The bytes at one log position, and the sha256 of the side object that they name, if any."""
+    """The bytes at one log position."""
 
     version: int
     data: bytes
-    state: str | None
 
 
 class Descent:
@@ -99,21 +98,19 @@ class Descent:
                 "source",
                 version=version, expected=expected, found=sha256(data),
             )  # fmt: skip
-        state = None
         try:
             record = decode_record(data, version).record
         except CnrStoreError:
             if version - 1 not in self._expected:
                 raise  # No later record superseded it.
         else:
-            state = record.state
             if record.supersedes is not None:
                 torn = record.supersedes.torn
                 self._expected |= dict(enumerate(torn, start=version - len(torn)))
                 self._expected[version - 1 - len(torn)] = record.supersedes.follows
             self._expected.setdefault(version - 1, record.parent_digest)
         self.version -= 1
-        return RawRecord(version, data, state)
+        return RawRecord(version, data)
 
     def check_meets(self, held: LogEntry | None) -> None:
         """Check that the next position downwards is the record that the relay has there, if it has one.

@@ -48,6 +48,7 @@ from cnr_store.limits import MAX_LISTS_BYTES, MAX_RECORD_BYTES, MAX_SMALL_BYTES
 from cnr_store.log import CommitLog, position_bytes
 from cnr_store.records import ChainEntry, CommitRecord, Hint, RelayMarker, RelayTrims
 from cnr_store.retention import Holds, LiveVersion, RetentionPolicy
+from cnr_store.side_objects import delete_unneeded
 from cnr_store.storage import CreateOutcome, Storage, open_storage
 from cnr_store.store import Store
 from cnr_store.workers import Throttle, blocks
@@ -481,6 +482,8 @@ class Relay:
             version = next_live(newest.record, version)
             entry = newest if version >= newest.record.v else self._source_entry(version)
             try:
+                if entry.record.state is not None:
+                    raise MissingObject(f"the side objects of commit record {version} were collected", version=version)
                 reused = self._copy_segments(entry.record.chain, counts) if newest.record.kind != "close" else []
                 reused += self._copy_named(entry.record, counts)
             except CorruptStore as error:
@@ -518,6 +521,8 @@ class Relay:
         try:
             return self._source.head()
         except CorruptRecord:
+            if seen.record.state is not None:
+                raise  # An old one: what is live is not known by it.
             return seen
 
     def _is_gone(self, version: int) -> bool:
@@ -583,15 +588,17 @@ class Relay:
                 raise
 
     def _copy_records(self, newest: LogEntry, bottom: int) -> None:
-        """Create the positions from that of ``newest`` down to ``bottom``, in this order, side objects before each.
+        """Create the positions from that of ``newest`` down to ``bottom``, in this order, its side objects before it.
 
         Upwards, a reader could find a record at the end of the log whose segments are not here. Downwards it finds the
-        one before ``bottom``, or ``newest``, until the last of them joins the two.
+        one before ``bottom``, or ``newest``, until the last of them joins the two. Only those need their side objects.
         """
+        there = () if self._head is None else self._head.side_objects
+        for digest in newest.side_objects:
+            if digest not in there:
+                copy_side_object(self._source.storage, self._target, digest, self._throttle)
         descent = Descent(newest)
         for raw in self._raw_records(newest.record.v, bottom, descent):
-            if raw.state is not None:
-                copy_side_object(self._source.storage, self._target, raw.state, self._throttle)
             if raw.version == bottom:
                 descent.check_meets(self._head)
             self._copy_position(raw)
@@ -745,7 +752,14 @@ class Relay:
 
     def _tidy(self, now_ms: int) -> None:
         """Delete what readers and relays that died left: garbage collection does not come here."""
+        assert self._head is not None
+        head = self._head
         delete_ended_holds(self._target, now_ms)
+        delete_unneeded(
+            self._target, head.side_objects,
+            age_ms=max(self._grace_ms, int(_LEFTOVER_S * 1000)),
+            is_left=lambda _, version: version <= head.record.v, is_late=lambda: False,
+        )  # fmt: skip
         for folder in (layout.DATA, layout.COMMITS, layout.STATE, layout.LEASES):
             self._target.sweep(folder, older_than_s=max(self._grace_ms / 1000, _LEFTOVER_S))
         self._next_tidy_ms = now_ms + _TIDY_EVERY_MS

@@ -342,8 +342,8 @@ class ChangeStream:
                 f"{self._store.url} has no version {version} to go on from; the newest is {self._head.record.v}",
                 version=version,
             )
-        known = entry.record.tables.keys() | self._head.record.tables.keys()
-        self._check_tables(known)
+        if entry.record.state is None:  # else which tables it had is not known here
+            self._check_tables(entry.record.tables.keys() | self._head.record.tables.keys())
         self._hold(version)
         self._path = [entry]
 
