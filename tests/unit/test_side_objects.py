@@ -29,9 +29,10 @@ from cnr_store.author import writer_info
 from cnr_store.commit_record import LogEntry, decode_record, sealed
 from cnr_store.consume.relay.relay import Relay
 from cnr_store.documents import canonical_json, sha256
-from cnr_store.layout import STATE, state_key
-from cnr_store.rebase import draft_after, rebase_tag
+from cnr_store.layout import STATE, branch_prefix, state_key
+from cnr_store.rebase import draft_after, draft_branch, rebase_tag
 from cnr_store.records import Overflow
+from cnr_store.side_objects import complete
 from cnr_store.storage import open_storage
 
 ROWS = 4
@@ -174,7 +175,11 @@ def test_side_objects_of_a_branch_go_when_it_has_been_dropped(store: Store, tmp_
     assert verify_store(store).is_sound
 
 
-def test_side_objects_of_a_branch_that_is_not_pinned_yet_stay(store: Store, tmp_path: Path) -> None:
+def test_side_objects_of_a_branch_that_is_being_forked_stay(store: Store, tmp_path: Path) -> None:
+    """Its first record is there, and its pin is not yet."""
+    point = store.head()
+    log = store.commit_log.below(branch_prefix("b" * 32))
+    log.append_first(draft_branch(point.record, "b" * 32, writer_info()), point)
     put = canonical_json(Overflow(v=0, branch="b" * 32, tags={"a": 1}))
     store.storage.put(state_key(sha256(put)), put)
     grow_old(root_of(tmp_path))
@@ -256,6 +261,17 @@ def test_a_reader_that_was_overtaken_by_a_collection_looks_again(store: Store, t
 
     assert log.latest() == store.head()
     assert calls
+
+
+def test_side_objects_that_are_no_layers_are_refused(store: Store) -> None:
+    """Each has at most half the bytes of the one before it: what a record makes a reader take is bounded."""
+    layers = [canonical_json(Overflow(v=1, branch="", tags={"a" * 100: 0, f"{n}": 0})) for n in range(2)]
+    for data in layers:
+        store.storage.put(state_key(sha256(data)), data)
+    state = tuple(map(sha256, layers))
+
+    with pytest.raises(CorruptStore, match=state[1]):
+        complete(store.storage, LogEntry(msgspec.structs.replace(store.head().record, state=state), ""), {})
 
 
 def test_a_newest_record_without_its_lists_is_damage(store: Store, tmp_path: Path) -> None:
