@@ -23,3 +23,15 @@ def newest_readable(log: CommitLog) -> tuple[LogEntry, CorruptRecord | None]:
         return log.latest(), None
     except CorruptRecord as torn:
         return log.tail()[0], torn
+
+
+def check_no_hole(log: CommitLog, after: LogEntry) -> None:
+    """Refuse a log that goes on behind an empty position: who reads forward would wait there for ever. Some GETs.
+
+    Raises
+    ------
+    CorruptStore
+        A position between ``after`` and the newest record is empty: something deleted part of the log.
+    VersionNotFound, StorageFailure
+    """
+    any(entry.record.v <= after.record.v for entry in log.walk(newest_readable(log)[0]))

@@ -44,7 +44,7 @@ from cnr_store.leases import Lease
 from cnr_store.limits import MAX_SMALL_BYTES
 from cnr_store.log import CommitLog, RetryPolicy, position_bytes
 from cnr_store.mirrors import MirrorMode, Mirrors, check_mirror_folder
-from cnr_store.newest import newest_readable
+from cnr_store.newest import check_no_hole, newest_readable
 from cnr_store.placement import Placement, check_placements, column_cuts
 from cnr_store.ranks import OneRank, Ranks, rank_zero, together
 from cnr_store.rebase import (
@@ -68,7 +68,7 @@ from cnr_store.writer import Writer
 MAX_EXPIRES_S = 10**10
 
 _LOOK_BACK = 60
-"""Polls of a relay in a row without news before one asks whether it is still the same relay."""
+"""Polls without news before one asks whether there can be news: no record was deleted, a relay is the same one."""
 
 READ_THREADS = 8
 """Threads that read from a remote store: while some wait for the network, others decode."""
@@ -349,20 +349,20 @@ class Store:
         return self.head().record.v
 
     def poll(self, after: LogEntry) -> LogEntry | None:
-        """Return the entry behind ``after``, None when there is nothing new: one request.
+        """Return the entry behind ``after``, None when there is nothing new: one request, now and then some more.
 
         Raises
         ------
         CorruptStore
-            The log was rewritten; or this is a relay that was begun anew in its place, without ``after``.
+            The log was rewritten, or lost a record; or this is a relay that was begun anew in its place.
         StorageFailure
         """
         entry = self._log.poll(after)
-        if entry is None and self._relay is not None:
-            # The new one may begin behind ``after``: then there would be nothing new, for ever.
+        if entry is None:
             self._idle_polls += 1
-            if self._idle_polls >= _LOOK_BACK:
-                self._check_same_relay(after)
+            if self._idle_polls >= _LOOK_BACK:  # there may be nothing new for ever: a relay can begin further on
+                check = partial(check_no_hole, self._log) if self._relay is None else self._check_same_relay
+                check(after)
                 self._idle_polls = 0
         return entry
 

@@ -27,6 +27,7 @@ from cnr_store import (
     CompactionPolicy,
     Conflict,
     CorruptObject,
+    CorruptStore,
     RetentionPolicy,
     StorageFailure,
     Store,
@@ -42,6 +43,7 @@ from cnr_store import (
 from cnr_store.consume import AttachedTables, Candidate, HashShard, Loader, Relay, RowRange
 from cnr_store.consume.rows.shards import rows_in_shard
 from cnr_store.consume.sinks import SinkState
+from cnr_store.layout import commit_key
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.testing.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
 from tests.loader_checks import check_is_snapshot, served
@@ -143,6 +145,20 @@ def test_the_newest_state_is_served_and_followed(training: Training) -> None:
             caught_up(loader, training.store)
             assert loader.version == version
         assert loader.metrics().moves == 3
+
+
+def test_a_loader_behind_a_deleted_record_says_so_within_60_looks(training: Training) -> None:
+    with Loader(training.open()) as loader:
+        served_version = loader.version
+        lost = training.save()
+        training.save()
+        training.files.rm_file(f"/root/{commit_key(lost)}")
+
+        *_, error = [loader.poll().error for _ in range(60)]
+
+        assert isinstance(error, CorruptStore)
+        assert f"position {lost} is empty" in str(error)
+        assert loader.version == served_version
 
 
 def test_a_lookup_takes_any_ids_and_fills_what_is_given(training: Training) -> None:

@@ -45,6 +45,7 @@ from cnr_store.errors import (
     VersionNotFound,
 )
 from cnr_store.layout import DATA
+from cnr_store.newest import check_no_hole
 from cnr_store.records import ChainEntry, Manifest, TableSchema
 from cnr_store.replay import ChunkReader
 from cnr_store.segment import SegmentReader
@@ -374,8 +375,7 @@ class ChangeStream:
             entry = self._store.poll(newest)
             if entry is None:
                 if newest.record.v < last and not (self._follow and self._store.relay):
-                    # The log goes on behind an empty position: it was deleted, which the walk says.
-                    any(one.record.v <= newest.record.v for one in self._store.commit_log.walk(self._head))
+                    check_no_hole(self._store.commit_log, newest)
                 self._settle_hold()
                 self._closed.wait(self._poll_interval_s)
                 continue
