@@ -149,7 +149,7 @@ class Visit:
                     snapshot = log.snapshot(place[1])
                     found = bytes_of(snapshot)
                 except CnrStoreError as caught:
-                    self.errors[place] = caught
+                    self.errors[place] = caught.with_traceback(None)  # which holds what was read
                     continue
                 self.judge(root, snapshot, found, place[0])
                 self.seen[place] = found
