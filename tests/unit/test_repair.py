@@ -30,6 +30,7 @@ from cnr_store.commit_record import LogEntry, encode_record
 from cnr_store.documents import sha256
 from cnr_store.layout import HINT, ROOT_GROUP, commit_key, state_key
 from cnr_store.log import CommitLog, RetryPolicy
+from cnr_store.newest import newest_readable
 from cnr_store.rebase import draft_after, rebase_tag
 from cnr_store.records import ChainEntry, CommitRecord, WriterInfo
 from cnr_store.repair import Tail, plan_repair, read_tail
@@ -191,6 +192,28 @@ def test_a_version_is_found_by_time_past_a_superseded_position(files: IsolatedMe
         entry = store.commit_log.read(version)
         assert entry is not None
         assert store._by_time(store.head(), entry.record.ts_ms).record.v == version
+
+
+@pytest.mark.parametrize(("position", "newest"), [(3, 5), (5, 4), (6, 5)])
+def test_no_time_finds_another_version_in_the_place_of_a_torn_one(
+    files: IsolatedMemoryFileSystem, store: Store, position: int, newest: int
+) -> None:
+    """A torn newest record is nobody's state; an older one is damage, which a search by time says if it meets it."""
+    times = {record.v: record.ts_ms for record in store.log()}
+    tear(files, position)
+    store = open_store(files)
+    head, _ = newest_readable(store.commit_log)
+
+    found: dict[int, int | None] = {}
+    for version, ts_ms in times.items():
+        try:
+            found[version] = store._by_time(head, ts_ms).record.v
+        except CorruptRecord:
+            found[version] = None
+
+    assert (max(times), head.record.v, found[newest]) == (5, newest, newest)
+    assert found.get(position) == {3: None, 5: newest, 6: None}[position]
+    assert all(seen in (version, None) for version, seen in found.items() if version != position)
 
 
 def test_verify_tells_of_the_superseded_position_and_finds_no_problem(
