@@ -307,6 +307,22 @@ def test_state_is_refused_while_batches_are_in_flight() -> None:
     assert (reader.in_flight, reader.is_ready) == (2, False)
 
 
+def test_an_interval_is_not_ready_in_its_middle_where_all_is_trained() -> None:
+    """A thread may fetch the next batch between the question and the save, whose state would count it as trained."""
+    reader = granted(0, 5)
+    interval = next(iter(reader))
+    for _ in range(2):
+        next(interval)
+        reader.trained()
+
+    assert (reader.in_flight, reader.is_ready) == (0, False)
+    with pytest.raises(BadInput, match=r"skip 0 batches in flight.* 3 more"):
+        reader.state_dict()
+    reader.prepare()
+    assert reader.is_ready
+    assert list(interval) == []
+
+
 def test_a_drained_state_is_that_of_the_loader() -> None:
     reader, loader = granted(0, 5), loader_of(0)
     for _, _ in zip(next(iter(reader)), iter(loader), strict=False):

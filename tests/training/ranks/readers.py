@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import pytest
+import torch
+from torch import nn
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from cnr_store import BadInput
 from cnr_store.training import CarriedBatch, CarryingReader, CheckpointManager, GrantedReader
-from tests.training.ranks.copies import Run, spoiled
+from tests.training.ranks.copies import Copies, Run, spoiled
 from tests.training.ranks.scenarios import Place, scenario
 from tests.training.runs import assert_same
 
@@ -93,6 +95,63 @@ def readers_go_on_with_the_next_sample(place: Place) -> None:
     seen = [int(number) for batch in loader for number in batch]
     assert place.kept("readers") + seen == list(range(SAMPLES))[place.rank :: place.world]
     manager.close()
+
+
+class Dropped(Copies):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(super().forward(ids), 0.5)
+
+
+DRAWS = {"inside": (7, 0), "last": (10, 2)}
+"""Steps until the end of the process, inside an epoch of five and at the last batch of one; worker processes."""
+
+
+class Drawing:
+    """A training with dropout on shuffled batches, for which each rank draws otherwise."""
+
+    def __init__(self, place: Place, name: str, workers: int) -> None:
+        torch.manual_seed(7)
+        self.run = Run(place, Dropped())
+        torch.manual_seed(7 + place.rank)
+        mine = list(range(SAMPLES))[place.rank :: place.world]
+        self.loader = StatefulDataLoader(mine, batch_size=4, shuffle=True, num_workers=workers)
+        self.manager = self.run.manager(place.url(f"draws-{name}"), reader=self.loader)
+
+    def until(self, step: int) -> list[Any]:
+        """Train; what the batches were and the state that the generator had behind each."""
+        drawn: list[Any] = []
+        while self.manager.current_step < step:
+            for batch in self.loader:
+                self.run.train(self.manager.current_step, self.manager)
+                drawn.append((batch.tolist(), torch.get_rng_state().tolist()))
+                if self.manager.current_step == step:
+                    break
+        return drawn
+
+
+@scenario(1, 2)
+def what_ranks_draw_ends_with_their_process(place: Place) -> None:
+    for name, (steps, workers) in DRAWS.items():
+        ended = Drawing(place, name, workers)
+        drawn = ended.until(steps)
+        ended.manager.save()
+        whole = Drawing(place, f"{name}-whole", workers)
+        place.keep(f"draws-{name}", (drawn, whole.until(12), whole.run.state()))
+
+
+@scenario(2, 2)
+def each_rank_draws_as_if_it_had_not_ended(place: Place) -> None:
+    for name, (steps, workers) in DRAWS.items():
+        resumed = Drawing(place, name, workers)
+        spoiled(resumed.run)
+        torch.manual_seed(90)
+        restored = resumed.manager.restore()
+        assert restored is not None
+        assert restored.step == steps
+        drawn, whole, state = place.kept(f"draws-{name}")
+        assert drawn + resumed.until(12) == whole
+        assert_same(resumed.run.state(), state)
+        resumed.manager.close()
 
 
 @scenario(2, 1)

@@ -38,6 +38,8 @@ PLAIN = {
     "readers_that_fetch_ahead_differently_save_at_the_same_step": 1,
     "readers_end_with_their_process": 1,
     "readers_go_on_with_the_next_sample": 2,
+    "what_ranks_draw_ends_with_their_process": 1,
+    "each_rank_draws_as_if_it_had_not_ended": 2,
     "another_number_of_readers_is_the_callers_matter": 2,
     "what_one_rank_cannot_write_no_rank_has_saved": 1,
     "a_failure_behind_the_training_is_told_to_all_at_the_same_step": 1,
