@@ -31,26 +31,22 @@ def resume(reader: Stateful, state: Any) -> None:
         return
 
     def without_draws() -> Any:
-        before = capture_rng()
+        before, own = capture_rng(), loader.generator
+        is_shared = own is not None and own is getattr(loader.sampler, "generator", None)
+        own_before = None if own is None or is_shared else own.get_state()
         try:
             iterator = make(loader)
             if getattr(iterator, "_finished", False):
                 next(iterator, None)  # at the end of an epoch; else StatefulDistributedSampler ends the next one, too
-            _draw_forgotten_seed(loader)
         finally:
             restore_rng(before)
         del loader._get_iterator
+        if own_before is not None:
+            own.set_state(own_before)
+        elif is_shared and loader.num_workers == 0:
+            # StatefulDataLoader has set it back to where the sampler drew its order, and drew that alone. Without
+            # workers the loader's seed was drawn behind it; with workers before.
+            torch.empty((), dtype=torch.int64).random_(generator=own)
         return iterator
 
     loader._get_iterator = without_draws
-
-
-def _draw_forgotten_seed(loader: Any) -> None:
-    """Draw the loader's seed where it shares the generator of its sampler, as it did before the checkpoint.
-
-    StatefulDataLoader sets that generator back to where the sampler's order is drawn, and draws the order alone.
-    Without workers the seed came behind the order; with workers it came before.
-    """
-    shared = loader.generator
-    if loader.num_workers == 0 and shared is not None and shared is getattr(loader.sampler, "generator", None):
-        torch.empty((), dtype=torch.int64).random_(generator=shared)

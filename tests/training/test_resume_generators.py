@@ -84,6 +84,26 @@ def augmented(workers: int) -> Loader:
     return StatefulDataLoader(Augmented(), batch_size=BATCH, shuffle=True, num_workers=workers)
 
 
+def with_two(workers: int) -> Loader:
+    """One generator for the order, one for the seeds of workers, whose dataset draws."""
+    sampler = RandomSampler(Augmented(), generator=torch.Generator().manual_seed(5))
+    own = torch.Generator().manual_seed(6)
+    return StatefulDataLoader(Augmented(), batch_size=BATCH, sampler=sampler, generator=own, num_workers=workers)
+
+
+class Kept:
+    """A generator as an extra of the manager."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def state_dict(self) -> Any:
+        return {"state": self.generator.get_state()}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.generator.set_state(state["state"])
+
+
 LOADERS = [shuffled, sampled, seeded, distributed, distributed_with_a_state]
 
 
@@ -119,10 +139,13 @@ class Trainee:
         for batch in given:
             yield batch if isinstance(batch, CarriedBatch) else CarriedBatch(batch, None)
 
-    def manager(self, url: str, **options: Any) -> CheckpointManager:
+    def manager(self, url: str) -> CheckpointManager:
+        own = self.loader.generator
+        is_saved = own is None or own is getattr(self.loader.sampler, "generator", None)
         return CheckpointManager(
-            url, model=self.table, optimizer=self.optimizer, reader=self.reader, options=TableOptions.exact(), **options
-        )
+            url, model=self.table, optimizer=self.optimizer, reader=self.reader, options=TableOptions.exact(),
+            extras={} if is_saved else {"generator": Kept(own)},
+        )  # fmt: skip
 
 
 def as_it_is(loader: Loader) -> Loader:
@@ -212,8 +235,9 @@ def test_readers_that_fetch_ahead_draw_as_the_loader_does(
     assert killed_at(place, make, 0, wrap) == uninterrupted(make, 0)
 
 
-def test_a_dataset_that_draws_in_workers_resumes_with_their_generators() -> None:
-    assert killed_at("inside", augmented, 2, as_it_is) == uninterrupted(augmented, 2)
+@pytest.mark.parametrize("make", [augmented, with_two])
+def test_a_dataset_that_draws_in_workers_resumes_with_their_generators(make: Callable[[int], Loader]) -> None:
+    assert killed_at("inside", make, 2, as_it_is) == uninterrupted(make, 2)
 
 
 @pytest.mark.parametrize("wrap", [as_it_is, granted, carrying])
