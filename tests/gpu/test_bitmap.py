@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from cnr_store.errors import BadInput, BadRowIds, BadShape, TableNotFound
 from cnr_store_gpu import Cumulative, DeviceBitmaps, RowBitmap
+from cnr_store_gpu import words as packed
 from cnr_store_gpu.words import mark_words, mark_words_torch, pack_mask, rows_of, words_full, words_of_rows
 
 ODD_SIZES = [0, 1, 31, 32, 33, 1023, 1024, 1025, 5000]
@@ -312,6 +314,27 @@ def test_marks_of_many_threads_are_all_kept() -> None:
         thread.join()
 
     assert bitmap.count("t") == 100_000
+
+
+def test_marks_wait_until_what_is_there_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the copy of the words and their clearing a mark would be in no take."""
+    bitmap = bitmap_of({"t": 100})
+    bitmap.mark("t", [3])
+    real, seen = RowBitmap._copy, []
+
+    def copy(self: RowBitmap, place: Any) -> Any:
+        def could_mark() -> None:
+            seen.append(packed.LOCK.acquire(blocking=False))
+
+        other = threading.Thread(target=could_mark)
+        other.start()
+        other.join()
+        return real(self, place)
+
+    monkeypatch.setattr(RowBitmap, "_copy", copy)
+
+    assert bitmap.take("t").tolist() == [3]
+    assert seen == [False]
 
 
 @law

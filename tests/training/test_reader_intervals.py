@@ -323,6 +323,20 @@ def test_an_interval_is_not_ready_in_its_middle_where_all_is_trained() -> None:
     assert list(interval) == []
 
 
+def test_the_last_batch_of_an_interval_is_in_flight_until_it_is_trained() -> None:
+    reader = granted(0, 2)
+    interval = next(iter(reader))
+    for _ in range(2):
+        next(interval)
+    assert not reader.is_ready
+    reader.trained()
+    assert not reader.is_ready
+
+    reader.trained()
+
+    assert reader.is_ready
+
+
 def test_a_drained_state_is_that_of_the_loader() -> None:
     reader, loader = granted(0, 5), loader_of(0)
     for _, _ in zip(next(iter(reader)), iter(loader), strict=False):

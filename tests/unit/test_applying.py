@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from cnr_store import CorruptStore, MissingObject, Store, TableOptions
 from cnr_store.commit_record import LogEntry
 from cnr_store.consume.moves.adding import LARGEST_CODE, add_reference, add_to_codes, add_to_values
-from cnr_store.consume.moves.applying import Applied, apply_segment
+from cnr_store.consume.moves.applying import Applied, apply_segment, check_base
 from cnr_store.consume.moves.content import CodesTooWide
 from cnr_store.consume.moves.loading import load_table
 from cnr_store.consume.moves.mover import Holding, move_tables
@@ -24,7 +24,7 @@ from cnr_store.consume.rows.held import HeldTable, Overlay, ServedTable, row_kin
 from cnr_store.consume.rows.shards import HashShard
 from cnr_store.documents import canonical_json, sha256
 from cnr_store.layout import MANIFEST, segment_key, segment_prefix
-from cnr_store.records import ChainEntry, TableSchema
+from cnr_store.records import ChainEntry, PartEntry, TableSchema
 from cnr_store.segment import SegmentReader
 from cnr_store.snapshot import Snapshot
 from cnr_store.storage import storage_from_filesystem
@@ -286,6 +286,17 @@ def test_a_segment_of_another_chain_is_refused(store: Store) -> None:
     with pytest.raises(CorruptStore, match="starts from state digest"):
         consumer.go(store, [strange])
     assert consumer.frozen() == before
+
+
+def test_a_segment_is_put_on_the_state_that_its_parts_start_from() -> None:
+    def parts(*bases: str | None) -> list[PartEntry]:
+        return [PartEntry(table="t", folder="f", rows=(0, 4), columns=(0, 2), base_digest=base) for base in bases]
+
+    check_base(parts("0" * 15 + "3", "0" * 15 + "4"), "t", 7, "segment")
+    check_base(parts("0" * 15 + "3", None), "t", 7, "segment")  # one of them says nothing
+    check_base(parts("0" * 15 + "3"), "other", 7, "segment")
+    with pytest.raises(CorruptStore, match="it belongs to another chain"):
+        check_base(parts("0" * 15 + "3", "0" * 15 + "5"), "t", 7, "segment")
 
 
 def test_a_difference_to_a_deleted_row_is_corrupt_and_names_it(store: Store) -> None:

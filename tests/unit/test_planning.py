@@ -82,6 +82,13 @@ def test_another_digest_or_start_does_not_apply() -> None:
         check_receipts([receipt(0, 1, 3, part(base="bb", rows=(0, 9)))], txn="x", world=1, l0=3, base=base)
 
 
+def test_receipts_of_another_transaction_are_refused() -> None:
+    with pytest.raises(BadInput, match="is of transaction x with 1 ranks, expected y with 1"):
+        check_receipts([receipt(0, 1)], txn="y", world=1, l0=3, base=None)
+    with pytest.raises(BadInput, match="is of transaction x with 3 ranks, expected x with 2"):
+        check_receipts([receipt(0, 2), receipt(1, 3)], txn="x", world=2, l0=3, base=None)
+
+
 @pytest.mark.parametrize("ranks", [[0], [0, 0], [1, 2], [0, 1, 2]])
 def test_every_writer_must_be_there_once(ranks: list[int]) -> None:
     with pytest.raises(BadInput, match="receipts of ranks"):

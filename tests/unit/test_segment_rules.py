@@ -8,8 +8,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from cnr_store import BadInput, BadName, CorruptObject, CorruptRecord, CorruptStore, Store, TableOptions
-from cnr_store.layout import check_name, encode_name, segment_key, segment_prefix
+from cnr_store import (
+    BadInput,
+    BadName,
+    CorruptObject,
+    CorruptRecord,
+    CorruptStore,
+    Store,
+    TableOptions,
+    verify_store,
+)
+from cnr_store.commit_record import encode_record
+from cnr_store.layout import check_name, commit_key, encode_name, segment_key, segment_prefix
 from cnr_store.records import ObjectEntry, Receipt
 from cnr_store.segment import Scratch, SegmentReader, SegmentWriter, check_record, merge_receipts
 from cnr_store.workers import Throttle, Workers
@@ -60,6 +70,17 @@ def test_a_record_of_another_step_than_its_segment_is_refused(store: Store) -> N
 
     with pytest.raises(CorruptRecord, match="says step 3, its segment says 2"):
         check_record(msgspec.structs.replace(snapshot.record, step=3), snapshot.readers[-1])
+
+
+def test_a_check_finds_a_record_of_another_step_than_its_segment(store: Store) -> None:
+    assert verify_store(store).is_sound
+    head = store.head()
+    wrong = encode_record(msgspec.structs.replace(head.record, step=3), head.extra)
+    store.storage.put(commit_key(head.record.v), wrong)
+
+    messages = [problem.message for problem in verify_store(store).problems]
+
+    assert any("says step 3, its segment says 2" in message for message in messages)
 
 
 def test_an_object_of_a_segment_is_written_once(store: Store) -> None:
