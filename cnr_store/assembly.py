@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from cnr_store.baseline import StagedTable
+from cnr_store.chain_checks import find_dense
 from cnr_store.changes import StagedRows
 from cnr_store.ordering import order_of
 from cnr_store.placement import Shard
@@ -89,8 +90,11 @@ class Assembly:
         """
         known: dict[str, DenseEntry] = {}
         if before is not None and not before.is_empty:
-            here = before.readers[-1].name
-            known = {n: msgspec.structs.replace(old, segment=old.segment or here) for n, old in before.dense.items()}
+            names = [reader.name for reader in before.readers]
+            for name, old in before.dense.items():
+                # Not where it was put, if compaction has folded that: its bytes are read there no more.
+                at, held = find_dense(names, before.manifests, name) or (-1, old)
+                known[name] = msgspec.structs.replace(held, segment=names[at])
         changed: dict[str, Array] = {}
         dtypes = dict(tensors.dtypes)
         for name in [*tensors.given, *(name for name in known if name not in tensors.given)]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -408,6 +409,32 @@ def test_a_save_whose_chain_was_folded_and_deleted_meanwhile_is_told_so_and_not_
 
     assert len(store.head().record.chain) == 2
     assert np.array_equal(store.snapshot().table("t").read(), values)
+
+
+def test_a_save_refers_to_dense_tensors_where_compaction_has_put_them(store: Store) -> None:
+    """It read them from the segment that was folded, and failed as DoesNotApply once that was deleted."""
+    values = np.zeros((4, 2), np.float32)
+    with store.writer() as writer:
+        with writer.begin(step=1) as txn:
+            txn.write_table("t", values, options=TableOptions(scale=1.0))
+            txn.put_dense({"w": np.arange(3, dtype=np.float32)})
+        with writer.begin(step=2) as txn:
+            txn.write_rows("t", np.asarray([1]), values[[1]] + 1)
+        late = writer.begin(step=3)
+        assert compact(store, run=(0, 2)).outcome == "committed"
+        late.write_rows("t", np.asarray([2]), values[[2]] + 2)
+        late.commit()
+        assert late.manifest is not None
+        policy = RetentionPolicy(keep_last=1)
+        collect_garbage(store, policy=policy, grace_s=0.0, orphan_age_s=86_400.0, dry_run=False, force=True)
+        time.sleep(0.002)  # the collection deletes what was given up before its own millisecond
+        collect_garbage(store, policy=policy, grace_s=0.0, orphan_age_s=86_400.0, dry_run=False, force=True)
+        with writer.begin(step=4) as txn:
+            txn.write_rows("t", np.asarray([3]), values[[3]] + 3)
+
+    assert txn.manifest is not None
+    assert txn.manifest.dense["w"].segment == store.head().record.chain[0].seg
+    assert store.snapshot().read_dense("w").tolist() == [0, 1, 2]
 
 
 def test_a_scale_is_not_refined_beyond_what_the_codes_of_the_chain_allow(store: Store) -> None:

@@ -53,7 +53,7 @@ from cnr_store.log import RetryPolicy
 from cnr_store.records import Hint, RelayTrims
 from cnr_store.storage import Storage, open_storage, storage_from_filesystem
 from cnr_store.storage.base import TEMPORARY_PREFIX
-from cnr_store.testing.faulty import FaultyFileSystem, IsolatedMemoryFileSystem
+from cnr_store.testing.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
 from tests.snapshot_bytes import bytes_of
 
 FAR, NEAR = "/far", "/near"
@@ -1280,3 +1280,18 @@ def test_memory_does_not_grow_with_the_table(tmp_path: Path) -> None:
 
     assert report.bytes > 30 * 2**20
     assert peak < report.bytes / 2
+
+
+def test_an_identity_that_was_cut_on_its_way_is_no_other_store(store: Store, files: IsolatedMemoryFileSystem) -> None:
+    """A short reply of the target's ``cnr.json`` was told as a store that is no relay, which nobody tries again."""
+    save(store, 1)
+    Relay(store, place(files)).advance()
+    fs = FaultyFileSystem(files)
+    relay = Relay(store, place(fs))
+    fs.arm(Fault(FaultKind.SHORT_READ, at=0))
+
+    with pytest.raises(CorruptStore, match=IDENTITY):
+        relay.advance()
+    save(store, 2)
+
+    assert relay.advance().version == store.latest_version()

@@ -315,6 +315,7 @@ class Relay:
         identity, found = self._read_identity(), target.read_document(layout.IDENTITY, MAX_SMALL_BYTES)
         marker = self._read_marker()
         if found is not None and (marker is None or found != identity):
+            decode_identity(found, f"{target.url}/{layout.IDENTITY}")  # a reply that was cut is no other store
             raise StoreExists(
                 f"{target.url} holds a store that is no relay of {source.url}; give an empty place", path=target.url
             )
