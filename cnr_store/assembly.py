@@ -91,10 +91,10 @@ class Assembly:
         known: dict[str, DenseEntry] = {}
         if before is not None and not before.is_empty:
             names = [reader.name for reader in before.readers]
-            for name, old in before.dense.items():
+            for name, entry in before.dense.items():
                 # Not where it was put, if compaction has folded that: its bytes are read there no more.
-                at, held = find_dense(names, before.manifests, name) or (-1, old)
-                known[name] = msgspec.structs.replace(held, segment=names[at])
+                held = find_dense(names, before.manifests, name)
+                known[name] = entry if held is None else msgspec.structs.replace(held[1], segment=names[held[0]])
         changed: dict[str, Array] = {}
         dtypes = dict(tensors.dtypes)
         for name in [*tensors.given, *(name for name in known if name not in tensors.given)]:

@@ -197,3 +197,23 @@ def test_column_ranges_that_differ_from_row_to_row_are_refused_for_row_slots() -
 
     with pytest.raises(BadInput, match="column"):
         training.run(shards, partial(training.save_all, step=1))
+
+
+def test_ranks_that_store_a_table_in_other_ways_commit_nothing() -> None:
+    """The rows of the rank that refined alone would be read at the scale of the others."""
+    training = Training(row_slot=False, options=TableOptions(scale=0.25))
+    tiles = row_wise(2)
+
+    def work(writer: Writer, tile: Rectangle) -> None:
+        training.save_all(writer, tile, 1)
+        txn = writer.begin(2)
+        if tile is tiles[1]:
+            txn.drop_table(TABLE)
+        txn.commit()
+
+    with pytest.raises(BadInput, match="schemas differ"):
+        training.run(tiles, work)
+
+    with training.store() as store:
+        assert store.snapshot().step == 1
+        assert verify_store(store, deep=True).is_sound
