@@ -411,6 +411,21 @@ def test_a_save_whose_chain_was_folded_and_deleted_meanwhile_is_told_so_and_not_
     assert np.array_equal(store.snapshot().table("t").read(), values)
 
 
+def test_rows_of_the_table_that_had_the_name_before_are_not_read(store: Store) -> None:
+    """Where a hashed table is dropped and created anew in one save, the chain still holds the keys of the old one."""
+    options = TableOptions(scale=1.0)
+    with store.writer() as writer:
+        for step, keys in enumerate(([2, 77], [5])):
+            with writer.begin(step) as txn:
+                if step:
+                    txn.drop_table("t")
+                txn.create_table("t", dim=2, options=options)
+                txn.write_rows("t", np.asarray(keys), np.ones((len(keys), 2), np.float32))
+
+    assert len(store.head().record.chain) == 2
+    assert store.snapshot().table("t").read_all()[0].tolist() == [5]
+
+
 def test_a_save_refers_to_dense_tensors_where_compaction_has_put_them(store: Store) -> None:
     """It read them from the segment that was folded, and failed as DoesNotApply once that was deleted."""
     values = np.zeros((4, 2), np.float32)

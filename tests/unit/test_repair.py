@@ -35,7 +35,7 @@ from cnr_store.rebase import draft_after, rebase_tag
 from cnr_store.records import ChainEntry, CommitRecord, WriterInfo
 from cnr_store.repair import Tail, plan_repair, read_tail
 from cnr_store.storage import storage_from_filesystem
-from cnr_store.testing.faulty import IsolatedMemoryFileSystem
+from cnr_store.testing.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
 from cnr_store.verify import find_newest_whole
 
 ROOT = "/root"
@@ -664,3 +664,17 @@ def test_an_object_of_an_old_version_that_is_damaged_is_left_as_it_is(
 
     with pytest.raises(CorruptObject):
         store.snapshot(4).table("user").read()
+
+
+def test_a_record_that_cannot_be_read_now_is_not_taken_for_a_torn_one(files: IsolatedMemoryFileSystem) -> None:
+    """A repair would go back behind records that are whole, because the network failed while it looked."""
+    fs = FaultyFileSystem(files)
+    with Store.open_on(storage_from_filesystem(fs, ROOT), threads=1) as store:
+        newest = store.latest_version()
+        calls = len(fs.calls)
+        assert read_tail(store).newest == newest
+        reads = [n for n, call in enumerate(fs.calls[calls:]) if call.path.endswith(commit_key(newest))]
+        fs.arm(Fault(FaultKind.FAIL_BEFORE, at=len(fs.calls) + reads[-1]))
+
+        with pytest.raises(StorageFailure):
+            read_tail(store)
