@@ -11,7 +11,7 @@ import time
 import uuid
 from datetime import UTC, datetime, timedelta
 
-from cnr_store.errors import AccessDenied, StorageFailure, WrongClock
+from cnr_store.errors import AccessDenied, BadInput, StorageFailure, WrongClock
 from cnr_store.storage import Storage
 
 MAX_SKEW_MS = 3_600_000
@@ -29,10 +29,24 @@ def wall_ms() -> int:
 def ms_of(time_: datetime) -> int:
     """Return a time as records have it, rounded down; one without a zone is of this machine's. Pure.
 
+    Raises
+    ------
+    BadInput
+        It is no `datetime.datetime`, or cannot be told in UTC.
+
     >>> ms_of(datetime(2023, 11, 14, 22, 13, 20, 123_999, UTC))
     1700000000123
     """
-    return (time_.astimezone(UTC) - _EPOCH) // timedelta(milliseconds=1)
+    if not isinstance(time_, datetime):
+        raise BadInput(
+            f"time takes a datetime.datetime, found {time_!r}; of ms since 1970 give "
+            "datetime.fromtimestamp(ms / 1000, UTC), of a text datetime.fromisoformat(text)",
+            expected="datetime.datetime", found=repr(time_),
+        )  # fmt: skip
+    try:
+        return (time_.astimezone(UTC) - _EPOCH) // timedelta(milliseconds=1)
+    except (OverflowError, ValueError) as error:
+        raise BadInput(f"time {time_} cannot be told in UTC; give one within its years", found=str(time_)) from error
 
 
 def read_store_clock(storage: Storage) -> int | None:

@@ -399,6 +399,8 @@ class Store:
 
         Parameters
         ----------
+        time
+            One without a zone is of this machine's.
         cache
             Keeps what `TableView.read_rows` decodes, for later look-ups; several snapshots of this store may share it.
 

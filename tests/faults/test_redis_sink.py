@@ -317,6 +317,21 @@ def test_a_script_that_arrives_again_and_late_changes_nothing(
     assert (given_up > 0) == (script in GIVES_UP)
 
 
+def test_rows_of_the_current_generation_are_not_cleared(redis_server: RedisServer, prefix: str) -> None:
+    """A server restored from an older copy may show again what was garbage."""
+    sink = opened(redis_server, prefix)
+    write(sink, 1, full=True)
+    with redis_server.client() as client:
+        token, current = (f"{{{prefix}}}:{name}" for name in ("token", "current"))
+        generation = int.from_bytes(client.get(current)[:8], "big")
+        row = f"{{{prefix}}}:{generation}:user:0"
+
+        with pytest.raises(redis.ResponseError, match="CNRLOST"):
+            client.register_script(redis_scripts.CLEAR)([token, current, row], [client.get(token), generation])
+
+    assert_is_whole(reader_of(redis_server, prefix), 1)
+
+
 class Twice(CountingRedis):
     """A client whose first replies are all lost, so that each script runs a second time."""
 

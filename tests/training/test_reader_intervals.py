@@ -337,15 +337,6 @@ def test_the_last_batch_of_an_interval_is_in_flight_until_it_is_trained() -> Non
     assert reader.is_ready
 
 
-def test_a_reader_is_not_ready_while_its_interval_has_batches_left() -> None:
-    reader = granted(0, 2)
-    interval = next(iter(reader))
-    next(interval)
-    reader.trained()
-
-    assert (reader.in_flight, reader.is_ready) == (0, False)
-
-
 def test_a_drained_state_is_that_of_the_loader() -> None:
     reader, loader = granted(0, 5), loader_of(0)
     for _, _ in zip(next(iter(reader)), iter(loader), strict=False):

@@ -64,6 +64,28 @@ def test_by_version_step_tag_and_time() -> None:
     assert store.snapshot(version=0).is_empty
 
 
+@pytest.mark.parametrize("time", [1_700_000_000_000, 1.7e9, "2023-11-14T22:13:20Z", dt.date(2023, 11, 14)])
+def test_a_time_that_is_no_datetime_is_refused(time: Any) -> None:
+    store = new_store()
+
+    with pytest.raises(BadInput, match=r"datetime\.datetime, found .*; of ms since 1970 give") as refused:
+        store.snapshot(time=time)
+    assert refused.value.found == repr(time)
+
+
+def test_a_time_without_a_zone_is_of_this_machine() -> None:
+    store = new_store()
+    with store.writer() as writer:
+        version = filled(store, 1, 10, writer)
+    at = dt.datetime.fromtimestamp(store.record(version).ts_ms / 1000 + 1)  # noqa: DTZ006
+
+    assert store.snapshot(time=at).version == version
+    with pytest.raises(VersionNotFound):
+        store.snapshot(time=at - dt.timedelta(days=1))
+    with pytest.raises(BadInput, match="cannot be told in UTC"):
+        store.snapshot(time=dt.datetime.min.replace(tzinfo=dt.timezone(dt.timedelta(hours=14))))
+
+
 @pytest.fixture(scope="module")
 def worlds() -> dict[str, tuple[Store, TableModel]]:
     """Every kind of table after a baseline, changed rows, deletes, a resize and escape rows."""

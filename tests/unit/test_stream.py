@@ -737,6 +737,41 @@ def test_a_cursor_is_registered_before_the_first_snapshot_is_read(store: Store) 
     assert store.cursors()["lake"].version == held
 
 
+@pytest.mark.parametrize("has_since", [False, True])
+def test_a_cursor_is_registered_where_the_stream_begins_before_a_version_comes(store: Store, has_since: bool) -> None:
+    """What a consumer goes on from has to stay until it has gone on: a version behind it is not enough."""
+    first = begin(store)
+    (second,) = save(store, [1])
+
+    next(changes(store, first if has_since else None, cursor="lake").versions())
+
+    assert store.cursors()["lake"].version == (first if has_since else second)
+
+
+def test_a_cursor_is_registered_where_nothing_was_saved_yet(store: Store) -> None:
+    assert list(changes(store, cursor="lake")) == []
+    assert store.cursors()["lake"].version == store.latest_version()
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_a_first_version_that_expires_before_it_is_held_is_not_told(
+    files: IsolatedMemoryFileSystem, store: Store, follow: bool
+) -> None:
+    first = begin(store)
+    _, reader = opened(files)
+    stream = changes(reader, follow=follow, poll_interval_s=0.001, cursor="lake")
+    stream._begin()  # it knows the head by now
+    save(store, [1], [2])
+    collect_garbage(store, policy=RetentionPolicy(keep_last=1), dry_run=False)  # its segments stay for a while
+
+    version = next(stream.versions())
+
+    assert version.version > first
+    assert store.cursors()["lake"].version == version.version
+    assert told(version.batches)[0][2:] == ("upsert", list(range(8)))
+    stream.close()
+
+
 def test_a_version_that_expires_before_it_is_read_is_passed_by(files: IsolatedMemoryFileSystem, store: Store) -> None:
     first = begin(store)
     save(store, [1])

@@ -54,7 +54,6 @@ from cnr_store.store import Store
 
 MAX_BATCH_ROWS = 65_536
 CACHE_BYTES = 256 * 1024 * 1024
-_FIRST_TRIES = 5
 _RENEWALS_PER_TTL = 3
 
 
@@ -362,7 +361,8 @@ class ChangeStream:
             return self._begun
         assert self._head is not None
         if not self._path:
-            first = self._first_target()
+            first = self._head
+            self._check_tables(first.record.tables)
             if first.record.chain:
                 return first
             self._arrive(first)  # Nothing was saved yet: there is no state to tell.
@@ -386,16 +386,6 @@ class ChangeStream:
             if self._is_target(entry):
                 return entry
         return None
-
-    def _first_target(self) -> LogEntry:
-        """The head, held if the cursor is to be registered."""
-        assert self._head is not None
-        for _ in range(_FIRST_TRIES):
-            self._check_tables(self._head.record.tables)
-            if self._name is None or self._hold(self._head.record.v):
-                break
-            self._head = self._store.head()  # expired between two requests
-        return self._head
 
     def _is_target(self, entry: LogEntry) -> bool:
         """Whether the record's changes are to be told; takes it into the path if not."""
