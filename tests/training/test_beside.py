@@ -28,6 +28,7 @@ from cnr_store import (
     collect_garbage,
     compact,
 )
+from cnr_store.commit_record import LogEntry
 from cnr_store.log import RetryPolicy
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.testing.faulty import Call, FaultyFileSystem, IsolatedMemoryFileSystem
@@ -304,6 +305,43 @@ def test_a_fence_whose_outcome_is_unknown_is_found_out(has_landed: bool, is_roll
         kinds = [record.kind for record in store.log(limit=store.latest_version() - head)]
         assert kinds == (["delta", "rollback", "fence"] if is_rollback else ["delta", "fence"])
     assert_same(training.state(), uninterrupted(KIND, restored.step + 1))
+    store.close()
+
+
+def test_a_tag_of_unknown_outcome_is_not_taken_for_the_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the fence was sent: what another thread's append left open says nothing of whether it landed."""
+    backend = LosesReplies()
+    retry = RetryPolicy(deadline_s=0.05)
+    store = Store.create_on(storage_from_filesystem(backend, "/root"), threads=1, retry=retry)
+    training = Training(KIND)
+    with manager_of(training, store) as manager:
+        go_on(training, manager, 0, 3)
+    training = Training(KIND)
+    with manager_of(training, store) as manager:
+        manager.restore()
+        training.train(3)
+        head = store.latest_version()
+        look = Store.writable_head
+
+        def tag_behind(self: Store) -> LogEntry:
+            found = look(self)
+            monkeypatch.setattr(Store, "writable_head", look)
+            backend.is_armed = True
+            with pytest.raises(CommitStateUnknown):
+                self.tag("kept", head)
+            backend.is_down = False  # until something is sent again
+            return found
+
+        monkeypatch.setattr(Store, "writable_head", tag_behind)
+        with pytest.raises(CommitStateUnknown, match="earlier append"):
+            manager.step()
+        backend.is_armed = False
+
+        manager.save()
+
+        kinds = [record.kind for record in store.log(limit=store.latest_version() - head)]
+        assert kinds == ["delta", "fence", "tag"]
+    assert_same(training.state(), uninterrupted(KIND, 4))
     store.close()
 
 

@@ -274,6 +274,28 @@ def test_side_objects_that_are_no_layers_are_refused(store: Store) -> None:
         complete(store.storage, LogEntry(msgspec.structs.replace(store.head().record, state=state), ""), {})
 
 
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        ({"tags": {"a": 99}}, "names version 99, which is behind it"),
+        ({"kept": (2,)}, "keeps version 2, which is not below its floor"),
+        ({"expired": (99,)}, "names version 99, which is behind it"),
+        ({"tags": {"both": 3}}, "both"),
+    ],
+)
+def test_side_objects_that_contradict_their_record_are_refused(
+    store: Store, lists: dict[str, Any], message: str
+) -> None:
+    """What a record says itself is sound here; only with its side objects it says what cannot be (CNR-LOG-61)."""
+    store.set_channel("both", 3)
+    data = canonical_json(Overflow(v=1, branch="", **lists))
+    store.storage.put(state_key(sha256(data)), data)
+    record = msgspec.structs.replace(store.head().record, state=(sha256(data),))
+
+    with pytest.raises(CorruptRecord, match=message):
+        complete(store.storage, LogEntry(record, ""), {})
+
+
 def test_a_newest_record_without_its_lists_is_damage(store: Store, tmp_path: Path) -> None:
     tag(store, 0, 12)
     (name, *_) = store.head().side_objects
