@@ -7,7 +7,7 @@ a record that is on its way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from cnr_store.clock import read_store_clock
@@ -18,7 +18,7 @@ from cnr_store.layers import merge_lists
 from cnr_store.layout import STATE, state_digest_of, state_key
 from cnr_store.limits import MAX_LISTS_BYTES
 from cnr_store.records import Lists, Overflow
-from cnr_store.storage import Storage
+from cnr_store.storage import ObjectStat, Storage
 
 _BATCH = 500
 """Side objects deleted by one call."""
@@ -26,9 +26,9 @@ _BATCH = 500
 
 @dataclass(frozen=True, slots=True)
 class Deleted:
-    """How many objects went, and their bytes; and whether the time was over before all had gone."""
+    """The keys of the objects that went, and their bytes; and whether the time was over before all had gone."""
 
-    objects: int = 0
+    keys: tuple[str, ...] = ()
     size_bytes: int = 0
     was_stopped: bool = False
 
@@ -71,17 +71,17 @@ def read_layer(storage: Storage, version: int, digest: str, limit_bytes: int = M
     return Layer(digest, len(data), lists)
 
 
-def delete_unneeded(
+def find_unneeded(
     storage: Storage,
     needed: Collection[str],
     *,
     age_ms: int,
     is_left: Callable[[str, int], bool],
-    is_late: Callable[[], bool],
-) -> Deleted:
-    """Delete the side objects that no record needs, and that are older than ``age_ms`` by the store's clock.
+    now_ms: int | None = None,
+) -> Iterator[ObjectStat]:
+    """Yield the side objects that no record needs, and that are older than ``age_ms``.
 
-    Blocks: one listing, a GET for each that goes, and a few requests more. What has no time, or cannot be read, stays.
+    Blocks: one listing, and a GET for each that is old; what cannot be read is passed by.
 
     Parameters
     ----------
@@ -90,6 +90,8 @@ def delete_unneeded(
     is_left
         Of a log (uuid of its branch, or empty) and a position: whether that is taken, or nothing may be appended to the
         log any more, by what was read before ``needed`` was made.
+    now_ms
+        Instead of the store's own clock, which takes requests that write.
 
     Raises
     ------
@@ -97,30 +99,40 @@ def delete_unneeded(
     """
     spared = {None, *needed}
     listed = [stat for stat in storage.list_objects(STATE) if state_digest_of(stat.key) not in spared]
-    now_ms = read_store_clock(storage) if listed else None
+    now_ms = read_store_clock(storage) if listed and now_ms is None else now_ms
     if now_ms is None:
-        return Deleted()
-    going: dict[str, int] = {}
-    objects = size_bytes = 0
+        return
+    for stat in listed:
+        is_old = stat.modified_ms is not None and now_ms - stat.modified_ms >= age_ms
+        if is_old and (put_for := _put_for(storage, stat.key)) is not None and is_left(*put_for):
+            yield stat
+
+
+def delete_found(storage: Storage, found: Iterable[ObjectStat], is_late: Callable[[], bool] = lambda: False) -> Deleted:
+    """Delete side objects as they are found, some at once, until it is late. Blocks.
+
+    Raises
+    ------
+    StorageFailure
+    """
+    going: list[ObjectStat] = []
+    gone: list[ObjectStat] = []
     was_stopped = False
 
     def delete() -> None:
-        nonlocal objects, size_bytes
-        storage.delete(going)
-        objects, size_bytes = objects + len(going), size_bytes + sum(going.values())
+        storage.delete(stat.key for stat in going)
+        gone.extend(going)
         going.clear()
 
-    for stat in listed:
+    for stat in found:
         was_stopped = is_late()
         if was_stopped:
             break
-        is_old = stat.modified_ms is not None and now_ms - stat.modified_ms >= age_ms
-        if is_old and (put_for := _put_for(storage, stat.key)) is not None and is_left(*put_for):
-            going[stat.key] = stat.size_bytes
+        going.append(stat)
         if len(going) == _BATCH:
             delete()
     delete()
-    return Deleted(objects, size_bytes, was_stopped)
+    return Deleted(tuple(stat.key for stat in gone), sum(stat.size_bytes for stat in gone), was_stopped)
 
 
 def _put_for(storage: Storage, key: str) -> tuple[str, int] | None:

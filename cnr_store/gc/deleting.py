@@ -1,8 +1,8 @@
-"""Delete the objects of segments that are due, one listing each, and old side objects. Which are due others know."""
+"""Delete the objects of segments that are due, one listing each; find old side objects. Which are due others know."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -11,8 +11,8 @@ from cnr_store.gc.logs import LogView
 from cnr_store.gc.report import ProgressCallback, SegmentReport
 from cnr_store.layout import branch_prefix, segment_prefix
 from cnr_store.log import CommitLog
-from cnr_store.side_objects import Deleted, delete_unneeded
-from cnr_store.storage import Storage
+from cnr_store.side_objects import find_unneeded
+from cnr_store.storage import ObjectStat, Storage
 
 
 class Deletion:
@@ -91,27 +91,34 @@ def with_sizes(storage: Storage, segments: Iterable[SegmentReport]) -> tuple[Seg
     return tuple(measured(segment) for segment in segments)
 
 
-def delete_lists(
-    storage: Storage, main: CommitLog, logs: Sequence[LogView], is_late: Callable[[], bool], *, older_than_ms: int
-) -> Deleted:
-    """Delete the side objects that none of the logs needs; those of branches that were dropped before, too.
+def unneeded_lists(
+    storage: Storage, main: CommitLog, logs: Sequence[LogView], *, older_than_ms: int, now_ms: int | None = None
+) -> Iterator[ObjectStat]:
+    """Yield the side objects that none of the logs needs; those of branches that were dropped before, too.
 
     Parameters
     ----------
     main, logs
         The store's own log, and all of them as they were read, that one first.
+    now_ms
+        As for `find_unneeded`.
 
     Raises
     ------
     StorageFailure
     """
     newest = {log.branch: log.head.v for log in logs if not log.is_closed}
-    needed = {name for log in logs if not log.is_closed for name in log.side_objects}
+    named = (
+        names for log in logs if not log.is_closed for names in (log.entry.side_objects, *log.side_objects.values())
+    )
+    needed = {name for names in named for name in names}
+    pins = logs[0].head.pins
+    ended = {log.branch for log in logs if log.is_closed and log.branch not in pins}
 
     @cache
     def has_ended(branch: str) -> bool:
-        if branch in logs[0].head.pins:
-            return False  # Its log was not read, or is about to be closed.
+        if branch in ended or branch in pins:
+            return branch in ended  # Of one with a pin the log was not read, or is about to be closed.
         try:
             return main.below(branch_prefix(branch)).latest().record.kind == "close"
         except (CorruptStore, VersionNotFound):
@@ -120,4 +127,4 @@ def delete_lists(
     def is_left(branch: str, version: int) -> bool:
         return version <= newest[branch] if branch in newest else has_ended(branch)
 
-    return delete_unneeded(storage, needed, age_ms=older_than_ms, is_left=is_left, is_late=is_late)
+    return find_unneeded(storage, needed, age_ms=older_than_ms, is_left=is_left, now_ms=now_ms)

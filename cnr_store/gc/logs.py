@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
@@ -38,7 +38,7 @@ class LogView:
     unreadable
         Live versions whose records are damaged, where the caller gives them up.
     side_objects
-        The sha256 of those that the newest record and those of live versions name.
+        By version: the sha256 of those that its record names. Those of the newest record are in `entry`.
     """
 
     branch: str
@@ -47,7 +47,7 @@ class LogView:
     versions: tuple[LiveVersion, ...]
     is_closed: bool = False
     unreadable: tuple[int, ...] = ()
-    side_objects: frozenset[str] = frozenset()
+    side_objects: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def head(self) -> CommitRecord:
@@ -147,11 +147,8 @@ class LogReader:
             if not is_closed:
                 raise
             versions = []  # Its segments go as those that nobody names.
-        side_objects = {*entry.side_objects}
-        side_objects |= {name for version in versions for name in self._known[version.version].side_objects}
-        return LogView(
-            branch, name, entry, tuple(versions), is_closed, tuple(sorted(unreadable)), frozenset(side_objects)
-        )  # fmt: skip
+        side_objects = {version.version: self._known[version.version].side_objects for version in versions}
+        return LogView(branch, name, entry, tuple(versions), is_closed, tuple(sorted(unreadable)), side_objects)
 
     def states(self, versions: Iterable[int]) -> list[LiveVersion]:
         """Return what single versions need, live or not; positions that hold none are left out."""

@@ -68,6 +68,9 @@ class GcReport:
         What is gone from storage by this run.
     failures
         Why objects could not be deleted; the next run tries again.
+    side_objects, side_object_bytes
+        Lists in ``state/`` that no record needs any more: the keys of those that this run deleted, or with
+        ``is_dry_run`` would delete; and their bytes, which are in ``deleted_bytes`` once they are gone.
     """
 
     url: str
@@ -80,6 +83,8 @@ class GcReport:
     deleted_objects: int = 0
     deleted_bytes: int = 0
     failures: tuple[str, ...] = ()
+    side_objects: tuple[str, ...] = ()
+    side_object_bytes: int = 0
 
     @property
     def expired(self) -> int:

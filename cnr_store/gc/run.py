@@ -8,7 +8,7 @@ long ago, old side objects that no record needs, and the object by which the sto
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -20,7 +20,7 @@ from cnr_store.beginning import has_begun
 from cnr_store.clock import check_clock, read_store_clock, wall_ms
 from cnr_store.commit_record import LogEntry, is_live, unknown_writer_features
 from cnr_store.errors import BadInput, CommitStateUnknown, Conflict, CorruptStore, ReadOnlyStore
-from cnr_store.gc.deleting import Deletion, delete_lists, with_sizes
+from cnr_store.gc.deleting import Deletion, unneeded_lists, with_sizes
 from cnr_store.gc.logs import LogReader, LogView, SegmentNames, referenced_segments
 from cnr_store.gc.plan import (
     CollectionPlan,
@@ -51,7 +51,8 @@ from cnr_store.log import CommitLog
 from cnr_store.rebase import draft_after, rebase_expire
 from cnr_store.records import Cursor, Pin, ReaderLease
 from cnr_store.retention import Holds, RetentionPolicy
-from cnr_store.side_objects import Deleted
+from cnr_store.side_objects import Deleted, delete_found
+from cnr_store.storage import ObjectStat
 from cnr_store.store import Store
 
 MIN_GRACE_S = 3600.0
@@ -229,9 +230,14 @@ class _Run:
         else:
             raise Conflict(f"others changed {self._store.url} during each of {_PLANS} looks at it; try again")
         self._note(logs, plan)
-        is_clean = not plan.steps and not any(segment.state == "due" for segment in plan.segments)
+        lists = list(self._unneeded_lists(_as_if_expired(logs, plan), now_ms=now_ms))
+        is_clean = not plan.steps and not lists and not any(segment.state == "due" for segment in plan.segments)
         segments = with_sizes(self._storage, self._segments.values())
-        return self._report("clean" if is_clean else "planned", segments, is_dry_run=True)
+        return replace(
+            self._report("clean" if is_clean else "planned", segments, is_dry_run=True),
+            side_objects=tuple(stat.key for stat in lists),
+            side_object_bytes=sum(stat.size_bytes for stat in lists),
+        )
 
     def collect(self) -> GcReport:
         """Expire, then delete what is due."""
@@ -261,9 +267,9 @@ class _Run:
             self._commit_all(plan_clean_up(logs, folders - deletion.deleted), logs)
             delete_ended_holds(self._storage, now_ms)
             self._sweep()
-            lists = delete_lists(self._storage, self._main, logs, self._is_late, older_than_ms=self._leftover_age_ms)
+            lists = delete_found(self._storage, self._unneeded_lists(logs), self._is_late)
             was_stopped = deletion.was_stopped or lists.was_stopped
-        outcome: Outcome = "collected" if self._records or deletion.deleted or lists.objects else "clean"
+        outcome: Outcome = "collected" if self._records or deletion.deleted or lists.keys else "clean"
         if was_stopped:
             outcome = "stopped"
         elif deletion.failures or not is_settled:
@@ -271,9 +277,11 @@ class _Run:
         return replace(
             self._report(outcome, tuple(self._segments.values()), is_dry_run=False),
             deleted_segments=len(deletion.deleted),
-            deleted_objects=deletion.objects + lists.objects,
+            deleted_objects=deletion.objects + len(lists.keys),
             deleted_bytes=deletion.size_bytes + lists.size_bytes,
             failures=tuple(deletion.failures),
+            side_objects=lists.keys,
+            side_object_bytes=lists.size_bytes,
         )
 
     # ---- what there is
@@ -385,6 +393,9 @@ class _Run:
             if age is not None:
                 self._ages[name] = age
         return {name: self._ages[name] for name in names if name in self._ages}
+
+    def _unneeded_lists(self, logs: Sequence[LogView], *, now_ms: int | None = None) -> Iterator[ObjectStat]:
+        return unneeded_lists(self._storage, self._main, logs, older_than_ms=self._leftover_age_ms, now_ms=now_ms)
 
     # ---- what to do
 
@@ -513,6 +524,18 @@ def _as_if_ended(logs: Sequence[LogView], now_ms: int) -> list[LogView]:
     head = msgspec.structs.replace(main.head, pins=open_pins)
     rest = [replace(log, is_closed=log.is_closed or log.branch not in open_pins) for log in logs[1:]]
     return [replace(main, entry=replace(main.entry, record=head)), *rest]
+
+
+def _as_if_expired(logs: Sequence[LogView], plan: CollectionPlan) -> list[LogView]:
+    """The logs with the side objects that they would need once the plan's versions have expired. Pure."""
+    staying = {
+        branch: {verdict.version for verdict in retention.verdicts if verdict.stays}
+        for branch, retention in plan.retention.items()
+    }
+    return [
+        replace(log, side_objects={v: names for v, names in log.side_objects.items() if v in staying[log.branch]})
+        for log in logs
+    ]
 
 
 def _check_writable(log: LogView) -> None:

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from cnr_store import layers
 from cnr_store.commit_record import is_live
-from cnr_store.gc.deleting import delete_lists
+from cnr_store.gc.deleting import unneeded_lists
 from cnr_store.gc.logs import LogReader, SegmentNames
 from cnr_store.log import CommitLog
 from cnr_store.rebase import draft_after, draft_init, rebase_expire
 from cnr_store.records import CommitRecord, WriterInfo
+from cnr_store.side_objects import delete_found
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.testing.faulty import IsolatedMemoryFileSystem
 from cnr_store.workers import Workers
@@ -80,7 +81,7 @@ def test_layered_lists_are_those_of_a_plain_model(plan: list[tuple[Any, ...]]) -
         for change in plan:
             if change == ("collect",):
                 view = LogReader(storage, log, "5" * 32, SegmentNames(), workers).read("", "", lambda _: None)
-                delete_lists(storage, log, [view], lambda: False, older_than_ms=0)
+                delete_found(storage, unneeded_lists(storage, log, [view], older_than_ms=0))
             elif change == ("reopen",):
                 log = CommitLog(storage, "5" * 32)
                 head = log.latest()

@@ -118,6 +118,61 @@ def test_untagging_and_two_collections_leave_nothing(store: Store, tmp_path: Pat
     assert store.tags() == {}
 
 
+def test_a_dry_run_lists_the_side_objects_that_would_go_and_changes_nothing(store: Store, tmp_path: Path) -> None:
+    """It said that there was nothing to do."""
+    tag(store, 0, 30)
+    store.tag("last", store.latest_version())
+    for number in range(30):
+        store.untag(f"{number} {LONG}")
+    store.untag("last")
+    save(store, 9.0)
+    grow_old(root_of(tmp_path))
+    before = {path: path.stat().st_size for path in root_of(tmp_path).rglob("*") if path.is_file()}
+
+    planned = collect(store, dry_run=True)
+
+    assert {path: path.stat().st_size for path in root_of(tmp_path).rglob("*") if path.is_file()} == before
+    assert (planned.outcome, planned.deleted_objects) == ("planned", 0)
+    done = collect(store)
+    assert sorted(planned.side_objects) == sorted(done.side_objects)
+    assert planned.side_object_bytes == done.side_object_bytes
+    assert {state_key(name) for name in names(root_of(tmp_path))}.isdisjoint(done.side_objects)
+    assert sum(size for path, size in before.items() if path.parent.name == "state") == done.side_object_bytes > 0
+    again = collect(store, dry_run=True)
+    assert (again.outcome, again.side_objects) == ("clean", ())
+
+
+def test_a_dry_run_spares_young_side_objects_and_those_of_the_head(store: Store, tmp_path: Path) -> None:
+    tag(store, 0, 30)
+    expired(store)
+
+    assert collect(store, dry_run=True).side_objects == ()
+    grow_old(root_of(tmp_path))
+    planned = collect(store, dry_run=True)
+
+    assert planned.outcome == "planned"
+    assert (
+        set(planned.side_objects)
+        == {state_key(name) for name in names(root_of(tmp_path)) - set(store.head().side_objects)}
+        > set()
+    )
+
+
+def test_a_dry_run_lists_what_only_expiring_versions_need(store: Store, tmp_path: Path) -> None:
+    tag(store, 0, 30)
+    save(store, 9.0)
+    named = {state_key(name) for name in store.head().side_objects}
+    for number in range(30):
+        store.untag(f"{number} {LONG}")
+    save(store, 10.0)
+    grow_old(root_of(tmp_path))
+
+    planned = collect(store, dry_run=True)
+
+    assert named
+    assert named <= set(planned.side_objects) == set(collect(store).side_objects)
+
+
 def test_what_a_live_version_names_stays(store: Store, tmp_path: Path) -> None:
     tag(store, 0, 30)
     named = set(store.head().side_objects)

@@ -180,7 +180,7 @@ def _fold(report: CompactionReport) -> Document:
 def gc_document(report: GcReport) -> Document:
     """Return what becomes of every live version and every segment, and what was deleted."""
     document = asdict(report)
-    lists = {name: list(document[name]) for name in ("versions", "segments", "failures")}
+    lists = {name: list(document[name]) for name in ("versions", "segments", "failures", "side_objects")}
     return {
         **document, **lists,
         "expired": report.expired, "named": report.named, "doomed_bytes": report.doomed_bytes,

@@ -233,6 +233,11 @@ def collection(console: Console, document: Document) -> None:
             due = "" if item["delete_after_ms"] is None else time_text(item["delete_after_ms"])
             segments.add_row(*map(cell, (item["name"], item["state"], size, due, item["reason"])))
         console.print(segments)
+    if document["side_objects"]:
+        lists = _table("side object", title="lists of names that no record needs any more")
+        for key in document["side_objects"]:
+            lists.add_row(cell(key))
+        console.print(lists)
     say(console, collection_text(document))
     for failure in document["failures"]:
         say(console, f"not deleted: {failure}")
@@ -245,11 +250,14 @@ def collection_text(document: Document) -> str:
     is_dry_run = document["is_dry_run"]
     held = {state: [item for item in document["segments"] if item["state"] == state] for state in SEGMENT_STATES}
     expire, give = ("would expire", "give") if is_dry_run else ("expired", "gave")
-    gone = (
-        f"{_amount(held['due'])} may be deleted now"
-        if is_dry_run
-        else f"deleted {_many(document['deleted_segments'], 'segment')} ({size_text(document['deleted_bytes'])})"
-    )
+    count = len(document["side_objects"])
+    lists = f" and {_many(count, 'side object')}" if count else ""
+    if is_dry_run:
+        size = f" ({size_text(document['side_object_bytes'])})" if count else ""
+        gone = f"{_amount(held['due'])}{lists}{size} may be deleted now"
+    else:
+        segments = _many(document["deleted_segments"], "segment")
+        gone = f"deleted {segments}{lists} ({size_text(document['deleted_bytes'])})"
     waiting = [*held["waiting"], *held["failed"], *([] if is_dry_run else [*held["named"], *held["due"]])]
     return (
         f"{document['outcome']}: {expire} {_many(document['expired'], 'version')} and {give} up "

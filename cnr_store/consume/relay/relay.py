@@ -48,7 +48,7 @@ from cnr_store.limits import MAX_LISTS_BYTES, MAX_RECORD_BYTES, MAX_SMALL_BYTES
 from cnr_store.log import CommitLog, position_bytes
 from cnr_store.records import ChainEntry, CommitRecord, Hint, RelayMarker, RelayTrims
 from cnr_store.retention import Holds, LiveVersion, RetentionPolicy
-from cnr_store.side_objects import delete_unneeded
+from cnr_store.side_objects import delete_found, find_unneeded
 from cnr_store.storage import CreateOutcome, Storage, open_storage
 from cnr_store.store import Store
 from cnr_store.workers import Throttle, blocks
@@ -756,11 +756,11 @@ class Relay:
         assert self._head is not None
         head = self._head
         delete_ended_holds(self._target, now_ms)
-        delete_unneeded(
-            self._target, head.side_objects,
-            age_ms=max(self._grace_ms, int(_LEFTOVER_S * 1000)),
-            is_left=lambda _, version: version <= head.record.v, is_late=lambda: False,
+        unneeded = find_unneeded(
+            self._target, head.side_objects, age_ms=max(self._grace_ms, int(_LEFTOVER_S * 1000)),
+            is_left=lambda _, version: version <= head.record.v,
         )  # fmt: skip
+        delete_found(self._target, unneeded)
         for folder in (layout.DATA, layout.COMMITS, layout.STATE, layout.LEASES):
             self._target.sweep(folder, older_than_s=max(self._grace_ms / 1000, _LEFTOVER_S))
         self._next_tidy_ms = now_ms + _TIDY_EVERY_MS
