@@ -2,7 +2,8 @@
 
 Each job works in a copy of the repository in a temporary folder; the working tree is never written to. Tests are run
 without any mutation first, once for all entries: one that fails then catches nothing. Exits with 1 if a mutation
-survives, does not apply or has tests that do not pass without it.
+survives, does not apply or has tests that do not pass without it; else with 3 if a test ran out of time, which may be
+the mutation's doing or a slow machine's: such a test notices the mutation by itself only if it bounds its waits.
 """
 
 from __future__ import annotations
@@ -42,16 +43,14 @@ _PRELOADED = ("numpy", "numba", "zarr", "pyarrow", "fsspec", "msgspec", "psutil"
 _FOLDERS = ("", "gpu", "tools")
 """What is on the path of imports."""
 
-_TEST_TIMEOUT_S = 60
-"""How long one test may take; one that a mutation hangs has caught it."""
-
 _PROCESS_TIMEOUT_S = 1200
 
 _NOT_THE_COPY = 99
 _USAGE_ERROR = 4
 """pytest's status where a test that it was given is not there."""
 
-_CAUGHT, _SURVIVED = "caught", "SURVIVED"
+_CAUGHT, _SURVIVED, _TIMED_OUT = "caught", "SURVIVED", "TIMED OUT"
+_EXIT_TIMED_OUT = 3
 _last_stamp_ns = itertools.count(time.time_ns())
 
 
@@ -62,9 +61,10 @@ class _Ended:
 
 
 class Copy:
-    """A copy of the repository for one job."""
+    """A copy of the repository for one job; a test in it may take ``timeout_s``."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
         self.root = folder / "tree"
         self._temporary = folder / "t"
         shutil.copytree(ROOT, self.root, ignore=_NOT_COPIED, symlinks=True)
@@ -133,7 +133,7 @@ class Copy:
             # A mutation that cannot be imported says nothing about the tests, and it must be the copy's own.
             imported = importlib.import_module(module).__file__
             assert Path(str(imported)).is_relative_to(self.root), imported
-            options = ["-q", "-p", "no:cacheprovider", "--timeout", str(_TEST_TIMEOUT_S)]
+            options = ["-q", "-p", "no:cacheprovider", "--timeout", str(self.timeout_s)]
             options += ["-W", "ignore:Module already imported"]  # some bring plugins
             code = int(pytest.main([*options, *arguments]))
         except BaseException:  # noqa: BLE001 - the parent reads it
@@ -185,21 +185,21 @@ def outcome(copy: Copy, mutation: Mutation) -> str:
         return f"does not apply: {error}"
     with copy.mutated(mutation, source):
         ended = copy.run(_module(mutation.file), "-x", "--tb=line", *mutation.tests)
+    if ended.code is None or re.search(r"Timeout \(>[\d.]+s\) from pytest-timeout|\+ Timeout \+", ended.output):
+        return _TIMED_OUT
     if ended.code == 1:
         return _CAUGHT
     if ended.code == 0:
         return _SURVIVED
-    if ended.code is None:
-        return _CAUGHT  # hung
     return f"pytest ended with {ended.code}: {ended.output[-2000:]}"
 
 
-def run(mutations: list[Mutation], jobs: int, folder: Path) -> list[tuple[Mutation, str]]:
+def run(mutations: list[Mutation], jobs: int, folder: Path, timeout_s: float) -> list[tuple[Mutation, str]]:
     """Run every mutation against its tests, some at once; print each as it ends."""
     copies: SimpleQueue[Copy] = SimpleQueue()
     for number in range(jobs):
         (folder / str(number)).mkdir()
-        copies.put(Copy(folder / str(number)))
+        copies.put(Copy(folder / str(number), timeout_s))
     first = copies.get()
     wrong = failing_tests(first, [test for one in mutations for test in one.tests])
     copies.put(first)
@@ -228,15 +228,21 @@ def run(mutations: list[Mutation], jobs: int, folder: Path) -> list[tuple[Mutati
 
 def _print_table(results: list[tuple[Mutation, str]], equivalents: Counter[str], took_s: float) -> None:
     areas = sorted({mutation.area for mutation, _ in results} | set(equivalents))
-    print(f"\n{'area':16} {'mutations':>9} {'caught':>7} {'survived':>9} {'other':>6} {'equivalent':>11}")
-    totals = [0, 0, 0, 0, 0]
+    print(
+        f"\n{'area':16} {'mutations':>9} {'caught':>7} {'survived':>9} {'timed out':>10} {'other':>6} "
+        f"{'equivalent':>11}"
+    )
+    totals = [0, 0, 0, 0, 0, 0]
     for area in areas:
         words = [word for mutation, word in results if mutation.area == area]
-        caught, survived = words.count(_CAUGHT), words.count(_SURVIVED)
-        row = [len(words), caught, survived, len(words) - caught - survived, equivalents[area]]
+        counted = [words.count(word) for word in (_CAUGHT, _SURVIVED, _TIMED_OUT)]
+        row = [len(words), *counted, len(words) - sum(counted), equivalents[area]]
         totals = [total + one for total, one in zip(totals, row, strict=True)]
-        print(f"{area:16} {row[0]:9} {row[1]:7} {row[2]:9} {row[3]:6} {row[4]:11}")
-    print(f"{'all':16} {totals[0]:9} {totals[1]:7} {totals[2]:9} {totals[3]:6} {totals[4]:11}   {took_s:.0f} s")
+        print(f"{area:16} {row[0]:9} {row[1]:7} {row[2]:9} {row[3]:10} {row[4]:6} {row[5]:11}")
+    print(
+        f"{'all':16} {totals[0]:9} {totals[1]:7} {totals[2]:9} {totals[3]:10} {totals[4]:6} {totals[5]:11}"
+        f"   {took_s:.0f} s"
+    )
     for mutation, word in results:
         if word != _CAUGHT:
             print(f"\n{word}: {mutation.area}: {mutation.name} ({mutation.file})\n  {mutation.why}\n  {mutation.tests}")
@@ -251,6 +257,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", action="append", metavar="NAME", help="only this mutation; may be repeated")
     parser.add_argument("--tier", choices=("small", "all"), default="all", help="small: those that CI runs")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many are run at once")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds that one test may take")
     parser.add_argument("--lists", type=Path, default=Path(__file__).parent, help="the folder of the lists")
     options = parser.parse_args(arguments)
     entries = read_mutations(options.lists)
@@ -267,10 +274,13 @@ def main(arguments: list[str] | None = None) -> int:
     for name in _PRELOADED:
         importlib.import_module(name)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        results = run(mutations, max(1, min(options.jobs, len(mutations))), Path(folder))
+        results = run(mutations, max(1, min(options.jobs, len(mutations))), Path(folder), options.timeout)
     equivalents = Counter(one.area for one in entries if one.is_equivalent)
     _print_table(results, equivalents, time.monotonic() - started)
-    return int(any(word != _CAUGHT for _, word in results))
+    words = {word for _, word in results}
+    if words - {_CAUGHT, _TIMED_OUT}:
+        return 1
+    return _EXIT_TIMED_OUT if _TIMED_OUT in words else 0
 
 
 if __name__ == "__main__":

@@ -87,3 +87,16 @@ def test_a_mutation_that_no_test_notices_is_told(tmp_path: Path) -> None:
     assert re.search(r"^does not apply: gone: `old` stands 0 times .* area: gone$", found.stdout, re.MULTILINE)
     assert re.search(r"^tests that do not pass without it: .* area: untested$", found.stdout, re.MULTILINE)
     assert "xxh3_128_hexdigest(data)" in (ROOT / "cnr_store/storage/digests.py").read_text()
+
+
+def test_a_test_that_runs_out_of_time_is_told_apart(tmp_path: Path) -> None:
+    """It was counted as caught, as on a machine that is too slow for it."""
+    hangs = "__import__('time').sleep(60)"
+    entry = ENTRY.format(name="hangs", old="xxhash.xxh3_128_hexdigest(data)", new=hangs, test=OWN)
+    (tmp_path / "area.toml").write_text(entry)
+
+    found = make_mutants("--lists", str(tmp_path), "--timeout", "2")
+
+    assert re.search(r"^TIMED OUT .* area: hangs$", found.stdout, re.MULTILINE), found.stdout + found.stderr
+    assert re.search(r"^area +1 +0 +0 +1 +0 +0$", found.stdout, re.MULTILINE)
+    assert found.returncode == 3
