@@ -1044,8 +1044,7 @@ class CheckpointManager:
         self._lineage.add(job)
         self._growing.won()
         if error is not None:
-            # The mirrors may be half moved, so nothing can be a delta against them.
-            self._whole_next |= self._holdings.tables.keys()
+            # What the mirrors hold is not known then, and the next save asks the writer (`_decide`).
             logger.warning("version %d is committed, but then failed (%r); the next save is a full", version, error)
         changes = self._rate.won(job.transaction)
         report = job.report(version, changes, self._rate.status.target)
@@ -1060,8 +1059,6 @@ class CheckpointManager:
         job.staged.release()
         self._rate.lost()
         self._tracker.give_back(job.taken)
-        # A whole table's old mirror is given up before the new one is written, so only a whole one can follow.
-        self._whole_next |= {one.key.table for one in job.whole.values()}
         if isinstance(error, Fenced):
             self._fenced = error
         elif isinstance(error, TransactionAborted) and self._ranks.world > 1:
