@@ -59,8 +59,12 @@ def assign_shards(
     fresh = _largest_first(order, sizes, {name: [] for name in names})
     if before is not None:
         limit = _load(fresh, sizes)
+        allowed = max(limit, _SLACK * _lower_bound(order, sizes, len(names)))
+        same = _kept(order, sizes, names, before, allowed)
+        if before.keys() >= set(names) and _is_as_before(same, before):
+            return _sorted(same)
         kept = _kept(order, sizes, names, before, limit)
-        if _load(kept, sizes) <= max(limit, _SLACK * _lower_bound(order, sizes, len(names))):
+        if _load(kept, sizes) <= allowed:
             return _sorted(kept)
         fresh = _renamed(fresh, sizes, before)
     return _sorted(fresh)
@@ -71,7 +75,7 @@ def _kept(
     sizes: Mapping[Shard, int],
     names: Sequence[str],
     before: Mapping[str, Sequence[Shard]],
-    limit: int,
+    limit: float,
 ) -> dict[str, list[Shard]]:
     """The former assignment, relieved where a relay has more than ``limit``, and what is free then placed anew."""
     owner = {shard: name for name in sorted(before, reverse=True) for shard in before[name]}
@@ -88,6 +92,11 @@ def _kept(
             excess -= sizes[going]
     placed = {shard for shards in kept.values() for shard in shards}
     return _largest_first([shard for shard in order if shard not in placed], sizes, kept)
+
+
+def _is_as_before(found: Mapping[str, Sequence[Shard]], before: Mapping[str, Sequence[Shard]]) -> bool:
+    """Whether every shard stays with the relay that had it."""
+    return all(set(shards) <= set(before[name]) for name, shards in found.items())
 
 
 def _largest_first(
