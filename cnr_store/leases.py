@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable
 from types import TracebackType
 
+from cnr_store.arguments import checked_number
 from cnr_store.clock import wall_ms
 from cnr_store.commit_record import is_live
 from cnr_store.documents import canonical_json, decode_document
@@ -274,5 +275,4 @@ def _check_version(log: CommitLog, version: int) -> None:
 
 
 def _check_ttl(ttl_s: float) -> None:
-    if not 0 < ttl_s < 10**9:
-        raise BadInput(f"ttl_s is {ttl_s}; give seconds above 0", found=ttl_s)
+    checked_number("ttl_s", ttl_s, above=0, most=1e9)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from cnr_store.arguments import checked_number
 from cnr_store.clock import wall_ms
 from cnr_store.compaction import DEFAULT_POLICY, CompactionPolicy, CompactionReport, Engine, check_engine, compact
 from cnr_store.errors import BadInput, CnrStoreError, CorruptStore, NotFound, StorageFailure
@@ -248,8 +249,8 @@ def maintain(
     store.check_not_relay()
     if store.branch is not None:
         raise BadInput(f"maintenance takes the store itself, which takes its branches along; found {store.branch!r}")
-    if budget_s is not None and not budget_s >= 0:
-        raise BadInput(f"budget_s is {budget_s}; give seconds of 0 or more", found=budget_s)
+    if budget_s is not None:
+        checked_number("budget_s", budget_s, least=0)
     check_engine(engine, store.storage, workers)
     check_rate(bytes_per_s)
     check_arguments(grace_s, orphan_age_s, force=force)

@@ -14,7 +14,7 @@ from typing import Any, get_args
 import msgspec
 
 from cnr_store import arrays, beginning, branches, layout, leases
-from cnr_store.arguments import checked_choice
+from cnr_store.arguments import checked_choice, checked_number
 from cnr_store.at_time import newest_at
 from cnr_store.author import writer_info
 from cnr_store.branches import Branch
@@ -638,12 +638,8 @@ class Store:
                 f"{self._place} cannot be forked: branches go on from the store's own log; fork a version of that",
                 found=self._branch.name,
             )
-        if expires_s is not None and not 0 < expires_s <= MAX_EXPIRES_S:
-            raise BadInput(
-                f"expires_s is {expires_s}, expected more than 0 and at most {MAX_EXPIRES_S} seconds; leave it out for "
-                "a branch without end",
-                found=expires_s,
-            )
+        if expires_s is not None:
+            checked_number("expires_s", expires_s, above=0, most=MAX_EXPIRES_S)
         head = self._settled_head()
         point = self._live_entry(head, version)
         expires_ms = None if expires_s is None else wall_ms() + int(1000 * expires_s)

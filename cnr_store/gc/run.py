@@ -15,6 +15,7 @@ from functools import partial
 import msgspec
 
 from cnr_store import branches
+from cnr_store.arguments import checked_number
 from cnr_store.author import writer_info
 from cnr_store.beginning import has_begun
 from cnr_store.clock import check_clock, read_store_clock, wall_ms
@@ -167,8 +168,7 @@ def check_arguments(grace_s: float, orphan_age_s: float, batch: int = 1, *, forc
         ("grace_s", grace_s, MIN_GRACE_S),
         ("orphan_age_s", orphan_age_s, MIN_ORPHAN_AGE_S),
     ):
-        if not 0 <= value < 10**9:
-            raise BadInput(f"{name} is {value}; give seconds of 0 or more", found=value)
+        checked_number(name, value, least=0, most=1e9)
         if value < least and not force:
             raise BadInput(
                 f"{name} is {value:g} s; below {least:g} s readers or saves under way may be hurt, which needs "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -201,7 +202,7 @@ def test_what_cannot_be_forked_is_refused_and_pins_nothing(store: Store) -> None
         store.fork("other", 1_000)
     with pytest.raises(BadName):
         store.fork("")
-    for never in (0, -1, float("nan"), float("inf"), 1e300):
+    for never in (0, -1, float("nan"), float("inf"), 1e300, dt.timedelta(days=1)):
         with pytest.raises(BadInput, match="expires_s"):
             store.fork("other", expires_s=never)
     with pytest.raises(BadInput, match="store's own log"):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import msgspec
@@ -199,8 +201,8 @@ def test_names_that_cannot_be_names_are_refused(store: Store, name: str) -> None
     assert keys(store, CURSORS) == []
 
 
-@pytest.mark.parametrize("ttl_s", [0, -1, float("inf"), float("nan")])
-def test_a_time_that_cannot_be_one_is_refused(store: Store, ttl_s: float) -> None:
+@pytest.mark.parametrize("ttl_s", [0, -1, float("inf"), float("nan"), "6h", timedelta(hours=6)])
+def test_a_time_that_cannot_be_one_is_refused(store: Store, ttl_s: Any) -> None:
     with pytest.raises(BadInput):
         store.lease(3, ttl_s=ttl_s)
     with pytest.raises(BadInput):

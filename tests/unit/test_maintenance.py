@@ -315,6 +315,7 @@ def test_what_waits_for_the_grace_is_counted_in_the_note(store: Store) -> None:
         {"orphan_age_s": 10.0},
         {"budget_s": -1.0},
         {"budget_s": float("nan")},
+        {"budget_s": "1h"},
         {"engine": "magic"},
         {"engine": "processes"},
         {"workers": 0},

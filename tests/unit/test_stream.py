@@ -357,7 +357,7 @@ def test_cursors_of_other_stores_and_branches_are_refused(store: Store) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_batch_rows": 0}, {"max_batch_rows": 2.5}, {"poll_interval_s": 0}, {"tables": "t"}, {"slots_rule": "any"},
+        {"max_batch_rows": 0}, {"max_batch_rows": 2.5}, {"poll_interval_s": 0}, {"poll_interval_s": "1s"}, {"tables": "t"}, {"slots_rule": "any"},
         {"since": 1.5}, {"since": True}, {"since": "3"},
     ],
 )  # fmt: skip

@@ -292,8 +292,7 @@ class Relay:
         BadInput, StoreExists, Unsupported, VersionNotFound, VersionExpired
             What another look would not mend.
         """
-        if not every_s > 0:
-            raise BadInput(f"every_s is {every_s}; give seconds above 0", found=every_s)
+        checked_number("every_s", every_s, above=0, most=1e9)
         stop = threading.Event() if stop is None else stop
         while not stop.is_set():
             try:

@@ -18,6 +18,7 @@ from typing import Literal
 import numpy as np
 import pyarrow as pa
 
+from cnr_store.arguments import checked_count, checked_number
 from cnr_store.chunk_lru import ChunkLru
 from cnr_store.commit_record import LogEntry, is_live
 from cnr_store.consume.moves.moving import Apply, Compare, Move, Reread, Same, plan_move, plan_path
@@ -184,12 +185,8 @@ class ChangeStream:
             raise BadInput(f"changes() takes an open store, found {store!r}; give Store.open(url)", found=str(store))
         if isinstance(tables, str):
             raise BadInput(f"tables takes a list of names, found {tables!r}; give [{tables!r}]", found=tables)
-        if isinstance(max_batch_rows, float) or max_batch_rows < 1 or not 0 < poll_interval_s < 10**9:
-            raise BadInput(
-                f"max_batch_rows is {max_batch_rows} and poll_interval_s {poll_interval_s}; both are above 0, and "
-                "rows a whole number",
-                found=(max_batch_rows, poll_interval_s),
-            )
+        checked_count("max_batch_rows", max_batch_rows, least=1)
+        checked_number("poll_interval_s", poll_interval_s, above=0, most=1e9)
         if mirror not in ("none", "memory") or (slots and mirror != "none"):
             raise BadInput(f"mirror is {mirror!r}; give 'none', or 'memory' without slots", found=mirror)
         if isinstance(since, ChangeCursor):
