@@ -357,8 +357,8 @@ def test_cursors_of_other_stores_and_branches_are_refused(store: Store) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_batch_rows": 0}, {"max_batch_rows": 2.5}, {"poll_interval_s": 0}, {"poll_interval_s": "1s"}, {"tables": "t"}, {"slots_rule": "any"},
-        {"since": 1.5}, {"since": True}, {"since": "3"},
+        {"max_batch_rows": 0}, {"max_batch_rows": 2.5}, {"poll_interval_s": 0}, {"poll_interval_s": "1s"},
+        {"tables": "t"}, {"slots_rule": "any"}, {"since": 1.5}, {"since": True}, {"since": "3"},
     ],
 )  # fmt: skip
 def test_arguments_that_cannot_be_meant_are_refused(store: Store, options: dict[str, Any]) -> None:
