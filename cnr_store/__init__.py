@@ -15,8 +15,6 @@ What is not in ``__all__`` may change without notice. Importing this package loa
 
 from __future__ import annotations
 
-from cnr_store.chunk_lru import ChunkLru, LruCounts
-from cnr_store.compaction import CompactionPolicy, CompactionReport, compact
 from cnr_store.encodings.scale import ScaleChoice
 from cnr_store.errors import (
     AccessDenied,
@@ -62,25 +60,27 @@ from cnr_store.errors import (
     VersionRefused,
     WrongClock,
 )
-from cnr_store.exporting import ExportedTensor, ExportReport, export_snapshot
-from cnr_store.gc import GcReport, collect_garbage
-from cnr_store.importing import ImportReport, import_tensors
-from cnr_store.leases import Lease
-from cnr_store.maintenance import MaintenanceReport, Stage, StageReport, compact_chain, maintain
-from cnr_store.placement import Shard
-from cnr_store.ranks import Ranks
-from cnr_store.rate import expected_restores
-from cnr_store.repair import RepairAction, RepairReport, repair_store
-from cnr_store.retention import RetentionPolicy
-from cnr_store.sizes import SegmentSizes, fp32_bytes, segment_sizes, total_sizes
-from cnr_store.snapshot import Snapshot, TableView
-from cnr_store.status import HeadStatus, LastMaintenance, StoreStatus, read_status
+from cnr_store.format.sizes import SegmentSizes, fp32_bytes, segment_sizes, total_sizes
+from cnr_store.log.leases import Lease
+from cnr_store.log.retention import RetentionPolicy
+from cnr_store.maintenance.compaction import CompactionPolicy, CompactionReport, compact
+from cnr_store.maintenance.gc import GcReport, collect_garbage
+from cnr_store.maintenance.maintain import MaintenanceReport, Stage, StageReport, compact_chain, maintain
+from cnr_store.maintenance.repair import RepairAction, RepairReport, repair_store
+from cnr_store.maintenance.status import HeadStatus, LastMaintenance, StoreStatus, read_status
+from cnr_store.maintenance.verify import LogReport, Problem, VerifyReport, verify_store
+from cnr_store.read.snapshot import Snapshot, TableView
+from cnr_store.runtime.ranks import Ranks
+from cnr_store.segment.chunk_cache import ChunkLru, LruCounts
+from cnr_store.segment.shards import Shard
 from cnr_store.store import Store
-from cnr_store.table_options import TableOptions, Threshold
-from cnr_store.transaction import Declaration, Transaction
+from cnr_store.transfer.exporting import ExportedTensor, ExportReport, export_snapshot
+from cnr_store.transfer.importing import ImportReport, import_tensors
 from cnr_store.types import Rectangle
-from cnr_store.verify import LogReport, Problem, VerifyReport, verify_store
-from cnr_store.writer import Writer
+from cnr_store.write.rate import expected_restores
+from cnr_store.write.table_options import TableOptions, Threshold
+from cnr_store.write.transaction import Declaration, Transaction
+from cnr_store.write.writer import Writer
 
 __all__ = [
     # Keeping a store fast and small.

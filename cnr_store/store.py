@@ -13,15 +13,6 @@ from typing import Any, get_args
 
 import msgspec
 
-from cnr_store import arrays, beginning, branches, layout, leases
-from cnr_store.arguments import checked_choice, checked_number
-from cnr_store.at_time import newest_at
-from cnr_store.author import writer_info
-from cnr_store.branches import Branch
-from cnr_store.chunk_lru import ChunkLru
-from cnr_store.clock import check_clock, ms_of, wall_ms
-from cnr_store.commit_record import DATA_KINDS, LogEntry, is_live, unknown_writer_features
-from cnr_store.documents import canonical_json, sha256
 from cnr_store.errors import (
     BadInput,
     BranchNotFound,
@@ -38,16 +29,32 @@ from cnr_store.errors import (
     VersionExpired,
     VersionNotFound,
 )
-from cnr_store.expiry import expired_by
-from cnr_store.identity import decode_identity, decode_relay_marker
-from cnr_store.leases import Lease
-from cnr_store.limits import MAX_SMALL_BYTES
-from cnr_store.log import CommitLog, RetryPolicy, position_bytes
-from cnr_store.mirrors import MirrorMode, Mirrors, check_mirror_folder
-from cnr_store.newest import check_no_hole, newest_readable
-from cnr_store.placement import Placement, check_placements, column_cuts
-from cnr_store.ranks import OneRank, Ranks, rank_zero, together
-from cnr_store.rebase import (
+from cnr_store.format import arrays, layout
+from cnr_store.format.commit_record import DATA_KINDS, LogEntry, is_live, unknown_writer_features
+from cnr_store.format.documents import canonical_json, sha256
+from cnr_store.format.identity import decode_identity, decode_relay_marker
+from cnr_store.format.limits import MAX_SMALL_BYTES
+from cnr_store.format.records import (
+    FORMAT,
+    MAJOR,
+    MINOR,
+    CommitRecord,
+    Cursor,
+    Identity,
+    Pin,
+    RelayMarker,
+    WriterInfo,
+)
+from cnr_store.log import beginning, branches, leases
+from cnr_store.log.at_time import newest_at
+from cnr_store.log.author import writer_info
+from cnr_store.log.branches import Branch
+from cnr_store.log.clock import check_clock, ms_of, wall_ms
+from cnr_store.log.commit_log import CommitLog, RetryPolicy, position_bytes
+from cnr_store.log.expiry import expired_by
+from cnr_store.log.leases import Lease
+from cnr_store.log.newest import check_no_hole, newest_readable
+from cnr_store.log.rebase import (
     draft_after,
     draft_init,
     rebase_channel,
@@ -56,14 +63,18 @@ from cnr_store.rebase import (
     rebase_tag,
     rebase_untag,
 )
-from cnr_store.records import FORMAT, MAJOR, MINOR, CommitRecord, Cursor, Identity, Pin, RelayMarker, WriterInfo
-from cnr_store.segment import SegmentReader
-from cnr_store.session import Session, Succession
-from cnr_store.snapshot import Snapshot
+from cnr_store.read.snapshot import Snapshot
+from cnr_store.runtime.arguments import checked_choice, checked_number
+from cnr_store.runtime.ranks import OneRank, Ranks, rank_zero, together
+from cnr_store.runtime.threads import Throttle, Workers, check_rate
+from cnr_store.segment.chunk_cache import ChunkLru
+from cnr_store.segment.segment import SegmentReader
+from cnr_store.segment.shards import Placement, check_placements, column_cuts
 from cnr_store.storage import CreateOutcome, Storage, open_storage
 from cnr_store.types import Profile, Rectangle
-from cnr_store.workers import Throttle, Workers, check_rate
-from cnr_store.writer import Writer
+from cnr_store.write.mirrors import MirrorMode, Mirrors, check_mirror_folder
+from cnr_store.write.writer import Writer
+from cnr_store.write.writer_state import Session, Succession
 
 MAX_EXPIRES_S = 10**10
 

@@ -20,10 +20,14 @@ from unittest import mock
 import msgspec
 import numpy as np
 
-from cnr_store import Store, TableOptions, arrays, branches, narrowing, ordering
-from cnr_store.author import writer_info
-from cnr_store.placement import Shard
-from cnr_store.table_codes import TableCodes
+from cnr_store import Store, TableOptions
+from cnr_store.format import arrays
+from cnr_store.log import branches
+from cnr_store.log.author import writer_info
+from cnr_store.segment import row_order
+from cnr_store.segment.codes import TableCodes
+from cnr_store.segment.shards import Shard
+from cnr_store.write import code_width
 from format_spec.reader import cnr_read
 
 CHUNK_BYTES = 256
@@ -330,7 +334,7 @@ def halved_scale(golden, scale, user, momentum, expected, slot, note, other) -> 
     codes = TableCodes(schema, 0, mirror.stop, {**mirror.arrays, "codes": mirror.arrays["codes"] * np.int16(2)})
     codes.status, codes.escapes = mirror.status, mirror.escapes
     golden.writer.mirrors.put(Shard("user"), codes, codes.digest())
-    with mock.patch("cnr_store.committing.check_receipts"), golden.writer.begin(step=6) as txn:
+    with mock.patch("cnr_store.write.commit.check_receipts"), golden.writer.begin(step=6) as txn:
         txn._tables["user"] = schema
         rows = np.asarray([1, 6])
         txn.write_rows("user", rows, user[rows], slots={"momentum": momentum[rows]})
@@ -419,7 +423,7 @@ def int8_case(folder):
     """Codes of four bits or so in a baseline are int8; differences to them, and what is set again, int16."""
     golden, random, scale = Golden(folder), np.random.default_rng(8), 0.25
     values = random.normal(0, 3.5 * scale, (300, 6)).astype(np.float32)
-    with mock.patch.object(narrowing, "LEAST_CODES", 1), golden.writer.begin(step=1) as txn:
+    with mock.patch.object(code_width, "LEAST_CODES", 1), golden.writer.begin(step=1) as txn:
         txn.write_table("t", values, options=TableOptions(scale=scale))
         first = txn.commit()
     golden.expect(first, {"t": {"values": lattice(values, scale)}})
@@ -442,7 +446,7 @@ def row_order_case(folder):
     def expected():
         return {"t": {"values": lattice(values, scale), "momentum1": rounded(slots, 7)}}
 
-    with mock.patch.object(ordering, "LEAST_CODES", 1):
+    with mock.patch.object(row_order, "LEAST_CODES", 1):
         with golden.writer.begin(step=0) as txn:
             txn.write_table("t", values, slots={"momentum1": slots}, options=TableOptions(scale=scale))
         for step in (1, 2):
@@ -494,7 +498,7 @@ def generate(folder: Path, cases=tuple(CASES)) -> None:
         with (
             mock.patch("uuid.uuid4", in_turn(uuids, uuid.uuid4)),
             mock.patch("time.time_ns", in_turn(times, time.time_ns)),
-            mock.patch("cnr_store.log.check_clock"),  # as the times above are not those of the disk
+            mock.patch("cnr_store.log.commit_log.check_clock"),  # as the times above are not those of the disk
             mock.patch("cnr_store.store.check_clock"),
             mock.patch("socket.gethostname", return_value="golden"),
             mock.patch("os.getpid", return_value=1),

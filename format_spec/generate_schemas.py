@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from cnr_store import records
+from cnr_store.format import records
 
 FOLDER = Path(__file__).parent / "schemas"
 DOCUMENTS = {

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from cnr_store.documents import canonical_json
 from cnr_store.encodings import affine, digest, float_bits, packing
-from cnr_store.layout import encode_name
+from cnr_store.format.documents import canonical_json
+from cnr_store.format.layout import encode_name
 
 PATH = Path(__file__).parent / "golden" / "encodings.json"
 VALUES = [0.0, -0.0, 0.5, -0.5, 1.5, 2.5, 0.1, -0.3, 1e-45, 3.4028234663852886e38, 65519.0, -1.0000001]

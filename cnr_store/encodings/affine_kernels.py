@@ -4,7 +4,7 @@ The searches work on *normalised* rows, ``u = (x - min) / (max - min)``, so cand
 reciprocals are constants of the table and squared errors neither overflow nor underflow. `LANES` rows are
 transposed into a tile, and every inner loop runs over the rows of the tile: it vectorizes without
 reassociating a sum, so the parameters (not only the codes) are the same on every machine, and bit-equal to
-its reference in the tests (`tests/affine_reference.py`).
+its reference in the tests (`tests/support/affine_reference.py`).
 
 No function here checks its input, allocates more than a tile, or may get ``reassoc`` or ``contract``:
 ``reassoc`` folds a quantizer away, ``contract`` would make codes depend on the CPU.
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.compiled import njit
+from cnr_store.runtime.jit import njit
 
 LANES = 64
 """Rows that are searched together. 64 was the fastest of 16 to 256 (dim 16 to 512), by 10 to 20 % over 32."""

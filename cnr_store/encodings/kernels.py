@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cnr_store.compiled import njit
+from cnr_store.runtime.jit import njit
 from cnr_store.types import MAX_CODE
 
 BAD_ROW = 255

@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.compiled import njit
 from cnr_store.errors import BadDtype, BadInput, BadShape
+from cnr_store.runtime.jit import njit
 
 Codes8 = npt.NDArray[np.uint8]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from cnr_store.errors import BadDtype, BadInput, MissingDependency, NotFound
-from cnr_store.local_files import failing_at
-from cnr_store.tensor_file import DTYPE_NAMES, Tensor, TensorFile
+from cnr_store.runtime.local_files import failing_at
+from cnr_store.transfer.safetensors_file import DTYPE_NAMES, Tensor, TensorFile
 from cnr_store.types import JsonValue
 
 MAX_DEPTH = 64

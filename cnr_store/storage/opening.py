@@ -16,14 +16,7 @@ from cnr_store.storage.base import Storage, StorageRecipe
 from cnr_store.storage.failures import storage_failure
 from cnr_store.storage.local import LocalStorage
 from cnr_store.storage.redaction import Secrets, redact_url
-from cnr_store.storage.remote import (
-    AzureStorage,
-    GcsStorage,
-    MemoryStorage,
-    OtherStorage,
-    RemoteStorage,
-    S3Storage,
-)
+from cnr_store.storage.remote import AzureStorage, GcsStorage, MemoryStorage, OtherStorage, RemoteStorage, S3Storage
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)(://|::)")
 _LOCAL = frozenset({"file", "local"})

@@ -12,16 +12,16 @@
 
 from __future__ import annotations
 
-from cnr_store.rate import TargetStatus
 from cnr_store.training.background import SaveReport
-from cnr_store.training.calibrating import Calibration, Trial, calibrate
-from cnr_store.training.carried import CarriedBatch, CarryingReader
-from cnr_store.training.intervals import GrantedReader
+from cnr_store.training.carrying_reader import CarriedBatch, CarryingReader
+from cnr_store.training.checkpoint_manager import CheckpointManager
+from cnr_store.training.granted_reader import GrantedReader
 from cnr_store.training.loading import LoadedState, RestoredState, load
-from cnr_store.training.manager import CheckpointManager
+from cnr_store.training.precision.calibrating import Calibration, Trial, calibrate
+from cnr_store.training.precision.rate_status import RateStatus, ScaleChange
 from cnr_store.training.ranks import ProcessRanks
-from cnr_store.training.rate_status import RateStatus, ScaleChange
 from cnr_store.training.reader import IntervalReader, reader_states_for
+from cnr_store.write.rate import TargetStatus
 
 __all__ = [
     "CheckpointManager",

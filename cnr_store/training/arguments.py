@@ -9,15 +9,15 @@ from collections.abc import Callable, Collection, Mapping
 from types import FrameType
 from typing import Any, Literal, get_args
 
-from cnr_store.arguments import checked_choice, checked_count, checked_number
 from cnr_store.errors import BadInput, NotAStore
-from cnr_store.mirrors import MirrorMode
-from cnr_store.options import check_options
-from cnr_store.policy import Policy
+from cnr_store.runtime.arguments import checked_choice, checked_count, checked_number
+from cnr_store.runtime.threads import check_rate
 from cnr_store.store import Store
-from cnr_store.table_options import TableOptions
 from cnr_store.types import TableDtype
-from cnr_store.workers import check_rate
+from cnr_store.write.mirrors import MirrorMode
+from cnr_store.write.policy import Policy
+from cnr_store.write.schema_choice import check_options
+from cnr_store.write.table_options import TableOptions
 from cnr_store_gpu import Movement
 
 WhenBusy = Literal["wait", "skip", "refuse"]

@@ -17,14 +17,14 @@ from typing import Literal
 import torch
 
 from cnr_store.errors import CommitStateUnknown
-from cnr_store.placement import Shard
-from cnr_store.rate import TargetStatus
-from cnr_store.table_options import TableOptions, Threshold
-from cnr_store.training.marks import taken_rows
-from cnr_store.training.rate_status import ScaleChange
+from cnr_store.segment.shards import Shard
+from cnr_store.training.precision.rate_status import ScaleChange
+from cnr_store.training.replicated_rows import taken_rows
 from cnr_store.training.tensors import TensorRows, as_array, flat_rows
-from cnr_store.transaction import Declaration, Transaction
 from cnr_store.types import RowIds
+from cnr_store.write.rate import TargetStatus
+from cnr_store.write.table_options import TableOptions, Threshold
+from cnr_store.write.transaction import Declaration, Transaction
 from cnr_store_gpu import Staged, Taken
 
 logger = logging.getLogger(__name__)

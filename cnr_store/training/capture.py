@@ -8,14 +8,14 @@ from typing import Any
 import msgspec
 import torch
 
-from cnr_store.policy import Decision
 from cnr_store.training.document import FORMAT, RateDocument
 from cnr_store.training.reader import Stateful
 from cnr_store.training.rng import capture_rng
 from cnr_store.training.state import StatePlan, add_stepped, dense_tensors, optimizer_documents
 from cnr_store.training.tensors import as_array, dense_dtype_name, host_copy
-from cnr_store.transaction import Transaction
 from cnr_store.types import RowIds
+from cnr_store.write.policy import Decision
+from cnr_store.write.transaction import Transaction
 from cnr_store_gpu import Cumulative, Taken
 
 

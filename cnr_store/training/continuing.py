@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from cnr_store.commit_record import LogEntry, is_live
 from cnr_store.errors import StorageFailure, VersionExpired
-from cnr_store.rebase import draft_after, rebase_succession
-from cnr_store.records import WriterInfo
-from cnr_store.repair import Tail, return_to
+from cnr_store.format.commit_record import LogEntry, is_live
+from cnr_store.format.records import WriterInfo
+from cnr_store.log.rebase import draft_after, rebase_succession
+from cnr_store.maintenance.repair import Tail, return_to
 from cnr_store.store import Store
 
 
 @dataclass(slots=True, eq=False)
 class Succession:
-    """How a writer comes to its epoch, once it goes on from a version: see `cnr_store.session.Succession`.
+    """How a writer comes to its epoch, once it goes on from a version: see `cnr_store.write.writer_state.Succession`.
 
     Parameters
     ----------

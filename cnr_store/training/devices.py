@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-from cnr_store.records import TableSchema
-from cnr_store.table_codes import array_specs
-from cnr_store.table_options import TableOptions
+from cnr_store.format.records import TableSchema
+from cnr_store.segment.codes import array_specs
 from cnr_store.training.background import WEIGHT
 from cnr_store.training.shards import LocalShard
 from cnr_store.types import Lattice
+from cnr_store.write.table_options import TableOptions
 from cnr_store_gpu import LatticeCodes, kernels
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cnr_store.policy import CheckpointSize, Policy
-from cnr_store.records import CommitRecord
+from cnr_store.format.records import CommitRecord
+from cnr_store.write.policy import CheckpointSize, Policy
 
 
 def sizes_of_chain(record: CommitRecord) -> list[CheckpointSize]:

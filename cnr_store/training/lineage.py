@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cnr_store.policy import CheckpointSize
 from cnr_store.training.background import SaveJob
-from cnr_store.training.holdings import Holding
+from cnr_store.training.shard_ownership import Holding
 from cnr_store.types import RowIds
+from cnr_store.write.policy import CheckpointSize
 from cnr_store_gpu import Cumulative
 
 

@@ -10,13 +10,12 @@ from typing import Any, TypeVar, get_args
 import torch
 from torch import nn
 
-from cnr_store.arguments import checked_choice
 from cnr_store.errors import BadInput, VersionExpired, VersionNotFound
-from cnr_store.ranks import Ranks, rank_zero, together
-from cnr_store.snapshot import Snapshot
+from cnr_store.read.snapshot import Snapshot
+from cnr_store.runtime.arguments import checked_choice
+from cnr_store.runtime.ranks import Ranks, rank_zero, together
 from cnr_store.store import Store
 from cnr_store.training.document import TRAINER, TrainerDocument, trainer_name, trainer_of
-from cnr_store.training.holdings import Holdings, find_local_shards, hold
 from cnr_store.training.matching import Resize, RestorePlan, plan_restore, without_optimizers
 from cnr_store.training.ranks import ranks_of_this_training
 from cnr_store.training.resizing import fill_new_rows
@@ -28,6 +27,7 @@ from cnr_store.training.restoring import (
     read_tables,
     restore_targets,
 )
+from cnr_store.training.shard_ownership import Holdings, find_local_shards, hold
 from cnr_store.training.shards import LocalShard, find_shards, plain_optimizers, unwrapped
 from cnr_store.training.state import StatePlan, plan_state
 from cnr_store.training.tensors import tensor_of

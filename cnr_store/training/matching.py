@@ -14,10 +14,10 @@ import msgspec
 import torch
 
 from cnr_store.errors import BadDtype, BadInput, BadShape, CorruptStore
-from cnr_store.placement import Shard
-from cnr_store.records import DenseEntry, SlotSchema, TableSchema
+from cnr_store.format.records import DenseEntry, SlotSchema, TableSchema
+from cnr_store.segment.shards import Shard
 from cnr_store.training.document import TRAINER, OptimizerDocument, SlotDocument, TrainerDocument
-from cnr_store.training.holdings import Holding, Holdings
+from cnr_store.training.shard_ownership import Holding, Holdings
 from cnr_store.training.shards import LocalShard
 from cnr_store.training.state import Optimized, StatePlan, dense_tensors, live_slots, optimizer_tensor_name
 from cnr_store.training.tensors import table_dtype_name

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from cnr_store.errors import BadInput, RankLost
-from cnr_store.ranks import OneRank, Ranks
+from cnr_store.runtime.ranks import OneRank, Ranks
 
 TIMEOUT_S = 1800.0
 """How long ranks wait for the slowest one's share of a save."""
@@ -65,7 +65,7 @@ class ProcessRanks:
         self.world = len(self._members)
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """See `cnr_store.ranks.Ranks.exchange`. Two gathers: lengths, then bytes."""
+        """See `cnr_store.runtime.ranks.Ranks.exchange`. Two gathers: lengths, then bytes."""
         if self._lines.is_broken:
             raise RankLost(f"a rank did not answer earlier; {_ADVICE}")
         try:
@@ -83,7 +83,7 @@ class ProcessRanks:
         return [tensor[:size].numpy().tobytes() for tensor, size in zip(given, sizes, strict=True)]
 
     def another(self) -> ProcessRanks:
-        """See `cnr_store.ranks.Ranks.another`. It breaks when this one does."""
+        """See `cnr_store.runtime.ranks.Ranks.another`. It breaks when this one does."""
         other = ProcessRanks(self._group, timeout_s=self._timeout_s)
         other._lines = self._lines
         self._lines.groups.append(other._line)

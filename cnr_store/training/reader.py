@@ -13,8 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from cnr_store.errors import BadInput, CorruptStore
-from cnr_store.ranks import Ranks
-from cnr_store.snapshot import Snapshot
+from cnr_store.read.snapshot import Snapshot
+from cnr_store.runtime.ranks import Ranks
 from cnr_store.training.tensors import tensor_of
 
 Redistribute = Callable[[list[Any]], Sequence[Any]]

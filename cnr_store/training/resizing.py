@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from cnr_store.errors import Unsupported
-from cnr_store.policy import Policy
-from cnr_store.records import TableSchema
-from cnr_store.training.holdings import Holdings
-from cnr_store.training.marks import taken_rows
+from cnr_store.format.records import TableSchema
 from cnr_store.training.matching import Resize, RestorePlan
-from cnr_store.transaction import Transaction
+from cnr_store.training.replicated_rows import taken_rows
+from cnr_store.training.shard_ownership import Holdings
+from cnr_store.write.policy import Policy
+from cnr_store.write.transaction import Transaction
 from cnr_store_gpu import RowTracker
 
 

@@ -14,14 +14,11 @@ import torch
 
 from cnr_store.encodings.widths import carrier
 from cnr_store.errors import Unsupported
-from cnr_store.placement import Shard
-from cnr_store.records import DenseEntry, SlotSchema
-from cnr_store.snapshot import Snapshot
+from cnr_store.format.records import DenseEntry, SlotSchema
+from cnr_store.read.snapshot import Snapshot
+from cnr_store.segment.shards import Shard
 from cnr_store.training.matching import RestorePlan, ShardRestore, has_parameter
-from cnr_store.training.state import (
-    Optimized,
-    StatePlan,
-)
+from cnr_store.training.state import Optimized, StatePlan
 from cnr_store.training.tensors import Array, as_array, as_tensor, windows, writable_array
 from cnr_store.types import Rectangle, SlotsRule
 

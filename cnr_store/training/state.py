@@ -15,11 +15,11 @@ from torch import nn
 
 from cnr_store.encodings import float_bits
 from cnr_store.errors import BadInput, TableNotFound
-from cnr_store.records import TableSchema
-from cnr_store.table_options import TableOptions
+from cnr_store.format.records import TableSchema
 from cnr_store.training.shards import LocalShard, Slots
 from cnr_store.training.tensors import slot_kind, table_dtype_name
 from cnr_store.types import Affine, FloatBits, Lattice, Raw
+from cnr_store.write.table_options import TableOptions
 from cnr_store_gpu import plan_tables, scalar_state
 
 INLINE_ELEMENTS = 1

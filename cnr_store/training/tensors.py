@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from cnr_store.errors import BadDtype, CorruptStore
-from cnr_store.tree import TensorLeaf
+from cnr_store.format.document_tree import TensorLeaf
 from cnr_store.types import RowIds, TableDtype
 
 Array = npt.NDArray[Any]

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from cnr_store import Snapshot, Store, VersionExpired, tree
-from cnr_store.snapshot import TableView
+from cnr_store import Snapshot, Store, VersionExpired
+from cnr_store.format import document_tree
+from cnr_store.read.snapshot import TableView
 from cnr_store.types import Rectangle
 from format_spec.reader import cnr_read
 
@@ -33,8 +34,8 @@ def compare(root: str | Path) -> int:
     return compared
 
 
-def _as_leaf(value: Any) -> tree.TensorLeaf | None:
-    return value if isinstance(value, tree.TensorLeaf) else None
+def _as_leaf(value: Any) -> document_tree.TensorLeaf | None:
+    return value if isinstance(value, document_tree.TensorLeaf) else None
 
 
 def _compare_version(snapshot: Snapshot, other: Any, where: str) -> int:
@@ -56,7 +57,7 @@ def _compare_version(snapshot: Snapshot, other: Any, where: str) -> int:
     for name in snapshot.documents:
         document = other.read_document(name)
         tensors_kept = snapshot.read_document(name, lambda leaf: leaf)
-        assert tree.encode(tensors_kept, _as_leaf) == document, f"{where}, document {name}"
+        assert document_tree.encode(tensors_kept, _as_leaf) == document, f"{where}, document {name}"
     return compared
 
 

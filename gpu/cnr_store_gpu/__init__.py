@@ -16,18 +16,11 @@ It needs torch and knows nothing of the store.
 from __future__ import annotations
 
 from cnr_store_gpu.bitmap import RowBitmap, Taken
-from cnr_store_gpu.cumulative import Cumulative
 from cnr_store_gpu.devices import DeviceBitmaps
 from cnr_store_gpu.gather import RowRequest, gather_rows
-from cnr_store_gpu.optimizers import (
-    Movement,
-    RowMovement,
-    row_movement,
-    row_slots,
-    rows_with_state,
-    scalar_state,
-)
+from cnr_store_gpu.optimizers import Movement, RowMovement, row_movement, row_slots, rows_with_state, scalar_state
 from cnr_store_gpu.quantize import LatticeCodes
+from cnr_store_gpu.row_union import Cumulative
 from cnr_store_gpu.shards import RowSource, WatchedShard
 from cnr_store_gpu.staged import Staged
 from cnr_store_gpu.staging import StagingBuffers

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from cnr_store.types import RowIds
+from cnr_store_gpu.buffer_pool import KeptMemory
 from cnr_store_gpu.gather import check_range
-from cnr_store_gpu.kept import KeptMemory
 from cnr_store_gpu.quantize import LatticeCodes, encode
 
 CopyToHost = Callable[[Sequence[tuple[torch.Tensor, torch.Tensor]]], None]

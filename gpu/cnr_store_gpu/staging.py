@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 import torch
 
 from cnr_store.errors import BadInput, SaveInProgress
+from cnr_store_gpu.buffer_pool import KeptMemory
 from cnr_store_gpu.delivery import Delivery, StagedIds, StagedRows, deliver
 from cnr_store_gpu.gather import RowRequest, check_range, common_rows, index_of, select_rows
-from cnr_store_gpu.kept import KeptMemory
 from cnr_store_gpu.pinned import PINNED_BYTES, TransitRing, block_sizes
 from cnr_store_gpu.quantize import LatticeCodes, check_codable
 from cnr_store_gpu.staged import Staged

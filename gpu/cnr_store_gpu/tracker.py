@@ -22,13 +22,13 @@ from cnr_store.errors import BadInput, TableNotFound
 from cnr_store_gpu import operators
 from cnr_store_gpu.bitmap import Ids, OutOfRange, Taken
 from cnr_store_gpu.devices import DeviceBitmaps
-from cnr_store_gpu.following import Following, OnBypass
+from cnr_store_gpu.hooks import Following, OnBypass
+from cnr_store_gpu.lookup_ledger import KeptLookup, LookupLedger
 from cnr_store_gpu.optimizers import Movement, RowMovement, row_slots
-from cnr_store_gpu.pending import KeptLookup, LookupLedger
 from cnr_store_gpu.shards import RowSource, Slices, WatchedShard, bounds_of, check_shards, tensor_of
 from cnr_store_gpu.tables import plan_tables
+from cnr_store_gpu.tracked_table import Watched, stamp_of
 from cnr_store_gpu.verify import RowProbe
-from cnr_store_gpu.watched import Watched, stamp_of
 
 InFlight = Literal["refuse", "remark"]
 

@@ -20,7 +20,7 @@ import torch
 from numba import carray, types  # type: ignore[attr-defined]
 from numba.extending import intrinsic
 
-from cnr_store.compiled import njit
+from cnr_store.runtime.jit import njit
 from cnr_store.types import RowIds
 
 BITS = 32

@@ -1,4 +1,4 @@
-"""Write and read int16 (1,000,000 x 64) codes: zarr-python against `cnr_store.arrays`, time and peak memory.
+"""Write and read int16 (1,000,000 x 64) codes: zarr-python against `cnr_store.format.arrays`, time and peak memory.
 
 ``python tests/benchmarks/bench_arrays.py``. Each run is a fresh process with two threads on a temporary folder; neither
 side syncs. Peaks are VmHWM, reset before each phase, beyond what the array and the output take.
@@ -63,8 +63,8 @@ def through_zarr(folder: str, codes: Any, out: Any, chunk_rows: int) -> list[tup
 
 
 def directly(folder: str, codes: Any, out: Any, chunk_rows: int) -> list[tuple[float, float]]:
-    from cnr_store import arrays
-    from cnr_store.segment import Scratch
+    from cnr_store.format import arrays
+    from cnr_store.segment.segment import Scratch
 
     entry = arrays.describe("codes", codes.shape, codes.dtype, chunk_rows, "compact")
     memory = threading.local()
@@ -89,7 +89,7 @@ def directly(folder: str, codes: Any, out: Any, chunk_rows: int) -> list[tuple[f
 
 
 def one_run(side: str, rows: int) -> list[float]:
-    from cnr_store import arrays
+    from cnr_store.format import arrays
 
     random = np.random.default_rng(0)
     codes = np.empty((rows, DIM), np.int16)
@@ -108,7 +108,7 @@ def main() -> None:
     options = harness.arguments(__doc__, rows=1_000_000, repeats=3).parse_args()
     report = harness.Report(f"chunks: int16 ({options.rows:,} x {DIM}) through zarr-python and directly, two threads")
     report.start()
-    found: dict[str, list[list[float]]] = {"zarr-python": [], "cnr_store.arrays": []}
+    found: dict[str, list[list[float]]] = {"zarr-python": [], "cnr_store.format.arrays": []}
     for _ in range(options.repeats):
         for side, runs in found.items():
             runs.append(harness.in_fresh_process(__file__, "one_run", side=side, rows=options.rows))
@@ -118,9 +118,9 @@ def main() -> None:
     for name, column in (("write", 0), ("read", 2)):
         ratios = [
             ours[column] / theirs[column]
-            for ours, theirs in zip(found["cnr_store.arrays"], found["zarr-python"], strict=True)
+            for ours, theirs in zip(found["cnr_store.format.arrays"], found["zarr-python"], strict=True)
         ]
-        value = best["cnr_store.arrays"][column] / best["zarr-python"][column]
+        value = best["cnr_store.format.arrays"][column] / best["zarr-python"][column]
         report.add(f"{name}: directly / zarr-python, best of each", value, low=min(ratios), high=max(ratios))
     report.finish(options.json)
 

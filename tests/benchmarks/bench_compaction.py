@@ -20,12 +20,13 @@ from drifting import DIM, TABLE, DriftingTable
 from numcodecs.zstd import Zstd
 from pcodec import standalone
 
-from cnr_store import Store, TableOptions, arrays, compact
+from cnr_store import Store, TableOptions, compact
 from cnr_store.encodings import kernels
-from cnr_store.layout import segment_key
-from cnr_store.records import ArrayEntry, RowListEntry
+from cnr_store.format import arrays
+from cnr_store.format.layout import segment_key
+from cnr_store.format.records import ArrayEntry, RowListEntry
+from cnr_store.runtime.threads import Workers, blocks, default_threads
 from cnr_store.types import AffineBits, Float32s
-from cnr_store.workers import Workers, blocks, default_threads
 
 DELTAS = 10
 SHARE = 0.05

@@ -20,9 +20,9 @@ from drifting import DIM, TABLE, BareWriter, DriftingTable
 
 from cnr_store import Store, TableOptions
 from cnr_store.encodings.scale import choose_scale
-from cnr_store.options import sample_of
+from cnr_store.runtime.threads import Workers, default_threads
 from cnr_store.types import AffineBits, Float32s, Precision, RowIds
-from cnr_store.workers import Workers, default_threads
+from cnr_store.write.schema_choice import sample_of
 from cnr_store_gpu import RowRequest, StagingBuffers
 
 COMMIT_TO_TORCH, COMMIT_TO_BARE, STALL_TO_SELECT, SPARE_MIB = 0.5, 1.3, 1.5, 256

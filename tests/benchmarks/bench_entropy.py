@@ -29,7 +29,7 @@ from real_sets import DATA_FOLDER, present
 from cnr_store import Store, TableOptions
 from cnr_store.encodings import float_bits
 from cnr_store.encodings.scale import choose_scale
-from cnr_store.layout import MANIFEST, segment_prefix
+from cnr_store.format.layout import MANIFEST, segment_prefix
 from cnr_store.types import Float32s, Precision, RowIds
 from cnr_store_tools.demo.presets import trace_config
 

@@ -16,7 +16,7 @@ import numpy as np
 from counting import REQUESTS, CountingStorage
 
 from cnr_store import GcReport, RetentionPolicy, Store, TableOptions, collect_garbage
-from cnr_store.layout import DATA, segment_key
+from cnr_store.format.layout import DATA, segment_key
 from cnr_store.storage.local import LocalStorage
 
 SEGMENTS, OBJECTS = 1000, 100_000

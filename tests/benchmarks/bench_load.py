@@ -27,15 +27,16 @@ from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from cnr_store import CompactionPolicy, Store, TableOptions, arrays, compact
+from cnr_store import CompactionPolicy, Store, TableOptions, compact
 from cnr_store.encodings import digest, kernels
-from cnr_store.layout import segment_key
-from cnr_store.records import ArrayEntry
+from cnr_store.format import arrays
+from cnr_store.format.layout import segment_key
+from cnr_store.format.records import ArrayEntry
+from cnr_store.runtime.threads import blocks, default_threads
 from cnr_store.storage import Storage, object_digest, open_storage
 from cnr_store.types import Float32s
-from cnr_store.workers import blocks, default_threads
-from tests.servers import S3Server, running_seaweed
-from tests.throttled_proxy import throttled_proxy
+from tests.support.servers import S3Server, running_seaweed
+from tests.support.throttled_proxy import throttled_proxy
 
 DELTAS, SHARE = 2, 0.05
 LOAD_TO_SAFETENSORS, LINK_TO_FP32 = 2.0, 4.0

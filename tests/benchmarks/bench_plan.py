@@ -18,8 +18,8 @@ import harness
 from plan_model import POLICIES, Cluster, Plan, Rates, Workload, simulate
 from plan_runs import Run, measure_rates
 
-from cnr_store.policy import Policy
 from cnr_store.types import AffineBits
+from cnr_store.write.policy import Policy
 
 CHECKED: tuple[Policy, ...] = ("full", "one_shot", "intermittent", "consecutive")
 DIM = 64

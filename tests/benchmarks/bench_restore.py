@@ -17,12 +17,13 @@ import torch
 from drifting import DIM, TABLE, DriftingTable, decode_ranges, decompress
 from safetensors.torch import load_file, save_file
 
-from cnr_store import Store, TableOptions, arrays
+from cnr_store import Store, TableOptions
 from cnr_store.encodings import kernels
-from cnr_store.layout import segment_key
-from cnr_store.records import ArrayEntry, RowListEntry
+from cnr_store.format import arrays
+from cnr_store.format.layout import segment_key
+from cnr_store.format.records import ArrayEntry, RowListEntry
+from cnr_store.runtime.threads import Workers, default_threads
 from cnr_store.types import AffineBits, Float32s
-from cnr_store.workers import Workers, default_threads
 
 DELTAS = 10
 RESTORE_TO_BARE, RESTORE_TO_SAFETENSORS, SPARE_MIB = 1.4, 5.0, 256

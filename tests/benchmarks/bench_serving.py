@@ -29,17 +29,18 @@ from partners import Partner, Told
 from pcodec import standalone
 from serving_stores import BITS, DELTA_SHARE, STEP_CHANGED, STEP_TABLES, TABLE, write_deltas
 
-from cnr_store import Store, arrays
-from cnr_store.consume import AttachedTables, Loader
-from cnr_store.consume.moves.applying import apply_segment
-from cnr_store.consume.moves.loading import load_table
-from cnr_store.consume.rows.held import Holds, row_kind
-from cnr_store.consume.rows.views import Publisher
+from cnr_store import Store
 from cnr_store.encodings import kernels
-from cnr_store.layout import segment_key
-from cnr_store.records import ArrayEntry, RowListEntry
-from cnr_store.segment import SegmentReader
-from cnr_store.workers import Workers
+from cnr_store.format import arrays
+from cnr_store.format.layout import segment_key
+from cnr_store.format.records import ArrayEntry, RowListEntry
+from cnr_store.runtime.threads import Workers
+from cnr_store.segment.segment import SegmentReader
+from cnr_store.serving import AttachedTables, Loader
+from cnr_store.serving.rows.served_table import Holds, row_kind
+from cnr_store.serving.rows.views import Publisher
+from cnr_store.serving.update.applying import apply_segment
+from cnr_store.serving.update.loading import load_table
 
 SECTIONS = ("latency", "lookups", "apply", "memory", "torn")
 STORES = str(Path(__file__).parent / "serving_stores.py")
@@ -150,7 +151,7 @@ def _first_at(seen: Sequence[tuple[int, float]], version: int) -> float:
 def seaweed_bucket(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield an empty root on a SeaweedFS of its own, and the options to open it with."""
     sys.path.insert(0, str(Path(__file__).parents[2]))
-    from tests.servers import running_seaweed
+    from tests.support.servers import running_seaweed
 
     place = folder / "seaweed"
     place.mkdir()

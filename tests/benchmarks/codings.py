@@ -16,7 +16,7 @@ import numpy.typing as npt
 from numcodecs.zstd import Zstd
 from pcodec import ChunkConfig, DeltaSpec, ModeSpec, PagingSpec, standalone
 
-from cnr_store import arrays
+from cnr_store.format import arrays
 from cnr_store.types import RowIds
 
 Codes = npt.NDArray[np.int16]
@@ -102,7 +102,7 @@ def codings() -> list[Coding]:
 
 
 def by_id(chunk: Chunk, *, level: int = 8, page: int = PAGE, chooses: bool = False) -> Stored:
-    """All three by ascending row id, with the settings of `cnr_store.arrays`."""
+    """All three by ascending row id, with the settings of `cnr_store.format.arrays`."""
     codes = [pack(chunk.codes, level, page, chooses=chooses)]
     return _with_codes(chunk, codes, [pack(chunk.slots, level, chooses=chooses)])
 

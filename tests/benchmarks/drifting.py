@@ -22,13 +22,13 @@ from pcodec import standalone
 from zarr.codecs import Crc32cCodec
 from zarr.codecs import numcodecs as zarr_numcodecs
 
-from cnr_store import arrays
-from cnr_store.encode import ENCODE_ROWS
 from cnr_store.encodings import digest, kernels
-from cnr_store.records import ArrayEntry
-from cnr_store.table_codes import BLOCK_ROWS, TASK_ROWS
+from cnr_store.format import arrays
+from cnr_store.format.records import ArrayEntry
+from cnr_store.runtime.threads import Workers, blocks
+from cnr_store.segment.codes import BLOCK_ROWS, TASK_ROWS
 from cnr_store.types import Codes, Float32s, RowIds
-from cnr_store.workers import Workers, blocks
+from cnr_store.write.encode import ENCODE_ROWS
 
 DIM = 64
 TABLE = "table"

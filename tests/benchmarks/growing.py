@@ -15,10 +15,10 @@ import numpy as np
 from counting import CountingStorage
 
 from cnr_store import Store, TableOptions
-from cnr_store.layout import segment_prefix
-from cnr_store.testing.ranks import ThreadRank, thread_ranks
-from cnr_store.transaction import Declaration
+from cnr_store.format.layout import segment_prefix
 from cnr_store.types import Float32s, Rectangle, RowIds
+from cnr_store.write.transaction import Declaration
+from tests.support.ranks import ThreadRank, thread_ranks
 
 DIM = 16
 SCALE = 0.01

@@ -17,15 +17,15 @@ import numpy.typing as npt
 from dlrm_trace import SLOT, Interval
 
 from cnr_store import RetentionPolicy, Store, TableOptions, collect_garbage
-from cnr_store.compaction import CompactionPolicy
 from cnr_store.encodings.scale import choose_scale
-from cnr_store.layout import DATA, MANIFEST, RECEIPT
-from cnr_store.maintenance import compact_chain
-from cnr_store.manifest import decode_manifest
-from cnr_store.options import sample_of
-from cnr_store.policy import CheckpointSize, Policy, decide
-from cnr_store.sizes import segment_sizes
+from cnr_store.format.layout import DATA, MANIFEST, RECEIPT
+from cnr_store.format.manifest import decode_manifest
+from cnr_store.format.sizes import segment_sizes
+from cnr_store.maintenance.compaction import CompactionPolicy
+from cnr_store.maintenance.maintain import compact_chain
 from cnr_store.types import AffineBits, AffineSearch, Float32s, Precision, RowIds
+from cnr_store.write.policy import CheckpointSize, Policy, decide
+from cnr_store.write.schema_choice import sample_of
 
 KINDS = ("rows", "codes", "scales", "slots", "metadata", "receipt", "record")
 """Of bytes that belong to tables: row ids, codes, row parameters, optimizer slots; ``zarr.json`` documents and the

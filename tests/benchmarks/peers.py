@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from trainee import Trainee
 
 from cnr_store import CompactionPolicy, Store, TableOptions
-from cnr_store.compaction.plan import DEFAULT_POLICY
-from cnr_store.maintenance import compact_chain
+from cnr_store.maintenance.compaction.plan import DEFAULT_POLICY
+from cnr_store.maintenance.maintain import compact_chain
 from cnr_store.training import CheckpointManager
 from cnr_store.types import AffineBits, Lattice
 

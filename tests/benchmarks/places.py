@@ -14,8 +14,8 @@ import fsspec
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.servers import S3Server, running_seaweed
-from tests.throttled_proxy import throttled_proxy
+from tests.support.servers import S3Server, running_seaweed
+from tests.support.throttled_proxy import throttled_proxy
 
 _BUCKET = "cost"
 _PATIENT = {"read_timeout": 300, "connect_timeout": 60}

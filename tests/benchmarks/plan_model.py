@@ -14,8 +14,8 @@ from typing import Literal
 
 import numpy as np
 
-from cnr_store.arrays import chunk_rows_for
-from cnr_store.policy import CheckpointSize, Decision, Policy, decide
+from cnr_store.format.arrays import chunk_rows_for
+from cnr_store.write.policy import CheckpointSize, Decision, Policy, decide
 
 PlanPolicy = Literal["fp32 full", "full", "one_shot", "consecutive", "intermittent", "consecutive + compaction"]
 POLICIES: tuple[PlanPolicy, ...] = (

@@ -14,16 +14,16 @@ from growing import on_ranks
 from plan_model import Rates, Workload, id_bits
 
 from cnr_store import Store, TableOptions
-from cnr_store.documents import canonical_json
 from cnr_store.encodings.scale import choose_scale
-from cnr_store.layout import segment_prefix
-from cnr_store.policy import CheckpointSize, Decision, Policy, decide
-from cnr_store.records import Manifest, Receipt
-from cnr_store.sizes import SegmentSizes, segment_sizes
-from cnr_store.testing.ranks import ThreadRank
-from cnr_store.transaction import Declaration, Transaction
+from cnr_store.format.documents import canonical_json
+from cnr_store.format.layout import segment_prefix
+from cnr_store.format.records import Manifest, Receipt
+from cnr_store.format.sizes import SegmentSizes, segment_sizes
 from cnr_store.types import AffineBits, Precision, Rectangle, RowIds
-from cnr_store.writer import Writer
+from cnr_store.write.policy import CheckpointSize, Decision, Policy, decide
+from cnr_store.write.transaction import Declaration, Transaction
+from cnr_store.write.writer import Writer
+from tests.support.ranks import ThreadRank
 
 PARTS = 8
 """Tables of the run that tells what a part adds to the JSON of a save."""

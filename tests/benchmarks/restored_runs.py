@@ -19,10 +19,10 @@ import torch
 from click_cases import Case, Source, load
 
 from cnr_store import TableOptions, Threshold, segment_sizes
-from cnr_store.compaction import compact
-from cnr_store.options import choose_table_scale
+from cnr_store.maintenance.compaction import compact
 from cnr_store.training import CheckpointManager
 from cnr_store.types import AffineBits
+from cnr_store.write.schema_choice import choose_table_scale
 from cnr_store_tools.demo import metrics
 from cnr_store_tools.demo.batches import TimeOrderedBatches
 from cnr_store_tools.demo.model import SmallDLRM

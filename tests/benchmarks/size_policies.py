@@ -13,8 +13,8 @@ import harness
 from measured_store import Encoding, MeasuredStore
 from size_tables import cells, columns
 
-from cnr_store.compaction import DEFAULT_POLICY
-from cnr_store.policy import Policy
+from cnr_store.maintenance.compaction import DEFAULT_POLICY
+from cnr_store.write.policy import Policy
 
 POLICIES: tuple[tuple[Policy, bool], ...] = (
     ("full", False),

@@ -17,8 +17,8 @@ from measured_store import Encoding, MeasuredStore
 from size_encodings import EQUAL
 from size_tables import cells, columns
 
+from cnr_store.runtime.threads import blocks
 from cnr_store.types import Float32s
-from cnr_store.workers import blocks
 
 STEPS = {40: 150, 25: 66, 10: 15, 1: 1}
 """Share wanted in percent to steps of an interval, for tables and batches as `trace_config` has them."""

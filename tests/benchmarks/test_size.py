@@ -18,7 +18,7 @@ from measured_store import KINDS, MeasuredStore, affine, lattice, total_by_kind
 from size_encodings import Measured, print_equal_quality
 from size_shares import Stretch, grown, stretches
 
-from cnr_store.compaction import CompactionPolicy
+from cnr_store.maintenance.compaction import CompactionPolicy
 from cnr_store_tools.demo.click_log import ClickLog
 from cnr_store_tools.demo.presets import RunConfig
 

@@ -33,7 +33,7 @@ from cnr_store import (
     verify_store,
 )
 from cnr_store.encodings.widths import carrier
-from cnr_store.snapshot import Snapshot
+from cnr_store.read.snapshot import Snapshot
 from cnr_store.types import Affine, Rectangle
 from cnr_store_tools.cli import app
 from cnr_store_tools.exits import ExitCode
@@ -41,7 +41,7 @@ from format_spec.reader import cnr_read
 from format_spec.reader.compare import _compare_version
 from tests.faults.fuzz_mutations import Case
 from tests.faults.fuzz_stores import Place, State, opened
-from tests.snapshot_bytes import bytes_of
+from tests.support.snapshot_bytes import bytes_of
 
 
 class Wrong(Exception):

@@ -7,12 +7,14 @@ from collections.abc import Callable, Set
 from pathlib import Path
 
 from cnr_store import CnrStoreError, RetentionPolicy, VersionNotFound
-from cnr_store.consume import Loader, Relay, changes
-from tests.change_copy import ChangeCopy, content_of
+from cnr_store.changes import changes
+from cnr_store.relay import Relay
+from cnr_store.serving import Loader
 from tests.faults.fuzz_doors import READING, WRITING, Visit, Wrong, raise_first
 from tests.faults.fuzz_stores import opened, put_all
-from tests.loader_checks import check_is_snapshot
-from tests.snapshot_bytes import bytes_of
+from tests.support.change_copy import ChangeCopy, content_of
+from tests.support.loader_checks import check_is_snapshot
+from tests.support.snapshot_bytes import bytes_of
 
 
 class FollowedVisit(Visit):

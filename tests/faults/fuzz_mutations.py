@@ -20,9 +20,9 @@ import msgspec
 import numpy as np
 import xxhash
 
-from cnr_store import arrays
 from cnr_store.errors import CnrStoreError
-from cnr_store.manifest import decode_manifest
+from cnr_store.format import arrays
+from cnr_store.format.manifest import decode_manifest
 from format_spec import vectors
 from tests.faults.fuzz_stores import GOLDEN, Objects, Sample, golden, put_all, read_all
 

@@ -26,9 +26,9 @@ from cnr_store import (
     compact_chain,
     maintain,
 )
-from cnr_store.consume import Relay
-from tests.rectangles import Model, Parts, schema_of, tiling
-from tests.snapshot_bytes import bytes_of
+from cnr_store.relay import Relay
+from tests.support.rectangles import Model, Parts, schema_of, tiling
+from tests.support.snapshot_bytes import bytes_of
 
 GOLDEN = Path(__file__).resolve().parents[2] / "format_spec" / "golden"
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cnr_store import Store, Transaction
-from cnr_store.commit_record import is_live
-from cnr_store.layout import segment_key
-from cnr_store.segment import SegmentReader
-from cnr_store.snapshot import Snapshot
-from tests.store_oracle import (
+from cnr_store.format.commit_record import is_live
+from cnr_store.format.layout import segment_key
+from cnr_store.read.snapshot import Snapshot
+from cnr_store.segment.segment import SegmentReader
+from tests.support.store_oracle import (
     ABSENT,
     CODED,
     KINDS,
@@ -24,7 +24,7 @@ from tests.store_oracle import (
 
 ROWS, DIM = 96, 4
 TABLES = {"user": "lattice", "item": "exact", "small": "affine"}
-"""Table to its kind (`tests.store_oracle.KINDS`)."""
+"""Table to its kind (`tests.support.store_oracle.KINDS`)."""
 
 State = dict[str, Array]
 """What a reader must see, by ``table/array`` and ``dense/name``."""

@@ -31,11 +31,11 @@ from typing import Any
 import numpy as np
 
 from cnr_store import CommitStateUnknown, Conflict, Store, TableOptions
-from cnr_store.compaction.plan import CompactionPolicy
-from cnr_store.compaction.run import compact
-from cnr_store.gc.run import collect_garbage
-from cnr_store.layout import COMMITS
-from cnr_store.retention import RetentionPolicy
+from cnr_store.format.layout import COMMITS
+from cnr_store.log.retention import RetentionPolicy
+from cnr_store.maintenance.compaction.plan import CompactionPolicy
+from cnr_store.maintenance.compaction.run import compact
+from cnr_store.maintenance.gc.run import collect_garbage
 from cnr_store.storage import CreateOutcome, Storage
 from tests.faults.life_model import LifeModel, State, read_state
 

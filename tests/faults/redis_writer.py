@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import redis
 
-from cnr_store.consume.sinks import RedisSink, SinkState, SinkTable
+from cnr_store.serving.sinks import RedisSink, SinkState, SinkTable
 
 TABLES = {"user": SinkTable(4, 60), "item": SinkTable(2, None)}
 CHUNK_ROWS = 20
@@ -81,7 +81,7 @@ def write(sink: RedisSink, version: int, *, full: bool) -> None:
 def main(arguments: list[str]) -> None:
     """Write as the module says."""
     url, prefix, version, full, ends_at, when = arguments
-    from cnr_store.consume.sinks import redis as module
+    from cnr_store.serving.sinks import redis as module
 
     module.CHUNK_ROWS = CHUNK_ROWS
     client = CountingRedis.from_url(url)

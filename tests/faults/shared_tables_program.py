@@ -17,16 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from cnr_store.consume.rows import gather
-from cnr_store.consume.rows.attached import AttachedTables
-from cnr_store.consume.rows.board import Board
-from cnr_store.consume.rows.held import HeldTable, Overlay, row_kind
-from cnr_store.consume.rows.key_index import KeyIndex
-from cnr_store.consume.rows.memory import Memory
-from cnr_store.consume.rows.shared_memory import SharedMemory
-from cnr_store.consume.rows.views import Batch, Lookups, Publisher, ViewSource
 from cnr_store.errors import VersionNotFound
-from cnr_store.records import TableSchema
+from cnr_store.format.records import TableSchema
+from cnr_store.serving.rows import gather
+from cnr_store.serving.rows.attached import AttachedTables
+from cnr_store.serving.rows.board import Board
+from cnr_store.serving.rows.key_index import KeyIndex
+from cnr_store.serving.rows.memory import Memory
+from cnr_store.serving.rows.served_table import HeldTable, Overlay, row_kind
+from cnr_store.serving.rows.shared_memory import SharedMemory
+from cnr_store.serving.rows.views import Batch, Lookups, Publisher, ViewSource
 from cnr_store.types import Lattice, RowIds
 
 ROWS = 3000

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from cnr_store import BranchNotFound, CnrStoreError, Store, TableOptions, Writer
-from cnr_store.layout import BRANCHES, branch_prefix
-from cnr_store.log import RetryPolicy
+from cnr_store.format.layout import BRANCHES, branch_prefix
+from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.storage import storage_from_filesystem
-from cnr_store.testing.faulty import FaultKind, FaultyFileSystem
-from cnr_store.testing.sweep import sweep
+from tests.support.faulty import FaultKind, FaultyFileSystem
+from tests.support.sweep import sweep
 
 ROOT = "/root"
 QUICK = RetryPolicy(deadline_s=0.02, first_delay_s=0.001, max_delay_s=0.002)

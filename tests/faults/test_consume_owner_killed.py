@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cnr_store.consume.rows.attached import AttachedTables
-from cnr_store.consume.rows.shared_memory import SharedMemory
 from cnr_store.errors import VersionNotFound
+from cnr_store.serving.rows.attached import AttachedTables
+from cnr_store.serving.rows.shared_memory import SharedMemory
 from tests.faults.shared_tables_program import Counts, first_tables, publish
 from tests.faults.test_consume_torn_reads import reader_process
 

@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 
 from cnr_store import StorageFailure, Store, Writer, verify_store
-from cnr_store.compaction.plan import CompactionPolicy
-from cnr_store.compaction.run import compact
-from cnr_store.gc.run import collect_garbage
-from cnr_store.log import RetryPolicy
-from cnr_store.retention import RetentionPolicy
+from cnr_store.log.commit_log import RetryPolicy
+from cnr_store.log.retention import RetentionPolicy
+from cnr_store.maintenance.compaction.plan import CompactionPolicy
+from cnr_store.maintenance.compaction.run import compact
+from cnr_store.maintenance.gc.run import collect_garbage
 from cnr_store.storage import CreateOutcome, open_storage
 from tests.faults.life_model import LifeModel, differing, read_state, unreferenced
 

@@ -25,12 +25,12 @@ import numpy as np
 import pytest
 
 from cnr_store import CnrStoreError, Store, TableOptions, repair_store, verify_store
-from cnr_store.compaction import compact
-from cnr_store.layout import HINT, IDENTITY, RECEIPT, commit_key
+from cnr_store.format.layout import HINT, IDENTITY, RECEIPT, commit_key
+from cnr_store.maintenance.compaction import compact
 from cnr_store.storage import storage_from_filesystem
-from cnr_store.testing.faulty import IsolatedMemoryFileSystem
 from cnr_store.types import Profile
-from tests.snapshot_bytes import bytes_of
+from tests.support.faulty import IsolatedMemoryFileSystem
+from tests.support.snapshot_bytes import bytes_of
 
 ROOT = "/s"
 LEASES = "leases/"

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tests.fault_proxy import Aim, FaultProxy, NetworkFault, fault_proxy
+from tests.support.fault_proxy import Aim, FaultProxy, NetworkFault, fault_proxy
 
 BODY = b"x" * 100_000
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from cnr_store import Store, verify_store
-from cnr_store.commit_record import is_live
+from cnr_store.format.commit_record import is_live
 from tests.faults.life_model import differing, read_state, unreferenced
 from tests.faults.life_program import PHASES, collect, compact_all, create_life, noted, read_values
 

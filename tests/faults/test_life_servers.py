@@ -25,16 +25,16 @@ from cnr_store import (
     Writer,
     verify_store,
 )
-from cnr_store.commit_record import DATA_KINDS, LogEntry, is_live
-from cnr_store.compaction.plan import CompactionPolicy
-from cnr_store.compaction.run import compact
-from cnr_store.gc.run import collect_garbage
-from cnr_store.log import RetryPolicy
-from cnr_store.retention import RetentionPolicy
+from cnr_store.format.commit_record import DATA_KINDS, LogEntry, is_live
+from cnr_store.log.commit_log import RetryPolicy
+from cnr_store.log.retention import RetentionPolicy
+from cnr_store.maintenance.compaction.plan import CompactionPolicy
+from cnr_store.maintenance.compaction.run import compact
+from cnr_store.maintenance.gc.run import collect_garbage
 from cnr_store.storage import Storage, open_storage
-from tests.fault_proxy import Aim, FaultProxy, NetworkFault, fault_proxy
 from tests.faults.life_model import LifeModel, State, differing, read_state, unreferenced
-from tests.servers import Place
+from tests.support.fault_proxy import Aim, FaultProxy, NetworkFault, fault_proxy
+from tests.support.servers import Place
 
 pytestmark = pytest.mark.servers
 

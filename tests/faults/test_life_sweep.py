@@ -18,20 +18,20 @@ import numpy as np
 import pytest
 
 from cnr_store import CnrStoreError, CommitStateUnknown, Store, TableOptions
-from cnr_store.commit_record import is_live
-from cnr_store.compaction import CompactionPolicy, compact
 from cnr_store.errors import RankLost, StorageFailure
-from cnr_store.gc import collect_garbage
-from cnr_store.log import RetryPolicy
-from cnr_store.retention import RetentionPolicy
-from cnr_store.snapshot import Snapshot
+from cnr_store.format.commit_record import is_live
+from cnr_store.log.commit_log import RetryPolicy
+from cnr_store.log.retention import RetentionPolicy
+from cnr_store.maintenance.compaction import CompactionPolicy, compact
+from cnr_store.maintenance.gc import collect_garbage
+from cnr_store.read.snapshot import Snapshot
 from cnr_store.storage import storage_from_filesystem
-from cnr_store.testing.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem, SimulatedCrash
-from cnr_store.testing.ranks import ThreadRank, thread_ranks
-from cnr_store.transaction import Declaration
 from cnr_store.types import Rectangle
-from cnr_store.writer import Writer
-from tests.life import end_leases, listed, referenced
+from cnr_store.write.transaction import Declaration
+from cnr_store.write.writer import Writer
+from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem, SimulatedCrash
+from tests.support.life import end_leases, listed, referenced
+from tests.support.ranks import ThreadRank, thread_ranks
 
 QUICK = RetryPolicy(deadline_s=0.02, first_delay_s=0.001, max_delay_s=0.002)
 ROWS, DIM, WORLD, SCALE = 12, 4, 2, 0.25

@@ -20,8 +20,8 @@ from cnr_store import (
     repair_store,
     verify_store,
 )
-from cnr_store.consume import Relay
-from tests.snapshot_bytes import bytes_of
+from cnr_store.relay import Relay
+from tests.support.snapshot_bytes import bytes_of
 from tests.tools.sample_store import build_store
 
 

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from cnr_store import CnrStoreError, CompactionPolicy, RetentionPolicy, Store, TableOptions, collect_garbage, compact
-from cnr_store.commit_record import is_live
-from cnr_store.consume import Loader
+from cnr_store.format.commit_record import is_live
+from cnr_store.serving import Loader
 from cnr_store.storage import storage_from_filesystem
-from cnr_store.testing.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem, SimulatedCrash
-from tests.inline_workers import InlineWorkers
-from tests.store_oracle import same_bits
+from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem, SimulatedCrash
+from tests.support.inline_workers import InlineWorkers
+from tests.support.store_oracle import same_bits
 
 ROWS, DIM = 12, 2
 KINDS = [kind for kind in FaultKind if kind is not FaultKind.STALL]

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from cnr_store import BadInput, CnrStoreError, NotFound, StorageFailure, Store, export_snapshot, import_tensors
-from cnr_store.consume import changes, recorded_cursor, write_ipc, write_parquet
-from cnr_store.consume.stream.recording import RECORDING
+from cnr_store.changes import changes, recorded_cursor, write_ipc, write_parquet
+from cnr_store.changes.recording import RECORDING
 from cnr_store.integrations import load_state_dict
-from cnr_store.tensor_file import open_safetensors
+from cnr_store.transfer.safetensors_file import open_safetensors
 from tests.tools.sample_store import build_store
 
 

@@ -10,15 +10,15 @@ from typing import Any
 import fsspec
 import pytest
 
-from cnr_store.commit_record import LogEntry
 from cnr_store.errors import CommitStateUnknown, Conflict, CorruptStore, StorageFailure, VersionNotFound
-from cnr_store.layout import segment_name
-from cnr_store.log import CommitLog, RetryPolicy
-from cnr_store.rebase import draft_after, draft_init, rebase_data, rebase_fence, rebase_rollback, rebase_tag
-from cnr_store.records import ChainEntry, CommitRecord, WriterInfo
+from cnr_store.format.commit_record import LogEntry
+from cnr_store.format.layout import segment_name
+from cnr_store.format.records import ChainEntry, CommitRecord, WriterInfo
+from cnr_store.log.commit_log import CommitLog, RetryPolicy
+from cnr_store.log.rebase import draft_after, draft_init, rebase_data, rebase_fence, rebase_rollback, rebase_tag
 from cnr_store.storage import storage_from_filesystem
-from cnr_store.testing.faulty import FaultKind, FaultyFileSystem
-from cnr_store.testing.sweep import sweep
+from tests.support.faulty import FaultKind, FaultyFileSystem
+from tests.support.sweep import sweep
 
 STORE = "5" * 32
 WRITER = WriterInfo(host="h", lib="0.1.0", run_id="r")

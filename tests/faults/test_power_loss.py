@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cnr_store import CompactionPolicy, RetentionPolicy, Store, compact_chain, layout, maintain, verify_store
-from cnr_store.consume import Relay
+from cnr_store import CompactionPolicy, RetentionPolicy, Store, compact_chain, maintain, verify_store
+from cnr_store.format import layout
+from cnr_store.relay import Relay
 from cnr_store.storage import below
 from cnr_store.storage import local as local_module
-from cnr_store.testing.faulty import SimulatedCrash
-from tests.power_loss import VolatileOs
-from tests.snapshot_bytes import bytes_of
+from tests.support.faulty import SimulatedCrash
+from tests.support.power_loss import VolatileOs
+from tests.support.snapshot_bytes import bytes_of
 
 ROWS = np.random.default_rng(3).normal(size=(200, 4)).astype(np.float32)
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from cnr_store import Store, TableOptions
-from cnr_store.commit_record import DATA_KINDS
+from cnr_store.format.commit_record import DATA_KINDS
 from tests.faults.life_program import noted
-from tests.servers import Place
+from tests.support.servers import Place
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 COMMITS = 200

@@ -13,14 +13,14 @@ import pytest
 
 from cnr_store import CnrStoreError, CommitStateUnknown, Store, TableOptions, verify_store
 from cnr_store.errors import RankLost
-from cnr_store.log import RetryPolicy
-from cnr_store.placement import Shard
+from cnr_store.log.commit_log import RetryPolicy
+from cnr_store.segment.shards import Shard
 from cnr_store.storage import storage_from_filesystem
-from cnr_store.testing.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem, SimulatedCrash
-from cnr_store.testing.ranks import ThreadRank, thread_ranks
-from cnr_store.transaction import Declaration
 from cnr_store.types import Rectangle
-from cnr_store.writer import Writer
+from cnr_store.write.transaction import Declaration
+from cnr_store.write.writer import Writer
+from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem, SimulatedCrash
+from tests.support.ranks import ThreadRank, thread_ranks
 
 QUICK = RetryPolicy(deadline_s=0.02, first_delay_s=0.001, max_delay_s=0.002)
 ROWS, DIM, WORLD, SCALE = 12, 4, 2, 0.25

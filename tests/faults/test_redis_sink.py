@@ -19,9 +19,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cnr_store.consume.rows.fused_reference import fuse_rows, values_of_rows
-from cnr_store.consume.sinks import SinkFeed, SinkState, SinkTable
-from cnr_store.consume.sinks.stored_rows import StoredAs
 from cnr_store.errors import (
     AccessDenied,
     BadInput,
@@ -35,16 +32,15 @@ from cnr_store.errors import (
     StorageFailure,
     TableNotFound,
 )
-from tests.servers import RedisServer
+from cnr_store.serving.rows.fused_reference import fuse_rows, values_of_rows
+from cnr_store.serving.sinks import SinkFeed, SinkState, SinkTable
+from cnr_store.serving.sinks.stored_rows import StoredAs
+from tests.support.servers import RedisServer
 
 redis = pytest.importorskip("redis")
 
-from cnr_store.consume.sinks import (  # noqa: E402 - after the skip
-    RedisRows,
-    RedisSink,
-    redis_scripts,
-)
-from cnr_store.consume.sinks import redis as sink_module  # noqa: E402
+from cnr_store.serving.sinks import RedisRows, RedisSink, redis_scripts  # noqa: E402 - after the skip
+from cnr_store.serving.sinks import redis as sink_module  # noqa: E402
 from tests.faults.redis_writer import CountingRedis, item_rows, state, write  # noqa: E402
 
 pytestmark = pytest.mark.servers
@@ -443,7 +439,7 @@ def test_a_process_killed_at_any_command_leaves_one_version(
 READER = """
 import sys
 import numpy as np
-from cnr_store.consume.sinks import RedisRows
+from cnr_store.serving.sinks import RedisRows
 url, prefix, reads = sys.argv[1], sys.argv[2], int(sys.argv[3])
 reader = RedisRows.connect(url, prefix)
 rng = np.random.default_rng()
@@ -513,7 +509,7 @@ class Model:
         self.feed: SinkFeed | None = None
 
     def published(self) -> Any:
-        from cnr_store.consume.sinks import Published
+        from cnr_store.serving.sinks import Published
 
         return Published(state(self.version), self.tables)
 
@@ -521,7 +517,7 @@ class Model:
         return USERS if table == "user" else item_rows(self.version)
 
     def read_rows(self, row_ids: Any) -> Any:
-        from cnr_store.consume.sinks import SourceRows
+        from cnr_store.serving.sinks import SourceRows
 
         found = {}
         for table, ids in row_ids.items():
@@ -629,7 +625,7 @@ def test_an_emptied_server_is_filled_again_without_a_new_version(own_redis: Redi
 def test_a_server_that_hangs_is_a_failure_after_a_time(
     own_redis: RedisServer, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cnr_store.consume.sinks.redis_connection.TIMEOUT_S", 0.2)
+    monkeypatch.setattr("cnr_store.serving.sinks.redis_connection.TIMEOUT_S", 0.2)
     sink, reader = opened(own_redis, prefix), reader_of(own_redis, prefix)
     write(sink, 1, full=True)
     assert own_redis.process is not None

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from cnr_store import RetentionPolicy, Store, TableOptions, verify_store
-from cnr_store.consume.relay.relay import Relay
-from cnr_store.layout import COMMITS, DATA
-from tests.servers import Place
-from tests.snapshot_bytes import bytes_of
+from cnr_store.format.layout import COMMITS, DATA
+from cnr_store.relay.relay import Relay
+from tests.support.servers import Place
+from tests.support.snapshot_bytes import bytes_of
 
 ROWS, DIM = 20_000, 16
 

@@ -19,14 +19,14 @@ from cnr_store import (
     VersionNotFound,
     collect_garbage,
 )
-from cnr_store.commit_record import is_live
-from cnr_store.consume.relay.relay import Relay
-from cnr_store.layout import COMMITS, DATA, RELAY_TRIMS, STATE, is_segment_name
-from cnr_store.log import RetryPolicy
+from cnr_store.format.commit_record import is_live
+from cnr_store.format.layout import COMMITS, DATA, RELAY_TRIMS, STATE, is_segment_name
+from cnr_store.log.commit_log import RetryPolicy
+from cnr_store.relay.relay import Relay
 from cnr_store.storage import Storage, storage_from_filesystem
-from cnr_store.testing.faulty import FaultKind, FaultyFileSystem
-from cnr_store.testing.sweep import sweep
-from tests.snapshot_bytes import bytes_of
+from tests.support.faulty import FaultKind, FaultyFileSystem
+from tests.support.snapshot_bytes import bytes_of
+from tests.support.sweep import sweep
 
 FAR, NEAR = "/far", "/near"
 QUICK = RetryPolicy(deadline_s=0.02, first_delay_s=0.001, max_delay_s=0.002)

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from cnr_store import RetentionPolicy, Store, UnsafeBackend, maintain, verify_store
-from cnr_store.consume import Relay
+from cnr_store.relay import Relay
 from cnr_store.storage import CreateOutcome, open_storage
 from cnr_store.storage.remote import AzureStorage, S3Storage
-from tests.fault_proxy import fault_proxy
-from tests.servers import OPEN_BUCKET, AzureServer, Place, S3Server
+from tests.support.fault_proxy import fault_proxy
+from tests.support.servers import OPEN_BUCKET, AzureServer, Place, S3Server
 
 pytestmark = pytest.mark.servers
 

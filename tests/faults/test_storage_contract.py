@@ -10,7 +10,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from cnr_store.storage import Storage, open_storage, storage_from_filesystem
 from cnr_store.testing.contract import StorageContract
-from tests.servers import Place
+from tests.support.servers import Place
 
 
 class TestLocal(StorageContract):

@@ -12,7 +12,7 @@ import pytest
 
 from cnr_store.errors import AccessDenied, StorageFailure
 from cnr_store.storage import CreateOutcome, Storage, open_storage
-from tests.servers import AzureServer, Place, S3Server
+from tests.support.servers import AzureServer, Place, S3Server
 
 pytestmark = pytest.mark.servers
 

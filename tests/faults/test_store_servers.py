@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cnr_store import Conflict, Store, TableOptions
-from tests.servers import Place
+from tests.support.servers import Place
 
 BACKENDS = [
     "local",

@@ -20,10 +20,10 @@ from cnr_store import (
     VersionNotFound,
     Writer,
 )
-from cnr_store.log import RetryPolicy
+from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.storage import storage_from_filesystem
-from cnr_store.testing.faulty import FaultKind, FaultyFileSystem
-from cnr_store.testing.sweep import explained, sweep
+from tests.support.faulty import FaultKind, FaultyFileSystem
+from tests.support.sweep import explained, sweep
 
 ROOT = "/root"
 SCALE = np.float32(0.03125)

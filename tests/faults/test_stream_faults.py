@@ -12,12 +12,12 @@ import pyarrow.parquet
 import pytest
 
 from cnr_store import CnrStoreError, RetentionPolicy, Store, TableOptions, collect_garbage, compact
-from cnr_store.consume import ChangeCursor, catch_up, changes, recorded_cursor, write_parquet
-from cnr_store.log import RetryPolicy
+from cnr_store.changes import ChangeCursor, catch_up, changes, recorded_cursor, write_parquet
+from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.storage import storage_from_filesystem
-from cnr_store.testing.faulty import FaultKind, FaultyFileSystem
-from cnr_store.testing.sweep import sweep
-from tests.change_copy import ChangeCopy, content_of
+from tests.support.change_copy import ChangeCopy, content_of
+from tests.support.faulty import FaultKind, FaultyFileSystem
+from tests.support.sweep import sweep
 
 QUICK = RetryPolicy(deadline_s=0.02, first_delay_s=0.001, max_delay_s=0.002)
 FAULTS = [kind for kind in FaultKind if kind is not FaultKind.STALL]

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from cnr_store import BadName, DoesNotApply, Store, TableOptions, VersionExpired
-from cnr_store.documents import canonical_json
-from cnr_store.layout import check_name, check_relative_path, encode_name
-from cnr_store.planning import check_receipts
-from cnr_store.rebase import draft_after, rebase_expire
-from cnr_store.records import Receipt, WriterInfo
+from cnr_store.format.documents import canonical_json
+from cnr_store.format.layout import check_name, check_relative_path, encode_name
+from cnr_store.format.records import Receipt, WriterInfo
+from cnr_store.log.rebase import draft_after, rebase_expire
 from cnr_store.store import open_segment
+from cnr_store.write.commit_checks import check_receipts
 from format_spec.generate_vectors import FLOATS
 from format_spec.reader import cnr_read
 

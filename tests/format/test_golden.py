@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cnr_store import BranchNotFound, Snapshot, Store, tree
+from cnr_store import BranchNotFound, Snapshot, Store
+from cnr_store.format import document_tree
 from format_spec import generate_golden
 
 GOLDEN = Path(__file__).resolve().parents[2] / "format_spec" / "golden"
@@ -71,7 +72,9 @@ def test_dense_tensors_documents_and_scalars_read_as_expected(case: str, version
     assert sorted(snapshot.dense) == sorted(held["dense"])
     for name, entry in held["dense"].items():
         assert same_bits(snapshot.read_dense(name), load(case, entry)), name
-    assert {name: tree.encode(snapshot.read_document(name)) for name in snapshot.documents} == held["documents"]
+    assert {name: document_tree.encode(snapshot.read_document(name)) for name in snapshot.documents} == held[
+        "documents"
+    ]
     assert snapshot.scalars == held["scalars"]
 
 

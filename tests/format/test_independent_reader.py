@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cnr_store import Store, TableOptions, repair_store
-from cnr_store.documents import canonical_json
-from cnr_store.layout import commit_key
+from cnr_store.format.documents import canonical_json
+from cnr_store.format.layout import commit_key
 from cnr_store.store import Writer
 from format_spec import vectors
 from format_spec.reader import cnr_read

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from cnr_store.errors import CorruptObject, MissingObject
-from cnr_store.segment import SegmentWriter, read_receipt
+from cnr_store.runtime.threads import Throttle, Workers
+from cnr_store.segment.segment import SegmentWriter, read_receipt
 from cnr_store.storage import Storage, open_storage
-from cnr_store.workers import Throttle, Workers
 
 SEGMENT, FOLDER, TXN = "00000000000000000001-" + "a" * 32, "r00001-" + "b" * 8, "a" * 32
 

@@ -10,9 +10,9 @@ import jsonschema
 import pytest
 
 from cnr_store import Store
-from cnr_store.testing.ranks import ThreadRank
 from format_spec import generate_schemas
-from tests.property.test_many_ranks import all_well, on_ranks, one_table, open_store, row_wise, save, started, touch
+from tests.support.ranks import ThreadRank
+from tests.write.test_many_ranks import all_well, on_ranks, one_table, open_store, row_wise, save, started, touch
 
 GOLDEN = Path(__file__).resolve().parents[2] / "format_spec" / "golden"
 PATTERNS = {

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cnr_store import BadInput, BadShape, CorruptStore, Store, TableOptions, verify_store
-from cnr_store.author import writer_info
-from cnr_store.limits import MAX_DIM
-from cnr_store.manifest import decode_manifest
-from cnr_store.manifest_checks import manifest_problems
-from cnr_store.rebase import draft_after, rebase_expire
-from cnr_store.records import Manifest, PartEntry, TableSchema
-from cnr_store.segment import write_manifest
+from cnr_store.format.limits import MAX_DIM
+from cnr_store.format.manifest import decode_manifest
+from cnr_store.format.manifest_checks import manifest_problems
+from cnr_store.format.records import Manifest, PartEntry, TableSchema
+from cnr_store.log.author import writer_info
+from cnr_store.log.rebase import draft_after, rebase_expire
+from cnr_store.segment.segment import write_manifest
 from cnr_store.types import Raw
 from format_spec.reader.compare import compare
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from cnr_store.errors import BackgroundSaveFailed, BadInput, BadRowIds, SaveInProgress
 from cnr_store_gpu import RowRequest, StagingBuffers
+from cnr_store_gpu.buffer_pool import KeptMemory
 from cnr_store_gpu.delivery import StagedIds, deliver
-from cnr_store_gpu.kept import KeptMemory
 from cnr_store_gpu.pinned import SMALLEST_RING, TransitRing, block_sizes, plan_chunks
 from cnr_store_gpu.transfer import HostTransfer, Mark
 

@@ -10,11 +10,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store import Store, TableOptions, arrays, layout
-from cnr_store.commit_record import decode_record, encode_record
-from cnr_store.documents import canonical_json, sha256
-from cnr_store.manifest import decode_manifest
-from cnr_store.records import ArrayEntry, Manifest, ObjectEntry, RowListEntry
+from cnr_store import Store, TableOptions
+from cnr_store.format import arrays, layout
+from cnr_store.format.commit_record import decode_record, encode_record
+from cnr_store.format.documents import canonical_json, sha256
+from cnr_store.format.manifest import decode_manifest
+from cnr_store.format.records import ArrayEntry, Manifest, ObjectEntry, RowListEntry
 from cnr_store.storage import object_digest
 
 Array = npt.NDArray[Any]

@@ -13,8 +13,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cnr_store import Store, TableOptions
-from cnr_store.compaction.lease import LeasePlace, new_lease
-from tests.snapshot_bytes import bytes_of
+from cnr_store.maintenance.compaction.lease import LeasePlace, new_lease
+from tests.support.snapshot_bytes import bytes_of
 from tests.tools.cli_runner import Outcome, cnr
 from tests.tools.sample_store import flip, object_files
 

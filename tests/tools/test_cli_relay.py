@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from cnr_store import Store
-from tests.snapshot_bytes import bytes_of
+from tests.support.snapshot_bytes import bytes_of
 from tests.tools.cli_runner import cnr
 from tests.tools.sample_store import build_store
 

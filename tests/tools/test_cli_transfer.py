@@ -15,11 +15,12 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 
-from cnr_store import BadInput, Snapshot, Store, TableOptions, exporting, importing, verify_store
-from cnr_store.exporting import export_snapshot
-from cnr_store.importing import import_tensors, plan_import
+from cnr_store import BadInput, Snapshot, Store, TableOptions, verify_store
 from cnr_store.integrations import load_state_dict
-from cnr_store.tensor_file import Tensor, TensorFile, TensorSpec, open_safetensors, write_safetensors
+from cnr_store.transfer import exporting, importing
+from cnr_store.transfer.exporting import export_snapshot
+from cnr_store.transfer.importing import import_tensors, plan_import
+from cnr_store.transfer.safetensors_file import Tensor, TensorFile, TensorSpec, open_safetensors, write_safetensors
 from tests.tools.cli_runner import cnr
 
 Array = npt.NDArray[Any]

@@ -26,13 +26,7 @@ from cnr_store_tools.demo.datasets import read_click_log
 from cnr_store_tools.demo.model import ModelConfig, SmallDLRM
 from cnr_store_tools.demo.presets import RunConfig, demo_config, file_config
 from cnr_store_tools.demo.traffic import TrafficConfig, generate_clicks
-from cnr_store_tools.demo.train import (
-    evaluate,
-    make_optimizers,
-    max_weight_difference,
-    predict,
-    train_step,
-)
+from cnr_store_tools.demo.train import evaluate, make_optimizers, max_weight_difference, predict, train_step
 
 REAL_DATA = Path(__file__).parents[2].parent / "shared" / "data"
 CONFIG = replace(

@@ -35,9 +35,9 @@ from torch import nn
 
 from cnr_store import TableOptions
 from cnr_store.errors import CnrStoreError, RankLost
-from cnr_store.ranks import OneRank
+from cnr_store.runtime.ranks import OneRank
+from cnr_store.segment.codes import TableCodes
 from cnr_store.storage.local import LocalStorage
-from cnr_store.table_codes import TableCodes
 from cnr_store.training import CheckpointManager
 from cnr_store.training.ranks import ProcessRanks
 from cnr_store.training.shards import Handle, LocalShard, ShardingLibrary, register_library, whole_shard

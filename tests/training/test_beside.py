@@ -28,12 +28,12 @@ from cnr_store import (
     collect_garbage,
     compact,
 )
-from cnr_store.commit_record import LogEntry
-from cnr_store.log import RetryPolicy
+from cnr_store.format.commit_record import LogEntry
+from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.storage import storage_from_filesystem
-from cnr_store.testing.faulty import Call, FaultyFileSystem, IsolatedMemoryFileSystem
-from cnr_store.testing.ranks import ThreadRank, thread_ranks
 from cnr_store.training import CheckpointManager
+from tests.support.faulty import Call, FaultyFileSystem, IsolatedMemoryFileSystem
+from tests.support.ranks import ThreadRank, thread_ranks
 from tests.training.runs import Training, assert_same, uninterrupted
 
 REPOSITORY = Path(__file__).resolve().parents[2]

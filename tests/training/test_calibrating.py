@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from cnr_store import BadInput, Store, TableOptions
-from cnr_store.ranks import OneRank, Ranks
-from cnr_store.testing.ranks import thread_ranks
+from cnr_store.runtime.ranks import OneRank, Ranks
 from cnr_store.training import Calibration, CheckpointManager, calibrate
+from tests.support.ranks import thread_ranks
 from tests.training.test_rate_control import on_ranks
 
 

@@ -11,12 +11,12 @@ from torch import nn
 
 from cnr_store import Store, TableOptions
 from cnr_store.storage import storage_from_filesystem
-from cnr_store.testing.faulty import IsolatedMemoryFileSystem
 from cnr_store.training import CheckpointManager
 from cnr_store.training.background import SaveJob, run_save
 from cnr_store.training.devices import Launches, launches_of, rows_as_codes
 from cnr_store.training.shards import whole_shard
 from cnr_store.training.tensors import leaf_of, tensor_of
+from tests.support.faulty import IsolatedMemoryFileSystem
 from tests.training.runs import Training
 
 LATTICE = TableOptions(encoding="lattice", scale=2.0**-12)

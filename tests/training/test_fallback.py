@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from cnr_store import BadInput, CorruptRecord, CorruptStore, StorageFailure, Store, TableOptions, verify_store
-from cnr_store.layout import commit_key
+from cnr_store.format.layout import commit_key
 from cnr_store.storage import storage_from_filesystem
-from cnr_store.testing.faulty import IsolatedMemoryFileSystem
-from cnr_store.testing.ranks import ThreadRank, thread_ranks
 from cnr_store.training import CheckpointManager, shards
 from cnr_store.training.shards import LocalShard, ShardingLibrary, whole_shard
+from tests.support.faulty import IsolatedMemoryFileSystem
+from tests.support.ranks import ThreadRank, thread_ranks
 from tests.training.runs import Training, assert_same, uninterrupted
 
 KIND = "rowwise_adagrad"

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from cnr_store import Store, TableOptions
-from cnr_store.log import RetryPolicy
+from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.storage import storage_from_filesystem
-from cnr_store.testing.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem, SimulatedCrash
 from cnr_store.training import CheckpointManager
+from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem, SimulatedCrash
 from tests.training.runs import Training, assert_same, uninterrupted
 
 STEPS = 7

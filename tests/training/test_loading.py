@@ -25,8 +25,8 @@ from cnr_store import (
     VersionNotFound,
     verify_store,
 )
-from cnr_store.testing.ranks import ThreadRank, thread_ranks
 from cnr_store.training import CheckpointManager, load
+from tests.support.ranks import ThreadRank, thread_ranks
 from tests.training.runs import Training, assert_same, uninterrupted
 from tests.training.test_beside import KIND, files_of, go_on, manager_of
 from tests.training.test_fallback import Job, Part, value

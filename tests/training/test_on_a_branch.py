@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from cnr_store import BadInput, BranchNotFound, NotAStore, Store, TableOptions
-from cnr_store.policy import Policy
 from cnr_store.training import CheckpointManager
+from cnr_store.write.policy import Policy
 from tests.training.runs import Training, assert_same, uninterrupted
 
 # torch's own Adagrad says so once in a process.

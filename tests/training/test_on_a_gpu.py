@@ -11,8 +11,8 @@ from torch import nn
 
 from cnr_store import Store, TableOptions
 from cnr_store.storage import storage_from_filesystem
-from cnr_store.testing.faulty import IsolatedMemoryFileSystem
 from cnr_store.training import CheckpointManager
+from tests.support.faulty import IsolatedMemoryFileSystem
 
 pytestmark = [
     pytest.mark.gpu,

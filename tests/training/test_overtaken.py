@@ -8,8 +8,8 @@ import pytest
 
 from cnr_store import RetentionPolicy, Store, VersionExpired, collect_garbage, compact
 from cnr_store.storage import storage_from_filesystem
-from cnr_store.testing.faulty import Call, FaultyFileSystem, IsolatedMemoryFileSystem
 from cnr_store.training import load
+from tests.support.faulty import Call, FaultyFileSystem, IsolatedMemoryFileSystem
 from tests.training.runs import Training, assert_same, uninterrupted
 from tests.training.test_beside import KIND, go_on, manager_of
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from cnr_store import Store, TableOptions, verify_store
-from cnr_store.ranks import OneRank
+from cnr_store.runtime.ranks import OneRank
 from cnr_store.training import CheckpointManager
 from tests.training.ranks_program import RankTraining, When, logged_state, noted
 

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from cnr_store import StorageFailure, Store, TableOptions
-from cnr_store.snapshot import Snapshot
+from cnr_store.read.snapshot import Snapshot
 from cnr_store.storage import storage_from_filesystem
-from cnr_store.testing.faulty import IsolatedMemoryFileSystem
-from cnr_store.testing.ranks import ThreadRank, thread_ranks
 from cnr_store.training import CheckpointManager, shards
 from cnr_store.training.shards import LocalShard, ShardingLibrary, whole_shard
+from tests.support.faulty import IsolatedMemoryFileSystem
+from tests.support.ranks import ThreadRank, thread_ranks
 
 
 class Part(nn.Module):

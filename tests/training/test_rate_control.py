@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from cnr_store import BadInput, CorruptStore, Snapshot, Store, TableOptions
-from cnr_store.ranks import OneRank, Ranks
-from cnr_store.testing.ranks import thread_ranks
+from cnr_store.runtime.ranks import OneRank, Ranks
 from cnr_store.training import CheckpointManager, SaveReport
 from cnr_store.training.document import TRAINER, RateDocument, trainer_of
 from cnr_store.training.tensors import tensor_of
-from cnr_store.transaction import Transaction
 from cnr_store.types import Affine, FloatBits, Lattice
+from cnr_store.write.transaction import Transaction
+from tests.support.ranks import thread_ranks
 
 ROWS, DIM = 400, 8
 AUTO = TableOptions(bits="auto", expected_restores=1)
@@ -245,7 +245,7 @@ def test_a_refinement_waits_for_the_next_save_when_one_fails(url: str, monkeypat
     life = Life(url)
     coarse = step_of(Store.open(url).snapshot())
     life.train(2)
-    commit = "cnr_store.transaction.Transaction.commit"
+    commit = "cnr_store.write.transaction.Transaction.commit"
     with monkeypatch.context() as patched:
         patched.setattr(commit, lambda *_, **__: (_ for _ in ()).throw(OSError("the store is gone")))
         with pytest.raises(Exception, match="gone"):

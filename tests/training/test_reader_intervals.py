@@ -24,8 +24,8 @@ from torchdata.stateful_dataloader.sampler import RandomSampler
 
 from cnr_store import BadInput
 from cnr_store.training import CheckpointManager
-from cnr_store.training.carried import CarriedBatch, CarryingReader
-from cnr_store.training.intervals import GrantedReader
+from cnr_store.training.carrying_reader import CarriedBatch, CarryingReader
+from cnr_store.training.granted_reader import GrantedReader
 from cnr_store.training.reader import IntervalReader
 from tests.training.runs import Training
 

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from cnr_store import CorruptStore, TableOptions
-from cnr_store.mirrors import MirrorMode
-from cnr_store.records import Manifest
+from cnr_store.format.records import Manifest
 from cnr_store.training import CheckpointManager
+from cnr_store.write.mirrors import MirrorMode
 from tests.tools.sample_store import Forgery, forge_head
 
 ROWS = 30

@@ -404,7 +404,7 @@ def hostile(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
         change(document)
         return document
 
-    monkeypatch.setattr("cnr_store.training.manager.trainer_document", changed)
+    monkeypatch.setattr("cnr_store.training.checkpoint_manager.trainer_document", changed)
 
 
 def shape_of(*shape: int) -> Any:

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from cnr_store import Store, TableOptions
-from cnr_store.policy import Policy
 from cnr_store.training import CheckpointManager
+from cnr_store.write.policy import Policy
 from tests.training.runs import KINDS, Training, assert_same, uninterrupted
 
 # torch's own Adagrad says so once in a process.

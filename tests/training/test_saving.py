@@ -29,12 +29,12 @@ from cnr_store import (
     TableNotFound,
     TableOptions,
 )
-from cnr_store.log import RetryPolicy
+from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.storage import storage_from_filesystem
-from cnr_store.testing.faulty import Call, FaultyFileSystem, IsolatedMemoryFileSystem
 from cnr_store.training import CheckpointManager
 from cnr_store_gpu import StagingBuffers
 from cnr_store_gpu.transfer import HostTransfer
+from tests.support.faulty import Call, FaultyFileSystem, IsolatedMemoryFileSystem
 from tests.training.runs import Training
 
 
@@ -814,7 +814,7 @@ def test_a_commit_that_failed_behind_its_back_is_saved_and_followed_by_a_full(
         raise MemoryError("moving a mirror")
 
     with monkeypatch.context() as patch:
-        patch.setattr("cnr_store.changes.StagedRows.apply", fail)
+        patch.setattr("cnr_store.write.delta_rows.StagedRows.apply", fail)
         report = manager.save()
 
     assert report is not None
@@ -846,7 +846,7 @@ def test_an_unknown_outcome_that_won_and_then_failed_is_not_taken_for_lost(
         raise MemoryError("moving a mirror")
 
     with monkeypatch.context() as patch:
-        patch.setattr("cnr_store.changes.StagedRows.apply", fail)
+        patch.setattr("cnr_store.write.delta_rows.StagedRows.apply", fail)
         manager.save()
 
     assert [report.kind for report in manager.history] == ["full", "delta", "full"]

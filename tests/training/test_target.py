@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from cnr_store import BadInput, Store, TableOptions, Threshold
-from cnr_store.ranks import OneRank, Ranks
+from cnr_store.runtime.ranks import OneRank, Ranks
 from cnr_store.training import CheckpointManager, SaveReport
 from tests.tools.cli_runner import cnr
 from tests.training.test_rate_control import on_ranks, rate_in, step_of
@@ -220,7 +220,7 @@ def test_a_scale_change_that_failed_is_made_by_the_next_save(
     first = life.train(3)[0]
     with monkeypatch.context() as patched:
         patched.setattr(
-            "cnr_store.transaction.Transaction.commit", lambda *_, **__: (_ for _ in ()).throw(OSError("gone"))
+            "cnr_store.write.transaction.Transaction.commit", lambda *_, **__: (_ for _ in ()).throw(OSError("gone"))
         )
         with pytest.raises(Exception, match="gone"):
             life.train(1)

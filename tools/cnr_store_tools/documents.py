@@ -34,7 +34,7 @@ from cnr_store_tools.serve_demo.records import ServeReport
 from cnr_store_tools.text import time_text
 
 if TYPE_CHECKING:  # with pyarrow, which is slow to import
-    from cnr_store.consume import RecordedVersion
+    from cnr_store.changes import RecordedVersion
 
 Document = dict[str, Any]
 

@@ -21,7 +21,7 @@ import torch
 from cnr_store.encodings import kernels as cpu_kernels
 from cnr_store_gpu import kernels, words
 from cnr_store_gpu.kernels import reference
-from tests.ties import SCALES, lattice_ties
+from tests.support.ties import SCALES, lattice_ties
 
 SIZES = (0, 1, 31, 33, 1023, 1025)
 DIMS = (1, 3, 8, 13, 64)

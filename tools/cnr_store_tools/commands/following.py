@@ -16,7 +16,7 @@ from cnr_store_tools.options import Branch, Debug, Json, StorageOptions, Url, op
 from cnr_store_tools.output import Document, emit, make_console
 
 if TYPE_CHECKING:  # pyarrow is slow to import, and no other command needs it
-    from cnr_store.consume import ChangeStream
+    from cnr_store.changes import ChangeStream
 
 Target = Literal["counts", "rows", "parquet", "ipc"]
 
@@ -55,13 +55,13 @@ def changes(
     debug: Debug = False,  # noqa: ARG001 - read from the arguments by the guard
 ) -> None:
     """Tell which rows change, version by version: how many, or as files for a query engine, or each of them."""
-    from cnr_store import consume
+    from cnr_store import changes as streams
 
     kind, folder = _target(to)
     interval_s = parse_duration(every, "--every")
     with open_store(url, storage_option, branch) as store:
-        begin = consume.recorded_cursor(folder) if folder is not None and since is None else since
-        stream = consume.changes(
+        begin = streams.recorded_cursor(folder) if folder is not None and since is None else since
+        stream = streams.changes(
             store, begin, tables=tables, slots=slots, follow=follow, poll_interval_s=interval_s, cursor=cursor
         )
         if kind == "rows":
@@ -80,9 +80,9 @@ def changes(
             for item in _counted(stream):
                 tell(item)
         else:
-            write = consume.write_parquet if kind == "parquet" else consume.write_ipc
+            write = streams.write_parquet if kind == "parquet" else streams.write_ipc
 
-            def tell_all(recorded: consume.RecordedVersion) -> None:
+            def tell_all(recorded: streams.RecordedVersion) -> None:
                 for item in documents.recorded_documents(recorded):
                     tell(item)
 

@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from cnr_store import (
-    CompactionPolicy,
-    RetentionPolicy,
-    Store,
-    collect_garbage,
-    compact_chain,
-    maintain,
-    read_status,
-)
+from cnr_store import CompactionPolicy, RetentionPolicy, Store, collect_garbage, compact_chain, maintain, read_status
 from cnr_store_tools import documents, render
 from cnr_store_tools.exits import ExitCode, exit_code
 from cnr_store_tools.options import (

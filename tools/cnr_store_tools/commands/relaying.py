@@ -26,7 +26,7 @@ from cnr_store_tools.output import emit
 from cnr_store_tools.text import one_line
 
 if TYPE_CHECKING:  # pyarrow is slow to import, and no other command needs it
-    from cnr_store.consume import RelayReport
+    from cnr_store.relay import RelayReport
 
 KEEP = RetentionPolicy()
 
@@ -65,7 +65,7 @@ def relay(
 
     Each look that copied something is a line, with --json a document on a line. Failures are told and tried again.
     """
-    from cnr_store.consume import Relay
+    from cnr_store.relay import Relay
 
     every_s = parse_duration(every, "--every")
     if not every_s > 0:

@@ -29,7 +29,7 @@ class DemoOptions:
     bits
         Precision of the tables otherwise: 2, 3, 4 or 8.
     policy
-        See `cnr_store.policy`.
+        See `cnr_store.write.policy`.
     steps
         Training steps; None for the default.
     force

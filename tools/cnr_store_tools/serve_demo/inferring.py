@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store import MissingObject, NotFound, Store
-from cnr_store.consume import AttachedTables, Batch, Loader
+from cnr_store.serving import AttachedTables, Batch, Loader
 from cnr_store_tools.serve_demo.channel import Channel
 from cnr_store_tools.serve_demo.comparing import different_rows
 from cnr_store_tools.serve_demo.tables import make_tables

@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional
 
 from cnr_store import CursorExpired, NotFound, Snapshot, Store
-from cnr_store.consume import ChangeStream, changes
+from cnr_store.changes import ChangeStream, changes
 from cnr_store_tools.demo.batches import Batch, TimeOrderedBatches
 from cnr_store_tools.demo.model import SmallDLRM
 from cnr_store_tools.serve_demo.channel import Channel

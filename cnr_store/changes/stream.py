@@ -1,0 +1,664 @@
+"""What changes in a store, version by version, as Arrow record batches: for online training and analytics.
+
+Pulled by its consumer: nothing is read before it is asked for, and what is held is bounded by windows. A version's
+batches come together, and the cursor moves behind them when the consumer comes back for more, so a consumer that goes
+on from its cursor misses nothing and sees at most one version twice. Values are absolute, so that does no harm.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain as chained
+from types import TracebackType
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+
+from cnr_store.changes.arrow import RowBlock, change_batches
+from cnr_store.changes.cursor import ChangeCursor
+from cnr_store.changes.differences import (
+    Compared,
+    Nothing,
+    Segment,
+    TableChange,
+    are_comparable,
+    compared_rows,
+    listed_rows,
+    plan_table_change,
+)
+from cnr_store.changes.stream_copy import StreamCopy
+from cnr_store.changes.table_rows import TableRows
+from cnr_store.errors import (
+    BadInput,
+    BranchNotFound,
+    CursorExpired,
+    MissingObject,
+    TableNotFound,
+    VersionExpired,
+    VersionNotFound,
+)
+from cnr_store.format.commit_record import LogEntry, is_live
+from cnr_store.format.layout import DATA
+from cnr_store.format.records import ChainEntry, Manifest, TableSchema
+from cnr_store.log.newest import check_no_hole
+from cnr_store.read.replay import ChunkReader
+from cnr_store.read.snapshot import Snapshot
+from cnr_store.runtime.arguments import checked_count, checked_number
+from cnr_store.segment.chunk_cache import ChunkLru
+from cnr_store.segment.segment import SegmentReader
+from cnr_store.serving.update.update_plan import Apply, Compare, Move, Reread, Same, plan_move, plan_path
+from cnr_store.store import Store
+
+MAX_BATCH_ROWS = 65_536
+CACHE_BYTES = 256 * 1024 * 1024
+_RENEWALS_PER_TTL = 3
+
+
+def changes(
+    store: Store,
+    since: ChangeCursor | int | None = None,
+    *,
+    tables: Collection[str] | None = None,
+    follow: bool = False,
+    slots: bool = False,
+    slots_rule: Literal["exact", "mean"] = "exact",
+    poll_interval_s: float = 0.5,
+    cursor: str | None = None,
+    ttl_s: float | None = None,
+    max_batch_rows: int = MAX_BATCH_ROWS,
+    mirror: Literal["none", "memory"] = "none",
+    cache_bytes: int = CACHE_BYTES,
+) -> ChangeStream:
+    """Return what changed behind a version, as a stream of `pyarrow.RecordBatch`; no I/O before the first is asked for.
+
+    Each batch holds rows of one table at one version, sorted by row id, in the columns of `change_schema`. The batches
+    of a version come together, tables in order. Every version that is live is told; what happened in versions that
+    have expired comes with the next live one. A compaction tells nothing, a rollback the rows that differ.
+
+    Parameters
+    ----------
+    store
+        The store, or a branch of it.
+    since
+        Where the consumer is: only what changed behind it comes. None begins with the whole latest snapshot, every row
+        an ``upsert``: begin that one with an empty copy.
+    tables
+        Those to tell of; None is all.
+    follow
+        Wait for more at the end, until `ChangeStream.close`. Otherwise the stream ends with the version that is the
+        newest when it begins.
+    slots
+        Whether slots come too, as columns ``slot_<name>``. Rows of which slots alone changed come in either case.
+    slots_rule
+        For one-dimensional slots stored per column range: ``exact`` refuses, ``mean`` averages (`TableView`).
+    poll_interval_s
+        How long to wait between two looks when following. A look that finds nothing costs one request.
+    cursor
+        The name to register in the store (`Store.register_cursor`), so that expiry and collection wait: at ``since`` or
+        the first snapshot when the stream begins, and behind each version that was consumed. Needs write access.
+    ttl_s
+        For how long a registered cursor holds without being moved or renewed; None is until `Store.drop_cursor`. It is
+        renewed between batches and looks, so give more than a consumer takes for a batch.
+    max_batch_rows
+        Most rows in a batch.
+    mirror
+        Where the values of changed rows come from. ``none``: the store. ``memory``: a copy of the tables as of the
+        version consumed, to which deltas are added; it is loaded at the first version, and then a version costs what
+        it changes wherever the rows lie. Without slots.
+    cache_bytes
+        Bound on decoded chunks kept for the values of the next versions' rows; not needed with a mirror.
+
+    Raises
+    ------
+    BadInput
+        The cursor is of another store or branch, or an argument is out of range.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> store = Store.create("memory://doctest-changes")
+    >>> with store.writer() as writer:
+    ...     with writer.begin(step=10) as txn:
+    ...         txn.write_table("user", np.zeros((4, 2), np.float32))
+    ...     for step in (20, 30):
+    ...         with writer.begin(step=step) as txn:
+    ...             _ = txn.write_rows("user", np.array([1, 3]), np.full((2, 2), step / 10, np.float32))
+    >>> for batch in changes(store, since=3):
+    ...     batch["version"][0].as_py(), batch["row_id"].to_pylist(), batch["values"].to_pylist()
+    (4, [1, 3], [[3.0, 3.0], [3.0, 3.0]])
+    """
+    return ChangeStream(
+        store, since, tables=tables, follow=follow, slots=slots, slots_rule=slots_rule,
+        poll_interval_s=poll_interval_s, cursor=cursor, ttl_s=ttl_s, max_batch_rows=max_batch_rows,
+        mirror=mirror, cache_bytes=cache_bytes,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class VersionChanges:
+    """What one version changes.
+
+    Attributes
+    ----------
+    version, step
+        The log position, and the training step of its state.
+    batches
+        To be taken to the end before the next version is asked for; may be empty.
+    """
+
+    version: int
+    step: int
+    batches: Iterator[pa.RecordBatch]
+
+
+class _TargetGone(Exception):
+    """The version expired, and is gone, before anything of it was told."""
+
+
+class ChangeStream:
+    """An iterator of record batches; see `changes`. One thread iterates; `close` may be called from any.
+
+    After an error the next call tries again: it begins the version anew that was not consumed to its end.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        since: ChangeCursor | int | None,
+        *,
+        tables: Collection[str] | None,
+        follow: bool,
+        slots: bool,
+        slots_rule: Literal["exact", "mean"],
+        poll_interval_s: float,
+        cursor: str | None,
+        ttl_s: float | None,
+        max_batch_rows: int,
+        mirror: Literal["none", "memory"],
+        cache_bytes: int,
+    ) -> None:
+        if not isinstance(store, Store):
+            raise BadInput(f"changes() takes an open store, found {store!r}; give Store.open(url)", found=str(store))
+        if isinstance(tables, str):
+            raise BadInput(f"tables takes a list of names, found {tables!r}; give [{tables!r}]", found=tables)
+        checked_count("max_batch_rows", max_batch_rows, least=1)
+        checked_number("poll_interval_s", poll_interval_s, above=0, most=1e9)
+        if mirror not in ("none", "memory") or (slots and mirror != "none"):
+            raise BadInput(f"mirror is {mirror!r}; give 'none', or 'memory' without slots", found=mirror)
+        if isinstance(since, ChangeCursor):
+            since.check_of(store)
+        elif since is not None:
+            if isinstance(since, bool) or not isinstance(since, int | np.integer):
+                raise BadInput(
+                    f"since takes a version or a ChangeCursor, found {since!r}; of a text that was kept give "
+                    "ChangeCursor.from_json(...)",
+                    found=str(since),
+                )
+            since = ChangeCursor.at(store, int(since))
+        if slots_rule not in ("exact", "mean"):
+            raise BadInput(f"slots_rule is 'exact' or 'mean', found {slots_rule!r}", found=slots_rule)
+        self._store = store
+        self._cursor = since
+        self._only = None if tables is None else frozenset(tables)
+        self._follow, self._poll_interval_s = follow, poll_interval_s
+        self._slots, self._slots_rule = slots, slots_rule
+        self._name, self._ttl_s = cursor, ttl_s
+        self._max_batch_rows = max_batch_rows
+        self._cache = ChunkLru(cache_bytes) if cache_bytes else None
+        self._copy = StreamCopy(self._is_wanted, is_asked=self._only is not None) if mirror == "memory" else None
+        self._closed = threading.Event()
+        self._is_over = False
+        self._flat: Iterator[pa.RecordBatch] | None = None
+        # The first has the state consumed; those behind it have expired, and were not told.
+        self._path: list[LogEntry] = []
+        self._has_moved = False
+        self._begun: LogEntry | None = None
+        self._head: LogEntry | None = None
+        self._readers: dict[str, SegmentReader] = {}
+        self._registered: int | None = None
+        self._registered_at_s = 0.0
+
+    @property
+    def cursor(self) -> ChangeCursor | None:
+        """How far everything was consumed: a version whose last batch was followed by another call. None: nowhere."""
+        return self._cursor
+
+    @property
+    def tables(self) -> tuple[str, ...] | None:
+        """The tables that are told of, sorted; None is all."""
+        return None if self._only is None else tuple(sorted(self._only))
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether slots are told too."""
+        return self._slots
+
+    @property
+    def store(self) -> Store:
+        """The store whose changes these are."""
+        return self._store
+
+    def __enter__(self) -> ChangeStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the stream: whoever waits in it comes back. A registered cursor stays where it is.
+
+        The iteration over batches ends at once. `versions` ends behind the version under way, whose batches still come:
+        who applies versions as a whole never takes a part of one for all of it.
+        """
+        self._closed.set()
+
+    def __iter__(self) -> Iterator[pa.RecordBatch]:
+        return self
+
+    def __next__(self) -> pa.RecordBatch:
+        """Return the next batch; blocks for reads, and when following for the next version.
+
+        Raises
+        ------
+        CursorExpired
+            What changed since the cursor cannot be told any more; `catch_up` compares with your own copy.
+        VersionNotFound, TableNotFound, BranchNotFound, CorruptStore, AccessDenied, StorageFailure
+        Unsupported
+            One-dimensional slots that ``slots_rule`` refuses.
+        """
+        if self._is_over:
+            raise StopIteration
+        if self._flat is None:
+            self._flat = (batch for version in self.versions() for batch in version.batches)
+        try:
+            batch = next(self._flat)
+        except StopIteration:
+            self._is_over = True
+            raise
+        except BaseException:
+            self._flat = None
+            raise
+        if self._closed.is_set():
+            self._is_over = True
+            raise StopIteration
+        return batch
+
+    def versions(self) -> Iterator[VersionChanges]:
+        """Yield the changes version by version, for a consumer that applies a version as a whole; errors as `next`.
+
+        The cursor moves behind a version when the next one is asked for. Use this or the iteration over batches.
+        """
+        self._begin()
+        while not self._closed.is_set():
+            target = self._next_target()
+            if target is None:
+                return
+            try:
+                batches = self._open_version(target)
+            except _TargetGone:
+                self._pass_by(target)
+                continue
+            told = _Told(batches)
+            yield VersionChanges(target.record.v, target.record.step, told)
+            if told.is_open:
+                if self._closed.is_set():
+                    return
+                raise BadInput(
+                    f"the batches of version {target.record.v} were not taken to the end before the next version was "
+                    "asked for",
+                    version=target.record.v,
+                )
+            self._arrive(target)
+
+    # ---- which version is next
+
+    def _begin(self) -> None:
+        """Learn where the log and the consumer are; does nothing once that is known."""
+        if self._head is None:
+            self._head = self._store.head()
+        if self._cursor is None or self._path:
+            return
+        version = self._cursor.version
+        entry = self._store.commit_log.read_standing(version)
+        relay = self._store.relay
+        if entry is None and relay is not None and version < relay.first:
+            raise CursorExpired(
+                f"relay {self._store.url} holds no version before {relay.first}, the cursor is at {version}: what "
+                "changed between them cannot be told here; compare your copy with a snapshot (catch_up), or read from "
+                "the source",
+                version=version, expected=relay.first,
+            )  # fmt: skip
+        if entry is None or entry.record.v != version:
+            raise VersionNotFound(
+                f"{self._store.url} has no version {version} to go on from; the newest is {self._head.record.v}",
+                version=version,
+            )
+        if entry.record.state is None:  # else which tables it had is not known here
+            self._check_tables(entry.record.tables.keys() | self._head.record.tables.keys())
+        self._hold(version)
+        self._path = [entry]
+
+    def _is_wanted(self, table: str) -> bool:
+        return self._only is None or table in self._only
+
+    def _check_tables(self, known: Collection[str]) -> None:
+        missing = sorted((self._only or frozenset()) - frozenset(known))
+        if missing:
+            raise TableNotFound(f"no table {missing[0]!r}; there are {sorted(known)}", table=missing[0])
+
+    def _next_target(self) -> LogEntry | None:
+        """The next record whose changes are to be told; None at the end."""
+        if self._begun is not None:
+            return self._begun
+        assert self._head is not None
+        if not self._path:
+            first = self._head
+            self._check_tables(first.record.tables)
+            if first.record.chain:
+                return first
+            self._arrive(first)  # Nothing was saved yet: there is no state to tell.
+        last = self._head.record.v
+        while not self._closed.is_set():
+            newest = self._path[-1]
+            if not self._follow and newest.record.v >= last:
+                self._settle_hold()
+                return None
+            entry = self._store.poll(newest)
+            if entry is None:
+                if newest.record.v < last and not (self._follow and self._store.relay):
+                    check_no_hole(self._store.commit_log, newest)
+                self._settle_hold()
+                self._closed.wait(self._poll_interval_s)
+                continue
+            if entry.record.kind == "close":
+                raise BranchNotFound(f"the branch of this stream was dropped at version {entry.record.v}")
+            if entry.record.v > self._head.record.v:
+                self._head = entry
+            if self._is_target(entry):
+                return entry
+        return None
+
+    def _is_target(self, entry: LogEntry) -> bool:
+        """Whether the record's changes are to be told; takes it into the path if not."""
+        assert self._head is not None
+        step = plan_move(self._path[-1], entry)
+        if not is_live(self._head.record, entry.record.v):
+            self._pass_by(entry, is_same=isinstance(step, Same))
+            return False
+        is_same = isinstance(plan_path([*self._path, entry]) if self._has_moved else step, Same)
+        if not is_same:
+            return True
+        if self._copy is not None and self._copy.has(self._path[0]):
+            self._copy.follow(entry)
+        self._path, self._has_moved = [entry], False
+        self._cursor = ChangeCursor.at(self._store, entry.record.v)
+        return False
+
+    def _pass_by(self, entry: LogEntry, *, is_same: bool = False) -> None:
+        """Go past a version that is not told; the cursor goes along while the state is the same."""
+        if not self._path:
+            self._head = None  # The first one: begin again with the newest.
+            self._begin()
+            return
+        self._path.append(entry)
+        self._has_moved = self._has_moved or not is_same
+        if not self._has_moved:
+            self._cursor = ChangeCursor.at(self._store, entry.record.v)
+
+    def _arrive(self, target: LogEntry) -> None:
+        """The consumer has everything up to ``target``."""
+        self._begun, self._path, self._has_moved = None, [target], False
+        if self._copy is not None:
+            self._copy.settle()
+        self._cursor = ChangeCursor.at(self._store, target.record.v)
+        chain = {entry.seg for entry in target.record.chain}
+        self._readers = {name: reader for name, reader in self._readers.items() if name in chain}
+        self._settle_hold()
+
+    # ---- what the store is told
+
+    def _hold(self, version: int) -> bool:
+        """Register the cursor at ``version``, if it is to be; returns whether the version is still there."""
+        if self._name is None:
+            return True
+        try:
+            self._store.register_cursor(self._name, version, ttl_s=self._ttl_s)
+        except VersionExpired:
+            return False
+        self._registered, self._registered_at_s = version, time.monotonic()
+        return True
+
+    def _settle_hold(self) -> None:
+        """Move the registered cursor to where the consumer is, or renew it in time."""
+        if self._name is None or self._cursor is None:
+            return
+        if self._registered != self._cursor.version or self._is_renewal_due():
+            self._hold(self._cursor.version)
+
+    def _renew_hold(self) -> None:
+        """Keep what is held while a version is being told: a consumer may take longer for it than ``ttl_s``."""
+        if self._registered is not None and self._is_renewal_due():
+            self._hold(self._registered)
+
+    def _is_renewal_due(self) -> bool:
+        age_s = time.monotonic() - self._registered_at_s
+        return self._ttl_s is not None and age_s * _RENEWALS_PER_TTL > self._ttl_s
+
+    # ---- what a version changes
+
+    def _open_version(self, target: LogEntry) -> Iterator[pa.RecordBatch]:
+        """The batches of a version, of which the first is read here, so that what is gone is noticed before it is told.
+
+        Raises
+        ------
+        _TargetGone
+            The version expired before anything of it was told.
+        """
+        was_begun = self._begun is not None
+        if self._registered is None and not self._hold(target.record.v):
+            self._refuse_begun(was_begun, target, None)
+            raise _TargetGone
+        batches = self._guarded(self._read_changes(target), target, is_begun=was_begun)
+        first = next(batches, None)
+        self._begun = target
+        return chained([] if first is None else [first], batches)
+
+    def _guarded(
+        self, batches: Iterator[pa.RecordBatch], target: LogEntry, *, is_begun: bool
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield the batches; what is missing because a version has expired is no damage, and is told as what it is."""
+        try:
+            for batch in batches:
+                yield batch
+                is_begun = True
+                self._renew_hold()
+        except MissingObject as missing:
+            newest = self._store.head()
+            self._head = newest
+            segment = _segment_of(missing)
+            if segment in _names(target):
+                if is_live(newest.record, target.record.v):
+                    raise
+                self._refuse_begun(is_begun, target, missing)
+                raise _TargetGone from missing
+            held = self._path[0]
+            if is_live(newest.record, held.record.v):
+                raise
+            raise CursorExpired(
+                f"what changed between version {held.record.v} and version {target.record.v} of {self._store.url} "
+                f"cannot be told any more: version {held.record.v} has expired, and segment {segment} is gone; compare "
+                "your copy with a snapshot (catch_up), or start over without a cursor; a registered cursor "
+                "(cursor=) makes expiry wait",
+                version=held.record.v, path=missing.path,
+            ) from missing  # fmt: skip
+
+    def _refuse_begun(self, is_begun: bool, target: LogEntry, missing: MissingObject | None) -> None:
+        if is_begun:
+            raise CursorExpired(
+                f"version {target.record.v} of {self._store.url} expired while it was being read; what came of it is "
+                "part of a state: drop it and go on from the stream's cursor with a new stream, or, if it is applied, "
+                "compare your copy with a snapshot (catch_up); a registered cursor (cursor=) makes expiry wait",
+                version=target.record.v,
+            ) from missing
+
+    def _read_changes(self, target: LogEntry) -> Iterator[pa.RecordBatch]:
+        """Yield the batches of a version."""
+        after = self._snapshot(target)
+        copy = self._prepared_copy(after, target)
+        tables_before = self._tables_before() if copy is None else copy.schemas
+        for table in sorted(tables_before.keys() | after.tables.keys()):
+            if not self._is_wanted(table):
+                continue
+            schema = after.tables.get(table) or tables_before[table]
+            slots = sorted(schema.slots) if self._slots else []
+            blocks = (
+                self._blocks(table, tables_before.get(table), after, target) if copy is None else copy.changed(table)
+            )
+            for block in blocks:
+                yield from change_batches(
+                    table, schema, slots, block, target.record.v, target.record.step, self._max_batch_rows
+                )
+
+    def _ways_to(self, target: LogEntry) -> list[Move]:
+        """How the state consumed becomes the target's, the best way first; the last one needs nothing but the two."""
+        if not self._path:
+            return [Compare()]
+        between_ends = plan_move(self._path[0], target)
+        if isinstance(between_ends, Apply):  # of the target's own segments, which stay as long as it does
+            return [between_ends]
+        by_path = plan_path([*self._path, target])
+        return [between_ends] if by_path == between_ends else [by_path, between_ends]
+
+    def _tables_before(self) -> dict[str, TableSchema]:
+        held = self._path[0].record.chain if self._path else ()
+        return dict(self._end_of(held).tables) if held else {}
+
+    def _prepared_copy(self, after: Snapshot, target: LogEntry) -> StreamCopy | None:
+        """The copy with the version's changes beside it; None where there is none of the state consumed."""
+        if self._copy is None:
+            return None
+        if self._path and not self._copy.has(self._path[0]):
+            try:
+                self._copy.load(self._snapshot(self._path[0]))
+            except MissingObject:
+                self._copy.load(after)  # for the next version; this one is told from the store
+                return None
+        self._copy.prepare(after, self._ways_to(target)[0])
+        return self._copy
+
+    def _blocks(self, table: str, before: TableSchema | None, after: Snapshot, target: LogEntry) -> Iterator[RowBlock]:
+        """The rows of a table that may differ. A delta that was folded on the way may go at any time: then another way.
+
+        What comes then goes on behind the rows that were told: up to there nothing was left out.
+        """
+        ways, last = self._ways_to(target), None
+        while True:
+            move = ways.pop(0)
+            try:
+                for block in self._blocks_by(move, table, before, after, target):
+                    rest = (
+                        block
+                        if last is None
+                        else block.take(slice(int(np.searchsorted(block.rows, last, side="right")), None))
+                    )
+                    if len(rest.rows):
+                        yield rest
+                        last = int(rest.rows[-1])
+                return
+            except MissingObject as missing:
+                if not ways or _segment_of(missing) in _names(target):
+                    raise
+
+    def _blocks_by(
+        self, move: Move, table: str, before: TableSchema | None, after: Snapshot, target: LogEntry
+    ) -> Iterator[RowBlock]:
+        schema = after.tables.get(table)
+        names = [] if schema is None else self._names(schema)
+        if schema is not None and self._only is None and (before is None or before.num_rows < schema.num_rows):
+            after.table(table).check_stored("name the table in tables=", slots=self._slots)
+        new_rows: TableRows | Nothing = (
+            Nothing() if schema is None else TableRows(after, table, names, self._slots_rule)
+        )
+        if before is None:
+            return compared_rows(Nothing(), new_rows)
+        if schema is not None and isinstance(new_rows, TableRows) and isinstance(move, Apply | Reread):
+            change = self._plan_table(table, target, move)
+            if not isinstance(change, Compared):
+                return listed_rows(new_rows, change, self._reader, self._store.workers)
+        held = self._snapshot(self._path[0])
+        is_comparable = schema is not None and are_comparable(before, schema) and self._names(before) == names
+        old_rows = TableRows(held, table, names if is_comparable else [], self._slots_rule)
+        return compared_rows(old_rows, new_rows)
+
+    def _plan_table(self, table: str, target: LogEntry, move: Apply | Reread) -> TableChange:
+        if isinstance(move, Reread):
+            common = self._end_of(move.common)
+            return plan_table_change(
+                table, common, self._segments(move.old), self._segments(move.new), since=len(move.common)
+            )
+        count = len(move.segments)
+        # Deltas that were folded on the way are not in the target's chain: nothing is settled there without the rest.
+        is_tail = target.record.chain[-count:] == move.segments
+        since = len(target.record.chain) - count if is_tail else 0
+        return plan_table_change(
+            table, self._end_of(self._path[0].record.chain), (), self._segments(move.segments), since=since
+        )
+
+    def _names(self, schema: TableSchema) -> list[str]:
+        """The arrays that are told of."""
+        return ["codes", *(f"slots/{slot}" for slot in sorted(schema.slots) if self._slots)]
+
+    # ---- segments, opened once
+
+    def _snapshot(self, entry: LogEntry) -> Snapshot:
+        snapshot = Snapshot(self._store.storage, entry, self._store.workers, known=self._readers, cache=self._cache)
+        self._readers.update(snapshot.known_readers)
+        return snapshot
+
+    def _segments(self, chain: Sequence[ChainEntry]) -> list[Segment]:
+        return [Segment(entry.seg, self._open(entry).manifest) for entry in chain]
+
+    def _end_of(self, chain: Sequence[ChainEntry]) -> Manifest:
+        return self._open(chain[-1]).manifest
+
+    def _open(self, entry: ChainEntry) -> SegmentReader:
+        if entry.seg not in self._readers:
+            self._readers[entry.seg] = SegmentReader.open(self._store.storage, entry)
+        return self._readers[entry.seg]
+
+    def _reader(self, name: str) -> ChunkReader:
+        reader = self._readers[name]
+        return reader if self._cache is None else self._cache.over([reader])[0]
+
+
+class _Told:
+    """The batches of a version, and whether its consumer has seen that there are no more."""
+
+    def __init__(self, batches: Iterator[pa.RecordBatch]) -> None:
+        self.is_open = True
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[pa.RecordBatch]:
+        return self
+
+    def __next__(self) -> pa.RecordBatch:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self.is_open = False
+            raise
+
+
+def _segment_of(missing: MissingObject) -> str:
+    """The segment that the object was of."""
+    return (missing.path or "").removeprefix(DATA).partition("/")[0]
+
+
+def _names(entry: LogEntry) -> set[str]:
+    return {link.seg for link in entry.record.chain}

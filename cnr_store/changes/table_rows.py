@@ -1,0 +1,191 @@
+"""One table of a snapshot, read by windows of row ids or by lists of rows: dense rows and hashed keys alike.
+
+Memory is bounded by windows: of ids, because a chunk of a sparse list spans many rows, and of bytes, because those are
+what is held. Nothing here is kept from read to read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from cnr_store.changes.arrow import RowBlock
+from cnr_store.encodings.widths import carrier
+from cnr_store.read.plan import Batch, TablePlan, plan_table
+from cnr_store.read.replay import matching, replay_hashed
+from cnr_store.read.snapshot import Snapshot
+from cnr_store.read.table_reader import read_range, read_rows
+from cnr_store.segment.codes import Array, array_specs
+from cnr_store.types import RowIds, SlotsRule
+
+WINDOW_BYTES = 32 * 1024 * 1024
+"""Values held at once, about; a window of a hashed table is never less than a chunk."""
+
+LEAST_ROWS = 1024
+"""Rows read at once however wide they are."""
+
+FIRST_KEY, LAST_KEY = -(2**63), 2**63 - 1
+Span = tuple[int, int, int]
+"""First row, last row (inclusive, for 2**63 has no int64), and how many rows of these there are."""
+Window = tuple[int, int]
+"""First and last row, inclusive."""
+
+
+def plan_windows(spans: Iterable[Span], most_rows: int) -> list[Window]:
+    """Return windows, in order and without gaps, that hold about ``most_rows`` rows of the spans each. Pure.
+
+    The first begins with the smallest int64 and the last ends with the largest, so that every row is in one.
+
+    >>> plan_windows([(0, 9, 10), (10, 19, 10), (5, 25, 3)], 10)[1:]
+    [(10, 19), (20, 9223372036854775807)]
+    """
+    windows: list[Window] = []
+    first, count = FIRST_KEY, 0
+    for _, last, rows in sorted(spans, key=lambda span: span[1]):
+        count += rows
+        if count >= most_rows and last >= first:
+            windows.append((first, last))
+            first, count = last + 1, 0
+    if first <= LAST_KEY:
+        windows.append((first, LAST_KEY))
+    return windows
+
+
+def rows_of(window: Window, num_rows: int) -> tuple[int, int]:
+    """Return the rows [start, stop) of a dense table of ``num_rows`` that are in the window. Pure."""
+    start = min(max(window[0], 0), num_rows)
+    return start, max(start, min(window[1] + 1, num_rows))
+
+
+class TableRows:
+    """Rows of a table as of a snapshot, in the arrays ``names`` (``codes``, ``slots/<name>``). Reads block."""
+
+    def __init__(self, snapshot: Snapshot, table: str, names: Sequence[str], slots_rule: SlotsRule = "exact") -> None:
+        self.table = table
+        self.schema = snapshot.tables[table]
+        self._snapshot = snapshot
+        self._names = tuple(names)
+        self._slots_rule = slots_rule
+        self._specs = array_specs(self.schema)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that are read at once."""
+        row_bytes = sum(self._specs[name].width * carrier(self._specs[name].dtype).itemsize for name in self._names)
+        return max(LEAST_ROWS, WINDOW_BYTES // max(8, row_bytes))
+
+    def spans(self) -> list[Span]:
+        """Return where the rows are, for `plan_windows`; no I/O."""
+        if self.schema.keys == "dense":
+            size, most = self.schema.num_rows, self.most_rows
+            return [(start, min(start + most, size) - 1, min(most, size - start)) for start in range(0, size, most)]
+        return [
+            (step.first, step.last, _count(step.row_list.count, step.row_list.arrays["rows"].chunk_rows, step.chunk))
+            for batch in self._plan().batches
+            for step in batch.steps
+        ]
+
+    def read_window(self, window: Window) -> RowBlock:
+        """Return the rows of a window that the table has."""
+        if self.schema.keys == "dense":
+            start, stop = rows_of(window, self.schema.num_rows)
+            return RowBlock(np.arange(start, stop, dtype=np.int64), self._read_range(start, stop))
+        plan = self._plan()
+        steps_in = replace(plan, batches=_clipped(plan, window))
+        keys, arrays = replay_hashed(self._snapshot.readers, steps_in, self._names, self._snapshot.workers)
+        low = int(np.searchsorted(keys, window[0], side="left"))
+        high = int(np.searchsorted(keys, window[1], side="right"))
+        return RowBlock(keys[low:high], {name: array[low:high] for name, array in arrays.items()})
+
+    def read(self, rows: RowIds, *, since: int = 0) -> RowBlock:
+        """Return the given rows (sorted, unique), with those marked that the table does not have.
+
+        ``since`` is the place in the chain of the first segment that matters: all rows are ``set``, deleted or escaped
+        from there on, so that nothing before it is read.
+        """
+        if self.schema.keys == "hashed":
+            return self._read_keys(rows, since)
+        inside = int(np.searchsorted(rows, self.schema.num_rows))
+        wanted = rows[:inside]
+        # A few rows come through the cache even where they are neighbours; long runs would push out what others need.
+        is_range = len(wanted) > LEAST_ROWS and int(wanted[-1] - wanted[0]) + 1 == len(wanted)
+        if is_range and not since:
+            found = self._read_range(int(wanted[0]), int(wanted[-1]) + 1)
+        else:
+            found = self._empty(len(wanted))
+            plan = _since(plan_table(self._snapshot.manifests, self.table, rows=wanted), since)
+            if len(wanted):
+                readers = self._snapshot.lookup_readers
+                read_rows(readers, plan, wanted, found, self._snapshot.workers, self._slots_rule)
+        if inside == len(rows):
+            return RowBlock(rows, found)
+        arrays = self._empty(len(rows))
+        for name, array in found.items():
+            arrays[name][:inside] = array
+        return RowBlock(rows, arrays, np.arange(len(rows)) < inside)
+
+    def _read_keys(self, rows: RowIds, since: int) -> RowBlock:
+        arrays = self._empty(len(rows))
+        is_present = np.zeros(len(rows), np.bool_)
+        plan = _since(plan_table(self._snapshot.manifests, self.table, rows=rows), since)
+        readers, workers = self._snapshot.lookup_readers, self._snapshot.workers
+        keys, found = replay_hashed(readers, plan, self._names, workers, rows)
+        at, places = matching(rows, keys)
+        is_present[at] = True
+        for name, array in found.items():
+            arrays[name][at] = array[places]
+        return RowBlock(rows, arrays, is_present)
+
+    def _read_range(self, start: int, stop: int) -> dict[str, Array]:
+        outputs = self._empty(stop - start)
+        if stop > start and outputs:
+            plan = plan_table(self._snapshot.manifests, self.table, start, stop)
+            read_range(self._snapshot.readers, plan, outputs, self._snapshot.workers, self._slots_rule)
+        return outputs
+
+    def _empty(self, count: int) -> dict[str, Array]:
+        return {
+            name: np.zeros((count, self._specs[name].width), carrier(self._specs[name].dtype)) for name in self._names
+        }
+
+    def _plan(self) -> TablePlan:
+        return plan_table(self._snapshot.manifests, self.table)
+
+
+def _since(plan: TablePlan, segment: int) -> TablePlan:
+    """The plan from a segment on: rows that nothing is said of there are absent."""
+    if not segment:
+        return plan
+    batches = tuple(batch for batch in plan.batches if batch.segment >= segment)
+    return replace(plan, batches=batches, tracks_status=True)
+
+
+def _clipped(plan: TablePlan, window: Window) -> tuple[Batch, ...]:
+    return tuple(
+        replace(
+            batch,
+            steps=tuple(step for step in batch.steps if step.last >= window[0] and step.first <= window[1]),
+        )
+        for batch in plan.batches
+    )
+
+
+def _count(rows: int, chunk_rows: int, chunk: int) -> int:
+    """Rows of a chunk of a list."""
+    return min(chunk_rows, rows - chunk * chunk_rows)
+
+
+def merged(left: RowBlock, right: RowBlock) -> RowBlock:
+    """Return the rows of two blocks of the same arrays that share none, in order. Pure."""
+    rows = np.concatenate([left.rows, right.rows])
+    order = np.argsort(rows, kind="stable")
+    arrays = {name: np.concatenate([left.arrays[name], right.arrays[name]])[order] for name in left.arrays}
+    present = [_mask(block) for block in (left, right)]
+    return RowBlock(rows[order], arrays, np.concatenate(present)[order])
+
+
+def _mask(block: RowBlock) -> npt.NDArray[np.bool_]:
+    return np.ones(len(block.rows), np.bool_) if block.is_present is None else block.is_present

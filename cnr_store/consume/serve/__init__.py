@@ -1,1 +1,0 @@
-"""The loader: which version to serve, how it gets there, and who is shown it."""

@@ -1,1 +1,0 @@
-"""Changes as Arrow record batches, version by version, and files of them."""

@@ -1,0 +1,168 @@
+"""What the segments of one chain say of each other, and a record of its last one: by manifests alone. Pure, no I/O.
+
+Readers refuse at the first contradiction when they open a chain (`segment.open_chain`), a check of a store lists all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from cnr_store.format.limits import MAX_SHIFT_IN_CHAIN
+from cnr_store.format.manifest import generations, stated_digest
+from cnr_store.format.records import CommitRecord, DenseEntry, Manifest, PartEntry, TableSchema
+from cnr_store.types import Rectangle
+
+
+@dataclass(frozen=True, slots=True)
+class Contradiction:
+    """A statement of segment ``index`` of the chain that cannot be true."""
+
+    index: int
+    message: str
+    table: str | None = None
+
+
+def chain_problems(names: Sequence[str], manifests: Sequence[Manifest], known: int = 0) -> Iterator[Contradiction]:
+    """Yield what is contradictory in a chain: starts that are not the ends before, schemas, dense references. Pure.
+
+    Parameters
+    ----------
+    names, manifests
+        The chain's segments, baseline first.
+    known
+        How many of the first ones were found free of contradictions together.
+    """
+    lives: dict[str, TableSchema] = {}
+    for index, manifest in enumerate(manifests):
+        if index >= known:
+            yield from _check_lives(index, lives, manifest, manifests[index - 1] if index else None)
+            yield from _check_dense(index, names, manifests)
+            if index:
+                yield from _check_starts(index, manifests[index - 1], manifest)
+        for table, schema in manifest.tables.items():
+            first = lives.get(table)
+            if first is None or first.generation != schema.generation:
+                lives[table] = schema
+
+
+def record_problems(record: CommitRecord, last: Manifest) -> Iterator[str]:
+    """Yield where a ``full`` or ``delta`` record differs from the manifest that it made visible. Pure."""
+    if record.kind not in ("full", "delta"):
+        return
+    if record.step != last.step:
+        yield f"says step {record.step}, its segment says {last.step}"
+    # Where a record's side objects are gone, its tables went with them.
+    if record.state is None and record.tables != generations(last.tables, last.parts):
+        yield "names other generations or scales of its tables than its segment"
+
+
+def is_one_life(first: TableSchema, schema: TableSchema) -> bool:
+    """Return whether a table is what it was, but for its number of rows and a scale that was halved. Pure."""
+    return msgspec.structs.replace(first, num_rows=schema.num_rows, shift=schema.shift, fill=schema.fill) == schema
+
+
+def find_dense(names: Sequence[str], manifests: Sequence[Manifest], name: str) -> tuple[int, DenseEntry] | None:
+    """Return which segment of a chain holds a dense tensor of the last one's state, and where in it. Pure.
+
+    The one that the entry names; or, if compaction has folded that into another, one that holds the same tensor by its
+    own bytes (spec, CNR-DEN-4). None if there is neither.
+
+    Parameters
+    ----------
+    names, manifests
+        The chain's segments, baseline first.
+    name
+        A tensor that the last manifest has.
+    """
+    entry = manifests[-1].dense[name]
+    segment = entry.segment or names[-1]
+    if segment in names:
+        return names.index(segment), entry
+    for index, manifest in enumerate(manifests):
+        held = manifest.dense.get(name)
+        if held is not None and not held.segment and _is_same_tensor(held, entry):
+            return index, held
+    return None
+
+
+def _is_same_tensor(a: DenseEntry, b: DenseEntry) -> bool:
+    return (a.digest, a.dtype, a.shape) == (b.digest, b.dtype, b.shape)
+
+
+def _check_lives(
+    index: int, lives: Mapping[str, TableSchema], manifest: Manifest, before: Manifest | None
+) -> Iterator[Contradiction]:
+    """Within a generation a table stays what it is, but for its number of rows and a scale that is halved.
+
+    ``lives`` has each table as its last life before the segment began.
+    """
+    for table, schema in manifest.tables.items():
+        first = lives.get(table)
+        if first is None:
+            continue
+        old = None if before is None else before.tables.get(table)
+        if schema.generation != first.generation or old is None:
+            if schema.generation <= first.generation:
+                message = f"table {table!r} begins again in generation {schema.generation}, after {first.generation}"
+                yield Contradiction(index, message, table)
+            continue
+        if not is_one_life(first, schema):
+            message = f"table {table!r} changes its shape, encoding or slots within generation {schema.generation}"
+            yield Contradiction(index, message, table)
+        if schema.shift < old.shift:
+            yield Contradiction(index, f"table {table!r}: shift goes back from {old.shift} to {schema.shift}", table)
+        if schema.shift - first.shift > MAX_SHIFT_IN_CHAIN:
+            message = f"table {table!r}: shift goes from {first.shift} to {schema.shift} within one chain"
+            yield Contradiction(index, message, table)
+
+
+def _check_starts(index: int, before: Manifest, after: Manifest) -> Iterator[Contradiction]:
+    """Each part starts from the state that the segment before ended with, where both say so."""
+    ends: dict[str, list[PartEntry]] = {}
+    for part in before.parts:
+        ends.setdefault(part.table, []).append(part)
+    whole = {(part.table, part.rows, part.columns): part.state_digest for part in before.parts}
+    for part in after.parts:
+        old, new = before.tables.get(part.table), after.tables[part.table]
+        if part.base_digest is None or old is None or (old.generation, old.shift) != (new.generation, new.shift):
+            continue  # Of another shift it starts from the same codes in a finer unit, which have another digest.
+        rows = _rows_before(part.rows, new.num_rows, old.num_rows)
+        if rows is None:
+            continue
+        end = whole.get((part.table, rows, part.columns)) if rows[0] < rows[1] else None
+        if end is None:
+            total = stated_digest(ends.get(part.table, []), Rectangle(rows, part.columns))
+            end = None if total is None else f"{total:016x}"
+        if end is not None and part.base_digest != end:
+            message = (
+                f"a part of table {part.table!r} starts from state digest {part.base_digest}, the segment before it "
+                f"ends with {end}"
+            )
+            yield Contradiction(index, message, part.table)
+
+
+def _rows_before(rows: tuple[int, int], num_rows: int, num_rows_before: int) -> tuple[int, int] | None:
+    """Where a part's rows were; those at the end of a table that was resized ended where the table did."""
+    start, stop = rows[0], num_rows_before if rows[1] == num_rows else min(rows[1], num_rows_before)
+    return None if stop < start else (start, stop)
+
+
+def _check_dense(index: int, names: Sequence[str], manifests: Sequence[Manifest]) -> Iterator[Contradiction]:
+    """What a tensor says of bytes in another segment is what that one says of them."""
+    for name, entry in manifests[index].dense.items():
+        if not entry.segment:
+            continue
+        found = find_dense(names[: index + 1], manifests[: index + 1], name)
+        if found is None:
+            message = f"dense tensor {name!r} lies in {entry.segment}, which is not in the chain, nor is it in another"
+            yield Contradiction(index, message)
+        elif not _is_there(found[1], name, manifests[found[0]]):
+            yield Contradiction(index, f"dense tensor {name!r} is not in {entry.segment} as it is referenced")
+
+
+def _is_there(entry: DenseEntry, name: str, holder: Manifest) -> bool:
+    held = holder.dense.get(name)
+    return held is not None and held.segment == "" and msgspec.structs.replace(entry, segment="") == held

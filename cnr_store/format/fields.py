@@ -1,0 +1,77 @@
+r"""Single fields of documents as types: numbers with their ranges, digests, names and paths with their patterns.
+
+The JSON Schemas of the specification are generated from these, so every reader sees the same limits. A pattern ends in
+``$(?!\n)``: in Python ``$`` alone lets a line feed stand behind it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from cnr_store.format.limits import (
+    MAX_CHUNK_ROWS,
+    MAX_DIM,
+    MAX_DIMENSIONS,
+    MAX_ELEMENTS,
+    MAX_INTEGER,
+    MAX_OBJECT_BYTES,
+    MAX_SHIFT,
+)
+
+_END = r"$(?!\n)"
+_PART = r"(?!\.+(/|$))[A-Za-z0-9._%-]+"
+PATH_PATTERN = rf"^{_PART}(/{_PART})*{_END}"
+"""A relative path: parts of safe characters joined by ``/``, none of them dots only."""
+
+SEGMENT_PATTERN = rf"^[0-9]{{20}}-[0-9a-f]{{32}}{_END}"
+
+Count = Annotated[int, Meta(ge=0, le=MAX_INTEGER)]
+"""A number that cannot be negative: versions, sizes, steps, times in ms."""
+
+Positive = Annotated[int, Meta(ge=1, le=MAX_INTEGER)]
+NumRows = Annotated[int, Meta(ge=0, le=MAX_ELEMENTS)]
+Dim = Annotated[int, Meta(ge=1, le=MAX_DIM)]
+Shift = Annotated[int, Meta(ge=0, le=MAX_SHIFT)]
+ChunkRows = Annotated[int, Meta(ge=1, le=MAX_CHUNK_ROWS)]
+ObjectSize = Annotated[int, Meta(ge=0, le=MAX_OBJECT_BYTES)]
+RowNumber = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+"""A row id or key: any int64."""
+
+NonNegative = Annotated[float, Meta(ge=0)]
+Above0 = Annotated[float, Meta(gt=0)]
+
+Sha256 = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{64}}{_END}")]
+Hex32 = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{32}}{_END}")]
+"""A uuid, a transaction, or an xxh3-128."""
+
+Hex16 = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{16}}{_END}")]
+"""A state digest."""
+
+Hex8 = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{8}}{_END}")]
+BranchOrNone = Annotated[str, Meta(pattern=rf"^([0-9a-f]{{32}})?{_END}")]
+"""The uuid of a branch, or empty for the store's own log."""
+
+SegmentName = Annotated[str, Meta(pattern=SEGMENT_PATTERN)]
+SegmentOrOwn = Annotated[str, Meta(pattern=rf"^([0-9]{{20}}-[0-9a-f]{{32}})?{_END}")]
+"""The name of a segment, or empty for the one that says it."""
+
+KeyPath = Annotated[str, Meta(pattern=PATH_PATTERN)]
+Name = Annotated[str, Meta(min_length=1, max_length=1024, pattern=rf"^[^\x00-\x1f\x7f]+{_END}")]
+"""The name of a table, slot, tensor, tag, channel or branch (1,024 bytes at most, which a schema cannot say)."""
+
+Text = Annotated[str, Meta(pattern=rf"^[^\x00-\x1f\x7f]*{_END}")]
+"""For people: without control characters."""
+
+Feature = Annotated[str, Meta(pattern=rf"^[a-z0-9_]{{1,64}}{_END}")]
+
+ArrayDtype = Literal[
+    "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"
+]
+TensorDtype = Literal[
+    "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
+    "bfloat16", "bool",
+]  # fmt: skip
+Shape = Annotated[tuple[NumRows, ...], Meta(max_length=MAX_DIMENSIONS)]
+ArrayShape = Annotated[tuple[NumRows, ...], Meta(min_length=1, max_length=2)]

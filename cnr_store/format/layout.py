@@ -1,0 +1,174 @@
+"""Key names of the store: the one place that knows how a path is spelled (spec, section 2). Pure, no I/O."""
+
+from __future__ import annotations
+
+import re
+
+from cnr_store.errors import BadName
+from cnr_store.format.fields import PATH_PATTERN, SEGMENT_PATTERN
+
+IDENTITY = "cnr.json"
+ROOT_GROUP = "zarr.json"
+HINT = "hint/latest.json"
+LAST_MAINTENANCE = "hint/maintenance.json"
+RELAY = "relay.json"
+RELAY_TRIMS = "relay/trims.json"
+COMMITS = "commits/"
+BRANCHES = "branches/"
+DATA = "data/"
+STATE = "state/"
+LEASES = "leases/"
+READER_LEASES = "leases/readers/"
+CURSORS = "leases/cursors/"
+COMPACTION_LEASE = "leases/compact.json"
+FOLDERS = (COMMITS, STATE, "hint/", BRANCHES, DATA, LEASES, "relay/")
+"""All that a store, or a relay, writes to below its root; other names there are left alone."""
+
+MANIFEST = "_segment.json"
+RECEIPT = "_receipt.json"
+
+MAX_NAME_BYTES = 1024
+"""Longest table, tensor or slot name in UTF-8 bytes."""
+
+MAX_NODE_BYTES = 255
+"""Longest path component that every file system takes."""
+
+_SAFE = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-")
+_POSITION = re.compile(r"commits/([0-9]{20})\.json")
+_STATE = re.compile(r"state/([0-9a-f]{64})\.json")
+_BRANCH = re.compile(r"[0-9a-f]{32}")
+_SEGMENT = re.compile(SEGMENT_PATTERN)
+_RELATIVE_PATH = re.compile(PATH_PATTERN)
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+def commit_key(version: int, prefix: str = "") -> str:
+    """Return the key of a log position: ``commits/<20 digits>.json``, below ``prefix`` (`branch_prefix`)."""
+    return f"{prefix}{COMMITS}{version:020d}.json"
+
+
+def commit_version(key: str, prefix: str = "") -> int | None:
+    """Return the version whose record ``key`` is in the log below ``prefix``, or None if it is no log position."""
+    match = _POSITION.fullmatch(key.removeprefix(prefix)) if key.startswith(prefix) else None
+    return int(match.group(1)) if match else None
+
+
+def hint_key(prefix: str = "") -> str:
+    """Return the key of the hint of the log below ``prefix``."""
+    return f"{prefix}{HINT}"
+
+
+def is_branch_name(name: str) -> bool:
+    """Say whether ``name`` is the folder name of a branch's log, its uuid."""
+    return _BRANCH.fullmatch(name) is not None
+
+
+def branch_prefix(branch: str) -> str:
+    """Return ``branches/<uuid>/``, where the log of a branch is; ``branch`` is 32 hex digits."""
+    if not is_branch_name(branch):
+        raise BadName(f"{branch[:80]!r} is not the uuid of a branch; expected 32 hex digits", found=branch[:80])
+    return f"{BRANCHES}{branch}/"
+
+
+def branch_of(prefix: str) -> str:
+    """Return the uuid of the branch whose log lies below ``prefix``; empty for the store's own log."""
+    return prefix.removeprefix(BRANCHES).rstrip("/")
+
+
+def segment_name(base: int, txn: str) -> str:
+    """Return the folder name of a segment: ``<base20>-<txn>``; ``txn`` is 32 hex digits."""
+    name = f"{base:020d}-{txn}"
+    check_segment_name(name)
+    return name
+
+
+def is_segment_name(name: str) -> bool:
+    """Say whether ``name`` is a segment folder name."""
+    return _SEGMENT.fullmatch(name) is not None
+
+
+def check_segment_name(name: str) -> None:
+    """Raise `BadName` unless ``name`` is a segment folder name (it may come from a hostile record)."""
+    if not is_segment_name(name):
+        raise BadName(f"{name[:80]!r} is not a segment name; expected <20 digits>-<32 hex digits>", found=name[:80])
+
+
+def segment_prefix(name: str) -> str:
+    """Return ``data/<segment>/``."""
+    check_segment_name(name)
+    return f"{DATA}{name}/"
+
+
+def segment_key(name: str, path: str) -> str:
+    """Return the key of an object inside a segment; refuses a path that could leave it."""
+    check_relative_path(path)
+    return f"{segment_prefix(name)}{path}"
+
+
+def check_relative_path(path: str) -> None:
+    """Raise `BadName` unless ``path`` is a plain relative path of safe characters without dot segments."""
+    if not _RELATIVE_PATH.fullmatch(path):
+        raise BadName(f"path {path[:120]!r} in a manifest is not a plain relative path", found=path[:120])
+
+
+def state_key(digest: str) -> str:
+    """Return the key of a side object, which is named by its sha256."""
+    key = f"{STATE}{digest}.json"
+    if state_digest_of(key) is None:
+        raise BadName(f"{digest[:80]!r} is not a sha256 digest", found=digest[:80])
+    return key
+
+
+def state_digest_of(key: str) -> str | None:
+    """Return the sha256 that a side object's key names; None of any other key."""
+    match = _STATE.fullmatch(key)
+    return None if match is None else match[1]
+
+
+def reader_lease_key(lease: str) -> str:
+    """Return ``leases/readers/<uuid>.json``; ``lease`` is 32 hex digits."""
+    return f"{READER_LEASES}{lease}.json"
+
+
+def cursor_key(name: str) -> str:
+    """Return ``leases/cursors/<name>.json``, the name encoded as `encode_name` does, ending included."""
+    return f"{CURSORS}{encode_name(f'{name}.json')}"
+
+
+def writer_folder(rank: int, attempt: str) -> str:
+    """Return the folder of one writer's parts inside a segment: ``r00000-<attempt8>``."""
+    return f"r{rank:05d}-{attempt}"
+
+
+def encode_name(name: str) -> str:
+    """Return ``name`` as one Zarr node name: percent-encoded to ``[A-Za-z0-9._-]`` and ``%``.
+
+    Names that Zarr v3 or this format keep for themselves (only dots, a ``__`` prefix, ``zarr.json``,
+    ``_receipt.json``) get their first character encoded too, so every non-empty name has a node and the mapping
+    is one to one.
+
+    >>> encode_name("model.ebc/user:0")
+    'model.ebc%2Fuser%3A0'
+    """
+    check_name(name)
+    encoded = "".join(chr(b) if chr(b) in _SAFE else f"%{b:02X}" for b in name.encode())
+    if set(encoded) == {"."} or encoded.startswith("__") or encoded in (ROOT_GROUP, RECEIPT):
+        encoded = f"%{ord(encoded[0]):02X}{encoded[1:]}"
+    if len(encoded) > MAX_NODE_BYTES:
+        raise BadName(
+            f"name {name[:80]!r}... has {len(encoded)} bytes as a path; at most {MAX_NODE_BYTES} fit a file name",
+            expected=MAX_NODE_BYTES, found=len(encoded),
+        )  # fmt: skip
+    return encoded
+
+
+def check_name(name: str) -> None:
+    """Raise `BadName` unless ``name`` can name a table, tensor, slot, tag, channel or branch."""
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError as error:
+        raise BadName(f"name {name!r} is not valid Unicode", found=name) from error
+    if not 0 < size <= MAX_NAME_BYTES:
+        raise BadName(f"a name has 1 to {MAX_NAME_BYTES} bytes, found {size}", expected=MAX_NAME_BYTES, found=size)
+    if _CONTROL.search(name):
+        raise BadName(f"name {name!r} holds a control character", found=name)

@@ -1,0 +1,279 @@
+"""What is wrong with a manifest's statements, as far as no type says it (spec, CNR-DOC-8 and CNR-DOC-9). Pure.
+
+Here stands what one field says of another; ranges and patterns of single fields are in `fields`, what manifests of one
+chain say of each other in `chain_checks`.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+import msgspec
+import numpy as np
+import xxhash
+
+from cnr_store.format.layout import check_name, segment_name
+from cnr_store.format.limits import CHUNK_BYTES, MAX_CHUNK_BYTES, MAX_ELEMENTS, MAX_SCALE, MIN_SCALE
+from cnr_store.format.records import (
+    ArrayEntry,
+    ChainEntry,
+    DenseEntry,
+    Manifest,
+    ObjectEntry,
+    PartEntry,
+    RowListEntry,
+    TableSchema,
+)
+from cnr_store.types import Affine, FloatBits, Lattice
+
+_CARRIERS = {"float32": "float32", "float16": "float16", "bfloat16": "uint16"}
+_STORED_AS = {"bfloat16": "uint16", "bool": "uint8"}
+_NO_BYTES = xxhash.xxh3_128_hexdigest(b"")
+_MANTISSA_BITS = {"float32": range(1, 24), "float16": range(10, 11), "bfloat16": range(7, 8)}
+
+Inventory = Mapping[str, ObjectEntry]
+
+
+def manifest_problems(manifest: Manifest) -> Iterator[str]:
+    """Yield what is wrong with a manifest's own statements, before anybody allocates by them.
+
+    Raises
+    ------
+    BadName
+        A name that cannot be one.
+    """
+    known = {entry.path: entry for entry in manifest.objects}
+    if len(known) != len(manifest.objects):
+        yield "an object is listed twice"
+    for name in (*manifest.tables, *manifest.dense):
+        check_name(name)
+    for name, path in manifest.documents.items():
+        for node in name.split("/"):
+            check_name(node)
+        if path not in known:
+            yield f"document {path} is not in the inventory"
+    for name, schema in manifest.tables.items():
+        yield from _schema_problems(name, schema)
+    for part in manifest.parts:
+        if part.table not in manifest.tables:
+            yield f"a part belongs to unknown table {part.table!r}"
+            continue
+        yield from _part_problems(part, manifest.tables[part.table], known)
+    yield from _overlaps(manifest.parts)
+    yield from _gaps(manifest)
+    for array in manifest.dense_arrays:
+        if len(array.shape) != 1:
+            yield f"dense array {array.path} has shape {array.shape}"
+        yield from _array_problems(array, known, CHUNK_BYTES)
+    yield from _order_problems(manifest)
+    packs = {array.path: array for array in manifest.dense_arrays}
+    for name, tensor in manifest.dense.items():
+        yield from _tensor_problems(name, tensor, packs)
+
+
+def entry_problems(manifest: Manifest, entry: ChainEntry) -> Iterator[str]:
+    """Yield where a manifest is not the one that its chain entry describes. Pure."""
+    if segment_name(manifest.base, manifest.txn) != entry.seg:
+        yield f"says that it is of transaction {manifest.txn}, begun at version {manifest.base}"
+    if (manifest.l0, manifest.l1, manifest.kind) != (entry.l0, entry.l1, entry.kind):
+        yield (
+            f"says {manifest.kind} {manifest.l0} to {manifest.l1}, its chain entry says {entry.kind} {entry.l0} to "
+            f"{entry.l1}"
+        )
+    rows, size = manifest.changed_rows, sum(item.size for item in manifest.objects)
+    if rows != entry.rows or size > entry.bytes:
+        yield f"has {rows} rows in {size} bytes, its chain entry says {entry.rows} in {entry.bytes}"
+
+
+def _schema_problems(table: str, schema: TableSchema) -> Iterator[str]:
+    """What would make decoding undefined, and sizes that cannot be."""
+    if schema.num_rows * schema.dim > MAX_ELEMENTS:
+        yield f"table {table!r} has shape ({schema.num_rows}, {schema.dim})"
+    if schema.keys == "hashed" and schema.num_rows:
+        yield f"table {table!r} has hashed keys and {schema.num_rows} rows"
+    encodings = [(schema.encoding, schema.dtype), *((slot.encoding, slot.dtype) for slot in schema.slots.values())]
+    for encoding, dtype in encodings:
+        if isinstance(encoding, Lattice) and not MIN_SCALE <= encoding.scale * 0.5**schema.shift <= MAX_SCALE:
+            yield f"table {table!r} has scale {encoding.scale} and shift {schema.shift}"
+        if isinstance(encoding, FloatBits) and encoding.mantissa_bits not in _MANTISSA_BITS[dtype]:
+            yield f"table {table!r} has float_bits with {encoding.mantissa_bits} mantissa bits of {dtype}"
+    for name, slot in schema.slots.items():
+        check_name(name)
+        if isinstance(slot.encoding, Affine):
+            yield f"slot {name!r} of table {table!r} is affine"
+
+
+def _overlaps(parts: tuple[PartEntry, ...]) -> Iterator[str]:
+    """Parts of one table are disjoint rectangles: swept by their first row, beside those that have not ended."""
+    by_table: dict[str, list[PartEntry]] = {}
+    for part in parts:
+        if part.rows[0] < part.rows[1]:
+            by_table.setdefault(part.table, []).append(part)
+    for table, own in by_table.items():
+        ends = iter(sorted(own, key=lambda part: part.rows[1]))
+        next_end = next(ends)
+        lefts: list[int] = []  # of the rectangles that have the row, sorted; and where each stops
+        rights: dict[int, int] = {}
+        for part in sorted(own, key=lambda part: part.rows):
+            while next_end.rows[1] <= part.rows[0]:
+                del lefts[bisect_left(lefts, next_end.columns[0])]
+                next_end = next(ends)
+            left, right = part.columns
+            at = bisect_right(lefts, left)
+            if (at and rights[lefts[at - 1]] > left) or (at < len(lefts) and lefts[at] < right):
+                yield f"two parts of table {table!r} overlap at row {part.rows[0]}"
+                return
+            lefts.insert(at, left)
+            rights[left] = right
+
+
+def _gaps(manifest: Manifest) -> Iterator[str]:
+    """Disjoint parts of a table make it up where their areas do: rows of no part would be taken for absent ones."""
+    areas: Counter[str] = Counter()
+    for part in manifest.parts:
+        areas[part.table] += (part.rows[1] - part.rows[0]) * (part.columns[1] - part.columns[0])
+    for name, schema in manifest.tables.items():
+        if schema.keys == "dense" and areas[name] != schema.num_rows * schema.dim:
+            yield f"the parts of table {name!r} of shape ({schema.num_rows}, {schema.dim}) do not make it up"
+
+
+def _expected_arrays(schema: TableSchema, operation: str, width: int) -> dict[str, tuple[tuple[str, ...], int | None]]:
+    """Array name to the dtypes and the number of columns it may have in a row list (None: one-dimensional)."""
+    expected: dict[str, tuple[tuple[str, ...], int | None]] = {"rows": (("int64",), None)}
+    if operation == "delete":
+        return expected
+    encodings = {"codes": (schema.encoding, schema.dtype, False)} | {
+        f"slots/{name}": (slot.encoding, slot.dtype, slot.kind == "row") for name, slot in schema.slots.items()
+    }
+    for name, (encoding, dtype, is_vector) in encodings.items():
+        columns = None if is_vector else width
+        if operation == "escape":
+            expected["values" if name == "codes" else name] = ((_CARRIERS[dtype],), columns)
+        elif isinstance(encoding, Affine):
+            expected["codes"] = (("uint8",), (width + 7) // 8 * encoding.bits)
+            expected["scale"] = expected["zero_point"] = ((encoding.param_dtype,), None)
+        elif isinstance(encoding, Lattice | FloatBits):
+            is_narrow = name == "codes" and operation == "set" and isinstance(encoding, Lattice)
+            expected[name] = (("int8", "int16", "int32") if is_narrow else ("int16", "int32"), columns)
+        else:
+            expected[name] = ((_CARRIERS[dtype],), columns)
+    return expected
+
+
+def _part_problems(part: PartEntry, schema: TableSchema, known: Inventory) -> Iterator[str]:
+    start, stop = part.columns
+    if not start < stop <= schema.dim:
+        yield f"part {part.folder} has columns {part.columns} of {schema.dim}"
+    if schema.keys == "hashed" and (part.columns != (0, schema.dim) or part.rows != (0, 0) or part.add is not None):
+        yield f"part {part.folder} of a hashed table has rows {part.rows}, columns {part.columns}, or differences"
+    if not part.rows[0] <= part.rows[1] <= (schema.num_rows if schema.keys == "dense" else 0):
+        yield f"part {part.folder} has rows {part.rows} of {schema.num_rows}"
+    for operation in ("add", "set", "delete", "escape"):
+        row_list: RowListEntry | None = getattr(part, operation)
+        if row_list is not None:
+            yield from _list_problems(part, operation, row_list, schema, known)
+
+
+def _list_problems(
+    part: PartEntry, operation: str, row_list: RowListEntry, schema: TableSchema, known: Inventory
+) -> Iterator[str]:
+    where = f"part {part.folder} {operation}"
+    if "rows" not in row_list.arrays:
+        yield f"{where} has no rows"
+        return
+    for name, (dtypes, width) in _expected_arrays(schema, operation, part.columns[1] - part.columns[0]).items():
+        found = row_list.arrays.get(name)
+        if found is None:
+            yield f"{where} lacks array {name!r}"
+        elif found.dtype not in dtypes or found.shape[1:] != (() if width is None else (width,)):
+            yield f"{where}: array {name!r} is {found.dtype} {found.shape}"
+    chunk_rows = row_list.arrays["rows"].chunk_rows
+    weights = next(name for name in ("codes", "values", "rows") if name in row_list.arrays)
+    for name, array in row_list.arrays.items():
+        yield from _array_problems(array, known, CHUNK_BYTES if name == weights else MAX_CHUNK_BYTES)
+        if array.shape[0] != row_list.count or array.chunk_rows != chunk_rows:
+            yield f"{where}: array {array.path} has shape {array.shape}, the list has {row_list.count} rows"
+        if not array.path.startswith(f"{part.folder}/"):
+            yield f"{where}: array {array.path} is not in the part's folder"
+    chunks = -(-row_list.count // chunk_rows)
+    if len(row_list.first) != chunks or len(row_list.last) != chunks:
+        yield f"{where} has {len(row_list.first)} and {len(row_list.last)} chunk ranges for {chunks} chunks"
+        return
+    for k, (first, last) in enumerate(zip(row_list.first, row_list.last, strict=True)):
+        rows_here = min(chunk_rows, row_list.count - k * chunk_rows)
+        if last - first + 1 < rows_here or (k and first <= row_list.last[k - 1]):
+            yield f"{where} chunk {k} covers rows {first} to {last} out of order"
+    if schema.keys == "dense" and not part.rows[0] <= row_list.first[0] <= row_list.last[-1] < part.rows[1]:
+        yield f"{where} holds rows outside {part.rows}"
+
+
+def _order_problems(manifest: Manifest) -> Iterator[str]:
+    """An array has one line, and only codes of an ``add`` list have an order: that of an int16 vector beside them.
+
+    A reader finds that vector by its path, and gives it to a kernel without checks of bounds.
+    """
+    lists = [
+        (f"part {part.folder} {operation}", operation, row_list.arrays)
+        for part in manifest.parts
+        for operation in ("add", "set", "delete", "escape")
+        if (row_list := getattr(part, operation)) is not None
+    ]
+    lists += [(f"dense array {array.path}", "", {"dense": array}) for array in manifest.dense_arrays]
+    seen: set[str] = set()
+    for where, operation, arrays in lists:
+        for name, array in arrays.items():
+            if array.path in seen:
+                yield f"{where}: {array.path} is another array too"
+            seen.add(array.path)
+            if array.order is msgspec.UNSET:
+                continue
+            keys = next((one for one in arrays.values() if one.path == array.order), None)
+            is_key = keys is not None and (keys.dtype, len(keys.shape)) == ("int16", 1)
+            if (operation, name) != ("add", "codes") or not is_key:
+                yield f"{where}: the rows of array {name!r} lie in the order of {array.order!r}"
+
+
+def _array_problems(array: ArrayEntry, known: Inventory, most_bytes: int) -> Iterator[str]:
+    """Chunks that the inventory lacks, or that cannot be what they are said to be.
+
+    ``most_bytes``: of a decoded chunk, unless it is one row.
+    """
+    if math.prod(array.shape) > MAX_ELEMENTS:
+        yield f"array {array.path} claims {math.prod(array.shape)} elements"
+        return
+    size = math.prod((array.chunk_rows, *array.shape[1:])) * np.dtype(array.dtype).itemsize
+    if size > most_bytes and array.chunk_rows > 1:
+        yield f"array {array.path} declares chunks of {size} bytes, at most {most_bytes} are read"
+        return
+    count = -(-array.shape[0] // array.chunk_rows)
+    if count > len(known):
+        yield f"array {array.path} claims {count} chunks, the inventory has {len(known)} objects"
+        return
+    if f"{array.path}/zarr.json" not in known:
+        yield f"array {array.path} has no document in the inventory"
+    suffix = "/0" if len(array.shape) == 2 else ""
+    least, most = (size + 4, size + 4) if array.codec == "bytes" else (4, size + size // 4 + 4096)
+    for k in range(count):
+        chunk = known.get(f"{array.path}/c/{k}{suffix}")
+        if chunk is None:
+            yield f"chunk {k} of array {array.path} is not in the inventory"
+        elif not least <= chunk.size <= most:
+            yield f"chunk {k} of array {array.path} has {chunk.size} bytes, expected {least} to {most}"
+
+
+def _tensor_problems(name: str, tensor: DenseEntry, packs: Mapping[str, ArrayEntry]) -> Iterator[str]:
+    size = math.prod(tensor.shape)
+    if size > MAX_ELEMENTS or (size == 0 and tensor.digest != _NO_BYTES):
+        yield f"dense tensor {name!r} of shape {tensor.shape} has digest {tensor.digest}"
+    if tensor.segment:
+        return  # of which segment it is, and whether it is there, the chain says
+    pack = packs.get(tensor.path)
+    dtype = _STORED_AS.get(tensor.dtype, tensor.dtype)
+    if pack is None or pack.dtype != dtype or tensor.offset + size > pack.shape[0]:
+        yield (
+            f"dense tensor {name!r}, {tensor.dtype} of shape {tensor.shape}, is not in array {tensor.path} at offset "
+            f"{tensor.offset}"
+        )

@@ -1,0 +1,403 @@
+"""The documents of the format as types: identity, commit record, receipt, segment manifest, holds, relay documents.
+
+What they mean is in sections 3, 4 and 7 of the specification. `documents` turns them into bytes and back;
+`commit_record`, `identity` and `manifest` check what no type can say.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from cnr_store.format.fields import (
+    ArrayDtype,
+    ArrayShape,
+    BranchOrNone,
+    ChunkRows,
+    Count,
+    Dim,
+    Feature,
+    Hex8,
+    Hex16,
+    Hex32,
+    KeyPath,
+    Name,
+    NonNegative,
+    NumRows,
+    ObjectSize,
+    Positive,
+    RowNumber,
+    SegmentName,
+    SegmentOrOwn,
+    Sha256,
+    Shape,
+    Shift,
+    TensorDtype,
+    Text,
+)
+from cnr_store.format.limits import MAX_LAYERS, MAX_SLOTS
+from cnr_store.types import MAX_CHAIN, Encoding, JsonValue, Profile, TableDtype
+
+FORMAT = "cnr-store"
+MAJOR = 1
+MINOR = 0
+
+INT8_CODES = "int8_codes"
+"""Reader feature of records in whose chain codes are stored as int8."""
+
+ROW_ORDER = "row_order"
+"""Reader feature of records in whose chain the rows of codes lie in the order of a slot."""
+
+RecordKind = Literal[
+    "init", "fence", "full", "delta", "compact", "rollback", "tag", "untag", "channel", "expire", "fork", "close"
+]
+
+SegmentKind = Literal["baseline", "delta"]
+CodecName = Literal["pcodec", "zstd", "bytes"]
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """``cnr.json``: what the store is. Created once, never changed."""
+
+    format: str
+    major: Count
+    minor: Count
+    store_uuid: Hex32
+    created_ms: Count
+    hash: Literal["sha256"]
+    exclusive_create: Literal["verified", "unsafe_single_writer"]
+    profile: Profile
+
+
+class ChainEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One segment of a chain: applies to the state at ``l0`` and gives the state at ``l1``."""
+
+    seg: SegmentName
+    sha256: Sha256
+    kind: SegmentKind
+    l0: Count
+    l1: Count
+    bytes: Count
+    rows: Count
+
+
+class WaitingEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """Rows whose last change waits for a later segment (thresholded deltas); for people, never for decisions.
+
+    ``count`` rows, counted once per column range; every element of their weights was within ``max_error`` of what the
+    store holds, but for the rounding of floats; the one that waits longest does so for ``oldest`` saves.
+    """
+
+    count: Count
+    max_error: NonNegative
+    oldest: Count
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True):
+    """A table's scale history: ``generation`` counts scales, ``shift`` the halvings since that scale was chosen.
+
+    ``waiting`` is that of all its parts; left out where no row waits.
+    """
+
+    generation: Count
+    scale: float | None = None
+    shift: Shift = 0
+    waiting: WaitingEntry | msgspec.UnsetType = msgspec.UNSET
+
+
+class Pin(msgspec.Struct, frozen=True, kw_only=True):
+    """What keeps a version for a branch: the fork point, the branch's name, and when the branch ends (None: never)."""
+
+    version: Count
+    name: Name
+    expires_ms: Count | None = None
+
+
+class WriterInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Who wrote the record; for people, never for decisions."""
+
+    host: Text
+    lib: Text
+    run_id: Text
+
+
+class Superseded(msgspec.Struct, frozen=True, kw_only=True):
+    """Positions directly before a record that cannot be read and hold no version any more (spec, section 7.10).
+
+    ``torn`` has the sha256 of the bytes at each of them, oldest first; ``follows`` that of the record before them,
+    whose fields the record carries on.
+    """
+
+    follows: Sha256
+    torn: Annotated[tuple[Sha256, ...], Meta(min_length=1)]
+
+
+class Removed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What of the lists below is no more: names, uuids and versions; empty lists are left out."""
+
+    tags: tuple[Name, ...] = ()
+    channels: tuple[Name, ...] = ()
+    pins: tuple[Hex32, ...] = ()
+    kept: tuple[Count, ...] = ()
+    expired: tuple[Count, ...] = ()
+    aborted: tuple[Hex32, ...] = ()
+    tables: tuple[Name, ...] = ()
+
+
+class Lists(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The lists of a record, or how they differ from what lies below; empty ones are left out."""
+
+    tags: dict[Name, Count] = {}
+    channels: dict[Name, Count] = {}
+    pins: dict[Hex32, Pin] = {}
+    kept: tuple[Count, ...] = ()
+    expired: tuple[Count, ...] = ()
+    aborted: dict[Hex32, Count] = {}
+    tables: dict[Name, Generation] = {}
+    removed: Removed | msgspec.UnsetType = msgspec.UNSET
+
+
+class Overflow(Lists, frozen=True, kw_only=True, omit_defaults=True):
+    """``state/<sha256>.json``, a side object: changes of lists that were too many for record ``v``, which put it.
+
+    ``branch`` says in which log: that branch's, or (empty) the store's own.
+    """
+
+    v: Count
+    branch: BranchOrNone
+
+
+class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One position of the commit log (spec, section 3).
+
+    The fields of `Lists` are as they are; where ``state`` names side objects (by sha256, largest first), they and
+    ``removed`` are what has changed since those. ``kept`` are versions below ``floor`` that stay, ``expired`` those
+    above it that are gone.
+    ``check`` is the digest of the record's own bytes without it; in memory it is empty, as it is in drafts.
+    ``aborted`` names the transactions that may never commit or whose segments no live version needs, each with the
+    time (ms) from which its objects may be deleted.
+    """
+
+    v: Count
+    kind: RecordKind
+    commit_uuid: Hex32
+    store_uuid: Hex32
+    parent_digest: Sha256
+    epoch: Count
+    logical: Count
+    step: Count
+    ts_ms: Count
+    chain: Annotated[tuple[ChainEntry, ...], Meta(max_length=MAX_CHAIN)] = ()
+    tables: dict[Name, Generation] = {}
+    tags: dict[Name, Count] = {}
+    channels: dict[Name, Count] = {}
+    pins: dict[Hex32, Pin] = {}
+    floor: Count = 0
+    kept: tuple[Count, ...] = ()
+    expired: tuple[Count, ...] = ()
+    aborted: dict[Hex32, Count] = {}
+    state: Annotated[tuple[Sha256, ...], Meta(min_length=1, max_length=MAX_LAYERS)] | None = None
+    removed: Removed | msgspec.UnsetType = msgspec.UNSET
+    target: Count | None = None
+    name: Name | None = None
+    supersedes: Superseded | None = None
+    reader_features: tuple[Feature, ...] = ()
+    writer_features: tuple[Feature, ...] = ()
+    writer: WriterInfo
+    user: dict[str, JsonValue] = {}
+    check: Hex32 = ""
+
+
+class SlotSchema(msgspec.Struct, frozen=True, kw_only=True):
+    """Optimizer state of a table: ``row`` is (num_rows,), ``element`` is (num_rows, dim).
+
+    With ``mirror`` an ``add`` row holds the difference to the previous code, without it the code itself.
+    """
+
+    kind: Literal["row", "element"]
+    dtype: TableDtype
+    encoding: Encoding
+    mirror: bool
+    fill: float = 0.0
+
+
+class TableSchema(msgspec.Struct, frozen=True, kw_only=True):
+    """Shape and encoding of a table as of a segment's ``l1``. ``num_rows`` is 0 for hashed tables."""
+
+    num_rows: NumRows
+    dim: Dim
+    dtype: TableDtype
+    keys: Literal["dense", "hashed"] = "dense"
+    encoding: Encoding
+    generation: Count = 1
+    shift: Shift = 0
+    fill: float = 0.0
+    slots: Annotated[dict[Name, SlotSchema], Meta(max_length=MAX_SLOTS)] = {}
+
+
+class ArrayEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One Zarr array; ``path`` is relative to the segment, chunks are (chunk_rows, full width).
+
+    ``order`` is the path of the array of the same row list whose values, ascending, the rows of each chunk follow; left
+    out where they follow the row ids.
+    """
+
+    path: KeyPath
+    dtype: ArrayDtype
+    shape: ArrayShape
+    chunk_rows: ChunkRows
+    codec: CodecName
+    order: KeyPath | msgspec.UnsetType = msgspec.UNSET
+
+
+class RowListEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One row list of a part and its arrays, all chunked alike.
+
+    ``first[k]``, ``last[k]`` are the first and last row id of chunk k (inclusive).
+    """
+
+    count: Positive
+    first: tuple[RowNumber, ...]
+    last: tuple[RowNumber, ...]
+    arrays: dict[str, ArrayEntry]
+
+
+class PartEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One writer's rectangle of a table: half-open row and column ranges, its row lists, its digests.
+
+    A part without row lists is a line here and no object. ``base_digest`` is the state digest the part starts from.
+    ``waiting`` is left out where no row of the rectangle waits.
+    """
+
+    table: Name
+    folder: KeyPath
+    rows: tuple[NumRows, NumRows]
+    columns: tuple[NumRows, Dim]
+    base_digest: Hex16 | None = None
+    state_digest: Hex16 | None = None
+    add: RowListEntry | None = None
+    set: RowListEntry | None = None
+    delete: RowListEntry | None = None
+    escape: RowListEntry | None = None
+    waiting: WaitingEntry | msgspec.UnsetType = msgspec.UNSET
+
+
+class DenseEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a dense tensor's elements are: ``shape`` elements from ``offset`` of array ``path`` of ``segment``.
+
+    ``segment`` is empty for the manifest's own segment; else it must be in the same record's chain.
+    """
+
+    segment: SegmentOrOwn
+    path: KeyPath
+    offset: NumRows
+    dtype: TensorDtype
+    shape: Shape
+    digest: Hex32
+
+
+class ObjectEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the inventory: path relative to the segment, size and xxh3-128 of the stored bytes."""
+
+    path: KeyPath
+    size: ObjectSize
+    xxh3_128: Hex32
+
+
+class Receipt(msgspec.Struct, frozen=True, kw_only=True):
+    """``_receipt.json``: what one writer wrote, for whoever puts the manifest over it; no reader opens one."""
+
+    txn: Hex32
+    rank: Count
+    world: Positive
+    attempt: Hex8
+    base: Count
+    l0: Count
+    parts: tuple[PartEntry, ...]
+    dense: dict[Name, DenseEntry] = {}
+    dense_arrays: tuple[ArrayEntry, ...] = ()
+    documents: dict[Text, KeyPath] = {}
+    objects: tuple[ObjectEntry, ...]
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """``_segment.json``: the whole segment; opening a snapshot reads one of these per segment."""
+
+    format: Positive
+    profile: Profile
+    txn: Hex32
+    base: Count
+    kind: SegmentKind
+    l0: Count
+    l1: Count
+    step: Count
+    tables: dict[Name, TableSchema]
+    parts: tuple[PartEntry, ...]
+    dense: dict[Name, DenseEntry] = {}
+    dense_arrays: tuple[ArrayEntry, ...] = ()
+    scalars: dict[str, JsonValue] = {}
+    documents: dict[Text, KeyPath] = {}
+    objects: tuple[ObjectEntry, ...]
+
+    @property
+    def changed_rows(self) -> int:
+        """Rows in all row lists of all parts."""
+        lists = (entry for part in self.parts for entry in (part.add, part.set, part.delete, part.escape))
+        return sum(entry.count for entry in lists if entry is not None)
+
+
+class Hint(msgspec.Struct, frozen=True):
+    """``hint/latest.json``: advisory, may be stale."""
+
+    version: Count
+
+
+class ReaderLease(msgspec.Struct, frozen=True, kw_only=True):
+    """``leases/readers/<uuid>.json``: a reader that is at work on a version, until ``expires_ms``. Advisory."""
+
+    version: Count
+    branch: BranchOrNone
+    expires_ms: Count
+    holder: Text
+
+
+class Cursor(msgspec.Struct, frozen=True, kw_only=True):
+    """``leases/cursors/<name>.json``: how far a consumer of a log is; it holds every version from its own on.
+
+    ``branch`` is the uuid of a branch, or empty. Without ``expires_ms`` it holds until it is dropped. Advisory.
+    """
+
+    name: Name
+    version: Count
+    branch: BranchOrNone
+    moved_ms: Count
+    expires_ms: Count | None = None
+    holder: Text
+
+
+class RelayMarker(msgspec.Struct, frozen=True, kw_only=True):
+    """``relay.json``: this root is a read-only copy of one log from position ``first`` on (spec, section 7.11).
+
+    ``source`` is the URL that was copied from, without credentials; ``branch`` is the uuid of the branch whose log it
+    is, or empty.
+    """
+
+    store_uuid: Hex32
+    branch: BranchOrNone
+    first: Positive
+    source: Text
+    library: Text
+    created_ms: Count
+
+
+class RelayTrims(msgspec.Struct, frozen=True, kw_only=True):
+    """``relay/trims.json``: what a relay holds no longer, and from when (ms) the objects of a segment may be deleted.
+
+    Versions from ``floor`` on and those in ``kept`` are held. Of no meaning to readers.
+    """
+
+    floor: Count = 0
+    kept: tuple[Count, ...] = ()
+    doomed: dict[SegmentName, Count] = {}

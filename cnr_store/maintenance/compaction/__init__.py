@@ -1,0 +1,23 @@
+"""Fold a contiguous run of a chain into one segment, exactly, beside live writers.
+
+A *run* is a contiguous stretch of a chain's segments, a *piece* is one part of the result, a *task* is what one worker
+folds and writes. Deciding is pure (`plan`, `tasks`); folding streams, one chunk of the result at a time (`fold`);
+`run` carries one compaction out.
+"""
+
+from __future__ import annotations
+
+from cnr_store.maintenance.compaction.engines import ENGINES, Engine, check_engine
+from cnr_store.maintenance.compaction.plan import DEFAULT_POLICY, CompactionPolicy
+from cnr_store.maintenance.compaction.run import LEASE_S, CompactionReport, compact
+
+__all__ = [
+    "DEFAULT_POLICY",
+    "ENGINES",
+    "LEASE_S",
+    "CompactionPolicy",
+    "CompactionReport",
+    "Engine",
+    "check_engine",
+    "compact",
+]

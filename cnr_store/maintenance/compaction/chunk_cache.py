@@ -1,0 +1,91 @@
+"""Chunks that several chunks of the result need: decoded once, kept until the last of them is done.
+
+A chunk of a delta spans many chunks of a baseline. Each is decoded at its first use, by one thread while others that
+want it wait, and dropped after its last. Beyond the bound nothing is kept, and what is not kept is decoded again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+
+from cnr_store.format.records import ArrayEntry
+from cnr_store.read.plan import Step
+from cnr_store.segment.cached_reader import Array, CachedReader, Decode, decoded_bytes
+from cnr_store.segment.segment import Scratch, SegmentReader
+
+
+class ChunkCache:
+    """Decoded chunks of some segments.
+
+    Parameters
+    ----------
+    readers
+        The segments that steps count.
+    uses
+        Steps, and how often each is carried out; every time ends with `release`.
+    limit_bytes
+        Bound on what is kept at once.
+
+    Attributes
+    ----------
+    readers
+        The segments, read through the cache.
+    """
+
+    def __init__(self, readers: Sequence[SegmentReader], uses: Iterable[tuple[Step, int]], limit_bytes: int) -> None:
+        self.readers = [CachedReader(reader, self) for reader in readers]
+        self._limit_bytes = limit_bytes
+        self._kept_bytes = 0
+        self._lock = threading.Lock()
+        self._shared: dict[tuple[str, str, int], _Shared] = {}
+        for step, count in uses:
+            if count > 1:
+                shared = _Shared(count)
+                for entry in step.row_list.arrays.values():
+                    self._shared[self._key(step, entry)] = shared
+
+    def release(self, step: Step) -> None:
+        """A use of the step's chunk is over."""
+        shared = self._shared.get(self._key(step, step.row_list.arrays["rows"]))
+        if shared is None:
+            return
+        with self._lock:
+            shared.uses -= 1
+            if shared.uses == 0:
+                self._kept_bytes -= shared.nbytes
+                shared.arrays.clear()
+
+    def read(self, segment: str, entry: ArrayEntry, chunk: int, scratch: Scratch, decode: Decode) -> Array:
+        """See `ChunkKeeper`."""
+        shared = self._shared.get((segment, entry.path, chunk))
+        if shared is None:
+            return decode(scratch)
+        with shared.lock:
+            if entry.path in shared.arrays:
+                return shared.arrays[entry.path]
+            if self._reserve(shared, decoded_bytes(entry)):
+                shared.arrays[entry.path] = decode(Scratch())
+                return shared.arrays[entry.path]
+        return decode(scratch)
+
+    def _key(self, step: Step, entry: ArrayEntry) -> tuple[str, str, int]:
+        return self.readers[step.segment].name, entry.path, step.chunk
+
+    def _reserve(self, shared: _Shared, size_bytes: int) -> bool:
+        with self._lock:
+            if self._kept_bytes + size_bytes > self._limit_bytes:
+                return False
+            self._kept_bytes += size_bytes
+            shared.nbytes += size_bytes
+            return True
+
+
+class _Shared:
+    """The arrays of one chunk of one row list that are kept, and how many uses are still to come."""
+
+    def __init__(self, uses: int) -> None:
+        self.uses = uses
+        self.nbytes = 0
+        self.arrays: dict[str, Array] = {}
+        self.lock = threading.Lock()

@@ -1,0 +1,160 @@
+"""Fold a run of segments into one part of the result, exactly, one chunk of the result at a time.
+
+Codes are added as integers and copied as they are stored, never decoded to floats and encoded again, so that the
+result decodes to the bits that a replay of the run gives. First the row ids alone say what becomes of each row; then
+each row list is written, and each of its chunks is replayed when its turn comes. Memory: a byte per row of the piece
+(or 9 per changed row), the chunks in flight on each thread, and the chunks that several chunks of the result share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+
+from cnr_store.encodings.digest import add_digests
+from cnr_store.format.manifest import stated_digest
+from cnr_store.format.records import Manifest, PartEntry
+from cnr_store.maintenance.compaction.folded_rows import FoldedRows, write_folded
+from cnr_store.maintenance.compaction.statuses import replay_statuses
+from cnr_store.maintenance.compaction.tasks import Piece
+from cnr_store.read.plan import OPERATIONS, Operation, TablePlan, by_columns, plan_table
+from cnr_store.runtime.threads import Workers
+from cnr_store.segment.codes import array_specs
+from cnr_store.segment.segment import SegmentReader, SegmentWriter
+from cnr_store.write.part_layout import write_part_group
+
+CACHE_BYTES = 256 * 1024 * 1024
+"""Bound on the decoded chunks kept for several chunks of the result: of 16 deltas, as a rule, those of one place."""
+
+
+_BASELINE: tuple[Operation, ...] = ("set", "escape")
+
+
+def fold_piece(
+    readers: Sequence[SegmentReader],
+    run: tuple[int, int],
+    piece: Piece,
+    out: SegmentWriter,
+    workers: Workers,
+    *,
+    cache_bytes: int = CACHE_BYTES,
+) -> PartEntry:
+    """Write one part of what the run folds to, and return the manifest's line for it. Blocks.
+
+    Parameters
+    ----------
+    readers
+        The chain's segments up to the end of the run, the baseline first. Of those before the run only the manifests
+        are looked at.
+    run
+        The segments [start, stop) to fold. From 0 on the result is part of a baseline, else of a delta.
+    piece
+        Its columns lie in one stored interval of the table (baseline), or are those of the run's parts (delta).
+    out
+        Gets the part's objects; a part without rows gets none.
+    cache_bytes
+        Bound on what is kept of chunks that are needed again.
+
+    Returns
+    -------
+    PartEntry
+        With the state digest recomputed from the codes (baseline), or as the run's last segment states it (delta).
+
+    Raises
+    ------
+    ValueError
+        The piece's columns are not such columns.
+    CorruptStore, CorruptObject, MissingObject
+        What was written is then part of nothing.
+    """
+    start, stop = run
+    manifests = [reader.manifest for reader in readers[:stop]]
+    schema = manifests[-1].tables[piece.table]
+    folder = out.part_folder(piece.table, piece.rectangle, schema.num_rows, schema.dim)
+    part = PartEntry(
+        table=piece.table, folder=folder, rows=piece.rectangle.rows, columns=piece.rectangle.columns
+    )  # fmt: skip
+    found = 0
+    if schema.keys == "hashed" or piece.rectangle.num_rows:
+        plan = _plan(manifests, start, piece)
+        before = _rows_before(manifests, start, plan)
+        statuses = replay_statuses(readers, plan, before, workers)
+        for operation in _BASELINE if before is None else OPERATIONS:
+            rows = FoldedRows(readers, plan, operation, statuses, is_delta=start > 0)
+            if rows.count:
+                if not (part.add or part.set or part.delete):
+                    write_part_group(out, folder, piece.table, schema, piece.rectangle)
+                row_list, added = write_folded(out, f"{folder}/{operation}", rows, cache_bytes)
+                part = msgspec.structs.replace(part, **{operation: row_list})
+                found = add_digests(found, added)
+    if not any(spec.is_additive for spec in array_specs(schema).values()):
+        return part
+    if start == 0:
+        return msgspec.structs.replace(part, state_digest=_hex(found))
+    return msgspec.structs.replace(
+        part, base_digest=_base_digest(manifests, start, piece), state_digest=_stated(manifests[-1], piece)
+    )
+
+
+def _plan(manifests: Sequence[Manifest], start: int, piece: Piece) -> TablePlan:
+    """The plan of the run's part in the piece; its segments are counted in the chain, as in messages."""
+    first, stop = piece.rectangle.rows
+    plan = _counted_from(
+        start, plan_table(manifests[start:], piece.table, first, stop, columns=piece.rectangle.columns)
+    )
+    cuts = {step.part.columns for batch in plan.batches for step in batch.steps}
+    lacks_row_slots = plan.row_slots and not plan.has_own_row_slots
+    if len(by_columns(plan)) > 1 or lacks_row_slots or (start > 0 and cuts - {piece.rectangle.columns}):
+        raise ValueError(
+            f"columns {piece.rectangle.columns} of table {piece.table!r} cannot be folded at once: the run has parts "
+            f"of columns {sorted(cuts)}"
+        )
+    return plan
+
+
+def _counted_from(start: int, plan: TablePlan) -> TablePlan:
+    batches = (
+        replace(
+            batch,
+            segment=start + batch.segment,
+            steps=tuple(replace(step, segment=start + step.segment) for step in batch.steps),
+        )
+        for batch in plan.batches
+    )
+    return replace(plan, batches=tuple(batches))
+
+
+def _rows_before(manifests: Sequence[Manifest], start: int, plan: TablePlan) -> int | None:
+    """The table's rows before the run; None where its life begins inside, so that nothing is there to build on."""
+    held = manifests[start - 1].tables.get(plan.table) if start > 0 else None
+    if held is None or held.generation != plan.schema.generation:
+        return None
+    return held.num_rows
+
+
+def _base_digest(manifests: Sequence[Manifest], start: int, piece: Piece) -> str | None:
+    """What a run of deltas starts from, as its first segment states it, if the table was there and in the same unit.
+
+    A rectangle at the end of a table that is resized starts from all rows that were there (spec, CNR-DOC-10), so a
+    resize behind the first segment leaves nothing to state; nor does a rectangle without rows.
+    """
+    before, first, last = (manifests[at].tables.get(piece.table) for at in (start - 1, start, -1))
+    if before is None or first is None or last is None or not piece.rectangle.num_rows:
+        return None
+    if (before.generation, first.shift, first.num_rows) != (last.generation, last.shift, last.num_rows):
+        return None
+    parts = (part for part in manifests[start].parts if part.table == piece.table)
+    starts = (msgspec.structs.replace(part, state_digest=part.base_digest) for part in parts)
+    found = stated_digest(starts, piece.rectangle)
+    return None if found is None else _hex(found)
+
+
+def _stated(last: Manifest, piece: Piece) -> str | None:
+    found = stated_digest((part for part in last.parts if part.table == piece.table), piece.rectangle)
+    return None if found is None else _hex(found)
+
+
+def _hex(found: int) -> str:
+    return f"{found:016x}"

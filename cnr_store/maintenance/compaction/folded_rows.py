@@ -1,0 +1,206 @@
+"""One row list of the result, folded chunk by chunk while it is written.
+
+Every row of a list has the same outcome, so a chunk is a replay without statuses: of a ``set`` list the sets and the
+differences to them, of an ``add`` list the differences alone, of an ``escape`` list the exact floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from cnr_store.encodings import digest, kernels
+from cnr_store.format.records import RowListEntry
+from cnr_store.maintenance.compaction.chunk_cache import ChunkCache
+from cnr_store.maintenance.compaction.statuses import Statuses
+from cnr_store.read.plan import Operation, Step, TablePlan, clip
+from cnr_store.read.replay import Overflow, Replay
+from cnr_store.runtime.threads import Inline, blocks
+from cnr_store.segment.codes import (
+    ABSENT,
+    ADDED,
+    CODED,
+    ESCAPED,
+    UNTOUCHED,
+    Array,
+    ArraySpec,
+    TableCodes,
+    array_specs,
+    escape_bits,
+    stored_specs,
+)
+from cnr_store.segment.row_order import order_of
+from cnr_store.segment.segment import Blocks, RowList, SegmentReader, SegmentWriter
+from cnr_store.types import RowIds
+from cnr_store.write.encode import stored_shape
+from cnr_store.write.part_layout import list_attributes
+
+_WIDER: dict[np.dtype[Any], np.dtype[Any]] = {
+    np.dtype(np.int8): np.dtype(np.int16), np.dtype(np.int16): np.dtype(np.int32)
+}  # fmt: skip
+_STATUS: dict[Operation, int] = {"add": ADDED, "set": CODED, "delete": ABSENT, "escape": ESCAPED}
+_READS: dict[Operation, tuple[Operation, ...]] = {
+    "add": ("add",), "set": ("add", "set"), "delete": (), "escape": ("escape",)
+}  # fmt: skip
+"""The operations that count for rows of which the list's operation is the outcome."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoldedRows:
+    """The rows of a piece with one outcome, and where their content is.
+
+    ``is_delta``: the result is part of a delta. If it is not, its rows' part of the state digest is wanted.
+    """
+
+    readers: Sequence[SegmentReader]
+    plan: TablePlan
+    operation: Operation
+    statuses: Statuses
+    is_delta: bool
+
+    @property
+    def count(self) -> int:
+        """How many rows there are."""
+        return self.statuses.count(_STATUS[self.operation])
+
+    def row_ids(self, start: int, stop: int) -> RowIds:
+        """Return the ids of the rows [start, stop) of the list."""
+        return self.statuses.rows(_STATUS[self.operation], start, stop)
+
+    def reading(self) -> TablePlan:
+        """Return the plan of the operations that count for these rows."""
+        chosen = _READS[self.operation]
+        batches = tuple(
+            replace(batch, steps=tuple(step for step in batch.steps if step.operation in chosen))
+            for batch in self.plan.batches
+        )
+        return replace(self.plan, batches=batches, tracks_status=False)
+
+    def specs(self) -> dict[str, ArraySpec]:
+        """Return the arrays of the list."""
+        return {} if self.operation == "delete" else stored_specs(self.plan.schema, self.plan.columns, self.operation)
+
+
+def write_folded(out: SegmentWriter, path: str, rows: FoldedRows, cache_bytes: int) -> tuple[RowListEntry, int]:
+    """Write the row list, and return the manifest's entry for it and what its rows add to the state digest. Blocks.
+
+    Raises
+    ------
+    CorruptStore, CorruptObject, MissingObject
+    """
+    plan, specs = rows.reading(), rows.specs()
+    dtypes = {name: _narrowest(spec, plan) for name, spec in specs.items()}
+    attributes = list_attributes(plan.table, plan.schema, rows.operation)
+    tries = 0
+    while True:
+        attempt = _Attempt(rows, plan, specs, dtypes, cache_bytes)
+        order = order_of(rows.operation, specs, dtypes, rows.count, out.profile)
+        row_list = replace(attempt.row_list, order=order)
+        place = f"{path}-{tries}" if tries else path
+        try:
+            return out.write_row_list(place, row_list, attributes), attempt.digest
+        except Overflow as overflow:
+            # At another place: whoever does this task at the same time may have ended with the wider codes already,
+            # and what was committed must not be written again with others.
+            dtypes = dtypes | {name: _WIDER[dtypes[name]] for name in overflow.names}
+            out.discard(place)
+            tries += 1
+
+
+class _Attempt:
+    """The row list with arrays of given dtypes, and the chunks that its own chunks share."""
+
+    def __init__(
+        self,
+        rows: FoldedRows,
+        plan: TablePlan,
+        specs: dict[str, ArraySpec],
+        dtypes: Mapping[str, np.dtype[Any]],
+        cache_bytes: int,
+    ) -> None:
+        self._rows = rows
+        self._plan = plan
+        self._specs = specs
+        self._dtypes = dtypes
+        self._digests: dict[int, int] = {}
+        self._digested = {n: s for n, s in array_specs(plan.schema, plan.columns).items() if s.is_additive}
+        self._multipliers = {name: spec.multipliers for name, spec in self._digested.items()}
+        kinds = {self._stored(n): (dtypes[n], None if s.is_vector else s.width) for n, s in specs.items()}
+        self.row_list = RowList(rows.count, {"rows": (np.dtype(np.int64), None), **kinds}, self._produce)
+        self._cache = ChunkCache(rows.readers, self._uses(), cache_bytes)
+        self._replay = Replay(self._cache.readers, Inline())
+
+    @property
+    def digest(self) -> int:
+        """What the rows produced add to the state digest."""
+        return digest.add_digests(*self._digests.values())
+
+    def _stored(self, name: str) -> str:
+        return "values" if name == "codes" and self._rows.operation == "escape" else name
+
+    def _uses(self) -> list[tuple[Step, int]]:
+        """How many chunks of the list each step is carried out for: those whose range of rows it meets."""
+        first, last = [], []
+        for start, stop in blocks(self.row_list.count, self.row_list.chunk_rows):
+            first.append(self._rows.row_ids(start, start + 1)[0])
+            last.append(self._rows.row_ids(stop - 1, stop)[0])
+        steps = [step for batch in self._plan.batches for step in batch.steps]
+        begin = np.searchsorted(last, [step.first for step in steps], side="left")
+        end = np.searchsorted(first, [step.last for step in steps], side="right")
+        return [(step, int(count)) for step, count in zip(steps, end - begin, strict=True)]
+
+    def _produce(self, start: int, stop: int) -> Blocks:
+        rows = self._rows.row_ids(start, stop)
+        low, high = int(rows[0]), int(rows[-1]) + 1
+        held = {
+            name: self._replay.scratch(f"held/{name}").take((len(rows), spec.width), self._dtypes[name])
+            for name, spec in self._specs.items()
+        }
+        if self._rows.operation == "add":
+            for array in held.values():
+                array[...] = 0
+        schema = self._plan.schema
+        is_range = high - low == len(rows) and schema.keys == "dense"
+        codes = TableCodes(
+            schema, low if is_range else 0, high if is_range else len(rows), held,
+            columns=self._plan.columns, specs=self._specs,
+        )  # fmt: skip
+        if self._rows.operation == "set" and self._rows.is_delta:
+            # Differences that come before a row's first set are to codes that are not here, and count no more.
+            codes.track_status(UNTOUCHED)
+        plan = clip(self._plan, low, high)
+        self._replay.run(plan, codes, None if is_range else rows)
+        for batch in plan.batches:
+            for step in batch.steps:
+                self._cache.release(step)
+        if not self._rows.is_delta:
+            self._digests[start] = self._digest_of(rows, held, is_range=is_range)
+        stored = {self._stored(name): stored_shape(self._specs[name], array) for name, array in held.items()}
+        return {"rows": rows, **stored}
+
+    def _digest_of(self, rows: RowIds, held: Mapping[str, Array], *, is_range: bool) -> int:
+        total = 0
+        exact = self._rows.operation == "escape"
+        for name, spec in self._digested.items():
+            codes = escape_bits(held[name], spec.dtype) if exact else held[name]
+            presence = spec.presence(escape=exact)
+            if is_range:
+                total += int(kernels.digest_block(codes, int(rows[0]), self._multipliers[name], presence))
+            else:
+                total += int(kernels.digest_rows(codes, rows, self._multipliers[name], presence))
+        return total
+
+
+def _narrowest(spec: ArraySpec, plan: TablePlan) -> np.dtype[Any]:
+    """What the segments have where int32 might be needed: for sets with differences to them, what the sets have."""
+    if spec.held_dtype != np.int32:
+        return spec.held_dtype
+    steps = [step for batch in plan.batches for step in batch.steps if spec.name in step.row_list.arrays]
+    found = {np.dtype(step.row_list.arrays[spec.name].dtype) for step in steps}
+    if np.dtype(np.int32) in found:
+        return np.dtype(np.int32)
+    sets = {np.dtype(step.row_list.arrays[spec.name].dtype) for step in steps if step.operation == "set"}
+    return np.dtype(np.int8) if sets == {np.dtype(np.int8)} else np.dtype(np.int16)

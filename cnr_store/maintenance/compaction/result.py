@@ -1,0 +1,123 @@
+"""What the tasks of a compaction have written, put together: receipts read back, checked, and a manifest over them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from cnr_store.errors import CorruptStore, MissingObject
+from cnr_store.format.chain_checks import find_dense
+from cnr_store.format.layout import segment_key
+from cnr_store.format.records import MAJOR, ChainEntry, Manifest, Receipt
+from cnr_store.maintenance.compaction.engines import Bench, Done, Job
+from cnr_store.maintenance.compaction.tasks import FoldTask, check_pieces, check_states
+from cnr_store.runtime.threads import Workers
+from cnr_store.segment.segment import merge_receipts, read_receipt, write_manifest
+from cnr_store.storage import Storage, read_verified
+from cnr_store.types import JsonValue
+
+
+def write_rest(job: Job, index: int, bench: Bench) -> Done:
+    """Write what is no table and put its receipt: every dense tensor of the run's last state, and its documents.
+
+    Every tensor by its own bytes, also those that lay in segments that stay: deltas behind the run may reference bytes
+    in a segment that is folded, and find them here (spec, CNR-DEN-4). Blocks; the tensors are in memory meanwhile.
+
+    Raises
+    ------
+    CorruptStore, MissingObject
+    """
+    readers = bench.readers[: job.run.stop]
+    manifests = [reader.manifest for reader in readers]
+    out = bench.writer(job, index)
+    tensors, dtypes = {}, {}
+    for name, entry in sorted(manifests[-1].dense.items()):
+        found = find_dense([reader.name for reader in readers], manifests, name)
+        if found is None:
+            raise CorruptStore(
+                f"dense tensor {name!r} lies in segment {entry.segment}, and no segment of the chain has it; run "
+                "`cnr verify`",
+                path=entry.segment,
+            )
+        tensors[name] = readers[found[0]].read_dense(name, found[1])
+        dtypes[name] = entry.dtype
+    out.write_dense(tensors, dtypes)
+    for name in sorted(manifests[-1].documents):
+        out.write_document(name, readers[-1].read_document(name))
+    receipt = out.finish(
+        txn=job.txn, rank=index, world=job.world, attempt=job.attempt, base=job.base, l0=job.l0, parts=()
+    )
+    return Done(index, out.put_receipt(receipt))
+
+
+def verified(storage: Storage, job: Job, done: Done, workers: Workers) -> Receipt | None:
+    """Return the receipt of a task that an earlier compaction noted as done, if all that it names is there, unaltered.
+
+    Reads every object of the task; blocks. None: do the task again.
+
+    Raises
+    ------
+    AccessDenied, StorageFailure
+    """
+    try:
+        receipt = _receipt_of(storage, job, done)
+        workers.run(
+            partial(
+                read_verified, storage, segment_key(job.segment, entry.path),
+                size_bytes=entry.size, digest=entry.xxh3_128,
+            )
+            for entry in receipt.objects
+        )  # fmt: skip
+    except (CorruptStore, MissingObject):
+        return None
+    return receipt
+
+
+def put_manifest(
+    storage: Storage, job: Job, tasks: Sequence[FoldTask], done: Sequence[Done], manifests: Sequence[Manifest]
+) -> ChainEntry:
+    """Read the receipts back, put the manifest over them, and return the chain's entry of the segment. Blocks.
+
+    Parameters
+    ----------
+    done
+        Every task, and the rest behind them.
+    manifests
+        Those of the run.
+
+    Raises
+    ------
+    CorruptStore
+        A task did not write what was planned, or the result is not the state that the run's last segment states.
+    CorruptObject, MissingObject, StorageFailure
+    """
+    receipts = [_receipt_of(storage, job, one) for one in sorted(done, key=lambda one: one.index)]
+    if [receipt.rank for receipt in receipts] != list(range(job.world)):
+        raise CorruptStore(f"compaction {job.txn} has receipts {[r.rank for r in receipts]} of {job.world}")
+    for task, receipt in zip(tasks, receipts, strict=False):
+        check_pieces(task, receipt.parts)
+    first, last = manifests[0], manifests[-1]
+    scalars: dict[str, JsonValue] = dict(last.scalars)
+    manifest = Manifest(
+        format=MAJOR, profile=job.profile, txn=job.txn, base=job.base, kind=job.run.kind, l0=first.l0, l1=last.l1,
+        step=last.step, tables=dict(last.tables), scalars=scalars, **merge_receipts(receipts),
+    )  # fmt: skip
+    if job.run.kind == "baseline":
+        check_states(manifest.parts, last)
+    digest, size = write_manifest(storage, job.segment, manifest)
+    return ChainEntry(
+        seg=job.segment, sha256=digest, kind=job.run.kind, l0=first.l0, l1=last.l1,
+        bytes=size + sum(entry.size for entry in manifest.objects), rows=manifest.changed_rows,
+    )  # fmt: skip
+
+
+def _receipt_of(storage: Storage, job: Job, done: Done) -> Receipt:
+    receipt = read_receipt(storage, job.segment, job.folder(done.index), done.receipt)
+    found = (receipt.txn, receipt.rank, receipt.world, receipt.attempt, receipt.base, receipt.l0)
+    wanted = (job.txn, done.index, job.world, job.attempt, job.base, job.l0)
+    if found != wanted:
+        raise CorruptStore(
+            f"the receipt of task {done.index} of compaction {job.txn} is of another one: {found}",
+            expected=wanted, found=found,
+        )  # fmt: skip
+    return receipt

@@ -1,0 +1,396 @@
+"""One compaction: choose a run, fold it, put its manifest, take the run's place in the log (spec, section 7.7).
+
+Nothing is locked and nothing is deleted. Whoever saves, tags or compacts meanwhile is not held up: the result is
+spliced into the newest chain, or given up where the run is no longer in it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import msgspec
+
+from cnr_store.errors import CommitStateUnknown, Conflict, CorruptStore, MissingObject, StorageFailure
+from cnr_store.format.commit_record import LogEntry
+from cnr_store.format.records import ChainEntry, Manifest, SegmentKind
+from cnr_store.log.author import writer_info
+from cnr_store.log.rebase import draft_after, rebase_compact, replace_run
+from cnr_store.maintenance.compaction.engines import Bench, Done, Engine, Job, check_engine, run_tasks
+from cnr_store.maintenance.compaction.lease import (
+    HeldLease,
+    LeasePlace,
+    is_open,
+    libraries,
+    new_lease,
+    receipts_of,
+    run_of,
+)
+from cnr_store.maintenance.compaction.plan import DEFAULT_POLICY, CompactionPolicy, Run, choose_run, run_between
+from cnr_store.maintenance.compaction.result import put_manifest, verified, write_rest
+from cnr_store.maintenance.compaction.tasks import FoldTask, foldable_run, plan_digest, plan_tasks
+from cnr_store.runtime.threads import Throttle, Workers, check_rate
+from cnr_store.segment.segment import SegmentReader, open_chain
+from cnr_store.store import Store
+
+Outcome = Literal["committed", "nothing", "planned", "abandoned", "busy", "unfinished"]
+ProgressCallback = Callable[[str, int, int], None]
+"""Called as (stage, done, total): ``tasks``, in tasks."""
+
+LEASE_S = 600.0
+"""How long a compaction is believed to be at work behind its last sign of life; a task takes seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompactionReport:
+    """What a compaction did.
+
+    Attributes
+    ----------
+    url
+        The store, without credentials.
+    outcome
+        ``committed``; ``nothing`` to do; ``planned`` by a dry run; ``abandoned``, because the run is gone from the
+        chain or the transaction was declared dead; ``busy``: somebody else is at it; ``unfinished``: the time was
+        over, and the next compaction goes on from there.
+    version
+        The version that the result became, or None.
+    kind, run, l0, l1, reason
+        What was to be folded: the kind of the result, the segments, what it applies to and leads to; and why, or what
+        came in its way. None and empty without a run.
+    tasks, reused_tasks
+        How many tasks the run takes, and how many of them an earlier compaction had done.
+    bytes_in, bytes_out, rows_in, rows_out
+        Of the run, and of the segment that took its place (0 unless committed).
+    seconds
+        Wall time.
+    chain_before, chain_after
+        Segments of the head's chain, when the run was chosen and as it is known now.
+    """
+
+    url: str
+    outcome: Outcome
+    version: int | None = None
+    kind: SegmentKind | None = None
+    run: tuple[str, ...] = ()
+    l0: int | None = None
+    l1: int | None = None
+    reason: str = ""
+    tasks: int = 0
+    reused_tasks: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    rows_in: int = 0
+    rows_out: int = 0
+    seconds: float = 0.0
+    chain_before: int = 0
+    chain_after: int = 0
+
+
+def compact(
+    store: Store,
+    *,
+    policy: CompactionPolicy = DEFAULT_POLICY,
+    run: tuple[int, int] | None = None,
+    engine: Engine = "threads",
+    workers: int | None = None,
+    bytes_per_s: float | None = None,
+    deadline_s: float | None = None,
+    lease_s: float = LEASE_S,
+    force: bool = False,
+    dry_run: bool = False,
+    progress: ProgressCallback | None = None,
+) -> CompactionReport:
+    """Fold one run of the head's chain into one segment that reads the same, bit for bit, and commit it. Blocks.
+
+    Safe beside writers, readers and other compactions. One run at a time: call it until there is nothing to do. Memory:
+    a few chunks per thread, and the dense tensors of one state.
+
+    Parameters
+    ----------
+    store
+        An opened store, or a branch of one.
+    policy
+        What the chain should be like.
+    run
+        Positions (start, stop) of the chain to fold, in place of what the policy would choose.
+    engine
+        ``threads`` of this process; ``processes`` of this machine, for programs whose start is guarded by
+        ``if __name__ == "__main__"``; or tasks on a ``ray`` cluster, whose machines must reach the storage.
+    workers
+        How many threads, processes or tasks work at once; None takes what the machine or cluster has.
+    bytes_per_s
+        Cap on what is written, by all workers together.
+    deadline_s
+        Begin no task after so many seconds; what is done is kept for the next call.
+    lease_s
+        How long others take this call to be at work behind its last sign of life.
+    force
+        Go on although another compaction seems to be at work: it was killed, say. Never unsafe, at worst work for
+        nothing.
+    dry_run
+        Say what would be folded, and write nothing.
+    progress
+        Told about ``tasks``.
+
+    Raises
+    ------
+    BadInput
+        The engine cannot reach the storage, ``run`` is none of the chain, or a number is none that can be meant.
+    ReadOnlyStore, UnsafeBackend
+    CorruptStore, CorruptObject, MissingObject
+        The run does not lead to the state that it states, or cannot be read; nothing was committed.
+    CommitStateUnknown
+        The record was sent and may stand: reading the log tells. What was written must be left alone.
+    MissingDependency, AccessDenied, StorageFailure
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> store = Store.create("memory://doctest-compact")
+    >>> rows = np.arange(2)
+    >>> with store.writer() as writer:
+    ...     with writer.begin(step=0) as txn:
+    ...         txn.write_table("user", np.zeros((4, 2), np.float32))
+    ...     for step in (1, 2):
+    ...         with writer.begin(step=step) as txn:
+    ...             _ = txn.write_rows("user", rows, np.full((2, 2), step, np.float32))
+    >>> report = compact(store, run=(0, 3))
+    >>> report.outcome, report.kind, report.chain_after
+    ('committed', 'baseline', 1)
+    """
+    started = time.monotonic()
+    check_engine(engine, store.storage, workers)
+    check_rate(bytes_per_s)
+    store.check_not_relay()
+    head = store.head()
+    chosen = _choose(head, policy, run)
+    if chosen is not None and not dry_run:
+        head = store.writable_head()
+        chosen = _choose(head, policy, run)
+    report = CompactionReport(
+        store.url, "nothing", chain_before=len(head.record.chain), chain_after=len(head.record.chain)
+    )
+    if chosen is not None:
+        try:
+            plan = _plan(store, head, chosen)
+        except MissingObject:
+            if store.head().record.chain == head.record.chain:
+                raise
+            # Folded by another compaction, and deleted, since the head was read: nothing is damaged.
+            report = replace(report, outcome="abandoned", reason="the chain was replaced while it was looked at")
+            return replace(report, seconds=time.monotonic() - started)
+        if dry_run:
+            report = plan.describe(report, "planned")
+        else:
+            start = _Start(engine, workers, bytes_per_s, _is_over(started, deadline_s), progress or _say_nothing)
+            report = _take_up(store, report, plan, start, lease_s, force=force, is_bound=run is not None)
+    return replace(report, seconds=time.monotonic() - started)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What is folded behind which head, decided."""
+
+    head: LogEntry
+    readers: tuple[SegmentReader, ...]
+    run: Run
+    tasks: tuple[FoldTask, ...]
+    digest: str
+
+    @property
+    def entries(self) -> tuple[ChainEntry, ...]:
+        """The run."""
+        return self.head.record.chain[self.run.start : self.run.stop]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The segments of the run."""
+        return tuple(entry.seg for entry in self.entries)
+
+    @property
+    def manifests(self) -> list[Manifest]:
+        """Those of the run."""
+        return [reader.manifest for reader in self.readers[self.run.start : self.run.stop]]
+
+    def describe(self, report: CompactionReport, outcome: Outcome, reason: str | None = None) -> CompactionReport:
+        """Return the report with the run in it."""
+        return replace(
+            report, outcome=outcome, kind=self.run.kind, run=self.names, l0=self.entries[0].l0, l1=self.entries[-1].l1,
+            reason=self.run.reason if reason is None else reason, tasks=len(self.tasks),
+            bytes_in=sum(entry.bytes for entry in self.entries), rows_in=sum(entry.rows for entry in self.entries),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """How the work is to be done."""
+
+    engine: Engine
+    workers: int | None
+    bytes_per_s: float | None
+    is_over: Callable[[], bool]
+    progress: ProgressCallback
+
+
+def _choose(head: LogEntry, policy: CompactionPolicy, wanted: tuple[int, int] | None) -> Run | None:
+    chain = head.record.chain
+    return choose_run(chain, policy) if wanted is None else run_between(chain, *wanted)
+
+
+def _plan(store: Store, head: LogEntry, chosen: Run) -> _Plan:
+    chain = head.record.chain
+    readers = open_chain(store.storage, chain, store.workers)
+    return _plan_of(store, head, readers, foldable_run([reader.manifest for reader in readers], chosen))
+
+
+def _plan_of(store: Store, head: LogEntry, readers: tuple[SegmentReader, ...], run: Run) -> _Plan:
+    tasks = plan_tasks([reader.manifest for reader in readers], run)
+    digest = plan_digest(head.record.chain[run.start : run.stop], store.identity.profile, tasks)
+    return _Plan(head, readers, run, tasks, digest)
+
+
+def _take_up(
+    store: Store, report: CompactionReport, plan: _Plan, start: _Start, lease_s: float, *, force: bool, is_bound: bool
+) -> CompactionReport:
+    """Go on with what an earlier compaction has left, or begin anew, unless somebody is at work.
+
+    ``is_bound``: the caller wants the run of the plan and no other.
+    """
+    place = LeasePlace(store.storage, store.commit_log)
+    old = place.read()
+    where = None if old is None else run_of(old, plan.head.record)
+    note = None
+    if old is not None and where is not None and is_open(old, store.commit_log, plan.head):
+        if place.is_live(old) and not force:
+            return plan.describe(report, "busy", f"{old.holder} is at work on it; its lease ends by itself")
+        kind = plan.head.record.chain[where[0]].kind
+        again = _plan_of(store, plan.head, plan.readers, Run(*where, kind, "begun by an earlier compaction"))
+        if (old.plan, old.libraries) == (again.digest, libraries()) and not (is_bound and again.names != plan.names):
+            plan, note = again, msgspec.structs.replace(old, holder=writer_info().host)
+    if note is None:
+        note = new_lease(plan.names, plan.head.record.v, plan.digest, writer_info().host)
+    held = place.hold(note, lease_s)
+    try:
+        return _Work(store, plan, held, start).carry_out(report)
+    finally:
+        held.release()
+
+
+class _Work:
+    """The work on one plan, under one lease."""
+
+    def __init__(self, store: Store, plan: _Plan, held: HeldLease, start: _Start) -> None:
+        note = held.lease
+        self._store, self._plan, self._held, self._start = store, plan, held, start
+        self._job = Job(
+            segment=note.segment, txn=note.txn, base=note.base, l0=plan.entries[0].l0, attempt=plan.digest[:8],
+            world=len(plan.tasks) + 1, profile=store.identity.profile,
+            chain=plan.head.record.chain[: plan.run.stop], run=plan.run,
+        )  # fmt: skip
+        self._head = plan.head
+        self._done: dict[int, Done] = {}
+        self._reused = 0
+
+    def carry_out(self, report: CompactionReport) -> CompactionReport:
+        """Fold, and commit; returns what became of it."""
+        report = self._plan.describe(report, "unfinished")
+        try:
+            merged = self._write()
+            report = replace(report, reused_tasks=self._reused)
+            if merged is None:
+                return report
+            entry = self._commit(merged)
+        except CommitStateUnknown:
+            raise
+        except Conflict as error:
+            return replace(report, outcome="abandoned", reason=str(error), reused_tasks=self._reused)
+        return replace(
+            report, outcome="committed", version=entry.record.v, bytes_out=merged.bytes, rows_out=merged.rows,
+            chain_after=len(entry.record.chain),
+        )  # fmt: skip
+
+    def _write(self) -> ChainEntry | None:
+        """Write the segment; None if the time was over before."""
+        try:
+            if not self._fold():
+                return None
+            return put_manifest(
+                self._store.storage, self._job, self._plan.tasks, list(self._done.values()), self._plan.manifests
+            )
+        except (CorruptStore, StorageFailure):
+            # Whoever replaced the run, or declared this transaction dead, may have had it deleted since: then nothing
+            # is corrupt, and no folder failed.
+            self._follow()
+            raise
+
+    def _fold(self) -> bool:
+        """Do all tasks and the rest; False if the time was over before."""
+        start, rest = self._start, len(self._plan.tasks)
+        with self._workers() as workers:
+            self._reuse(workers)
+            start.progress("tasks", self._reused, rest)
+            bench = Bench(self._store.storage, self._plan.readers, workers, Throttle(start.bytes_per_s))
+            todo = [task for task in self._plan.tasks if task.index not in self._done]
+            done = run_tasks(
+                start.engine, self._job, todo, bench,
+                workers=start.workers, bytes_per_s=start.bytes_per_s, is_over=start.is_over,
+            )  # fmt: skip
+            with closing(done):  # whatever ends this, no task is left at work behind it
+                for count, one in enumerate(done, start=self._reused + 1):
+                    self._note(one)
+                    start.progress("tasks", count, rest)
+                    self._follow()
+            if any(task.index not in self._done for task in todo):
+                return False
+            if rest not in self._done:
+                self._note(write_rest(self._job, rest, bench))
+        return True
+
+    def _workers(self) -> AbstractContextManager[Workers]:
+        """The threads of this process's part of the work: the store's, unless a number was asked for."""
+        if self._start.engine == "threads" and self._start.workers is not None:
+            return Workers(self._start.workers, name="cnr-compact")
+        return nullcontext(self._store.workers)
+
+    def _reuse(self, workers: Workers) -> None:
+        """Take what an earlier compaction has noted as done, if every object of it is as its receipt says."""
+        for index, digest in receipts_of(self._held.lease).items():
+            one = Done(index, digest)
+            if index < self._job.world and verified(self._store.storage, self._job, one, workers) is not None:
+                self._done[index] = one
+            self._held.keep()
+        self._reused = sum(index < len(self._plan.tasks) for index in self._done)
+
+    def _note(self, done: Done) -> None:
+        self._done[done.index] = done
+        self._held.note_done(done.index, done.receipt)
+
+    def _follow(self) -> None:
+        """Look at the records that have come since; raises `Conflict` if the result could not be committed any more."""
+        ends = self._plan.entries
+        provisional = ChainEntry(
+            seg=self._job.segment, sha256="", kind=self._plan.run.kind, l0=ends[0].l0, l1=ends[-1].l1, bytes=0, rows=0
+        )
+        while (entry := self._store.poll(self._head)) is not None:
+            rebase_compact(entry.record, entry, merged=provisional, run=self._plan.names)
+            self._head = entry
+
+    def _commit(self, merged: ChainEntry) -> LogEntry:
+        """Append the record behind the newest that is known; those behind that are looked at by the append."""
+        record = self._head.record
+        draft = draft_after(record, "compact", writer_info(), chain=replace_run(record, merged, self._plan.names))
+        rebase = partial(rebase_compact, merged=merged, run=self._plan.names)
+        return self._store.commit_log.append(self._head, draft, rebase)
+
+
+def _is_over(started: float, deadline_s: float | None) -> Callable[[], bool]:
+    return lambda: deadline_s is not None and time.monotonic() - started >= deadline_s
+
+
+def _say_nothing(stage: str, done: int, total: int) -> None:
+    """Without somebody to tell."""

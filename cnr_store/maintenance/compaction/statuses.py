@@ -1,0 +1,123 @@
+"""What becomes of each row of a piece, and so which rows go into which row list of the result.
+
+Memory: a byte per row of the piece, or 9 per changed row where those are few. The ids of a row list are made for a
+chunk at a time, never for the whole list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from cnr_store.read.plan import Step, TablePlan
+from cnr_store.read.replay import Replay, named_rows
+from cnr_store.runtime.threads import Workers, blocks
+from cnr_store.segment.codes import ABSENT, CODED, UNTOUCHED, TableCodes
+from cnr_store.segment.segment import SegmentReader
+from cnr_store.types import RowIds
+
+_BLOCK = 1 << 16
+
+
+class Statuses:
+    """The last status of rows.
+
+    Parameters
+    ----------
+    status
+        uint8 per row; None says that all are coded.
+    start, stop
+        The rows that it is of, if they are contiguous.
+    keys
+        The rows that it is of, sorted, if they are not.
+    """
+
+    def __init__(self, status: npt.NDArray[np.uint8] | None, start: int, stop: int, keys: RowIds | None = None) -> None:
+        self._status = status
+        self._start = start
+        self._stop = stop
+        self._keys = keys
+        # Per status: how many rows have it before each block.
+        self._before: dict[int, npt.NDArray[np.int64]] = {}
+
+    def count(self, status: int) -> int:
+        """Return how many rows have the status."""
+        if self._status is None:
+            return self._stop - self._start if status == CODED else 0
+        return int(self._counts(self._status, status)[-1])
+
+    def rows(self, status: int, start: int, stop: int) -> RowIds:
+        """Return those of the rows with the status that stand at positions [start, stop) among them, sorted."""
+        if self._status is None:
+            return np.arange(self._start + start, self._start + stop, dtype=np.int64)
+        before = self._counts(self._status, status)
+        first = int(np.searchsorted(before, start, side="right")) - 1
+        last = int(np.searchsorted(before, stop, side="left"))
+        at = np.flatnonzero(self._status[first * _BLOCK : last * _BLOCK] == status) + first * _BLOCK
+        at = at[start - before[first] : stop - before[first]]
+        return at.astype(np.int64) + self._start if self._keys is None else self._keys[at]
+
+    def _counts(self, statuses: npt.NDArray[np.uint8], status: int) -> npt.NDArray[np.int64]:
+        # Two threads may make the same list at once: it is the same.
+        if status not in self._before:
+            ranges = blocks(len(statuses), _BLOCK)
+            counts = [0, *(int(np.count_nonzero(statuses[low:high] == status)) for low, high in ranges)]
+            self._before[status] = np.cumsum(counts, dtype=np.int64)
+        return self._before[status]
+
+
+def replay_statuses(
+    readers: Sequence[SegmentReader], plan: TablePlan, before: int | None, workers: Workers
+) -> Statuses:
+    """Return what becomes of each row of the plan's rectangle; reads row ids alone. Blocks.
+
+    Parameters
+    ----------
+    readers
+        The segments that the plan counts.
+    before
+        The table's rows before the first of them, if they are a run of deltas on something. None says that they begin
+        with the table: a row that none of them sets is absent.
+
+    Raises
+    ------
+    CorruptStore, CorruptObject, MissingObject
+    """
+    if not plan.tracks_status and before is None:
+        return Statuses(None, plan.start, plan.stop)
+    hashed = plan.schema.keys == "hashed"
+    keys = None
+    if hashed or _is_sparse(plan, before):
+        keys = named_rows(readers, plan)
+    count = plan.stop - plan.start if keys is None else len(keys)
+    start = plan.start if keys is None else 0
+    codes = TableCodes(plan.schema, start, start + count, {}, columns=plan.columns)
+    status = codes.track_status(ABSENT if before is None else UNTOUCHED)
+    cut = count
+    if before is not None and not hashed:
+        cut = max(0, before - plan.start) if keys is None else int(np.searchsorted(keys, before))
+        status[cut:] = ABSENT
+    Replay(readers, workers).run(replace(plan, tracks_status=True), codes, keys)
+    if before is not None:
+        # A row that was not there before the run and is not there after it needs no delete.
+        grown = status[cut:]
+        grown[grown == ABSENT] = UNTOUCHED
+    return Statuses(status, plan.start, plan.stop, keys)
+
+
+def _is_sparse(plan: TablePlan, before: int | None) -> bool:
+    """Whether the ids of the changed rows take less memory than a status for every row.
+
+    Where the table shrinks within a run of deltas, rows are lost that no list names.
+    """
+    changed = sum(step.row_list.arrays["rows"].chunk_rows for step in _steps(plan))
+    return 9 * changed < plan.stop - plan.start and (
+        before is None or all(batch.num_rows >= before for batch in plan.batches)
+    )
+
+
+def _steps(plan: TablePlan) -> Iterator[Step]:
+    return (step for batch in plan.batches for step in batch.steps)

@@ -1,0 +1,29 @@
+"""Garbage collection: expire versions, then delete what no live version needs (spec, section 7.8).
+
+`collect_garbage` is all of it. It never deletes but what the logs have named as given up, and never a log position.
+"""
+
+from __future__ import annotations
+
+from cnr_store.maintenance.gc.deleting import with_sizes
+from cnr_store.maintenance.gc.report import (
+    GcReport,
+    Outcome,
+    ProgressCallback,
+    SegmentReport,
+    SegmentState,
+    VersionReport,
+)
+from cnr_store.maintenance.gc.run import check_arguments, collect_garbage
+
+__all__ = [
+    "GcReport",
+    "Outcome",
+    "ProgressCallback",
+    "SegmentReport",
+    "SegmentState",
+    "VersionReport",
+    "check_arguments",
+    "collect_garbage",
+    "with_sizes",
+]

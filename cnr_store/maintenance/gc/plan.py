@@ -1,0 +1,292 @@
+"""What a collection commits and deletes: a pure function of the logs, a listing, ages, holds and the time.
+
+Two rules carry all of it (spec, section 7.8). A segment is given up by name, in a record of every log that a writer
+of it could commit to, before an object of it is deleted; and it is deleted only if no live version of any log needs
+it at that moment. Neither rests on an age: ages only spare the saves that are under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from cnr_store.log.retention import NO_HOLDS, Holds, RetentionPlan, RetentionPolicy, VersionVerdict, plan_retention
+from cnr_store.maintenance.gc.logs import LogView, referenced_segments
+from cnr_store.maintenance.gc.report import SegmentReport
+
+CLEAN_UP_AT = 64
+"""Names of deleted segments that justify a record of their own; fewer leave the list with the next one."""
+
+
+@dataclass(frozen=True, slots=True)
+class FolderAge:
+    """How long nothing was written to a folder, by the store's clock (None: it tells no times), and its bytes."""
+
+    age_ms: int | None
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """When things may go: the grace for readers, the age from which a folder of nobody is nobody's, and now, in ms."""
+
+    grace_ms: int
+    orphan_age_ms: int
+    now_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpireStep:
+    """The fields of one ``expire`` record of one log."""
+
+    branch: str
+    floor: int
+    kept: tuple[int, ...]
+    expired: tuple[int, ...]
+    aborted: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class CollectionPlan:
+    """What to commit, in this order, and what becomes of every version and segment."""
+
+    retention: Mapping[str, RetentionPlan]
+    steps: tuple[ExpireStep, ...]
+    segments: tuple[SegmentReport, ...]
+
+
+def unexplained(logs: Sequence[LogView], folders: Iterable[str]) -> list[str]:
+    """Return the listed segments that no live version needs and no log has given up: saves under way, or orphans. Pure.
+
+    A transaction that is needed under another folder name is not one of them.
+    """
+    needed = {txn_of(name) for log in logs for name in referenced_segments(log.versions)}
+    named = {txn for log in logs if not log.is_closed for txn in log.head.aborted}
+    return sorted(name for name in folders if txn_of(name) not in needed and txn_of(name) not in named)
+
+
+def missing_segments(plan: CollectionPlan, logs: Sequence[LogView], folders: Set[str]) -> list[str]:
+    """Return the segments that versions which stay need and that are not listed: then a record or the data is wrong."""
+    return sorted(_staying_segments(logs, plan.retention) - folders)
+
+
+def plan_collection(
+    logs: Sequence[LogView],
+    folders: Set[str],
+    *,
+    ages: Mapping[str, FolderAge],
+    sizes: Mapping[str, int],
+    policy: RetentionPolicy,
+    holds: Mapping[str, Holds],
+    held: Set[str],
+    times: Times,
+    batch: int,
+) -> CollectionPlan:
+    """Return what a collection does. Pure; grows with versions times chain length, and with segments.
+
+    Parameters
+    ----------
+    logs
+        The store's own log first, then branches; closed ones are there to be given up.
+    folders
+        The segments listed under ``data/``.
+    ages
+        Of the `unexplained` ones; a folder without one was empty by then.
+    sizes
+        Bytes of segments, as far as chains state them.
+    holds
+        Branch uuid to what its readers hold.
+    held
+        Segments of expired versions that readers hold all the same: given up, and deleted later.
+    batch
+        How many names a record gives up at most; the names of one version are not divided.
+    """
+    live = [log for log in logs if not log.is_closed]
+    retention = {log.branch: _retention(log, policy, holds, times.now_ms) for log in logs}
+    needed = _staying_segments(logs, retention)
+    needed_txns = {txn_of(name) for name in needed}
+    dooms = _dooms(logs, retention, needed)
+    doomed = {name for names in dooms.values() for name in names}
+    listed = {txn_of(name) for name in folders}
+    ripe = {name for name in ages if name in folders and _is_ripe(ages[name], times)}
+    until = dict.fromkeys((txn_of(name) for name in doomed | ripe), times.now_ms + times.grace_ms)
+    before = _named_until(live)
+    carried = {txn: ms for txn, ms in before.items() if txn in listed and txn not in needed_txns}
+    steps: list[ExpireStep] = []
+    for log in live:
+        steps += _log_steps(log, retention[log.branch], dooms, listed, needed_txns, carried | until, until, batch)
+    reports = [
+        _report(name, needed, held, until, before, ages, sizes, times.now_ms)
+        for name in sorted(folders | doomed | needed)
+    ]
+    return CollectionPlan(retention, tuple(steps), tuple(reports))
+
+
+def due_segments(logs: Sequence[LogView], folders: Iterable[str], held: Set[str], now_ms: int) -> list[str]:
+    """Return the listed segments whose objects may be deleted now. Pure.
+
+    Every live log has given the segment up, its time is over in each, no live version needs it, and no reader holds it.
+    """
+    live = [log for log in logs if not log.is_closed]
+    needed = {txn_of(name) for log in live for name in referenced_segments(log.versions)}
+    needed |= {txn_of(name) for name in held}
+
+    def is_due(txn: str) -> bool:
+        return txn not in needed and all(log.head.aborted.get(txn, now_ms + 1) <= now_ms for log in live)
+
+    return sorted(name for name in folders if is_due(txn_of(name)))
+
+
+def plan_clean_up(logs: Sequence[LogView], folders: Iterable[str]) -> tuple[ExpireStep, ...]:
+    """Return the records that take names off the lists whose segments are gone, where they are many. Pure.
+
+    Whoever may still commit such a transaction has the record that named it ahead, so the name is not needed for ever.
+    """
+    listed = {txn_of(name) for name in folders}
+    steps = []
+    for log in (log for log in logs if not log.is_closed):
+        head = log.head
+        left = {txn: ms for txn, ms in head.aborted.items() if txn in listed}
+        if len(head.aborted) - len(left) >= CLEAN_UP_AT:
+            steps.append(ExpireStep(log.branch, head.floor, head.kept, head.expired, left))
+    return tuple(steps)
+
+
+def txn_of(segment: str) -> str:
+    """Return the transaction that a segment is named after. Pure."""
+    return segment.rpartition("-")[2]
+
+
+def _retention(log: LogView, policy: RetentionPolicy, holds: Mapping[str, Holds], now_ms: int) -> RetentionPlan:
+    if not log.is_closed:
+        return plan_retention(log.head, log.versions, policy, holds.get(log.branch, NO_HOLDS), now_ms)
+    ended = tuple(VersionVerdict(version.version, False, "its branch has ended") for version in log.versions)
+    return RetentionPlan(log.head.floor, (), ended)
+
+
+def _staying_segments(logs: Sequence[LogView], retention: Mapping[str, RetentionPlan]) -> set[str]:
+    staying: set[str] = set()
+    for log in logs:
+        verdicts = zip(log.versions, retention[log.branch].verdicts, strict=True)
+        staying |= referenced_segments(version for version, verdict in verdicts if verdict.stays)
+    return staying
+
+
+def _dooms(
+    logs: Sequence[LogView], retention: Mapping[str, RetentionPlan], needed: Set[str]
+) -> dict[tuple[str, int], list[str]]:
+    """(branch, version) to the segments that nobody needs any more once that version has gone, in order of going.
+
+    Closed logs go first: they have no record to come.
+    """
+    last: dict[str, tuple[str, int]] = {}
+    for log in sorted(logs, key=lambda log: not log.is_closed):
+        for version, verdict in zip(log.versions, retention[log.branch].verdicts, strict=True):
+            if not verdict.stays:
+                for name in version.chain:
+                    last[name] = (log.branch, version.version)
+    dooms: dict[tuple[str, int], list[str]] = {}
+    for name in sorted(last.keys() - needed):
+        dooms.setdefault(last[name], []).append(name)
+    return dooms
+
+
+def _is_ripe(age: FolderAge, times: Times) -> bool:
+    """Whether a folder of nobody may be given up. Without any time it may only if no age is asked for."""
+    return times.orphan_age_ms == 0 if age.age_ms is None else age.age_ms >= times.orphan_age_ms
+
+
+def _named_until(live: Sequence[LogView]) -> dict[str, int]:
+    """Transaction to the latest time that a live log names for it."""
+    until: dict[str, int] = {}
+    for log in live:
+        for txn, ms in log.head.aborted.items():
+            until[txn] = max(ms, until.get(txn, ms))
+    return until
+
+
+def _log_steps(
+    log: LogView,
+    retention: RetentionPlan,
+    dooms: Mapping[tuple[str, int], Sequence[str]],
+    listed: Set[str],
+    needed: Set[str],
+    declared: Mapping[str, int],
+    fresh: Mapping[str, int],
+    batch: int,
+) -> list[ExpireStep]:
+    """The records of one log: versions go oldest first, and each record names what they leave behind.
+
+    So whenever this stops, everything that is not needed any more has a name. ``declared`` has all transactions that
+    are given up with their times, ``fresh`` those that this run gives up.
+    """
+    head = log.head
+    named = {*head.tags.values(), *head.channels.values(), *(pin.version for pin in head.pins.values())}
+    # What is needed again was given up here before another log committed it.
+    aborted = {txn: ms for txn, ms in head.aborted.items() if txn in listed and txn not in needed}
+    is_wrong = any(txn in needed for txn in head.aborted)
+    steps: list[ExpireStep] = []
+    new = 0
+
+    def expired_at(floor: int) -> tuple[int, ...]:
+        """Below the floor only a name would keep what is listed."""
+        listed_ones = {*head.expired, *log.unreadable}
+        return tuple(sorted(version for version in listed_ones if version >= floor or version in named))
+
+    def add(floor: int, kept: tuple[int, ...]) -> None:
+        nonlocal new
+        expired = expired_at(floor)
+        steps.append(ExpireStep(log.branch, floor, kept, expired, dict(aborted)))
+        new = 0
+
+    going = retention.going
+    staying = {verdict.version for verdict in retention.verdicts if verdict.stays}
+    for index, version in enumerate(going):
+        names = dooms.get((log.branch, version), ())
+        aborted.update((txn_of(name), fresh[txn_of(name)]) for name in names)
+        new += len(names)
+        if new >= batch and index + 1 < len(going):
+            floor = max(head.floor, version + 1)
+            add(floor, tuple(sorted(v for v in {*staying, *going[index + 1 :]} if v < floor)))
+    for txn in sorted(declared):
+        if aborted.get(txn) is None or (txn in fresh and aborted[txn] < fresh[txn]):
+            if new >= batch:
+                add(retention.floor, retention.kept)
+            aborted[txn] = declared[txn]
+            new += 1
+    now = (steps[-1].floor, steps[-1].kept) if steps else (head.floor, head.kept)
+    is_given_up = set(expired_at(retention.floor)) - set(head.expired)
+    if new or ((is_wrong or is_given_up) and not steps) or now != (retention.floor, retention.kept):
+        add(retention.floor, retention.kept)
+    return steps
+
+
+def _report(
+    name: str,
+    needed: Set[str],
+    held: Set[str],
+    until: Mapping[str, int],
+    before: Mapping[str, int],
+    ages: Mapping[str, FolderAge],
+    sizes: Mapping[str, int],
+    now_ms: int,
+) -> SegmentReport:
+    txn = txn_of(name)
+    size = ages[name].size_bytes if name in ages else sizes.get(name)
+    if name in needed:
+        return SegmentReport(name, "stays", "a version that stays needs it", size)
+    if name in held and txn in before:
+        return SegmentReport(name, "waiting", "a reader holds a version that has expired", size, before[txn])
+    if txn in until:
+        unnamed = "nobody refers to it: of a save that never committed, or of a branch that has ended"
+        reason = unnamed if name in ages else "no version that stays needs it"
+        return SegmentReport(name, "named", reason, size, until[txn])
+    if txn in before:
+        if before[txn] <= now_ms:
+            return SegmentReport(name, "due", "its time is over", size, before[txn])
+        return SegmentReport(name, "waiting", "its time is not over", size, before[txn])
+    if name not in ages:
+        return SegmentReport(name, "stays", "a needed transaction has this name too", size)
+    age_ms = ages[name].age_ms
+    shown = "the store tells no times" if age_ms is None else f"last written {age_ms // 1000} s ago"
+    return SegmentReport(name, "young", f"maybe a save under way: {shown}", size)

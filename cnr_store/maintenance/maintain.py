@@ -1,0 +1,345 @@
+"""One run of what keeps a store fast and small: compact every log, then expire and delete, under a time budget.
+
+What is done in which order, and how long each part may take, is decided by pure functions; `maintain` carries it out.
+Every part is safe beside writers, readers and another run of itself, and the next run takes up what one left.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from cnr_store.errors import BadInput, CnrStoreError, CorruptStore, NotFound, StorageFailure
+from cnr_store.log.clock import wall_ms
+from cnr_store.log.retention import RetentionPolicy
+from cnr_store.maintenance.compaction import (
+    DEFAULT_POLICY,
+    CompactionPolicy,
+    CompactionReport,
+    Engine,
+    check_engine,
+    compact,
+)
+from cnr_store.maintenance.gc import GcReport, check_arguments, collect_garbage, with_sizes
+from cnr_store.maintenance.status import LastMaintenance, put_last_maintenance
+from cnr_store.runtime.arguments import checked_number
+from cnr_store.runtime.threads import check_rate
+from cnr_store.store import Store
+
+StageKind = Literal["compact", "collect"]
+StageOutcome = Literal["done", "stopped", "busy", "failed", "held"]
+ProgressCallback = Callable[[str, int, int], None]
+"""Called as (stage, done, total), with the stages of `compact` and `collect_garbage`."""
+
+WEIGHTS: dict[StageKind, int] = {"compact": 4, "collect": 1}
+"""Shares of the time that is left. Without a share of its own a long compaction would starve the deletions for ever."""
+
+MAX_FOLDS = 64
+"""Folds of one chain in one run: beside a writer that appends faster than they fold, a run ends all the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One part of a run: ``compact`` one log, or ``collect`` the garbage of the whole store.
+
+    ``branch`` is the log's branch; None is the store's own log, and all of them for ``collect``.
+    """
+
+    kind: StageKind
+    branch: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StageReport:
+    """How one part of a run went.
+
+    Attributes
+    ----------
+    stage
+        Which part.
+    outcome
+        ``done``; ``stopped`` by the budget; ``busy``: another process is at it; ``failed``; ``held``: not begun,
+        because an earlier part found data that contradicts itself.
+    duration_s
+        How long it took.
+    compactions
+        The folds of a ``compact`` part, in order; the last one says why there are no more.
+    collection
+        What a ``collect`` part found and deleted.
+    error
+        Why it failed.
+    """
+
+    stage: Stage
+    outcome: StageOutcome
+    duration_s: float = 0.0
+    compactions: tuple[CompactionReport, ...] = ()
+    collection: GcReport | None = None
+    error: CnrStoreError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MaintenanceReport:
+    """What a run did.
+
+    Attributes
+    ----------
+    url
+        The store, without credentials.
+    is_dry_run
+        Whether it only said what it would do.
+    duration_s, budget_s
+        Seconds that it took, and that it had; None is without end.
+    stages
+        In the order in which they ran.
+    """
+
+    url: str
+    is_dry_run: bool
+    duration_s: float
+    budget_s: float | None
+    stages: tuple[StageReport, ...]
+
+    @property
+    def outcome(self) -> Literal["done", "stopped", "failed"]:
+        """Whether all is done, the budget left some of it to the next run, or a part failed (or was held)."""
+        outcomes = {stage.outcome for stage in self.stages}
+        if outcomes & {"failed", "held"}:
+            return "failed"
+        return "stopped" if "stopped" in outcomes else "done"
+
+    @property
+    def error(self) -> CnrStoreError | None:
+        """The first failure, corruption before all others."""
+        errors = [stage.error for stage in self.stages if stage.error is not None]
+        corrupt = (error for error in errors if isinstance(error, CorruptStore))
+        return next(corrupt, errors[0] if errors else None)
+
+    @property
+    def rewritten_bytes(self) -> int:
+        """Bytes of the segments that compaction made."""
+        return sum(report.bytes_out for stage in self.stages for report in stage.compactions)
+
+    @property
+    def deleted_bytes(self) -> int:
+        """Bytes of the segments that are gone."""
+        return sum(stage.collection.deleted_bytes for stage in self.stages if stage.collection is not None)
+
+
+def plan_stages(branches: Sequence[str]) -> tuple[Stage, ...]:
+    """Return the parts of a run, in order: the store's own log first, deletions last. Pure.
+
+    >>> [(stage.kind, stage.branch) for stage in plan_stages(["trial"])]
+    [('compact', None), ('compact', 'trial'), ('collect', None)]
+    """
+    compactions = (Stage("compact", branch) for branch in sorted(branches))
+    return (Stage("compact"), *compactions, Stage("collect"))
+
+
+def share_s(stages: Sequence[Stage], left_s: float | None) -> float | None:
+    """Return the seconds that the first of the stages to come may take of those left; None is without end. Pure.
+
+    What a stage does not use goes to those after it.
+
+    >>> share_s(plan_stages([]), 100.0), share_s(plan_stages([])[1:], 90.0), share_s(plan_stages([]), None)
+    (80.0, 90.0, None)
+    """
+    if left_s is None:
+        return None
+    weights = [WEIGHTS[stage.kind] for stage in stages]
+    return max(0.0, left_s) * weights[0] / sum(weights)
+
+
+def compact_chain(
+    store: Store,
+    *,
+    policy: CompactionPolicy = DEFAULT_POLICY,
+    engine: Engine = "threads",
+    workers: int | None = None,
+    bytes_per_s: float | None = None,
+    deadline_s: float | None = None,
+    force: bool = False,
+    dry_run: bool = False,
+    progress: ProgressCallback | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[CompactionReport, ...]:
+    """Fold one run after the other until the head's chain is as the policy wants it; returns one report per `compact`.
+
+    The last report says why there are no more: ``nothing`` is left to do, another process is ``busy``, the time was
+    over (``unfinished``, or ``planned`` if there was none at all), or it is a dry run's only one. Arguments and errors
+    are those of `compact`; an error loses no fold that was committed before it.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> store = Store.create("memory://doctest-compact-chain")
+    >>> with store.writer() as writer:
+    ...     with writer.begin(step=0) as txn:
+    ...         txn.write_table("user", np.zeros((4, 2), np.float32))
+    ...     for step in range(1, 4):
+    ...         with writer.begin(step=step) as txn:
+    ...             _ = txn.write_rows("user", np.asarray([step]), np.full((1, 2), step, np.float32))
+    >>> compact_chain(store, policy=CompactionPolicy(max_chain=1))[-1].outcome
+    'nothing'
+    >>> len(store.head().record.chain)
+    1
+    """
+    started = clock()
+    reports: list[CompactionReport] = []
+    while len(reports) < MAX_FOLDS:
+        left_s = None if deadline_s is None else max(0.0, started + deadline_s - clock())
+        report = compact(
+            store, policy=policy, engine=engine, workers=workers, bytes_per_s=bytes_per_s, deadline_s=left_s,
+            force=force, dry_run=dry_run or left_s == 0, progress=progress,
+        )  # fmt: skip
+        reports.append(report)
+        if report.outcome not in ("committed", "abandoned"):
+            break
+    return tuple(reports)
+
+
+def maintain(
+    store: Store,
+    *,
+    compaction: CompactionPolicy = DEFAULT_POLICY,
+    retention: RetentionPolicy | None = None,
+    grace_s: float = 86_400.0,
+    orphan_age_s: float = 7 * 86_400.0,
+    budget_s: float | None = None,
+    engine: Engine = "threads",
+    workers: int | None = None,
+    bytes_per_s: float | None = None,
+    force: bool = False,
+    dry_run: bool = False,
+    progress: ProgressCallback | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> MaintenanceReport:
+    """Compact the store's log and every branch, expire what the policy does not keep, delete what is due. Blocks.
+
+    Safe beside writers, readers and other runs. A part that fails is reported and does not keep the others from
+    running, with one exception: where stored data contradicts itself nothing is deleted, since older versions may be
+    what is still whole. At the end a note for monitors is put (`read_status`).
+
+    Parameters
+    ----------
+    store
+        The store itself, not a branch of it.
+    compaction, engine, workers, bytes_per_s
+        As for `compact`.
+    retention, grace_s, orphan_age_s, force
+        As for `collect_garbage`.
+    budget_s
+        Begin nothing after so many seconds: at most four fifths go to compaction. None is without end.
+    dry_run
+        Say what would be done, and write nothing. What compaction would free is not foreseen.
+    progress
+        Told about the stages of both.
+    clock
+        Seconds, for tests.
+
+    Raises
+    ------
+    BadInput
+        An argument cannot be meant; nothing was done.
+    CnrStoreError
+        The store's log was deleted, or its beginning, or its newest record cannot be read. Later failures are in the
+        report.
+
+    Examples
+    --------
+    >>> store = Store.create("memory://doctest-maintain")
+    >>> maintain(store).outcome
+    'done'
+    """
+    store.check_not_relay()
+    if store.branch is not None:
+        raise BadInput(f"maintenance takes the store itself, which takes its branches along; found {store.branch!r}")
+    if budget_s is not None:
+        checked_number("budget_s", budget_s, least=0)
+    check_engine(engine, store.storage, workers)
+    check_rate(bytes_per_s)
+    check_arguments(grace_s, orphan_age_s, force=force)
+    store.check_begun()
+    started = clock()
+
+    def compact_log(stage: Stage, deadline_s: float | None) -> StageReport:
+        def fold(log: Store) -> tuple[CompactionReport, ...]:
+            return compact_chain(
+                log, policy=compaction, engine=engine, workers=workers, bytes_per_s=bytes_per_s,
+                deadline_s=deadline_s, dry_run=dry_run, progress=progress, clock=clock,
+            )  # fmt: skip
+
+        if stage.branch is None:
+            return _compacted(stage, fold(store), is_dry_run=dry_run)
+        try:
+            branch = store.on_branch(stage.branch)
+        except NotFound:
+            return StageReport(stage, "done")  # Dropped a moment ago, or its time is over: it goes as it is.
+        with branch:
+            return _compacted(stage, fold(branch), is_dry_run=dry_run)
+
+    def collect(stage: Stage, deadline_s: float | None) -> StageReport:
+        report = collect_garbage(
+            store, policy=retention, grace_s=grace_s, orphan_age_s=orphan_age_s, dry_run=dry_run, force=force,
+            deadline_s=deadline_s, progress=progress,
+        )  # fmt: skip
+        try:
+            report = replace(report, segments=with_sizes(store.storage, report.segments))
+        except StorageFailure:
+            pass  # Only how much is still to be deleted stays unknown.
+        return _collected(stage, report)
+
+    work = {"compact": compact_log, "collect": collect}
+    stages = plan_stages(sorted(store.branches()))
+    reports: list[StageReport] = []
+    for index, stage in enumerate(stages):
+        begun = clock()
+        left_s = None if budget_s is None else started + budget_s - begun
+        if stage.kind == "collect" and any(isinstance(report.error, CorruptStore) for report in reports):
+            reports.append(StageReport(stage, "held"))
+            continue
+        try:
+            report = work[stage.kind](stage, share_s(stages[index:], left_s))
+        except CnrStoreError as error:
+            report = StageReport(stage, "failed", error=error)
+        reports.append(replace(report, duration_s=clock() - begun))
+    done = MaintenanceReport(
+        url=store.url, is_dry_run=dry_run, duration_s=clock() - started, budget_s=budget_s, stages=tuple(reports)
+    )
+    if not dry_run:
+        _put_note(store, done)
+    return done
+
+
+def _compacted(stage: Stage, reports: tuple[CompactionReport, ...], *, is_dry_run: bool) -> StageReport:
+    last = reports[-1].outcome
+    is_done = last == "nothing" or (last == "planned" and is_dry_run)
+    outcome: StageOutcome = "done" if is_done else "busy" if last == "busy" else "stopped"
+    return StageReport(stage, outcome, compactions=reports)
+
+
+def _collected(stage: Stage, report: GcReport) -> StageReport:
+    if report.failures:
+        error = StorageFailure(
+            f"{len(report.failures)} deletions failed, the first one: {report.failures[0]}; the next run tries again",
+            found=len(report.failures),
+        )
+        return StageReport(stage, "failed", collection=report, error=error)
+    is_done = report.outcome in ("clean", "planned", "collected")
+    return StageReport(stage, "done" if is_done else "stopped", collection=report)
+
+
+def _put_note(store: Store, report: MaintenanceReport) -> None:
+    found = report.stages[-1].collection
+    note = LastMaintenance(
+        ended_ms=wall_ms(), duration_s=report.duration_s, outcome=report.outcome,
+        rewritten_bytes=report.rewritten_bytes, deleted_bytes=report.deleted_bytes,
+        doomed_bytes=None if found is None else found.doomed_bytes,
+        orphans=None if found is None else sum(segment.state == "young" for segment in found.segments),
+    )  # fmt: skip
+    try:
+        put_last_maintenance(store, note)
+    except StorageFailure:
+        pass  # It is for monitors, who see that it is old; the report tells the caller all of it.

@@ -1,0 +1,196 @@
+"""Check chains: the objects of each segment, what segments say about each other, and the states they lead to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass, field, replace
+from functools import partial
+from threading import Lock
+
+from cnr_store.errors import CorruptStore
+from cnr_store.format import layout
+from cnr_store.format.chain_checks import chain_problems, record_problems
+from cnr_store.format.commit_record import LogEntry
+from cnr_store.format.records import ChainEntry
+from cnr_store.maintenance.verify.log import LogView, distinct_chains
+from cnr_store.maintenance.verify.report import Findings, Problem, ProgressCallback
+from cnr_store.maintenance.verify.segments import check_objects, open_segment
+from cnr_store.maintenance.verify.states import FailedReplay, WrongState, check_states, replayed_rows
+from cnr_store.runtime.threads import Workers
+from cnr_store.segment.segment import SegmentReader
+from cnr_store.storage import Storage
+
+
+class Count:
+    """Progress of one stage, from any thread."""
+
+    def __init__(self, stage: str, total: int, callback: ProgressCallback | None) -> None:
+        self._stage = stage
+        self._total = total
+        self._callback = callback
+        self._done = 0
+        self._lock = Lock()
+        self.advance(0)
+
+    def advance(self, amount: int) -> None:
+        """Tell of ``amount`` more."""
+        with self._lock:
+            self._done += amount
+            if self._callback is not None:
+                self._callback(self._stage, min(self._done, self._total), self._total)
+
+
+@dataclass(slots=True)
+class SegmentReads:
+    """What was read for all logs of a store, so that no segment and no state is read for each of them.
+
+    Attributes
+    ----------
+    objects, size_bytes
+        How much that was.
+    states
+        Replayed chains, and what was found.
+    """
+
+    objects: int = 0
+    size_bytes: int = 0
+    states: dict[tuple[str, ...], tuple[WrongState | FailedReplay, ...]] = field(default_factory=dict)
+    _objects: dict[str, tuple[Problem, ...]] = field(default_factory=dict)
+
+    @property
+    def checked(self) -> Set[str]:
+        """The segments that were read."""
+        return self._objects.keys()
+
+    def objects_of(self, segment: str, read: Callable[[], tuple[Problem, ...]]) -> tuple[Problem, ...]:
+        """Return what is wrong with the objects of a segment, which are read if they have not been."""
+        if segment not in self._objects:
+            self._objects[segment] = read()
+        return self._objects[segment]
+
+    def states_of(self, chain: tuple[str, ...]) -> tuple[WrongState | FailedReplay, ...] | None:
+        """Return what is wrong with the states along a chain; None if neither it nor a longer one was replayed."""
+        for known, found in self.states.items():
+            if known[: len(chain)] == chain:
+                return tuple(one for one in found if one.index < len(chain))
+        return None
+
+
+class ChainChecks:
+    """Checks the chains of one log; a segment that several chains share is read once."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        view: LogView,
+        findings: Findings,
+        workers: Workers,
+        progress: ProgressCallback | None,
+        reads: SegmentReads | None = None,
+    ) -> None:
+        self._reads = SegmentReads() if reads is None else reads
+        self._storage = storage
+        self._view = view
+        self._findings = findings
+        self._workers = workers
+        self._progress = progress
+
+    def check_chains(self, targets: list[LogEntry], *, deep: bool) -> None:
+        """Read every object of these chains, and with ``deep`` replay their tables. Blocks."""
+        items = (item for entry in targets for item in entry.record.chain)
+        sizes = {item.seg: item.bytes for item in items if item.seg not in self._reads.checked}
+        count = Count("objects", sum(sizes.values()), self._progress)
+        sound: list[LogEntry] = []
+        last: tuple[tuple[ChainEntry, ...], list[SegmentReader | None]] = ((), [])
+        for entry in targets:
+            # Records that leave the state alone repeat the chain before them: what was just read is not read again.
+            chain = entry.record.chain
+            is_new = chain != last[0]
+            readers = self._check_objects(entry, count) if is_new else last[1]
+            last = (chain, readers)
+            if None not in readers:
+                whole = [reader for reader in readers if reader is not None]
+                if is_new:
+                    self._check_statements(entry, whole)
+                    sound.append(entry)
+                self._check_record(entry, whole)
+        if deep:
+            self._check_states(distinct_chains(sound))
+
+    def _check_objects(self, entry: LogEntry, count: Count) -> list[SegmentReader | None]:
+        readers = []
+        for item in entry.record.chain:
+            versions = self._view.versions_of(item.seg) or (entry.record.v,)
+            reader = open_segment(self._storage, item, versions, self._findings)
+            readers.append(reader)
+            for problem in self._reads.objects_of(item.seg, partial(self._read_segment, item, reader, versions, count)):
+                # What no version needs, such as a receipt, hurts none of this log either.
+                self._findings.add(replace(problem, versions=versions if problem.versions else ()))
+        return readers
+
+    def _read_segment(
+        self, item: ChainEntry, reader: SegmentReader | None, versions: tuple[int, ...], count: Count
+    ) -> tuple[Problem, ...]:
+        self._reads.objects += 1
+        if reader is None:
+            count.advance(item.bytes)
+            return ()
+        self._reads.objects += len(reader.manifest.objects)
+        self._reads.size_bytes += item.bytes
+        count.advance(item.bytes - sum(one.size for one in reader.manifest.objects))
+        found = Findings()
+        check_objects(self._storage, reader, versions, self._workers, found, count.advance)
+        return tuple(found.problems)
+
+    def _check_statements(self, entry: LogEntry, readers: list[SegmentReader]) -> None:
+        names = [reader.name for reader in readers]
+        manifests = [reader.manifest for reader in readers]
+        for found in chain_problems(names, manifests):
+            key = layout.segment_key(names[found.index], layout.MANIFEST)
+            versions = self._view.versions_of(names[found.index]) or (entry.record.v,)
+            self._findings.add(Problem("corrupt_store", key, versions, f"{key}: {found.message}", found.table))
+
+    def _check_record(self, entry: LogEntry, readers: list[SegmentReader]) -> None:
+        manifests = [reader.manifest for reader in readers]
+        if manifests:
+            key = self._view.key(entry.record.v)
+            for message in record_problems(entry.record, manifests[-1]):
+                self._findings.add(Problem("corrupt_record", key, (entry.record.v,), f"{key} {message}"))
+
+    def _check_states(self, entries: Iterable[LogEntry]) -> None:
+        chains = {tuple(item.seg for item in entry.record.chain): entry.record.chain for entry in entries}
+        fresh = {names for names in chains if self._reads.states_of(names) is None}
+        rows = sum(replayed_rows([reader.manifest for reader in self._open(chains[names])[0]]) for names in fresh)
+        count = Count("states", rows, self._progress)
+        for names, chain in chains.items():
+            found = self._reads.states_of(names)
+            if found is None:
+                readers, failed = self._open(chain)
+                replayed = [] if failed else check_states(readers, self._workers, count.advance)
+                found = self._reads.states[names] = (*failed, *replayed)
+            for one in found:
+                self._add_state(names, one)
+
+    def _open(self, chain: tuple[ChainEntry, ...]) -> tuple[list[SegmentReader], list[FailedReplay]]:
+        """The segments of a chain; or none, and what is wrong with one that could be opened a moment ago."""
+        readers: list[SegmentReader] = []
+        for index, item in enumerate(chain):
+            try:
+                readers.append(SegmentReader.open(self._storage, item))
+            except CorruptStore as error:
+                return [], [FailedReplay(index, error)]
+        return readers, []
+
+    def _add_state(self, names: Sequence[str], found: WrongState | FailedReplay) -> None:
+        key = layout.segment_key(names[found.index], layout.MANIFEST)
+        if isinstance(found, FailedReplay):
+            # An object that cannot be read has been named, and is not named twice.
+            versions = self._view.versions_of(names[found.index])
+            self._findings.add_error(found.error, found.error.path or key, versions)
+            return
+        versions = tuple(sorted(self._view.enders.get(names[found.index], ())))
+        message = (
+            f"after {key} table {found.table!r} has state digest {found.found}, the segment states {found.expected}; "
+            "its rows were computed against another state"
+        )
+        self._findings.add(Problem("corrupt_store", key, versions, message, found.table))

@@ -1,0 +1,193 @@
+"""The order of a check: log and references, then the segments of each chain, then (deep) the states they lead to."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from cnr_store.errors import CorruptObject, MissingObject, StorageFailure, VersionExpired, VersionNotFound
+from cnr_store.format import arrays, layout
+from cnr_store.format.commit_record import is_live
+from cnr_store.format.records import FORMAT, MAJOR, MINOR
+from cnr_store.maintenance.verify.checking import ChainChecks, SegmentReads
+from cnr_store.maintenance.verify.expired import MOST_LOOKS, overtaken, was_overtaken
+from cnr_store.maintenance.verify.log import LogView, read_log
+from cnr_store.maintenance.verify.logs import Log, other_logs
+from cnr_store.maintenance.verify.references import check_references
+from cnr_store.maintenance.verify.report import Findings, LogReport, Problem, ProgressCallback, VerifyReport
+from cnr_store.runtime.threads import Workers
+from cnr_store.storage import Storage
+from cnr_store.store import Store
+
+
+def verify_store(
+    store: Store,
+    *,
+    version: int | None = None,
+    every: bool = False,
+    deep: bool = False,
+    threads: int | None = None,
+    progress: ProgressCallback | None = None,
+) -> VerifyReport:
+    """Read a store's log and every object of the versions in question, and report all that is wrong. Blocks.
+
+    Never stops at the first problem and changes nothing. Memory: one object and one decoded chunk per thread, the
+    manifests of one chain, and with ``deep`` 64 MiB of codes.
+
+    Parameters
+    ----------
+    store
+        An opened store, or a branch of it; other processes may go on writing to it. All logs of the store are read.
+        Opened on a branch, or with ``version``, the chains of the others are not, and the report says so.
+    version
+        Check the chain of this version; None checks the head's and those that have a name (tags, channels, branches) or
+        are kept.
+    every
+        Check the chains of all versions that readers may still open.
+    deep
+        Replay every table too: the row algebra, and the state digest after each segment.
+    threads
+        Objects read at once; None takes the usual number.
+    progress
+        Told about ``objects`` (bytes) and ``states`` (rows).
+
+    Raises
+    ------
+    VersionNotFound, VersionExpired
+        ``version`` is not one.
+    AccessDenied
+        Nothing can be said about objects that may not be read.
+    Conflict
+        During each of several looks what was read was folded and deleted.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> store = Store.create("memory://doctest-verify")
+    >>> with store.writer() as writer, writer.begin(step=10) as txn:
+    ...     txn.write_table("user", np.ones((4, 2), np.float32))
+    >>> verify_store(store, deep=True).is_sound
+    True
+    """
+    for _ in range(MOST_LOOKS):
+        report, logs = _check(store, version, every, deep, threads, progress)
+        if not any(was_overtaken(log.log, log.findings) for log in logs):
+            return report
+    raise overtaken(store.url)
+
+
+def _check(
+    store: Store, version: int | None, every: bool, deep: bool, threads: int | None, progress: ProgressCallback | None
+) -> tuple[VerifyReport, list[Log]]:
+    """One look at everything; while it is taken others may fold what it reads, and delete it."""
+    findings = Findings(store.branch)
+    with Workers(threads, name="cnr-verify") as workers:
+        view = read_log(
+            store.storage, store.identity, workers, findings, version=version, every=every,
+            prefix=store.commit_log.prefix, first=store.commit_log.first,
+        )  # fmt: skip
+        _check_version(store, view, version, findings)
+        if store.relay is not None:
+            _leave_out_what_is_not_held(store.storage, view)
+            if version is not None and version not in view.entries:
+                store.check_held(version)
+        check_root(store.storage, findings)
+        own = Log(store.branch, view, findings, store.commit_log)
+        logs = [own, *other_logs(store, own, workers, every=every)]
+        reads = SegmentReads()
+        is_read = {log.branch: log is own or (version is None and store.branch is None) for log in logs}
+        for log in logs:
+            check_references(log.view, log.findings)
+            if is_read[log.branch]:
+                checks = ChainChecks(store.storage, log.view, log.findings, workers, progress, reads)
+                targets = sorted(log.view.entries.values(), key=lambda entry: entry.record.v, reverse=True)
+                checks.check_chains(targets, deep=deep)
+        folders = set() if view.head is None else set(store.storage.list_folders(layout.DATA))
+        check_links(store.storage, findings)
+    others = [
+        LogReport(log.branch, is_read[log.branch], **_found(log, reads.checked if is_read[log.branch] else None))
+        for log in logs[1:]
+    ]
+    report = VerifyReport(
+        url=store.url, branch=store.branch, **_found(own, reads.checked), is_deep=deep,
+        records=sum(log.view.records for log in logs),
+        segments=len(reads.checked), objects=reads.objects, size_bytes=reads.size_bytes,
+        problems=tuple(problem for log in logs for problem in log.findings.problems),
+        unreferenced=len(folders.difference(*(log.view.users for log in logs))), others=tuple(others),
+    )  # fmt: skip
+    return report, logs
+
+
+def _found(log: Log, checked: Collection[str] | None) -> dict[str, Any]:
+    """What a report says of each log; ``checked`` is None where its chains were not read."""
+    view = log.view
+    return {
+        "head": None if view.head is None else view.head.record.v,
+        "versions": () if checked is None else tuple(sorted(view.entries)),
+        "restorable": () if checked is None else _restorable(view, checked, log.findings),
+        "superseded": tuple(view.superseded),
+    }
+
+
+def _restorable(view: LogView, checked: Collection[str], findings: Findings) -> tuple[int, ...]:
+    """The live versions of which every segment was read and nothing is known to be wrong, newest first."""
+    unread = {version for segment, versions in view.users.items() if segment not in checked for version in versions}
+    hurt = {version for problem in findings.problems for version in problem.versions}
+    return tuple(sorted(view.live - unread - hurt, reverse=True))
+
+
+def _leave_out_what_is_not_held(storage: Storage, view: LogView) -> None:
+    """A relay need not hold any version but its newest; those that it lacks a segment of are none to check."""
+    held = {
+        name
+        for name in storage.list_folders(layout.DATA)
+        if layout.is_segment_name(name) and storage.read(layout.segment_key(name, layout.MANIFEST), stop=1) is not None
+    }
+    head = None if view.head is None else view.head.record
+    needed = set() if head is None else {item.seg for item in head.chain}
+    gone = {version for name, users in view.users.items() if name not in held | needed for version in users}
+    for version in gone:
+        view.entries.pop(version, None)
+    for users in (view.users, view.enders):
+        for name in list(users):
+            users[name] = [version for version in users[name] if version not in gone]
+            if not users[name]:
+                del users[name]
+
+
+def _check_version(store: Store, view: LogView, version: int | None, findings: Findings) -> None:
+    if version is None or findings.hurts(view.key(version) if version >= 0 else "?"):
+        return
+    if version not in view.entries:
+        known = view.head is not None and 0 <= version <= view.head.record.v
+        if not known:
+            raise VersionNotFound(f"{store.url} has no version {version}", version=version)
+    if view.head is not None and not is_live(view.head.record, version):
+        raise VersionExpired(
+            f"version {version} of {store.url} has expired; the floor is {view.head.record.floor}", version=version
+        )
+
+
+def root_document() -> bytes:
+    """Return what ``zarr.json`` of the root is. Pure."""
+    return arrays.group_document({"cnr": {"format": FORMAT, "major": MAJOR, "minor": MINOR}})
+
+
+def check_links(storage: Storage, findings: Findings) -> None:
+    """Add every symbolic link where only objects and their folders may be. A listing of local folders, else nothing."""
+    for folder in layout.FOLDERS:
+        for key in storage.list_links(folder):
+            message = f"{key} is a symbolic link, which is not followed: put what it points to there, or remove it"
+            findings.add(Problem(StorageFailure.kind, key, (), message))
+
+
+def check_root(storage: Storage, findings: Findings) -> None:
+    """Add what is wrong with the Zarr document of the root. One GET."""
+    wanted = root_document()
+    data = storage.read(layout.ROOT_GROUP, stop=len(wanted) + 1)
+    if data is None:
+        message = f"{layout.ROOT_GROUP} is missing; Zarr readers do not see the store as a group"
+        findings.add(Problem(MissingObject.kind, layout.ROOT_GROUP, (), message))
+    elif data != wanted:
+        message = f"{layout.ROOT_GROUP} is not the document a store of format {MAJOR}.{MINOR} has"
+        findings.add(Problem(CorruptObject.kind, layout.ROOT_GROUP, (), message))

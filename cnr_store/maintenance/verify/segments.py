@@ -1,0 +1,256 @@
+"""Read every object of one segment: digest, size, decode, row ids, dense tensors, documents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+
+from cnr_store.errors import AccessDenied, CnrStoreError, CorruptObject
+from cnr_store.format import arrays, document_tree, layout
+from cnr_store.format.documents import JSON, decode_document, loads
+from cnr_store.format.limits import MAX_MANIFEST_BYTES, MAX_TREE_NESTING
+from cnr_store.format.records import (
+    ArrayEntry,
+    ChainEntry,
+    DenseEntry,
+    Manifest,
+    ObjectEntry,
+    PartEntry,
+    Receipt,
+    RowListEntry,
+)
+from cnr_store.maintenance.verify.report import Findings
+from cnr_store.runtime.threads import Workers
+from cnr_store.segment.segment import Scratch, SegmentReader
+from cnr_store.storage import Storage
+from cnr_store.types import JsonValue, RowIds
+
+Advance = Callable[[int], None]
+"""Told the bytes of each object that has been read."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Role:
+    """What the manifest says an object is: an array's document, one of its chunks, or a JSON document."""
+
+    array: ArrayEntry | None = None
+    chunk: int | None = None
+    row_list: RowListEntry | None = None
+
+
+def open_segment(
+    storage: Storage, entry: ChainEntry, versions: tuple[int, ...], findings: Findings
+) -> SegmentReader | None:
+    """Read and check a manifest; None, with a problem, when it cannot be used."""
+    key = layout.segment_key(entry.seg, layout.MANIFEST)
+    try:
+        return SegmentReader.open(storage, entry)
+    except AccessDenied:
+        raise
+    except CnrStoreError as error:
+        findings.add_error(error, key, versions)
+        return None
+
+
+def check_objects(
+    storage: Storage,
+    reader: SegmentReader,
+    versions: tuple[int, ...],
+    workers: Workers,
+    findings: Findings,
+    advance: Advance,
+) -> None:
+    """Read each object of the inventory once (row ids of parts with several lists twice). Blocks.
+
+    Memory: one object and one decoded chunk per thread.
+    """
+    manifest = reader.manifest
+    roles = _roles(manifest)
+    dense = {array.path for array in manifest.dense_arrays}
+
+    def check(entry: ObjectEntry) -> None:
+        with _caught(findings, layout.segment_key(reader.name, entry.path), versions):
+            _check_object(reader, entry, roles.get(entry.path, _Role()))
+        advance(entry.size)
+
+    def check_pack(array: ArrayEntry) -> None:
+        _check_dense(reader, array, versions, findings, advance)
+
+    def check_lists(part: PartEntry) -> None:
+        for path, message in _repeated_rows(reader, part):
+            key = layout.segment_key(reader.name, path)
+            findings.add_error(CorruptObject(message, table=part.table), key, versions)
+
+    loose = (entry for entry in manifest.objects if entry.path.rpartition("/c/")[0] not in dense)
+    workers.run(partial(check, entry) for entry in loose)
+    workers.run(partial(check_pack, array) for array in manifest.dense_arrays)
+    workers.run(partial(check_lists, part) for part in manifest.parts)
+    for folder in sorted({entry.path.partition("/")[0] for entry in manifest.objects}):
+        key = layout.segment_key(reader.name, f"{folder}/{layout.RECEIPT}")
+        with _caught(findings, key, ()):
+            _check_receipt(storage, key, manifest)
+
+
+def _roles(manifest: Manifest) -> dict[str, _Role]:
+    roles: dict[str, _Role] = {}
+    for array, row_list in _arrays(manifest):
+        roles[f"{array.path}/zarr.json"] = _Role(array)
+        for index in range(arrays.chunk_count(array)):
+            roles[arrays.chunk_path(array, index)] = _Role(array, index, row_list)
+    return roles
+
+
+def _arrays(manifest: Manifest) -> Iterator[tuple[ArrayEntry, RowListEntry | None]]:
+    """Every array; with its row list if it is the list's ``rows``."""
+    for part in manifest.parts:
+        for row_list in _lists(part):
+            for name, array in row_list.arrays.items():
+                yield array, row_list if name == "rows" else None
+    for array in manifest.dense_arrays:
+        yield array, None
+
+
+def _lists(part: PartEntry) -> list[RowListEntry]:
+    return [item for item in (part.add, part.set, part.delete, part.escape) if item is not None]
+
+
+def _check_object(reader: SegmentReader, entry: ObjectEntry, role: _Role) -> None:
+    """Raise what is wrong with one object."""
+    key = layout.segment_key(reader.name, entry.path)
+    if role.array is not None and role.chunk is not None:
+        # In the order in which it is stored: another object's damage is that object's.
+        array = msgspec.structs.replace(role.array, order=msgspec.UNSET)
+        chunk = reader.read_chunk(array, role.chunk, Scratch())
+        if role.row_list is not None:
+            _check_rows(key, chunk, role.row_list, role.chunk)
+        return
+    data = reader.read_object(entry.path)
+    if not entry.path.endswith(".json"):
+        return
+    try:
+        document: JsonValue = loads(data, JSON, deepest=MAX_TREE_NESTING)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CorruptObject(f"{key} is no JSON document: {error}") from error
+    if role.array is not None:
+        wanted = msgspec.json.decode(arrays.array_document(role.array))
+        found = document if isinstance(document, dict) else {}
+        differs = sorted(name for name in wanted if name != "attributes" and found.get(name) != wanted[name])
+        if differs:
+            raise CorruptObject(f"{key} differs from the manifest in {differs}; other Zarr readers see another array")
+    elif entry.path in reader.manifest.documents.values():
+        document_tree.decode(document)
+
+
+def _check_rows(key: str, rows: RowIds, row_list: RowListEntry, chunk: int) -> None:
+    first, last = row_list.first[chunk], row_list.last[chunk]
+    steps = rows[1:] <= rows[:-1]
+    if steps.any():
+        at = int(np.argmax(steps)) + 1
+        what = "repeats" if rows[at] == rows[at - 1] else "is smaller than"
+        raise CorruptObject(
+            f"{key}: row id {rows[at]} at position {at} {what} the one before it; row ids must be ascending and unique"
+        )
+    if rows[0] != first or rows[-1] != last:
+        raise CorruptObject(f"{key}: rows {rows[0]} to {rows[-1]}, the manifest says {first} to {last}")
+
+
+def _check_dense(
+    reader: SegmentReader, array: ArrayEntry, versions: tuple[int, ...], findings: Findings, advance: Advance
+) -> None:
+    """Read the chunks of one pack in order and hash the tensors in it as they pass."""
+    itemsize = np.dtype(array.dtype).itemsize
+    waiting = [
+        (name, entry.offset, entry.offset + _size(entry), entry.digest, xxhash.xxh3_128())
+        for name, entry in reader.manifest.dense.items()
+        if entry.segment in ("", reader.name) and entry.path == array.path
+    ]
+    sizes = {entry.path: entry.size for entry in reader.manifest.objects}
+    broken: list[tuple[int, int]] = []
+    scratch = Scratch()
+    for index in range(arrays.chunk_count(array)):
+        path = arrays.chunk_path(array, index)
+        start = index * array.chunk_rows
+        stop = min(start + array.chunk_rows, array.shape[0])
+        chunk: Any = None
+        with _caught(findings, layout.segment_key(reader.name, path), versions):
+            chunk = reader.read_chunk(array, index, scratch)
+        if chunk is None:
+            broken.append((start, stop))
+        else:
+            for _, low, high, _, state in waiting:
+                piece = chunk[max(low - start, 0) : max(high - start, 0)]
+                state.update(np.ascontiguousarray(piece).view(np.uint8).data if piece.size else b"")
+        advance(sizes.get(path, 0))
+    for name, low, high, digest, state in waiting:
+        is_hit = any(start < high and low < stop for start, stop in broken)
+        if not is_hit and (high > array.shape[0] or state.hexdigest() != digest):
+            message = f"dense tensor {name!r} in {array.path} ({(high - low) * itemsize} bytes) has another digest"
+            findings.add_error(CorruptObject(message), layout.segment_key(reader.name, array.path), versions)
+
+
+def _size(entry: DenseEntry) -> int:
+    return int(np.prod(entry.shape, dtype=np.int64))
+
+
+def _repeated_rows(reader: SegmentReader, part: PartEntry) -> Iterator[tuple[str, str]]:
+    """Rows that stand in two lists of a part: (path of the second, message). Reads chunks that overlap only."""
+    lists = [(name, item) for name in ("add", "set", "delete", "escape") if (item := getattr(part, name)) is not None]
+    for position, (second, other) in enumerate(lists):
+        for first, one in lists[:position]:
+            for k, m in _overlaps(one, other):
+                try:
+                    left, right = reader.read_rows(one, k, Scratch()), reader.read_rows(other, m, Scratch())
+                except CnrStoreError:
+                    continue  # The object check names the chunk that cannot be read.
+                both = np.intersect1d(left, right)
+                if len(both):
+                    path = arrays.chunk_path(other.arrays["rows"], m)
+                    yield path, f"row {both[0]} of table {part.table!r} stands in both {first} and {second} of one part"
+                    break
+
+
+def _overlaps(one: RowListEntry, other: RowListEntry) -> Iterator[tuple[int, int]]:
+    """Pairs of chunks whose row ranges touch; both lists are sorted, so this is one merge."""
+    k = m = 0
+    while k < len(one.first) and m < len(other.first):
+        if one.first[k] <= other.last[m] and other.first[m] <= one.last[k]:
+            yield k, m
+        if one.last[k] < other.last[m]:
+            k += 1
+        else:
+            m += 1
+
+
+def _check_receipt(storage: Storage, key: str, manifest: Manifest) -> None:
+    """A receipt is superseded by the manifest; one that is there must agree with it."""
+    data = storage.read_document(key, MAX_MANIFEST_BYTES)
+    if data is None:
+        return
+    receipt = decode_document(data, Receipt, key)
+    same = receipt.txn == manifest.txn and set(receipt.objects) <= set(manifest.objects)
+    if not same or any(part not in manifest.parts for part in receipt.parts):
+        raise CorruptObject(f"{key} differs from the segment's manifest; no reader needs it")
+
+
+class _caught:  # noqa: N801 - reads as a statement
+    """Turns an error of the library into a problem of one object and goes on; credentials are not an object's fault."""
+
+    def __init__(self, findings: Findings, key: str, versions: tuple[int, ...]) -> None:
+        self._findings = findings
+        self._key = key
+        self._versions = versions
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, CnrStoreError) and not isinstance(error, AccessDenied):
+            self._findings.add_error(error, self._key, self._versions)
+            return True
+        return False

@@ -1,0 +1,170 @@
+"""Replay tables window by window and compare the state digest after every segment: the deep check.
+
+It finds what no single object shows: an ``add`` on a row that has no codes, codes that leave their range, a segment
+that was computed against another state than the one it is applied to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from cnr_store.encodings import kernels
+from cnr_store.encodings.digest import add_digests
+from cnr_store.errors import CorruptStore
+from cnr_store.format.manifest import stated_digest
+from cnr_store.format.records import Manifest
+from cnr_store.read.plan import TablePlan, by_columns, clip, is_sparse, plan_table
+from cnr_store.read.replay import Replay, finish, named_rows
+from cnr_store.runtime.threads import Workers, blocks
+from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, Array, ArraySpec, TableCodes, array_specs, escape_bits
+from cnr_store.segment.segment import SegmentReader
+from cnr_store.types import Rectangle, RowIds
+
+WINDOW_BYTES = 64 * 1024 * 1024
+"""Codes held at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrongState:
+    """A segment of the chain after which the table's state is not the one it states."""
+
+    index: int
+    table: str
+    expected: str
+    found: str
+
+
+@dataclass(frozen=True, slots=True)
+class FailedReplay:
+    """The error that segment ``index`` of the chain gave; nothing behind it is known of that table."""
+
+    index: int
+    error: CorruptStore
+
+
+def replayed_rows(manifests: Sequence[Manifest]) -> int:
+    """Return how many rows `check_states` will replay, for a progress bar. Pure."""
+    return sum(_num_rows(manifests, table, run) for table, run in _runs(manifests))
+
+
+def check_states(
+    readers: Sequence[SegmentReader], workers: Workers, advance: Callable[[int], None]
+) -> Iterator[WrongState | FailedReplay]:
+    """Yield the wrong states of every table of a chain, and the errors that stopped a table's replay. Blocks.
+
+    Memory: `WINDOW_BYTES` of codes, a status per row of the window, chunks in flight, and the window's escape rows.
+    Each chunk is read once per window that it touches; row ids of a table that declares far more rows than it stores
+    once more, and 8 bytes for each of them are held.
+    """
+    manifests = [reader.manifest for reader in readers]
+    for table, run in _runs(manifests):
+        yield from _check_run(readers[: run.stop], table, run, workers, advance)
+
+
+def _runs(manifests: Sequence[Manifest]) -> Iterator[tuple[str, range]]:
+    """Tables with codes that add, and the segments through which generation and shift stay: one replay for each.
+
+    A range starts at the first segment whose digest is compared; the replay itself starts where the table's life does.
+    """
+    for table in sorted({name for manifest in manifests for name in manifest.tables}):
+        keys = [
+            None if schema is None else (schema.generation, schema.shift)
+            for schema in (manifest.tables.get(table) for manifest in manifests)
+        ]
+        start = 0
+        for index in range(1, len(keys) + 1):
+            if index < len(keys) and keys[index] == keys[start]:
+                continue
+            schema = manifests[start].tables.get(table)
+            if schema is not None and any(spec.is_additive for spec in array_specs(schema).values()):
+                yield table, range(start, index)
+            start = index
+
+
+def _num_rows(manifests: Sequence[Manifest], table: str, run: range) -> int:
+    return max(manifests[index].tables[table].num_rows for index in run)
+
+
+def _check_run(
+    readers: Sequence[SegmentReader], table: str, run: range, workers: Workers, advance: Callable[[int], None]
+) -> Iterator[WrongState | FailedReplay]:
+    manifests = [reader.manifest for reader in readers]
+    num_rows = _num_rows(manifests, table, run)
+    try:
+        plan = plan_table(manifests, table, 0, num_rows)
+        pieces = by_columns(plan)
+        # Of rows that are in no list nothing can be wrong: a table that declares many costs what it stores.
+        listed = named_rows(readers, plan) if is_sparse(plan) else None
+    except CorruptStore as error:
+        yield FailedReplay(run.stop - 1, error)
+        return
+    found = dict.fromkeys(run, 0)
+    engine = Replay(readers, workers)
+    widest = max(sum(spec.width * spec.held_dtype.itemsize for spec in _additive(piece)) for piece in pieces)
+    for start, stop in blocks(num_rows if listed is None else len(listed), max(1, WINDOW_BYTES // widest)):
+        rows = None if listed is None else listed[start:stop]
+        for piece in pieces:
+            clipped = clip(piece, start, stop) if rows is None else clip(piece, int(rows[0]), int(rows[-1]) + 1)
+            # Statuses are kept even where the plan says that every row has codes: that is what is being checked.
+            window = replace(clipped, tracks_status=True)
+            first = start if rows is None else 0
+            codes = TableCodes.allocate(
+                piece.schema, first, first + stop - start, names=tuple(spec.name for spec in _additive(piece)),
+                mirror=False, allocate=_zeros, columns=piece.columns,
+            )  # fmt: skip
+            for batch in window.batches:
+                try:
+                    engine.run(replace(window, batches=(batch,)), codes, rows)
+                except CorruptStore as error:
+                    yield FailedReplay(batch.segment, error)
+                    return
+                _drop_replaced_escapes(codes)
+                if batch.segment in found:
+                    state = finish(codes, {}, workers, with_digest=True) if rows is None else _digest_of(codes, rows)
+                    found[batch.segment] = add_digests(found[batch.segment], state)
+        advance(stop - start)
+    for index in run:
+        expected = _stated(manifests[index], table)
+        if expected is not None and expected != found[index]:
+            yield WrongState(index, table, f"{expected:016x}", f"{found[index]:016x}")
+
+
+def _additive(plan: TablePlan) -> list[ArraySpec]:
+    return [spec for spec in array_specs(plan.schema, plan.columns).values() if spec.is_additive]
+
+
+def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Rows that no segment sets must not add what the memory held before."""
+    return np.zeros(shape, dtype)
+
+
+def _digest_of(codes: TableCodes, rows: RowIds) -> int:
+    """The state digest of codes whose positions are those of ``rows`` (sorted)."""
+    status, exact = codes.track_status(ABSENT), codes.escapes
+    coded = np.flatnonzero(status == CODED)
+    total = 0
+    for name, held in codes.arrays.items():
+        spec = codes.specs[name]
+        total += int(kernels.digest_rows(held[coded], rows[coded], spec.multipliers, spec.presence()))
+        if len(exact.rows):
+            bits = escape_bits(exact.values[name], spec.dtype)
+            total += int(kernels.digest_rows(bits, rows[exact.rows], spec.multipliers, spec.presence(escape=True)))
+    return add_digests(total & ((1 << 64) - 1))
+
+
+def _drop_replaced_escapes(codes: TableCodes) -> None:
+    """A later set or delete of an escape row is seen in its status only, because each batch is run by itself."""
+    status = codes.track_status(ABSENT)
+    rows = codes.escapes.rows
+    codes.escapes.drop(rows[status[rows - codes.start] != ESCAPED])
+
+
+def _stated(manifest: Manifest, table: str) -> int | None:
+    """The state digest that a segment's parts state together, None if one of them states none."""
+    schema = manifest.tables[table]
+    parts = (part for part in manifest.parts if part.table == table)
+    return stated_digest(parts, Rectangle((0, schema.num_rows), (0, schema.dim)))

@@ -1,0 +1,128 @@
+"""The newest version that is whole, found by walking the log back and reading each state that it leads to."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from cnr_store.errors import CorruptStore, StorageFailure
+from cnr_store.format import layout
+from cnr_store.format.commit_record import LogEntry, is_live
+from cnr_store.maintenance.verify.checking import ChainChecks
+from cnr_store.maintenance.verify.expired import MOST_LOOKS, overtaken, was_overtaken
+from cnr_store.maintenance.verify.log import LogView, list_positions, read_position, superseded_by, take
+from cnr_store.maintenance.verify.report import Findings, Problem, ProgressCallback
+from cnr_store.runtime.threads import Workers
+from cnr_store.store import Store
+
+_NONE_KEPT = -1
+"""No version: the walk needs who uses which segment, and keeps no record."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewestWhole:
+    """What a walk back through the log found.
+
+    Attributes
+    ----------
+    entry
+        The newest live version whose every object, statement and state is right; None if there is none. Of a newest
+        record whose side object is gone its lists are missing (its ``state`` still names them).
+    rejected
+        Records of the newer checkpoints that are not whole, newest first: each state once.
+    problems
+        What is wrong with those.
+    """
+
+    entry: LogEntry | None
+    rejected: tuple[LogEntry, ...]
+    problems: tuple[Problem, ...]
+
+
+def find_newest_whole(
+    store: Store,
+    *,
+    avoid: Collection[str] = (),
+    threads: int | None = None,
+    progress: ProgressCallback | None = None,
+) -> NewestWhole:
+    """Return the newest version that a deep check finds whole. Blocks: it reads every object of the states it tries.
+
+    Records that cannot be read are passed over. Memory: as `verify_store` with ``deep``.
+
+    Parameters
+    ----------
+    avoid
+        Segments that are known to be damaged: states that need one are rejected unread.
+
+    Raises
+    ------
+    AccessDenied, StorageFailure, UnknownFeature
+        A record could not be read, which says nothing about what it is.
+    Conflict
+        During each of several looks what was read was folded and deleted.
+    """
+    for _ in range(MOST_LOOKS):
+        found, findings = _look(store, avoid, threads, progress)
+        if not was_overtaken(store.commit_log, findings):
+            return found
+    raise overtaken(store.url)
+
+
+def _look(
+    store: Store, avoid: Collection[str], threads: int | None, progress: ProgressCallback | None
+) -> tuple[NewestWhole, Findings]:
+    findings = Findings(store.branch)
+    view = LogView(prefix=store.commit_log.prefix)
+    rejected: list[LogEntry] = []
+    with Workers(threads, name="cnr-whole") as workers:
+        checks = ChainChecks(store.storage, view, findings, workers, progress)
+        for entry in _states(store, view):
+            names = [item.seg for item in entry.record.chain]
+            if set(avoid).isdisjoint(names) and not _is_hurt(view, entry, findings):
+                checks.check_chains([entry], deep=True)
+                _refuse_failures(findings)
+                if not _is_hurt(view, entry, findings):
+                    return NewestWhole(entry, tuple(rejected), tuple(findings.problems)), findings
+                if was_overtaken(store.commit_log, findings):
+                    break
+            rejected.append(entry)
+    return NewestWhole(None, tuple(rejected), tuple(findings.problems)), findings
+
+
+def _states(store: Store, view: LogView) -> Iterator[LogEntry]:
+    """The live versions that hold something, newest first, each chain once."""
+    known: set[tuple[str, ...]] = set()
+    torn: set[int] = set()
+    for version in reversed(list_positions(store.storage, view.prefix)):
+        if version in torn:
+            continue
+        here = read_position(store.storage, version, view.prefix)
+        if here.error is not None and not isinstance(here.error, CorruptStore):
+            raise here.error
+        entry = here.entry
+        if entry is None or entry.record.store_uuid != store.uuid:
+            continue
+        torn |= superseded_by(entry.record).keys()
+        take(view, entry, version=_NONE_KEPT, every=False)
+        assert view.head is not None  # `take` has seen one
+        names = tuple(item.seg for item in entry.record.chain)
+        if names and names not in known and is_live(view.head.record, version):
+            known.add(names)
+            yield entry
+
+
+def _refuse_failures(findings: Findings) -> None:
+    """What a backend did not give is not damaged: nobody shall go back to an older state because of it."""
+    for problem in findings.problems:
+        if problem.kind == StorageFailure.kind:
+            raise StorageFailure(problem.message, path=problem.path)
+
+
+def _is_hurt(view: LogView, entry: LogEntry, findings: Findings) -> bool:
+    """Whether something that a reader of this version needs is known to be bad."""
+    starts = tuple(layout.segment_prefix(item.seg) for item in entry.record.chain)
+    return any(
+        problem.path == view.key(entry.record.v) or (problem.versions and problem.path.startswith(starts))
+        for problem in findings.problems
+    )

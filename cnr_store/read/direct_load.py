@@ -1,0 +1,92 @@
+"""Rows that the sets of one segment settle: decoded chunk by chunk straight into floats, without codes in between.
+
+That is what a compacted snapshot is, and most of what a load of it costs is passes over memory. Here a chunk is
+decoded once, and while it is in the cache its codes are counted into the state digest and become the output's floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import numpy as np
+
+from cnr_store.encodings import digest, kernels
+from cnr_store.read.plan import Step, TablePlan
+from cnr_store.read.prefetch import reading_ahead
+from cnr_store.read.replay import ChunkReader, Replay, checked_codes
+from cnr_store.runtime.threads import Workers, blocks
+from cnr_store.segment.codes import BLOCK_ROWS, Array, ArraySpec, array_specs, decode_block
+from cnr_store.types import Lattice
+
+
+def is_settled(plan: TablePlan) -> bool:
+    """Return whether the chunks of the plan are ``set`` rows that tile its rows, each without a gap. Pure.
+
+    Then no row has another state than coded, and nothing is added to any.
+    """
+    steps = sorted((step for batch in plan.batches for step in batch.steps), key=lambda step: step.first)
+    if plan.tracks_status or any(step.operation != "set" for step in steps):
+        return False
+    reached = plan.start
+    for step in steps:
+        is_next = step.first == reached or (reached == plan.start and step.first <= reached <= step.last)
+        if not is_next or step.last - step.first + 1 != step.num_rows:
+            return False
+        reached = step.last + 1
+    return reached >= plan.stop
+
+
+def load_settled(
+    readers: Sequence[ChunkReader], plan: TablePlan, outputs: Mapping[str, Array], workers: Workers
+) -> int:
+    """Fill ``outputs`` as `restore.read_range` does from a settled plan of one column interval; blocks.
+
+    Returns the state digest of what was read. Memory: a chunk of each array per thread, and of a remote
+    store what is fetched ahead (`read_ahead.AHEAD_BYTES`).
+
+    Raises
+    ------
+    CorruptStore, CorruptObject, MissingObject
+        ``outputs`` then hold undefined values.
+    """
+    specs = array_specs(plan.schema, plan.columns)
+    with reading_ahead(readers, plan, list(outputs), workers) as sources:
+        engine = Replay(sources, workers)
+        totals = workers.run(
+            partial(_load, engine, step, plan, specs, outputs) for batch in plan.batches for step in batch.steps
+        )
+    return digest.add_digests(*totals)
+
+
+def _load(
+    engine: Replay, step: Step, plan: TablePlan, specs: Mapping[str, ArraySpec], outputs: Mapping[str, Array]
+) -> int:
+    """Decode one chunk of each array into the outputs; returns what it adds to the digest."""
+    low, high = max(step.first, plan.start), min(step.last + 1, plan.stop)
+    total = 0
+    for name, out in outputs.items():
+        held = engine.values(step, plan, specs[name])[low - step.first : high - step.first]
+        total += _put(specs[name], held, out[low - plan.start : high - plan.start], step, low, plan)
+    return total
+
+
+def _put(spec: ArraySpec, held: Array, out: Array, step: Step, first_row: int, plan: TablePlan) -> int:
+    """Decode the rows from ``first_row`` on, and return what they add to the digest."""
+    shift = step.left_shift if spec.name == "codes" else 0
+    is_moved = spec.is_integer and (shift > 0 or held.itemsize > spec.held_dtype.itemsize)
+    multipliers, presence = (spec.multipliers, spec.presence()) if spec.is_additive else (None, None)
+    total = 0
+    is_plain = not is_moved and held.flags.c_contiguous and out.flags.c_contiguous
+    if is_plain and isinstance(spec.encoding, Lattice) and out.dtype == np.float32 and multipliers is not None:
+        return int(kernels.lattice_decode_digest(held, spec.scale, out, first_row, multipliers, presence))
+    for low, high in blocks(len(held), BLOCK_ROWS):
+        block = np.ascontiguousarray(held[low:high])
+        if is_moved:
+            moved = np.empty(block.shape, spec.held_dtype)
+            checked_codes(kernels.put_block(moved, block, shift), plan, step)
+            block = moved
+        if multipliers is not None:
+            total += int(kernels.digest_block(block, first_row + low, multipliers, presence))
+        decode_block(spec, block, out[low:high])
+    return total

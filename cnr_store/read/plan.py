@@ -1,0 +1,320 @@
+"""Which chunks of a chain give a rectangle of a table: decided from manifests alone, before anything is read. Pure.
+
+Several writers may have cut a table's columns, and cut them anew from save to save. A row can then be an escape row in
+one column range and a coded row in another, so a rectangle is read one elementary column interval at a time: within
+one of them every part that has the row has the same columns of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+
+from cnr_store.encodings import digest
+from cnr_store.errors import BadInput, CorruptStore, TableNotFound, Unsupported
+from cnr_store.format.manifest import stated_digest
+from cnr_store.format.records import Manifest, PartEntry, RowListEntry, TableSchema
+from cnr_store.segment.codes import array_specs
+from cnr_store.types import Rectangle, RowIds, SlotsRule
+
+Operation = Literal["add", "set", "delete", "escape"]
+OPERATIONS: tuple[Operation, ...] = ("add", "set", "delete", "escape")
+Columns = tuple[int, int]
+
+UNASKED_BYTES = 256 * 1024 * 1024
+"""So much is taken for rows that are not stored without being asked for."""
+
+LEAST_SPARSE_ROWS, SPARSE_TIMES = 1 << 16, 8
+"""A table is sparse if it declares more rows than both, and than so many times those that are stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One chunk of one row list: the unit of reading, on its own thread."""
+
+    segment: int
+    part: PartEntry
+    operation: Operation
+    row_list: RowListEntry
+    chunk: int
+    left_shift: int
+
+    @property
+    def first(self) -> int:
+        """First row id of the chunk."""
+        return self.row_list.first[self.chunk]
+
+    @property
+    def last(self) -> int:
+        """Last row id of the chunk, inclusive."""
+        return self.row_list.last[self.chunk]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the chunk."""
+        chunk_rows = self.row_list.arrays["rows"].chunk_rows
+        return min(chunk_rows, self.row_list.count - self.chunk * chunk_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The steps of one segment: disjoint elements, any order. ``num_rows`` is the table's size from here on."""
+
+    segment: int
+    num_rows: int
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TablePlan:
+    """What to read for rows [start, stop) and columns [columns[0], columns[1]) of a table.
+
+    ``tracks_status`` says whether some row may be absent or escaped; ``parts`` are the last segment's parts, whose
+    state digests the result must match where it covers them; ``stored`` are the elementary column intervals that the
+    parts of the table's life leave, in order.
+    """
+
+    table: str
+    schema: TableSchema
+    start: int
+    stop: int
+    columns: Columns
+    batches: tuple[Batch, ...]
+    tracks_status: bool
+    parts: tuple[PartEntry, ...]
+    stored: tuple[Columns, ...]
+
+    @property
+    def has_own_row_slots(self) -> bool:
+        """Whether one-dimensional slots, if there are any, were saved for just these columns."""
+        return self.columns in self.stored
+
+    @property
+    def row_slots(self) -> list[str]:
+        """The names of the one-dimensional slots."""
+        return [name for name, slot in self.schema.slots.items() if slot.kind == "row"]
+
+
+def plan_table(
+    manifests: Sequence[Manifest],
+    table: str,
+    start: int = 0,
+    stop: int | None = None,
+    rows: RowIds | None = None,
+    columns: Columns | None = None,
+) -> TablePlan:
+    """Decide which chunks give rows [start, stop) of some columns of a table (or just ``rows`` of them). Pure, no I/O.
+
+    Raises
+    ------
+    TableNotFound
+        If the last manifest does not have the table.
+    CorruptStore
+        If its scale went back, or one-dimensional slots were cut differently within its life.
+    """
+    last = manifests[-1]
+    if table not in last.tables:
+        raise TableNotFound(f"no table {table!r} at logical {last.l1}; there are {sorted(last.tables)}", table=table)
+    schema = last.tables[table]
+    hashed = schema.keys == "hashed"
+    stop = schema.num_rows if stop is None else stop
+    columns = columns or (0, schema.dim)
+    begin = _first_segment(manifests, table)
+    batches, sizes, complete = [], [], True
+    cutting: set[Columns] = set()
+    for index in range(begin, len(manifests)):
+        manifest = manifests[index]
+        here = manifest.tables[table]
+        parts = [part for part in manifest.parts if part.table == table]
+        cutting.update(part.columns for part in parts if part.rows[0] < part.rows[1])
+        if not hashed:
+            parts = [part for part in parts if _meets(part.rows, (start, stop)) and _meets(part.columns, columns)]
+        shift = schema.shift - here.shift
+        if shift < 0:
+            raise CorruptStore(f"table {table!r}: shift goes back from {here.shift} to {schema.shift}", table=table)
+        steps = [
+            Step(index, part, operation, row_list, chunk, shift)
+            for part in parts
+            for operation in OPERATIONS
+            if (row_list := getattr(part, operation)) is not None
+            for chunk in range(len(row_list.first))
+        ]
+        complete = complete and not any(part.delete or part.escape for part in parts)
+        sizes.append(here.num_rows)
+        if index == begin:
+            full = [part for part in parts if part.set and part.set.count == part.rows[1] - part.rows[0]]
+            covered = sum(_overlap(part.rows, (start, stop)) * _overlap(part.columns, columns) for part in full)
+            complete = complete and covered == (stop - start) * (columns[1] - columns[0])
+        if not hashed:
+            steps = [step for step in steps if step.last >= start and step.first < stop]
+        if rows is not None:
+            steps = [step for step in steps if _may_hold(step, rows)]
+        batches.append(Batch(index, here.num_rows, tuple(steps)))
+    tracks = hashed or not complete or len(set(sizes)) > 1
+    ends = tuple(part for part in last.parts if part.table == table)
+    stored = ((0, schema.dim),) if hashed else _intervals(table, schema, cutting)
+    return TablePlan(table, schema, start, stop, columns, tuple(batches), tracks, ends, stored)
+
+
+def stored_rows(plan: TablePlan) -> int:
+    """Return how many rows the chunks of the plan hold, each as often as a chunk has it. Pure."""
+    return sum(step.num_rows for batch in plan.batches for step in batch.steps)
+
+
+def is_sparse(plan: TablePlan) -> bool:
+    """Return whether by far most of the plan's rows are in no chunk. Pure."""
+    return plan.stop - plan.start > max(LEAST_SPARSE_ROWS, SPARSE_TIMES * stored_rows(plan))
+
+
+def check_stored(plan: TablePlan, size_bytes: int, consent: str) -> None:
+    """Refuse what takes memory or time for rows that a table declares and does not store, unless the caller said so.
+
+    Any store can declare any number of rows, in a few bytes. Pure.
+
+    Parameters
+    ----------
+    size_bytes
+        What would be taken for the plan's rows; up to `UNASKED_BYTES` nothing is asked.
+    consent
+        How the caller can say so, for the message.
+
+    Raises
+    ------
+    BadInput
+    """
+    if size_bytes > UNASKED_BYTES and is_sparse(plan):
+        raise BadInput(
+            f"rows [{plan.start}, {plan.stop}) of table {plan.table!r} take {size_bytes} bytes, and the store has "
+            f"{stored_rows(plan)} of them, the others are fill; if that is meant, {consent}",
+            table=plan.table, expected=UNASKED_BYTES, found=size_bytes,
+        )  # fmt: skip
+
+
+def by_columns(plan: TablePlan) -> tuple[TablePlan, ...]:
+    """Return the plan of each elementary column interval, in order; the plan itself where there is one. Pure."""
+    low, high = plan.columns
+    pieces = [(max(a, low), min(b, high)) for a, b in plan.stored if _meets((a, b), plan.columns)]
+    return (plan,) if len(pieces) == 1 else tuple(_of_columns(plan, piece) for piece in pieces)
+
+
+def clip(plan: TablePlan, start: int, stop: int) -> TablePlan:
+    """Return the plan of fewer rows. Pure."""
+    batches = _filtered(plan, lambda step: step.last >= start and step.first < stop)
+    return replace(plan, start=start, stop=stop, batches=batches)
+
+
+def check_row_slots(plan: TablePlan, names: Iterable[str], rule: SlotsRule) -> list[str]:
+    """Return those of the arrays ``names`` that are read under ``rule``. Pure.
+
+    Raises
+    ------
+    Unsupported
+        One-dimensional slots of columns that were not saved together, and the rule is ``exact``.
+    """
+    vectors = {f"slots/{slot}" for slot in plan.row_slots}
+    lost = [] if plan.has_own_row_slots else [name for name in names if name in vectors]
+    if lost and rule == "exact":
+        slot = lost[0].removeprefix("slots/")
+        raise Unsupported(
+            f"slot {slot!r} of table {plan.table!r} has one value per row and column range, stored for columns "
+            f"{list(plan.stored)}; columns {plan.columns} are none of them: read those, or pass "
+            "slots_rule='mean' or 'drop'",
+            table=plan.table, expected=plan.stored, found=plan.columns,
+        )  # fmt: skip
+    return [name for name in names if rule != "drop" or name not in lost]
+
+
+def expected_digest(plan: TablePlan, names: set[str]) -> int | None:
+    """Return the state digest that the plan's rectangle must have, or None when it cannot be known. Pure.
+
+    It is known when the rectangle is a union of whole parts that state one and ``names`` holds every mirrored array.
+    """
+    additive = {name for name, spec in array_specs(plan.schema).items() if spec.is_additive}
+    if not additive or not additive <= names:
+        return None
+    return stated_digest(plan.parts, Rectangle((plan.start, plan.stop), plan.columns))
+
+
+def check_digest(plan: TablePlan, found: Sequence[tuple[Columns, int]], names: set[str]) -> None:
+    """Compare recomputed state digests of the plan's column intervals, in order, with the version's. Pure.
+
+    The digests of neighbouring intervals add up, and are compared as soon as they are a union of whole parts.
+
+    Raises
+    ------
+    CorruptStore
+        A delta is wrong or missing, or codes are damaged.
+    """
+    begin = 0
+    while begin < len(found):
+        for end in range(begin + 1, len(found) + 1):
+            span = replace(plan, columns=(found[begin][0][0], found[end - 1][0][1]))
+            wanted = expected_digest(span, names)
+            if wanted is not None:
+                _compare(span, digest.add_digests(*(one for _, one in found[begin:end])), wanted)
+                begin = end
+                break
+        else:
+            begin += 1
+
+
+def _compare(plan: TablePlan, found: int, wanted: int) -> None:
+    if found != wanted:
+        whole = plan.columns == (0, plan.schema.dim)
+        where = repr(plan.table) if whole else f"{plan.table!r}, columns {plan.columns},"
+        raise CorruptStore(
+            f"table {where} decodes to state digest {found:016x}, the version names {wanted:016x}; "
+            "a delta is wrong or missing, run `cnr verify`",
+            table=plan.table, expected=f"{wanted:016x}", found=f"{found:016x}",
+        )  # fmt: skip
+
+
+def _first_segment(manifests: Sequence[Manifest], table: str) -> int:
+    """The segment in which this life of the table begins: after its last absence or change of generation."""
+    begin = len(manifests) - 1
+    generation = manifests[begin].tables[table].generation
+    while begin > 0:
+        before = manifests[begin - 1].tables.get(table)
+        if before is None or before.generation != generation:
+            break
+        begin -= 1
+    return begin
+
+
+def _intervals(table: str, schema: TableSchema, ranges: set[Columns]) -> tuple[Columns, ...]:
+    """The elementary intervals; ranges that overlap would leave one-dimensional slots without a value."""
+    if any(slot.kind == "row" for slot in schema.slots.values()):
+        for a, b in pairwise(sorted(ranges)):
+            if b[0] < a[1]:
+                raise CorruptStore(
+                    f"table {table!r} has one-dimensional slots, and its columns are cut at {a} and at {b} within one "
+                    "chain; run `cnr verify`",
+                    table=table, found=(a, b),
+                )  # fmt: skip
+    return tuple(pairwise(sorted({0, schema.dim, *(cut for columns in ranges for cut in columns)})))
+
+
+def _of_columns(plan: TablePlan, columns: Columns) -> TablePlan:
+    return replace(plan, columns=columns, batches=_filtered(plan, lambda step: _meets(step.part.columns, columns)))
+
+
+def _filtered(plan: TablePlan, keeps: Callable[[Step], bool]) -> tuple[Batch, ...]:
+    return tuple(replace(batch, steps=tuple(step for step in batch.steps if keeps(step))) for batch in plan.batches)
+
+
+def _may_hold(step: Step, rows: RowIds) -> bool:
+    """Whether one of ``rows`` (sorted) lies in the chunk's range."""
+    low, high = np.searchsorted(rows, [step.first, step.last])
+    return bool(low < high or (low < len(rows) and rows[low] == step.last))
+
+
+def _overlap(a: tuple[int, int], b: tuple[int, int]) -> int:
+    return max(0, min(a[1], b[1]) - max(a[0], b[0]))
+
+
+def _meets(a: tuple[int, int], b: tuple[int, int]) -> bool:
+    return a[0] < b[1] and b[0] < a[1]

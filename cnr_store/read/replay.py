@@ -1,0 +1,466 @@
+"""Replay a chain into the codes of a table: what was planned is read, decoded and applied on threads.
+
+Row operations follow the algebra of the design (spec, section 4.4): segments in chain order, later set, delete or
+escape wins, an ``add`` is only legal on a row that has codes. Memory: the caller's arrays, and one chunk of each
+array per thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from cnr_store.encodings import affine, digest, kernels, packing
+from cnr_store.encodings.widths import carrier
+from cnr_store.errors import CorruptStore
+from cnr_store.format.records import ArrayEntry, Manifest, RowListEntry
+from cnr_store.read.plan import Batch, Step, TablePlan, by_columns
+from cnr_store.runtime.threads import Workers, blocks
+from cnr_store.segment.codes import (
+    ABSENT,
+    ADDED,
+    BLOCK_ROWS,
+    CODED,
+    ESCAPED,
+    TASK_ROWS,
+    Array,
+    ArraySpec,
+    TableCodes,
+    array_specs,
+    decode_block,
+)
+from cnr_store.segment.segment import Scratch
+from cnr_store.types import Affine, RowIds
+
+_MERGED_KEYS = 1 << 20
+CUT_ROWS = 16_384
+"""Rows of packed codes unpacked at a time when some of their columns are cut out."""
+
+
+class ChunkReader(Protocol):
+    """What a replay needs of a segment: `SegmentReader`, or one that keeps chunks for a while."""
+
+    @property
+    def name(self) -> str:
+        """The segment's name."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the segment says of itself."""
+
+    def read_chunk(self, entry: ArrayEntry, index: int, scratch: Scratch) -> Array:
+        """See `SegmentReader.read_chunk`; the caller only reads what it gets."""
+
+    def read_rows(self, row_list: RowListEntry, index: int, scratch: Scratch) -> RowIds:
+        """See `SegmentReader.read_rows`."""
+
+
+class Replay:
+    """Executes plans over opened segments; shares decode memory between chunks, one set per thread."""
+
+    def __init__(self, readers: Sequence[ChunkReader], workers: Workers) -> None:
+        self._readers = readers
+        self._workers = workers
+        self._local = threading.local()
+
+    def run(self, plan: TablePlan, codes: TableCodes, rows: RowIds | None = None) -> None:
+        """Replay ``plan`` into ``codes``; blocks. With ``rows`` (sorted), position i of the arrays is row ``rows[i]``.
+
+        The plan's columns are those of ``codes``, and lie in one elementary interval. Where ``codes`` holds no arrays
+        only row ids are read, and what becomes of each row. A status that ``codes`` keeps already is gone on from:
+        `UNTOUCHED` rows are those of a state that the plan's segments build on and that is not here.
+
+        Raises
+        ------
+        CorruptStore, CorruptObject, MissingObject
+        Overflow
+            An int16 array is too narrow. The contents of ``codes`` are undefined after each of these.
+        """
+        if len(by_columns(plan)) != 1 or plan.columns != codes.columns:
+            raise ValueError(f"a replay is of one column interval, found {plan.columns} for codes of {codes.columns}")
+        target = _Target(codes, rows)
+        if plan.tracks_status:
+            codes.track_status(ABSENT)
+        for batch in plan.batches:
+            target.begin(batch)
+            # Escapes of a row must leave before a later set: both are in one batch only if rows are disjoint.
+            overflowed = self._workers.run(partial(self._apply, plan, step, target) for step in batch.steps)
+            too_narrow = {name for names in overflowed for name in names}
+            if too_narrow:
+                raise Overflow(too_narrow)
+        target.finish()
+
+    def _apply(self, plan: TablePlan, step: Step, target: _Target) -> list[str]:
+        reader = self._readers[step.segment]
+        rows = reader.read_rows(step.row_list, step.chunk, self.scratch("rows"))
+        index, positions = target.select(rows)
+        if len(index) == 0:
+            return []
+        target.claim(index, step)
+        if step.operation == "delete":
+            target.mark(index, ABSENT)
+            return []
+        if step.operation == "add":
+            index, positions = target.add(index, positions, plan, step)
+            if len(index) == 0:
+                return []
+        overflowed = []
+        if step.operation == "escape" and target.codes.status is not None:
+            specs = [target.codes.specs[name] for name in target.codes.arrays]
+            target.escape(index, {s.name: self.values(step, plan, s)[positions].copy() for s in specs})
+        else:
+            # Without a status all rows are of one kind: where that is escape, the arrays are of exact floats.
+            for name in target.codes.arrays:
+                if not self._store(plan, step, name, target, index, positions):
+                    overflowed.append(name)
+            if step.operation == "set":
+                target.mark(index, CODED)
+        return overflowed
+
+    def _store(self, plan: TablePlan, step: Step, name: str, target: _Target, index: RowIds, positions: Any) -> bool:
+        """Put or add one array's chunk; False when an int16 mirror is too narrow."""
+        spec = target.codes.specs[name]
+        held = target.codes.arrays[name]
+        values = self.values(step, plan, spec)[positions]
+        if not spec.is_integer:
+            held[index] = values
+            return True
+        values = np.ascontiguousarray(values).reshape(len(values), -1)
+        shift = step.left_shift if name == "codes" else 0
+        adds = step.operation == "add" and spec.is_additive
+        contiguous = index[-1] - index[0] + 1 == len(index)
+        if adds and held.dtype == np.int32 and name in _wrapping(spec):
+            return checked_codes(kernels.add_codes_wrapping(held, index, 0, values), plan, step)
+        if contiguous:
+            block = held[index[0] : index[-1] + 1]
+            bad = kernels.add_block(block, values, shift) if adds else kernels.put_block(block, values, shift)
+        else:
+            bad = (
+                kernels.add_codes(held, index, 0, values, shift)
+                if adds
+                else kernels.put_codes(held, index, 0, values, shift)
+            )
+        if bad >= 0 and target.codes.can_widen(name):
+            return False
+        return checked_codes(bad, plan, step)
+
+    def values(self, step: Step, plan: TablePlan, spec: ArraySpec) -> Array:
+        """Decode the plan's columns of one array of the step's chunk: integer codes, or floats of other rows.
+
+        (rows, columns), in memory that the calling thread's next call overwrites.
+        """
+        reader, row_list = self._readers[step.segment], step.row_list
+        stored = "values" if step.operation == "escape" and spec.name == "codes" else spec.name
+        if stored not in row_list.arrays:
+            raise CorruptStore(
+                f"{step.operation} rows of table {step.part.table!r} in segment {reader.name} lack array {stored!r}",
+                table=step.part.table,
+            )
+        chunk = reader.read_chunk(row_list.arrays[stored], step.chunk, self.scratch(stored))
+        width = step.part.columns[1] - step.part.columns[0]
+        low, high = (column - step.part.columns[0] for column in plan.columns)
+        if spec.packed_bits:
+            return (
+                chunk if step.part.columns == plan.columns else _cut_packed(chunk, spec.packed_bits, width, low, high)
+            )
+        schema = reader.manifest.tables[step.part.table]
+        if isinstance(schema.encoding, Affine) and spec.name == "codes" and step.operation != "escape":
+            scale = reader.read_chunk(row_list.arrays["scale"], step.chunk, self.scratch("scale"))
+            zero = reader.read_chunk(row_list.arrays["zero_point"], step.chunk, self.scratch("zero_point"))
+            out = self.scratch("affine").take((len(chunk), width), np.dtype(np.float32))
+            affine.decode(chunk, scale, zero, bits=schema.encoding.bits, dim=width, out=out)
+            chunk = out
+        if chunk.ndim == 1:
+            return chunk.reshape(-1, 1)
+        return chunk if step.part.columns == plan.columns else chunk[:, low:high]
+
+    def scratch(self, name: str) -> Scratch:
+        """Return the calling thread's memory of that name."""
+        memory: dict[str, Scratch] = self._local.__dict__.setdefault("memory", {})
+        return memory.setdefault(name, Scratch())
+
+
+class Overflow(Exception):
+    """An int16 array is too narrow for what it would hold; the caller starts again with int32."""
+
+    def __init__(self, names: set[str]) -> None:
+        super().__init__(*sorted(names))
+        self.names = names
+
+
+def _cut_packed(packed: Array, bits: int, dim: int, low: int, high: int) -> Array:
+    """Return columns [low, high) of packed rows of ``dim`` codes, packed."""
+    cut = np.empty((len(packed), packing.packed_width(high - low, bits)), np.uint8)
+    for start, stop in blocks(len(packed), CUT_ROWS):
+        codes = np.empty((stop - start, packing.padded_dim(dim)), np.uint8)
+        packing.unpack(packed[start:stop], bits=bits, out=codes)
+        chosen = np.zeros((stop - start, packing.padded_dim(high - low)), np.uint8)
+        chosen[:, : high - low] = codes[:, low:high]
+        packing.pack(chosen, bits=bits, out=cut[start:stop])
+    return cut
+
+
+def replay(
+    readers: Sequence[ChunkReader], plan: TablePlan, codes: TableCodes, workers: Workers, rows: RowIds | None = None
+) -> None:
+    """Replay into ``codes``, widening int16 arrays and starting over in the rare case that codes outgrow them."""
+    engine = Replay(readers, workers)
+    try:
+        engine.run(plan, codes, rows)
+    except Overflow as overflow:
+        for name in overflow.names:
+            codes.widen(name)
+        codes.status = None
+        codes.escapes = type(codes.escapes)()
+        for array in codes.arrays.values():
+            array[...] = 0
+        replay(readers, plan, codes, workers, rows)
+
+
+class _Target:
+    """Where row ids land in the arrays: a contiguous range, or a sorted list of wanted rows."""
+
+    def __init__(self, codes: TableCodes, rows: RowIds | None) -> None:
+        self.codes = codes
+        self._rows = rows
+        self._lock = threading.Lock()
+        self._escaped: dict[int, dict[str, Array]] = {}
+        self._claimed: dict[tuple[int, int], npt.NDArray[np.bool_]] | None = None
+
+    def begin(self, batch: Batch) -> None:
+        """Prepare for a segment: rows beyond its size go, and rows are remembered if two of its lists may share one."""
+        self.truncate(batch.num_rows)
+        self._claimed = {} if _may_overlap(batch.steps) else None
+
+    def claim(self, index: RowIds, step: Step) -> None:
+        """Refuse a row that another list of the same segment has too: their order is undefined."""
+        if self._claimed is None:
+            return
+        with self._lock:
+            size = self.codes.num_rows if self._rows is None else len(self._rows)
+            claimed = self._claimed.setdefault(step.part.columns, np.zeros(size, np.bool_))
+            twice = index[claimed[index]]
+            claimed[index] = True
+        if len(twice):
+            row = int(twice[0]) + self.codes.start if self._rows is None else int(self._rows[twice[0]])
+            raise _in_two_lists(step, row)
+
+    def select(self, rows: RowIds) -> tuple[RowIds, Any]:
+        """Return (indexes into the arrays, which positions of ``rows`` they are)."""
+        if self._rows is None:
+            low, high = np.searchsorted(rows, [self.codes.start, self.codes.stop])
+            return rows[low:high] - self.codes.start, slice(int(low), int(high))
+        return matching(self._rows, rows)
+
+    def truncate(self, num_rows: int) -> None:
+        """Rows at and beyond ``num_rows`` stop to exist."""
+        status = self.codes.status
+        if status is None or self.codes.schema.keys == "hashed":
+            return
+        cut = num_rows - self.codes.start if self._rows is None else int(np.searchsorted(self._rows, num_rows))
+        if cut < len(status):
+            status[max(cut, 0) :] = ABSENT
+
+    def mark(self, index: RowIds, status: int) -> None:
+        if self.codes.status is not None:
+            self.codes.status[index] = status
+
+    def add(self, index: RowIds, positions: Any, plan: TablePlan, step: Step) -> tuple[RowIds, Any]:
+        """Refuse differences to rows without codes; return the rows whose codes are here, as `select` does.
+
+        A row of which nothing was said so far is `ADDED` from here on: what it is added to is not known.
+        """
+        status = self.codes.status
+        if status is None:
+            return index, positions
+        before = status[index]
+        wrong = np.flatnonzero((before == ABSENT) | (before == ESCAPED))
+        if len(wrong):
+            row = int(index[wrong[0]]) + self.codes.start if self._rows is None else int(self._rows[index[wrong[0]]])
+            raise CorruptStore(
+                f"row {row} of table {plan.table!r} has an add in the chain's segment {step.segment} after it was "
+                "deleted, escaped or never set; run `cnr verify`",
+                table=plan.table,
+                found=row,
+            )
+        known = before == CODED
+        if known.all():
+            return index, positions
+        status[index[~known]] = ADDED
+        return index[known], _positions_of(positions, known)
+
+    def escape(self, index: RowIds, values: dict[str, Array]) -> None:
+        self.mark(index, ESCAPED)
+        if not values:
+            return
+        with self._lock:
+            for position, row in enumerate(index):
+                self._escaped[int(row)] = {name: block[position] for name, block in values.items()}
+
+    def finish(self) -> None:
+        """Keep the escape rows that nothing later replaced."""
+        status = self.codes.status
+        alive = sorted(row for row in self._escaped if status is not None and status[row] == ESCAPED)
+        if alive:
+            rows = np.asarray(alive, np.int64)
+            values = {n: np.stack([self._escaped[r][n] for r in alive]) for n in self.codes.arrays}
+            self.codes.escapes.put(rows + self.codes.start, values)
+
+
+def named_rows(readers: Sequence[ChunkReader], plan: TablePlan) -> RowIds:
+    """Return the keys, or rows of the plan's range, that its chunks have: sorted, unique. Reads row ids alone; blocks.
+
+    Raises
+    ------
+    CorruptStore, CorruptObject, MissingObject
+    """
+    known = np.empty(0, np.int64)
+    pending: list[RowIds] = []
+    count = 0
+    scratch = Scratch()
+    for step in (step for batch in plan.batches for step in batch.steps):
+        rows = readers[step.segment].read_rows(step.row_list, step.chunk, scratch)
+        if plan.schema.keys == "dense":
+            rows = rows[slice(*np.searchsorted(rows, [plan.start, plan.stop]))]
+        pending.append(rows.copy())
+        count += len(rows)
+        if count > max(_MERGED_KEYS, len(known)):
+            known, pending, count = np.unique(np.concatenate([known, *pending])), [], 0
+    return np.unique(np.concatenate([known, *pending]))
+
+
+def matching(wanted: RowIds, rows: RowIds) -> tuple[RowIds, RowIds]:
+    """Return where two sorted lists of unique rows have the same: positions in the first, and in the second. Pure.
+
+    The shorter list is searched for in the longer one, so a few rows cost little against a large chunk.
+    """
+    if len(wanted) > len(rows):
+        second, first = matching(rows, wanted)
+        return first, second
+    at = np.searchsorted(rows, wanted)
+    found = np.flatnonzero(at < len(rows))
+    found = found[rows[at[found]] == wanted[found]]
+    return found.astype(np.int64), at[found].astype(np.int64)
+
+
+def _positions_of(positions: Any, chosen: npt.NDArray[np.bool_]) -> RowIds:
+    """The chosen of the positions, which may be a slice."""
+    at = np.arange(positions.start, positions.stop) if isinstance(positions, slice) else positions
+    return np.asarray(at[chosen], np.int64)
+
+
+def _may_overlap(steps: Sequence[Step]) -> bool:
+    """Whether the row ranges of two chunks intersect; chunks of one list never do."""
+    spans = sorted((step.part.columns, step.first, step.last) for step in steps)
+    return any(a[0] == b[0] and b[1] <= a[2] for a, b in pairwise(spans))
+
+
+def _in_two_lists(step: Step, row: int) -> CorruptStore:
+    return CorruptStore(
+        f"row {row} of table {step.part.table!r} stands in two row lists of segment {step.segment} of the chain; "
+        "run `cnr verify`",
+        table=step.part.table, found=row,
+    )  # fmt: skip
+
+
+def _wrapping(spec: ArraySpec) -> tuple[str, ...]:
+    """float_bits differences are modulo 2^32 wherever codes need int32."""
+    return (spec.name,) if spec.is_integer and not hasattr(spec.encoding, "scale") else ()
+
+
+def checked_codes(bad: int, plan: TablePlan, step: Step) -> bool:
+    """Refuse what a put or add kernel returned, unless that is -1: then True."""
+    if bad >= 0:
+        raise CorruptStore(
+            f"codes of table {plan.table!r} leave their range in chunk {step.chunk} of segment {step.segment}; "
+            "run `cnr verify`",
+            table=plan.table,
+        )
+    return True
+
+
+def finish(codes: TableCodes, outputs: Mapping[str, Array], workers: Workers, *, with_digest: bool) -> int:
+    """Decode into ``outputs`` and return the state digest of ``codes`` (0 without ``with_digest``).
+
+    Block by block, so that both passes share the cache. An output may be the memory of its codes.
+    """
+    names = [name for name, spec in codes.specs.items() if spec.is_additive and name in codes.arrays]
+    multipliers = {name: codes.specs[name].multipliers for name in names if with_digest}
+
+    def of_range(start: int, stop: int) -> int:
+        total = 0
+        for low, high in ((start + a, start + b) for a, b in blocks(stop - start, BLOCK_ROWS)):
+            for name, held in codes.arrays.items():
+                if name in multipliers:
+                    total += codes.block_digest(name, low, high, multipliers[name])
+                if name in outputs:
+                    decode_block(codes.specs[name], held[low:high], outputs[name][low:high])
+        return total
+
+    totals = workers.run(partial(of_range, low, high) for low, high in blocks(codes.num_rows, TASK_ROWS))
+    escaped = codes.escape_digest(codes.escapes, multipliers)
+    for name, output in outputs.items():
+        codes.overlay(name, output)
+    return digest.add_digests(*totals, escaped)
+
+
+def replay_hashed(
+    readers: Sequence[ChunkReader],
+    plan: TablePlan,
+    names: Sequence[str],
+    workers: Workers,
+    wanted: RowIds | None = None,
+) -> tuple[RowIds, dict[str, Array]]:
+    """Return the sorted keys and the values of a hashed table: the newest set of each key that no delete follows.
+
+    Of the keys ``wanted`` (sorted, unique) alone if they are given. Memory: all rows asked for of the chain's
+    segments at once, before the newest are chosen.
+    """
+    engine = Replay(readers, workers)
+    specs = array_specs(plan.schema)
+    keys: list[RowIds] = []
+    alive: list[npt.NDArray[np.bool_]] = []
+    values: dict[str, list[Array]] = {name: [] for name in names}
+
+    def read(step: Step) -> tuple[RowIds, dict[str, Array]]:
+        reader = readers[step.segment]
+        rows = reader.read_rows(step.row_list, step.chunk, Scratch())
+        chosen: Any = slice(None) if wanted is None else matching(wanted, rows)[1]
+        rows = rows[chosen].copy()
+        floats: dict[str, Array] = {}
+        for name in names:
+            spec = specs[name]
+            out = np.zeros((len(rows), spec.width), carrier(spec.dtype))
+            if len(rows) == 0:
+                pass
+            elif step.operation == "set":
+                decode_block(spec, np.ascontiguousarray(engine.values(step, plan, spec)[chosen]), out)
+            elif step.operation == "escape":
+                out[...] = engine.values(step, plan, spec)[chosen]
+            floats[name] = out
+        return rows, floats
+
+    for batch in plan.batches:
+        found = workers.run(partial(read, step) for step in batch.steps)
+        together = np.sort(np.concatenate([np.empty(0, np.int64), *(rows for rows, _ in found)]))
+        twice = np.flatnonzero(together[1:] == together[:-1])
+        if len(twice):
+            raise _in_two_lists(batch.steps[0], int(together[twice[0]]))
+        for step, (rows, floats) in zip(batch.steps, found, strict=True):
+            keys.append(rows)
+            alive.append(np.full(len(rows), step.operation != "delete"))
+            for name in names:
+                values[name].append(floats[name])
+    if not keys:
+        return np.empty(0, np.int64), {n: np.empty((0, specs[n].width), carrier(specs[n].dtype)) for n in names}
+    newest_first = np.concatenate(keys)[::-1]
+    unique, first = np.unique(newest_first, return_index=True)
+    at = len(newest_first) - 1 - first
+    keep = np.concatenate(alive)[at]
+    return unique[keep], {name: np.concatenate(values[name])[at[keep]] for name in names}

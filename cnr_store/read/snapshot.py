@@ -1,0 +1,577 @@
+"""One committed state of the training, read-only: tables, slots, dense tensors, scalars, documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from cnr_store.encodings.widths import carrier
+from cnr_store.errors import BadDtype, BadInput, BadRowIds, BadShape, CorruptStore, TableNotFound
+from cnr_store.format import document_tree
+from cnr_store.format.chain_checks import find_dense
+from cnr_store.format.commit_record import LogEntry
+from cnr_store.format.manifest import generations
+from cnr_store.format.records import (
+    ChainEntry,
+    CommitRecord,
+    DenseEntry,
+    Generation,
+    Manifest,
+    TableSchema,
+    WaitingEntry,
+)
+from cnr_store.read.plan import UNASKED_BYTES, TablePlan, check_stored, plan_table
+from cnr_store.read.replay import ChunkReader, matching, replay_hashed
+from cnr_store.read.table_reader import read_mirror, read_range, read_rows, rows_since
+from cnr_store.runtime.threads import Workers
+from cnr_store.segment.chunk_cache import ChunkLru
+from cnr_store.segment.codes import Allocate, Array, ArraySpec, TableCodes, array_specs, fill_value
+from cnr_store.segment.rows import check_row_ids
+from cnr_store.segment.segment import IfMissing, SegmentReader, check_record, open_chain
+from cnr_store.segment.shards import whole_of
+from cnr_store.storage import Storage
+from cnr_store.types import JsonValue, Rectangle, RowIds, SlotsRule
+
+
+class Snapshot:
+    """The state at one version. Opening reads one manifest per segment of the chain and nothing else.
+
+    Attributes
+    ----------
+    record
+        The commit record: version ``record.v``, ``step``, ``logical``, chain.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        entry: LogEntry,
+        workers: Workers,
+        *,
+        known: Mapping[str, SegmentReader] | None = None,
+        opens: bool = True,
+        if_missing: IfMissing | None = None,
+        cache: ChunkLru | None = None,
+    ) -> None:
+        """Open the state, or with ``opens=False`` leave that to `open` or the first use; ``known`` are open already.
+
+        ``if_missing``: see `SegmentReader`. ``cache`` keeps what `TableView.read_rows` decodes, and nothing else: a
+        read of ranges would push out what is looked up again.
+        """
+        self.record: CommitRecord = entry.record
+        self._storage = storage
+        self._workers = workers
+        # What was opened for another version is missed as part of this one.
+        self._known = {name: reader.told_by(if_missing) for name, reader in (known or {}).items()}
+        self._if_missing = if_missing
+        self._cache = cache
+        self._readers: tuple[SegmentReader, ...] | None = None
+        if opens:
+            self.open()
+
+    def open(self) -> None:
+        """Read the manifests that are not known yet; a second call does nothing.
+
+        Raises
+        ------
+        MissingObject, CorruptObject, CorruptStore, StorageFailure
+        """
+        if self._readers is None:
+            chain = self.record.chain
+            readers = open_chain(
+                self._storage, chain, self._workers, known=self._known, if_missing=self._if_missing
+            )  # fmt: skip
+            if readers:
+                check_record(self.record, readers[-1])
+            self._readers = readers
+            self._known = {}
+
+    def open_segment(self, entry: ChainEntry) -> SegmentReader:
+        """Return a segment that need not be of this state's chain: one GET, unless it is open by now.
+
+        Raises
+        ------
+        MissingObject, CorruptObject, CorruptStore, StorageFailure
+        """
+        known = self.known_readers.get(entry.seg)
+        return SegmentReader.open(self._storage, entry) if known is None else known
+
+    @property
+    def known_readers(self) -> dict[str, SegmentReader]:
+        """The segments that are open by now, by name; no I/O."""
+        return dict(self._known) if self._readers is None else {reader.name: reader for reader in self._readers}
+
+    @property
+    def readers(self) -> tuple[SegmentReader, ...]:
+        """The segments of the chain, baseline first."""
+        if self._readers is None:
+            self.open()
+        assert self._readers is not None
+        return self._readers
+
+    @property
+    def lookup_readers(self) -> Sequence[ChunkReader]:
+        """The segments of the chain through the cache, if there is one."""
+        return self.readers if self._cache is None else self._cache.over(self.readers)
+
+    @property
+    def version(self) -> int:
+        """The log position this snapshot was opened at."""
+        return self.record.v
+
+    @property
+    def step(self) -> int:
+        """The training step of the state."""
+        return self.record.step
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was ever saved."""
+        return not self.readers
+
+    @property
+    def manifests(self) -> tuple[Manifest, ...]:
+        """The manifests of the chain, baseline first."""
+        return tuple(reader.manifest for reader in self.readers)
+
+    @property
+    def tables(self) -> dict[str, TableSchema]:
+        """Table name to schema."""
+        return dict(self.readers[-1].manifest.tables) if self.readers else {}
+
+    @property
+    def generations(self) -> dict[str, Generation]:
+        """Table name to what the record says of it; so does the last manifest, where the record's lists are gone."""
+        if self.record.state is None or not self.readers:
+            return self.record.tables
+        last = self.readers[-1].manifest
+        return generations(last.tables, last.parts)
+
+    @property
+    def waiting(self) -> dict[str, WaitingEntry]:
+        """Table name to what waits of it: rows that stood for a later save when this version was written.
+
+        Tables without such rows are left out (`TableOptions.threshold`).
+        """
+        known = {name: known.waiting for name, known in self.generations.items()}
+        return {name: entry for name, entry in known.items() if isinstance(entry, WaitingEntry)}
+
+    def table(self, name: str) -> TableView:
+        """Return one table.
+
+        Raises
+        ------
+        TableNotFound
+        """
+        if name not in self.tables:
+            raise TableNotFound(
+                f"version {self.version} has no table {name!r}; it has {sorted(self.tables)}",
+                table=name, version=self.version,
+            )  # fmt: skip
+        return TableView(self, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tables)
+
+    @property
+    def dense(self) -> dict[str, DenseEntry]:
+        """Dense tensor name to where it is, its dtype and its shape."""
+        return dict(self.readers[-1].manifest.dense) if self.readers else {}
+
+    def read_dense(self, name: str) -> npt.NDArray[Any]:
+        """Return a dense tensor in its stored dtype (bfloat16 as uint16, bool as uint8); reads just its chunks.
+
+        Raises
+        ------
+        TableNotFound, CorruptStore
+        """
+        entry = self.dense.get(name)
+        if entry is None:
+            raise TableNotFound(
+                f"version {self.version} has no dense tensor {name!r}", table=name, version=self.version
+            )
+        holder = find_dense([reader.name for reader in self.readers], self.manifests, name)
+        if holder is None:
+            raise CorruptStore(
+                f"dense tensor {name!r} lies in segment {entry.segment}, which is not in the chain of version "
+                f"{self.version}, and no segment of it has the tensor either; run `cnr verify`",
+                version=self.version, path=entry.segment,
+            )  # fmt: skip
+        return self.readers[holder[0]].read_dense(name, holder[1])
+
+    @property
+    def scalars(self) -> dict[str, JsonValue]:
+        """Step counters and other plain values saved with the state."""
+        return dict(self.readers[-1].manifest.scalars) if self.readers else {}
+
+    @property
+    def documents(self) -> list[str]:
+        """Names of the documents saved with the state (``reader/0``, ``trainer/0`` ...)."""
+        return sorted(self.readers[-1].manifest.documents) if self.readers else []
+
+    def read_document(self, name: str, tensor_hook: document_tree.TensorHook | None = None) -> Any:
+        """Return a document as the nested plain data that was saved (tuples, bytes and arrays included).
+
+        ``tensor_hook`` makes what it likes of tensors, which are arrays without it.
+
+        Raises
+        ------
+        TableNotFound
+        """
+        if not self.readers:
+            raise TableNotFound(f"version {self.version} has no document {name!r}", version=self.version)
+        return document_tree.decode(self.readers[-1].read_document(name), tensor_hook)
+
+    def plan(
+        self,
+        table: str,
+        start: int = 0,
+        stop: int | None = None,
+        rows: RowIds | None = None,
+        columns: tuple[int, int] | None = None,
+    ) -> TablePlan:
+        """Return which chunks a read of ``table``, or of some of its columns, needs; no I/O."""
+        return plan_table(self.manifests, table, start, stop, rows, columns)
+
+    @property
+    def workers(self) -> Workers:
+        """The threads that reads run on."""
+        return self._workers
+
+
+class TableView:
+    """One table of a snapshot. Reads block; bfloat16 values are uint16 arrays of their bits.
+
+    A table whose columns several writers held has its one-dimensional slots once per column range (`column_cuts`). Read
+    at other columns, the whole table for one, such a slot is `Unsupported` unless a ``slots_rule`` is given: ``mean``
+    of the ranges that are met, weighted by their columns in the read, or ``drop``, which leaves the output as it is.
+    """
+
+    def __init__(self, snapshot: Snapshot, name: str) -> None:
+        self.name = name
+        self.schema = snapshot.tables[name]
+        self._snapshot = snapshot
+        self._specs = array_specs(self.schema)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(num_rows, dim)."""
+        return self.schema.num_rows, self.schema.dim
+
+    @property
+    def column_cuts(self) -> tuple[tuple[int, int], ...]:
+        """The column ranges that the table's present life is stored in, (start, stop) each, in order."""
+        return self._plan(0, None).stored
+
+    def check_stored(self, consent: str, *, slots: bool = False) -> None:
+        """Refuse a whole table of which far more rows are declared than stored; see `replay_plan.check_stored`. No I/O.
+
+        Raises
+        ------
+        BadInput
+        """
+        row_bytes = sum(spec.row_bytes for name, spec in self._specs.items() if slots or name == "codes")
+        size_bytes = self.schema.num_rows * row_bytes
+        if size_bytes > UNASKED_BYTES:
+            check_stored(self._plan(0, None), size_bytes, consent)
+
+    def read(self, start: int = 0, stop: int | None = None, *, out: Array | None = None) -> Array:
+        """Return rows [start, stop) as (rows, dim) in the table's dtype, into ``out`` if given.
+
+        Raises
+        ------
+        BadShape, BadDtype, CorruptStore
+        """
+        outputs = self._outputs(start, stop, {"codes": out})
+        read_range(self._snapshot.readers, self._plan(start, stop), outputs, self._snapshot.workers)
+        return outputs["codes"] if out is None else out
+
+    def read_slot(
+        self,
+        slot: str,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        out: Array | None = None,
+        slots_rule: Literal["exact", "mean"] = "exact",
+    ) -> Array:
+        """Return a slot's rows [start, stop): (rows,) or (rows, dim).
+
+        Raises
+        ------
+        TableNotFound, BadShape, BadDtype, CorruptStore
+        Unsupported
+            The slot is stored per column range; see `read_rectangle`.
+        """
+        name = self._slot_array(slot)
+        outputs = self._outputs(start, stop, {name: out})
+        read_range(self._snapshot.readers, self._plan(start, stop), outputs, self._snapshot.workers, slots_rule)
+        return self._shaped(name, outputs[name]) if out is None else out
+
+    def read_into(
+        self,
+        values: Array,
+        slots: Mapping[str, Array] | None = None,
+        *,
+        start: int = 0,
+        slots_rule: SlotsRule = "exact",
+    ) -> None:
+        """Fill preallocated ``values`` (rows, dim) and ``slots`` from row ``start`` on, in one pass over the chain.
+
+        The arrays are decoded in place; after an error their contents are undefined. When everything is read, the
+        state digest is checked too.
+        """
+        rows = (start, start + len(values))
+        self.read_rectangle(Rectangle(rows, (0, self.schema.dim)), values=values, slots=slots, slots_rule=slots_rule)
+
+    def read_rectangle(
+        self,
+        rectangle: Rectangle,
+        *,
+        values: Array | None = None,
+        slots: Mapping[str, Array | None] | None = None,
+        slots_rule: SlotsRule = "exact",
+    ) -> dict[str, Array]:
+        """Read a rectangle in one pass over the chain; reads only chunks of parts that meet it.
+
+        Parameters
+        ----------
+        rectangle
+            Rows and columns, inside the table.
+        values
+            (rows, columns) of the rectangle, filled in place; any strides, so columns of a larger array will do. Left
+            out together with ``slots``, the values are allocated.
+        slots
+            Slot name to (rows,) or (rows, columns), filled in place; None allocates.
+        slots_rule
+            For one-dimensional slots where the columns are no stored range (`column_cuts`): ``exact`` refuses,
+            ``mean`` averages the ranges met by the width of the overlap (for a row-wise Adagrad that is the exact
+            state of the row as a whole), ``drop`` leaves the output as it is.
+
+        Returns
+        -------
+        dict
+            What was read: ``values`` and slots by name. Dropped slots are not in it.
+
+        Raises
+        ------
+        BadInput, BadShape, BadDtype, TableNotFound
+        Unsupported
+            One-dimensional slots of such columns are not stored, and the rule is ``exact``.
+        CorruptStore
+            The outputs are then undefined.
+        """
+        given: dict[str, Array | None] = {self._slot_array(slot): out for slot, out in (slots or {}).items()}
+        if values is not None or slots is None:
+            given["codes"] = values
+        start, stop = rectangle.rows
+        outputs = self._outputs(start, stop, given, rectangle.columns)
+        plan = self._plan(start, stop, rectangle.columns)
+        filled = read_range(self._snapshot.readers, plan, outputs, self._snapshot.workers, slots_rule)
+
+        def result(name: str) -> Array:
+            out = given[name]
+            return self._shaped(name, outputs[name]) if out is None else out
+
+        return {"values" if name == "codes" else name.removeprefix("slots/"): result(name) for name in filled}
+
+    def read_rows(
+        self,
+        row_ids: RowIds,
+        *,
+        slot: str | None = None,
+        slots_rule: Literal["exact", "mean"] = "exact",
+        missing: npt.NDArray[np.bool_] | None = None,
+    ) -> Array:
+        """Return the given rows, (len(row_ids), dim): any order, repeats allowed; reads only chunks that hold one.
+
+        Of a hashed table the ids are keys, and the chunks those whose range of keys holds one. With a cache given to
+        the snapshot, a chunk is read and decoded once.
+
+        Parameters
+        ----------
+        missing
+            bool (len(row_ids),), filled: True where a hashed table has no such key; the row is then the table's fill.
+            Without it such a key is an error. A dense table has every row in its range, so all become False.
+
+        Raises
+        ------
+        BadRowIds
+            Ids that are no integers, or outside a dense table; or keys that a hashed table does not have.
+        """
+        name = "codes" if slot is None else self._slot_array(slot)
+        given = np.asarray(row_ids)
+        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+            raise BadRowIds(
+                f"row ids of table {self.name!r} must be integers in one dimension, found {given.dtype} of shape "
+                f"{given.shape}",
+                table=self.name, expected="int64 (n,)", found=f"{given.dtype} {given.shape}",
+            )  # fmt: skip
+        if missing is not None and (missing.shape != given.shape or missing.dtype != np.bool_):
+            raise BadShape(
+                f"missing must be bool of shape {given.shape}, found {missing.dtype} of shape {missing.shape}",
+                table=self.name, expected=given.shape, found=missing.shape,
+            )  # fmt: skip
+        unique, inverse = np.unique(given.astype(np.int64, copy=False), return_inverse=True)
+        inverse = inverse.reshape(-1)
+        if self.schema.keys == "hashed":
+            values, absent = self._read_keys(unique, name)
+        else:
+            check_row_ids(unique, self.schema.num_rows, table=self.name)
+            values, absent = np.empty((len(unique), self._specs[name].width), carrier(self._specs[name].dtype)), None
+            plan = self._snapshot.plan(self.name, rows=unique)
+            workers = self._snapshot.workers
+            read_rows(self._snapshot.lookup_readers, plan, unique, {name: values}, workers, slots_rule)
+        if missing is not None:
+            missing[...] = False if absent is None else absent[inverse]
+        elif absent is not None and absent.any():
+            key = int(unique[np.argmax(absent)])
+            raise BadRowIds(
+                f"table {self.name!r} has no key {key} at version {self._snapshot.version}, nor {absent.sum() - 1} "
+                "more of those asked for; pass missing= to be told which",
+                table=self.name, version=self._snapshot.version, found=key,
+            )  # fmt: skip
+        return self._shaped(name, values[inverse])
+
+    def _read_keys(self, unique: RowIds, name: str) -> tuple[Array, npt.NDArray[np.bool_]]:
+        """Return the values of the keys (sorted, unique) of a hashed table, and which of them it does not have."""
+        plan = self._snapshot.plan(self.name, rows=unique)
+        readers, workers = self._snapshot.lookup_readers, self._snapshot.workers
+        keys, arrays = replay_hashed(readers, plan, [name], workers, unique)
+        spec = self._specs[name]
+        values = np.full((len(unique), spec.width), fill_value(spec), carrier(spec.dtype))
+        at, found = matching(unique, keys)
+        values[at] = arrays[name][found]
+        absent = np.ones(len(unique), np.bool_)
+        absent[at] = False
+        return values, absent
+
+    def changed_rows(self) -> RowIds:
+        """Return the rows that the deltas of the chain hold: sorted, unique. Reads row ids only, no values."""
+        return rows_since(self._snapshot.readers, self.name, self.schema)
+
+    def read_all(self, *, slots: bool = False) -> tuple[RowIds, dict[str, Array]]:
+        """Return a hashed table: its sorted keys, and ``values`` plus each slot by name."""
+        if self.schema.keys != "hashed":
+            raise BadInput(f"table {self.name!r} has dense rows; use read()", table=self.name)
+        names = list(self._specs) if slots else ["codes"]
+        keys, arrays = replay_hashed(self._snapshot.readers, self._plan(0, None), names, self._snapshot.workers)
+        renamed = {
+            "values" if n == "codes" else n.removeprefix("slots/"): self._shaped(n, a) for n, a in arrays.items()
+        }
+        return keys, renamed
+
+    def check_outputs(self, outputs: Mapping[str, Array], rectangle: Rectangle | None = None) -> dict[str, Array]:
+        """Return preallocated arrays of a rectangle (of all rows if None), by array name, if a read could fill them.
+
+        Raises
+        ------
+        TableNotFound, BadShape, BadDtype, BadInput
+        """
+        for name in outputs:
+            if name != "codes":
+                self._slot_array(name.removeprefix("slots/"))
+        place = rectangle or whole_of(self.schema)
+        self._outputs(*place.rows, dict(outputs), place.columns)
+        return dict(outputs)
+
+    def read_arrays(
+        self, outputs: Mapping[str, Array], rectangle: Rectangle | None = None, slots_rule: SlotsRule = "exact"
+    ) -> None:
+        """Fill preallocated arrays of a rectangle, by array name (``codes``, ``slots/<name>``), in one pass."""
+        place = rectangle or whole_of(self.schema)
+        prepared = self._outputs(*place.rows, dict(outputs), place.columns)
+        plan = self._plan(*place.rows, place.columns)
+        read_range(self._snapshot.readers, plan, prepared, self._snapshot.workers, slots_rule)
+
+    def read_mirror(
+        self,
+        outputs: Mapping[str, Array],
+        allocate: Allocate,
+        rectangle: Rectangle | None = None,
+        slots_rule: SlotsRule = "exact",
+    ) -> TableCodes | None:
+        """Return the codes of a rectangle (the whole table if None) for a writer's mirror, and fill ``outputs``.
+
+        None, with ``outputs`` filled all the same, where no difference can be taken: a row is escaped or absent in some
+        columns of the rectangle only, or one-dimensional slots were averaged or dropped.
+
+        Parameters
+        ----------
+        outputs
+            ``codes`` and ``slots/<name>`` to preallocated arrays of the rectangle, any of them; as `read_rectangle`.
+        allocate
+            Where the mirror's memory comes from: (shape, dtype) to an array.
+
+        Raises
+        ------
+        BadInput, BadShape, BadDtype, Unsupported, CorruptStore
+            As `read_rectangle`; Unsupported also for slots that are not read, because a mirror holds every slot.
+        """
+        place = rectangle or whole_of(self.schema)
+        prepared = self._outputs(*place.rows, dict(outputs), place.columns)
+        plan = self._plan(*place.rows, place.columns)
+        return read_mirror(self._snapshot.readers, plan, prepared, self._snapshot.workers, allocate, slots_rule)
+
+    def _plan(self, start: int, stop: int | None, columns: tuple[int, int] | None = None) -> TablePlan:
+        return self._snapshot.plan(self.name, start, stop, columns=columns)
+
+    def _slot_array(self, slot: str) -> str:
+        if slot not in self.schema.slots:
+            raise TableNotFound(
+                f"table {self.name!r} has no slot {slot!r}; it has {sorted(self.schema.slots)}", table=self.name
+            )
+        return f"slots/{slot}"
+
+    def _outputs(
+        self,
+        start: int,
+        stop: int | None,
+        given: Mapping[str, Array | None],
+        columns: tuple[int, int] | None = None,
+    ) -> dict[str, Array]:
+        """Check or allocate outputs and present each as (rows, width)."""
+        self._refuse_hashed("read")
+        stop = self.schema.num_rows if stop is None else stop
+        if not 0 <= start <= stop <= self.schema.num_rows:
+            raise BadInput(
+                f"rows [{start}, {stop}) are outside table {self.name!r} of {self.schema.num_rows} rows",
+                table=self.name,
+            )
+        low, high = columns or (0, self.schema.dim)
+        if not 0 <= low < high <= self.schema.dim:
+            raise BadInput(
+                f"columns [{low}, {high}) are outside table {self.name!r} of {self.schema.dim} columns, or none",
+                table=self.name,
+            )
+        specs = self._specs if columns is None else array_specs(self.schema, columns)
+        row_bytes = sum(specs[name].row_bytes for name, out in given.items() if out is None)
+        if (stop - start) * row_bytes > UNASKED_BYTES:
+            check_stored(self._plan(start, stop, columns), (stop - start) * row_bytes, "give the memory (out=)")
+        return {name: self._output(specs[name], stop - start, out) for name, out in given.items()}
+
+    def _output(self, spec: ArraySpec, rows: int, out: Array | None) -> Array:
+        if out is None:
+            return np.empty((rows, spec.width), carrier(spec.dtype))
+        expected = (rows,) if spec.is_vector else (rows, spec.width)
+        if out.shape != expected and out.shape != (rows, spec.width):
+            raise BadShape(
+                f"{spec.name} of table {self.name!r} needs an array of shape {expected}, found {out.shape}",
+                table=self.name, expected=expected, found=out.shape,
+            )  # fmt: skip
+        if out.dtype != carrier(spec.dtype):
+            raise BadDtype(
+                f"{spec.name} of table {self.name!r} is {spec.dtype}, kept as {carrier(spec.dtype)}, found {out.dtype}",
+                table=self.name, expected=str(carrier(spec.dtype)), found=str(out.dtype),
+            )  # fmt: skip
+        return out.reshape(rows, spec.width) if out.ndim == 1 else out
+
+    def _shaped(self, name: str, array: Array) -> Array:
+        return array.reshape(-1) if self._specs[name].is_vector else array
+
+    def _refuse_hashed(self, verb: str) -> None:
+        if self.schema.keys == "hashed":
+            raise BadInput(f"table {self.name!r} has hashed keys; use read_all() instead of {verb}()", table=self.name)

@@ -1,0 +1,11 @@
+"""A copy of the newer end of a store, kept elsewhere for the readers near it (spec, section 7.11).
+
+Never commits a version of its own and never changes the source. Open `relay` first.
+"""
+
+from __future__ import annotations
+
+from cnr_store.relay.assigning import assign_shards
+from cnr_store.relay.relay import Relay, RelayReport
+
+__all__ = ["Relay", "RelayReport", "assign_shards"]

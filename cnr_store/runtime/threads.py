@@ -1,0 +1,136 @@
+"""The library's own threads: bounded work in flight, first error wins, optional bandwidth cap.
+
+Kernels and codecs release the GIL and are serial, so row blocks on these threads are the only parallelism.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import TypeVar
+
+from cnr_store.runtime.arguments import checked_count, checked_number
+
+Result = TypeVar("Result")
+
+
+def default_threads() -> int:
+    """Return the number of threads used when the caller names none: the CPUs this process may use, at most 8."""
+    return max(1, min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
+
+
+def check_rate(bytes_per_s: float | None) -> None:
+    """Refuse a cap that lets nothing pass.
+
+    Raises
+    ------
+    BadInput
+    """
+    if bytes_per_s is not None:
+        checked_number("bytes_per_s", bytes_per_s, above=0)
+
+
+class Throttle:
+    """A cap on bytes per second, shared by threads; ``None`` means no cap.
+
+    ``clock`` and ``sleep`` are passed in so that tests own time.
+    """
+
+    def __init__(
+        self,
+        bytes_per_s: float | None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        check_rate(bytes_per_s)
+        self._bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._sleep = sleep
+        self._free_at = 0.0
+        self._lock = threading.Lock()
+
+    def take(self, size_bytes: int) -> None:
+        """Block until ``size_bytes`` more may be sent."""
+        if self._bytes_per_s is None:
+            return
+        with self._lock:
+            now = self._clock()
+            wait = max(0.0, self._free_at - now)
+            self._free_at = max(now, self._free_at) + size_bytes / self._bytes_per_s
+        if wait:
+            self._sleep(wait)
+
+
+class Workers:
+    """A pool of threads that runs batches of tasks; usable from several threads, not from its own tasks.
+
+    ``is_inline``: tasks run on the calling thread, one after the other.
+    """
+
+    is_inline = False
+
+    def __init__(self, threads: int | None = None, *, name: str = "cnr") -> None:
+        self.threads = default_threads() if threads is None else checked_count("threads", threads, least=1)
+        self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix=name)
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for what runs and end the threads. A second call is harmless."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def run(self, tasks: Iterable[Callable[[], Result]]) -> list[Result]:
+        """Run tasks, at most two per thread in flight, and return their results in order; blocks.
+
+        The first error stops what has not started, waits for what has, and is raised.
+        """
+        pending: deque[Future[Result]] = deque()
+        results: list[Result] = []
+        try:
+            for task in tasks:
+                if len(pending) >= 2 * self.threads:
+                    results.append(pending.popleft().result())
+                pending.append(self._pool.submit(task))
+            while pending:
+                results.append(pending.popleft().result())
+        except BaseException:
+            for future in pending:
+                future.cancel()
+            for future in pending:
+                if not future.cancelled():
+                    future.exception()
+            raise
+        return results
+
+
+class Inline(Workers):
+    """Runs tasks at once on the calling thread: for work that is itself a task of `Workers`."""
+
+    is_inline = True
+
+    def __init__(self) -> None:
+        self.threads = 1
+
+    def close(self) -> None:
+        """Do nothing: there are no threads."""
+
+    def run(self, tasks: Iterable[Callable[[], Result]]) -> list[Result]:
+        """Run tasks in order and return their results; the first error is raised, and nothing after it runs."""
+        return [task() for task in tasks]
+
+
+def blocks(count: int, size: int) -> list[tuple[int, int]]:
+    """Return half-open ranges of at most ``size`` that cover ``range(count)``."""
+    return [(start, min(start + size, count)) for start in range(0, count, size)]

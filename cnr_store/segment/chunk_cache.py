@@ -1,0 +1,126 @@
+"""Decoded chunks that point lookups have read, the least recently used one given up first.
+
+Unlike a compaction's `ChunkCache`, which knows how often each chunk is still needed and drops it after its last use,
+nothing is known of what is looked up next. Segments never change, so nothing that is kept ever becomes wrong, and the
+snapshots of one store may share a cache: what they have in common is kept once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cnr_store.format.records import ArrayEntry
+from cnr_store.runtime.arguments import checked_count
+from cnr_store.segment.cached_reader import Array, CachedReader, Decode, decoded_bytes
+from cnr_store.segment.segment import Scratch, SegmentReader
+
+_Key = tuple[str, str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class LruCounts:
+    """How often a `ChunkLru` was asked: answered from memory, decoded and kept, and decoded without being kept."""
+
+    hits: int
+    misses: int
+    passed: int
+
+
+class ChunkLru:
+    """Decoded chunks of the segments of one store, bounded by bytes. Thread-safe; no I/O of its own.
+
+    A chunk that is not there is decoded by one thread, while others that want it wait. An error goes to the one that
+    decoded; the others try for themselves. Give one to `Store.snapshot`, to several snapshots of a store if you like.
+
+    Parameters
+    ----------
+    limit_bytes
+        Bound on what is kept and being decoded to be kept; a chunk has about 8 MiB of codes, so allow several.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cnr_store import Store
+    >>> store = Store.create("memory://doctest-lookups")
+    >>> with store.writer() as writer, writer.begin(step=10) as txn:
+    ...     txn.write_table("user", np.ones((4, 2), np.float32))
+    >>> cache = ChunkLru(256 << 20)
+    >>> view = store.snapshot(cache=cache).table("user")
+    >>> [view.read_rows([row]).shape for row in (3, 1)], cache.counts.misses, cache.counts.hits
+    ([(1, 2), (1, 2)], 1, 1)
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = checked_count("limit_bytes", limit_bytes, least=1)
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[_Key, Array] = OrderedDict()
+        self._sizes: dict[_Key, int] = {}
+        self._pending: dict[_Key, threading.Event] = {}
+        self._held_bytes = 0
+        self._hits = self._misses = self._passed = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept and being decoded."""
+        return self._held_bytes
+
+    @property
+    def counts(self) -> LruCounts:
+        """How often it was asked so far."""
+        with self._lock:
+            return LruCounts(self._hits, self._misses, self._passed)
+
+    def over(self, readers: Sequence[SegmentReader]) -> list[CachedReader]:
+        """Return segments of the store as readers through this cache."""
+        return [CachedReader(reader, self) for reader in readers]
+
+    def read(self, segment: str, entry: ArrayEntry, chunk: int, scratch: Scratch, decode: Decode) -> Array:
+        """See `ChunkKeeper`. The array stays as it is for as long as the caller holds it."""
+        key = (segment, entry.path, chunk)
+        while True:
+            with self._lock:
+                kept = self._kept.get(key)
+                if kept is not None:
+                    self._kept.move_to_end(key)
+                    self._hits += 1
+                    return kept
+                pending = self._pending.get(key)
+                if pending is None:
+                    is_mine = self._reserve(key, decoded_bytes(entry))
+                    break
+            pending.wait()
+        if not is_mine:
+            return decode(scratch)
+        fresh: Array | None = None
+        try:
+            fresh = decode(Scratch())
+            return fresh
+        finally:
+            self._settle(key, fresh)
+
+    def _reserve(self, key: _Key, size_bytes: int) -> bool:
+        """Make room by giving up what was used longest ago; False where what others are decoding leaves too little."""
+        pending_bytes = sum(self._sizes[one] for one in self._pending)
+        if pending_bytes + size_bytes > self.limit_bytes:
+            self._passed += 1
+            return False
+        while self._held_bytes + size_bytes > self.limit_bytes:
+            oldest, _ = self._kept.popitem(last=False)
+            self._held_bytes -= self._sizes.pop(oldest)
+        self._misses += 1
+        self._sizes[key] = size_bytes
+        self._held_bytes += size_bytes
+        self._pending[key] = threading.Event()
+        return True
+
+    def _settle(self, key: _Key, decoded: Array | None) -> None:
+        with self._lock:
+            pending = self._pending.pop(key)
+            if decoded is None:
+                self._held_bytes -= self._sizes.pop(key)
+            else:
+                self._kept[key] = decoded
+        pending.set()

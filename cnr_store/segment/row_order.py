@@ -1,0 +1,36 @@
+"""The rows of codes in the order of a slot: rows that moved alike lie together, and the entropy coder sees it.
+
+A slot such as Adagrad's accumulator grows by about what its row moved, so its difference, which every delta stores,
+says how large the row's differences are. Codes in its order are several percent smaller, and no order need be stored
+(`format_spec/decisions/0016`). Row ids and slots stay ascending by row id. Pure, no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from cnr_store.segment.codes import ArraySpec
+from cnr_store.types import Profile
+
+LEAST_CODES = 1 << 16
+"""Below it rows stay as they are: there is little to gain, and one more object to read."""
+
+
+def order_of(
+    operation: str, specs: Mapping[str, ArraySpec], dtypes: Mapping[str, np.dtype[Any]], count: int, profile: Profile
+) -> str | None:
+    """Return the name of the array in whose order the codes of a row list of ``count`` rows are stored, or None. Pure.
+
+    The first one-dimensional slot whose differences fit int16, for differences of codes in profile ``compact``;
+    ``portable`` keeps codes beside their ids for any Zarr reader. ``dtypes`` are those that the list is stored in.
+    """
+    codes = specs.get("codes")
+    if operation != "add" or profile != "compact" or codes is None or not codes.is_additive:
+        return None
+    if count * codes.width < LEAST_CODES or codes.width < 2:
+        return None
+    slots = (name for name, spec in specs.items() if name != "codes" and spec.is_vector and spec.is_additive)
+    return next((name for name in slots if dtypes[name] == np.int16), None)

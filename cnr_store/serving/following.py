@@ -1,0 +1,117 @@
+"""Which version a loader serves next, and when it looks again: decided from records and counts. Pure, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cnr_store.errors import BadInput, BranchNotFound, ChannelNotFound, TagNotFound, VersionExpired, VersionNotFound
+from cnr_store.format.commit_record import LogEntry, is_live
+from cnr_store.format.records import CommitRecord
+from cnr_store.log.rebase import leaves_state
+from cnr_store.serving.update.update_plan import Move, is_directly_behind, plan_move, plan_path
+
+LONGEST_BACKOFF_S = 10.0
+"""A store that cannot be read is asked this often at the least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a loader was told to serve: a version, what a tag or a channel points to, or, with none of them, the newest.
+
+    Raises
+    ------
+    BadInput
+        More than one is given.
+    """
+
+    version: int | None = None
+    tag: str | None = None
+    channel: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [value for value in (self.version, self.tag, self.channel) if value is not None]
+        if len(given) > 1:
+            raise BadInput("give at most one of version, tag and channel", found=len(given))
+
+    @property
+    def is_newest(self) -> bool:
+        """Whether every new version is wanted."""
+        return self.version is None and self.tag is None and self.channel is None
+
+
+def wanted_version(target: Target, newest: CommitRecord) -> int:
+    """Return the version that the target means, by the newest record that is known.
+
+    Raises
+    ------
+    BranchNotFound
+        The record ends the branch.
+    TagNotFound, ChannelNotFound, VersionNotFound
+    VersionExpired
+        The data of the version may be gone.
+    """
+    if newest.kind == "close":
+        raise BranchNotFound(f"the branch was dropped by its record {newest.v}; fork another", version=newest.v)
+    version = newest.v
+    if target.version is not None:
+        version = target.version
+    elif target.tag is not None:
+        if target.tag not in newest.tags:
+            raise TagNotFound(f"no tag {target.tag!r}; there are {sorted(newest.tags)}", found=target.tag)
+        version = newest.tags[target.tag]
+    elif target.channel is not None:
+        if target.channel not in newest.channels:
+            raise ChannelNotFound(
+                f"no channel {target.channel!r}; there are {sorted(newest.channels)}", found=target.channel
+            )
+        version = newest.channels[target.channel]
+    if not 0 <= version <= newest.v:
+        raise VersionNotFound(f"there is no version {version}; the newest is {newest.v}", version=version)
+    if not is_live(newest, version):
+        raise VersionExpired(
+            f"version {version} has expired; the floor is {newest.floor}: take that or a newer one; tags, channels and "
+            "cursors keep versions",
+            version=version,
+        )
+    return version
+
+
+def repeats(entry: LogEntry, refused: LogEntry) -> bool:
+    """Return whether ``entry`` has the state of ``refused``: what was turned down once is not asked about again."""
+    if entry.digest == refused.digest:
+        return True
+    if entry.record.chain and entry.record.chain == refused.record.chain:
+        return True
+    return is_directly_behind(refused, entry) and leaves_state(entry.record)
+
+
+def plan_between(held: LogEntry, target: LogEntry, known: Sequence[LogEntry]) -> Move:
+    """Return how the state of ``held`` becomes that of ``target``, with what the records between them tell.
+
+    Parameters
+    ----------
+    known
+        Records that were read, oldest first; of any number of them, gaps do no harm.
+    """
+    between = [entry for entry in known if held.record.v < entry.record.v < target.record.v]
+    return plan_path([held, *between, target]) if between else plan_move(held, target)
+
+
+def pause_s(interval_s: float, failures: int, chance: float) -> float:
+    """Return how long to wait before the next look, in seconds.
+
+    Parameters
+    ----------
+    interval_s
+        The time between two looks where nothing fails.
+    failures
+        Looks in a row that failed: the time doubles with each, up to `LONGEST_BACKOFF_S` or the interval.
+    chance
+        A random number in [0, 1): the pause is 75 to 100 % of the time without failures, 50 to 100 % with them, so that
+        many loaders do not ask at once.
+    """
+    if failures == 0:
+        return interval_s * (0.75 + 0.25 * chance)
+    longest = max(interval_s, LONGEST_BACKOFF_S)
+    return min(longest, max(interval_s, 0.05) * 2.0 ** min(failures, 20)) * (0.5 + 0.5 * chance)

@@ -1,0 +1,251 @@
+"""Lookups in tables that another process loads: no store, no network, one copy of the rows for all processes.
+
+Nothing is written except, by a reader whose lookups take too long, the wish that the owner waits. An owner that dies
+leaves its last view, which stays whole; readers go on with it until a new owner serves in the same folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cnr_store.errors import CorruptObject, StorageFailure, VersionNotFound
+from cnr_store.format.limits import MAX_MANIFEST_BYTES
+from cnr_store.runtime.local_files import failing_at, read_at_most
+from cnr_store.serving.rows.board import BOARD_BYTES, Board
+from cnr_store.serving.rows.memory import Array
+from cnr_store.serving.rows.served_table import HeldTable
+from cnr_store.serving.rows.shared_memory import BOARD_FILE, current_generation, map_file
+from cnr_store.serving.rows.view_file import ArrayRef, HeldRef, check_file_name, check_ref, parse_view, view_of
+from cnr_store.serving.rows.views import Batch, Lookups, View, as_array
+
+if TYPE_CHECKING:
+    import torch
+
+RECHECK_S = 1.0
+"""A reader looks so often whether another owner has taken over without being able to say so."""
+
+RECHECK_ENDED_S = 0.05
+"""And so often once the owner has ended."""
+
+ATTACH_ATTEMPTS = 100
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Attachment:
+    """What is mapped: replaced as a whole, so that lookups on other threads see one state of it."""
+
+    generation: int
+    board: Board
+    view: View
+    files: Mapping[str, npt.NDArray[np.uint8]]
+    held: Mapping[str, tuple[HeldRef, HeldTable]]
+
+
+class AttachedTables:
+    """The tables that the owner of ``folder`` serves, for lookups on any number of threads.
+
+    >>> with AttachedTables("/dev/shm/model") as tables:  # doctest: +SKIP
+    ...     batch = tables.lookup_many({"user": [3, 5]})
+    """
+
+    def __init__(
+        self, folder: str | Path, *, recheck_s: float = RECHECK_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Attach; a process that cannot wait for the loader calls this again later.
+
+        Raises
+        ------
+        VersionNotFound
+            No loader serves in the folder (yet).
+        NewerFormat
+        CorruptObject
+            What the loader says of itself is damaged.
+        AccessDenied, StorageFailure
+        """
+        self.folder = Path(folder)
+        self._recheck_s = recheck_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._attached: _Attachment | None = None
+        self._checked_at = clock()
+        self._missed = 0
+        self._lookups = Lookups(self)
+        self._attach()
+
+    def __enter__(self) -> AttachedTables:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def version(self) -> int:
+        """The version that a lookup would read now."""
+        return self.newest_view()[0].version
+
+    @property
+    def step(self) -> int:
+        """The training step of that version."""
+        return self.newest_view()[0].step
+
+    @property
+    def retries(self) -> int:
+        """How often a view was folded away under a lookup, which then read again."""
+        return self._lookups.retries
+
+    def lookup(self, table: str, row_ids: npt.ArrayLike, out: Array | torch.Tensor | None = None) -> Any:
+        """Return rows of a table: (n, dim), in the order asked for, of the newest version; as `Loader.lookup`.
+
+        Raises
+        ------
+        TableNotFound, BadRowIds, BadShape, BadDtype, VersionNotFound
+        """
+        rows = self._lookups.lookup({table: row_ids}, (), None if out is None else {table: as_array(out)}).rows[table]
+        return rows if out is None else out
+
+    def lookup_many(
+        self,
+        row_ids: Mapping[str, npt.ArrayLike],
+        dense: Sequence[str] = (),
+        out: Mapping[str, Array] | None = None,
+    ) -> Batch:
+        """Return rows of several tables, and dense tensors, all of the newest version; as `Loader.lookup_many`.
+
+        Raises
+        ------
+        TableNotFound, BadRowIds, BadShape, BadDtype, VersionNotFound
+        """
+        return self._lookups.lookup(row_ids, dense, None if out is None else {t: as_array(o) for t, o in out.items()})
+
+    def close(self) -> None:
+        """Forget what is mapped; it is unmapped when no array of it is left. Rows of batches are copies and stay."""
+        with self._lock:
+            self._attached = None
+
+    def newest_view(self) -> tuple[View, Board]:
+        """Return the newest view, mapped, and its board; costs a look at the board where nothing is new.
+
+        Raises
+        ------
+        VersionNotFound
+            `close` was called; or the owner ended, and took away a view that was not mapped here yet.
+        CorruptObject, AccessDenied, StorageFailure
+        """
+        attached = self._attached
+        if attached is None:
+            raise VersionNotFound(f"the tables in {self.folder} are not attached any more", path=str(self.folder))
+        if self._is_time_to_check(attached.board):
+            attached = self._follow_owner(attached)
+        if attached.board.epoch != attached.view.epoch:
+            attached = self._follow_epoch()
+            if not attached.board.is_whole(attached.view.epoch):
+                attached = self._leave(attached)
+        return attached.view, attached.board
+
+    def _is_time_to_check(self, board: Board) -> bool:
+        wait = RECHECK_ENDED_S if board.has_ended else self._recheck_s
+        return self._clock() - self._checked_at >= wait
+
+    def _follow_owner(self, attached: _Attachment) -> _Attachment:
+        """Attach to the generation that is current now, if it is another; else stay with what there is."""
+        self._checked_at = self._clock()
+        try:
+            generation = current_generation(self.folder)
+            if generation is None or generation == attached.generation:
+                return attached
+            return self._attach()
+        except (VersionNotFound, CorruptObject, StorageFailure):
+            return attached  # that owner has ended too, or what it left is damaged: what is mapped stays good
+
+    def _leave(self, attached: _Attachment) -> _Attachment:
+        """Go over to another owner at once: this one ended, and took the last view away before it was mapped here."""
+        after = self._follow_owner(attached)
+        if after is attached and attached.board.epoch == self._missed:
+            raise VersionNotFound(
+                f"the loader that served in {self.folder} has ended, and the last version was not mapped here before: "
+                "attach again when a loader serves",
+                path=str(self.folder),
+            )
+        return after
+
+    def _follow_epoch(self) -> _Attachment:
+        with self._lock, failing_at(self.folder, "attached"):
+            attached = self._attached
+            if attached is None:
+                raise VersionNotFound(f"the tables in {self.folder} are not attached any more", path=str(self.folder))
+            while (epoch := attached.board.epoch) != attached.view.epoch:
+                try:
+                    attached = self._mapped(attached.generation, attached.board, epoch, attached)
+                except FileNotFoundError:
+                    # The view went while it was mapped, and a newer one is there. Or all went with their owner, and
+                    # what is mapped stays good.
+                    if attached.board.epoch == epoch:
+                        self._missed = epoch
+                        break
+            self._attached = attached
+            return attached
+
+    def _attach(self) -> _Attachment:
+        with self._lock, failing_at(self.folder, "attached"):
+            for _ in range(ATTACH_ATTEMPTS):
+                generation = current_generation(self.folder)
+                if generation is None:
+                    break
+                try:
+                    board = Board(_board_cells(self._generation_path(generation) / BOARD_FILE))
+                    self._attached = self._mapped(generation, board, board.epoch, None)
+                    return self._attached
+                except FileNotFoundError:
+                    # Another owner took over between two looks, or a newer view came.
+                    continue
+            raise VersionNotFound(
+                f"no loader serves in {self.folder}: start one with shared={str(self.folder)!r}", path=str(self.folder)
+            )
+
+    def _mapped(self, generation: int, board: Board, epoch: int, before: _Attachment | None) -> _Attachment:
+        folder = self._generation_path(generation)
+        path = folder / f"view-{epoch}"
+        document = parse_view(read_at_most(path, MAX_MANIFEST_BYTES), str(path))
+        known = {} if before is None else before.files
+        files: dict[str, npt.NDArray[np.uint8]] = {}
+
+        def array_of(ref: ArrayRef) -> Array:
+            if ref.file not in files:
+                file = folder / check_file_name(ref.file)
+                # A file's name is never used again, so one that is mapped already is the same.
+                files[ref.file] = known[ref.file] if ref.file in known else _mapped_file(file)
+            memory = files[ref.file]
+            check_ref(ref, len(memory), str(folder / ref.file))
+            return np.ndarray(ref.shape, ref.dtype, buffer=memory.data, offset=ref.offset)
+
+        view, held = view_of(document, array_of, {} if before is None else before.held)
+        for ref, _ in held.values():
+            files |= {name: known[name] for name in ref.files - files.keys()}
+        return _Attachment(generation, board, view, files, held)
+
+    def _generation_path(self, generation: int) -> Path:
+        path = self.folder / f"g{generation}"
+        if path.is_symlink():
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+        return path
+
+
+def _mapped_file(path: Path) -> npt.NDArray[np.uint8]:
+    return map_file(path, path.stat().st_size, create=False, writable=False)
+
+
+def _board_cells(path: Path) -> npt.NDArray[np.int64]:
+    try:
+        return map_file(path, BOARD_BYTES, create=False).view(np.int64)
+    except PermissionError:  # a reader that may not write can look all the same; it just cannot ask the owner to wait
+        return map_file(path, BOARD_BYTES, create=False, writable=False).view(np.int64)

@@ -1,0 +1,153 @@
+"""Copy rows out of held tables and overlays, compiled by numba: serial, without the GIL, nothing allocated per row.
+
+A row's *place* is one int64: a position in the held rows (from 0 on), `ABSENT_PLACE`, or ``-2 - position`` in the
+overlay. Rows are copied as runs of the widest unsigned words that divide them (`as_words`), so one kernel serves every
+dtype. `gather_reference` says in numpy what `gather` does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cnr_store.runtime.jit import njit
+from cnr_store.serving.rows.fences import prefetch
+from cnr_store.types import RowIds
+
+ABSENT_PLACE = -1
+"""The place of a row that is nowhere: it reads as the fill."""
+
+Places = npt.NDArray[np.int64]
+Array = npt.NDArray[Any]
+
+_ABSENT = 1  # table_codes.ABSENT
+_AHEAD = 8
+
+
+def as_words(rows: Array) -> Array:
+    """Return a C-contiguous (n, width) array as (n, words) of the widest unsigned integers that divide a row."""
+    row_bytes = rows.shape[1] * rows.itemsize
+    if row_bytes % 8 == 0:
+        return rows.view(np.uint64)
+    if row_bytes % 4 == 0:
+        return rows.view(np.uint32)
+    return rows.view(np.uint16 if row_bytes % 2 == 0 else np.uint8)
+
+
+@njit(nogil=True)
+def gather_range(rows: Array, start: int, ids: RowIds, out: Array) -> int:
+    """``out[i] = rows[ids[i] - start]`` in words; return -1, or the index of the first id outside the rows."""
+    n, words = out.shape
+    size = len(rows)
+    for i in range(n):
+        if i + _AHEAD < n:
+            ahead = ids[i + _AHEAD] - start
+            if ahead >= 0 and ahead < size:
+                prefetch(rows, ahead)
+        at = ids[i] - start
+        if at < 0 or at >= size:
+            return i
+        for j in range(words):
+            out[i, j] = rows[at, j]
+    return -1
+
+
+@njit(nogil=True)
+def places_in_range(start: int, stop: int, ids: RowIds, places: Places) -> int:
+    """``places[i] = ids[i] - start``; return -1, or the index of the first id outside [start, stop)."""
+    for i in range(len(ids)):
+        if ids[i] < start or ids[i] >= stop:
+            return i
+        places[i] = ids[i] - start
+    return -1
+
+
+@njit(nogil=True)
+def put_overlay_places(positions: Places, status: npt.NDArray[np.uint8], places: Places) -> None:
+    """Send the rows that an overlay has (``positions`` >= 0 in it) there, or nowhere where it says they are absent."""
+    for i in range(len(positions)):
+        at = positions[i]
+        if at >= 0:
+            places[i] = ABSENT_PLACE if status[at] == _ABSENT else -2 - at
+
+
+@njit(nogil=True)
+def drop_absent(places: Places, status: npt.NDArray[np.uint8]) -> None:
+    """Send held rows (places >= 0) of which the table says they are absent nowhere."""
+    for i in range(len(places)):
+        if places[i] >= 0 and status[places[i]] == _ABSENT:
+            places[i] = ABSENT_PLACE
+
+
+@njit(nogil=True)
+def gather(held: Array, overlay: Array, fill: Array, places: Places, out: Array) -> int:
+    """Copy the row of each place, in words, ``fill`` (words,) for those nowhere; return how many those are."""
+    n, words = out.shape
+    nowhere = 0
+    for i in range(n):
+        if i + _AHEAD < n:
+            ahead = places[i + _AHEAD]
+            if ahead >= 0:
+                prefetch(held, ahead)
+            elif ahead < -1:
+                prefetch(overlay, -2 - ahead)
+        at = places[i]
+        if at >= 0:
+            for j in range(words):
+                out[i, j] = held[at, j]
+        elif at == ABSENT_PLACE:
+            nowhere += 1
+            for j in range(words):
+                out[i, j] = fill[j]
+        else:
+            for j in range(words):
+                out[i, j] = overlay[-2 - at, j]
+    return nowhere
+
+
+@njit(nogil=True)
+def gather_status(
+    held: npt.NDArray[np.uint8], overlay: npt.NDArray[np.uint8], places: Places, out: npt.NDArray[np.uint8]
+) -> int:
+    """Write each place's status, `ABSENT` for nowhere; return how many are not coded. Empty ``held``: all coded."""
+    others = 0
+    for i in range(len(places)):
+        at = places[i]
+        if at >= 0:
+            out[i] = held[at] if len(held) > 0 else 0
+        elif at == ABSENT_PLACE:
+            out[i] = _ABSENT
+        else:
+            out[i] = overlay[-2 - at]
+        others += 1 if out[i] != 0 else 0
+    return others
+
+
+@njit(nogil=True)
+def scatter(held: Array, positions: Places, rows: Array) -> None:
+    """``held[positions[i]] = rows[i]`` in words, where the position is not negative."""
+    n, words = rows.shape
+    for i in range(n):
+        if i + _AHEAD < n and positions[i + _AHEAD] >= 0:
+            prefetch(held, positions[i + _AHEAD])
+        at = positions[i]
+        if at >= 0:
+            for j in range(words):
+                held[at, j] = rows[i, j]
+
+
+@njit(nogil=True)
+def clear(array: Array) -> None:
+    """Write zeros."""
+    array[...] = 0
+
+
+def gather_reference(held: Array, overlay: Array, fill: Array, places: Places, out: Array) -> int:
+    """`gather` in numpy, on rows rather than words."""
+    of_held, nowhere, of_overlay = places >= 0, places == ABSENT_PLACE, places < ABSENT_PLACE
+    out[of_held] = held[places[of_held]]
+    out[nowhere] = fill
+    out[of_overlay] = overlay[-2 - places[of_overlay]]
+    return int(nowhere.sum())

@@ -1,0 +1,579 @@
+"""What readers see: one version at a time, swapped by a pointer; and the lookups that never mix two.
+
+A view is held rows and, beside them, the overlay of what its version changed. A publisher builds the overlay aside and
+swaps the view. Later it folds the overlay into the held rows, which hurts only readers of views before that one; the
+`Board` tells them, and they read again. A reader takes part in nothing, so one that dies costs nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from cnr_store.errors import BadInput, CnrStoreError, TableNotFound, VersionNotFound
+from cnr_store.segment.codes import Array, EscapeRows
+from cnr_store.serving.rows.board import LONGEST_HOLD_S, Board
+from cnr_store.serving.rows.folding import fold_into, fold_target
+from cnr_store.serving.rows.memory import ANONYMOUS, Memory
+from cnr_store.serving.rows.served_table import HeldTable, Overlay, ServedTable, checked_ids, checked_out
+
+FOLD_AFTER_S = 0.05
+"""An overlay is folded when its view was published so long ago and nothing newer came."""
+
+MIN_VIEW_S = 0.01
+"""And never sooner than this, so that lookups which took the view before have ended."""
+
+FAILURES_BEFORE_HOLD = 3
+"""Lookups that found their view torn so often ask the publisher to wait."""
+
+TableChange = Overlay | HeldTable | None
+"""Rows that changed; or a table that is new, or held anew; or None, a table that is gone."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class View:
+    """One version as readers see it. ``epoch`` counts views, on and on; versions may go back.
+
+    ``dense`` tensors are in their stored dtypes (bfloat16 as uint16) and not to be written.
+    """
+
+    epoch: int
+    version: int
+    step: int
+    tables: Mapping[str, ServedTable]
+    dense: Mapping[str, Array]
+
+    def table(self, name: str) -> ServedTable:
+        """Return a table.
+
+        Raises
+        ------
+        TableNotFound
+        """
+        try:
+            return self.tables[name]
+        except KeyError:
+            raise TableNotFound(
+                f"version {self.version} serves no table {name!r}; it serves {sorted(self.tables)}",
+                table=name, version=self.version,
+            ) from None  # fmt: skip
+
+    @property
+    def has_overlays(self) -> bool:
+        """Whether there is anything to fold."""
+        return any(table.overlay is not None for table in self.tables.values())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """The rows of one lookup, all of one version.
+
+    Attributes
+    ----------
+    rows
+        Table to (n, width) as it is served; absent rows are the fill.
+    dense
+        The dense tensors that were asked for; not to be written.
+    missing
+        Table to bool (n,) where ids are absent; None where all are there. Tables whose values are held by position
+        have a row for every id.
+    """
+
+    version: int
+    step: int
+    epoch: int
+    rows: Mapping[str, Array]
+    dense: Mapping[str, Array]
+    missing: Mapping[str, npt.NDArray[np.bool_] | None]
+
+
+class Announcer(Protocol):
+    """Tells readers outside this process of views; `SharedMemory` is one."""
+
+    def put_view(self, view: View) -> None:
+        """Write down what a view is made of; nobody looks at it before the board has its epoch.
+
+        Raises
+        ------
+        StorageFailure
+        """
+
+    def drop_views(self, before: int) -> None:
+        """Forget what views before an epoch were made of."""
+
+
+class Publisher:
+    """Publishes views. One thread at a time builds and publishes; any number of threads read.
+
+    Changes are always built against `newest`. What is handed over (arrays of changes, dense tensors, escape rows) is
+    not to be changed afterwards.
+    """
+
+    def __init__(
+        self,
+        memory: Memory = ANONYMOUS,
+        *,
+        board: Board | None = None,
+        announcer: Announcer | None = None,
+        fold_after_s: float = FOLD_AFTER_S,
+        min_view_s: float = MIN_VIEW_S,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Publish from ``memory``; ``board`` and ``announcer`` where readers are outside this process too."""
+        self.board = Board() if board is None else board
+        self._memory = memory
+        self._announcer = announcer
+        self._fold_after_s = fold_after_s
+        self._min_view_s = min_view_s
+        self._clock = clock
+        self._sleep = sleep
+        self._lock = threading.RLock()
+        self._view: View | None = None
+        self._staged: View | None = None
+        self._staged_before: View | None = None
+        self._can_unstage = False
+        self._why_not = "yet: the first version has not been loaded"
+        self._published_at = 0.0
+        self._blocks: set[int] = set()
+
+    @property
+    def view(self) -> View | None:
+        """What readers see; None before the first publication."""
+        return self._view
+
+    @property
+    def candidate(self) -> View | None:
+        """What `reveal` would let readers see; None where nothing is staged."""
+        return self._staged
+
+    @property
+    def newest(self) -> View | None:
+        """The candidate, or else the view: what the next changes are changes to."""
+        return self._view if self._staged is None else self._staged
+
+    def newest_view(self) -> tuple[View, Board]:
+        """Return what a lookup reads, and what tells whether it was whole.
+
+        Raises
+        ------
+        VersionNotFound
+            Nothing was published yet, or it is closed.
+        """
+        view = self._view
+        if view is None:
+            raise VersionNotFound(f"nothing is served {self._why_not}")
+        return view, self.board
+
+    def publish(
+        self,
+        version: int,
+        step: int,
+        changes: Mapping[str, TableChange],
+        dense: Mapping[str, Array] | None = None,
+        escapes: Mapping[str, EscapeRows] | None = None,
+    ) -> View:
+        """Stage a version and let readers see it at once; see `stage` and `reveal`."""
+        with self._lock:
+            self.stage(version, step, changes, dense, escapes)
+            return self.reveal()
+
+    def stage(
+        self,
+        version: int,
+        step: int,
+        changes: Mapping[str, TableChange],
+        dense: Mapping[str, Array] | None = None,
+        escapes: Mapping[str, EscapeRows] | None = None,
+    ) -> View:
+        """Return the next view, which nobody sees before `reveal`; versions staged one after another become one.
+
+        Folds what is not folded yet, for which it may wait (see `fold`).
+
+        Parameters
+        ----------
+        changes
+            What differs from `newest`, by table.
+        dense
+            All dense tensors of the version; None leaves them as they are.
+        escapes
+            All escape rows of tables that hold codes, where they changed; a `HeldTable` starts with none.
+
+        Raises
+        ------
+        StorageFailure
+            There is not enough memory; nothing was staged.
+        """
+        escapes = escapes or {}
+        with self._lock:
+            given = self._blocks_of(_arrays_of_changes(changes, dense, escapes))
+            try:
+                if self._staged is None:
+                    self.fold()
+                with self._memory.attempt():
+                    candidate = self._candidate(version, step, changes, dense, escapes)
+                given |= self._blocks_of(_arrays_of(candidate))
+                self._staged_before, self._staged, self._can_unstage = self._staged, candidate, True
+            finally:
+                self._blocks |= given
+                # Also of what was handed over and is in no view: it was merged into something else, or failed.
+                self._sweep()
+            return candidate
+
+    def unstage(self) -> None:
+        """Forget what was staged last: it is not to be seen. Versions staged before it stay.
+
+        Raises
+        ------
+        ValueError
+            Nothing was staged since the last call, or it was revealed.
+        """
+        with self._lock:
+            if not self._can_unstage:
+                raise ValueError("only what was staged last can be unstaged, once")
+            self._staged, self._staged_before, self._can_unstage = self._staged_before, None, False
+            self._sweep()
+
+    def discard(self) -> None:
+        """Forget everything that is staged; does nothing where nothing is."""
+        with self._lock:
+            self._forget_staged()
+            self._sweep()
+
+    def reveal(self) -> View:
+        """Let readers see what is staged: one swap of a pointer. Without anything staged, returns the view.
+
+        Raises
+        ------
+        StorageFailure
+            Other processes cannot be told; nobody sees the new view, and it stays staged.
+        VersionNotFound
+            Nothing was ever staged.
+        """
+        with self._lock:
+            if self._staged is None:
+                return self.newest_view()[0]
+            view = self._staged
+            if self._announcer is not None:
+                self._announcer.put_view(view)
+            self._swap(view)
+            self._forget_staged()
+            self._sweep()
+            return view
+
+    def fold(self, *, wait: bool = True) -> bool:
+        """Put the overlays of the view into its held rows; return whether the view has none now.
+
+        Readers of this view are not disturbed, those of earlier ones read again. Waits until the view is
+        ``min_view_s`` old, and for readers that asked for it, 2 s at most; with ``wait=False`` does nothing instead.
+
+        Raises
+        ------
+        StorageFailure
+            There is no memory for new rows; the view stays as it is.
+        """
+        with self._lock:
+            view = self._view
+            if view is None or not view.has_overlays:
+                return True
+            if self._staged is not None or not self._may_fold(wait):
+                return False
+            with self._memory.attempt():
+                targets = {
+                    name: fold_target(table.held, table.overlay, self._memory)
+                    for name, table in view.tables.items()
+                    if table.overlay is not None
+                }
+                tables = {
+                    name: table if table.overlay is None else ServedTable(targets[name].held, None, table.escapes)
+                    for name, table in view.tables.items()
+                }
+                after = replace(view, epoch=view.epoch + 1, tables=MappingProxyType(tables))
+                # Whatever can fail is done before the first row is written. Other processes go on with the view and
+                # its overlay until the board has the next epoch.
+                if self._announcer is not None:
+                    self._announcer.put_view(after)
+            self.board.begin_fold(view.epoch)
+            for name, target in targets.items():
+                overlay = view.tables[name].overlay
+                assert overlay is not None
+                fold_into(target, overlay)
+            self._swap(after)
+            self._blocks |= self._blocks_of(_arrays_of(after))
+            self._sweep()
+            return True
+
+    def fold_due_in_s(self) -> float | None:
+        """Return in how many seconds the view should be folded if nothing newer comes; None if there is nothing to."""
+        view = self._view
+        if view is None or not view.has_overlays or self._staged is not None:
+            return None
+        return max(0.0, self._published_at + self._fold_after_s - self._clock())
+
+    def close(self) -> None:
+        """Say that no view will come any more, and serve none in this process; a second call is harmless.
+
+        What the last view is made of is left to the memory: readers in other processes go on with it.
+        """
+        with self._lock:
+            self.board.end()
+            self._forget_staged()
+            self._sweep()
+            self._why_not = "any more: the loader is closed"
+            self._view = None
+            self._blocks = set()
+
+    def leave(self) -> None:
+        """Serve none in this process from now on, and tell nobody: for a child that was forked from the owner."""
+        self._why_not = "here: the loader is the parent's; attach to its folder with AttachedTables"
+        self._view = None
+        self._forget_staged()
+
+    def _candidate(
+        self,
+        version: int,
+        step: int,
+        changes: Mapping[str, TableChange],
+        dense: Mapping[str, Array] | None,
+        escapes: Mapping[str, EscapeRows],
+    ) -> View:
+        base = self.newest
+        tables = dict(base.tables) if base is not None else {}
+        for name, change in changes.items():
+            before = tables.pop(name, None)
+            rows = escapes.get(name)
+            after = self._changed(name, before, change, None if rows is None else self._kept_escapes(rows))
+            if after is not None:
+                tables[name] = after
+        tensors = self._kept_dense(dense) if dense is not None else dict(base.dense) if base is not None else {}
+        epoch = 1 if self._view is None else self._view.epoch + 1
+        return View(epoch, version, step, MappingProxyType(tables), MappingProxyType(tensors))
+
+    def _forget_staged(self) -> None:
+        self._staged = self._staged_before = None
+        self._can_unstage = False
+
+    def _swap(self, view: View) -> None:
+        self._view = view
+        self.board.announce(view.epoch)
+        self._published_at = self._clock()
+        if self._announcer is not None:
+            self._announcer.drop_views(view.epoch)
+
+    def _may_fold(self, wait: bool) -> bool:
+        """Wait until the view may be folded, or say whether it may be."""
+        too_young = self._published_at + self._min_view_s - self._clock()
+        held_for = self.board.held_for_s()
+        if not wait:
+            return too_young <= 0 and held_for <= 0
+        if too_young > 0:
+            self._sleep(too_young)
+        deadline = self._clock() + LONGEST_HOLD_S
+        # Readers may ask again and again; all together they are waited for once.
+        while (held_for := min(self.board.held_for_s(), deadline - self._clock())) > 0:
+            self._sleep(held_for)
+        return True
+
+    def _changed(
+        self, name: str, table: ServedTable | None, change: TableChange, escapes: EscapeRows | None
+    ) -> ServedTable | None:
+        if change is None:
+            return None
+        if isinstance(change, HeldTable):
+            return ServedTable(change, None, EscapeRows() if escapes is None else escapes)
+        if table is None:
+            raise ValueError(f"table {name!r} is not served, so no rows of it can change")
+        if change.rows.dtype != table.held.rows.dtype or change.rows.shape[1] != table.held.rows.shape[1]:
+            raise ValueError(
+                f"an overlay of table {name!r} is {change.rows.dtype} {change.rows.shape}, "
+                f"its held rows are {table.held.rows.dtype} {table.held.rows.shape}"
+            )
+        escapes = table.escapes if escapes is None else escapes
+        if len(change) == 0 and table.overlay is None:
+            return ServedTable(replace(table.held, schema=change.schema), None, escapes)
+        if len(change) == 0:
+            assert table.overlay is not None
+            return ServedTable(table.held, replace(table.overlay, schema=change.schema), escapes)
+        if table.overlay is not None:
+            change = Overlay.merged(name, table.overlay, change, self._memory)
+        return ServedTable(table.held, change, escapes)
+
+    def _kept_dense(self, dense: Mapping[str, Array]) -> dict[str, Array]:
+        tensors = dict(zip(dense, self._kept_arrays("dense", list(dense.values())), strict=True))
+        for tensor in tensors.values():
+            tensor.flags.writeable = False
+        return tensors
+
+    def _kept_escapes(self, escapes: EscapeRows) -> EscapeRows:
+        if len(escapes.rows) == 0:
+            return EscapeRows()
+        rows, codes = self._kept_arrays("escapes", [escapes.rows, escapes.values["codes"]])
+        return EscapeRows(rows, {"codes": codes})
+
+    def _kept_arrays(self, name: str, arrays: Sequence[Array]) -> list[Array]:
+        """Return the arrays where readers of other processes find them too."""
+        if self._announcer is None or not arrays:
+            return [np.asarray(array, order="C").view() for array in arrays]
+        kept = self._memory.allocate_together(name, [(array.shape, array.dtype) for array in arrays])
+        for into, array in zip(kept, arrays, strict=True):
+            into[...] = array
+        return list(kept)
+
+    def _blocks_of(self, arrays: Iterable[Array]) -> set[int]:
+        blocks = (self._memory.block_of(array) for array in arrays)
+        return {block for block in blocks if block is not None}
+
+    def _sweep(self) -> None:
+        """Release every block that no view has any more."""
+        views = (self._view, self._staged, self._staged_before)
+        live = self._blocks_of(array for view in views if view is not None for array in _arrays_of(view))
+        for block in self._blocks - live:
+            self._memory.release(block)
+        self._blocks = live
+
+
+class Lookups:
+    """Lookups in the newest view of a source: a `Publisher`, or an `AttachedTables`' of another process.
+
+    Any number of threads may look up at once, without locks. ``retries`` counts views that were folded away under a
+    lookup.
+    """
+
+    def __init__(self, source: ViewSource) -> None:
+        self._source = source
+        self.retries = 0
+
+    def lookup(
+        self,
+        ids: Mapping[str, npt.ArrayLike],
+        dense: Sequence[str] = (),
+        out: Mapping[str, Array] | None = None,
+    ) -> Batch:
+        """Return rows of some tables and dense tensors, all of one version, the newest.
+
+        Parameters
+        ----------
+        ids
+            Table to row ids (n,), any integers, any order, repeats allowed.
+        dense
+            Names of dense tensors.
+        out
+            Table to an array for its rows, C-contiguous; a table that is not named gets a new one.
+
+        Raises
+        ------
+        TableNotFound, BadRowIds, BadShape, BadDtype, NonFiniteValues, VersionNotFound
+        """
+        failures = 0
+        while True:
+            started = time.monotonic()
+            view, board = self._source.newest_view()
+            try:
+                batch = lookup_in(view, ids, dense, out)
+            except CnrStoreError:
+                # Rows that are being folded can look like anything; an error counts if the view was whole.
+                if board.is_whole(view.epoch):
+                    raise
+                batch = None
+            self._gathered(view)
+            if batch is not None and board.is_whole(view.epoch):
+                return batch
+            self.retries += 1
+            failures += 1
+            if failures >= FAILURES_BEFORE_HOLD:
+                board.hold(4 * (time.monotonic() - started) + 0.01)
+
+    def _gathered(self, view: View) -> None:
+        """Between the copy of the rows and the look at the board; tests fold here."""
+
+
+class ViewSource(Protocol):
+    """Where the newest view is to be had."""
+
+    def newest_view(self) -> tuple[View, Board]:
+        """Return the newest view, and the board that tells whether it was whole."""
+
+
+def as_array(out: Any) -> Array:
+    """Return the memory that a caller gives for rows, an array or a CPU tensor, as numpy carries it.
+
+    Raises
+    ------
+    BadInput
+        It is something else, or on another device.
+    """
+    if isinstance(out, np.ndarray):
+        return out
+    if not hasattr(out, "device"):
+        raise BadInput(f"out takes a numpy array or a CPU tensor, found {type(out).__name__}", found=str(type(out)))
+    from cnr_store.serving.rows.tensors import array_of
+
+    return array_of(out)
+
+
+def lookup_in(
+    view: View,
+    ids: Mapping[str, npt.ArrayLike],
+    dense: Sequence[str] = (),
+    out: Mapping[str, Array] | None = None,
+) -> Batch:
+    """Return rows of one given view as `Lookups.lookup` does, unchecked: a candidate's, on the publisher's thread."""
+    rows: dict[str, Array] = {}
+    missing: dict[str, npt.NDArray[np.bool_] | None] = {}
+    for name, wanted in ids.items():
+        table = view.table(name)
+        kind = table.held.kind
+        keys = checked_ids(wanted, name)
+        into = checked_out(None if out is None else out.get(name), len(keys), kind, name)
+        can_miss = table.held.index is not None or kind.holds == "codes"
+        flags = np.empty(len(keys), np.bool_) if can_miss else None
+        absent = table.read(keys, into, flags)
+        rows[name] = into
+        missing[name] = flags if absent else None
+    return Batch(view.version, view.step, view.epoch, rows, {name: _tensor(view, name) for name in dense}, missing)
+
+
+def _tensor(view: View, name: str) -> Array:
+    if name not in view.dense:
+        raise TableNotFound(
+            f"version {view.version} has no dense tensor {name!r}; it has {sorted(view.dense)}",
+            table=name, version=view.version,
+        )  # fmt: skip
+    return view.dense[name]
+
+
+def _arrays_of(view: View) -> list[Array]:
+    arrays = [array for table in view.tables.values() for array in _arrays_of_table(table)]
+    return [*arrays, *view.dense.values()]
+
+
+def _arrays_of_table(table: ServedTable) -> list[Array]:
+    arrays = [*_arrays_of_change(table.held), *_arrays_of_change(table.overlay)]
+    return [*arrays, table.escapes.rows, *table.escapes.values.values()]
+
+
+def _arrays_of_change(change: TableChange) -> list[Array]:
+    if change is None:
+        return []
+    if isinstance(change, Overlay):
+        return [change.ids, change.rows, change.status, change.index.slots]
+    arrays: list[Array] = [change.rows]
+    if change.index is not None:
+        arrays.append(change.index.slots)
+    return arrays if change.status is None else [*arrays, change.status]
+
+
+def _arrays_of_changes(
+    changes: Mapping[str, TableChange], dense: Mapping[str, Array] | None, escapes: Mapping[str, EscapeRows]
+) -> list[Array]:
+    arrays = [array for change in changes.values() for array in _arrays_of_change(change)]
+    for rows in escapes.values():
+        arrays += [rows.rows, *rows.values.values()]
+    return [*arrays, *(dense or {}).values()]

@@ -1,0 +1,212 @@
+"""One client of one prefix in Redis: its keys, its scripts, what `current` says, and errors of this library."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from cnr_store.errors import AccessDenied, BadInput, BadName, CorruptStore, Fenced, MissingDependency, StorageFailure
+from cnr_store.format.documents import loads
+from cnr_store.serving.sinks import redis_scripts
+from cnr_store.serving.sinks.protocol import SinkState
+from cnr_store.serving.sinks.stored_rows import StoredAs
+from cnr_store.storage.redaction import Secrets
+from cnr_store.types import RowIds
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+FORMAT = 1
+HEAD_BYTES = 16
+"""What `current` begins with: the two numbers that `numbers_of` returns."""
+
+TIMEOUT_S = 10.0
+"""How long a client that is made here waits for Redis to accept a connection, and to answer."""
+
+_SECRET_OPTIONS = ("password", "username")
+
+
+class Current(msgspec.Struct, frozen=True):
+    """The document behind the two numbers of `current`: what readers see, and how it is stored."""
+
+    format: int
+    stored_as: StoredAs
+    store: str
+    branch: str
+    version: int
+    step: int
+    scope: str
+    tables: dict[str, tuple[int, int | None]]
+
+    @property
+    def state(self) -> SinkState:
+        """What `RowSink.open` returns."""
+        return SinkState(self.store, self.branch, self.version, self.step, self.scope)
+
+
+# Built while the module is imported, as in documents.py: two threads that make it at once crash the interpreter.
+_DECODER = msgspec.json.Decoder(Current)
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The names of a prefix's keys."""
+
+    prefix: str
+
+    @property
+    def root(self) -> bytes:
+        """What all of them begin with."""
+        return b"{%s}:" % self.prefix.encode()
+
+    def named(self, name: str) -> bytes:
+        """Return the key that `redis_scripts` calls so."""
+        return self.root + name.encode()
+
+    def rows(self, generation: int, table: str, row_ids: RowIds) -> list[bytes]:
+        """Return the keys of rows, in the order of the ids."""
+        start = self.root + b"%d:%s:" % (generation, table.encode())
+        return [start + b"%d" % row_id for row_id in row_ids.tolist()]
+
+    def pattern(self, generation: int) -> bytes:
+        """A glob that matches the rows of one generation and nothing else."""
+        escaped = b"".join(b"\\" + bytes([c]) if c in b"*?[]^-\\" else bytes([c]) for c in self.root)
+        return escaped + b"%d:*" % generation
+
+
+class Connection:
+    """One client of one prefix: runs scripts, and turns what the client raises into errors of this library."""
+
+    def __init__(self, client: Redis, prefix: str) -> None:
+        _check_prefix(prefix)
+        options: Mapping[str, Any] = client.connection_pool.connection_kwargs
+        if options.get("decode_responses"):
+            raise BadInput("a client for rows must return bytes: make it without decode_responses=True")
+        self.client: Any = client
+        self.keys = Keys(prefix)
+        self._secrets = Secrets({name: options.get(name) for name in _SECRET_OPTIONS})
+        place = options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
+        self.place = f"{prefix!r} at redis {place}"
+        self._scripts = {
+            name: client.register_script(getattr(redis_scripts, name))
+            for name in ("OPEN", "DROP", "SETTLE", "BEGIN", "PUT", "DELETE", "COMMIT", "CLEAR", "READ")
+        }
+
+    def run(self, script: str, keys: list[bytes], *arguments: bytes | int) -> Any:
+        """Run a script; loads it where the server does not have it (it was restarted, or its scripts were flushed)."""
+        return self.call(f"running {script.lower()}", lambda: self._scripts[script](keys=keys, args=list(arguments)))
+
+    def call(self, action: str, do: Callable[[], Any]) -> Any:
+        """Do something with the client.
+
+        Raises
+        ------
+        Fenced, StorageFailure, AccessDenied, CorruptStore
+        """
+        from redis import exceptions
+
+        try:
+            return do()
+        except exceptions.ResponseError as error:
+            raise self._refused(action, error) from self._secrets.without(error)
+        except (exceptions.RedisError, OSError) as error:
+            denied = isinstance(error, exceptions.AuthenticationError)
+            kind = AccessDenied if denied else StorageFailure
+            raise kind(
+                f"{action} on {self.place} failed ({type(error).__name__}); "
+                + ("check its user and password" if denied else "is it running and reachable? the cause is attached"),
+                path=self.keys.prefix, found=type(error).__name__,
+            ) from self._secrets.without(error)  # fmt: skip
+
+    def _refused(self, action: str, error: Exception) -> Exception:
+        from redis import exceptions
+
+        text = str(error)
+        if "CNRFENCED" in text:
+            return Fenced(
+                f"another process has opened {self.place} and writes it from now on; this one must stop. Run one feed "
+                "per prefix",
+                path=self.keys.prefix,
+            )  # fmt: skip
+        if "CNRLOST" in text or "CNRUNSETTLED" in text or "CNREMPTY" in text:
+            return StorageFailure(
+                f"{self.place} is not as this process left it: its server was restarted or emptied, or a batch was "
+                "given up; open the sink again",
+                path=self.keys.prefix,
+            )  # fmt: skip
+        found = type(error).__name__
+        if isinstance(error, exceptions.NoPermissionError):
+            return AccessDenied(f"{action} on {self.place} was refused; check the rights of its user", found=found)
+        hint = "it is out of memory" if isinstance(error, exceptions.OutOfMemoryError) else "the cause is attached"
+        return StorageFailure(f"{action} on {self.place} failed ({found}); {hint}", path=self.keys.prefix, found=found)
+
+
+def numbers_of(current: bytes) -> tuple[int, int]:
+    """Return generation and sequence of `current`.
+
+    Raises
+    ------
+    CorruptStore
+        It is too short to have them.
+    """
+    if len(current) < HEAD_BYTES:
+        raise CorruptStore(
+            f"`current` of the rows in Redis has {len(current)} bytes, at least {HEAD_BYTES} are expected: something "
+            "else wrote it; remove its keys and push everything again",
+            expected=HEAD_BYTES, found=len(current),
+        )  # fmt: skip
+    generation, sequence = struct.unpack_from(">QQ", current)
+    return int(generation), int(sequence)
+
+
+def document_of(place: str, current: bytes) -> Current:
+    """Return what `current` says.
+
+    Raises
+    ------
+    CorruptStore
+        It cannot be read, or has another format.
+    """
+    cause: Exception | None = None
+    try:
+        document = loads(current[HEAD_BYTES:], _DECODER)
+        if document.format == FORMAT:
+            return document
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        cause = error
+    raise CorruptStore(
+        f"what {place} says of its rows cannot be read: a newer program wrote it, or something else; read it with "
+        "that program, or remove its keys and push everything again",
+        path=place,
+    ) from cause  # fmt: skip
+
+
+def _check_prefix(prefix: str) -> None:
+    if not prefix or any(c in "{}\0" for c in prefix):
+        raise BadName(f"a prefix has at least one character, and no braces; found {prefix!r}", found=prefix)
+
+
+def connected(url: str, options: Mapping[str, Any]) -> Redis:
+    """Return a client of the server at a URL; no I/O.
+
+    Raises
+    ------
+    MissingDependency, BadInput
+    """
+    try:
+        import redis
+    except ImportError as error:
+        raise MissingDependency('rows in Redis need redis-py; pip install "cnr-store[redis]"') from error
+    try:
+        return redis.Redis.from_url(
+            url, **{"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S, **options}
+        )  # fmt: skip
+    except ValueError as error:
+        # The URL may hold a password, so neither it nor what quotes it is shown.
+        raise BadInput(
+            "the URL of a Redis server begins with redis://, rediss:// or unix://, and has a port that is a number"
+        ) from Secrets({}, url).without(error)

@@ -1,0 +1,547 @@
+"""Brings one sink to the version that its source shows, and keeps it there; a failing sink stops nobody else.
+
+A feed remembers *which* rows changed and takes their *values* from the source when it pushes, so a sink that is slow or
+away costs ids, not rows, and skips versions instead of queueing them. What makes that right: values are absolute, a
+batch shows nothing before its commit, and rows count as read only if they are of the version told last (`notice`): each
+later change of them will be told. Rows that change while a large batch is on its way are just written again in it.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from cnr_store.errors import BadInput, CnrStoreError, Fenced, StorageFailure, TableNotFound
+from cnr_store.serving.sinks.protocol import Published, RowSink, RowSource, SinkState, SinkTable, SourceRows
+from cnr_store.types import RowIds
+
+CHUNK_ROWS = 65_536
+"""Rows that a feed reads from its source at a time where all rows of a table are pushed."""
+
+MOST_ROWS_AT_ONCE = 1 << 20
+"""Changed rows that a feed reads in one piece, so that they are of one version whatever is published meanwhile."""
+
+CHECK_EVERY_S = 30.0
+"""So often the thread of an idle feed asks its sink whether it still shows what was pushed last."""
+
+MOST_WAITING_KEYS = 1 << 24
+"""Changed keys of a hashed table that a feed remembers, 8 bytes each; beyond, the sink gets everything when it is back.
+
+Rows of a dense table need no such bound: they are no more than the table has.
+"""
+
+_CHASES = 4
+_RESTARTS = 3
+_MOST_WAITING = 16
+_NOTICE_TIMEOUT_S = 30.0
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class PushResult:
+    """What one push did.
+
+    Attributes
+    ----------
+    state
+        What the sink shows now.
+    rows, deleted
+        Rows written and rows made absent; a row that changed during the push counts each time.
+    full
+        Whether everything was pushed.
+    """
+
+    state: SinkState
+    rows: int
+    deleted: int
+    full: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SinkMetrics:
+    """How a sink is doing.
+
+    Attributes
+    ----------
+    name
+        The sink's.
+    version, published_version
+        What it shows, and what the source shows; None where there is nothing.
+    behind_s
+        For how long it has not shown what the source shows; 0 while it does.
+    pushes, full_pushes, failures
+        Counts since the feed was made.
+    rows, deleted
+        Sums over the pushes.
+    error
+        What the last attempt failed with, if it failed.
+    is_fenced
+        Whether another process took the sink over: this feed pushes no more.
+    """
+
+    name: str
+    version: int | None
+    published_version: int | None
+    behind_s: float
+    pushes: int
+    full_pushes: int
+    failures: int
+    rows: int
+    deleted: int
+    error: CnrStoreError | None
+    is_fenced: bool
+
+
+class SinkFeed:
+    """Drives one sink from one source.
+
+    `notice` is for the source, after each version it publishes. `push` brings the sink up to date on the caller's
+    thread; `start` does so on a thread of its own, again and again, with growing pauses while the sink fails.
+
+    Parameters
+    ----------
+    source
+        The loader.
+    sink
+        Opened by the feed, and by nobody else as long as the feed is used.
+    chunk_rows, most_rows_at_once
+        See `CHUNK_ROWS` and `MOST_ROWS_AT_ONCE`; memory is about that many rows as float32.
+    most_waiting_keys, check_every_s
+        See `MOST_WAITING_KEYS` and `CHECK_EVERY_S`.
+    """
+
+    def __init__(
+        self,
+        source: RowSource,
+        sink: RowSink,
+        *,
+        chunk_rows: int = CHUNK_ROWS,
+        most_rows_at_once: int = MOST_ROWS_AT_ONCE,
+        most_waiting_keys: int = MOST_WAITING_KEYS,
+        check_every_s: float = CHECK_EVERY_S,
+    ) -> None:
+        if chunk_rows < 1 or most_rows_at_once < 1:
+            raise BadInput(f"rows at a time are at least 1, found {chunk_rows} and {most_rows_at_once}")
+        if not check_every_s > 0:
+            raise BadInput(f"check_every_s is above 0, found {check_every_s}", found=check_every_s)
+        self.sink = sink
+        self._source = source
+        self._chunk_rows = chunk_rows
+        self._most_rows_at_once = most_rows_at_once
+        self._most_waiting_keys = most_waiting_keys
+        self._check_every_s = check_every_s
+        self._pushing = threading.Lock()  # one batch at a time
+        self._changed = threading.Condition()  # guards what follows; notified by notices and by stop
+        self._published: Published | None = None
+        self._notices = 0
+        self._due = _Due()  # since `_shown`, and what `_attempt` took of it
+        self._is_open = False
+        self._shown: SinkState | None = None
+        self._attempt: _Attempt | None = None  # the batch on its way, or the one that failed
+        self._behind_since: float | None = None
+        self._done = _Done()
+        self._error: CnrStoreError | None = None
+        self._is_fenced = False
+        self._stops = False
+        self._thread: threading.Thread | None = None
+
+    def notice(self, published: Published, changed: Mapping[str, RowIds | None]) -> None:
+        """Tell that the source shows another version now, and which rows may differ from the one told before.
+
+        Call it after lookups see the version, for each version in turn, rollbacks too. Returns at once; raises nothing.
+
+        Parameters
+        ----------
+        changed
+            By table the ids of rows that were added, changed or deleted, int64 (n,); None where they are not known:
+            the sink then gets everything. Tables that appear, vanish or change their width are such.
+        """
+        with self._changed:
+            before, self._published = self._published, published
+            self._notices += 1
+            other_tables = before is not None and before.tables != published.tables
+            if other_tables or any(row_ids is None for row_ids in changed.values()):
+                self._due.everything = True
+            self._due.add(changed)
+            hashed = [table for table, shape in published.tables.items() if shape.num_rows is None]
+            if sum(map(self._due.count, hashed)) > self._most_waiting_keys:
+                self._due.everything = True
+                self._due.add({})
+            if self._behind_since is None and self._shown != published.state:
+                self._behind_since = time.monotonic()
+            self._changed.notify_all()
+
+    def push(self) -> PushResult | None:
+        """Bring the sink to what the source shows; None if it is there already, or the source shows nothing. Blocks.
+
+        Raises
+        ------
+        Fenced
+            Another process took the sink over; this feed is done for.
+        StorageFailure
+            The sink failed. What it shows is what it showed, or, after a lost reply, the new version whole; the next
+            push finds out.
+        CnrStoreError
+            What the sink refuses, such as `NonFiniteValues`.
+        """
+        return self._guarded(until_stop=False)
+
+    def start(self) -> None:
+        """Keep the sink up to date on a daemon thread until `stop`; a second call does nothing."""
+        with self._changed:
+            if self._thread is None:
+                self._stops = False
+                self._thread = threading.Thread(target=self._run, name=f"feed {self.sink.name}", daemon=True)
+                self._thread.start()
+
+    def stop(self, timeout_s: float | None = 30.0) -> None:
+        """End the thread after the push it is at; a second call, or one without `start`, does nothing."""
+        with self._changed:
+            thread, self._thread = self._thread, None
+            self._stops = True
+            self._changed.notify_all()
+        if thread is not None:
+            thread.join(timeout_s)
+
+    def metrics(self) -> SinkMetrics:
+        """Return how the sink is doing; no I/O."""
+        with self._changed:
+            behind = 0.0 if self._behind_since is None else time.monotonic() - self._behind_since
+            return SinkMetrics(
+                self.sink.name, None if self._shown is None else self._shown.version,
+                None if self._published is None else self._published.state.version, behind, self._done.pushes,
+                self._done.full_pushes, self._done.failures, self._done.rows, self._done.deleted, self._error,
+                self._is_fenced,
+            )  # fmt: skip
+
+    def _run(self) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            with self._changed:
+                is_due = self._changed.wait_for(self._has_work, self._check_every_s)
+                if self._error is not None and not self._stops:
+                    # Jitter: the sinks of a hundred servers must not come back to a cache in step.
+                    self._changed.wait_for(lambda: self._stops, pause_s * (0.5 + random.random()))
+                if self._stops or self._is_fenced:
+                    return
+            try:
+                self._guarded(until_stop=True, checks=not is_due)
+            except CnrStoreError:  # told by metrics(); serving goes on, and the next attempt opens the sink anew
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            else:
+                pause_s = _FIRST_PAUSE_S
+
+    def _has_work(self) -> bool:
+        return self._stops or self._error is not None or not self._is_current()
+
+    def _is_current(self) -> bool:
+        return self._published is None or (self._is_open and self._shown == self._published.state)
+
+    def _guarded(self, *, until_stop: bool, checks: bool = False) -> PushResult | None:
+        """Push; count and keep what it fails with.
+
+        ``until_stop`` gives a long batch up when `stop` is called. With ``checks`` a sink that should be current is
+        asked whether it is.
+        """
+        with self._pushing:
+            if self._is_fenced:
+                raise Fenced(f"another process took {self.sink.name} over; make a new feed to take it back")
+            try:
+                if checks:
+                    self._check()
+                result = self._push(until_stop)
+            except _Stopped:
+                self._give_up()
+                return None
+            except CnrStoreError as error:
+                self._fail(error)
+                raise
+            except Exception as error:
+                # A sink may be anybody's: what it raises must not end the thread, nor leave a batch half counted.
+                failure = StorageFailure(
+                    f"pushing to {self.sink.name} failed ({type(error).__name__}); the cause is attached"
+                )
+                self._fail(failure)
+                raise failure from error
+            with self._changed:
+                self._error = None
+            return result
+
+    def _check(self) -> None:
+        """Begin a batch and drop it: a sink that lost what it showed, or was taken over, refuses."""
+        with self._changed:
+            published = self._published
+            if published is None or self._due.everything or not self._is_current():
+                return
+        self.sink.begin(published.tables, full=False)
+        self.sink.abort()
+
+    def _push(self, until_stop: bool) -> PushResult | None:
+        for _ in range(_RESTARTS):
+            if not self._is_open:
+                self._open()
+            with self._changed:
+                if self._published is None or self._is_current():
+                    return None
+                published = self._published
+                full = self._shown is None or self._due.everything
+                self._attempt = attempt = _Attempt(published.tables, full, until_stop)
+                if full:
+                    self._due = _Due()
+            self.sink.begin(published.tables, full=full)
+            try:
+                attempt.state = self._write(attempt)
+            except _TablesChanged:
+                self.sink.abort()
+                continue
+            self.sink.commit(attempt.state)
+            with self._changed:
+                self._shown, self._attempt = attempt.state, None
+                self._done.add(attempt)
+                self._behind_since = None if self._is_current() else attempt.taken_at
+            return PushResult(attempt.state, attempt.rows, attempt.deleted, attempt.full)
+        raise StorageFailure(f"the tables for {self.sink.name} changed {_RESTARTS} times while they were pushed")
+
+    def _open(self) -> None:
+        """Ask the sink what it has, and find out which rows it lacks."""
+        held = self.sink.open()
+        # Not under the lock: the source may hold a lock of its own while it gives a notice.
+        published = self._source.published()
+        with self._changed:
+            self._published = self._published or published
+            published, attempt, self._attempt = self._published, self._attempt, None
+            if attempt is not None and held is not None and held == attempt.state:
+                self._shown, self._is_open = held, True  # the commit had landed: what is due came after it
+                return
+            if attempt is not None and held is not None and held == self._shown:
+                self._due.everything |= attempt.full
+                for changed in attempt.taken:
+                    self._due.add(changed)
+                self._is_open = True
+                return
+            self._shown = held
+            # What was told until now is in what the source says next; what is told from here on adds to it.
+            self._due = _Due()
+            if published is None:
+                return
+            if self._behind_since is None and held != published.state:
+                self._behind_since = time.monotonic()
+            if held is None or not held.continues(published.state):
+                self._due.everything = True
+        if held is not None and held.continues(published.state) and held != published.state:
+            lacking = self._source.changed_since(held)
+            with self._changed:
+                self._due.everything |= lacking is None
+                self._due.add(lacking or {})
+        self._is_open = True
+
+    def _write(self, attempt: _Attempt) -> SinkState:
+        """Write the batch, and return the state that it is."""
+        if attempt.full:
+            for table in attempt.tables:
+                row_ids = self._row_ids(attempt, table)
+                for start in range(0, len(row_ids), self._chunk_rows):
+                    chunk = np.asarray(row_ids[start : start + self._chunk_rows], np.int64)
+                    self._put(attempt, self._read(attempt, {table: chunk})[0])
+        while True:
+            # A batch that is written for long would otherwise be chased by new versions: what is left is read at once.
+            changed, told = self._take(attempt)
+            if _count(changed) > self._most_rows_at_once and attempt.chases < _CHASES:
+                attempt.chases += 1
+                for piece in _pieces(changed, self._chunk_rows):
+                    self._put(attempt, self._read(attempt, piece)[0])
+                continue
+            pieces = []
+            while changed:
+                rows, seen = self._read(attempt, changed)
+                pieces.append(rows)
+                if seen.notices == told.notices:
+                    break
+                changed, told = self._take(attempt)
+            for rows in pieces:
+                self._put(attempt, rows)
+            return told.state
+
+    def _take(self, attempt: _Attempt) -> tuple[dict[str, RowIds], _Told]:
+        """Take what is due, and which state it leads to."""
+        with self._changed:
+            told = self._told(attempt)
+            changed = self._due.joined()
+            self._due = _Due()
+            attempt.taken.append(changed)
+            attempt.taken_at = time.monotonic()
+            return changed, told
+
+    def _told(self, attempt: _Attempt) -> _Told:
+        """What was told last, while the lock is held; ends the batch if that is of other tables than the batch."""
+        assert self._published is not None
+        if self._due.everything or self._published.tables != attempt.tables:
+            self._due.everything = True
+            raise _TablesChanged
+        return _Told(self._notices, self._published.state)
+
+    def _row_ids(self, attempt: _Attempt, table: str) -> Sequence[int] | RowIds:
+        try:
+            return self._source.row_ids(table)
+        except TableNotFound:
+            self._await_other_tables(attempt)
+            raise
+
+    def _read(self, attempt: _Attempt, row_ids: Mapping[str, RowIds]) -> tuple[_Rows, _Told]:
+        """Read rows as they are in the state told last, so that every later change of them will be told, or was."""
+        deadline = time.monotonic() + _NOTICE_TIMEOUT_S
+        while True:
+            with self._changed:
+                told = self._told(attempt)
+            try:
+                found = self._source.read_rows(row_ids)
+            except TableNotFound:
+                self._await_other_tables(attempt)
+                raise
+            if found.version == told.state.version:
+                return _Rows(row_ids, found), told
+            with self._changed:
+                # The source shows a version that it has not told yet.
+                left_s = deadline - time.monotonic()
+                if not self._changed.wait_for(partial(self._has_told_after, told), left_s):
+                    raise StorageFailure(
+                        f"the source of {self.sink.name} shows version {found.version}, and told of none after "
+                        f"{told.state.version}: call notice() after each version",
+                        version=found.version, expected=told.state.version, found=found.version,
+                    )  # fmt: skip
+
+    def _await_other_tables(self, attempt: _Attempt) -> None:
+        """Wait until a version without a table of the batch is told too; that ends the batch."""
+        with self._changed:
+            if self._changed.wait_for(partial(self._has_other_tables, attempt), _NOTICE_TIMEOUT_S):
+                self._due.everything = True
+                raise _TablesChanged
+
+    def _has_other_tables(self, attempt: _Attempt) -> bool:
+        return self._published is not None and self._published.tables != attempt.tables
+
+    def _has_told_after(self, told: _Told) -> bool:
+        return self._notices > told.notices
+
+    def _put(self, attempt: _Attempt, rows: _Rows) -> None:
+        if attempt.until_stop and self._stops:
+            raise _Stopped
+        for table, row_ids in rows.row_ids.items():
+            values, present = rows.found.tables[table]
+            if present.all():
+                self.sink.put(table, row_ids, values)
+            else:
+                if present.any():
+                    self.sink.put(table, row_ids[present], values[present])
+                if not attempt.full or attempt.taken:  # a full batch has none of them, unless it put them meanwhile
+                    self.sink.delete(table, row_ids[~present])
+                    attempt.deleted += int((~present).sum())
+            attempt.rows += int(present.sum())
+
+    def _fail(self, error: CnrStoreError) -> None:
+        with self._changed:
+            self._done.failures += 1
+            self._error = error
+            self._is_fenced = isinstance(error, Fenced)
+        self._give_up()
+
+    def _give_up(self) -> None:
+        self._is_open = False  # the next attempt opens the sink, which tells what it has
+        try:
+            self.sink.abort()
+        except Exception:  # noqa: BLE001 - the push has ended already; `open` undoes what is left
+            return
+
+
+class _Stopped(Exception):
+    """The feed is stopped in the middle of a batch."""
+
+
+class _TablesChanged(Exception):
+    """The batch has to begin anew, as a full one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """How many notices there were, and the state of the last."""
+
+    notices: int
+    state: SinkState
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    row_ids: Mapping[str, RowIds]
+    found: SourceRows
+
+
+@dataclass(slots=True)
+class _Due:
+    """Rows that the sink lacks, as they were told; with ``everything`` the ids do not matter."""
+
+    everything: bool = False
+    told: dict[str, list[RowIds]] = field(default_factory=dict)
+
+    def add(self, changed: Mapping[str, RowIds | None]) -> None:
+        for table, row_ids in changed.items():
+            if row_ids is not None and len(row_ids) and not self.everything:
+                waiting = self.told.setdefault(table, [])
+                waiting.append(np.array(row_ids, np.int64))
+                if len(waiting) > _MOST_WAITING:  # a sink that is away for long costs the ids once
+                    self.told[table] = [np.unique(np.concatenate(waiting))]
+        if self.everything:
+            self.told.clear()
+
+    def count(self, table: str) -> int:
+        """How many rows of a table are remembered; one that was told again since they were joined counts twice."""
+        return sum(map(len, self.told.get(table, ())))
+
+    def joined(self) -> dict[str, RowIds]:
+        return {table: np.unique(np.concatenate(waiting)) for table, waiting in self.told.items()}
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """One batch: what it took of what was due, and what became of it."""
+
+    tables: Mapping[str, SinkTable]
+    full: bool
+    until_stop: bool
+    taken_at: float = 0.0
+    taken: list[dict[str, RowIds]] = field(default_factory=list)
+    state: SinkState | None = None
+    chases: int = 0
+    rows: int = 0
+    deleted: int = 0
+
+
+@dataclass(slots=True)
+class _Done:
+    pushes: int = 0
+    full_pushes: int = 0
+    failures: int = 0
+    rows: int = 0
+    deleted: int = 0
+
+    def add(self, attempt: _Attempt) -> None:
+        self.pushes += 1
+        self.full_pushes += attempt.full
+        self.rows += attempt.rows
+        self.deleted += attempt.deleted
+
+
+def _count(changed: Mapping[str, RowIds]) -> int:
+    return sum(len(row_ids) for row_ids in changed.values())
+
+
+def _pieces(changed: Mapping[str, RowIds], chunk_rows: int) -> Iterator[dict[str, RowIds]]:
+    for table, row_ids in changed.items():
+        for start in range(0, len(row_ids), chunk_rows):
+            yield {table: row_ids[start : start + chunk_rows]}

@@ -1,0 +1,414 @@
+"""Put one delta segment on a consumer's own copy of a table: the changed rows, as they are held, as an overlay.
+
+Where all parts of the segment have the table's whole width, threads decode chunks and write them straight to the
+overlay's rows, differences added to what is held in the same pass. Parts that are cut by columns go through `Replay`
+over the union of their rows, which is the definition. Slots are not read. Nothing that is served is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from cnr_store.encodings import float_bits, kernels
+from cnr_store.encodings.widths import carrier
+from cnr_store.errors import BadRowIds, CorruptStore
+from cnr_store.format.records import PartEntry
+from cnr_store.read.plan import Step, TablePlan, by_columns, plan_table
+from cnr_store.read.replay import ChunkReader, Replay, matching
+from cnr_store.runtime.threads import Inline, Workers
+from cnr_store.segment.codes import (
+    ABSENT,
+    ADDED,
+    BLOCK_ROWS,
+    CODED,
+    ESCAPED,
+    UNTOUCHED,
+    Array,
+    ArraySpec,
+    EscapeRows,
+    TableCodes,
+    array_specs,
+    decode_block,
+)
+from cnr_store.segment.segment import Scratch
+from cnr_store.serving.rows.memory import ANONYMOUS, Memory
+from cnr_store.serving.rows.served_table import Overlay, RowKind, ServedTable
+from cnr_store.serving.rows.shards import HashShard, meets_shard, rows_in_shard
+from cnr_store.serving.update.adding import LARGEST_CODE, add_to_codes, add_to_values
+from cnr_store.serving.update.content import CodesTooWide, escapes_after, serve
+from cnr_store.types import Lattice, RowIds
+
+_INLINE = Inline()
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What a segment made of a table.
+
+    Attributes
+    ----------
+    overlay
+        Its rows after the segment, to be read over what is held now.
+    escapes
+        All escape rows of the table after it; only where codes are held.
+    unsure
+        Rows of the overlay (sorted) whose content is not known from what was held: a difference came to a row that is
+        absent or escaped, or a row is in another state in some of its columns. The version's own chain tells, and
+        whether it is damage. They are marked `ESCAPED`, so that no later difference is added to them.
+    """
+
+    overlay: Overlay
+    escapes: EscapeRows
+    unsure: RowIds
+
+
+def apply_segment(
+    reader: ChunkReader, served: ServedTable, workers: Workers, *, memory: Memory = ANONYMOUS, reference: bool = False
+) -> Applied:
+    """Return what a delta segment changes in the shard of a table that is held. Blocks; changes nothing.
+
+    Parameters
+    ----------
+    reader
+        The segment. Its table is as many rows as ``served`` where rows are held by position, of the same generation,
+        and its codes are of the same unit where codes are held.
+    reference
+        Take the plain way, `Replay` over the union of rows, whatever the parts are.
+
+    Raises
+    ------
+    CorruptStore, CorruptObject, MissingObject
+    NonFiniteValues
+        A row that is not finite has no int8 form.
+    CodesTooWide
+        Codes are held in int16, and no longer fit it.
+    """
+    held = served.held
+    schema = reader.manifest.tables[served.name]
+    start, stop = (held.start, held.stop) if held.index is None else (0, schema.num_rows)
+    plan = plan_table([reader.manifest], served.name, start, stop)
+    with memory.attempt():
+        if _is_whole(plan) and not reference:
+            return _Application(reader, plan, served, workers, memory).run()
+        return _apply_by_replay(reader, plan, served, workers, memory)
+
+
+def check_base(parts: Sequence[PartEntry], table: str, stated: int | None, segment: str) -> None:
+    """Refuse a segment that says it starts from another state of a table than the one held. Pure.
+
+    Parameters
+    ----------
+    parts
+        The segment's.
+    stated
+        The state digest that the last segment of the state held names for the whole table, None if none.
+
+    Raises
+    ------
+    CorruptStore
+    """
+    mine = [part.base_digest for part in parts if part.table == table]
+    if stated is None or not mine or None in mine:
+        return
+    base = sum(int(digest or "0", 16) for digest in mine) % (1 << 64)
+    if base != stated:
+        raise CorruptStore(
+            f"segment {segment} starts from state digest {base:016x} of table {table!r}, the state that it is put on "
+            f"has {stated:016x}: it belongs to another chain; run `cnr verify`",
+            table=table, expected=f"{stated:016x}", found=f"{base:016x}",
+        )  # fmt: skip
+
+
+def _is_whole(plan: TablePlan) -> bool:
+    whole = (0, plan.schema.dim)
+    return all(step.part.columns == whole for batch in plan.batches for step in batch.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A chunk's rows in the overlay: positions [start, stop). ``ids`` and where in the chunk they are, if not all."""
+
+    step: Step
+    start: int
+    stop: int
+    ids: RowIds | None
+    at: RowIds | None
+
+
+class _Application:
+    """One segment put on one table, chunk by chunk on threads."""
+
+    def __init__(
+        self, reader: ChunkReader, plan: TablePlan, served: ServedTable, workers: Workers, memory: Memory
+    ) -> None:
+        self._reader = reader
+        self._plan = plan
+        self._served = served
+        self._kind = served.kind
+        self._workers = workers
+        self._spec = array_specs(plan.schema)["codes"]
+        self._engine = Replay([reader], workers)
+        self._chunks = self._selected()
+        count = self._chunks[-1].stop if self._chunks else 0
+        self._overlay = Overlay.allocate(
+            plan.table, plan.schema, count, self._kind.width, served.held.rows.dtype, memory
+        )
+
+    def run(self) -> Applied:
+        """Apply every chunk, then find rows by id."""
+        overlay = self._overlay
+        found = self._workers.run(partial(self._apply, chunk) for chunk in self._chunks)
+        duplicate = overlay.fill_index()
+        if duplicate >= 0:
+            raise _in_two_lists(self._plan, self._reader, int(overlay.ids[duplicate]))
+        unsure = np.sort(np.concatenate([np.empty(0, np.int64), *(rows for rows, _ in found)]))
+        exact = [(rows, values) for _, (rows, values) in found if len(rows)]
+        return Applied(overlay, escapes_after(self._served, overlay, exact), unsure)
+
+    def _selected(self) -> list[_Chunk]:
+        """The chunks that hold rows of the shard, and where their rows go; reads ids where not all rows count."""
+        shard, held = self._served.held.shard, self._served.held
+        steps = [step for batch in self._plan.batches for step in batch.steps]
+        steps = [step for step in steps if meets_shard(shard, step.first, step.last)]
+
+        def ids_of(step: Step) -> tuple[RowIds, RowIds] | None:
+            is_inside = held.index is None and held.start <= step.first and step.last < held.stop
+            if shard is None or (is_inside and not isinstance(shard, HashShard)):
+                return None
+            rows = self._reader.read_rows(step.row_list, step.chunk, Scratch())
+            chosen = rows_in_shard(shard, rows)
+            return chosen.copy(), matching(chosen, rows)[1]
+
+        chunks, stop = [], 0
+        for step, chosen in zip(steps, self._workers.run(partial(ids_of, step) for step in steps), strict=True):
+            start = stop
+            stop += step.num_rows if chosen is None else len(chosen[0])
+            if stop > start:
+                ids, at = (None, None) if chosen is None else chosen
+                chunks.append(_Chunk(step, start, stop, ids, at))
+        return chunks
+
+    def _apply(self, chunk: _Chunk) -> tuple[RowIds, tuple[RowIds, Array]]:
+        """Write a chunk's rows; returns the rows that it could not know, and escape rows with their floats."""
+        step, into = chunk.step, slice(chunk.start, chunk.stop)
+        ids, rows, status = self._overlay.ids[into], self._overlay.rows[into], self._overlay.status[into]
+        if chunk.ids is None:
+            ids[...] = self._reader.read_rows(step.row_list, step.chunk, self._engine.scratch("rows"))
+        else:
+            ids[...] = chunk.ids
+        none = np.empty(0, np.int64)
+        if step.operation == "delete":
+            status[...] = ABSENT
+            return none, (none, rows)
+        values = self._engine.values(step, self._plan, self._spec)
+        if chunk.at is not None:
+            values = values[chunk.at]
+        values = np.ascontiguousarray(values)
+        if step.operation == "escape":
+            status[...] = ESCAPED
+            if self._kind.holds == "codes":
+                return none, (ids.copy(), values.copy())
+            serve(self._kind, values, rows, self._plan.table, 0, _INLINE)
+            return none, (none, rows)
+        if step.operation == "set":
+            self._set(values, rows, step)
+            return none, (none, rows)
+        held = self._served.held
+        if held.index is None and self._served.overlay is None:
+            return self._add(ids, values, rows, status, step), (none, rows)
+        # Rows that are found by key are gathered first, as many as stay in the cache.
+        unsure = [
+            self._add(ids[low:high], values[low:high], rows[low:high], status[low:high], step)
+            for low, high in _blocks(len(ids))
+        ]
+        return np.concatenate([none, *unsure]), (none, rows)
+
+    def _set(self, values: Array, rows: Array, step: Step) -> None:
+        kind = self._kind
+        if kind.holds == "codes":
+            self._checked(int(kernels.put_block(rows, values, 0)), rows, step)
+        elif kind.served == kind.table_dtype:
+            decode_block(self._spec, values, rows)
+        else:
+            for low, high in _blocks(len(values)):
+                floats = np.empty(values[low:high].shape, carrier(kind.table_dtype))
+                decode_block(self._spec, values[low:high], floats)
+                serve(kind, floats, rows[low:high], self._plan.table, 0, _INLINE)
+
+    def _add(self, ids: RowIds, values: Array, rows: Array, status: Array, step: Step) -> RowIds:
+        """Write held rows with differences added to them to ``rows``; returns rows to which nothing can be added."""
+        source, positions, before = self._before(ids)
+        if before is None or not before.any():
+            self._move(source, positions, values, rows, step)
+            return ids[:0]
+        at = np.flatnonzero(before == CODED)
+        moved = np.empty((len(at), rows.shape[1]), rows.dtype)
+        self._move(source, positions[at], np.ascontiguousarray(values[at]), moved, step)
+        rows[at] = moved
+        unknown = before != CODED
+        status[unknown] = ESCAPED
+        return np.asarray(ids[unknown], np.int64)
+
+    def _before(self, ids: RowIds) -> tuple[Array, RowIds, npt.NDArray[np.uint8] | None]:
+        """Where sorted rows are held: an array, positions in it, and their status (None: all are coded)."""
+        held = self._served.held
+        if held.index is None and self._served.overlay is None:
+            if ids[0] < held.start or ids[-1] >= held.stop:
+                raise self._outside(int(ids[0] if ids[0] < held.start else ids[-1]))
+            positions = ids - held.start
+            return held.rows, positions, None if held.status is None else held.status[positions]
+        source = self._engine.scratch("before").take((len(ids), held.rows.shape[1]), held.rows.dtype)
+        try:
+            before = self._served.gather_held(ids, source)
+        except BadRowIds as error:
+            raise self._outside(int(error.found)) from error
+        return source, np.arange(len(ids), dtype=np.int64), before
+
+    def _outside(self, row: int) -> CorruptStore:
+        return CorruptStore(
+            f"segment {self._reader.name} adds to row {row} of table {self._plan.table!r}, which has "
+            f"{self._plan.schema.num_rows} rows; run `cnr verify`",
+            table=self._plan.table, found=row,
+        )  # fmt: skip
+
+    def _move(self, source: Array, positions: RowIds, values: Array, rows: Array, step: Step) -> None:
+        if not self._spec.is_additive:
+            self._set(values, rows, step)
+        elif self._kind.holds == "codes":
+            self._checked(add_to_codes(self._spec, source, positions, values, rows), rows, step)
+        else:
+            self._checked(add_to_values(self._spec, source, positions, values, rows), rows, step)
+
+    def _checked(self, bad: int, rows: Array, step: Step) -> None:
+        if bad < 0:
+            return
+        if self._kind.holds == "codes" and rows.dtype == np.int16 and self._spec.held_dtype == np.int32:
+            raise CodesTooWide
+        raise CorruptStore(
+            f"codes of table {self._plan.table!r} leave their range in chunk {step.chunk} of segment "
+            f"{self._reader.name}; run `cnr verify`",
+            table=self._plan.table,
+        )  # fmt: skip
+
+
+def _blocks(count: int) -> list[tuple[int, int]]:
+    return [(low, min(low + BLOCK_ROWS, count)) for low in range(0, count, BLOCK_ROWS)]
+
+
+def _in_two_lists(plan: TablePlan, reader: ChunkReader, row: int) -> CorruptStore:
+    return CorruptStore(
+        f"row {row} of table {plan.table!r} stands in two row lists of segment {reader.name}; run `cnr verify`",
+        table=plan.table, found=row,
+    )  # fmt: skip
+
+
+def _apply_by_replay(
+    reader: ChunkReader, plan: TablePlan, served: ServedTable, workers: Workers, memory: Memory
+) -> Applied:
+    """The definition: the codes of all rows that the segment names, moved by `Replay`, interval by interval."""
+    kind, held = served.kind, served.held
+    steps = [step for batch in plan.batches for step in batch.steps]
+    named = [reader.read_rows(step.row_list, step.chunk, Scratch()).copy() for step in steps]
+    rows = rows_in_shard(held.shard, np.unique(np.concatenate([np.empty(0, np.int64), *named])))
+    if held.index is None:
+        rows = rows[(rows >= held.start) & (rows < held.stop)]
+    overlay = Overlay.allocate(plan.table, plan.schema, len(rows), kind.width, held.rows.dtype, memory)
+    overlay.ids[...] = rows
+    overlay.fill_index()
+    before = served.gather_held(rows, overlay.rows)
+    known = _codes_of(array_specs(plan.schema)["codes"], kind, overlay.rows, before)
+    moved = [_moved(reader, piece, rows, known, before, workers) for piece in by_columns(plan)]
+    states = np.array([one.states for one in moved])
+    touched = np.array([one.touched for one in moved])
+    is_same = (states == states[0]).all(axis=0)
+    is_known = is_same & (states[0] != ADDED) & ((states[0] != ESCAPED) | touched.all(axis=0))
+    if kind.served == "int8" and len(moved) > 1:
+        is_known &= states[0] == ABSENT  # a fused row is of all its columns
+    coded, escaped = is_known & (states[0] == CODED), is_known & (states[0] == ESCAPED)
+    for one in moved:
+        _put_interval(overlay, kind, plan, one, np.flatnonzero(coded & one.touched))
+    overlay.status[...] = np.where(is_known, states[0], ESCAPED)
+    exact = np.hstack([one.exact for one in moved])[escaped]
+    if kind.holds == "values":
+        exact_rows = np.empty((len(exact), kind.width), overlay.rows.dtype)
+        serve(kind, exact, exact_rows, plan.table, 0, workers)
+        overlay.rows[escaped] = exact_rows
+    return Applied(overlay, escapes_after(served, overlay, [(rows[escaped], exact)]), rows[~is_known])
+
+
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    """One column interval of the rows after a segment; ``touched`` says of which rows it named these columns."""
+
+    codes: TableCodes
+    touched: npt.NDArray[np.bool_]
+    states: npt.NDArray[np.uint8]
+    exact: Array
+
+
+def _moved(
+    reader: ChunkReader, piece: TablePlan, rows: RowIds, known: Array, before: Array, workers: Workers
+) -> _Moved:
+    low, high = piece.columns
+    spec = array_specs(piece.schema, piece.columns)["codes"]
+    codes = TableCodes(
+        piece.schema, 0, len(rows), {"codes": known[:, low:high].astype(spec.held_dtype)}, columns=piece.columns
+    )
+    codes.status = np.where(before == CODED, CODED, UNTOUCHED).astype(np.uint8)
+    Replay([reader], workers).run(piece, codes, rows)
+    touched = np.zeros(len(rows), np.bool_)
+    for step in (step for batch in piece.batches for step in batch.steps):
+        touched[matching(rows, reader.read_rows(step.row_list, step.chunk, Scratch()))[0]] = True
+    exact = np.zeros((len(rows), high - low), carrier(spec.dtype))
+    if len(codes.escapes.rows):
+        exact[codes.escapes.rows] = codes.escapes.values["codes"]
+    return _Moved(codes, touched, np.where(touched, codes.status, before).astype(np.uint8), exact)
+
+
+def _put_interval(overlay: Overlay, kind: RowKind, plan: TablePlan, one: _Moved, at: RowIds) -> None:
+    """Write the columns of an interval of coded rows, as they are held."""
+    low, high = one.codes.columns
+    spec, codes = one.codes.specs["codes"], one.codes.arrays["codes"][at]
+    if kind.holds == "codes":
+        limits = np.iinfo(overlay.rows.dtype)
+        if codes.size and not limits.min <= codes.min() <= codes.max() <= limits.max:
+            raise CodesTooWide
+        overlay.rows[at, low:high] = codes
+        return
+    if isinstance(spec.encoding, Lattice) and codes.size and np.abs(codes.astype(np.int64)).max() > LARGEST_CODE:
+        raise CorruptStore(f"codes of table {plan.table!r} leave their range; run `cnr verify`", table=plan.table)
+    floats = np.empty(codes.shape, carrier(spec.dtype))
+    decode_block(spec, codes, floats)
+    if kind.served == kind.table_dtype:
+        overlay.rows[at, low:high] = floats
+        return
+    rows = np.empty((len(at), kind.width if kind.served == "int8" else high - low), overlay.rows.dtype)
+    serve(kind, floats, rows, plan.table, 0, _INLINE)
+    if kind.served == "int8":
+        overlay.rows[at] = rows
+    else:
+        overlay.rows[at, low:high] = rows
+
+
+def _codes_of(spec: ArraySpec, kind: RowKind, rows: Array, status: Array) -> Array:
+    """The codes of held rows, (n, dim); zeros for rows that are not coded, and where no code is ever added to."""
+    codes = np.zeros((len(rows), kind.dim), spec.held_dtype)
+    coded = np.ascontiguousarray(rows[status == CODED])
+    if not spec.is_additive:
+        return codes
+    if kind.holds == "codes":
+        codes[status == CODED] = coded
+    elif isinstance(spec.encoding, Lattice):
+        codes[status == CODED] = np.rint(coded / spec.scale)
+    else:
+        known = np.empty(coded.shape, spec.held_dtype)
+        kernels.float_bits_encode(
+            float_bits.as_bits(coded, spec.dtype), spec.bit_shift, known, np.zeros(len(coded), np.uint8)
+        )
+        codes[status == CODED] = known
+    return codes

@@ -1,0 +1,442 @@
+"""How exact each table is stored while a run goes on: counts restores, refines scales behind them, says what it did.
+
+What is decided comes from `cnr_store.write.rate`; here stands what a manager remembers, and when it asks. Everything is
+the same on every rank: it follows from the checkpoint, the options, and what the ranks tell each other.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from cnr_store.errors import BadInput
+from cnr_store.format.records import TableSchema
+from cnr_store.runtime.ranks import Ranks, together
+from cnr_store.training.arguments import Schedule
+from cnr_store.training.document import RateDocument
+from cnr_store.training.precision.measuring import ScaleMeter, step_of
+from cnr_store.training.precision.rate_status import RateStatus, ScaleChange, TableRate
+from cnr_store.training.precision.targeting import SizeTarget
+from cnr_store.training.shard_ownership import Holdings
+from cnr_store.types import AffineBits
+from cnr_store.write.policy import CheckpointSize, Decision, Policy
+from cnr_store.write.rate import (
+    Refinement,
+    bits_after,
+    halvings_for_loss,
+    is_too_fine,
+    known_bits,
+    refinement,
+    smoothed,
+)
+from cnr_store.write.schema_choice import asked_bits
+from cnr_store.write.table_options import TableOptions, Threshold
+from cnr_store.write.transaction import Transaction
+from cnr_store.write.writer import Writer
+
+_GROWN = 1.1
+"""Growth of rows, as a factor, before a scale is measured again that was found not to be too fine."""
+
+logger = logging.getLogger(__name__)
+
+
+class RateControl:
+    """What one manager knows of how exact its tables are. Call it from the thread that trains.
+
+    Parameters
+    ----------
+    options
+        By table, as the user gave them; of all tables, also those of other ranks.
+    target_bytes
+        What checkpoints should come to; None leaves their size alone.
+
+    Raises
+    ------
+    BadInput
+        ``bits="auto"`` without ``expected_restores``, or together with a schedule: both would refine.
+    """
+
+    def __init__(
+        self,
+        options: Mapping[str, TableOptions],
+        holdings: Holdings,
+        schedule: Schedule,
+        policy: Policy = "consecutive",
+        target_bytes: int | None = None,
+    ) -> None:
+        for table, one in options.items():
+            if one.bits == "auto":
+                asked_bits(one)
+                if schedule != "constant":
+                    raise BadInput(
+                        f'table {table!r} has bits="auto", which follows the restores, and schedule={schedule!r} '
+                        "follows the loss; choose one of them",
+                        table=table,
+                    )
+        self._options, self._meter, self._schedule = dict(options), ScaleMeter(holdings), schedule
+        self._target = None if target_bytes is None else SizeTarget(target_bytes, self._options, policy, schedule)
+        self._calibrated: dict[str, float] = {}
+        self._first_loss: float | None = None
+        self._loss: float | None = None
+        self._losses = 0
+        self._staged_first: float | None = None
+        self._halved: dict[str, int] = {}
+        # By table: what a target of bytes doubled that is given no more, after the save in the making, and how many of
+        # the halvings that wait undo it; the others are the schedule's.
+        self._doubled: dict[str, int] = {}
+        self._staged_doubled: dict[str, int] = {}
+        self._undone: dict[str, int] = {}
+        self._steps: dict[str, float] = {}
+        self._measured_at: dict[str, float] = {}
+        self._restores = 0
+        self._bits: dict[str, AffineBits] = {}
+        self._pending: dict[str, Refinement] = {}
+        self._staged: dict[str, AffineBits] = {}
+        self._before: dict[str, TableSchema] = {}
+
+    @property
+    def status(self) -> RateStatus:
+        """What is known now."""
+        tables = {name: TableRate(self._bits.get(name), self._pending.get(name)) for name in self._options}
+        target = None if self._target is None else self._target.status
+        return RateStatus(self._restores, tables, self._first_loss, self._loss, target)
+
+    def report_loss(self, loss: float) -> None:
+        """Count a loss; those that are not finite, or 0, do not count; without a schedule, nor those below.
+
+        Raises
+        ------
+        BadInput
+            It is negative, and a schedule follows it.
+        """
+        if loss < 0 and self._schedule == "loss":
+            raise BadInput(f"the schedule follows a loss that is positive, found {loss!r}", found=loss)
+        if not (math.isfinite(loss) and loss > 0):
+            return
+        self._loss = smoothed(self._loss, self._losses, loss)
+        self._losses += 1
+
+    def options_for(self, table: str) -> TableOptions:
+        """Return how a table is to be stored that is written anew: as the user said, for what has happened since.
+
+        A scale that follows the loss is kept, and halved by what is due.
+        """
+        step, planned = self._steps.get(table), self._pending.get(table)
+        if self._schedule == "loss" and step is not None and self._is_lattice(table):
+            due = 0 if planned is None else planned.halvings
+            return replace(self._options[table], bits=None, max_error=None, scale=math.ldexp(step, -due))
+        coarse = None if self._target is None or not self._is_lattice(table) else self._target.step_for(table, step)
+        if coarse is not None:
+            return replace(self._options[table], bits=None, max_error=None, scale=coarse)
+        return self._widened(table)
+
+    def threshold_for(self, table: str) -> Threshold | None:
+        """Return which rows of a table may wait in the next save."""
+        threshold = self._options[table].threshold
+        return threshold if threshold is None or self._target is None else self._target.threshold(threshold)
+
+    def calibrated(self, scales: Mapping[str, float]) -> None:
+        """Store tables at scales that a validation chose, from now on and in the runs that restore this one."""
+        self._calibrated |= scales
+        for table, scale in scales.items():
+            self._options[table] = replace(self._options[table], scale=scale)
+
+    def _widened(self, table: str) -> TableOptions:
+        options = self._options[table]
+        if options.bits != "auto" or options.expected_restores is None:
+            return options
+        return replace(options, expected_restores=max(options.expected_restores, float(self._restores)))
+
+    # ---- behind a restore
+
+    def restored(self, ranks: Ranks, writer: Writer, document: RateDocument, kept: Collection[str]) -> None:
+        """Take notice of a restore, and decide what the next save does about it. Blocks; all ranks call it.
+
+        Takes some 0.3 s for each table whose width grows, and else microseconds.
+
+        Parameters
+        ----------
+        document
+            What the restored checkpoint says.
+        kept
+            Tables that may go on as they are stored, under their own names.
+        """
+        self._restores = document.restores + 1
+        self._bits, self._pending, self._staged = {}, {}, {}
+        self._first_loss, self._loss, self._losses = document.first_loss, document.loss, document.losses
+        self._staged_first = None
+        self._halved = {table: halvings for table, halvings in document.halved.items() if table in kept}
+        found = ((table, step_of(writer.snapshot.tables[table])) for table in kept)
+        self._steps = {table: step for table, step in found if step is not None}
+        self.calibrated({table: scale for table, scale in document.calibrated.items() if self._is_unsaid(table)})
+        self._doubled, self._undone = {}, {}
+        if self._target is not None:
+            self._target.restored(document, self._steps)
+        else:
+            self._doubled = {table: count for table, count in document.doublings.items() if table in self._steps}
+        self._halve(ranks, writer)
+        growing: dict[str, tuple[AffineBits, AffineBits]] = {}
+        for table, options in self._options.items():
+            if table not in kept or options.bits is None:
+                continue
+            if options.bits != "auto":
+                self._bits[table] = options.bits
+                continue
+            assert options.expected_restores is not None  # refused when the manager was made
+            bits = known_bits(document.bits, table, options.expected_restores)
+            self._bits[table] = bits
+            wanted = bits_after(options.expected_restores, self._restores)
+            if wanted > bits:
+                growing[table] = (bits, wanted)
+        if not growing:
+            return
+        measured = self._meter.measure(ranks, writer, {table: self._widened(table) for table in growing})
+        for table, (bits, wanted) in growing.items():
+            asked = measured[table]
+            if asked.refused is not None:
+                logger.warning("table %s keeps its scale, %d bits would be due: %s", table, wanted, asked.refused)
+                continue
+            expected = self._options[table].expected_restores or 0.0
+            reason = f"restored {self._restores} times, {expected:g} were expected"
+            if expected >= self._restores:
+                reason = f"{expected:g} restores are expected now"
+            planned = refinement(bits, wanted, self._steps.get(table), asked.scale, asked.halvings, reason)
+            if planned is not None:
+                self._pending[table] = planned
+                logger.info("table %s: %d bits instead of %d (%s): %s", table, wanted, bits, reason, _told(planned))
+
+    def _halve(self, ranks: Ranks, writer: Writer) -> None:
+        """Plan halvings: those that the loss of the checkpoint asks for, and those that undo a target that is gone.
+
+        Where there is no room the table is written anew as its options say; with a schedule, as far as there is room.
+        """
+        levels = 0
+        if self._schedule == "loss" and self._first_loss is not None and self._loss is not None:
+            levels = halvings_for_loss(self._first_loss, self._loss)
+        of_loss = {table: max(0, levels - self._halved.get(table, 0)) for table in self._steps}
+        due = {table: of_loss[table] + self._doubled.get(table, 0) for table in self._steps}
+        due = {table: halvings for table, halvings in due.items() if halvings > 0}
+        if not due:
+            return
+        rooms = together(ranks, lambda: {table: self._meter.room(writer, table) for table in due})
+        for table, halvings in due.items():
+            why = [f"the loss fell from {self._first_loss:.4g} to {self._loss:.4g}"] if of_loss[table] else []
+            why += ["there is no target of bytes any more"] if self._doubled.get(table) else []
+            reason, bits = " and ".join(why), asked_bits(self._options[table])
+            possible = min(halvings, *(room[table] for room in rooms))
+            if possible < halvings and self._schedule == "constant":
+                self._pending[table] = Refinement("anew", 0, bits, reason)
+                continue
+            if possible < halvings:
+                logger.warning(
+                    "table %s: %s, which asks for %d halvings of its scale; there is room for %d",
+                    table, reason, halvings, possible,
+                )  # fmt: skip
+            if possible:
+                self._undone[table] = min(possible, self._doubled.get(table, 0))
+                self._pending[table] = Refinement("refine", possible, bits, reason)
+
+    # ---- one save
+
+    def decide(self, decision: Decision, chain_length: int) -> Decision:
+        """Return a policy's decision, or a full where scales wait that this delta could not refine. Pure."""
+        waits = self._to_refine()
+        if decision.kind == "delta" and decision.base == "baseline" and chain_length > 1 and waits:
+            return Decision(
+                "full", "baseline", f"the scales of {waits} change, and a one-shot delta cannot refine them"
+            )
+        return decision
+
+    def proposal(self, sizes: Sequence[CheckpointSize], chain_length: int) -> dict[str, Any] | None:
+        """Return what this rank would do for the target of bytes, as plain JSON; None without one. Pure."""
+        return None if self._target is None else self._target.proposal(sizes, chain_length)
+
+    def follow_target(
+        self, ranks: Ranks, writer: Writer, decision: Decision, given: Mapping[str, Any] | None, anew: Collection[str]
+    ) -> Decision:
+        """Return the decision, or a full for coarser scales, as rank 0 proposed. All ranks call it.
+
+        Where scales are to change it measures those of 2-bit rows, which blocks for some 0.3 s for each table.
+
+        Parameters
+        ----------
+        anew
+            Tables that are written anew already, on whatever rank.
+        """
+        if self._target is None or given is None:
+            return decision
+        steering = self._target.adopt(given)
+        tables = [table for table in self._steps if table not in anew and self._target.is_open(table)]
+        may_change = decision.kind == "full" or steering.asks_full
+        if not tables or not may_change or steering.doublings == self._target.level:
+            return decision
+        schemas = writer.snapshot.tables
+        coarsest = self._meter.scales(ranks, writer, {table: replace(self._options[table], bits=2) for table in tables})
+        steps = {table: step for table in coarsest if (step := step_of(schemas[table])) is not None}
+        planned = self._target.plan(steering.doublings, steps, coarsest)
+        for table in planned:
+            self._pending[table] = Refinement("anew", 0, asked_bits(self._options[table]), steering.reason)
+        if not planned or decision.kind == "full":
+            return decision
+        return Decision("full", "baseline", f"the scales of {sorted(planned)} change: {steering.reason}")
+
+    def too_fine(self, ranks: Ranks, writer: Writer, anew: Collection[str]) -> set[str]:
+        """Return tables whose scale is far finer than asked, for a full to choose it anew. All ranks call it.
+
+        Looks at a few live rows of each table with ``bits=``, about a millisecond; where those have grown enough it
+        blocks for some 0.3 s to measure, and not again before they have grown on.
+
+        Parameters
+        ----------
+        anew
+            Tables that are written anew already.
+        """
+        if self._schedule != "constant" or not writer.is_synced:
+            return set()
+        schemas = writer.snapshot.tables
+        known = {
+            table: step
+            for table in self._options.keys() & schemas.keys()
+            if table not in anew and table not in self._pending and self._has_target(table)
+            if (step := step_of(schemas[table])) is not None
+        }
+        if not known:  # as where another rank is not synced, and asks nobody: then all tables are written anew
+            return set()
+        roughly = together(
+            ranks, lambda: {table: self._meter.roughly(table, self._width_anew(table)) for table in known}
+        )
+        most = {table: max(answer[table] for answer in roughly) for table in known}
+        known = {
+            table: step
+            for table, step in known.items()
+            if is_too_fine(step, most[table]) and most[table] > _GROWN * self._measured_at.get(table, 0.0)
+        }
+        self._measured_at |= {table: most[table] for table in known}
+        if not known:
+            return set()
+        targets = self._meter.scales(ranks, writer, {table: self._widened(table) for table in known})
+        found = {table for table, target in targets.items() if is_too_fine(known[table], target)}
+        for table in found:
+            reason = f"the rows have grown: {targets[table]:.4g} would do for {known[table]:.4g}"
+            self._pending[table] = Refinement("anew", 0, self._width_anew(table), reason)
+        return found
+
+    def _is_lattice(self, table: str) -> bool:
+        return self._meter.is_lattice(table, self._options[table])
+
+    def _is_unsaid(self, table: str) -> bool:
+        """Whether the options leave it to us how exact a table is stored."""
+        options = self._options.get(table, TableOptions(bits=8))
+        return (options.bits, options.max_error, options.scale) == (None, None, None) and self._is_lattice(table)
+
+    def _has_target(self, table: str) -> bool:
+        """Whether the options of a lattice say what its scale should be like, and not what it is."""
+        options = self._options[table]
+        if self._target is not None and (self._target.doublings.get(table) or table in self._target.planned):
+            return False
+        return options.max_error is None and options.scale is None
+
+    def waits_for_full(self) -> set[str]:
+        """Return the tables that the next save must write anew."""
+        return {table for table, planned in self._pending.items() if planned.how == "anew"}
+
+    def anew_in(self, transaction: Transaction) -> set[str]:
+        """Return tables that a save must write anew: whose scale should be refined, which only a delta can."""
+        return set(self._to_refine()) if transaction.kind == "full" else set()
+
+    def stage(self, transaction: Transaction, writer: Writer, anew: set[str]) -> None:
+        """Refine what waits, before rows are given to the transaction. Blocks for a pass over those tables' codes.
+
+        Parameters
+        ----------
+        anew
+            Tables that this save declares anew.
+
+        Raises
+        ------
+        BadInput
+            A scale cannot be halved. The next save writes its table anew.
+        """
+        self._before = dict(writer.snapshot.tables) if writer.is_synced else {}
+        # Of now: losses go on being reported while the save is under way.
+        self._staged_first = self._loss if self._first_loss is None else self._first_loss
+        self._staged = {table: self._width_anew(table) for table in anew if self._options[table].bits is not None}
+        left = {table: count - self._undone.get(table, 0) for table, count in self._doubled.items()}
+        # A scale that is chosen anew is what the options ask for; that of a schedule is the one that there was.
+        self._staged_doubled = {
+            table: count
+            for table, count in left.items()
+            if count > 0 and (table not in anew or self._schedule == "loss")
+        }
+        for table, planned in list(self._pending.items()):
+            if table in anew:
+                continue
+            if planned.how == "refine":
+                try:
+                    transaction.refine_scale(table, planned.halvings)
+                except BadInput:
+                    self._pending[table] = replace(planned, how="anew")
+                    raise
+            if self._options[table].bits is not None:
+                self._staged[table] = planned.bits
+
+    def document(self) -> RateDocument:
+        """Return what the checkpoint in the making says, once `stage` was called."""
+        found = RateDocument(
+            restores=self._restores, bits={**self._bits, **self._staged}, first_loss=self._staged_first,
+            loss=self._loss, losses=self._losses, halved=self._halved_after(), calibrated=self._calibrated,
+            doublings=self._staged_doubled,
+        )  # fmt: skip
+        return found if self._target is None else self._target.added_to(found)
+
+    def _halved_after(self) -> dict[str, int]:
+        """How often the schedule will have halved each scale once what waits is done; scales chosen anew keep it."""
+        due = {
+            table: planned.halvings - self._undone.get(table, 0)
+            for table, planned in self._pending.items()
+            if self._schedule == "loss"
+        }
+        return {table: self._halved.get(table, 0) + due.get(table, 0) for table in {*self._halved, *due}}
+
+    def won(self, transaction: Transaction) -> dict[str, ScaleChange]:
+        """Take notice that the save that was staged is committed; return what it did to scales, and log it."""
+        changes: dict[str, ScaleChange] = {}
+        for table, schema in transaction.tables.items():
+            before, step = self._before.get(table), step_of(schema)
+            if step is None:
+                continue
+            same = before is not None and (before.generation, before.shift) == (schema.generation, schema.shift)
+            if same and before is not None and before.encoding == schema.encoding:
+                continue
+            planned = self._pending.get(table)
+            old = None if before is None else step_of(before)
+            reason = "first full" if before is None else "written anew" if planned is None else planned.reason
+            changes[table] = ScaleChange(old, step, reason, transaction.scale_choices.get(table))
+            logger.info("table %s: scale %s%.6g (%s)", table, f"{old:.6g} to " if old else "", step, reason)
+        self._bits |= self._staged
+        if self._target is not None:
+            self._target.won(transaction)
+        self._halved = self._halved_after()
+        self._first_loss, self._doubled, self._undone = self._staged_first, self._staged_doubled, {}
+        self._steps = {table: step for table, schema in transaction.tables.items() if (step := step_of(schema))}
+        self._pending, self._staged = {}, {}
+        return changes
+
+    def lost(self) -> None:
+        """Take notice that the save that was staged is not committed: what waits goes on waiting."""
+        self._staged = {}
+
+    def _to_refine(self) -> list[str]:
+        return sorted(table for table, planned in self._pending.items() if planned.how == "refine")
+
+    def _width_anew(self, table: str) -> AffineBits:
+        return asked_bits(self._widened(table))
+
+
+def _told(planned: Refinement) -> str:
+    if planned.how == "refine":
+        return f"its scale is halved {planned.halvings} times in the next save"
+    return "it is written anew by the next save" if planned.how == "anew" else "its scale is fine enough as it is"

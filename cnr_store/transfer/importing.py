@@ -1,0 +1,216 @@
+"""Make a version of a store out of tensors that another program saved. Which of them are tables is decided purely.
+
+A source gives tensors that can be sliced by rows (`cnr_store.transfer.safetensors_file`,
+`cnr_store.integrations.state_dict`), so that tables are encoded from memory-mapped files and never held as a whole.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from cnr_store.errors import BadInput, TableNotFound
+from cnr_store.format.documents import loads
+from cnr_store.store import Store
+from cnr_store.transfer.exporting import METADATA_KEY
+from cnr_store.transfer.safetensors_file import TensorFile, open_safetensors
+from cnr_store.types import JsonValue
+from cnr_store.write.table_options import TableOptions
+
+ImportProgress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
+
+MIN_TABLE_ROWS = 1000
+"""A matrix with fewer rows is dense unless a pattern names it."""
+
+_TABLE_DTYPES = frozenset({"float32", "float16", "bfloat16"})
+
+
+@dataclass(frozen=True, slots=True)
+class ImportPlan:
+    """Which tensor becomes what: table name to tensor, table to slot name to tensor, dense tensors, and the rest.
+
+    ``hashed`` maps a table to the tensor that holds its keys.
+    """
+
+    tables: dict[str, str]
+    slots: dict[str, dict[str, str]]
+    hashed: dict[str, str]
+    dense: tuple[str, ...]
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ImportReport:
+    """What an import committed."""
+
+    version: int
+    step: int
+    size_bytes: int
+    tables: tuple[str, ...]
+    dense: tuple[str, ...]
+    dropped: tuple[str, ...]
+
+
+class _Described(msgspec.Struct, frozen=True):
+    name: str
+    role: str
+    table: str | None = None
+    slot: str | None = None
+
+
+class _Description(msgspec.Struct, frozen=True):
+    step: int
+    tensors: tuple[_Described, ...]
+
+
+# Made while the module is imported, as in documents.py.
+_DESCRIPTION = msgspec.json.Decoder(_Description)
+
+
+def plan_import(source: TensorFile, patterns: Sequence[str] | None = None) -> ImportPlan:
+    """Decide which tensors are tables. Pure, no I/O.
+
+    A file that this library exported says so itself. Else tables are the matrices of float32, float16 or bfloat16
+    with at least 1,000 rows, or, with ``patterns``, those whose name fits one; everything else is dense.
+
+    Raises
+    ------
+    TableNotFound
+        A pattern fits no tensor.
+    BadInput
+        A pattern fits a tensor that cannot be a table, or the file's own description does not fit the file.
+    """
+    described = source.metadata.get(METADATA_KEY)
+    if described is not None and patterns is None:
+        return _described_plan(source, described)
+    tables = {}
+    for name, tensor in source.tensors.items():
+        shape = tensor.values.shape
+        can_be = tensor.dtype in _TABLE_DTYPES and len(shape) == 2 and shape[1] > 0
+        if patterns is None:
+            if can_be and shape[0] >= MIN_TABLE_ROWS:
+                tables[name] = name
+        elif any(name == pattern or fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+            if not can_be:
+                raise BadInput(
+                    f"tensor {name!r} is {tensor.dtype} {shape}; a table is a matrix of float32, float16 or bfloat16",
+                    table=name, found=f"{tensor.dtype} {shape}",
+                )  # fmt: skip
+            tables[name] = name
+    for pattern in patterns or ():
+        if not any(name == pattern or fnmatch.fnmatchcase(name, pattern) for name in source.tensors):
+            raise TableNotFound(f"no tensor is called or fits {pattern!r}", table=pattern)
+    return ImportPlan(tables, {}, {}, tuple(name for name in source.tensors if name not in tables))
+
+
+def _described_plan(source: TensorFile, described: str) -> ImportPlan:
+    try:
+        description = loads(described.encode(), _DESCRIPTION)
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        raise BadInput(f"the file's own description of its tensors cannot be parsed: {error}") from error
+    tables: dict[str, str] = {}
+    slots: dict[str, dict[str, str]] = {}
+    hashed: dict[str, str] = {}
+    for item in description.tensors:
+        if item.name not in source.tensors:
+            raise BadInput(f"the file describes tensor {item.name!r}, which it does not hold", found=item.name)
+        table = item.table or ""
+        if item.role == "table":
+            tables[table] = item.name
+        elif item.role == "slot" and item.slot:
+            slots.setdefault(table, {})[item.slot] = item.name
+        elif item.role == "keys":
+            hashed[table] = item.name
+    used = {*tables.values(), *hashed.values(), *(name for of_table in slots.values() for name in of_table.values())}
+    if not slots.keys() <= tables.keys() or not hashed.keys() <= tables.keys() or "" in tables:
+        raise BadInput("the file's own description names slots or keys of tables that it does not hold")
+    return ImportPlan(tables, slots, hashed, tuple(n for n in source.tensors if n not in used), description.step)
+
+
+def import_tensors(
+    store: Store,
+    source: TensorFile | str | Path,
+    *,
+    step: int | None = None,
+    tables: Sequence[str] | None = None,
+    options: TableOptions | None = None,
+    scalars: Mapping[str, JsonValue] | None = None,
+    replace: bool = False,
+    progress: ImportProgress | None = None,
+) -> ImportReport:
+    """Commit tensors as a ``full``. Becomes the store's writer: another one that is open is fenced. Blocks.
+
+    Parameters
+    ----------
+    source
+        The path of a safetensors file, or what `cnr_store.integrations.load_state_dict` returns.
+    step
+        The training step of the state; None takes the file's own, or 0.
+    tables
+        Names or patterns of the tensors that are tables; see `plan_import`.
+    options
+        How all tables are stored; None takes the defaults. A new generation of every table begins.
+    scalars
+        Plain values to save with the state.
+    replace
+        Leave out tables of the store's head that the source does not hold; else they are an error.
+    progress
+        Called with (bytes done, bytes in all) after each table.
+
+    The writer's mirror lies in temporary files while this runs (2 bytes per element).
+
+    Raises
+    ------
+    BadInput and its kinds, NotFound
+        Nothing was committed.
+    Conflict, CommitStateUnknown, StorageFailure
+    """
+    file = open_safetensors(Path(source)) if isinstance(source, str | Path) else source
+    plan = plan_import(file, tables)
+    chosen_step = step if step is not None else plan.step or 0
+    missing = sorted(store.snapshot().tables.keys() - plan.tables.keys())
+    if missing and not replace:
+        raise BadInput(
+            f"the store has tables {missing}, which the source does not hold; a full replaces the whole state: "
+            "ask to replace it, or import into another store",
+            table=missing[0], found=missing,
+        )  # fmt: skip
+    total = sum(tensor.values.nbytes for tensor in file.tensors.values())
+    done = 0
+    # With a mirror, so that the baseline carries state digests; in files, so that it takes no memory.
+    with store.writer(mirror="mmap") as writer:
+        with writer.begin(chosen_step, kind="full") as txn:
+            for table in missing:
+                txn.drop_table(table)
+            for table, tensor in plan.tables.items():
+                slots = {slot: file.tensors[of_slot].values for slot, of_slot in plan.slots.get(table, {}).items()}
+                values = file.tensors[tensor]
+                if table in plan.hashed:
+                    txn.create_table(
+                        table, dim=values.values.shape[1], options=options, dtype=values.dtype,
+                        slots={slot: "row" if array.ndim == 1 else "element" for slot, array in slots.items()},
+                        sample=values.values,
+                    )  # fmt: skip
+                    row_ids = file.tensors[plan.hashed[table]].values
+                    txn.write_rows(table, row_ids, values.values, slots=slots)
+                else:
+                    txn.write_table(table, values.values, slots=slots, options=options)
+                done += values.values.nbytes + sum(array.nbytes for array in slots.values())
+                if progress is not None:
+                    progress(done, total)
+            dense = {name: file.tensors[name] for name in plan.dense}
+            txn.put_dense(
+                {name: tensor.values for name, tensor in dense.items()},
+                {name: tensor.dtype for name, tensor in dense.items()},
+            )
+            txn.put_scalars(dict(scalars or {}))
+        size_bytes, version = txn.size_bytes, txn.version
+    assert version is not None  # the commit has won, or it has raised
+    if progress is not None:
+        progress(total, total)
+    return ImportReport(version, chosen_step, size_bytes, tuple(plan.tables), plan.dense, tuple(missing))

@@ -1,0 +1,109 @@
+"""Checks of what a caller hands to a transaction, made before anything is encoded or written. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from cnr_store.encodings.widths import CODE_DTYPES, carrier
+from cnr_store.errors import BadDtype, BadInput, BadRowIds, BadShape
+from cnr_store.format.documents import canonical_json
+from cnr_store.format.limits import MAX_ELEMENTS, MAX_USER_NESTING
+from cnr_store.format.nesting import nests_deeper
+from cnr_store.format.records import TableSchema
+from cnr_store.segment.codes import array_specs
+from cnr_store.segment.rows import check_row_ids
+from cnr_store.types import JsonValue, Lattice, RowIds
+from cnr_store.write.table_options import TableOptions
+
+
+def check_arrays(
+    table: str,
+    schema: TableSchema,
+    rows: int,
+    values: Any,
+    slots: Mapping[str, Any],
+    columns: tuple[int, int] | None = None,
+) -> dict[str, Any]:
+    """Check values and slots of ``rows`` rows of some columns of a table (all if None); return array name to each.
+
+    Values are floats in the table's dtype or, of a lattice, its codes as int16 or int32.
+
+    Raises
+    ------
+    BadInput, BadShape, BadDtype
+    """
+    given = {"codes": values, **{f"slots/{name}": array for name, array in slots.items()}}
+    specs = array_specs(schema, columns)
+    if given.keys() != specs.keys():
+        expected = sorted(schema.slots)
+        raise BadInput(
+            f"table {table!r} has slots {expected}, found {sorted(slots)}; give every slot with the rows",
+            table=table, expected=expected, found=sorted(slots),
+        )  # fmt: skip
+    for name, array in given.items():
+        spec = specs[name]
+        shape = (rows,) if spec.is_vector else (rows, spec.width)
+        if tuple(array.shape) != shape:
+            raise BadShape(
+                f"{name} of table {table!r} has shape {tuple(array.shape)}, expected {shape}",
+                table=table, expected=shape, found=tuple(array.shape),
+            )  # fmt: skip
+        takes_codes = name == "codes" and isinstance(spec.encoding, Lattice)
+        if np.dtype(array.dtype) != carrier(spec.dtype) and not (takes_codes and np.dtype(array.dtype) in CODE_DTYPES):
+            expected_dtype = f"{carrier(spec.dtype)}{', or its codes as int16 or int32' if takes_codes else ''}"
+            raise BadDtype(
+                f"{name} of table {table!r} has dtype {array.dtype}, expected {expected_dtype}",
+                table=table, expected=expected_dtype, found=str(array.dtype),
+            )  # fmt: skip
+    return given
+
+
+def own_row_ids(table: str, row_ids: RowIds, bounds: tuple[int, int] | None) -> RowIds:
+    """Check row ids and copy them: they are needed until the commit, and the caller may reuse the array.
+
+    ``bounds``: rows [start, stop) that they must be in; None for hashed keys.
+    """
+    if not isinstance(row_ids, np.ndarray):
+        raise BadRowIds(
+            f"row ids of table {table!r} must be an int64 array, found {type(row_ids).__name__}",
+            table=table, expected="int64 (n,)", found=type(row_ids).__name__,
+        )  # fmt: skip
+    checked = check_row_ids(row_ids, None if bounds is None else bounds[1], table=table)
+    if bounds is not None and len(checked) and checked[0] < bounds[0]:
+        raise BadRowIds(
+            f"row {int(checked[0])} of table {table!r} is not of this writer's rows {bounds[0]} to {bounds[1] - 1}; "
+            "row ids are those of the whole table",
+            table=table, expected=bounds, found=int(checked[0]),
+        )  # fmt: skip
+    return checked.copy()
+
+
+def checked_size(table: str, what: str, size: Any, *, dim: int = 1, least: int = 0) -> int:
+    """Return a number of rows, columns or halvings as an int; raises `BadShape` if it is none or out of range."""
+    if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < least or size * dim > MAX_ELEMENTS:
+        raise BadShape(f"table {table!r} cannot have {size!r} {what}", table=table, expected=least, found=size)
+    return int(size)
+
+
+def check_json(what: str, values: Mapping[str, JsonValue]) -> None:
+    """Raise `BadInput` unless ``values`` can be stored as JSON, not nested too deep."""
+    if nests_deeper(dict(values), MAX_USER_NESTING):
+        raise BadInput(
+            f"{what} nests deeper than {MAX_USER_NESTING} levels (or contains itself); flatten it, or save it as a "
+            "document, which may nest 64",
+            expected=MAX_USER_NESTING, found=what,
+        )  # fmt: skip
+    try:
+        canonical_json(dict(values))
+    except (TypeError, ValueError, msgspec.MsgspecError) as error:
+        raise BadInput(f"{what} cannot be stored as JSON: {error}", found=what) from error
+
+
+def needs_sample(options: TableOptions, dtype: str) -> bool:
+    """Return whether these options choose a scale on a sample of rows."""
+    name = options.encoding or ("lattice" if dtype == "float32" else "float_bits")
+    return name == "lattice" and options.scale is None and options.max_error is None

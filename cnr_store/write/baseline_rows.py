@@ -1,0 +1,289 @@
+"""Whole tables ready to be written: encoded from live values, or from a mirror with a save's changes laid over it.
+
+Pure computation on threads, no I/O: rows are encoded, or read from the mirror, chunk by chunk while they are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cnr_store.encodings import kernels, packing, widths
+from cnr_store.format.records import TableSchema
+from cnr_store.runtime.threads import Workers, blocks
+from cnr_store.segment.codes import (
+    ABSENT,
+    CODED,
+    ESCAPED,
+    TASK_ROWS,
+    Allocate,
+    Array,
+    ArraySpec,
+    TableCodes,
+    array_specs,
+)
+from cnr_store.segment.segment import Blocks, RowList
+from cnr_store.segment.shards import whole_of
+from cnr_store.types import MAX_CODE, Affine, Lattice, Rectangle, RowIds
+from cnr_store.write.code_width import LARGEST_INT8, sample_blocks, stored_dtype
+from cnr_store.write.delta_rows import StagedRows
+from cnr_store.write.encode import (
+    ENCODE_ROWS,
+    Given,
+    OnBadRows,
+    StagedList,
+    columns_of,
+    encode_block,
+    escape_list,
+    refused_rows,
+    scan_block,
+    stored_shape,
+    unencodable,
+)
+
+_BAD = kernels.BAD_ROW
+_INT16_MAX = 32767
+
+
+@dataclass(slots=True)
+class StagedTable:
+    """A whole table ready to be written: its new mirror (None without one), the chunks of its rows, its digest."""
+
+    schema: TableSchema
+    mirror: TableCodes | None
+    rows: RowList | None
+    escape: StagedList | None
+    digest: int | None
+
+
+def is_fully_mirrored(schema: TableSchema) -> bool:
+    """Whether a baseline of the table can be written from the mirror alone."""
+    return all(spec.is_additive for spec in array_specs(schema).values())
+
+
+def stage_table(
+    table: str,
+    schema: TableSchema,
+    values: Mapping[str, Any],
+    *,
+    allocate: Allocate | None,
+    on_bad_rows: OnBadRows,
+    workers: Workers,
+    rectangle: Rectangle | None = None,
+) -> StagedTable:
+    """Encode all rows of a dense table, or of a rectangle of it, for a baseline or a new table.
+
+    Parameters
+    ----------
+    values
+        Array name to anything with ``[start:stop]`` giving (rows, width) or (rows,) floats of the rectangle's rows,
+        counted from its first; read twice at most.
+    allocate
+        Memory for the new mirror; None keeps none, and rows are encoded while they are written.
+
+    Raises
+    ------
+    NonFiniteValues
+    """
+    rectangle = rectangle or whole_of(schema)
+    first, stop = rectangle.rows
+    specs = array_specs(schema, rectangle.columns)
+    flags = np.zeros(rectangle.num_rows, np.uint8)
+    mirror = None
+    if allocate is not None and any(spec.is_additive for spec in specs.values()):
+        names = tuple(name for name, spec in specs.items() if spec.is_additive)
+        mirror = TableCodes.allocate(
+            schema, first, stop, names=names, mirror=True, allocate=allocate, columns=rectangle.columns
+        )
+    dtypes = {name: _scan(spec, values[name], mirror, flags, workers) for name, spec in specs.items()}
+    bad = flags == _BAD
+    escape = None
+    rows = np.empty(0, np.int64)
+    if bad.any():
+        at = np.flatnonzero(bad).astype(np.int64)
+        rows = at + first
+        if on_bad_rows == "refuse":
+            raise refused_rows(table, int(rows[0]), len(rows))
+        escape = escape_list(specs, Given(rows, {name: _rows_of(values[name], at) for name in specs}))
+    if mirror is not None and escape is not None:
+        held = {"codes" if n == "values" else n: columns_of(a) for n, a in escape.arrays.items()}
+        mirror.mark(rows, ESCAPED)
+        mirror.escapes.put(rows, {name: held[name] for name in mirror.arrays})
+    coded = None if escape is None else np.flatnonzero(~bad).astype(np.int64)
+    row_list = _table_rows(rectangle, specs, values, mirror, dtypes, coded)
+    return StagedTable(schema, mirror, row_list, escape, None if mirror is None else mirror.digest(workers))
+
+
+def stage_mirror(schema: TableSchema, mirror: TableCodes, staged: StagedRows | None) -> StagedTable:
+    """Return a baseline of the mirror with ``staged`` laid over it, chunk by chunk; the mirror does not move.
+
+    Only for tables whose every array is mirrored.
+    """
+    status = None if mirror.status is None else mirror.status.copy()
+    escapes = type(mirror.escapes)(mirror.escapes.rows, dict(mirror.escapes.values))
+    for operation, change in (staged.lists if staged else {}).items():
+        if operation != "add":
+            if status is None and operation != "set":
+                status = np.zeros(mirror.num_rows, np.uint8)
+            if status is not None:
+                status[change.rows - mirror.start] = {"set": CODED, "delete": ABSENT, "escape": ESCAPED}[operation]
+            escapes.drop(change.rows)
+        if operation == "escape":
+            values = {"codes" if n == "values" else n: columns_of(a) for n, a in change.arrays.items()}
+            escapes.put(change.rows, {name: values[name] for name in mirror.arrays})
+    coded = None if status is None else np.flatnonzero(status == CODED).astype(np.int64) + mirror.start
+    dtypes = {name: _overlaid_dtype(name, mirror, staged) for name in mirror.arrays}
+    count = mirror.num_rows if coded is None else len(coded)
+
+    def produce(start: int, stop: int) -> Blocks:
+        rows = np.arange(start, stop, dtype=np.int64) + mirror.start if coded is None else coded[start:stop]
+        made: Blocks = {"rows": rows}
+        for name, held in mirror.arrays.items():
+            block = held[rows - mirror.start].astype(np.int32)
+            for operation in ("add", "set"):
+                if staged and operation in staged.lists:
+                    _overlay(block, rows, staged.lists[operation], name, adds=operation == "add")
+            made[name] = stored_shape(mirror.specs[name], block.astype(dtypes[name]))
+        return made
+
+    kinds = {n: (dtypes[n], None if mirror.specs[n].is_vector else mirror.specs[n].width) for n in mirror.arrays}
+    row_list = RowList(count, {"rows": (np.dtype(np.int64), None), **kinds}, produce) if count else None
+    escape = None
+    if len(escapes.rows):
+        escape = StagedList(
+            escapes.rows,
+            {
+                "values" if name == "codes" else name: stored_shape(mirror.specs[name], values)
+                for name, values in escapes.values.items()
+            },
+        )
+    return StagedTable(schema, None, row_list, escape, staged.digest if staged else None)
+
+
+def _scan(
+    spec: ArraySpec, values: Any, mirror: TableCodes | None, flags: npt.NDArray[np.uint8], workers: Workers
+) -> np.dtype[Any]:
+    """First pass over a whole array: bad rows, the mirror's codes, and the dtype that stores them."""
+    held = mirror.arrays.get(spec.name) if mirror is not None else None
+
+    def scan(start: int, stop: int) -> int:
+        target = None if held is None else mirror.arrays[spec.name][start:stop]  # type: ignore[union-attr]
+        if isinstance(spec.encoding, Affine):
+            flags[start:stop] |= np.where(unencodable(spec, _block_of(values, start, stop)), _BAD, 0).astype(np.uint8)
+            return 0
+        return scan_block(spec, _block_of(values, start, stop), target, flags[start:stop])
+
+    ranges = blocks(len(flags), ENCODE_ROWS)
+    largest = max(workers.run(partial(scan, a, b) for a, b in ranges), default=0)
+    if not isinstance(spec.encoding, Lattice):
+        return spec.held_dtype
+    if held is not None and held.dtype == np.int16 and largest > _INT16_MAX and mirror is not None:
+        mirror.widen(spec.name)
+        workers.run(partial(scan, a, b) for a, b in ranges)
+    sample = None
+    if spec.name == "codes" and largest <= LARGEST_INT8:
+        pieces = [_encoded(spec, values, mirror, a, b) for a, b in sample_blocks(len(flags), spec.width)]
+        sample = np.concatenate(pieces) if pieces else None
+    return stored_dtype(min(largest, MAX_CODE), len(flags) * spec.width, sample)
+
+
+def _encoded(spec: ArraySpec, values: Any, mirror: TableCodes | None, start: int, stop: int) -> npt.NDArray[np.int16]:
+    """The codes of some rows, known to fit; zeros for rows that cannot be encoded."""
+    if mirror is not None and spec.name in mirror.arrays:
+        return np.asarray(mirror.arrays[spec.name][start:stop], np.int16)
+    out = np.empty((stop - start, spec.width), np.int16)
+    scan_block(spec, _block_of(values, start, stop), out, np.zeros(stop - start, np.uint8))
+    return out
+
+
+def _table_rows(
+    rectangle: Rectangle,
+    specs: Mapping[str, ArraySpec],
+    values: Mapping[str, Any],
+    mirror: TableCodes | None,
+    dtypes: Mapping[str, np.dtype[Any]],
+    coded: RowIds | None,
+) -> RowList | None:
+    count = rectangle.num_rows if coded is None else len(coded)
+    first = rectangle.rows[0]
+    if count == 0:
+        return None
+
+    def produce(start: int, stop: int) -> Blocks:
+        """Positions of the list; ``coded`` holds positions in the rectangle."""
+        at = np.arange(start, stop, dtype=np.int64) if coded is None else coded[start:stop]
+        made: Blocks = {"rows": at + first}
+        for name, spec in specs.items():
+            if mirror is not None and name in mirror.arrays:
+                held = mirror.arrays[name]
+                block = held[start:stop] if coded is None else held[at]
+                made[name] = stored_shape(spec, block.astype(dtypes[name], copy=False))
+            else:
+                floats = _block_of(values[name], start, stop) if coded is None else _rows_of(values[name], at)
+                made |= encode_block(spec, columns_of(np.ascontiguousarray(floats)), dtypes[name])
+        return made
+
+    return RowList(count, {"rows": (np.dtype(np.int64), None), **_stored_widths(specs, dtypes)}, produce)
+
+
+def _stored_widths(
+    specs: Mapping[str, ArraySpec], dtypes: Mapping[str, np.dtype[Any]]
+) -> dict[str, tuple[np.dtype[Any], int | None]]:
+    kinds: dict[str, tuple[np.dtype[Any], int | None]] = {}
+    for name, spec in specs.items():
+        if isinstance(spec.encoding, Affine):
+            param = np.dtype(spec.encoding.param_dtype)
+            kinds["codes"] = (np.dtype(np.uint8), packing.packed_width(spec.width, spec.encoding.bits))
+            kinds["scale"] = kinds["zero_point"] = (param, None)
+        else:
+            kinds[name] = (dtypes[name], None if spec.is_vector else spec.width)
+    return kinds
+
+
+def _overlaid_dtype(name: str, mirror: TableCodes, staged: StagedRows | None) -> np.dtype[Any]:
+    """What the mirror with what is laid over it needs, at most."""
+    held = mirror.arrays[name]
+    if held.dtype == np.int32:
+        return np.dtype(np.int32)
+    lists = [] if staged is None else [staged.lists[op] for op in ("add", "set") if op in staged.lists]
+    if any(item.arrays[name].dtype == np.int32 for item in lists):
+        return np.dtype(np.int32)
+    limit = 0
+    for item in lists:
+        codes = columns_of(item.arrays[name]).astype(np.int32)
+        base = held[item.rows - mirror.start].astype(np.int32) if item is staged.lists.get("add") else 0  # type: ignore[union-attr]
+        limit = max(limit, int(np.abs(codes + base).max(initial=0)))
+    if name != "codes" or limit > LARGEST_INT8 or not isinstance(mirror.specs[name].encoding, Lattice):
+        return widths.narrowest(limit)
+    pieces = [held[a:b] for a, b in sample_blocks(len(held), held.shape[1])]
+    chosen = stored_dtype(limit, held.size, np.concatenate(pieces) if pieces else None)
+    # The sample first: most tables that do not take int8 are told by it, and the whole mirror is not looked at.
+    if chosen == np.int8 and any(_outgrows_int8(held[a:b]) for a, b in blocks(len(held), TASK_ROWS)):
+        return np.dtype(np.int16)
+    return chosen
+
+
+def _outgrows_int8(codes: Array) -> bool:
+    return max(int(codes.max()), -int(codes.min())) > LARGEST_INT8
+
+
+def _overlay(block: Array, rows: RowIds, staged: StagedList, name: str, *, adds: bool) -> None:
+    low, high = np.searchsorted(staged.rows, [rows[0], rows[-1] + 1])
+    if low == high:
+        return
+    at = np.searchsorted(rows, staged.rows[low:high])
+    codes = columns_of(staged.arrays[name])[low:high].astype(np.int32)
+    block[at] = block[at] + codes if adds else codes
+
+
+def _block_of(values: Any, start: int, stop: int) -> Array:
+    return np.asarray(values[start:stop])
+
+
+def _rows_of(values: Any, rows: RowIds) -> Array:
+    return np.asarray(values[rows])

@@ -1,0 +1,395 @@
+"""One commit, by one writer or by all ranks of a training: shares, receipts, manifest, log position, outcome.
+
+The order (spec, section 7.2): every rank writes its share, and all but rank 0 then a receipt; rank 0 reads these back,
+puts the manifest over all shares and takes the log position; all ranks learn the outcome; and only then mirrors move.
+A failure before the log position leaves orphans and nothing else. An unknown outcome freezes the writer until the
+position has been read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, Protocol
+
+from cnr_store.errors import (
+    BadInput,
+    CnrStoreError,
+    CommitStateUnknown,
+    Conflict,
+    CorruptStore,
+    RankLost,
+    StorageFailure,
+    TransactionAborted,
+)
+from cnr_store.format.commit_record import LogEntry
+from cnr_store.format.documents import canonical_json, sha256
+from cnr_store.format.layout import writer_folder
+from cnr_store.format.manifest import generations, needed_reader_features
+from cnr_store.format.records import MAJOR, ChainEntry, CommitRecord, Generation, Manifest, Receipt, TableSchema
+from cnr_store.log.rebase import check_not_given_up, draft_after, rebase_data
+from cnr_store.runtime.ranks import described, rank_zero, rebuilt, together
+from cnr_store.segment.segment import SegmentReader, merge_receipts, read_receipt, write_manifest
+from cnr_store.types import JsonValue
+from cnr_store.write.commit_checks import check_coverage, check_receipts, next_chain
+from cnr_store.write.writer_state import Committable, Session
+
+CommitKind = Literal["full", "delta"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What a segment will be: its kind and step, its name, and the ``keep`` segments of the chain it goes behind."""
+
+    kind: CommitKind
+    step: int
+    txn: str
+    segment: str
+    keep: int
+    l0: int
+
+
+class Share(Committable, Protocol):
+    """A transaction, as far as its commit goes."""
+
+    @property
+    def tables(self) -> Mapping[str, TableSchema]:
+        """Every table as it will be; the same on all ranks."""
+
+    @property
+    def scalars(self) -> Mapping[str, JsonValue]:
+        """Plain values of the manifest; those of rank 0 count."""
+
+    def check_complete(self, user: Mapping[str, JsonValue] | None) -> None:
+        """Raise `BadInput` if something is missing that a commit needs."""
+
+    def write_parts(self) -> tuple[Receipt, str | None]:
+        """Write this rank's objects and return their receipt, and its sha256 if it was put: rank 0 puts none."""
+
+    def base_manifest(self) -> Manifest | None:
+        """The manifest that the segment is a delta to."""
+
+
+class Commit:
+    """The commit of one transaction.
+
+    Attributes
+    ----------
+    version
+        The committed version, once it is known.
+    undecided
+        The record that rank 0 sent, if it could not learn whether that stands in the log.
+    size_bytes
+        Bytes of the segment, of all ranks.
+    manifest
+        That of the segment, where this rank wrote it.
+    """
+
+    def __init__(self, session: Session, draft: Draft, share: Share) -> None:
+        self.version: int | None = None
+        self.undecided: LogEntry | None = None
+        self.size_bytes = 0
+        self._session, self._draft, self._share = session, draft, share
+        self._has_answered = False
+        self._receipt: Receipt | None = None
+        self.manifest: Manifest | None = None
+        self._decision: _Decision | None = None
+
+    # ---- before and instead of it
+
+    def leave(self) -> None:
+        """Say that the other ranks wait for no answer of this one any more: they know that the save is over."""
+        self._has_answered = True
+
+    def refuse(self) -> None:
+        """Tell the other ranks, unless they know, that this one gives up; blocks until they commit or abort too."""
+        ranks = self._session.ranks
+        if ranks.world > 1 and not self._has_answered:
+            self._has_answered = True
+            with contextlib.suppress(CnrStoreError):
+                together(ranks, self._give_up)
+
+    def _give_up(self) -> None:
+        raise TransactionAborted(f"rank {self._session.ranks.rank} gave up the save of step {self._draft.step}")
+
+    # ---- the commit
+
+    def run(self, user: Mapping[str, JsonValue] | None) -> int:
+        """Commit with all ranks; returns the version, or raises as `Transaction.commit` says. Blocks."""
+        ranks = self._session.ranks
+        self._has_answered = True
+        handed_over = False
+        try:
+            answers = together(ranks, partial(self._write_share, user))
+            handed_over = True
+            outcome = rank_zero(ranks, partial(self._decide, answers, user))
+        except BaseException as error:
+            self._end_without_outcome(error, handed_over=handed_over)
+            raise
+        return self._take(_Outcome(**outcome))
+
+    def _write_share(self, user: Mapping[str, JsonValue] | None) -> dict[str, Any]:
+        """Write this rank's objects and its receipt, if it has one; returns what rank 0 needs to find it."""
+        if self._session.ranks.world > 1:
+            self._share.check_complete(user)
+        with self._telling_if_given_up():
+            self._receipt, digest = self._share.write_parts()
+        return {"attempt": self._receipt.attempt, "digest": digest, "tables": _digest_of(self._share.tables)}
+
+    def _decide(self, answers: Sequence[Mapping[str, Any]], user: Mapping[str, JsonValue] | None) -> dict[str, Any]:
+        """On rank 0: merge the receipts, write the manifest, append the record. Errors are part of what it returns."""
+        session = self._session
+        self._decision = decision = _Decision()
+        try:
+            with self._telling_if_given_up():
+                entry = self._write_manifest(self._receipts(answers))
+            record = session.head.record
+            draft = draft_after(
+                record, self._draft.kind, session.info,
+                chain=next_chain(record, entry, keep=self._draft.keep), logical=entry.l1, step=self._draft.step,
+                tables=self._generations(), user=dict(user or {}),
+                reader_features=self._reader_features(record),
+            )  # fmt: skip
+            decision.entry = self._append(draft)
+        except BaseException as error:  # noqa: BLE001 (raised by `_take`, when the other ranks know)
+            decision.error = error
+        return decision.outcome(self.undecided, self.size_bytes)
+
+    @contextlib.contextmanager
+    def _telling_if_given_up(self) -> Iterator[None]:
+        """Raise `TransactionAborted` for what fails since a collection has deleted the objects of this save."""
+        try:
+            yield
+        except (StorageFailure, CorruptStore):
+            entry: LogEntry | None = self._session.head
+            with contextlib.suppress(StorageFailure, CorruptStore):  # then the failure is the error to tell
+                while entry is not None:
+                    check_not_given_up(entry.record, self._draft.txn)
+                    entry = self._session.log.poll(entry)
+            raise
+
+    def _receipts(self, answers: Sequence[Mapping[str, Any]]) -> list[Receipt]:
+        """Return rank 0's own receipt and read the others back: of them the store decides, not what was said."""
+        for rank, answer in enumerate(answers):
+            if answer["tables"] != answers[0]["tables"]:
+                raise BadInput(
+                    f"rank {rank} stores the tables in another way than rank 0 (schemas differ); declare, refine and "
+                    "drop tables on every rank alike",
+                    found=rank,
+                )
+        assert self._receipt is not None  # written before anything is answered
+        session, segment = self._session, self._draft.segment
+        others = session.workers.run(
+            partial(read_receipt, session.storage, segment, writer_folder(rank, answer["attempt"]), answer["digest"])
+            for rank, answer in enumerate(answers)
+            if rank > 0
+        )
+        return [self._receipt, *others]
+
+    def _write_manifest(self, receipts: list[Receipt]) -> ChainEntry:
+        """Check what all ranks wrote and put the manifest over it."""
+        session, draft = self._session, self._draft
+        check_receipts(
+            receipts, txn=draft.txn, world=session.ranks.world, l0=draft.l0, base=self._share.base_manifest()
+        )
+        check_coverage(receipts, self._share.tables)
+        l1 = max(session.head.record.logical, draft.l0) + 1
+        self.manifest = manifest = Manifest(
+            format=MAJOR, profile=session.profile, txn=draft.txn, base=session.head.record.v,
+            kind="baseline" if draft.kind == "full" else "delta", l0=draft.l0, l1=l1, step=draft.step,
+            tables=dict(self._share.tables), scalars=dict(self._share.scalars), **merge_receipts(receipts),
+        )  # fmt: skip
+        digest, size = write_manifest(session.storage, draft.segment, manifest)
+        self.size_bytes = size + sum(entry.size for entry in manifest.objects)
+        return ChainEntry(
+            seg=draft.segment, sha256=digest, kind=manifest.kind, l0=draft.l0, l1=l1,
+            bytes=self.size_bytes, rows=manifest.changed_rows,
+        )  # fmt: skip
+
+    def _generations(self) -> dict[str, Generation]:
+        """What the record says of each table."""
+        assert self.manifest is not None
+        return generations(self._share.tables, self.manifest.parts)
+
+    def _reader_features(self, record: CommitRecord) -> tuple[str, ...]:
+        """What the record's readers must know, and what those of the segment behind it must."""
+        assert self.manifest is not None
+        return tuple(sorted({*record.reader_features, *needed_reader_features(self.manifest)}))
+
+    def _append(self, draft: CommitRecord) -> LogEntry:
+        """Append the record, and note it in `undecided` if its fate stays open."""
+        log = self._session.log
+        with log.exclusive():
+            leftover = log.unresolved_entry
+            try:
+                return log.append(self._session.head, draft, partial(rebase_data, txn=self._draft.txn))
+            except BaseException:
+                if log.unresolved_entry is not leftover:
+                    self.undecided = log.unresolved_entry
+                raise
+
+    # ---- its outcome
+
+    def _take(self, outcome: _Outcome) -> int:
+        """Move on by what rank 0 has decided; returns the version, or raises what it raised."""
+        session, decision = self._session, self._decision
+        self.size_bytes = outcome.size_bytes or self.size_bytes
+        if outcome.version is None:
+            error = rebuilt(0, outcome.error) if decision is None or decision.error is None else decision.error
+            if outcome.is_undecided:
+                session.pending = self._share
+            elif isinstance(error, CommitStateUnknown):
+                # Of a record that is not ours: the mirrors are still the state of the head that this writer knows.
+                session.lost(StorageFailure(str(error)))
+            else:
+                session.lost(error)
+            raise error
+        self.version = outcome.version
+        if decision is not None and decision.entry is not None:
+            session.won(self._share, decision.entry)
+            return self.version
+        try:
+            session.move_to(self.version)
+        except BaseException as error:
+            # Acknowledged all the same; this rank no longer knows what its mirrors are.
+            session.open = None
+            session.is_restored = False
+            session.forget()
+            if not isinstance(error, CnrStoreError):
+                raise
+            # Not raised: the other ranks go on, and at their next save all hear that this one needs a restore.
+            logger.warning("version %d is committed, but cannot be read: %s", self.version, error)
+            return self.version
+        session.won(self._share, session.head)
+        return self.version
+
+    def _end_without_outcome(self, error: BaseException, *, handed_over: bool) -> None:
+        """Some exchange failed: what is known of the commit all the same."""
+        session, decision = self._session, self._decision
+        if decision is not None:  # rank 0 knows what it did, although it could not say so
+            if decision.entry is not None:
+                self.version = decision.entry.record.v
+                session.won(self._share, decision.entry)
+            elif self.undecided is not None:
+                session.pending = self._share
+            else:
+                session.lost(decision.error or error)
+        elif session.ranks.rank > 0 and (handed_over or (self._receipt is not None and isinstance(error, RankLost))):
+            # Rank 0 may have every receipt, and may have committed: only the log can tell.
+            session.pending = self._share
+        else:
+            # Before all shares were there nothing went into the log: the mirrors are the head's state as before.
+            session.lost(error if handed_over else RuntimeError("a rank failed"))
+
+    def settle(self) -> LogEntry | None:
+        """Learn an outcome that was left unknown, and move on by it: the entry if it won, None if it lost. Blocks.
+
+        Raises
+        ------
+        CommitStateUnknown, CorruptStore, StorageFailure
+            Still unknown.
+        """
+        session = self._session
+        resolved: list[LogEntry | None] = []
+
+        def resolve() -> int | None:
+            # By the record it sent: a tag or another append of this store may have settled it, or be unknown itself.
+            resolved.append(session.log.resolve(self.undecided))
+            return None if resolved[0] is None else resolved[0].record.v
+
+        try:
+            version = rank_zero(session.ranks, resolve)
+        except RankLost:
+            if session.ranks.rank == 0 and not resolved:
+                raise
+            if resolved:  # rank 0 knows it, although it could not say so
+                version = None if resolved[0] is None else resolved[0].record.v
+            else:
+                version = self._find_in_log()
+        entry = resolved[0] if resolved else None
+        if version is not None:
+            self._follow(version, is_known=entry is not None)
+            entry = entry or session.head
+        session.pending = None
+        if entry is None:
+            session.lost(Conflict("another record took the log position"))
+            return None
+        self.version = entry.record.v
+        session.won(self._share, entry)
+        return entry
+
+    def _follow(self, version: int, *, is_known: bool) -> None:
+        """Move to the record that has won, on all ranks or on none: a rank that cannot read it asks again with all."""
+        session, before = self._session, self._session.head
+
+        def move() -> None:
+            if not is_known:
+                session.move_to(version)
+
+        try:
+            together(session.ranks, move)
+        except RankLost:
+            return  # this rank has moved
+        except BaseException:
+            session.head = before
+            raise
+
+    def _find_in_log(self) -> int | None:
+        """Look for a commit whose outcome rank 0 could not tell: its version, None if it cannot come any more."""
+        session = self._session
+        head = session.head
+        try:
+            while (entry := session.log.poll(head)) is not None:
+                head = entry
+                if any(link.seg == self._draft.segment for link in head.record.chain):
+                    return head.record.v
+                if head.record.epoch > session.head.record.epoch:
+                    return None
+        except CnrStoreError as error:
+            raise CommitStateUnknown(f"the log could not be read: {error}") from error
+        raise CommitStateUnknown(
+            "rank 0 does not answer, and its commit is not in the log yet; restart the training from the last "
+            "checkpoint"
+        )
+
+    def written_reader(self) -> dict[str, SegmentReader]:
+        """A reader of the segment, by name, where this rank wrote its manifest; no I/O."""
+        if self.manifest is None:
+            return {}
+        segment = self._draft.segment
+        return {segment: SegmentReader(self._session.storage, segment, self.manifest)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What rank 0 tells the others of the commit: the version, or the error and whether it may stand all the same."""
+
+    version: int | None
+    size_bytes: int
+    is_undecided: bool
+    error: dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Decision:
+    """What rank 0 knows of the commit: the record that won, or the error."""
+
+    entry: LogEntry | None = None
+    error: BaseException | None = None
+
+    def outcome(self, undecided: LogEntry | None, size_bytes: int) -> dict[str, Any]:
+        return {
+            "version": None if self.entry is None else self.entry.record.v,
+            "size_bytes": size_bytes,
+            "is_undecided": self.entry is None and undecided is not None,
+            "error": {} if self.error is None else described(self.error),
+        }
+
+
+def _digest_of(tables: Mapping[str, TableSchema]) -> str:
+    return sha256(canonical_json(dict(sorted(tables.items()))))

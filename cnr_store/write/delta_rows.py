@@ -1,0 +1,349 @@
+"""Turn rows of a table into the row lists of a part: differences to the mirror, absolute codes, escapes.
+
+Pure computation on threads, no I/O. Nothing here moves a mirror: `StagedRows.apply` does, once the commit has won
+(design, section 4, rule 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from cnr_store.encodings import digest, float_bits, kernels, widths
+from cnr_store.format.records import TableSchema
+from cnr_store.runtime.threads import Workers, blocks
+from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, Array, ArraySpec, TableCodes, array_specs, escape_bits
+from cnr_store.types import Lattice, RowIds
+from cnr_store.write.deferred_rows import Energies, Held, Hold, Largest
+from cnr_store.write.encode import (
+    ENCODE_ROWS,
+    FoundBadRows,
+    Given,
+    OnBadRows,
+    StagedList,
+    columns_of,
+    encode_absolute,
+    encode_rows,
+    escape_list,
+    holds_codes,
+    not_finite,
+    refused_rows,
+    stored_shape,
+    unencodable,
+)
+from cnr_store.write.table_options import TableOptions
+
+_BAD = kernels.BAD_ROW
+
+
+@dataclass(slots=True)
+class StagedRows:
+    """What one save does to a table's rows: lists by operation, and the state digest they lead to.
+
+    ``digest`` is None for tables without a mirror. ``held``: which rows are in no list because they wait; None where
+    none may.
+    """
+
+    schema: TableSchema
+    lists: dict[str, StagedList] = field(default_factory=dict)
+    digest: int | None = None
+    held: Held | None = None
+
+    @property
+    def waiting(self) -> RowIds:
+        """Sorted ids of the rows that wait, int64 (n,)."""
+        return np.empty(0, np.int64) if self.held is None else self.held.after.rows
+
+    def apply(self, mirror: TableCodes, workers: Workers) -> None:
+        """Move the mirror to what was staged; call once, after the commit has won. Blocks; runs on ``workers``."""
+        for operation, staged in self.lists.items():
+            status = {"add": CODED, "set": CODED, "delete": ABSENT, "escape": ESCAPED}[operation]
+            if operation in ("add", "set"):
+                for name in mirror.arrays:
+                    _move(mirror, name, staged, workers, adds=operation == "add")
+            if operation != "add":
+                mirror.mark(staged.rows, status)
+            if operation == "escape":
+                values = {"codes" if n == "values" else n: columns_of(a) for n, a in staged.arrays.items()}
+                mirror.escapes.put(staged.rows, {name: values[name] for name in mirror.arrays})
+
+
+def stage_rows(
+    table: str,
+    schema: TableSchema,
+    mirror: TableCodes | None,
+    given: Given,
+    *,
+    base_digest: int | None,
+    absolute: bool,
+    on_bad_rows: OnBadRows,
+    workers: Workers,
+    hold: Hold | None = None,
+) -> StagedRows:
+    """Encode touched rows against the mirror: ``add`` where it has codes, else ``set``; unchanged rows leave.
+
+    Parameters
+    ----------
+    mirror
+        The codes of the state the delta starts from; None writes ``set`` rows only.
+    base_digest
+        Digest of that state.
+    absolute
+        Write ``set`` rows although there is a mirror (one_shot deltas apply to the baseline, not to the mirror).
+    on_bad_rows
+        Rows with NaN, Inf or codes beyond the range: raise, or keep them as escape rows.
+    hold
+        Which of the ``add`` rows wait for a later save; None: none does.
+
+    Raises
+    ------
+    NonFiniteValues
+        Names the table and the first row.
+    """
+    specs = array_specs(schema, given.columns)
+    staged = StagedRows(schema)
+    try:
+        return _stage(staged, specs, mirror, given, base_digest, absolute, workers, hold)
+    except FoundBadRows:
+        bad = _find_bad(specs, given, workers)
+    rows = given.rows[bad]
+    if on_bad_rows == "refuse":
+        raise refused_rows(table, int(rows[0]), len(rows))
+    staged = StagedRows(schema, {"escape": escape_list(specs, given.take(bad))})
+    return _stage(staged, specs, mirror, given.take(~bad), base_digest, absolute, workers, hold)
+
+
+def _stage(
+    staged: StagedRows,
+    specs: Mapping[str, ArraySpec],
+    mirror: TableCodes | None,
+    given: Given,
+    base_digest: int | None,
+    absolute: bool,
+    workers: Workers,
+    hold: Hold | None,
+) -> StagedRows:
+    schema = staged.schema
+    change = _leaving(mirror, staged.lists["escape"].rows) if "escape" in staged.lists and mirror is not None else 0
+    coded = mirror.is_coded(given.rows) if mirror is not None and not absolute else np.zeros(len(given.rows), np.bool_)
+    if coded.all() and len(given.rows) and mirror is not None:
+        change += _stage_add(staged, specs, mirror, given, workers, hold)
+    else:
+        if coded.any() and mirror is not None:
+            change += _stage_add(staged, specs, mirror, given.take(coded), workers, hold)
+            given = given.take(~coded)
+        if len(given.rows):
+            if mirror is not None:
+                change += _leaving(mirror, given.rows)
+            staged.lists["set"] = encode_rows(schema, given, workers)
+            if mirror is not None:
+                change += _arriving(specs, staged.lists["set"])
+    if mirror is not None and base_digest is not None:
+        if "escape" in staged.lists:
+            change += _escaped(specs, staged.lists["escape"])
+        staged.digest = digest.add_digests(base_digest, change & ((1 << 64) - 1))
+    return staged
+
+
+def stage_delete(schema: TableSchema, mirror: TableCodes | None, rows: RowIds, base_digest: int | None) -> StagedRows:
+    """Stage the deletion of sorted ``rows``; rows that are absent already stay in the list, harmless."""
+    change = 0 if mirror is None else _leaving(mirror, rows)
+    after = None if base_digest is None else digest.add_digests(base_digest, change & ((1 << 64) - 1))
+    return StagedRows(schema, {"delete": StagedList(rows, {})}, after)
+
+
+def _find_bad(specs: Mapping[str, ArraySpec], given: Given, workers: Workers) -> npt.NDArray[np.bool_]:
+    """Which rows some array cannot encode: one pass over what was given."""
+    bad = np.zeros(len(given.rows), np.bool_)
+
+    def check(start: int, stop: int) -> None:
+        for name, spec in specs.items():
+            bad[start:stop] |= unencodable(spec, given.values[name][start:stop])
+
+    workers.run(partial(check, a, b) for a, b in blocks(len(given.rows), ENCODE_ROWS))
+    return bad
+
+
+def _stage_add(
+    staged: StagedRows,
+    specs: Mapping[str, ArraySpec],
+    mirror: TableCodes,
+    given: Given,
+    workers: Workers,
+    hold: Hold | None,
+) -> int:
+    """Stage ``add`` rows; returns the change of the digest. Rows whose every code is unchanged leave, some wait."""
+    count = len(given.rows)
+    flags = np.zeros(count, np.uint8)
+    if not all(spec.is_additive for spec in specs.values()):
+        flags |= 1
+    arrays: dict[str, Array] = {}
+    change = 0
+    moved = None if hold is None else (np.empty(count, np.int64), np.empty(count, np.int32))
+    for name, spec in specs.items():
+        if not spec.is_additive:
+            arrays |= encode_absolute(spec, given.values[name], workers)
+            continue
+        arrays[name], changed = _differences(spec, mirror, given, flags, workers, moved if name == "codes" else None)
+        change += changed
+    if (flags == _BAD).any():
+        raise FoundBadRows
+    rows = given.rows
+    keep = flags == 1
+    if hold is not None and moved is not None:
+        staged.held = hold.decide(rows, keep, *moved)
+        if len(staged.held.after.rows):
+            change -= _change_of(specs, mirror, given, arrays, np.flatnonzero(staged.held.waits), workers)
+            keep &= ~staged.held.waits
+    if not keep.all():
+        kept = np.flatnonzero(keep)
+        rows = rows[kept]
+        arrays = {name: array.take(kept, axis=0) for name, array in arrays.items()}
+    if len(rows):
+        staged.lists["add"] = StagedList(rows, {n: stored_shape(specs[n], a) for n, a in arrays.items()})
+    return change
+
+
+def _differences(
+    spec: ArraySpec,
+    mirror: TableCodes,
+    given: Given,
+    flags: npt.NDArray[np.uint8],
+    workers: Workers,
+    moved: tuple[Energies, Largest] | None = None,
+) -> tuple[Array, int]:
+    """Return the differences to the mirror in the narrowest of int16 and int32, and the digest's change.
+
+    ``moved`` takes each row's energy and largest difference, block by block while those are in the cache.
+    """
+    values = given.values[spec.name]
+    multipliers = spec.multipliers
+    held = mirror.arrays[spec.name]
+
+    def encode(out: Array, start: int, stop: int) -> tuple[int, int]:
+        block = np.ascontiguousarray(values[start:stop])
+        rows = given.rows[start:stop]
+        if holds_codes(spec, block):
+            largest, _, _, change = kernels.codes_delta(
+                block, rows, held, mirror.start, multipliers, out[start:stop], flags[start:stop]
+            )
+        elif isinstance(spec.encoding, Lattice):
+            floats = widths.to_float32(block, spec.dtype)
+            largest, _, _, change = kernels.lattice_delta(
+                floats, rows, held, mirror.start, spec.scale, multipliers, out[start:stop], flags[start:stop]
+            )
+        else:
+            flags[start:stop] |= not_finite(block, spec)
+            bits = float_bits.as_bits(block, spec.dtype)
+            largest, _, _, change = kernels.float_bits_delta(
+                bits, rows, held, mirror.start, spec.bit_shift, multipliers, out[start:stop], flags[start:stop]
+            )
+        if moved is not None:
+            energies, most = moved
+            kernels.row_energies(out[start:stop], energies[start:stop], most[start:stop])
+        return int(largest), int(change)
+
+    for dtype in (np.int16, np.int32):
+        out: Array = np.empty(values.shape, dtype)
+        results = workers.run(partial(encode, out, a, b) for a, b in blocks(len(values), ENCODE_ROWS))
+        if max(largest for largest, _ in results) <= np.iinfo(dtype).max:
+            break
+    return out, sum(change for _, change in results)
+
+
+def _change_of(
+    specs: Mapping[str, ArraySpec],
+    mirror: TableCodes,
+    given: Given,
+    differences: Mapping[str, Array],
+    at: RowIds,
+    workers: Workers,
+) -> int:
+    """What the rows at these positions, all encodable, add to the digest by their ``differences``."""
+    rows, total = given.rows[at], 0
+    flags = np.zeros(len(rows), np.uint8)
+    for name, spec in specs.items():
+        if not spec.is_additive:
+            continue
+        if isinstance(spec.encoding, Lattice):
+            chosen = differences[name].take(at, axis=0)
+            total += digest.digest_of_rows(chosen, rows, spec.multipliers, digest.NO_PRESENCE)
+        else:  # stored modulo 2^32, and the digest counts the true one
+            again = Given(rows, {name: given.values[name].take(at, axis=0)}, given.columns)
+            total += _differences(spec, mirror, again, flags, workers)[1]
+    return total
+
+
+def _arriving(specs: Mapping[str, ArraySpec], staged: StagedList) -> int:
+    """What ``set`` rows add to the digest."""
+    total = 0
+    for name, spec in specs.items():
+        if spec.is_additive:
+            total += digest.digest_of_rows(
+                np.ascontiguousarray(staged.arrays[name]), staged.rows, spec.multipliers, spec.presence()
+            )
+    return total
+
+
+def _escaped(specs: Mapping[str, ArraySpec], staged: StagedList) -> int:
+    """What ``escape`` rows add to the digest."""
+    total = 0
+    for name, spec in specs.items():
+        if spec.is_additive:
+            values = columns_of(staged.arrays["values" if name == "codes" else name])
+            bits = escape_bits(values, spec.dtype)
+            total += digest.digest_of_rows(bits, staged.rows, spec.multipliers, spec.presence(escape=True))
+    return total
+
+
+def _leaving(mirror: TableCodes, rows: RowIds) -> int:
+    """What ``rows`` stop to add to the digest: minus their present contribution."""
+    total = 0
+    coded = rows[mirror.is_coded(rows)]
+    multipliers = {name: mirror.specs[name].multipliers for name in mirror.arrays}
+    for name, held in mirror.arrays.items():
+        presence = mirror.specs[name].presence()
+        total += int(kernels.digest_gathered(held, coded, mirror.start, multipliers[name], presence))
+    if len(mirror.escapes.rows):
+        leaving = np.isin(mirror.escapes.rows, rows, assume_unique=True)
+        gone = type(mirror.escapes)(
+            mirror.escapes.rows[leaving], {n: v[leaving] for n, v in mirror.escapes.values.items()}
+        )
+        total += mirror.escape_digest(gone, multipliers)
+    return -total
+
+
+def _move(mirror: TableCodes, name: str, staged: StagedList, workers: Workers, *, adds: bool) -> None:
+    codes = np.ascontiguousarray(columns_of(staged.arrays[name]))
+    held = mirror.arrays[name]
+    wraps = adds and held.dtype == np.int32 and not isinstance(mirror.specs[name].encoding, Lattice)
+    kernel: Callable[..., int] = kernels.add_codes if adds else kernels.put_codes
+
+    def move(start: int, stop: int) -> int:
+        """Return the position that an int16 mirror cannot hold, or ``stop``."""
+        rows, block = staged.rows[start:stop], codes[start:stop]
+        if wraps:
+            kernels.add_codes_wrapping(held, rows, mirror.start, block)
+            return stop
+        done = int(kernel(held, rows, mirror.start, block, 0))
+        return stop if done < 0 else start + done
+
+    ranges = blocks(len(codes), ENCODE_ROWS)
+    reached = workers.run(partial(move, start, stop) for start, stop in ranges)
+    rest = [(done, stop) for done, (_, stop) in zip(reached, ranges, strict=True) if done < stop]
+    if rest:
+        for done, _ in rest if adds else []:
+            # The kernel stopped after it wrapped this row in int16; wrapping back restores it.
+            held[staged.rows[done] - mirror.start] -= codes[done].astype(np.int16)
+        mirror.widen(name)
+        for start, stop in rest:
+            kernel(mirror.arrays[name], staged.rows[start:stop], mirror.start, codes[start:stop], 0)
+
+
+def options_on_bad_rows(options: TableOptions | None) -> OnBadRows:
+    """Return what the options say about rows that cannot be encoded; ``refuse`` without options."""
+    return "refuse" if options is None else options.nonfinite

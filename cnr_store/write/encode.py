@@ -1,0 +1,185 @@
+"""Turn blocks of float rows into their stored arrays: one table's encodings, applied on threads. Pure, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from cnr_store.encodings import affine, float_bits, kernels, packing, widths
+from cnr_store.errors import NonFiniteValues
+from cnr_store.format.records import TableSchema
+from cnr_store.runtime.threads import Workers, blocks
+from cnr_store.segment.codes import Array, ArraySpec, array_specs, decode_block
+from cnr_store.segment.segment import Blocks, RowList
+from cnr_store.types import MAX_CODE, Affine, Lattice, RowIds
+
+ENCODE_ROWS = 16_384
+"""Rows per encoding task."""
+
+OnBadRows = Literal["refuse", "escape"]
+_BAD = kernels.BAD_ROW
+
+
+class FoundBadRows(Exception):
+    """Rows that cannot be encoded turned up while the others were; the caller sorts them out and starts again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Rows as the caller gives them: sorted ids, and per array (n, width) floats in its own dtype.
+
+    The weights of a lattice may be given as their codes instead, int16 or int32 (`holds_codes`).
+    ``columns``: those of the table that the values are of; None means all.
+    """
+
+    rows: RowIds
+    values: dict[str, Array]
+    columns: tuple[int, int] | None = None
+
+    def take(self, chosen: npt.NDArray[np.bool_]) -> Given:
+        """Return the chosen rows (copied)."""
+        return Given(self.rows[chosen], {name: array[chosen] for name, array in self.values.items()}, self.columns)
+
+
+@dataclass(slots=True)
+class StagedList:
+    """One row list in memory: sorted rows and per array its stored form (n,) or (n, width)."""
+
+    rows: RowIds
+    arrays: dict[str, Array]
+
+    def row_list(self) -> RowList:
+        """Return the list as chunks to write: slices, nothing copied."""
+        widths_of = {"rows": (np.dtype(np.int64), None)} | {
+            name: (array.dtype, None if array.ndim == 1 else array.shape[1]) for name, array in self.arrays.items()
+        }
+
+        def produce(start: int, stop: int) -> Blocks:
+            return {"rows": self.rows[start:stop]} | {n: a[start:stop] for n, a in self.arrays.items()}
+
+        return RowList(len(self.rows), widths_of, produce)
+
+
+def encode_rows(schema: TableSchema, given: Given, workers: Workers) -> StagedList:
+    """Return rows in their absolute stored form (a ``set`` list); the rows are known to be encodable."""
+    specs = array_specs(schema, given.columns)
+    arrays: dict[str, Array] = {}
+    for name, spec in specs.items():
+        arrays |= encode_absolute(spec, given.values[name], workers)
+    return StagedList(given.rows, arrays)
+
+
+def encode_absolute(spec: ArraySpec, values: Array, workers: Workers) -> dict[str, Array]:
+    """Encode (n, width) floats, or codes, into their stored arrays, on threads."""
+    ranges = blocks(len(values), ENCODE_ROWS)
+    dtype = values.dtype if holds_codes(spec, values) else spec.held_dtype
+    pieces = workers.run(partial(encode_block, spec, values[a:b], dtype) for a, b in ranges)
+    joined = {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
+    if isinstance(spec.encoding, Lattice):
+        joined[spec.name] = widths.narrowed(joined[spec.name])
+    return joined
+
+
+def encode_block(spec: ArraySpec, values: Array, dtype: np.dtype[Any]) -> dict[str, Array]:
+    """Encode a block of (n, width) floats or codes, all encodable, into fresh stored arrays."""
+    if isinstance(spec.encoding, Affine):
+        encoding = spec.encoding
+        codes = np.empty((len(values), packing.packed_width(spec.width, encoding.bits)), np.uint8)
+        scale = np.empty(len(values), encoding.param_dtype)
+        zero_point = np.empty(len(values), encoding.param_dtype)
+        bad = affine.encode(
+            widths.to_float32(np.ascontiguousarray(values), spec.dtype),
+            bits=encoding.bits, search=encoding.search, param_dtype=encoding.param_dtype,
+            num_bins=encoding.num_bins, ratio=encoding.ratio,
+            out_codes=codes, out_scale=scale, out_zero_point=zero_point,
+        )  # fmt: skip
+        if bad >= 0:
+            raise FoundBadRows
+        return {"codes": codes, "scale": scale, "zero_point": zero_point}
+    if not spec.is_integer:
+        if not_finite(np.ascontiguousarray(values), spec).any():
+            raise FoundBadRows
+        return {spec.name: stored_shape(spec, values)}
+    out = np.empty(values.shape, np.int16 if dtype == np.int8 else dtype)
+    flags = np.zeros(len(values), np.uint8)
+    scan_block(spec, values, out, flags)
+    if (flags == _BAD).any():
+        raise FoundBadRows
+    return {spec.name: stored_shape(spec, out.astype(dtype, copy=False))}
+
+
+def unencodable(spec: ArraySpec, values: Array) -> npt.NDArray[np.bool_]:
+    """Return which rows of a block hold NaN, Inf or values beyond the code range."""
+    if isinstance(spec.encoding, Affine):
+        block = widths.to_float32(np.ascontiguousarray(values), spec.dtype)
+        return np.logical_not(affine.codable_rows(block, param_dtype=spec.encoding.param_dtype))
+    flags = np.zeros(len(values), np.uint8)
+    scan_block(spec, values, None, flags)
+    return np.asarray(flags == _BAD)
+
+
+def scan_block(spec: ArraySpec, values: Array, out: Array | None, flags: npt.NDArray[np.uint8]) -> int:
+    """Encode a block into ``out`` (or nowhere), flag bad rows and return the largest |code| (0 for floats)."""
+    block = columns_of(np.ascontiguousarray(values))
+    if holds_codes(spec, block):
+        beyond = (block > MAX_CODE) | (block < -MAX_CODE)
+        flags[beyond.any(axis=1)] = _BAD
+        if out is not None:
+            np.copyto(out, block)
+        return int(max(block.max(initial=0), -int(block.min(initial=0))))
+    if isinstance(spec.encoding, Lattice):
+        floats = widths.to_float32(block, spec.dtype)
+        out = np.empty(floats.shape, np.int32) if out is None else out
+        return int(kernels.lattice_encode(floats, spec.scale, out, flags)[0])
+    flags |= not_finite(block, spec)
+    if out is not None and spec.is_integer:
+        kernels.float_bits_encode(float_bits.as_bits(block, spec.dtype), spec.bit_shift, out, np.zeros_like(flags))
+    return 0
+
+
+def holds_codes(spec: ArraySpec, values: Array) -> bool:
+    """Return whether rows are given as lattice codes (int16, int32) rather than floats; pure."""
+    return isinstance(spec.encoding, Lattice) and values.dtype in widths.CODE_DTYPES
+
+
+def not_finite(block: Array, spec: ArraySpec) -> npt.NDArray[np.uint8]:
+    """`BAD_ROW` for rows with NaN or Inf, which float_bits could keep but a checkpoint should not hide."""
+    finite = np.isfinite(widths.to_float32(block, spec.dtype)).all(axis=1)
+    return np.where(finite, 0, _BAD).astype(np.uint8)
+
+
+def escape_list(specs: Mapping[str, ArraySpec], given: Given) -> StagedList:
+    """Return rows in their exact stored form: ``values`` and the slots, as floats; codes as what they stand for."""
+    arrays: dict[str, Array] = {}
+    for name, array in given.values.items():
+        spec, floats = specs[name], array
+        if holds_codes(spec, array):
+            floats = np.empty(array.shape, widths.carrier(spec.dtype))
+            decode_block(spec, np.ascontiguousarray(array), floats)
+        arrays["values" if name == "codes" else name] = stored_shape(spec, floats)
+    return StagedList(given.rows, arrays)
+
+
+def refused_rows(table: str, row: int, count: int) -> NonFiniteValues:
+    """Return the error for ``count`` rows that cannot be encoded, the first of them ``row``."""
+    return NonFiniteValues(
+        f"row {row} of table {table!r} (and {count - 1} more) holds NaN, Inf or a value beyond the range of the "
+        'table\'s codes; nothing was written. Find where training diverged, or pass nonfinite="escape" to keep such '
+        "rows exactly",
+        table=table, expected="finite, within the code range", found=row,
+    )  # fmt: skip
+
+
+def stored_shape(spec: ArraySpec, block: Array) -> Array:
+    """Return a (n, width) block as it is stored: (n,) for one-dimensional slots."""
+    return block.reshape(-1) if spec.is_vector else block
+
+
+def columns_of(block: Array) -> Array:
+    """Return a stored block as (n, width)."""
+    return block.reshape(-1, 1) if block.ndim == 1 else block

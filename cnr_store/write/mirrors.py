@@ -1,0 +1,224 @@
+"""The code mirrors of a writer: one `TableCodes` per shard that it holds, in memory, in files, or not at all."""
+
+from __future__ import annotations
+
+import logging
+import math
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from cnr_store.encodings.widths import narrowest
+from cnr_store.errors import BadInput
+from cnr_store.format.records import TableSchema
+from cnr_store.runtime.local_files import failing_at, reserve
+from cnr_store.runtime.threads import Workers, blocks
+from cnr_store.segment.codes import ABSENT, CODED, TASK_ROWS, Allocate, Array, TableCodes
+from cnr_store.segment.shards import Shard
+from cnr_store.types import MAX_CODE
+from cnr_store.write.deferred_rows import Waiting
+from cnr_store.write.table_options import TableOptions
+
+MirrorMode = Literal["memory", "mmap", "none"]
+"""``memory``: 2 bytes per element (4 in exact mode). ``mmap``: the same in files. ``none``: deltas are ``set`` rows."""
+
+logger = logging.getLogger(__name__)
+
+
+def check_mirror_folder(mode: MirrorMode, folder: str | None) -> None:
+    """Refuse a folder for mirrors that is not there. A disk may be missing that was to be mounted there.
+
+    Raises
+    ------
+    BadInput
+    """
+    if mode == "mmap" and folder is not None and not Path(folder).is_dir():
+        raise BadInput(f"mirror_folder {folder!r} is no folder; make it first", path=folder)
+
+
+class Mirrors:
+    """What the codes of each shard are at the head, and the state digest that goes with them."""
+
+    def __init__(self, mode: MirrorMode, folder: str | None) -> None:
+        check_mirror_folder(mode, folder)
+        self.mode: MirrorMode = mode
+        self.options: dict[str, TableOptions] = {}
+        self.is_complete = True
+        self._folder = folder
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._codes: dict[Shard, TableCodes] = {}
+        self._digests: dict[Shard, int | None] = {}
+        self._staged: dict[Shard, tuple[TableCodes, int]] = {}
+        self._waiting: dict[Shard, Waiting] = {}
+
+    def __contains__(self, shard: Shard) -> bool:
+        return shard in self._codes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all mirrors."""
+        # A copy: the thread that saves may add a table while another one asks.
+        return sum(codes.nbytes for codes in list(self._codes.values()))
+
+    def get(self, shard: Shard) -> TableCodes | None:
+        """Return a shard's mirror as the open transaction sees it: with a staged resize, if there is one."""
+        if shard in self._staged:
+            return self._staged[shard][0]
+        return self._codes.get(shard)
+
+    def digest(self, shard: Shard) -> int | None:
+        """Return the state digest of the mirror, None for a shard without one."""
+        if shard in self._staged:
+            return self._staged[shard][1]
+        return self._digests.get(shard)
+
+    def committed_digest(self, shard: Shard) -> int | None:
+        """Return the state digest of the head's state, without a staged resize."""
+        return self._digests.get(shard)
+
+    def put(self, shard: Shard, codes: TableCodes, digest: int | None) -> None:
+        """Set a shard's mirror and digest."""
+        self._codes[shard] = codes
+        self._digests[shard] = digest
+        logger.debug("mirror of %s: %d bytes", shard, codes.nbytes)
+
+    def waiting(self, shard: Shard, unit: tuple[int, int]) -> Waiting:
+        """Return the rows of a shard that wait at the head; none where they waited in other codes than ``unit``'s."""
+        known = self._waiting.get(shard)
+        return Waiting.none(unit) if known is None or known.unit != unit else known
+
+    def hold_back(self, shard: Shard, after: Waiting | None) -> None:
+        """Set which rows of a shard wait, once the commit has won; None: none does, and its threshold stays in use."""
+        if after is not None:
+            self._waiting[shard] = after
+        elif shard in self._waiting:
+            self._waiting[shard] = self._waiting[shard].cleared()
+
+    def allocator(self) -> Allocate:
+        """Return how memory for a mirror is made; zeroed. Where it is files, there is room for them, or it says so.
+
+        Raises
+        ------
+        AccessDenied, StorageFailure
+            Now, or by what is returned: the folder cannot be used, or has no room.
+        """
+        if self.mode != "mmap":
+            return np.zeros
+        if self._scratch is None:
+            where = tempfile.gettempdir() if self._folder is None else self._folder
+            with failing_at(where, "used for a mirror"):
+                self._scratch = tempfile.TemporaryDirectory(
+                    prefix="cnr-mirror-", dir=where, ignore_cleanup_errors=True
+                )  # fmt: skip
+        folder = Path(self._scratch.name)
+
+        def allocate(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+            if 0 in shape:
+                return np.zeros(shape, dtype)
+            # The name goes at once, the mapping keeps the file: its blocks are free when the array is.
+            with (
+                failing_at(folder, f"used for a mirror of {math.prod(shape) * dtype.itemsize} bytes"),
+                tempfile.NamedTemporaryFile(dir=folder) as file,
+            ):
+                reserve(file.fileno(), math.prod(shape) * dtype.itemsize)
+                return np.memmap(file, dtype=dtype, mode="r+", shape=shape)
+
+        return allocate
+
+    def release_for_full(self, shard: Shard) -> None:
+        """Let a shard's mirror go before it is encoded anew, so that two never stand side by side.
+
+        From here until the commit has won the mirrors are incomplete: `is_complete` is False.
+        """
+        self.is_complete = False
+        self._codes.pop(shard, None)
+        self._digests.pop(shard, None)
+
+    def stage_resize(self, shard: Shard, schema: TableSchema, workers: Workers) -> None:
+        """Make the mirror that a resized table will have: grown rows are absent, cut rows are gone."""
+        old = self._codes.get(shard)
+        if old is None:
+            return
+        allocate = self.allocator()
+        kept = min(old.num_rows, schema.num_rows)
+        arrays = {}
+        for name, held in old.arrays.items():
+            arrays[name] = allocate((schema.num_rows, held.shape[1]), held.dtype)
+            arrays[name][:kept] = held[:kept]
+        codes = TableCodes(schema, 0, schema.num_rows, arrays, allocate, old.columns)
+        if old.status is not None or schema.num_rows > old.num_rows:
+            status = codes.track_status(ABSENT)
+            status[:kept] = 0 if old.status is None else old.status[:kept]
+        alive = old.escapes.rows < schema.num_rows
+        codes.escapes.rows = old.escapes.rows[alive]
+        codes.escapes.values = {name: values[alive] for name, values in old.escapes.values.items()}
+        self._staged[shard] = (codes, codes.digest(workers))
+
+    def stage_refine(self, shard: Shard, schema: TableSchema, halvings: int, workers: Workers) -> bool:
+        """Make the mirror that a shard has at a finer scale: codes shifted left; False if one leaves the code range.
+
+        Memory until the outcome is known: a second copy of the table's codes.
+        """
+        old = self.get(shard)
+        assert old is not None  # the transaction has asked
+        held = old.arrays["codes"]
+
+        def block(start: int, stop: int) -> Array:
+            codes: Array = held[start:stop].astype(np.int32)
+            if old.status is not None:
+                codes[old.status[start:stop] != CODED] = 0
+            return codes
+
+        ranges = blocks(old.num_rows, TASK_ROWS)
+        largest = max((int(np.abs(block(start, stop)).max(initial=0)) for start, stop in ranges), default=0) << halvings
+        if largest > MAX_CODE:
+            return False
+        allocate = self.allocator()
+        finer = allocate(held.shape, np.result_type(held.dtype, narrowest(largest)))
+        for start, stop in ranges:
+            finer[start:stop] = block(start, stop) << halvings
+        codes = TableCodes(schema, old.start, old.stop, {**old.arrays, "codes": finer}, allocate, old.columns)
+        codes.status, codes.escapes = old.status, old.escapes
+        self._staged[shard] = (codes, codes.digest(workers))
+        return True
+
+    def commit_staged(self) -> None:
+        """The transaction won: staged sizes and scales become the mirrors'."""
+        for shard, (codes, digest) in self._staged.items():
+            self.put(shard, codes, digest)
+        self._staged.clear()
+
+    def drop_staged(self, shard: Shard | None = None) -> None:
+        """Forget a shard's staged size or scale; those of all, where the transaction lost."""
+        if shard is None:
+            self._staged.clear()
+        else:
+            self._staged.pop(shard, None)
+
+    def keep_only(self, tables: Iterable[str]) -> None:
+        """Forget tables that are no longer there."""
+        wanted = set(tables)
+        for shard in [shard for shard in self._codes if shard.table not in wanted]:
+            self.forget(shard)
+        for table in self.options.keys() - wanted:
+            del self.options[table]
+
+    def forget(self, shard: Shard) -> None:
+        """Drop a shard's mirror: its new encoding has none."""
+        self._codes.pop(shard, None)
+        self._digests.pop(shard, None)
+        self._waiting.pop(shard, None)
+
+    def clear(self) -> None:
+        """Free everything."""
+        self.is_complete = True
+        self._codes.clear()
+        self._digests.clear()
+        self._staged.clear()
+        self._waiting.clear()
+        if self._scratch is not None:
+            self._scratch.cleanup()
+            self._scratch = None

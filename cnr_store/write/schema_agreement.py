@@ -1,0 +1,126 @@
+"""One schema per table from what several ranks propose, each from its own rows of it. Pure.
+
+A delta of one rank must mean the same as a delta of another, so all of them encode a table alike; only the choice of
+a scale depends on the rows that a rank sees.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from cnr_store.encodings.sampling import RowSample
+from cnr_store.encodings.scale import ScaleChoice, pooled
+from cnr_store.errors import BadInput
+from cnr_store.format.records import TableSchema
+from cnr_store.types import Affine, Lattice
+from cnr_store.write.schema_choice import choose_table_scale, table_dtype, table_schema
+from cnr_store.write.table_options import TableOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """The schema that the rows of one shard ask for, how many elements the shard has, and the options it came from.
+
+    ``choice``: how the scale of a lattice was measured.
+    """
+
+    schema: TableSchema
+    elements: int
+    options: str = ""
+    choice: ScaleChoice | None = None
+
+
+def propose(
+    table: str,
+    values: Any,
+    slots: Mapping[str, Any],
+    options: TableOptions,
+    *,
+    shape: tuple[int, int],
+    generation: int,
+    has_mirror: bool,
+    held: float | None = None,
+) -> Proposal:
+    """Return the schema that fits one shard's rows.
+
+    Parameters
+    ----------
+    values, slots
+        The shard's weights (rows, columns) and slots, as for `Transaction.write_table`; a sample of them is read.
+    shape
+        (num_rows, dim) of the whole table.
+    held
+        The lattice scale that the table has now, if it has one.
+
+    Raises
+    ------
+    BadInput
+    """
+    dtype = table_dtype(values, table)
+    sample = RowSample(values, dtype)
+    choice = choose_table_scale(options, dtype, sample, held=held)
+    schema = table_schema(
+        table, options, num_rows=shape[0], dim=shape[1], dtype=dtype, sample=sample, choice=choice,
+        slots={name: array[0:1] for name, array in slots.items()}, generation=generation, has_mirror=has_mirror,
+    )  # fmt: skip
+    return Proposal(schema, math.prod(values.shape), msgspec.json.encode(options, order="sorted").decode(), choice)
+
+
+def agreed_choice(proposals: Sequence[Proposal]) -> ScaleChoice | None:
+    """Return what is known of a lattice's scale from all shards together (`cnr_store.encodings.scale.pooled`)."""
+    choices = [(one.choice, one.elements) for one in proposals if one.choice is not None]
+    return pooled([choice for choice, _ in choices], [elements for _, elements in choices]) if choices else None
+
+
+def agree(table: str, proposals: Sequence[Proposal]) -> TableSchema:
+    """Return the one schema of a table; the same for every rank, whatever its own proposal was.
+
+    A lattice's scale is that of all shards together (`cnr_store.encodings.scale.pooled`).
+
+    Raises
+    ------
+    BadInput
+        The ranks disagree in more than the scale: dtype, slots, options or mirrors.
+    """
+    asked = sorted({proposal.options for proposal in proposals})
+    if len(asked) > 1:
+        raise BadInput(
+            f"the ranks ask for different ways to store table {table!r}: {asked}; give all ranks the same options",
+            table=table, found=asked,
+        )  # fmt: skip
+    merged: dict[str, Any] = {
+        "encoding": _agreed_encoding(proposals),
+        "generation": max(proposal.schema.generation for proposal in proposals),
+    }
+    candidates = {
+        msgspec.json.encode(msgspec.structs.replace(one.schema, **merged), order="sorted") for one in proposals
+    }
+    if len(candidates) > 1:
+        raise BadInput(
+            f"the ranks do not agree on table {table!r}: {sorted(c.decode() for c in candidates)}; give every rank the "
+            "same options, dtype and optimizer",
+            table=table,
+        )
+    return msgspec.structs.replace(proposals[0].schema, **merged)
+
+
+def _agreed_encoding(proposals: Sequence[Proposal]) -> Any:
+    first = proposals[0].schema.encoding
+    same_kind = [one for one in proposals if type(one.schema.encoding) is type(first)]
+    if len(same_kind) < len(proposals) or len({one.schema.encoding for one in proposals}) == 1:
+        return first
+    measured = [one for one in proposals if one.elements] or list(proposals)
+    if isinstance(first, Lattice):
+        choices = [one.choice or ScaleChoice(one.schema.encoding.scale, 0, 0.0, 0.0) for one in proposals]  # type: ignore[union-attr]
+        return Lattice(scale=pooled(choices, [one.elements for one in proposals]).scale)
+    if isinstance(first, Affine):
+        largest: Affine = max(measured, key=lambda one: one.elements).schema.encoding  # type: ignore[assignment]
+        encodings: list[Affine] = [one.schema.encoding for one in measured]  # type: ignore[misc]
+        is_wide = any(encoding.param_dtype == "float32" for encoding in encodings)
+        return msgspec.structs.replace(largest, param_dtype="float32") if is_wide else largest
+    return first

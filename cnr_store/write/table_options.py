@@ -1,0 +1,199 @@
+"""How a table is to be stored: what a user states, before a scale is chosen.
+
+Checked where it is made, as far as no table is needed for it: what only the dtype decides is checked by
+`cnr_store.write.schema_choice.check_options`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from cnr_store.encodings.lattice import LARGEST_SCALE, SMALLEST_SCALE
+from cnr_store.errors import BadInput
+from cnr_store.runtime.arguments import checked_choice, checked_count, checked_number
+from cnr_store.types import AffineBits, AffineSearch, EncodingName, ParamDtype
+
+_TARGETS = ("bits", "max_error", "scale")
+ENCODINGS_WITH: dict[str, tuple[EncodingName, ...]] = {
+    "bits": ("lattice", "affine"),
+    "max_error": ("lattice",),
+    "scale": ("lattice",),
+    "mantissa_bits": ("float_bits",),
+    "threshold": ("lattice",),
+    "search": ("affine",),
+    "param_dtype": ("affine",),
+}
+"""Options that only some encodings have."""
+
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True, slots=True)
+class Threshold:
+    """Rows that changed little wait for a later save: how many go out, and how far and how long the others wait.
+
+    A row's change is the sum of its squared differences, in codes, to what the store holds; slots do not count and
+    wait with their row. Rows at or above a threshold go out. It is a quantile of the changes of one save, and used
+    until it is chosen anew, so the share floats in between (after DCT, Gupta et al., KDD 2021). What waits is not
+    lost: its next difference is to what the store holds, too.
+
+    Attributes
+    ----------
+    keep
+        Share of the changed rows that go out in a save that chooses the threshold: above 0, at most 1.
+    refresh_every
+        Saves that use one threshold.
+    max_error
+        A row waits only while every element is within this of what the store holds, the half step of rounding
+        included; absolute. None: 4.5 steps of the lattice, little at 8 bits and most of a row's range at 2 to 4. As
+        with ``max_error`` of a table, what floats round comes on top: 2^-23 of the element in float32, half a unit in
+        its last place in 16-bit tables. No row waits where this is less than half a step.
+    max_wait
+        Saves that a row may wait in a row; the next one has it.
+
+    Raises
+    ------
+    BadInput
+        A number out of range.
+    """
+
+    keep: float
+    refresh_every: int = 8
+    max_error: float | None = None
+    max_wait: int = 4
+
+    def __post_init__(self) -> None:
+        _set(self, "keep", checked_number("keep, the share of changed rows that go out,", self.keep, above=0, most=1))
+        _set(self, "refresh_every", checked_count("refresh_every", self.refresh_every, least=1))
+        _set(self, "max_wait", checked_count("max_wait", self.max_wait, least=1))
+        if self.max_error is not None:
+            _set(self, "max_error", checked_number("max_error of a threshold", self.max_error, above=0))
+
+
+@dataclass(frozen=True, slots=True)
+class TableOptions:
+    """How a table is stored; what a user states, before a scale is chosen.
+
+    Options that contradict each other, or that the encoding would leave unused, are refused.
+
+    Attributes
+    ----------
+    encoding
+        None chooses ``lattice`` for float32 tables and exact ``float_bits`` for float16 and bfloat16 tables.
+    bits
+        For ``lattice``: as exact as b-bit Check-N-Run rows (2, 3, 4, 8; default 8). For ``affine``: the width.
+        ``"auto"`` follows the expected number of restores (2 bits up to 1, 3 up to 3, 4 up to 20, else 8).
+    max_error, scale
+        For ``lattice``, instead of ``bits``: largest absolute error of an element, or the step itself.
+    expected_restores
+        How often the run will be restored; used by ``bits="auto"``. A `CheckpointManager` counts, and takes the number
+        of restores that there were once it is larger.
+    search, param_dtype
+        For ``affine``: the parameter search, and the dtype scale and zero_point are stored in.
+    mantissa_bits
+        For ``float_bits``: 23 is exact fp32 (default: exact for the dtype).
+    slot_mantissa_bits
+        float_bits mantissa of optimizer slots (7 by default, 23 exact).
+    nonfinite
+        What to do with rows that hold NaN, Inf or values beyond the code range: refuse the save, or keep them exactly
+        as escape rows.
+    fill
+        Value of rows that were never set or were deleted.
+    threshold
+        For ``lattice`` with a mirror: rows that changed little wait for a later save. None: every changed row goes out.
+
+    Raises
+    ------
+    BadInput
+
+    Examples
+    --------
+    >>> TableOptions(bits=4, max_error=0.01)
+    Traceback (most recent call last):
+    cnr_store.errors.BadInput: give one of bits, max_error and scale, found ['bits', 'max_error']
+    """
+
+    encoding: EncodingName | None = None
+    bits: AffineBits | Literal["auto"] | None = None
+    max_error: float | None = None
+    scale: float | None = None
+    expected_restores: float | None = None
+    search: AffineSearch = "grid"
+    param_dtype: ParamDtype = "float16"
+    mantissa_bits: int | None = None
+    slot_mantissa_bits: int = 7
+    nonfinite: Literal["refuse", "escape"] = "refuse"
+    fill: float = 0.0
+    threshold: Threshold | None = None
+
+    def __post_init__(self) -> None:
+        self._check_values()
+        check_used(self, (self.encoding,) if self.encoding is not None else ("lattice", "float_bits"))
+        targets = [name for name in _TARGETS if getattr(self, name) is not None]
+        if len(targets) > 1:
+            raise BadInput(
+                f"give one of bits, max_error and scale, found {targets}", expected="one of them", found=targets
+            )
+        if self.bits == "auto" and self.expected_restores is None:
+            raise BadInput(
+                'bits="auto" needs expected_restores=: how often the run will be restored; '
+                "cnr_store.expected_restores(run_hours, mean_hours_between_failures) tells it from a failure rate"
+            )
+
+    def _check_values(self) -> None:
+        if self.encoding is not None:
+            checked_choice("encoding", self.encoding, get_args(EncodingName))
+        if self.bits is not None:
+            _set(self, "bits", checked_choice("bits", self.bits, (*get_args(AffineBits), "auto")))
+        if self.max_error is not None:
+            bounds = {"least": SMALLEST_SCALE, "most": LARGEST_SCALE / 2}
+            _set(self, "max_error", checked_number("max_error", self.max_error, **bounds))
+        if self.scale is not None:
+            bounds = {"least": SMALLEST_SCALE, "most": LARGEST_SCALE}
+            _set(self, "scale", checked_number("scale", self.scale, **bounds))
+        if self.expected_restores is not None:
+            _set(self, "expected_restores", checked_number("expected_restores", self.expected_restores, least=0))
+        checked_choice("search", self.search, get_args(AffineSearch))
+        checked_choice("param_dtype", self.param_dtype, get_args(ParamDtype))
+        if self.mantissa_bits is not None:
+            _set(self, "mantissa_bits", checked_count("mantissa_bits", self.mantissa_bits, least=1, most=23))
+        bits = checked_count("slot_mantissa_bits", self.slot_mantissa_bits, least=1, most=23)
+        _set(self, "slot_mantissa_bits", bits)
+        checked_choice("nonfinite", self.nonfinite, ("refuse", "escape"))
+        _set(self, "fill", checked_number("fill", self.fill, least=-LARGEST_FLOAT32, most=LARGEST_FLOAT32))
+        if self.threshold is not None and not isinstance(self.threshold, Threshold):
+            raise BadInput(f"threshold is a Threshold(keep=...), found {self.threshold!r}", found=self.threshold)
+
+    @classmethod
+    def exact(cls, *, nonfinite: Literal["refuse", "escape"] = "refuse") -> TableOptions:
+        """Bit-exact tables and slots: float_bits with every mantissa bit."""
+        return cls(encoding="float_bits", slot_mantissa_bits=23, nonfinite=nonfinite)
+
+
+def check_used(options: TableOptions, encodings: Sequence[str]) -> None:
+    """Return if one of the encodings, by name, has every option that is set.
+
+    Raises
+    ------
+    BadInput
+    """
+    defaults = {one.name: one.default for one in fields(options)}
+    given = [name for name in ENCODINGS_WITH if getattr(options, name) != defaults[name]]
+    unused = [[name for name in given if encoding not in ENCODINGS_WITH[name]] for encoding in encodings]
+    if all(unused):
+        least = min(unused, key=len)
+        encoding = encodings[unused.index(least)]
+        raise BadInput(
+            f"encoding {encoding!r} has no option {', '.join(least)}: leave out what it does not have, or name the "
+            f"encoding that is meant ({', '.join(sorted({one for name in least for one in ENCODINGS_WITH[name]}))})",
+            expected=encoding, found=least,
+        )  # fmt: skip
+
+
+def _set(record: Any, name: str, value: Any) -> None:
+    """Set a field of a frozen record that is being made."""
+    object.__setattr__(record, name, value)

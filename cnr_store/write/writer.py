@@ -1,0 +1,362 @@
+"""The writing side of a store: a `Writer` is the one committer and holds the mirrors."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+
+from cnr_store.errors import BadInput, CommitStateUnknown, DoesNotApply, SaveInProgress, Unsupported, VersionExpired
+from cnr_store.format.commit_record import LogEntry
+from cnr_store.format.manifest import stated_digest
+from cnr_store.read.snapshot import Snapshot
+from cnr_store.runtime.ranks import Ranks, together
+from cnr_store.segment.codes import Array, array_specs
+from cnr_store.segment.shards import Shard
+from cnr_store.types import MAX_CHAIN, SlotsRule
+from cnr_store.write.commit import CommitKind
+from cnr_store.write.mirrors import Mirrors
+from cnr_store.write.transaction import Transaction
+from cnr_store.write.writer_state import Session
+
+Base = Literal["head", "baseline"]
+Outputs = (
+    Mapping[str, Mapping[str, Array]] | Mapping[Shard, Mapping[str, Array]] | Mapping[str | Shard, Mapping[str, Array]]
+)
+"""Preallocated arrays by table, or by shard: ``values`` and the slots by name."""
+
+logger = logging.getLogger(__name__)
+
+
+_RESTORES = 3
+"""How often a head is loaded anew that compaction replaced, and collection deleted, while it was loaded."""
+
+
+class Writer:
+    """The one committer of a store: opening it has fenced every earlier one.
+
+    Not thread-safe: one thread at a time. Memory: the code mirrors (`mirror_nbytes`), and chunks in flight.
+
+    Where several ranks write together each has a writer for its shards; `restore`, `begin`, `settle` and what their
+    transactions do at the end are called by all of them, in the same order, and succeed or raise on all of them.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        if not session.head.record.chain:
+            session.snapshot = session.snapshot_of(session.head)
+
+    @property
+    def head(self) -> LogEntry:
+        """The newest log entry this writer knows."""
+        return self._session.head
+
+    @property
+    def mirrors(self) -> Mirrors:
+        """The code mirrors, by table."""
+        return self._session.mirrors
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the mirrors. What was not committed is forgotten; a second call is harmless."""
+        self.mirrors.clear()
+        self._session.snapshot = None
+        self._session.open = None
+
+    @property
+    def is_synced(self) -> bool:
+        """Whether the mirrors are the head's state, so that a delta may be written."""
+        return self._session.is_synced
+
+    @property
+    def mirror_nbytes(self) -> int:
+        """Bytes the mirrors take now."""
+        return self.mirrors.nbytes
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The state the mirrors stand for.
+
+        Raises
+        ------
+        DoesNotApply
+            Before `restore`, or after the store moved on without this writer.
+        """
+        if self._session.snapshot is None:
+            raise DoesNotApply(
+                "this writer's mirrors are not the head's state; call restore() first, or commit a full",
+                version=self.head.record.v,
+            )
+        return self._session.snapshot
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that write together."""
+        return self._session.ranks
+
+    def shards(self, tables: Iterable[str]) -> dict[str, tuple[Shard, ...]]:
+        """Return what this rank holds of the tables: the whole ones without a placement."""
+        return self._session.shards(tables)
+
+    def take_over(self) -> None:
+        """Become the committer, if this writer is not yet: it fences the others and goes on from what it has loaded.
+
+        For a writer with a ``succession``; `begin` does it too. All ranks call it. Blocks for a few requests, once.
+
+        Raises
+        ------
+        Conflict
+            Another writer has come behind what was loaded; the message says who.
+        VersionExpired
+            The version that was loaded has expired: restore another one.
+        CommitStateUnknown, StorageFailure, ReadOnlyStore, UnsafeBackend, WrongClock
+            Call it again.
+        """
+        self._session.take_over()
+
+    def restore(
+        self,
+        outputs: Outputs | None = None,
+        *,
+        slots_rule: SlotsRule = "exact",
+    ) -> Snapshot:
+        """Load the head's state: fill ``outputs`` and the mirrors in one pass; returns the snapshot. Blocks.
+
+        The head is what the log says now, so this also follows a rollback. An open transaction ends. A writer that has
+        not taken over loads the version of its succession.
+
+        Parameters
+        ----------
+        outputs
+            Table, or `Shard` of a table, to ``{"values": (rows, columns) array, slot name: array}``, preallocated,
+            filled in place. What is not named only gets its mirror.
+        slots_rule
+            What becomes of one-dimensional slots of tables that were cut into other column shards
+            (`TableView.read_rectangle`). Unless it is ``exact``, the next save must be a full.
+
+        Raises
+        ------
+        TableNotFound, BadShape, BadDtype, BadInput
+            Before anything is written.
+        Fenced
+            Another writer took over.
+        CommitStateUnknown
+            The last commit is still unknown: call `settle`.
+        VersionExpired
+            Again and again the head was folded, and what it had been made of deleted, before it was loaded: garbage
+            collection waits for less than that takes.
+        CorruptStore
+            Outputs filled so far hold undefined values.
+        """
+        session = self._session
+        self._refuse_unsettled()
+        loaded: list[Snapshot] = []
+        has_epoch = session.succession is None
+        attempts = _RESTORES if has_epoch else 1
+        for attempt in range(attempts):
+            if has_epoch:
+                session.catch_up()
+            try:
+                together(session.ranks, lambda: loaded.append(self._load(outputs or {}, slots_rule)))
+                break
+            except BaseException as error:
+                loaded.clear()
+                if session.snapshot is None:  # what was loaded so far, here or on other ranks, is no state
+                    session.forget()
+                if not isinstance(error, DoesNotApply):
+                    raise
+                if attempt + 1 == attempts:
+                    raise VersionExpired(str(error), version=self.head.record.v) from error
+        session.snapshot = loaded[0]
+        session.is_restored = True
+        return loaded[0]
+
+    def _load(self, outputs: Outputs, slots_rule: SlotsRule) -> Snapshot:
+        session = self._session
+        snapshot = session.snapshot_of(self.head)
+        shards = session.shards(snapshot.tables)
+        wanted: dict[Shard, dict[str, Array]] = {}
+        for key, arrays in outputs.items():
+            shard = key if isinstance(key, Shard) else _only(key, shards.get(key, (Shard(key),)))
+            view = snapshot.table(shard.table)
+            named = {"codes" if name == "values" else f"slots/{name}": array for name, array in arrays.items()}
+            wanted[shard] = view.check_outputs(named, shard.rectangle_in(view.schema))
+        self.mirrors.clear()
+        session.snapshot = None
+        session.open = None
+        held = [shard for table in snapshot.tables for shard in shards[table]]
+        for shard in held:
+            self._load_shard(snapshot, shard, wanted.get(shard, {}), slots_rule)
+        for shard in wanted.keys() - set(held):  # a copy that another rank saves
+            view = snapshot.table(shard.table)
+            view.read_arrays(wanted[shard], shard.rectangle_in(view.schema), slots_rule)
+        return snapshot
+
+    def _load_shard(self, snapshot: Snapshot, shard: Shard, arrays: Mapping[str, Array], slots_rule: SlotsRule) -> None:
+        view = snapshot.table(shard.table)
+        if view.schema.keys == "hashed":
+            return
+        rectangle = shard.rectangle_in(view.schema)
+        codes = None
+        if self.mirrors.mode == "none" or not any(spec.is_additive for spec in array_specs(view.schema).values()):
+            if arrays:
+                view.read_arrays(arrays, rectangle, slots_rule)
+        else:
+            if not arrays:
+                view.check_stored("give outputs, or open the writer with mirror='none'", slots=True)
+            codes = view.read_mirror(arrays, self.mirrors.allocator(), rectangle, slots_rule)
+        if codes is None:
+            return
+        parts = [part for part in snapshot.manifests[-1].parts if part.table == shard.table]
+        digest = stated_digest(parts, rectangle)
+        # Parts that a writer without a mirror wrote name none, and parts may be cut in another way.
+        self.mirrors.put(shard, codes, codes.digest(self._session.workers) if digest is None else digest)
+
+    def begin(self, step: int, kind: CommitKind = "delta", *, base: Base = "head", flush: bool = False) -> Transaction:
+        """Start a transaction for training step ``step``; with several ranks, all of them do so. Blocks.
+
+        A ``delta`` becomes a ``full`` on an empty store, on a chain at its cap, if another rank asks for one, and where
+        a table with one-dimensional slots is cut into other column shards: look at `Transaction.kind`.
+        ``base="baseline"`` makes a one-shot delta: it replaces the deltas since the baseline, so it must be given every
+        row changed since then. ``flush`` writes every changed row, whatever the tables' thresholds.
+
+        Raises
+        ------
+        CommitStateUnknown
+            An earlier commit is still unknown: call `settle`.
+        DoesNotApply
+            A delta without having restored the head.
+        Conflict
+            As `take_over`, of a writer that has not done that yet.
+        SaveInProgress
+            The transaction before has neither been committed nor aborted.
+        CorruptStore, StorageFailure
+            The chain of the last commit cannot be opened; behind a CorruptStore the writer needs `restore`, or a full.
+        BadInput
+            ``step`` is no integer of 0 or more, or the ranks are at different steps.
+        """
+        session = self._session
+        session.take_over()
+        wishes = [_Wish(**given) for given in together(session.ranks, partial(self._wish, step, kind, base))]
+        if any(wish.kind == "full" for wish in wishes):
+            kind = "full"
+        steps, bases = {wish.step for wish in wishes}, {wish.base for wish in wishes}
+        if len(steps) > 1 or (kind == "delta" and len(bases) > 1):
+            raise BadInput(
+                f"the ranks want to save steps {sorted(steps)} on {sorted(bases)}; all must begin the same save",
+                found=sorted(steps),
+            )
+        heads = {wish.head for wish in wishes if wish.is_synced}
+        if kind == "delta" and len(heads) > 1:
+            raise DoesNotApply(
+                f"the ranks' mirrors are the states of versions {sorted(heads)}: some missed a commit; call restore() "
+                "first, or commit a full",
+                expected=max(heads), found=min(heads),
+            )  # fmt: skip
+        if kind == "full" and not (all(wish.is_synced for wish in wishes) and len(heads) == 1):
+            # What one rank does not know no rank may build on, or they would store different tables.
+            if session.snapshot is not None:
+                session.forget()
+            session.catch_up()
+        elif kind == "full" or base == "baseline":
+            session.follow()
+        keep = 1 if base == "baseline" else len(self.head.record.chain)
+        transaction = Transaction(
+            session, wishes[0].step, kind, keep if kind == "delta" else 0, wishes[0].txn,
+            may_wait=base == "head" and not flush,
+        )  # fmt: skip
+        session.open = transaction
+        return transaction
+
+    def _wish(self, step: int, kind: CommitKind, base: Base) -> dict[str, Any]:
+        """What this rank wants to begin, if it can."""
+        session = self._session
+        self._refuse_unsettled()
+        step = _checked_step(step)
+        if session.open is not None:
+            raise SaveInProgress("a transaction of this writer is still open; commit or abort it before the next")
+        session.open_snapshot()
+        chain = self.head.record.chain
+        keep = 1 if base == "baseline" else len(chain)
+        if kind == "delta" and (not chain or keep + 1 > MAX_CHAIN or self._is_cut_anew()):
+            kind = "full"
+        if kind == "delta":
+            _ = self.snapshot
+        if session.placement is not None and session.snapshot is not None:
+            hashed = [name for name, schema in session.snapshot.tables.items() if schema.keys == "hashed"]
+            if hashed:
+                raise Unsupported(f"ranks cannot write hashed tables together, and the store has {hashed}")
+        wish = _Wish(step, kind, base, session.snapshot is not None, self.head.record.v, uuid.uuid4().hex)
+        return asdict(wish)
+
+    def _is_cut_anew(self) -> bool:
+        """Whether some table has other column shards than in the store, and a slot that exists once per shard."""
+        session = self._session
+        if session.snapshot is None:
+            return False
+        return any(
+            any(slot.kind == "row" for slot in schema.slots.values())
+            and session.cuts.get(table, {(0, schema.dim)}) != set(session.snapshot.table(table).column_cuts)
+            for table, schema in session.snapshot.tables.items()
+            if schema.keys == "dense" and schema.num_rows  # without a row there is no slot that could be cut
+        )
+
+    def settle(self) -> LogEntry | None:
+        """Learn the outcome of a commit that ended unknown: its entry if it won, None if it lost. Blocks.
+
+        None as well if no commit of this writer is unknown.
+
+        Raises
+        ------
+        CommitStateUnknown, CorruptStore, StorageFailure
+            Still unknown.
+        """
+        pending = self._session.pending
+        return pending.settle() if isinstance(pending, Transaction) else None
+
+    def _refuse_unsettled(self) -> None:
+        pending = self._session.pending
+        if isinstance(pending, Transaction):
+            raise CommitStateUnknown(
+                "the outcome of the last commit is not known yet; call settle() first",
+                version=None if pending.undecided is None else pending.undecided.record.v,
+            )
+
+
+def _checked_step(step: Any) -> int:
+    if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
+        raise BadInput(f"a training step is an integer of 0 or more, found {step!r}", found=step)
+    return int(step)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """What a rank wants to begin."""
+
+    step: int
+    kind: CommitKind
+    base: Base
+    is_synced: bool
+    head: int
+    txn: str
+
+
+def _only(table: str, shards: tuple[Shard, ...]) -> Shard:
+    if len(shards) == 1:
+        return shards[0]
+    raise BadInput(
+        f"this rank holds {[str(shard) for shard in shards]} of table {table!r}; give outputs by Shard", table=table
+    )

@@ -1,0 +1,314 @@
+"""What a writer and its open transaction share: the head, the state the mirrors stand for, and the mirrors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from cnr_store.errors import (
+    CnrStoreError,
+    Conflict,
+    CorruptStore,
+    DoesNotApply,
+    MissingObject,
+    RankFailed,
+    RankLost,
+    StorageFailure,
+)
+from cnr_store.format.commit_record import LogEntry
+from cnr_store.format.records import WriterInfo
+from cnr_store.log.author import fenced_by
+from cnr_store.log.commit_log import CommitLog
+from cnr_store.log.expiry import expired_by
+from cnr_store.log.rebase import leaves_state
+from cnr_store.read.snapshot import Snapshot
+from cnr_store.runtime.ranks import OneRank, Ranks, rank_zero, together
+from cnr_store.runtime.threads import Throttle, Workers
+from cnr_store.segment.segment import SegmentReader
+from cnr_store.segment.shards import Placement, Shard, shards_of
+from cnr_store.storage import Storage
+from cnr_store.types import Profile
+from cnr_store.write.mirrors import Mirrors
+
+logger = logging.getLogger(__name__)
+
+
+class Committable(Protocol):
+    """A transaction, as far as its outcome goes."""
+
+    def written_reader(self) -> Mapping[str, SegmentReader]:
+        """The segment it wrote, by name."""
+
+    def move_mirrors(self, mirrors: Mirrors) -> None:
+        """Apply what it staged."""
+
+
+class Succession(Protocol):
+    """How a writer that has loaded a state comes to its epoch, when it goes on from that state."""
+
+    @property
+    def version(self) -> int:
+        """The version that it has loaded."""
+
+    def take(self, info: WriterInfo) -> LogEntry:
+        """Commit the writer's epoch, on rank 0, and return the entry that it goes on from. Safe to call again."""
+
+
+@dataclass(slots=True)
+class Session:
+    """The state of one writer between its opening and close.
+
+    Attributes
+    ----------
+    head
+        The newest log entry the writer knows.
+    snapshot
+        The state that the mirrors stand for; None before a restore and after the store moved on without the writer.
+    open, pending
+        The transaction in the making, and the one whose outcome is unknown.
+    is_restored
+        Whether nothing was committed since the last restore.
+    succession
+        How the writer comes to its epoch, as long as it has none; None once it has.
+    ranks
+        The ranks that write together; rank 0 commits.
+    placement, shapes, cuts
+        What this rank holds of each table; the tables' shapes and column ranges over all ranks. Without a placement it
+        holds every table whole.
+    """
+
+    storage: Storage
+    log: CommitLog
+    head: LogEntry
+    profile: Profile
+    info: WriterInfo
+    workers: Workers
+    mirrors: Mirrors
+    throttle: Throttle
+    snapshot: Snapshot | None = None
+    open: Committable | None = None
+    pending: Committable | None = None
+    is_restored: bool = False
+    succession: Succession | None = None
+    ranks: Ranks = field(default_factory=OneRank)
+    placement: Placement | None = None
+    shapes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    cuts: Mapping[str, set[tuple[int, int]]] = field(default_factory=dict)
+
+    def snapshot_of(
+        self, entry: LogEntry, *, known: Mapping[str, SegmentReader] | None = None, opens: bool = True
+    ) -> Snapshot:
+        """Return the state of a record that this writer goes on from; ``known``, ``opens`` as of `Snapshot`.
+
+        What a read of it misses since compaction folded it, and collection deleted it, is DoesNotApply and no damage.
+        """
+
+        def tell(missing: MissingObject) -> None:
+            newest = expired_by(self.log, entry.record.v)
+            if newest is not None:
+                raise DoesNotApply(
+                    f"version {entry.record.v}, which this writer goes on from, has expired by commit record "
+                    f"{newest.v}, and segments of it were folded and deleted: it was read or saved behind for longer "
+                    "than garbage collection waits; save again",
+                    version=newest.v, found=missing.path,
+                ) from missing  # fmt: skip
+
+        return Snapshot(self.storage, entry, self.workers, known=known, opens=opens, if_missing=tell)
+
+    def shards(self, tables: Iterable[str]) -> dict[str, tuple[Shard, ...]]:
+        """Return what this rank holds of the tables."""
+        return shards_of(self.placement, tables)
+
+    @property
+    def is_synced(self) -> bool:
+        """Whether the mirrors are the head's state, so that a delta may be written."""
+        return self.snapshot is not None and self.pending is None
+
+    def take_over(self) -> None:
+        """Come to this writer's epoch, if it has none yet, and keep the mirrors. All ranks call this; it blocks.
+
+        Raises
+        ------
+        Conflict
+            Another writer has come behind the state that was loaded.
+        VersionExpired, CommitStateUnknown, StorageFailure, CorruptStore, ReadOnlyStore, DoesNotApply
+        """
+        succession = self.succession
+        if succession is None:
+            return
+        taken: list[LogEntry] = []
+        opened: list[Snapshot] = []
+
+        def take() -> int:
+            taken.append(succession.take(self.info))
+            return taken[0].record.v
+
+        def move() -> None:
+            if not taken:
+                taken.append(self._read(version))
+            if self.snapshot is not None:
+                opened.append(self.snapshot_of(taken[0], known=self.snapshot.known_readers))
+
+        version = rank_zero(self.ranks, take)
+        together(self.ranks, move)
+        self.head, self.succession = taken[0], None
+        if opened:
+            self.snapshot = opened[0]
+
+    def _read(self, version: int) -> LogEntry:
+        entry = self.log.read(version)
+        if entry is None:
+            raise _unseen(version)
+        return entry
+
+    def catch_up(self) -> None:
+        """Move to the newest log entry: one request per record that others have added, and one more.
+
+        All ranks move to the one that rank 0 finds, so all of them call this. Where the chain is another one then, the
+        mirrors are given up: they are not its state.
+
+        Raises
+        ------
+        Fenced
+            Another writer took over: what follows is its business.
+        CorruptRecord, StorageFailure
+        """
+        try:
+            newest = rank_zero(self.ranks, self._move_to_newest)
+            if self.ranks.world > 1:
+                together(self.ranks, partial(self.move_to, newest))
+        finally:
+            if self.snapshot is not None and self.snapshot.record.chain != self.head.record.chain:
+                self.open = None
+                self.forget()
+
+    def follow(self) -> None:
+        """Move behind records that left the training state alone, and keep the mirrors: they are still the head's.
+
+        For saves that read the chain: compaction may have replaced segments of it, and what it replaced is deleted some
+        day. One request and one more for each such record; stops before any other. All ranks call this. Where the log
+        cannot be read all stay where they are: the save does without, or meets what is wrong when it commits.
+
+        Raises
+        ------
+        RankLost
+        """
+        before, opened = self.head, list[Snapshot]()
+
+        def move() -> None:
+            self.move_to(newest)
+            if self.snapshot is not None and self.head is not before:
+                known = self.snapshot.known_readers
+                opened.append(self.snapshot_of(self.head, known=known))
+
+        try:
+            newest = rank_zero(self.ranks, self._move_behind_maintenance)
+            together(self.ranks, move)
+        except BaseException as error:
+            self.head = before  # all of it or nothing: the snapshot must be the head's, on every rank
+            is_passing = isinstance(error, StorageFailure | CorruptStore | DoesNotApply | RankFailed)
+            if not is_passing or isinstance(error, RankLost):
+                raise
+            logger.warning("what came behind version %d cannot be looked at: %s", before.record.v, error)
+            return
+        if opened:
+            self.snapshot = opened[0]
+
+    def _move_behind_maintenance(self) -> int:
+        while (entry := self.log.poll(self.head)) is not None and leaves_state(entry.record):
+            self.head = entry
+        return self.head.record.v
+
+    def move_to(self, version: int) -> None:
+        """Move to a record that is known to be there."""
+        while self.head.record.v < version:
+            if not self._move():
+                raise _unseen(self.head.record.v + 1)
+
+    def _move_to_newest(self) -> int:
+        while self._move():
+            pass
+        return self.head.record.v
+
+    def _move(self) -> bool:
+        """Move to the next record; False if there is none."""
+        entry = self.log.poll(self.head)
+        if entry is None:
+            return False
+        record = entry.record
+        if record.epoch > self.head.record.epoch:
+            raise fenced_by(record, self.head.record.epoch)
+        self.head = entry
+        return True
+
+    def won(self, transaction: Committable, entry: LogEntry) -> None:
+        """The transaction is version ``entry.record.v``: move head, snapshot and mirrors to it.
+
+        The commit stays acknowledged if its state cannot be opened behind it, where compaction put another segment into
+        its chain; `open_snapshot` tries again.
+        """
+        known = self.snapshot.known_readers if self.snapshot else {}
+        known |= transaction.written_reader()
+        self.head = entry
+        self.open = None
+        self.is_restored = False
+        # Until the new state is open the mirrors are nobody's: opening it may read, and so may fail.
+        self.snapshot = None
+        snapshot = self.snapshot_of(entry, known=known, opens=False)
+        try:
+            snapshot.open()
+        except CnrStoreError as error:
+            # Perhaps a connection that was cut: the mirrors are this state all the same, and the next save asks again.
+            logger.warning("version %d is committed, and is opened at the next save: %s", entry.record.v, error)
+        try:
+            transaction.move_mirrors(self.mirrors)
+        except BaseException:
+            # Half moved, the mirrors are no state at all: a delta against them would be acknowledged and unreadable.
+            self.forget()
+            raise
+        self.snapshot = snapshot
+        self.mirrors.is_complete = True
+
+    def open_snapshot(self) -> None:
+        """Open the state that the mirrors stand for, where that failed behind the last commit. Blocks.
+
+        Raises
+        ------
+        StorageFailure
+            The mirrors stay: ask again.
+        CorruptStore, DoesNotApply
+            The chain cannot be built on: the writer needs a restore, or a full.
+        """
+        if self.snapshot is not None:
+            try:
+                self.snapshot.open()
+            except (CorruptStore, DoesNotApply):
+                self.forget()
+                raise
+
+    def lost(self, error: BaseException) -> None:
+        """Nothing became visible.
+
+        After a conflict the head has moved, and after a failed full a mirror may be gone: then the mirrors are nobody's
+        state until a restore or another full.
+        """
+        self.open = None
+        self.mirrors.drop_staged()
+        if isinstance(error, Conflict) or not self.mirrors.is_complete:
+            self.forget()
+
+    def forget(self) -> None:
+        """Give up what the mirrors hold: they are nobody's state."""
+        self.mirrors.clear()
+        self.snapshot = None
+
+
+def _unseen(version: int) -> StorageFailure:
+    return StorageFailure(
+        f"commit record {version} cannot be seen, although another rank has read it, or one behind it; the storage "
+        "does not show what it was given",
+        version=version,
+    )

@@ -1,0 +1,387 @@
+"""Follows lookups and optimizer steps, and marks what they change.
+
+Why this module exists: which rows a step changes is known in pieces: forward has the ids, the gradient what forward
+does not show, the optimizer which further rows it moves, and the version of a weight whether anything else wrote. The
+hooks that gather these pieces are here; when rows are handed out is the tracker's business.
+
+A hook on a lookup is traced by ``torch.compile``: it calls operators and changes nothing in Python. Hooks on steps
+run outside compiled code. No hook waits for a device.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from cnr_store.errors import BadInput
+from cnr_store_gpu import operators
+from cnr_store_gpu.lookup_ledger import LookupLedger
+from cnr_store_gpu.optimizer_tables import SteppedTables
+from cnr_store_gpu.optimizers import (
+    MOVING_HYPERPARAMETERS,
+    Movement,
+    RowMovement,
+    row_movement,
+    row_slots,
+    rows_with_state,
+)
+from cnr_store_gpu.row_union import Cumulative
+from cnr_store_gpu.tables import Lookup, gradient_mask, rows_with_gradient
+from cnr_store_gpu.tracked_table import Watched, stamp_of
+from cnr_store_gpu.words import NO_ROW, words_full
+
+OnBypass = Literal["warn", "raise"]
+
+
+class Following:
+    """The hooks of a tracker and what they know; it owns no marks, tables bring their bitmaps.
+
+    Parameters
+    ----------
+    watched
+        The tables.
+    ledger
+        Counts their lookups.
+    assume, allow_dense, on_bypass
+        As for ``RowTracker``.
+    """
+
+    def __init__(
+        self,
+        watched: Sequence[Watched],
+        ledger: LookupLedger,
+        *,
+        assume: Mapping[str, Movement] | None,
+        allow_dense: bool,
+        on_bypass: OnBypass,
+    ) -> None:
+        self._watched, self._ledger = list(watched), ledger
+        self._by_weight = {id(one.weight): one for one in watched if one.weight is not None}
+        self._assume, self._allow_dense, self._on_bypass = assume, allow_dense, on_bypass
+        self.ever = Cumulative({one.table: one.num_rows for one in watched})
+        self.follows_steps = False
+        self._stepped: dict[int, SteppedTables] = {}
+        self._handles: list[Any] = []
+        for one in watched:
+            if one.movement is not None:
+                self._check_movement(one, one.movement)
+                if one.movement.rows is Movement.EVER_TOUCHED:
+                    self.keep_ever(one)
+
+    # ---- attaching
+
+    def attach_lookup(self, watched: Watched, module: Lookup) -> None:
+        """Mark what the module looks up."""
+        # Closures, not bound methods: a copy of the model (for averaging) shares them rather than copying the tracker.
+        if module.max_norm is None:
+
+            def on_lookup(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                if called is module:
+                    self._on_lookup(watched, module, args, kwargs)
+
+            self._handles.append(module.register_forward_pre_hook(on_lookup, with_kwargs=True))
+            return
+
+        # It asks for the version of the weights, which compiled code does not have: here the graph breaks.
+        @torch.compiler.disable
+        def on_rewrite(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if called is module:
+                self._on_rewriting_lookup(watched, module, args, kwargs)
+
+        @torch.compiler.disable
+        def after_rewrite(called: nn.Module, *_: Any) -> None:
+            if called is module:
+                watched.restamp()
+
+        self._handles.append(module.register_forward_pre_hook(on_rewrite, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(after_rewrite))
+
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Follow the optimizer's steps; errors and warnings as ``RowTracker.attach_optimizer``."""
+        stepped = SteppedTables(optimizer, self._by_weight)
+        found = [
+            (watched, row_movement(optimizer, group, watched.weight, assume=self._assume))
+            for group, tables in stepped.groups
+            for watched in tables
+            if watched.weight is not None
+        ]
+        for watched, movement in found:
+            if not movement.is_known:
+                warnings.warn(
+                    f"table {watched.table!r}: {movement.explanation}, and every save will be a full "
+                    f"one. Say what it does with "
+                    f"assume={{{type(optimizer).__name__!r}: Movement.TOUCHED}}, and check it with "
+                    f"verify_rows=1000",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+            else:
+                self._check_movement(watched, movement)
+        self.follows_steps = True
+        self._stepped[id(optimizer)] = stepped  # which keeps the optimizer, so its id stays its own
+        for watched, movement in found:
+            watched.optimizer, watched.movement, watched.is_stepped = optimizer, movement, True
+            if movement.rows is Movement.EVER_TOUCHED:
+                self.keep_ever(watched)
+        for watched in self._watched:
+            self._ledger.follow(watched.place, is_followed=self.ends_lookups(watched))
+        self._handles.append(optimizer.register_step_pre_hook(_outside_graphs(self._before_step)))
+        self._handles.append(optimizer.register_step_post_hook(_outside_graphs(self._after_step)))
+        self._handles.append(optimizer.register_load_state_dict_post_hook(self._after_load))
+
+    def detach(self) -> None:
+        """Remove every hook; a second call does nothing."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def ends_lookups(self, watched: Watched) -> bool:
+        """Return whether something will say that the table's lookups are done."""
+        return watched.is_shard or watched.optimizer is not None or not self.follows_steps
+
+    def _check_movement(self, watched: Watched, movement: RowMovement) -> None:
+        if movement.rows is Movement.ALL and not self._allow_dense:
+            raise BadInput(
+                f"table {watched.table!r}: {movement.explanation}, so no delta is smaller than a "
+                f"full save. Put tables into a group without weight decay, or accept it with "
+                f"allow_dense=True",
+                table=watched.table,
+                found=movement.explanation,
+            )
+
+    # ---- lookups
+
+    def _on_lookup(self, watched: Watched, module: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        weight = module._parameters.get("weight")  # the attribute is found a microsecond later
+        if weight is None or weight is not watched.weight:
+            raise self._replaced(watched)
+        if not (module.training and weight.requires_grad and torch.is_grad_enabled()):
+            # Learning without training mode is usually an evaluation without no_grad. Should a gradient come of it,
+            # the step reads the rows from there.
+            return
+        ids = args[0] if args else kwargs["input"]
+        # A sparse gradient names its rows, so where a step will read it forward need only be counted.
+        marks = not (module.sparse and watched.is_stepped)
+        # The padding row gets no gradient. Forward itself refuses ids outside the table.
+        skip_row = NO_ROW if module.padding_idx is None else module.padding_idx
+        self.looked_up(watched, ids, learns=True, skip_row=skip_row, marks=marks)
+
+    def _on_rewriting_lookup(
+        self, watched: Watched, module: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """``max_norm`` rewrites the rows in every forward, even in evaluation, and the padding row too."""
+        if module.weight is not watched.weight:
+            raise self._replaced(watched)
+        self.check_bypass(watched)
+        watched.marked = True
+        learns = torch.is_grad_enabled() and module.weight.requires_grad and module.training
+        self.looked_up(watched, args[0] if args else kwargs["input"], learns=learns)
+
+    def looked_up(
+        self, watched: Watched, ids: torch.Tensor, *, learns: bool, skip_row: int = NO_ROW, marks: bool = True
+    ) -> None:
+        """Mark the rows of one lookup, and count it if it learns. Traced by ``torch.compile``; eager works too."""
+        is_traced = torch.compiler.is_compiling()
+        if not is_traced and type(ids) is torch.Tensor:  # what the operators do, without the way there
+            if marks:
+                watched.bitmap.mark_looked_up(watched.first_word, watched.num_rows, ids, skip_row)
+            if learns:
+                self._ledger.note(ids, None, (watched.place,), skip_row, is_copy=False)
+            return
+        if marks:
+            operators.mark(watched.bitmap.words, ids, watched.first_word, watched.num_rows, skip_row)
+        if learns:
+            counts, key = self._ledger.counts, self._ledger.key
+            operators.note_lookup(counts, ids, None, [watched.place], skip_row, key, is_traced)
+
+    def _replaced(self, watched: Watched) -> BadInput:
+        return BadInput(
+            f"table {watched.table!r}: its module got another parameter after the tracker was "
+            f"attached; detach this tracker, and attach a new one",
+            table=watched.table,
+        )
+
+    # ---- steps
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        stepped = self._stepped[id(optimizer)]
+        stepped.refresh()
+        has_closure = _has_closure(args, kwargs)
+        gradients = []
+        for group, tables in stepped.groups:
+            key = _hyperparameters(group)
+            for watched in tables:
+                weight = watched.weight
+                assert weight is not None
+                if stamp_of(weight) != watched.stamp:
+                    self.check_bypass(watched)
+                if watched.optimizer is not optimizer:
+                    watched.optimizer, watched.is_stepped, watched.group_key = optimizer, True, ()
+                    self._ledger.follow(watched.place, is_followed=True)
+                gradient = weight.grad
+                watched.stepped = gradient is not None or has_closure
+                if not watched.stepped:
+                    continue
+                movement = watched.movement
+                if key != watched.group_key or movement is None:
+                    movement = row_movement(optimizer, group, weight, assume=self._assume)
+                    watched.group_key = key
+                if movement is not watched.followed:
+                    self.follow_movement(watched, movement)
+                if gradient is not None:
+                    gradients.append((watched, gradient))
+        self._mark_gradients(stepped, gradients)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        stepped = self._stepped[id(optimizer)]
+        if not stepped.groups:
+            return
+        tables = stepped.tables
+        if _has_closure(args, kwargs):  # their gradients came to be inside the step
+            found = [(one, one.weight.grad) for one in tables if one.weight is not None]
+            self._mark_gradients(stepped, [(one, gradient) for one, gradient in found if gradient is not None])
+        for watched in tables:
+            # A step leaves weights without a gradient alone; one that does not will be found by their stamp.
+            if watched.stepped:
+                watched.stamp = stamp_of(watched.weight)
+            watched.declared = False
+        self._ledger.settle(*stepped.places)
+
+    def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
+        stepped = self._stepped[id(optimizer)]
+        stepped.refresh()
+        for watched in stepped.tables:
+            assert watched.weight is not None
+            if row_slots(optimizer, watched.weight):  # all of them may differ now, and they are saved by row
+                self.mark_all(watched)
+            if watched.keeps_ever:
+                self.keep_ever(watched)
+
+    def _mark_gradients(self, stepped: SteppedTables, gradients: list[tuple[Watched, torch.Tensor]]) -> None:
+        # Also where forward marked rows: weights that are used outside their module, and gradients that were
+        # kept over a save, move rows that no lookup of this interval showed.
+        wanted = [one for one in gradients if one[0].reach is not Movement.ALL]  # else the whole table is taken anyway
+        for watched, _ in wanted:
+            watched.marked = True
+        for watched, gradient in stepped.mark_sparse(wanted):
+            if gradient.is_sparse or watched.bitmap.is_on_host:
+                watched.bitmap.mark_looked_up(watched.first_word, watched.num_rows, rows_with_gradient(gradient))
+            else:  # listing the rows would wait for the device
+                watched.bitmap.mark_mask(watched.table, gradient_mask(gradient))
+
+    def updated(self, watched: Watched) -> None:
+        """Note that the table's outstanding updates are written, without a step that a hook sees."""
+        if watched.movement is not None and watched.optimizer is None:
+            self.follow_movement(watched, watched.movement)
+        watched.says_updated, watched.declared = True, False
+        for one in (watched, *watched.mates):
+            one.restamp()
+        self._ledger.settle(watched.place)
+
+    # ---- what the rows' movement asks for
+
+    def follow_movement(self, watched: Watched, movement: RowMovement) -> None:
+        """Note what the present step moves beyond its rows."""
+        before = watched.movement
+        watched.movement = movement
+        if movement.rows is Movement.ALL and before is not None and before.rows is not Movement.ALL:
+            warnings.warn(
+                f"table {watched.table!r}: {movement.explanation} now; its saves are full from here on",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        if movement.rows is Movement.EVER_TOUCHED and not watched.keeps_ever:
+            self.keep_ever(watched)
+        watched.reach, watched.followed = max(watched.reach, movement.rows), movement
+
+    def keep_ever(self, watched: Watched) -> None:
+        """Remember every row that is ever taken, and find those that already move."""
+        watched.keeps_ever = True
+        if watched.optimizer is not None and watched.weight is not None:
+            self.ever.add_rows(watched.table, rows_with_state(watched.optimizer, watched.weight))
+        elif watched.is_shard:  # its slots are not ours to read: any row may have momentum
+            self.ever.add_words(watched.table, words_full(watched.num_rows))
+
+    def add_moved(self, watched: Watched) -> None:
+        """Mark the rows that steps of this interval moved besides those they had gradients for."""
+        if watched.reach is Movement.ALL:
+            watched.bitmap.mark_all(watched.table)
+        elif watched.reach is Movement.EVER_TOUCHED:
+            watched.bitmap.or_words(watched.table, self.ever.words(watched.table))
+
+    # ---- what no hook saw
+
+    def mark_all(self, watched: Watched) -> None:
+        """Mark every row."""
+        watched.marked = True
+        watched.bitmap.mark_all(watched.table)
+
+    def check_bypass(self, watched: Watched) -> None:
+        """Mark the whole table, and warn or raise, if its weights changed and nothing explains it.
+
+        Compares numbers that the host keeps; waits for no device.
+        """
+        now = stamp_of(watched.weight)
+        if now == watched.stamp or watched.has_source:
+            return
+        expected = watched.declared or self._explains_writes(watched)
+        watched.stamp, watched.declared = now, False
+        if expected:
+            return
+        self.mark_all(watched)
+        message = (
+            f"table {watched.table!r} was written by something that no hook saw (loading, clipping, "
+            f"an optimizer that is not attached, a replaced tensor)"
+        )
+        if self._on_bypass == "raise":
+            raise BadInput(
+                f"{message}; call mark(table, ids) or mark_all(table) where it is written, or reset() after a restore",
+                table=watched.table,
+            )
+        warnings.warn(f"{message}; all its rows count as changed", RuntimeWarning, stacklevel=3)
+
+    def _explains_writes(self, watched: Watched) -> bool:
+        if watched.optimizer is not None:
+            return False
+        group = (watched, *watched.mates)
+        is_told = any(one.says_updated for one in group)
+        if (watched.is_shard or is_told) and any(self._ledger.pending(one.place) for one in group):
+            return True
+        if is_told or (self.follows_steps and not watched.is_shard):
+            return False
+        # Without anything that tells of updates each of them looks like this; it is a bypass only if nothing was
+        # marked either.
+        return any(one.marked or self._ledger.saw(one.place) for one in group)
+
+
+def _outside_graphs(hook: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
+    """Return the hook so that compiled code breaks for it; the wrapper of torch alone costs more than the hook."""
+    disabled = torch.compiler.disable(hook)
+
+    def call(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            disabled(optimizer, args, kwargs)
+        else:
+            hook(optimizer, args, kwargs)
+
+    return call
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> tuple[object, ...]:
+    """Return all that a rule of ``optimizers`` reads of a group."""
+    return tuple([_plain(group.get(name)) for name in MOVING_HYPERPARAMETERS])
+
+
+def _plain(value: object) -> object:
+    # A tensor is compared by its value, and not by itself: it may be changed in place.
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def _has_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    # The step hooks get the optimizer itself as the first positional argument.
+    if len(args) == 1 and not kwargs:
+        return False
+    return any(callable(value) and not isinstance(value, torch.optim.Optimizer) for value in (*args, *kwargs.values()))

@@ -1,0 +1,102 @@
+"""The kept list of mutations: every entry applies to the sources as they are, and the small tier is caught."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.mutants.mutations import ROOT, read_mutations
+
+MUTATIONS = read_mutations(ROOT / "tests" / "mutants")
+
+
+def test_every_mutation_has_a_name_of_its_own() -> None:
+    assert [name for name, count in Counter(one.name for one in MUTATIONS).items() if count > 1] == []
+    assert all(re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", one.name) and one.why for one in MUTATIONS)
+
+
+@pytest.mark.parametrize("area", sorted({one.area for one in MUTATIONS}))
+def test_every_mutation_applies_and_names_tests_that_are_there(area: str) -> None:
+    problems = []
+    for mutation in MUTATIONS:
+        if mutation.area == area:
+            try:
+                mutation.applied((ROOT / mutation.file).read_text())
+            except (ValueError, OSError) as error:
+                problems.append(str(error))
+            problems += [f"{mutation.name}: {test} is not there" for test in mutation.tests if not is_there(test)]
+            if not mutation.tests and not mutation.is_equivalent:
+                problems.append(f"{mutation.name}: names no tests")
+
+    assert problems == []
+
+
+def is_there(test: str) -> bool:
+    file, *names = test.partition("[")[0].split("::")
+    path = ROOT / file
+    if not path.is_file():
+        return False
+    source = path.read_text()
+    return all(re.search(rf"^\s*(def|class) {name}\b", source, re.MULTILINE) for name in names)
+
+
+def make_mutants(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.mutants.run", "--jobs", "1", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_small_tier_is_caught() -> None:
+    found = make_mutants("--tier", "small")
+
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+OWN = "tests/storage/test_digests.py::test_the_digest_is_xxh3_128_of_the_bytes"
+ENTRY = """
+[[mutation]]
+name = "{name}"
+file = "cnr_store/storage/digests.py"
+old = "{old}"
+new = "{new}"
+why = "an example"
+tests = ["{test}"]
+"""
+
+
+def test_a_mutation_that_no_test_notices_is_told(tmp_path: Path) -> None:
+    entries = [
+        ENTRY.format(name="noticed", old="xxh3_128_hexdigest(data)", new="xxh64_hexdigest(data)", test=OWN),
+        ENTRY.format(name="overlooked", old="if found_digest != digest:", new="if False:", test=OWN),
+        ENTRY.format(name="gone", old="no such line", new="", test=OWN),
+        ENTRY.format(name="untested", old="if data is None:", new="if False:", test=f"{OWN}_of_another"),
+    ]
+    (tmp_path / "area.toml").write_text("".join(entries))
+
+    found = make_mutants("--lists", str(tmp_path))
+
+    assert found.returncode == 1
+    assert re.search(r"^caught .* area: noticed$", found.stdout, re.MULTILINE)
+    assert re.search(r"^SURVIVED .* area: overlooked$", found.stdout, re.MULTILINE)
+    assert re.search(r"^does not apply: gone: `old` stands 0 times .* area: gone$", found.stdout, re.MULTILINE)
+    assert re.search(r"^tests that do not pass without it: .* area: untested$", found.stdout, re.MULTILINE)
+    assert "xxh3_128_hexdigest(data)" in (ROOT / "cnr_store/storage/digests.py").read_text()
+
+
+def test_a_test_that_runs_out_of_time_is_told_apart(tmp_path: Path) -> None:
+    """It was counted as caught, as on a machine that is too slow for it."""
+    hangs = "__import__('time').sleep(60)"
+    entry = ENTRY.format(name="hangs", old="xxhash.xxh3_128_hexdigest(data)", new=hangs, test=OWN)
+    (tmp_path / "area.toml").write_text(entry)
+
+    found = make_mutants("--lists", str(tmp_path), "--timeout", "2")
+
+    assert re.search(r"^TIMED OUT .* area: hangs$", found.stdout, re.MULTILINE), found.stdout + found.stderr
+    assert re.search(r"^area +1 +0 +0 +1 +0 +0$", found.stdout, re.MULTILINE)
+    assert found.returncode == 3

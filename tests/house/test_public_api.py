@@ -1,0 +1,163 @@
+"""The public names of every package, as a list that a change has to touch. What is not here may change."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+ERRORS = """
+    CnrStoreError
+    NotFound NotAStore VersionNotFound VersionExpired CursorExpired TableNotFound TagNotFound ChannelNotFound
+    BranchNotFound
+    BadInput BadName BadShape BadDtype BadRowIds NonFiniteValues
+    Conflict Fenced TransactionAborted DoesNotApply TagExists BranchExists StoreExists SaveInProgress
+    CommitStateUnknown
+    CorruptStore CorruptRecord CorruptObject MissingObject
+    StorageFailure AccessDenied UnsafeBackend WrongClock
+    Unsupported NewerFormat UnknownFeature ReadOnlyStore MissingDependency
+    BackgroundSaveFailed VersionRefused RankFailed RankLost
+"""
+
+# One entry for each package that exists; its names, separated by blanks.
+PUBLIC = {
+    "cnr_store": ERRORS
+    + """
+        Snapshot Store TableOptions Threshold TableView Transaction Writer ChunkLru LogReport LruCounts
+        ScaleChoice expected_restores
+        Ranks Shard Rectangle Declaration
+        verify_store VerifyReport Problem
+        repair_store RepairReport RepairAction
+        maintain MaintenanceReport StageReport Stage compact_chain
+        compact CompactionPolicy CompactionReport
+        read_status StoreStatus HeadStatus LastMaintenance
+        collect_garbage RetentionPolicy GcReport Lease
+        segment_sizes total_sizes fp32_bytes SegmentSizes
+        export_snapshot ExportReport ExportedTensor import_tensors ImportReport
+    """,
+    "cnr_store_gpu": """
+        RowTracker RowBitmap DeviceBitmaps Cumulative Taken warmup
+        WatchedShard RowSource
+        TablePlan plan_tables
+        Movement RowMovement row_movement row_slots rows_with_state scalar_state
+        RowRequest Staged StagingBuffers gather_rows
+        LatticeCodes
+    """,
+    "cnr_store.serving": """
+        Loader AttachedTables Candidate Poll LoaderMetrics Batch RowRange HashShard
+    """,
+    "cnr_store.changes": """
+        changes ChangeStream VersionChanges ChangeCursor change_schema catch_up CatchUp
+        write_parquet write_ipc recorded_cursor RecordedVersion RecordingReport
+    """,
+    "cnr_store.relay": "Relay RelayReport assign_shards",
+    "cnr_store.serving.sinks": """
+        FusedRows RedisSink RedisRows RedisBatch SinkFeed PushResult SinkMetrics
+        RowSink RowSource Published SinkState SinkTable SourceRows
+    """,
+    "cnr_store.integrations": "StateDict load_state_dict",
+    "cnr_store.testing": "",
+    "cnr_store.training": """
+        CheckpointManager RestoredState load LoadedState SaveReport ScaleChange RateStatus TargetStatus ProcessRanks
+        calibrate Calibration Trial
+        CarriedBatch CarryingReader GrantedReader IntervalReader reader_states_for
+    """,
+    "cnr_store_tools": "",
+}
+
+# Packages that promise names to a user, with the folder each is in.
+PACKAGES = {
+    "cnr_store": "cnr_store",
+    "cnr_store.training": "cnr_store/training",
+    "cnr_store.serving": "cnr_store/serving",
+    "cnr_store.changes": "cnr_store/changes",
+    "cnr_store.relay": "cnr_store/relay",
+    "cnr_store.serving.sinks": "cnr_store/serving/sinks",
+    "cnr_store.integrations": "cnr_store/integrations",
+    "cnr_store.testing": "cnr_store/testing",
+    "cnr_store_gpu": "gpu/cnr_store_gpu",
+    "cnr_store_tools": "tools/cnr_store_tools",
+}
+
+HEAVY = [
+    "torch",
+    "triton",
+    "ray",
+    "prometheus_client",
+    "s3fs",
+    "gcsfs",
+    "adlfs",
+    "hypothesis",
+    "typer",
+    "rich.table",
+    "cnr_store_gpu",
+]
+"""Optional, or large, or for the command line: `import cnr_store` must work and be quick without them."""
+
+
+def visible_names(module: types.ModuleType) -> set[str]:
+    """Names without an underscore that are neither a submodule (importing one binds it) nor a future flag."""
+    return {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType) and name != "annotations"
+    }
+
+
+def test_every_package_that_exists_has_its_list() -> None:
+    existing = {name for name, folder in PACKAGES.items() if (REPOSITORY / folder / "__init__.py").is_file()}
+
+    assert set(PUBLIC) == existing
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_public_names_are_the_listed_ones(name: str) -> None:
+    module = importlib.import_module(name)
+
+    assert sorted(module.__all__) == sorted(PUBLIC[name].split())
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_all_names_are_what_is_visible(name: str) -> None:
+    module = importlib.import_module(name)
+
+    assert len(set(module.__all__)) == len(module.__all__)
+    assert visible_names(module) == set(module.__all__)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_public_functions_and_classes_are_documented(name: str) -> None:
+    module = importlib.import_module(name)
+    public = {public: getattr(module, public) for public in module.__all__}
+
+    undocumented = [public for public, value in public.items() if callable(value) and not value.__doc__]
+
+    assert module.__doc__
+    assert undocumented == []
+
+
+def test_the_command_starts_without_what_only_consumers_need() -> None:
+    program = "import sys, cnr_store_tools.cli; print([n for n in ('torch', 'pyarrow', 'redis') if n in sys.modules])"
+
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+
+    assert done.stdout.strip() == "[]"
+
+
+def test_importing_the_library_loads_nothing_optional() -> None:
+    program = f"import sys, cnr_store; print([name for name in {HEAVY!r} if name in sys.modules])"
+
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+
+    assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("folder", ["cnr_store", "gpu/cnr_store_gpu", "tools/cnr_store_tools"])
+def test_packages_say_that_they_are_typed(folder: str) -> None:
+    assert (REPOSITORY / folder / "py.typed").is_file()

@@ -1,0 +1,856 @@
+"""The commit log: finding the newest version, appending, unclear outcomes, damage."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+
+from cnr_store.errors import (
+    AccessDenied,
+    BadInput,
+    CommitStateUnknown,
+    Conflict,
+    CorruptRecord,
+    CorruptStore,
+    Fenced,
+    MissingObject,
+    StorageFailure,
+    TransactionAborted,
+    UnknownFeature,
+)
+from cnr_store.format.commit_record import LogEntry, decode_record, encode_record
+from cnr_store.format.documents import sha256
+from cnr_store.format.layout import HINT, branch_prefix, commit_key, hint_key, segment_name, state_key
+from cnr_store.format.limits import MAX_RECORD_BYTES
+from cnr_store.format.records import ChainEntry, CommitRecord, WriterInfo
+from cnr_store.log.commit_log import CommitLog, RetryPolicy
+from cnr_store.log.rebase import draft_after, draft_init, rebase_data, rebase_fence, rebase_tag
+from cnr_store.storage import CreateOutcome, Storage, local, open_storage, storage_from_filesystem
+from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
+from tests.support.recording_os import RecordingOs
+
+STORE = "5" * 32
+WRITER = WriterInfo(host="h", lib="0.1.0", run_id="r")
+ROOT = "/root"
+BRANCH = branch_prefix("b" * 32)
+on_a_branch_too = pytest.mark.parametrize("prefix", ["", BRANCH], ids=["store", "branch"])
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1_000.0
+        self.sleeps: list[float] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.sleeps.append(seconds)
+        self.now_s += seconds
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+    def ms(self) -> int:
+        return int(self.now_s * 1000)
+
+
+def open_log(
+    fs: Any, prefix: str = "", *, clock: Clock | None = None, deadline_s: float = 5.0, uuid: str = STORE
+) -> CommitLog:
+    clock = clock or Clock()
+    return CommitLog(
+        storage_from_filesystem(fs, ROOT),
+        uuid,
+        prefix,
+        retry=RetryPolicy(deadline_s=deadline_s),
+        clock_ms=clock.ms,
+        monotonic_s=clock.monotonic_s,
+        sleep=clock.sleep,
+        random=Random(0),
+    )
+
+
+def calm(inner: IsolatedMemoryFileSystem) -> FaultyFileSystem:
+    return FaultyFileSystem(inner)
+
+
+def txn(number: int) -> str:
+    return f"{number:032x}"
+
+
+def delta(head: LogEntry, number: int, **changes: Any) -> CommitRecord:
+    chain = head.record.chain
+    start = chain[-1].l1 if chain else 0
+    own = ChainEntry(
+        seg=segment_name(head.record.v, txn(number)),
+        sha256="0" * 64,
+        kind="delta" if chain else "baseline",
+        l0=start,
+        l1=start + 1,
+        bytes=1,
+        rows=1,
+    )
+    kept = {"chain": (*chain, own), "logical": start + 1, "step": 10 * (start + 1), **changes}
+    return draft_after(head.record, "delta" if chain else "full", WRITER, **kept)
+
+
+def append_delta(log: CommitLog, head: LogEntry, number: int, **changes: Any) -> LogEntry:
+    return log.append(head, delta(head, number, **changes), partial(rebase_data, txn=txn(number)))
+
+
+def append_tag(log: CommitLog, head: LogEntry, name: str) -> LogEntry:
+    tags = {**head.record.tags, name: head.record.v}
+    draft = draft_after(head.record, "tag", WRITER, name=name, target=head.record.v, tags=tags)
+    return log.append(head, draft, rebase_tag)
+
+
+def append_fence(log: CommitLog, head: LogEntry) -> LogEntry:
+    return log.append(head, draft_after(head.record, "fence", WRITER, epoch=head.record.epoch + 1), rebase_fence)
+
+
+@pytest.fixture
+def inner() -> IsolatedMemoryFileSystem:
+    return IsolatedMemoryFileSystem()
+
+
+def with_versions(inner: IsolatedMemoryFileSystem, count: int, prefix: str = "") -> LogEntry:
+    """A log of ``count`` versions written as fast as possible: init, then records that leave the state alone."""
+    log = open_log(calm(inner), prefix)
+    head = log.append_first(draft_init(WRITER))
+    for number in range(1, count):
+        head = log.append(head, draft_after(head.record, "expire", WRITER, step=number), no_rebase)
+    return head
+
+
+def no_rebase(draft: CommitRecord, intervening: LogEntry) -> CommitRecord:
+    raise AssertionError(f"nothing should stand between: {intervening.record.v} before {draft.kind}")
+
+
+def write_raw(inner: IsolatedMemoryFileSystem, version: int, data: bytes) -> None:
+    inner.pipe_file(f"{ROOT}/{commit_key(version)}", data)
+
+
+def test_first_record_is_version_zero_of_its_store(inner: IsolatedMemoryFileSystem) -> None:
+    entry = open_log(calm(inner)).append_first(draft_init(WRITER))
+
+    assert (entry.record.v, entry.record.kind, entry.record.store_uuid) == (0, "init", STORE)
+    assert open_log(calm(inner)).latest() == entry
+
+
+def test_second_initialization_finds_the_first(inner: IsolatedMemoryFileSystem) -> None:
+    first = open_log(calm(inner)).append_first(draft_init(WRITER))
+
+    assert open_log(calm(inner)).append_first(draft_init(WRITER)) == first
+
+
+def test_append_fills_position_parent_time_and_uuid(inner: IsolatedMemoryFileSystem) -> None:
+    clock = Clock()
+    log = open_log(calm(inner), clock=clock)
+    head = log.append_first(draft_init(WRITER))
+    clock.now_s -= 500  # a clock that was set back
+
+    entry = append_delta(log, head, 1)
+
+    assert entry.record.v == 1
+    assert entry.record.parent_digest == head.digest
+    assert entry.record.ts_ms == head.record.ts_ms + 1
+    assert entry.record.commit_uuid != head.record.commit_uuid
+    assert log.read(1) == entry
+
+
+@on_a_branch_too
+def test_walk_yields_every_version_back_to_zero(inner: IsolatedMemoryFileSystem, prefix: str) -> None:
+    head = with_versions(inner, 12, prefix)
+
+    entries = list(open_log(calm(inner), prefix).walk(head))
+
+    assert [entry.record.v for entry in entries] == list(range(11, -1, -1))
+
+
+def test_reading_an_empty_position_gives_none(inner: IsolatedMemoryFileSystem) -> None:
+    with_versions(inner, 3)
+    log = open_log(calm(inner))
+
+    assert log.read(3) is None
+    assert log.read(-1) is None
+
+
+@on_a_branch_too
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 9, 33])
+@pytest.mark.parametrize("hint", [b'{"version":0}', b'{"version":2}', None, b"{torn", b'{"version":-4}', b"[]"])
+def test_latest_finds_the_newest_from_any_hint(
+    inner: IsolatedMemoryFileSystem, prefix: str, count: int, hint: bytes | None
+) -> None:
+    head = with_versions(inner, count, prefix)
+    hint_path = f"{ROOT}/{hint_key(prefix)}"
+    if count > 1:
+        inner.rm(hint_path)
+    if hint is not None:
+        inner.pipe_file(hint_path, hint)
+
+    assert open_log(calm(inner), prefix).latest() == head
+
+
+@pytest.mark.parametrize("version", [40, 10**6, 10**18, 10**25])
+def test_hint_beyond_the_log_is_ignored(inner: IsolatedMemoryFileSystem, version: int) -> None:
+    head = with_versions(inner, 7)
+    inner.pipe_file(f"{ROOT}/{HINT}", b'{"version":%d}' % version)
+
+    assert open_log(calm(inner)).latest() == head
+
+
+def test_latest_costs_a_few_reads_whatever_the_length_of_the_log(inner: IsolatedMemoryFileSystem) -> None:
+    head = with_versions(inner, 1_000)
+
+    with_hint = calm(inner)
+    found = open_log(with_hint).latest()
+    inner.rm(f"{ROOT}/{HINT}")
+    without_hint = calm(inner)
+    found_again = open_log(without_hint).latest()
+
+    assert found == found_again == head
+    assert with_hint.count() == with_hint.count("read") == 3  # the hint, its position, the empty one behind it
+    assert without_hint.count() == without_hint.count("read") <= 2 + 2 * 10  # 2 log2(n)
+
+
+@on_a_branch_too
+def test_poll_without_news_is_one_request(inner: IsolatedMemoryFileSystem, prefix: str) -> None:
+    head = with_versions(inner, 5, prefix)
+    fs = calm(inner)
+
+    assert open_log(fs, prefix).poll(head) is None
+
+    assert [(call.operation, call.path) for call in fs.calls] == [("read", f"{ROOT}/{commit_key(5, prefix)}")]
+
+
+@on_a_branch_too
+def test_poll_with_news_is_one_request(inner: IsolatedMemoryFileSystem, prefix: str) -> None:
+    head = with_versions(inner, 5, prefix)
+    log = open_log(calm(inner), prefix)
+    before = log.read(3)
+    assert before is not None
+    fs = calm(inner)
+
+    assert open_log(fs, prefix).poll(before) == head
+
+    assert fs.count() == 1
+
+
+@on_a_branch_too
+def test_clean_append_is_one_create_and_one_hint(inner: IsolatedMemoryFileSystem, prefix: str) -> None:
+    head = with_versions(inner, 3, prefix)
+    fs = calm(inner)
+
+    append_delta(open_log(fs, prefix), head, 1)
+
+    assert [(call.operation, call.path) for call in fs.calls] == [
+        ("create", f"{ROOT}/{commit_key(3, prefix)}"),
+        ("write", f"{ROOT}/{hint_key(prefix)}"),
+    ]
+
+
+def test_unknown_fields_are_kept_by_the_next_record(inner: IsolatedMemoryFileSystem) -> None:
+    head = with_versions(inner, 2)
+    newer = msgspec.structs.replace(head.record, v=2, parent_digest=head.digest, commit_uuid="e" * 32)
+    write_raw(inner, 2, encode_record(newer, {"flavour": {"a": [1, 2]}}))
+    log = open_log(calm(inner))
+
+    entry = append_delta(log, log.latest(), 1)
+
+    assert entry.extra == {"flavour": {"a": [1, 2]}}
+    assert log.read(3) == entry
+
+
+@on_a_branch_too
+def test_growing_lists_move_to_a_side_object_and_come_back(inner: IsolatedMemoryFileSystem, prefix: str) -> None:
+    head = with_versions(inner, 2, prefix)
+    log = open_log(calm(inner), prefix)
+    tags = {f"a tag with a rather long name, number {n}": 0 for n in range(400)}
+    draft = draft_after(head.record, "tag", WRITER, name="x", target=0, tags=tags)
+
+    entry = log.append(head, draft, no_rebase)
+
+    raw = decode_record(inner.cat_file(f"{ROOT}/{commit_key(2, prefix)}"), 2)
+    assert raw.record.tags == {}
+    assert raw.record.state is not None
+    (name,) = raw.record.state
+    assert inner.exists(f"{ROOT}/{state_key(name)}"), "side objects of all logs lie at the root"
+    assert log.latest() == entry
+    assert entry.record.tags == tags
+
+
+def test_side_object_is_put_before_its_record(inner: IsolatedMemoryFileSystem) -> None:
+    head = with_versions(inner, 2)
+    fs = calm(inner)
+    aborted = {txn(n): n for n in range(400)}
+
+    open_log(fs).append(head, draft_after(head.record, "expire", WRITER, aborted=aborted), no_rebase)
+
+    assert [call.path.removeprefix(f"{ROOT}/").split("/")[0] for call in fs.calls] == ["state", "commits", "hint"]
+
+
+def test_side_object_is_durable_before_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = CommitLog(open_storage(tmp_path), STORE)
+    head = log.append_first(draft_init(WRITER))
+    shim = RecordingOs(tmp_path)
+    monkeypatch.setattr(local, "os", shim)
+    aborted = {txn(n): n for n in range(400)}
+
+    log.append(head, draft_after(head.record, "expire", WRITER, aborted=aborted), no_rebase)
+
+    calls = [(call, path.partition("/")[0]) for call, path in shim.calls]
+    named, durable, visible = map(calls.index, (("replace", "state"), ("fsync", "."), ("link", "commits")))
+    assert named < durable < visible
+    assert ("fsync", "state") in shim.calls[named:durable]
+
+
+def test_missing_or_changed_side_object_is_named(inner: IsolatedMemoryFileSystem) -> None:
+    head = with_versions(inner, 2)
+    log = open_log(calm(inner))
+    aborted = {txn(n): n for n in range(400)}
+    log.append(head, draft_after(head.record, "expire", WRITER, aborted=aborted), no_rebase)
+    state = decode_record(inner.cat_file(f"{ROOT}/{commit_key(2)}"), 2).record.state
+    assert state is not None
+    path = f"{ROOT}/{state_key(state[0])}"
+    data = inner.cat_file(path)
+
+    inner.pipe_file(path, data.replace(b"0", b"1", 1))
+    with pytest.raises(CorruptStore) as changed:
+        log.latest()
+    inner.rm(path)
+    with pytest.raises(MissingObject) as missing:
+        log.latest()
+
+    assert changed.value.version == missing.value.version == 2
+    assert missing.value.path == state_key(state[0])
+
+
+def test_a_record_too_large_is_refused_before_anything_is_written(inner: IsolatedMemoryFileSystem) -> None:
+    head = with_versions(inner, 2)
+    fs = calm(inner)
+    log = open_log(fs)
+
+    with pytest.raises(BadInput) as refused:
+        log.append(head, draft_after(head.record, "expire", WRITER, user={"x": "y" * MAX_RECORD_BYTES}), no_rebase)
+
+    assert refused.value.expected == MAX_RECORD_BYTES
+    assert fs.count() == 0
+    assert log.unresolved is None
+
+
+@on_a_branch_too
+def test_loser_takes_the_next_position_behind_records_that_commute(
+    inner: IsolatedMemoryFileSystem, prefix: str
+) -> None:
+    log = open_log(calm(inner), prefix)
+    head = append_delta(log, log.append_first(draft_init(WRITER)), 1)
+    other = open_log(calm(inner), prefix)
+    tagged = append_tag(other, append_tag(other, head, "a"), "b")
+
+    entry = append_delta(log, head, 2)
+
+    assert entry.record.v == tagged.record.v + 1
+    assert entry.record.parent_digest == tagged.digest
+    assert entry.record.tags == {"a": 1, "b": 2}
+    assert [part.seg for part in entry.record.chain] == [segment_name(0, txn(1)), segment_name(1, txn(2))]
+
+
+def test_every_intervening_record_reaches_the_rebase_in_order(inner: IsolatedMemoryFileSystem) -> None:
+    log = open_log(calm(inner))
+    head = log.append_first(draft_init(WRITER))
+    newest = head
+    for name in ("a", "b", "c"):
+        newest = append_tag(log, newest, name)
+    seen: list[int] = []
+
+    def rebase(draft: CommitRecord, intervening: LogEntry) -> CommitRecord:
+        seen.append(intervening.record.v)
+        return rebase_tag(draft, intervening)
+
+    draft = draft_after(head.record, "tag", WRITER, name="d", target=0, tags={"d": 0})
+    entry = open_log(calm(inner)).append(head, draft, rebase)
+
+    assert seen == [1, 2, 3]
+    assert entry.record.tags == {"a": 0, "b": 1, "c": 2, "d": 0}
+
+
+@on_a_branch_too
+def test_a_zombie_of_an_older_epoch_is_fenced(inner: IsolatedMemoryFileSystem, prefix: str) -> None:
+    log = open_log(calm(inner), prefix)
+    head = append_fence(log, log.append_first(draft_init(WRITER)))
+    zombie_head = append_delta(log, head, 1)
+    other = open_log(calm(inner), prefix)
+    fenced = append_fence(other, other.latest())
+    append_delta(other, fenced, 2)
+
+    with pytest.raises(Fenced):
+        append_delta(log, zombie_head, 3)
+    with pytest.raises(Fenced):
+        append_delta(log, log.latest(), 3, epoch=zombie_head.record.epoch)
+
+    assert log.unresolved is None
+    assert log.latest().record.chain[-1].seg.endswith(txn(2))
+
+
+def test_concurrent_fences_get_different_epochs(inner: IsolatedMemoryFileSystem) -> None:
+    log, other = open_log(calm(inner)), open_log(calm(inner))
+    head = log.append_first(draft_init(WRITER))
+
+    first, second = append_fence(log, head), append_fence(other, head)
+
+    assert (first.record.epoch, second.record.epoch) == (1, 2)
+
+
+def test_two_data_records_conflict(inner: IsolatedMemoryFileSystem) -> None:
+    log = open_log(calm(inner))
+    head = log.append_first(draft_init(WRITER))
+    append_delta(open_log(calm(inner)), head, 1)
+
+    with pytest.raises(Conflict) as refused:
+        append_delta(log, head, 2)
+
+    assert type(refused.value) is Conflict
+    assert refused.value.version == 1
+
+
+def test_an_aborted_transaction_cannot_commit(inner: IsolatedMemoryFileSystem) -> None:
+    log = open_log(calm(inner))
+    head = log.append_first(draft_init(WRITER))
+    gc = open_log(calm(inner))
+    gc.append(head, draft_after(head.record, "expire", WRITER, aborted={txn(2): 0}), no_rebase)
+
+    with pytest.raises(TransactionAborted):
+        append_delta(log, head, 2)
+
+
+@pytest.mark.parametrize(
+    "kind", [FaultKind.FAIL_AFTER, FaultKind.LOST_REPLY, FaultKind.DUPLICATE, FaultKind.FAIL_BEFORE]
+)
+@on_a_branch_too
+def test_unclear_create_is_settled_by_reading_back(
+    inner: IsolatedMemoryFileSystem, prefix: str, kind: FaultKind
+) -> None:
+    head = with_versions(inner, 3, prefix)
+    fs = FaultyFileSystem(inner, fault=Fault(kind, at=0))
+    log = open_log(fs, prefix)
+
+    entry = append_delta(log, head, 1)
+
+    assert entry.record.v == 3
+    assert open_log(calm(inner), prefix).latest() == entry
+    assert fs.count("create") == (2 if kind is FaultKind.FAIL_BEFORE else 1)
+    assert log.unresolved is None
+
+
+def test_delayed_put_that_lands_before_the_retry_is_ours(inner: IsolatedMemoryFileSystem) -> None:
+    head = with_versions(inner, 3)
+    fs = FaultyFileSystem(inner, fault=Fault(FaultKind.DELAYED_PUT, at=0, delay_calls=2))
+
+    entry = append_delta(open_log(fs), head, 1)
+
+    assert fs.count("create") == 2
+    assert open_log(calm(inner)).latest() == entry
+
+
+def test_retries_send_identical_bytes_with_growing_pauses_until_the_deadline(
+    inner: IsolatedMemoryFileSystem,
+) -> None:
+    head = with_versions(inner, 3)
+    clock, sent = Clock(), []
+    storage = storage_from_filesystem(calm(inner), ROOT)
+
+    def never_arrives(key: str, data: bytes) -> CreateOutcome:
+        sent.append((key, data))
+        return CreateOutcome.UNKNOWN
+
+    storage.create = never_arrives  # type: ignore[method-assign]  # a network that swallows every request
+    log = CommitLog(
+        storage, STORE, clock_ms=clock.ms, monotonic_s=clock.monotonic_s, sleep=clock.sleep, random=Random(1)
+    )
+
+    with pytest.raises(CommitStateUnknown) as unknown:
+        append_delta(log, head, 1)
+
+    assert unknown.value.version == 3
+    assert log.unresolved == 3
+    assert len(set(sent)) == 1
+    assert len(sent) > 20
+    assert 50 < sum(clock.sleeps) <= 60
+    assert max(clock.sleeps) <= 2.0
+    assert clock.sleeps[0] <= 0.05
+
+
+def unresolved_log(inner: IsolatedMemoryFileSystem, head: LogEntry) -> tuple[CommitLog, FaultyFileSystem]:
+    """A log whose append of delta 1 ended without an answer: its put is still under way."""
+    fault = Fault(FaultKind.DELAYED_PUT, at=0, delay_calls=10**6)
+    fs = FaultyFileSystem(inner, fault=fault)
+    log = open_log(fs, deadline_s=0.0)
+    with pytest.raises(CommitStateUnknown):
+        append_delta(log, head, 1)
+    assert log.unresolved == head.record.v + 1
+    return log, fs
+
+
+def test_nothing_else_is_appended_while_an_outcome_is_unknown(inner: IsolatedMemoryFileSystem) -> None:
+    head = with_versions(inner, 3)
+    storage, sent = storage_from_filesystem(calm(inner), ROOT), []
+
+    def never_arrives(key: str, data: bytes) -> CreateOutcome:
+        sent.append((key, data))
+        return CreateOutcome.UNKNOWN
+
+    storage.create = never_arrives  # type: ignore[method-assign]  # a network that swallows every request
+    log = CommitLog(storage, STORE, retry=RetryPolicy(deadline_s=0.0), sleep=lambda _s: None)
+    with pytest.raises(CommitStateUnknown) as own:
+        append_delta(log, head, 1)
+    first = log.unresolved_entry
+    assert first is not None
+
+    with pytest.raises(CommitStateUnknown, match="nothing new was sent") as refused:
+        append_delta(log, head, 2)
+
+    assert log.unresolved_entry is first
+    assert len(sent) > 1
+    assert len(set(sent)) == 1
+    assert refused.value.version == own.value.version == 3
+    assert refused.value.expected == own.value.expected == first.record.commit_uuid
+
+
+@on_a_branch_too
+@pytest.mark.parametrize("fate", ["landed", "never sent", "another took the position"])
+def test_append_settles_what_an_earlier_append_left_unresolved(
+    inner: IsolatedMemoryFileSystem, prefix: str, fate: str
+) -> None:
+    head = with_versions(inner, 3, prefix)
+    fs = FaultyFileSystem(inner, fault=Fault(FaultKind.DELAYED_PUT, at=0, delay_calls=10**6))
+    log = open_log(fs, prefix, deadline_s=0.0)
+    with pytest.raises(CommitStateUnknown):
+        append_tag(log, head, "unclear")
+    if fate == "landed":
+        fs.deliver_delayed()
+    elif fate == "another took the position":
+        append_tag(open_log(calm(inner), prefix), head, "other")
+
+    entry = append_delta(log, head, 1)  # the head from before the tag
+    fs.deliver_delayed()
+
+    assert log.unresolved is None
+    assert open_log(calm(inner), prefix).latest() == entry
+    assert entry.record.v == 4
+    assert list(entry.record.tags) == (["other"] if fate == "another took the position" else ["unclear"])
+
+
+@pytest.mark.parametrize("wins", [True, False])
+def test_what_a_later_append_settled_can_still_be_learned(inner: IsolatedMemoryFileSystem, *, wins: bool) -> None:
+    head = with_versions(inner, 3)
+    log, fs = unresolved_log(inner, head)
+    sent = log.unresolved_entry
+    assert sent is not None
+    if wins:
+        fs.deliver_delayed()
+    else:
+        append_tag(open_log(calm(inner)), head, "other")
+    append_tag(log, log.latest(), "later")
+
+    assert log.unresolved is None
+    assert log.resolve(sent) == (sent if wins else None)
+    inner.rm(f"{ROOT}/{commit_key(sent.record.v)}")
+    with pytest.raises(CorruptStore) as hole:
+        log.resolve(sent)
+    assert hole.value.version == sent.record.v
+
+
+def test_resolve_finds_the_straggler_that_landed(inner: IsolatedMemoryFileSystem) -> None:
+    head = with_versions(inner, 3)
+    log, fs = unresolved_log(inner, head)
+    fs.deliver_delayed()
+
+    entry = log.resolve()
+
+    assert entry == open_log(calm(inner)).latest()
+    assert entry is not None
+    assert entry.record.chain[-1].seg.endswith(txn(1))
+    assert append_delta(log, entry, 2).record.v == 4
+
+
+def test_resolve_sends_the_same_bytes_again_when_nothing_landed(inner: IsolatedMemoryFileSystem) -> None:
+    head = with_versions(inner, 3)
+    log, fs = unresolved_log(inner, head)
+
+    entry = log.resolve()
+    fs.deliver_delayed()
+
+    assert entry == open_log(calm(inner)).latest()
+    assert entry is not None
+    assert entry.record.v == 3
+
+
+def test_resolve_says_none_when_another_took_the_position(inner: IsolatedMemoryFileSystem) -> None:
+    head = with_versions(inner, 3)
+    log, fs = unresolved_log(inner, head)
+    fence = append_fence(open_log(calm(inner)), head)
+
+    assert log.resolve() is None
+    fs.deliver_delayed()
+
+    assert log.unresolved is None
+    assert open_log(calm(inner)).latest() == fence
+
+
+def test_resolve_without_anything_unresolved_asks_nobody(inner: IsolatedMemoryFileSystem) -> None:
+    fs = calm(inner)
+
+    assert open_log(fs).resolve() is None
+
+    assert fs.count() == 0
+
+
+def test_interrupt_during_the_put_leaves_the_append_to_be_resolved(inner: IsolatedMemoryFileSystem) -> None:
+    head = with_versions(inner, 3)
+    for interrupted_call, lands in [("create", True), ("write", True), ("create", False)]:
+        storage = storage_from_filesystem(calm(inner), ROOT)
+        log = CommitLog(storage, STORE, sleep=lambda _s: None)
+        interrupt_once(storage, interrupted_call, after=lands)
+
+        with pytest.raises(KeyboardInterrupt):
+            append_delta(log, head, 1)
+        assert log.unresolved == head.record.v + 1
+        interrupt_once(storage, "read", after=False)
+        with pytest.raises(KeyboardInterrupt):  # while it looks for what became of the first
+            append_delta(log, head, 2)
+        entry = log.resolve()
+
+        assert entry is not None
+        assert entry == open_log(calm(inner)).latest()
+        head = entry
+
+
+def interrupt_once(storage: Storage, operation: str, *, after: bool) -> None:
+    """Make the next create, read or put of ``storage`` raise KeyboardInterrupt before or after its effect."""
+    name = {"write": "put"}.get(operation, operation)
+    real: Callable[..., Any] = getattr(storage, name)
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        delattr(storage, name)
+        if after:
+            real(*args, **options)
+        raise KeyboardInterrupt
+
+    setattr(storage, name, interrupted)
+
+
+def test_denied_append_leaves_nothing_unresolved(inner: IsolatedMemoryFileSystem) -> None:
+    head = with_versions(inner, 3)
+    storage = storage_from_filesystem(calm(inner), ROOT)
+    storage.create = denied  # type: ignore[method-assign]  # rights that were taken away
+    log = CommitLog(storage, STORE, sleep=lambda _s: None)
+
+    with pytest.raises(AccessDenied):
+        append_delta(log, head, 1)
+
+    assert log.unresolved is None
+
+
+def denied(key: str, data: bytes) -> CreateOutcome:
+    raise AccessDenied(f"{key} was refused")
+
+
+def test_denial_that_hid_a_success_is_a_success(inner: IsolatedMemoryFileSystem) -> None:
+    head = with_versions(inner, 3)
+    storage = storage_from_filesystem(calm(inner), ROOT)
+    real = storage.create
+
+    def landed_then_denied(key: str, data: bytes) -> CreateOutcome:
+        real(key, data)
+        return denied(key, data)
+
+    storage.create = landed_then_denied  # type: ignore[method-assign]  # a client that retries with stale credentials
+    log = CommitLog(storage, STORE, sleep=lambda _s: None)
+
+    assert append_delta(log, head, 1) == open_log(calm(inner)).latest()
+
+
+def test_failing_side_object_means_nothing_was_committed(inner: IsolatedMemoryFileSystem) -> None:
+    head = with_versions(inner, 2)
+    log = open_log(FaultyFileSystem(inner, fault=Fault(FaultKind.DISK_FULL, at=0)))
+    draft = draft_after(head.record, "expire", WRITER, aborted={txn(n): n for n in range(400)})
+
+    with pytest.raises(StorageFailure):
+        log.append(head, draft, no_rebase)
+
+    assert log.unresolved is None
+    assert open_log(calm(inner)).latest() == head
+
+
+def test_failing_hint_does_not_fail_the_append(inner: IsolatedMemoryFileSystem) -> None:
+    head = with_versions(inner, 2)
+    log = open_log(FaultyFileSystem(inner, fault=Fault(FaultKind.DISK_FULL, at=1)))
+
+    entry = append_delta(log, head, 1)
+
+    assert open_log(calm(inner)).latest() == entry
+
+
+def test_truncated_read_back_is_read_again(inner: IsolatedMemoryFileSystem) -> None:
+    head = with_versions(inner, 3)
+    other = append_tag(open_log(calm(inner)), head, "t")
+    log = open_log(FaultyFileSystem(inner, fault=Fault(FaultKind.SHORT_READ, at=1)))
+
+    entry = append_delta(log, head, 1)
+
+    assert entry.record.v == other.record.v + 1
+
+
+@on_a_branch_too
+def test_log_without_version_zero_is_refused(inner: IsolatedMemoryFileSystem, prefix: str) -> None:
+    with_versions(inner, 1, prefix)
+    inner.rm(f"{ROOT}/{commit_key(0, prefix)}")
+
+    with pytest.raises(CorruptStore) as refused:
+        open_log(calm(inner), prefix).latest()
+
+    assert (refused.value.version, refused.value.path) == (0, commit_key(0, prefix))
+
+
+@on_a_branch_too
+def test_hole_in_the_log_is_named(inner: IsolatedMemoryFileSystem, prefix: str) -> None:
+    head = with_versions(inner, 9, prefix)
+    inner.rm(f"{ROOT}/{commit_key(4, prefix)}")
+
+    with pytest.raises(CorruptStore) as hole:
+        list(open_log(calm(inner), prefix).walk(head))
+
+    assert (hole.value.version, hole.value.path) == (4, commit_key(4, prefix))
+
+
+def test_rewritten_record_breaks_the_digest_chain(inner: IsolatedMemoryFileSystem) -> None:
+    head = with_versions(inner, 6)
+    log = open_log(calm(inner))
+    before, old = log.read(3), log.read(4)
+    assert before is not None
+    assert old is not None
+    write_raw(inner, 4, encode_record(msgspec.structs.replace(old.record, step=99)))
+    inner.pipe_file(f"{ROOT}/{HINT}", b'{"version":4}')
+
+    with pytest.raises(CorruptRecord) as walked:
+        list(log.walk(head))
+    with pytest.raises(CorruptRecord):
+        log.latest()
+    with pytest.raises(CorruptRecord):
+        log.poll(old_entry(log, 4))
+    with pytest.raises(CorruptRecord):
+        append_delta(log, old_entry(log, 4), 1)
+
+    assert walked.value.version == 5
+
+
+def old_entry(log: CommitLog, version: int) -> LogEntry:
+    entry = log.read(version)
+    assert entry is not None
+    return entry
+
+
+def test_torn_newest_record_is_named_and_the_one_before_still_read(inner: IsolatedMemoryFileSystem) -> None:
+    head = with_versions(inner, 4)
+    data = encode_record(msgspec.structs.replace(head.record, v=4, parent_digest=head.digest))
+    write_raw(inner, 4, data[: len(data) // 2])
+    log = open_log(calm(inner))
+
+    with pytest.raises(CorruptRecord) as torn:
+        log.latest()
+
+    assert torn.value.version == 4
+    assert log.read(3) == head
+
+
+def test_torn_record_in_the_way_ends_in_an_unknown_outcome(inner: IsolatedMemoryFileSystem) -> None:
+    head = with_versions(inner, 4)
+    write_raw(inner, 4, b'{"v":4,')
+    log = open_log(calm(inner))
+
+    with pytest.raises(CommitStateUnknown) as unknown:
+        append_delta(log, head, 1)
+
+    assert isinstance(unknown.value.__cause__, CorruptRecord)
+
+
+def test_record_of_another_store_is_refused(inner: IsolatedMemoryFileSystem) -> None:
+    with_versions(inner, 2)
+
+    with pytest.raises(CorruptStore, match="two stores were mixed"):
+        open_log(calm(inner), uuid="6" * 32).latest()
+
+
+def test_unknown_reader_feature_in_the_way_is_not_ours(inner: IsolatedMemoryFileSystem) -> None:
+    head = with_versions(inner, 4)
+    newer = msgspec.structs.replace(
+        head.record, v=4, parent_digest=head.digest, commit_uuid="e" * 32, reader_features=("row_classes",)
+    )
+    write_raw(inner, 4, encode_record(newer))
+    log = open_log(calm(inner))
+
+    with pytest.raises(UnknownFeature):
+        append_delta(log, head, 1)
+
+    assert log.unresolved is None
+
+
+def test_altered_bytes_under_our_uuid_are_never_called_a_success(inner: IsolatedMemoryFileSystem) -> None:
+    head = with_versions(inner, 4)
+    storage = storage_from_filesystem(calm(inner), ROOT)
+
+    def altered(key: str, data: bytes) -> CreateOutcome:
+        record = msgspec.structs.replace(decode_record(data, 4).record, step=1_000_000)
+        inner.pipe_file(f"{ROOT}/{key}", encode_record(record))
+        return CreateOutcome.UNKNOWN
+
+    storage.create = altered  # type: ignore[method-assign]  # a proxy that rewrites bodies
+    log = CommitLog(storage, STORE, sleep=lambda _s: None)
+
+    with pytest.raises(CommitStateUnknown) as unknown:
+        append_delta(log, head, 1)
+
+    assert isinstance(unknown.value.__cause__, CorruptRecord)
+
+
+def test_digest_is_of_the_stored_bytes(inner: IsolatedMemoryFileSystem) -> None:
+    head = with_versions(inner, 3)
+
+    for entry, after in itertools.pairwise(open_log(calm(inner)).walk(head)):
+        assert entry.record.parent_digest == after.digest
+        assert after.digest == sha256(inner.cat_file(f"{ROOT}/{commit_key(after.record.v)}"))
+
+
+def test_threads_that_race_on_local_files_lose_no_tag(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path, fsync=False)
+    CommitLog(storage, STORE).append_first(draft_init(WRITER))
+
+    def tag_many(worker: int) -> None:
+        log = CommitLog(open_storage(tmp_path, fsync=False), STORE)
+        for number in range(10):
+            append_tag(log, log.latest(), f"{worker}-{number}")
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(tag_many, range(4)))
+
+    log = CommitLog(storage, STORE)
+    newest = log.latest()
+    assert newest.record.v == 40
+    assert len(newest.record.tags) == 40
+    assert len(list(log.walk(newest))) == 41
+
+
+def test_record_that_supersedes_a_torn_one_is_the_newest(inner: IsolatedMemoryFileSystem) -> None:
+    head = with_versions(inner, 4)
+    torn = b'{"v":4,'
+    write_raw(inner, 4, torn)
+    repaired = msgspec.structs.replace(head.record, v=5, parent_digest=sha256(torn), commit_uuid="e" * 32)
+    write_raw(inner, 5, encode_record(repaired))
+
+    assert open_log(calm(inner)).latest().record == repaired

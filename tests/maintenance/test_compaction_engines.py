@@ -1,0 +1,167 @@
+"""Threads, processes and a Ray cluster fold to the same bytes, and fail with the same errors."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from cnr_store import BadInput, CorruptObject, MissingDependency, Store, compact
+from cnr_store.format.layout import segment_key
+from cnr_store.format.records import Manifest
+from cnr_store.maintenance.compaction import engines, tasks
+from cnr_store.storage import open_storage, storage_from_filesystem
+from tests.support.compacted import Training, content_of, manifest_in, strangers_in
+from tests.support.faulty import IsolatedMemoryFileSystem
+
+ALL = (0, 4)
+needs_ray = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason='the package ray is not installed; pip install "cnr-store[ray]"'
+)
+OTHERS = ["processes", pytest.param("ray", marks=needs_ray)]
+
+
+@pytest.fixture(autouse=True)
+def many_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every table is a task of its own."""
+    monkeypatch.setattr(tasks, "PIECE_CHUNKS", 1)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """A Ray cluster of this machine that nothing else reaches."""
+    if importlib.util.find_spec("ray") is None:
+        yield
+        return
+    import ray
+
+    ray.init(
+        address="local", num_cpus=2, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False,
+        object_store_memory=80 * 1024 * 1024,
+    )  # fmt: skip
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    store = Store.create(str(tmp_path / "store"), fsync=False, threads=2)
+    training = Training(store)
+    with store.writer() as writer:
+        training.full(writer)
+        for _ in range(3):
+            training.delta(writer)
+    return store
+
+
+def without_names(manifest: Manifest) -> dict[str, Any]:
+    """A manifest as plain data, but for what every transaction has of its own."""
+    document: dict[str, Any] = msgspec.to_builtins(manifest)
+    return {key: value for key, value in document.items() if key not in ("txn", "base")}
+
+
+@pytest.mark.parametrize("engine", OTHERS)
+@pytest.mark.parametrize("run", [ALL, (1, 4)], ids=["baseline", "delta"])
+def test_the_same_bytes_as_threads(store: Store, tmp_path: Path, cluster: None, engine: Any, run: Any) -> None:
+    shutil.copytree(store.url, tmp_path / "other")
+    other = Store.open(str(tmp_path / "other"), fsync=False)
+
+    told: list[tuple[str, int, int]] = []
+    reports = [
+        compact(store, run=run, workers=1),
+        compact(other, run=run, engine=engine, workers=2, progress=lambda *what: told.append(what)),
+    ]
+
+    assert [report.outcome for report in reports] == ["committed"] * 2
+    assert [report.tasks for report in reports] == [3, 3]
+    names = [one.head().record.chain[run[0]].seg for one in (store, other)]
+    assert content_of(store, names[0]) == content_of(other, names[1])
+    assert without_names(manifest_in(store, names[0])) == without_names(manifest_in(other, names[1]))
+    assert strangers_in(other, names[1]) == set()
+    assert told == [("tasks", done, 3) for done in range(4)]
+
+
+@pytest.mark.parametrize("engine", ["threads", *OTHERS])
+def test_damage_of_an_input_is_the_error_that_a_reader_gets(store: Store, cluster: None, engine: Any) -> None:
+    head = store.head()
+    segment = head.record.chain[1].seg
+    path = next(entry.path for entry in manifest_in(store, segment).objects if "/codes/c/" in entry.path)
+    store.storage.put(segment_key(segment, path), b"x" * 40)
+
+    with pytest.raises(CorruptObject) as caught:
+        compact(store, run=ALL, engine=engine, workers=2)
+
+    assert segment_key(segment, path) in str(caught.value)
+    assert store.head().digest == head.digest
+
+
+@pytest.mark.parametrize("engine", OTHERS)
+def test_no_task_begins_behind_the_deadline(store: Store, cluster: None, engine: Any) -> None:
+    assert compact(store, run=ALL, engine=engine, workers=1, deadline_s=0).outcome == "unfinished"
+
+    report = compact(store, run=ALL, engine="threads")
+
+    assert (report.outcome, report.reused_tasks) == ("committed", 0)
+
+
+def test_what_one_engine_has_begun_another_goes_on_with(store: Store) -> None:
+    with pytest.raises(ZeroDivisionError):
+        compact(store, run=ALL, progress=lambda stage, done, total: done == 2 and 1 / 0)  # type: ignore[arg-type]
+
+    report = compact(store, run=ALL, engine="processes", workers=1)
+
+    assert (report.outcome, report.reused_tasks) == ("committed", 2)
+
+
+@pytest.mark.parametrize("engine", ["processes", "ray"])
+def test_storage_that_no_other_process_reaches_is_refused(engine: Any) -> None:
+    inner = IsolatedMemoryFileSystem()
+    given = Store.create_on(storage_from_filesystem(inner, "/root"))
+    memory = Store.create_on(open_storage(f"memory://compaction-{engine}"))
+    for store in (given, memory):
+        training = Training(store)
+        with store.writer() as writer:
+            training.full(writer)
+            training.delta(writer)
+        with pytest.raises(BadInput, match="this process alone"):
+            compact(store, run=(0, 2), engine=engine)
+
+
+def test_an_engine_or_a_number_of_workers_that_is_none_is_refused(store: Store) -> None:
+    with pytest.raises(BadInput, match="threads, processes, ray"):
+        compact(store, engine="fibres")  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="at least one worker"):
+        compact(store, workers=0)
+    with pytest.raises(BadInput, match="bytes_per_s is a finite number above 0"):
+        compact(store, bytes_per_s=0)
+
+
+def test_without_ray_the_error_says_what_to_install(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+
+    with pytest.raises(MissingDependency, match=r"cnr-store\[ray\]"):
+        compact(store, run=ALL, engine="ray")
+
+
+@pytest.mark.parametrize("engine", OTHERS)
+def test_a_worker_that_dies_is_an_error_and_what_is_done_is_kept(
+    store: Store, cluster: None, monkeypatch: pytest.MonkeyPatch, engine: Any
+) -> None:
+    monkeypatch.setattr(engines, "fold_elsewhere", _die)
+    with pytest.raises(engines.CnrStoreError, match="of the compaction"):
+        compact(store, run=ALL, engine=engine, workers=1)
+    monkeypatch.undo()
+
+    assert compact(store, run=ALL).outcome == "committed"
+
+
+def _die(*_: Any) -> None:
+    import os
+    import signal
+
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,223 @@
+"""Folding any run of a chain changes nothing that anybody can read, at its end or at any later point."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cnr_store import Store
+from cnr_store.format.layout import segment_prefix
+from cnr_store.format.manifest import stated_digest
+from cnr_store.read.plan import TablePlan
+from cnr_store.runtime.threads import Workers
+from cnr_store.segment.codes import array_specs
+from cnr_store.segment.segment import SegmentReader
+from cnr_store.storage import Storage, storage_from_filesystem
+from cnr_store.types import Rectangle
+from tests.read.test_replay_reference import ENCODINGS, part_ops, saves, write
+from tests.segment.test_rectangles import build
+from tests.store.test_store_machine import State, StoreMachine
+from tests.support.faulty import IsolatedMemoryFileSystem
+from tests.support.folding import common_columns, fold, pieces_of, state_of
+from tests.support.row_algebra import AddMode, RowOps, compose
+
+CHUNK_BYTES = (16, 40, 200, 1 << 20)
+CHUNKS = st.sampled_from(CHUNK_BYTES)
+SOAK_LIVES = 2_000
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+class Life(StoreMachine):
+    """A store's life of deltas on the head, so that its chain grows."""
+
+    def delta(self) -> None:
+        state: State = self.state.copy()
+        state.step = next(self.steps)
+        new = None
+        if self.rng.random() < 0.2:
+            new = str(self.rng.choice(["affine", "exact_element", "lattice", "bfloat16", "float16"]))
+        what = str(self.rng.choice(["rows", "rows", "resize", "resize", "drop", "hashed", "empty"]))
+        changed: dict[str, set[int]] = {}
+        with self.writer.begin(state.step) as txn:
+            self.fill_delta(txn, state, changed, int(self.rng.integers(0, 15)), new, what, False)
+        self.won(state, changed)
+
+
+def live(seed: int) -> Life:
+    """Some saves of tables of random encodings, with a restart here and there after which scales are refined."""
+    rng = np.random.default_rng(seed)
+    life = Life()
+    life.create(profile="portable" if rng.random() < 0.5 else "compact", mirror="memory", seed=seed)
+    for _ in range(int(rng.integers(1, 8))):
+        if rng.random() < 0.2:
+            life.reopen(mirror="none" if rng.random() < 0.2 else "memory", in_outputs=False)
+        life.delta()
+    return life
+
+
+def never_shrinks(plan: TablePlan, before: int | None) -> bool:
+    """Statuses of the changed rows alone, wherever they can be."""
+    return before is None or all(batch.num_rows >= before for batch in plan.batches)
+
+
+def check_folds(storage: Storage, readers: Sequence[SegmentReader], seed: int, workers: Workers, folds: int) -> None:
+    """Fold random runs, each in the chain that the last one left, and compare every later state."""
+    rng = np.random.default_rng(seed)
+    original = {reader.manifest.l1: readers[: at + 1] for at, reader in enumerate(readers)}
+    chain = list(readers)
+    for number in range(folds):
+        if len(chain) < 2:
+            return
+        start = int(rng.integers(len(chain) - 1)) if rng.random() < 0.7 else 0
+        stop = int(rng.integers(start + 2, len(chain) + 1))
+        pieces = pieces_of([reader.manifest for reader in chain[:stop]], start, rng)
+        if pieces is None:
+            continue
+        folded = fold(
+            storage, chain[:stop], (start, stop), pieces, workers,
+            profile="compact" if rng.random() < 0.5 else "portable",
+            name=f"{900 + number:020d}-{number:032x}", cache_bytes=int(rng.choice([0, 300, 1 << 20])),
+        )  # fmt: skip
+        chain[start:stop] = [folded]
+        for at in range(start, len(chain)):
+            check_same(chain[: at + 1], original[chain[at].manifest.l1], workers)
+        check_digests(folded, original[folded.manifest.l1], workers)
+        check_inventory(storage, folded)
+
+
+def check_same(chain: Sequence[SegmentReader], original: Sequence[SegmentReader], workers: Workers) -> None:
+    columns = common_columns(chain, original)
+    found, expected = state_of(chain, workers, columns), state_of(original, workers, columns)
+    assert found.keys() == expected.keys()
+    for key, state in expected.items():
+        assert found[key] == state, key
+
+
+def check_digests(folded: SegmentReader, original: Sequence[SegmentReader], workers: Workers) -> None:
+    """A part of a folded baseline states what its codes give; one of a delta what the run's last segment states."""
+    last = original[-1].manifest
+    for table, schema in folded.manifest.tables.items():
+        parts = [part for part in folded.manifest.parts if part.table == table]
+        whole = Rectangle((0, schema.num_rows), (0, schema.dim))
+        stated = stated_digest(parts, whole)
+        before = stated_digest((part for part in last.parts if part.table == table), whole)
+        if folded.manifest.kind == "delta":
+            assert stated == before, table
+        elif schema.keys == "dense" and schema.num_rows:
+            state = state_of(original, workers, common_columns(original))
+            total = sum(one[2] for key, one in state.items() if key[0] == table) % (1 << 64)
+            assert stated == (total if any(spec.is_additive for spec in array_specs(schema).values()) else None), table
+            assert before in (None, stated)
+            assert all(part.base_digest is None and part.add is None and part.delete is None for part in parts)
+
+
+def check_inventory(storage: Storage, folded: SegmentReader) -> None:
+    """Nothing lies in the segment that its manifest does not name, but the manifest itself."""
+    prefix = segment_prefix(folded.name)
+    listed = {stat.key.removeprefix(prefix) for stat in storage.list_objects(prefix)}
+    named = {entry.path for entry in folded.manifest.objects}
+    assert listed - named == {"_segment.json"}
+    assert named <= listed
+
+
+def fold_encodings(seed: int, chunk_bytes: int, folded_chunk_bytes: int) -> None:
+    """A life of tables of several encodings, and folds of its chain."""
+    with pytest.MonkeyPatch.context() as patch, Workers(2) as workers:
+        patch.setattr("cnr_store.format.arrays.CHUNK_BYTES", chunk_bytes)
+        life = live(seed)
+        readers = life.store.snapshot().readers
+        patch.setattr("cnr_store.format.arrays.CHUNK_BYTES", folded_chunk_bytes)
+        if seed % 2:
+            patch.setattr("cnr_store.maintenance.compaction.statuses._is_sparse", never_shrinks)
+        check_folds(life.store.storage, readers, seed, workers, folds=3)
+        life.teardown()
+
+
+def fold_tilings(
+    seed: int, additive: bool, row_slot: bool, states_digest: bool, chunk_bytes: int, folded_chunk_bytes: int
+) -> None:
+    """Segments of many parts, cut anew each time, and folds of their chain."""
+    store = Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=2)
+    with pytest.MonkeyPatch.context() as patch, Workers(2) as workers:
+        patch.setattr("cnr_store.format.arrays.CHUNK_BYTES", chunk_bytes)
+        build(store, seed, additive=additive, row_slot=row_slot, saves=5, states_digest=states_digest)
+        readers = store.snapshot().readers
+        patch.setattr("cnr_store.format.arrays.CHUNK_BYTES", folded_chunk_bytes)
+        if seed % 2:
+            patch.setattr("cnr_store.maintenance.compaction.statuses._is_sparse", never_shrinks)
+        check_folds(store.storage, readers, seed, workers, folds=3)
+    store.close()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=SEEDS, chunk_bytes=CHUNKS, folded_chunk_bytes=CHUNKS)
+def test_folded_chains_of_any_encoding_lead_to_the_same_bits(
+    seed: int, chunk_bytes: int, folded_chunk_bytes: int
+) -> None:
+    fold_encodings(seed, chunk_bytes, folded_chunk_bytes)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    seed=SEEDS, additive=st.booleans(), row_slot=st.booleans(), states_digest=st.booleans(), chunk_bytes=CHUNKS,
+    folded_chunk_bytes=CHUNKS,
+)  # fmt: skip
+def test_folded_chains_of_any_tiling_lead_to_the_same_bits(
+    seed: int, additive: bool, row_slot: bool, states_digest: bool, chunk_bytes: int, folded_chunk_bytes: int
+) -> None:
+    fold_tilings(seed, additive, row_slot, states_digest, chunk_bytes, folded_chunk_bytes)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_folded_chains_lead_to_the_same_bits_over_many_lives() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(SOAK_LIVES):
+        seed = int(rng.integers(2**32))
+        chunk_bytes, folded_chunk_bytes = (int(one) for one in rng.choice(CHUNK_BYTES, 2))
+        additive, row_slot, states_digest = (bool(one) for one in rng.random(3) < 0.5)
+        fold_encodings(seed, chunk_bytes, folded_chunk_bytes)
+        fold_tilings(seed, additive, row_slot, states_digest, chunk_bytes, folded_chunk_bytes)
+
+
+@pytest.mark.parametrize("encoding", sorted(ENCODINGS))
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(chain=saves(), chunk_bytes=CHUNKS)
+def test_a_folded_run_of_deltas_is_the_composition_of_its_row_lists(
+    encoding: str, chain: list[tuple[int, list[str]]], chunk_bytes: int
+) -> None:
+    store = Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=2)
+    with pytest.MonkeyPatch.context() as patch, Workers(2) as workers:
+        patch.setattr("cnr_store.format.arrays.CHUNK_BYTES", chunk_bytes)
+        write(store, encoding, chain)
+        readers = store.snapshot().readers
+        slots = readers[-1].manifest.tables["t"].slots
+        modes: dict[str, AddMode] = {"codes": "checked" if encoding == "lattice" else "wrapping", "slots/e": "replace"}
+        modes["slots/m"] = "wrapping" if slots["m"].mirror else "replace"
+        pieces = pieces_of([reader.manifest for reader in readers], 1, np.random.default_rng(0))
+        assert pieces is not None
+
+        folded = fold(store.storage, readers, (1, len(readers)), pieces, workers)
+
+        expected = part_ops(readers[1], "t")
+        for reader in readers[2:]:
+            expected = compose(expected, part_ops(reader, "t"), modes)
+        check_same_lists(part_ops(folded, "t"), expected)
+        first, last, part = (reader.manifest.parts[0] for reader in (readers[1], readers[-1], folded))
+        assert (part.base_digest, part.state_digest) == (first.base_digest, last.state_digest)
+    store.close()
+
+
+def check_same_lists(found: RowOps, expected: RowOps) -> None:
+    assert found.delete.tolist() == expected.delete.tolist()
+    for name in ("add", "set", "escape"):
+        left, right = getattr(found, name), getattr(expected, name)
+        assert left.rows.tolist() == right.rows.tolist(), name
+        for array, values in right.arrays.items() if len(right) else ():
+            kept = left.arrays[array]
+            assert kept.dtype.kind == values.dtype.kind
+            assert kept.astype(np.float64).tobytes() == values.astype(np.float64).tobytes(), (name, array)

@@ -1,0 +1,631 @@
+"""The lives of `test_store_machine`, maintained meanwhile: names, branches, folds, collections, holds.
+
+Maintenance comes as other processes do: from stores of its own, beside writers that hold mirrors, and in the middle of
+saves. Which versions stay is said by `tests.support.retention_model`; what they hold, by the training. After every
+collection the listed objects are those that these versions need, no more and no less.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant, precondition, rule
+
+from cnr_store import (
+    BranchNotFound,
+    CommitStateUnknown,
+    CompactionPolicy,
+    DoesNotApply,
+    Fenced,
+    Lease,
+    RetentionPolicy,
+    StorageFailure,
+    Store,
+    TransactionAborted,
+    VersionExpired,
+    collect_garbage,
+    compact,
+    verify_store,
+)
+from cnr_store.format.layout import DATA, MANIFEST, RECEIPT, segment_key
+from cnr_store.log.leases import CLOCK_TOLERANCE_MS
+from cnr_store.segment.shards import Shard
+from cnr_store.storage import storage_from_filesystem
+from tests.store.test_store_machine import QUICK, Flaky, State, StoreMachine, compare, run
+from tests.support.faulty import Call, Fault, FaultKind
+from tests.support.retention_model import NOTHING_SAVED, LogModel, Rules
+from tests.support.store_oracle import CODED
+
+HOUR_MS = 3_600_000
+MOST_BRANCHES = 2
+SOAK_LIVES = 1_500
+
+
+@dataclass(eq=False)
+class Line:
+    """One log and who trains on it: the store's own, or a branch."""
+
+    name: str | None = None
+    expires_ms: int | None = None
+    log: LogModel = field(default_factory=LogModel)
+    states: list[State] = field(default_factory=list)
+    """By version, expired ones too."""
+
+    fs: Any = None
+    store: Any = None
+    writer: Any = None
+    state: State = field(default_factory=State)
+    is_fresh: bool = False
+    by_version: dict[int, State] = field(default_factory=dict)
+    """What may be tagged and rolled back to: live versions with a checkpoint."""
+    tagged: dict[str, State] = field(default_factory=dict)
+    changed: dict[str, set[int]] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Hold:
+    """A lease or a cursor, and the segments that it saves from the end of its branch."""
+
+    line: Line
+    version: int
+    expires_ms: int | None
+    lease: Lease | None = None
+    left: set[str] = field(default_factory=set)
+
+    def counts(self, now_ms: int) -> bool:
+        return self.expires_ms is None or now_ms < self.expires_ms + CLOCK_TOLERANCE_MS
+
+
+def of_the_line(name: str) -> Any:
+    """An attribute of the machine that each line has for itself."""
+    return property(lambda self: getattr(self.line, name), lambda self, value: setattr(self.line, name, value))
+
+
+class MaintainedStoreMachine(StoreMachine):
+    """The rules of a training, on any branch, and those of maintenance."""
+
+    fs: Any = of_the_line("fs")
+    store: Any = of_the_line("store")
+    writer: Any = of_the_line("writer")
+    state: Any = of_the_line("state")
+    is_fresh: Any = of_the_line("is_fresh")
+    by_version: Any = of_the_line("by_version")
+    tagged: Any = of_the_line("tagged")
+    changed: Any = of_the_line("changed")
+
+    @initialize(
+        profile=st.sampled_from(["compact", "portable"]),
+        mirror=st.sampled_from(["memory", "memory", "mmap", "none"]),
+        seed=st.integers(0, 2**32 - 1),
+    )
+    def create(self, profile: Any, mirror: Any, seed: int) -> None:
+        self.line = Line()
+        self.lines = [self.line]
+        self.leases: list[Hold] = []
+        self.cursors: dict[str, Hold] = {}
+        self.ahead_ms = 0
+        self.was_killed = False
+        self.is_saving = False
+        super().create(profile, mirror, seed)
+
+    def teardown(self) -> None:
+        for line in getattr(self, "lines", []):
+            line.writer.close()
+            line.store.close()
+
+    # The model follows the logs.
+
+    def open_store(self, fs: Any) -> Store:
+        return self.open_line(self.line, fs)
+
+    def open_line(self, line: Line, fs: Any = None) -> Store:
+        """A line as another process sees it."""
+        storage = storage_from_filesystem(self.inner if fs is None else fs, "/root")
+        return Store.open_on(storage, branch=line.name, threads=1, retry=QUICK)
+
+    @property
+    def main(self) -> Line:
+        return self.lines[0]
+
+    def now_ms(self) -> int:
+        return time.time_ns() // 1_000_000 + self.ahead_ms
+
+    def has_expired(self) -> bool:
+        """Whether the next collection ends the branch, and a save on it with that."""
+        return self.line.expires_ms is not None and self.line.expires_ms <= self.now_ms()
+
+    def follow(self, line: Line) -> None:
+        """Take the records that have landed into the model."""
+        log = line.log
+        with self.open_line(line) as store:
+            for version in range(len(log.versions), store.latest_version() + 1):
+                record = store.record(version)
+                log.add(record.kind, record.target, record.ts_ms)
+                if record.kind in ("full", "delta", "rollback"):
+                    line.states.append(line.by_version[version])
+                else:
+                    line.states.append(line.states[-1] if line.states else State())
+        self.forget_expired(line)
+
+    def forget_expired(self, line: Line) -> None:
+        line.by_version = {
+            version: line.states[version]
+            for version in sorted(line.log.live())
+            if line.log.versions[version].content != NOTHING_SAVED
+        }
+
+    # Names.
+
+    @precondition(lambda self: bool(self.by_version))
+    @rule(data=st.data())
+    def tag(self, data: Any) -> None:
+        version = data.draw(st.sampled_from(sorted(self.by_version)))
+        name = f"tag{next(self.names)}"
+        self.store.tag(name, version)
+        self.tagged[name] = self.by_version[version].copy()
+        self.line.log.tags[name] = version
+
+    @precondition(lambda self: bool(self.tagged))
+    @rule(data=st.data())
+    def untag(self, data: Any) -> None:
+        name = data.draw(st.sampled_from(sorted(self.tagged)))
+        self.store.untag(name)
+        del self.tagged[name], self.line.log.tags[name]
+
+    @precondition(lambda self: bool(self.by_version))
+    @rule(data=st.data(), name=st.sampled_from(["serving", "canary"]))
+    def set_channel(self, data: Any, name: str) -> None:
+        version = data.draw(st.sampled_from(sorted(self.by_version)))
+        self.store.set_channel(name, version)
+        self.line.log.channels[name] = version
+
+    @precondition(lambda self: bool(self.line.log.channels))
+    @rule(data=st.data())
+    def drop_channel(self, data: Any) -> None:
+        name = data.draw(st.sampled_from(sorted(self.line.log.channels)))
+        self.store.drop_channel(name)
+        del self.line.log.channels[name]
+
+    # Branches.
+
+    @precondition(lambda self: len(self.lines) <= MOST_BRANCHES and bool(self.main.by_version))
+    @rule(data=st.data(), hours=st.none() | st.integers(1, 3), mirror=st.sampled_from(["memory", "none"]))
+    def fork(self, data: Any, hours: int | None, mirror: Any) -> None:
+        """A branch begins, and the training goes on there."""
+        self.follow(self.main)
+        version = data.draw(st.sampled_from(sorted(self.main.by_version)))
+        name = f"branch{next(self.names)}"
+        expires_s = None if hours is None else self.ahead_ms / 1000 + 3600.0 * hours
+        self.main.store.fork(name, version, expires_s=expires_s).close()
+        self.main.log.pins[name] = version
+
+        line = Line(name, self.main.store.branches()[name].expires_ms, state=self.main.states[version].copy())
+        line.fs = Flaky(self.inner)
+        line.store = self.open_line(line, line.fs)
+        line.log.begin_branch(self.main.log.versions[version], line.store.record(0).ts_ms)
+        line.states.append(line.state.copy())
+        line.writer = line.store.writer(mirror=mirror)
+        self.lines.append(line)
+        self.line = line
+        self.follow(line)
+        self.restored(line.writer, False)
+
+    @precondition(lambda self: len(self.lines) > 1)
+    @rule(data=st.data())
+    def go_to_another_branch(self, data: Any) -> None:
+        self.line = self.lines[data.draw(st.integers(0, len(self.lines) - 1))]
+
+    @precondition(lambda self: len(self.lines) > 1)
+    @rule(data=st.data())
+    def drop_branch(self, data: Any) -> None:
+        line = self.lines[data.draw(st.integers(1, len(self.lines) - 1))]
+        self.note_what_holds_save(line)
+        self.main.store.drop_branch(line.name)
+        self.leave(line)
+        self.check_ended(line)
+
+    def note_what_holds_save(self, line: Line) -> None:
+        """Holds on a branch that ends still save what they hold."""
+        self.follow(line)
+        for hold in [*self.leases, *self.cursors.values()]:
+            if hold.line is line:
+                last = hold.version if hold.lease else line.log.head
+                held = line.log.live() & set(range(hold.version, last + 1))
+                hold.left = {entry.seg for version in held for entry in line.store.record(version).chain}
+
+    def leave(self, line: Line) -> None:
+        self.lines.remove(line)
+        del self.main.log.pins[str(line.name)]
+        self.follow(self.main)
+        if self.line is line:
+            self.line = self.main
+
+    def check_ended(self, line: Line) -> None:
+        """Nobody can commit or read there any more; what a late save leaves is an orphan."""
+        if line.writer.is_synced:
+            with pytest.raises((Fenced, DoesNotApply)):  # the latter where its chain was folded and collected
+                line.writer.begin(next(self.steps)).commit()
+        for call in (line.store.snapshot, line.store.writer, partial(line.store.tag, "late")):
+            with pytest.raises(BranchNotFound):
+                call()
+        with pytest.raises(BranchNotFound):
+            self.open_line(line)
+        line.writer.close()
+        line.store.close()
+
+    # Holds.
+
+    @rule(data=st.data(), hours=st.integers(1, 3))
+    def take_lease(self, data: Any, hours: int) -> None:
+        version = data.draw(st.sampled_from(sorted(self.line.log.live())))
+        lease = self.store.lease(version, ttl_s=self.ahead_ms / 1000 + 3600.0 * hours)
+        self.leases.append(Hold(self.line, version, lease.expires_ms, lease))
+
+    @precondition(lambda self: bool(self.leases))
+    @rule(data=st.data())
+    def release_lease(self, data: Any) -> None:
+        hold = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
+        assert hold.lease is not None
+        hold.lease.release()
+
+    @rule(data=st.data(), hours=st.none() | st.integers(1, 3), number=st.integers(0, 1))
+    def move_cursor(self, data: Any, hours: int | None, number: int) -> None:
+        """A consumer follows; a cursor may also go back to what is still there."""
+        name = f"cursor{number}.{self.line.name}"
+        version = data.draw(st.sampled_from(sorted(self.line.log.live())))
+        ttl_s = None if hours is None else self.ahead_ms / 1000 + 3600.0 * hours
+        cursor = self.store.register_cursor(name, version, ttl_s=ttl_s)
+        self.cursors[name] = Hold(self.line, version, cursor.expires_ms)
+
+    @precondition(lambda self: bool(self.cursors))
+    @rule(data=st.data())
+    def drop_cursor(self, data: Any) -> None:
+        name = data.draw(st.sampled_from(sorted(self.cursors)))
+        self.main.store.drop_cursor(name)
+        del self.cursors[name]
+
+    @rule(hours=st.integers(1, 3))
+    def time_passes(self, hours: int) -> None:
+        """Leases, cursors and branches come to their end; the next collection finds that."""
+        self.ahead_ms += hours * HOUR_MS
+
+    # Compaction.
+
+    @rule(max_chain=st.integers(1, 5), fanout=st.integers(2, 4), ratio=st.sampled_from([1.01, 1.5, 1e6]))
+    def fold_by_policy(self, max_chain: int, fanout: int, ratio: float) -> None:
+        """Until nothing is left to do; then the chain is as the policy wants it."""
+        policy = CompactionPolicy(max_chain=max_chain, max_restore_ratio=ratio, fanout=fanout)
+        with self.open_line(self.line) as store:
+            longest = len(store.head().record.chain)
+            for _ in range(longest + 1):
+                report = compact(store, policy=policy, force=True)
+                if report.outcome == "nothing":
+                    break
+                assert report.outcome == "committed"
+            assert report.outcome == "nothing"
+            chain = store.head().record.chain
+            assert len(chain) <= max_chain
+            assert sum(entry.bytes for entry in chain[1:]) <= (ratio - 1) * sum(entry.bytes for entry in chain[:1])
+        self.go_on()
+
+    @rule(data=st.data(), killed_at=st.none() | st.integers(0, 60), force=st.booleans())
+    def fold_a_run(self, data: Any, killed_at: int | None, force: bool) -> None:
+        """Any run; one that fails on its way is taken up by the next, or collected."""
+        with self.open_line(self.line) as store:
+            before = [entry.seg for entry in store.head().record.chain]
+        if len(before) < 2:
+            return
+        start = data.draw(st.integers(0, len(before) - 2))
+        stop = data.draw(st.integers(start + 2, len(before)))
+        if killed_at is not None:
+            self.fold_with_a_failure((start, stop), killed_at)
+            return
+        with self.open_line(self.line) as store:
+            report = compact(store, run=(start, stop), force=force)
+            after = [entry.seg for entry in store.head().record.chain]
+        if report.outcome == "busy":
+            assert self.was_killed
+            assert not force
+            return
+        assert report.outcome == "committed"
+        assert report.run == tuple(before[start:stop])
+        assert after[:start] + after[start + 1 :] == before[:start] + before[stop:]
+        self.go_on()
+
+    def fold_with_a_failure(self, where: tuple[int, int], killed_at: int) -> None:
+        fs = Flaky(self.inner)
+        with self.open_line(self.line, fs) as store:
+            fs.arm(Fault(FaultKind.FAIL_BEFORE, len(fs.calls) + killed_at))
+            with suppress(StorageFailure, CommitStateUnknown):
+                compact(store, run=where, force=True)
+            fs.arm(None)
+        self.was_killed = True
+
+    # Collections.
+
+    @rule(
+        keep_last=st.integers(1, 4),
+        keep_every=st.none() | st.integers(2, 3),
+        keep_newest=st.none() | st.integers(0, 6),
+        batch=st.sampled_from([1, 2, 1000]),
+        fails_at=st.none() | st.none() | st.integers(0, 80),
+    )
+    def collect(
+        self, keep_last: int, keep_every: int | None, keep_newest: int | None, batch: int, fails_at: int | None
+    ) -> None:
+        """Without any grace. One that fails on its way is taken up by the next."""
+        now_ms = self.now_ms()
+        self.follow(self.main)
+        since_ms = None
+        if keep_newest is not None:
+            versions = self.main.log.versions
+            since_ms = versions[max(0, len(versions) - 1 - keep_newest)].ts_ms - 0.5
+        rules = Rules(keep_last, keep_every, since_ms)
+        policy = RetentionPolicy(keep_last, None if since_ms is None else (now_ms - since_ms) / 1000, keep_every)
+        options: dict[str, Any] = {
+            "policy": policy, "grace_s": 0.0, "orphan_age_s": 0.0, "dry_run": False, "force": True, "batch": batch,
+            "clock_ms": lambda: now_ms,
+        }  # fmt: skip
+        ending = [line for line in self.lines if line.expires_ms is not None and line.expires_ms <= now_ms]
+        for line in ending:
+            self.note_what_holds_save(line)
+        if fails_at is not None and not ending:
+            self.collect_with_a_failure(fails_at, rules, now_ms, options)
+        for line in self.lines:
+            self.follow(line)
+        with self.open_line(self.lines[int(self.rng.integers(len(self.lines)))]) as store:
+            said = collect_garbage(store, **{**options, "dry_run": True})
+            report = collect_garbage(store, **options)
+        assert report.outcome in ("collected", "clean")
+        assert not report.failures
+        for line in ending:
+            self.leave(line)
+        for line in self.lines:
+            self.expire(line, line.log, rules, now_ms)
+            for explained in (said, report):
+                stays = {one.version for one in explained.versions if one.branch == line.name and one.stays}
+                missing = line.log.live() ^ stays
+                # Records of this collection's own, at the end.
+                assert all(version > max(stays) for version in missing), (line.name, missing)
+            self.follow(line)
+        self.was_killed = False
+        self.check_storage(now_ms)
+        self.check_versions()
+        self.check_mirrors()
+        for line in ending:
+            self.check_ended(line)
+        self.go_on()
+
+    def expire(self, line: Line, log: LogModel, rules: Rules, now_ms: int) -> None:
+        leased = [hold.version for hold in self.leases if hold.line is line and hold.counts(now_ms)]
+        cursors = [hold.version for hold in self.cursors.values() if hold.line is line and hold.counts(now_ms)]
+        log.expire(rules, leased, cursors)
+
+    def collect_with_a_failure(self, fails_at: int, rules: Rules, now_ms: int, options: dict[str, Any]) -> None:
+        """Some of what goes may be gone then, and nothing that was to stay."""
+        before, after = {}, {}
+        for line in self.lines:
+            self.follow(line)
+            before[line] = line.log.live()
+            done = deepcopy(line.log)
+            self.expire(line, done, rules, now_ms)
+            after[line] = done.live()
+        fs = Flaky(self.inner)
+        with self.open_line(self.main, fs) as store:
+            fs.arm(Fault(FaultKind.FAIL_BEFORE, len(fs.calls) + fails_at))
+            with suppress(StorageFailure, CommitStateUnknown):
+                collect_garbage(store, **options)
+            fs.arm(None)
+        for line in self.lines:
+            with self.open_line(line) as store:
+                head = store.head().record
+            line.log.floor, line.log.kept = head.floor, set(head.kept)
+            assert after[line] <= line.log.live() <= before[line]
+
+    def check_storage(self, now_ms: int) -> None:
+        """The objects under ``data/`` are those that live versions need, and those of holds on ended branches."""
+        needed: dict[str, set[str]] = {}
+        for line in self.lines:
+            # A store of its own: the writer's only thread may be in the save that this collection meets.
+            with self.open_line(line) as store:
+                for version in line.log.live():
+                    for reader in store.snapshot(version).readers:
+                        if reader.name not in needed:
+                            paths = {MANIFEST, *(entry.path for entry in reader.manifest.objects)}
+                            needed[reader.name] = {segment_key(reader.name, path) for path in paths}
+        held = {seg for hold in [*self.leases, *self.cursors.values()] if hold.counts(now_ms) for seg in hold.left}
+        listed = {stat.key for stat in self.main.store.storage.list_objects(DATA)}
+        found = {key for key in listed if key.split("/")[1] not in held - needed.keys()}
+        # A writer without objects is named nowhere but in its receipt; a committer has none.
+        receipts = {key for key in found if key.endswith(f"/{RECEIPT}") and key.split("/")[1] in needed}
+        wanted = {key for keys in needed.values() for key in keys}
+        assert found == wanted | receipts
+        assert held <= {key.split("/")[1] for key in listed}
+
+    def check_versions(self) -> None:
+        """Every live version can be opened, by number and by name; every other one is refused."""
+        for line in self.lines:
+            with self.open_line(line) as store:
+                self.check_versions_of(line, store)
+        assert {name: pin.version for name, pin in self.main.store.branches().items()} == self.main.log.pins
+
+    def check_versions_of(self, line: Line, store: Store) -> None:
+        log = line.log
+        assert (store.tags(), store.channels()) == (log.tags, log.channels)
+        gone = [one.number for one in log.versions if not log.is_live(one.number)]
+        for version in gone:
+            with pytest.raises(VersionExpired):
+                store.snapshot(version)
+        if gone:
+            self.check_refused(store, gone[int(self.rng.integers(len(gone)))])
+        for version in self.rng.permutation(sorted(log.live()))[:3].tolist():
+            compare(store, store.snapshot(version), line.states[version], self.rng)
+        for name, version in log.channels.items():
+            compare(store, store.snapshot(channel=name), line.states[version], self.rng)
+        for name, version in log.tags.items():
+            compare(store, store.snapshot(tag=name), line.states[version], self.rng)
+        if self.rng.random() < 0.3:
+            report = verify_store(store, every=True, deep=True, threads=1)
+            assert report.is_sound, report.problems
+
+    def check_refused(self, store: Store, version: int) -> None:
+        calls: list[Callable[[], Any]] = [
+            partial(store.tag, "late", version),
+            partial(store.set_channel, "late", version),
+            partial(store.lease, version),
+            partial(store.register_cursor, "late", version),
+            partial(store.rollback, version),
+        ]
+        if store.branch is None:
+            calls.append(partial(store.fork, "late", version))
+        for call in calls:
+            with pytest.raises(VersionExpired):
+                call()
+
+    def check_mirrors(self) -> None:
+        """A process that restores now gets the mirrors that the writer has."""
+        if not self.writer.is_synced or self.is_saving:  # refined scales wait in the mirror for their outcome
+            return
+        with self.open_line(self.line, self.inner.fork()) as store, store.writer() as fresh:
+            fresh.restore()
+            for name in self.state.tables:
+                mine, theirs = self.writer.mirrors.get(Shard(name)), fresh.mirrors.get(Shard(name))
+                if mine is None or theirs is None:
+                    continue
+                assert mine.arrays.keys() == theirs.arrays.keys()
+                coded = self.state.tables[name].status == CODED  # of other rows the codes are nobody's
+                for array, codes in mine.arrays.items():
+                    held, found = np.asarray(codes)[coded], np.asarray(theirs.arrays[array])[coded]
+                    assert np.array_equal(held, found), (name, array, held, found)  # in integers of any width
+                assert mine.digest() == theirs.digest()
+
+    def go_on(self) -> None:
+        """What the writer knew before the maintenance still carries a save."""
+        if self.writer.is_synced and not self.is_saving and self.rng.random() < 0.5:
+            self.delta()
+
+    @rule(what=st.lists(st.sampled_from(["fold", "fold all", "collect"]), min_size=2, max_size=4))
+    def maintenance(self, what: list[str]) -> None:
+        """As cron has it; every collection leaves only what is newest or named."""
+        self.maintain([*what, "collect"])
+        self.go_on()
+
+    # Saves that maintenance meets.
+
+    @precondition(lambda self: self.writer.is_synced and not self.has_expired())
+    @rule(
+        maintenance=st.lists(st.sampled_from(["fold", "fold all", "collect"]), min_size=1, max_size=3),
+        at=st.none() | st.integers(0, 40),
+        is_one_shot=st.booleans(),
+        in_outputs=st.booleans(),
+    )
+    def save_during_maintenance(
+        self, maintenance: list[str], at: int | None, is_one_shot: bool, in_outputs: bool
+    ) -> None:
+        """It wins unless its segment was given up, or what it starts from was folded into something later.
+
+        ``at`` counts storage calls of the commit; None is between staging and commit.
+        """
+        state = self.state.copy()
+        state.step = next(self.steps)
+        changed: dict[str, set[int]] = {}
+        begun = self.store.latest_version()
+        txn = self.writer.begin(state.step, base="baseline" if is_one_shot else "head")
+        chain = self.writer.head.record.chain
+        self.fill_delta(txn, state, changed, 5, None, "rows", is_one_shot)
+        self.is_saving = True
+        try:
+            with self.meeting(self.fs, at, partial(self.maintain, maintenance)):
+                txn.commit()
+        except TransactionAborted:
+            assert self.is_given_up(txn.txn, begun)
+        except DoesNotApply as error:
+            # What a one-shot delta replaces was folded and is gone: it says which rows must be given. Or the dense
+            # tensors that any save compares with were, while it was open.
+            is_gone = "were folded since it began" in str(error)
+            assert is_one_shot or is_gone
+            assert self.store.head().record.chain[: len(chain)] != chain
+        else:
+            assert not self.is_given_up(txn.txn, begun)
+            if is_one_shot:
+                self.changed = {name: rows | self.changed.get(name, set()) for name, rows in self.changed.items()}
+            self.won(state, changed)
+        finally:
+            txn.abort()
+            self.is_saving = False
+        if not self.writer.is_synced:
+            self.follow(self.line)
+            self.restored(self.writer, in_outputs)
+
+    def maintain(self, what: list[str]) -> None:
+        for one in what:
+            if one == "collect":
+                self.collect(keep_last=1, keep_every=None, keep_newest=None, batch=1000, fails_at=None)
+                continue
+            with self.open_line(self.line) as store:
+                segments = len(store.head().record.chain)
+                first = 0 if one == "fold all" else 1
+                if segments - first >= 2:
+                    assert compact(store, run=(first, segments), force=True).outcome == "committed"
+
+    def is_given_up(self, txn: str, since: int) -> bool:
+        records = (self.store.record(version) for version in range(since, self.store.latest_version() + 1))
+        return any(txn in record.aborted for record in records)
+
+    @contextmanager
+    def meeting(self, fs: Flaky, at: int | None, action: Callable[[], None]) -> Iterator[None]:
+        """Let ``action`` happen at the call of that number within the block, before its commit record at the latest."""
+        if at is None:
+            action()
+            yield
+            return
+        start, failures = len(fs.calls), list[BaseException]()
+
+        def on_call(call: Call) -> None:
+            if call.index >= start + at or (call.operation == "create" and "/commits/" in call.path):
+                fs.meet(None)
+                try:
+                    action()
+                except BaseException as failure:
+                    failures.append(failure)  # it is no failure of the call
+                    raise
+
+        fs.meet(on_call)
+        try:
+            yield
+        finally:
+            fs.meet(None)
+            if failures:
+                raise failures[0]
+
+    # Invariants.
+
+    @invariant()
+    def the_log_is_the_model(self) -> None:
+        if not hasattr(self, "line"):
+            return
+        self.follow(self.line)
+        assert self.store.tags() == self.line.log.tags
+        assert self.store.channels() == self.line.log.channels
+
+
+def test_a_maintained_store_is_what_the_training_saved() -> None:
+    run(examples=30, steps=22, machine=MaintainedStoreMachine)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(14_400)
+def test_a_maintained_store_is_what_the_training_saved_over_long_lives(capsys: pytest.CaptureFixture[str]) -> None:
+    run(examples=SOAK_LIVES, steps=40, machine=MaintainedStoreMachine)
+    with capsys.disabled():
+        sys.stdout.write(f"{SOAK_LIVES} maintained lives, 0 failures\n")

@@ -1,0 +1,344 @@
+"""Codes of a delta in the order of a slot: which lists have it, what it saves, and that everything reads them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from cnr_store import CorruptStore, Store, TableOptions, compact, verify_store
+from cnr_store.encodings import reference
+from cnr_store.encodings.row_order import into_order, out_of_order
+from cnr_store.format import arrays
+from cnr_store.format.manifest import decode_manifest
+from cnr_store.format.records import ROW_ORDER, Manifest, RowListEntry, TableSchema
+from cnr_store.read.prefetch import wanted_objects
+from cnr_store.segment.codes import array_specs
+from cnr_store.segment.row_order import LEAST_CODES, order_of
+from cnr_store.segment.segment import Scratch, SegmentReader
+from cnr_store.serving import Loader
+from cnr_store.types import Float32s, Lattice, Profile, Rectangle
+from format_spec.reader.compare import compare
+from tests.support.store_oracle import same_bits
+
+ROWS, DIM, STEP = 6000, 16, 0.25
+INT16 = np.dtype(np.int16)
+
+
+# Rows into an order and back.
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 255, 3000])
+@pytest.mark.parametrize("largest", [0, 1, 60, 32767])
+@pytest.mark.parametrize(("width", "dtype"), [(5, np.int16), (8, np.int16), (2, np.int32), (3, np.int32)])
+def test_rows_come_back_from_the_order_of_a_stable_sort(
+    count: int, largest: int, width: int, dtype: type[np.integer[Any]]
+) -> None:
+    random = np.random.default_rng(count + largest)
+    keys = random.integers(-largest - 1, largest + 1, count).astype(np.int16)
+    block = random.integers(-99, 99, (count, width)).astype(dtype)
+
+    ordered = into_order(block, keys)
+    back = np.full_like(block, -1)
+    out_of_order(ordered, keys, back)
+
+    assert np.array_equal(ordered, block[np.argsort(keys, kind="stable")])
+    assert np.array_equal(ordered[reference.sorted_places(keys)], block)
+    assert np.array_equal(back, block)
+
+
+# The choice.
+
+
+def schema(**slots: Any) -> TableSchema:
+    fields = {"dtype": "float32", "encoding": {"encoding": "float_bits", "mantissa_bits": 7}, "mirror": True}
+    given = {name: {"kind": "row", **fields, **changes} for name, changes in slots.items()}
+    document = {"num_rows": 10**6, "dim": DIM, "dtype": "float32", "encoding": Lattice(STEP), "slots": given}
+    return msgspec.convert(msgspec.to_builtins(document), TableSchema)
+
+
+def chosen(
+    table: TableSchema, count: int = LEAST_CODES, *, operation: str = "add", profile: Profile = "compact", **wide: Any
+) -> str | None:
+    specs = array_specs(table)
+    return order_of(operation, specs, {name: wide.get(name[6:], INT16) for name in specs}, count, profile)
+
+
+def test_differences_follow_the_first_slot_of_one_value_per_row() -> None:
+    assert chosen(schema(momentum1={})) == "slots/momentum1"
+    assert chosen(schema(average={"kind": "element"}, second={}, third={})) == "slots/second"
+    assert chosen(schema(first={}, second={}), first=np.dtype(np.int32)) == "slots/second"
+
+
+def test_other_lists_stay_in_the_order_of_their_ids() -> None:
+    table = schema(momentum1={})
+
+    assert chosen(schema()) is None
+    assert chosen(schema(average={"kind": "element"})) is None
+    assert chosen(schema(momentum1={"mirror": False})) is None
+    assert chosen(table, operation="set") is None
+    assert chosen(table, operation="delete") is None
+    assert chosen(table, profile="portable") is None
+    assert chosen(table, momentum1=np.dtype(np.int32)) is None
+    assert chosen(table, LEAST_CODES // DIM - 1) is None
+    assert chosen(table, LEAST_CODES // DIM) == "slots/momentum1"
+
+
+# A store of them.
+
+
+class Table:
+    """Rows that drift as far as their slot grows, and what a store holds of them."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.random = np.random.default_rng(seed)
+        self.values = self.random.normal(0, 3, (ROWS, DIM)).astype(np.float32)
+        self.slots = self.random.uniform(0.5, 1, ROWS).astype(np.float32)
+
+    def step(self) -> npt.NDArray[np.int64]:
+        rows = np.flatnonzero(self.random.random(ROWS) < 0.9).astype(np.int64)
+        grown = self.random.uniform(0.05, 2, len(rows)).astype(np.float32)
+        self.values[rows] += self.random.normal(0, 0.5, (len(rows), DIM)).astype(np.float32) * grown[:, None]
+        self.slots[rows] += np.square(grown)
+        return rows
+
+    @property
+    def stored(self) -> Float32s:
+        return np.float32(STEP) * (np.rint(self.values / np.float32(STEP)) + np.float32(0))
+
+
+def save(writer: Any, table: Table, rows: npt.NDArray[np.int64] | None = None) -> None:
+    with writer.begin(1) as txn:
+        if rows is None:
+            txn.write_table("t", table.values, slots={"momentum1": table.slots}, options=TableOptions(scale=STEP))
+        else:
+            txn.write_rows("t", rows, table.values[rows], slots={"momentum1": table.slots[rows]})
+
+
+def add_list(store: Store, segment: int = -1) -> RowListEntry:
+    found = store.snapshot().manifests[segment].parts[0].add
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    monkeypatch.setattr("cnr_store.format.arrays.CHUNK_BYTES", 2 * DIM * 2000)
+    with Store.create(str(tmp_path / "store"), fsync=False, threads=2) as store:
+        yield store
+
+
+def test_a_delta_in_order_reads_as_ever(store: Store) -> None:
+    table = Table()
+    with store.writer() as writer:
+        save(writer, table)
+        assert ROW_ORDER not in store.head().record.reader_features
+        for _ in range(2):
+            save(writer, table, table.step())
+
+    codes = add_list(store).arrays["codes"]
+    assert codes.order == add_list(store).arrays["slots/momentum1"].path
+    assert arrays.chunk_count(codes) == 3
+    assert ROW_ORDER in store.head().record.reader_features
+    view = store.snapshot().table("t")
+    assert same_bits(view.read(), table.stored)
+    assert same_bits(view.read(100, 2345), table.stored[100:2345])
+    assert same_bits(view.read_rows(np.asarray([7, 5999])), table.stored[[7, 5999]])
+    cut = view.read_rectangle(Rectangle((100, 2345), (3, 9)))["values"]
+    assert same_bits(cut, np.ascontiguousarray(table.stored[100:2345, 3:9]))
+    assert verify_store(store, deep=True).problems == ()
+    assert compare(Path(store.url)) > 0
+
+
+def test_codes_in_order_are_smaller(store: Store) -> None:
+    table = Table()
+    with store.writer() as writer:
+        save(writer, table)
+        save(writer, table, table.step())
+
+    reader, codes = store.snapshot().readers[-1], add_list(store).arrays["codes"]
+    plain = msgspec.structs.replace(codes, order=msgspec.UNSET)
+    chunks = range(arrays.chunk_count(codes))
+    by_id = sum(len(arrays.encode_chunk(plain, reader.read_chunk(codes, k, Scratch()))) for k in chunks)
+    assert sum(reader.chunk_bytes(codes, k) for k in chunks) < 0.95 * by_id
+
+
+def test_a_writer_goes_on_after_a_restore_and_a_fold_of_deltas_has_the_order_again(store: Store) -> None:
+    table = Table()
+    with store.writer() as writer:
+        save(writer, table)
+        save(writer, table, table.step())
+    for _ in range(3):
+        with store.writer() as writer:
+            writer.restore()
+            save(writer, table, table.step())
+
+    compact(store, run=(1, 4))
+
+    assert [entry.kind for entry in store.snapshot().record.chain] == ["baseline", "delta", "delta"]
+    assert add_list(store, 1).arrays["codes"].order is not msgspec.UNSET
+    assert ROW_ORDER in store.head().record.reader_features
+    assert same_bits(store.snapshot().table("t").read(), table.stored)
+    assert verify_store(store, deep=True).problems == ()
+    assert compare(Path(store.url)) > 0
+
+
+def test_what_is_read_ahead_names_the_slot_for_the_codes_and_for_itself(store: Store) -> None:
+    table = Table()
+    with store.writer() as writer:
+        save(writer, table)
+        save(writer, table, table.step())
+    snapshot = store.snapshot()
+    plan = snapshot.plan("t")
+
+    codes_alone = wanted_objects(snapshot.readers, plan, ["codes"])
+    both = wanted_objects(snapshot.readers, plan, ["codes", "slots/momentum1"])
+
+    def times(wanted: Any) -> set[int]:
+        return {one.times for one in wanted if one.segment == 1 and "momentum1" in one.path}
+
+    assert (times(codes_alone), times(both)) == ({1}, {2})
+    assert len([one for one in codes_alone if "momentum1" in one.path]) == 3
+
+
+def test_the_slot_is_fetched_before_the_codes_that_wait_for_it(store: Store) -> None:
+    """It was begun behind them; who asked for it first fetched it by himself, and then once more."""
+    table = Table()
+    with store.writer() as writer:
+        save(writer, table)
+        save(writer, table, table.step())
+    snapshot = store.snapshot()
+
+    wanted = wanted_objects(snapshot.readers, snapshot.plan("t"), ["codes", "slots/momentum1"])
+
+    at = {one.path: number for number, one in enumerate(wanted) if one.segment == 1}
+    arrays_of = add_list(store).arrays
+    for chunk in range(3):
+        slot, codes = (arrays.chunk_path(arrays_of[name], chunk) for name in ("slots/momentum1", "codes"))
+        assert at[slot] < at[codes]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"codes": {"order": "nowhere"}},
+        {"codes": {"order": "rows"}},
+        {"codes": {"order": "codes"}},
+        {"slots/momentum1": {"order": "slots/momentum1"}},
+        {"rows": {"order": "slots/momentum1"}},
+    ],
+)
+def test_an_order_that_cannot_be_one_is_refused(store: Store, damage: dict[str, dict[str, str]]) -> None:
+    table = Table()
+    with store.writer() as writer:
+        save(writer, table)
+        save(writer, table, table.step())
+    manifest: Manifest = store.snapshot().manifests[-1]
+    document = msgspec.to_builtins(manifest)
+    found = document["parts"][0]["add"]["arrays"]
+    for name, changes in damage.items():
+        found[name]["order"] = found.get(changes["order"], {"path": "nowhere"})["path"]
+
+    with pytest.raises(CorruptStore, match="lie in the order of"):
+        decode_manifest(msgspec.json.encode(document), "here")
+
+
+@pytest.mark.parametrize("how", ["an order", "the path of the slot"])
+def test_no_other_array_has_an_order_or_is_where_the_slot_is(store: Store, how: str) -> None:
+    """A path of two arrays gave the kernel, which checks no bounds, keys of another length; so did dense arrays."""
+    table = Table()
+    with store.writer() as writer:
+        save(writer, table)
+        save(writer, table, table.step())
+    document = msgspec.to_builtins(store.snapshot().manifests[-1])
+    found = document["parts"][0]["add"]["arrays"]
+    slot = found["slots/momentum1"]
+    if how == "an order":
+        found["rows"]["order"] = slot["path"]
+    else:
+        document["dense_arrays"] = [{**slot, "dtype": "int64"}]
+
+    with pytest.raises(CorruptStore, match="is another array too" if how != "an order" else "lie in the order of"):
+        decode_manifest(msgspec.json.encode(document), "here")
+
+
+def test_an_order_of_another_length_reaches_no_kernel(store: Store) -> None:
+    """Also where nobody has checked the manifest."""
+    table = Table()
+    with store.writer() as writer:
+        save(writer, table)
+        save(writer, table, table.step())
+    document = msgspec.to_builtins(store.snapshot().manifests[-1])
+    slot = document["parts"][0]["add"]["arrays"]["slots/momentum1"]
+    slot["shape"] = [slot["shape"][0] - 1]
+    reader = SegmentReader(store.storage, store.snapshot().record.chain[-1].seg, msgspec.convert(document, Manifest))
+
+    with pytest.raises(CorruptStore, match="cannot lie in the order of"):
+        reader.read_chunk(add_list(store).arrays["codes"], 2, Scratch())
+
+
+def test_a_set_list_has_no_order(store: Store) -> None:
+    table = Table()
+    with store.writer() as writer:
+        save(writer, table)
+    document = msgspec.to_builtins(store.snapshot().manifests[0])
+    found = document["parts"][0]["set"]["arrays"]
+    found["codes"]["order"] = found["slots/momentum1"]["path"]
+
+    with pytest.raises(CorruptStore, match="lie in the order of"):
+        decode_manifest(msgspec.json.encode(document), "here")
+
+
+def test_the_slot_that_gives_the_order_may_be_damaged_and_is_named(store: Store) -> None:
+    table = Table()
+    with store.writer() as writer:
+        save(writer, table)
+        save(writer, table, table.step())
+    segment = store.snapshot().record.chain[-1].seg
+    path = f"data/{segment}/{arrays.chunk_path(add_list(store).arrays['slots/momentum1'], 1)}"
+    file = Path(store.url) / path
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(bytes(data))
+
+    problems = verify_store(store).problems
+
+    assert [problem.path for problem in problems] == [path]
+
+
+@pytest.mark.parametrize("way", [{}, {"holds": "codes"}, {"served": "float16"}], ids=str)
+def test_a_loader_follows_deltas_in_order(store: Store, way: dict[str, Any]) -> None:
+    table, every = Table(), np.arange(ROWS)
+    with store.writer() as writer:
+        save(writer, table)
+        with Loader(store.url, threads=2, **way) as loader:
+            save(writer, table, table.step())
+            assert add_list(store).arrays["codes"].order is not msgspec.UNSET
+
+            assert loader.poll().error is None
+
+            with Loader(store.url, threads=2, **way) as fresh:
+                assert loader.version == fresh.version == store.latest_version()
+                assert same_bits(loader.lookup("t", every), fresh.lookup("t", every))
+            if "served" not in way:
+                assert same_bits(loader.lookup("t", every), table.stored)
+
+
+def test_int32_codes_have_an_order_too(store: Store) -> None:
+    table = Table()
+    with store.writer() as writer:
+        save(writer, table)
+        rows = table.step()
+        table.values[rows[0]] += np.float32(40_000 * STEP)
+        save(writer, table, rows)
+
+    codes = add_list(store).arrays["codes"]
+    assert (codes.dtype, codes.order is msgspec.UNSET) == ("int32", False)
+    assert same_bits(store.snapshot().table("t").read(), table.stored)
+    assert math.isclose(float(table.stored.max()), 40_000 * STEP, rel_tol=0.01)

@@ -1,0 +1,126 @@
+"""What a reader of a segment refuses although every object is what the inventory says; names that no segment has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from cnr_store import BadInput, BadName, CorruptObject, CorruptRecord, CorruptStore, Store, TableOptions, verify_store
+from cnr_store.format.commit_record import encode_record
+from cnr_store.format.layout import check_name, commit_key, encode_name, segment_key, segment_prefix
+from cnr_store.format.records import ObjectEntry, Receipt
+from cnr_store.runtime.threads import Throttle, Workers
+from cnr_store.segment.segment import Scratch, SegmentReader, SegmentWriter, check_record, merge_receipts
+
+ROWS = np.array([1, 5, 9], np.int64)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    store = Store.create(str(tmp_path / "store"), fsync=False, threads=1)
+    with store.writer() as writer:
+        with writer.begin(step=1) as txn:
+            txn.write_table("t", np.zeros((10, 2), np.float32), options=TableOptions(scale=1.0))
+            txn.put_dense({"w": np.arange(6, dtype=np.float32), "v": np.ones(6, np.float32)})
+        with writer.begin(step=2) as txn:
+            txn.write_rows("t", ROWS, np.ones((3, 2), np.float32))
+    return store
+
+
+@pytest.fixture
+def segments(store: Store) -> tuple[SegmentReader, ...]:
+    return store.snapshot().readers
+
+
+def test_a_tensor_whose_entry_points_to_other_bytes_is_refused(segments: tuple[SegmentReader, ...]) -> None:
+    entries = segments[0].manifest.dense
+    assert segments[0].read_dense("w", entries["w"]).tolist() == [0, 1, 2, 3, 4, 5]
+
+    with pytest.raises(CorruptObject, match="another digest"):
+        segments[0].read_dense("w", msgspec.structs.replace(entries["w"], offset=entries["v"].offset))
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 9), (1, 10), (-3, 12)])
+def test_row_ids_that_are_not_those_of_their_range_are_refused(
+    segments: tuple[SegmentReader, ...], first: int, last: int
+) -> None:
+    row_list = segments[1].manifest.parts[0].add
+    assert row_list is not None
+    assert segments[1].read_rows(row_list, 0, Scratch()).tolist() == ROWS.tolist()
+
+    with pytest.raises(CorruptObject, match="row ids are not sorted and unique"):
+        segments[1].read_rows(msgspec.structs.replace(row_list, first=(first,), last=(last,)), 0, Scratch())
+
+
+def test_a_record_of_another_step_than_its_segment_is_refused(store: Store) -> None:
+    snapshot = store.snapshot()
+    check_record(snapshot.record, snapshot.readers[-1])
+
+    with pytest.raises(CorruptRecord, match="says step 3, its segment says 2"):
+        check_record(msgspec.structs.replace(snapshot.record, step=3), snapshot.readers[-1])
+
+
+def test_a_check_finds_a_record_of_another_step_than_its_segment(store: Store) -> None:
+    assert verify_store(store).is_sound
+    head = store.head()
+    wrong = encode_record(msgspec.structs.replace(head.record, step=3), head.extra)
+    store.storage.put(commit_key(head.record.v), wrong)
+
+    messages = [problem.message for problem in verify_store(store).problems]
+
+    assert any("says step 3, its segment says 2" in message for message in messages)
+
+
+def test_an_object_of_a_segment_is_written_once(store: Store) -> None:
+    name = store.snapshot().readers[-1].name
+    writer = SegmentWriter(
+        store.storage, name, profile="compact", folder="r00000-0123abcd", workers=Workers(1), throttle=Throttle(None)
+    )
+    writer.write_document("reader", {"at": 1})
+
+    with pytest.raises(CorruptStore, match="would be written twice"):
+        writer.write_document("reader", {"at": 2})
+
+    assert store.storage.read(segment_key(name, "r00000-0123abcd/reader.json"), stop=100) == b'{"at":1}'
+
+
+@pytest.mark.parametrize("kind", ["documents", "dense"])
+def test_what_two_ranks_save_under_one_name_is_refused(segments: tuple[SegmentReader, ...], kind: str) -> None:
+    dense = {"x": segments[0].manifest.dense["w"]}
+    named = {"documents": {"x": "r/x.json"}} if kind == "documents" else {"dense": dense}
+    receipts = [
+        Receipt(
+            txn="c" * 32, rank=rank, world=2, attempt="0" * 8, base=0, l0=0, parts=(), **named,
+            objects=(ObjectEntry(path=f"r{rank}/x.json", size=1, xxh3_128="a" * 32),),
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+
+    with pytest.raises(BadInput, match="ranks 0 and 1 both saved 'x'"):
+        merge_receipts(receipts)
+
+
+@pytest.mark.parametrize("name", ["../x", "", "0" * 20, f"{'0' * 20}-{'g' * 32}", f"{'0' * 20}-{'a' * 32}/../x"])
+def test_what_is_no_name_of_a_segment_is_no_folder(name: str) -> None:
+    with pytest.raises(BadName):
+        segment_prefix(name)
+
+
+@pytest.mark.parametrize("path", ["../x", "/x", "a/../../x", "a//b", "", "a\nb", "a/."])
+def test_a_path_does_not_leave_its_segment(path: str) -> None:
+    with pytest.raises(BadName):
+        segment_key(f"{'0' * 20}-{'a' * 32}", path)
+
+
+@pytest.mark.parametrize("name", ["_receipt.json", "zarr.json", "..", ".", "__x"])
+def test_a_name_that_the_format_keeps_becomes_another_node(name: str) -> None:
+    assert encode_name(name) == f"%{ord(name[0]):02X}{name[1:]}"
+
+
+@pytest.mark.parametrize("name", ["", "a\nb", "\x1b[2J", "a\x7f", "x" * 1025, "\ud800"])
+def test_what_cannot_be_a_name_is_refused(name: str) -> None:
+    with pytest.raises(BadName):
+        check_name(name)

@@ -1,0 +1,268 @@
+"""Loading a table or a shard: every row as the chain has it, in one copy."""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cnr_store import CorruptStore, NonFiniteValues, Store, TableOptions
+from cnr_store.format.records import TableSchema
+from cnr_store.read.snapshot import Snapshot
+from cnr_store.segment.codes import ABSENT, CODED, ESCAPED
+from cnr_store.segment.segment import SegmentReader
+from cnr_store.serving.rows.served_table import ServedTable, row_kind
+from cnr_store.serving.rows.shards import HashShard, rows_in_shard
+from cnr_store.serving.update.loading import load_table
+from cnr_store.serving.update.update_tables import Holding
+from cnr_store.storage import storage_from_filesystem
+from cnr_store.types import FloatBits, Lattice, RowRange
+from tests.support.consumers import HOLDINGS, Consumer, expected_rows
+from tests.support.faulty import IsolatedMemoryFileSystem
+from tests.support.store_oracle import KINDS, training_slots, training_values
+
+ROWS, DIM = 50, 3
+Array = np.ndarray[Any, Any]
+OPERATIONS = ("keep", "write", "delete")
+
+
+def new_store(profile: Any = "portable") -> Store:
+    return Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), profile=profile, threads=2)
+
+
+def spoiled(kind: str, values: Array, rows: Array) -> Array:
+    values[rows, 0] = {"bfloat16": 0x7FC0}.get(KINDS[kind].dtype, np.nan)
+    return values
+
+
+def load(snapshot: Snapshot, holding: Holding, table: str = "t") -> ServedTable:
+    schema = snapshot.tables[table]
+    holds = holding.holds if isinstance(schema.encoding, Lattice | FloatBits) else "auto"
+    kind = row_kind(schema, holding.served, holds)
+    return load_table(snapshot.readers, table, kind, snapshot.workers, shard=holding.shard)
+
+
+def check(snapshot: Snapshot, served: ServedTable, holding: Holding, status: Array | None = None) -> None:
+    ids, values = expected_rows(snapshot, served.name, holding)
+    out = np.empty((len(ids), served.kind.served_width), served.kind.served_dtype)
+    expected = np.empty_like(out)
+    served.read(ids, out)
+    served.kind.serve(values, expected)
+    assert out.tobytes() == expected.tobytes()
+    if status is not None:
+        held = np.empty((len(ids), served.kind.width), served.held.rows.dtype)
+        assert served.gather_held(ids, held).tolist() == status[ids].tolist()
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@settings(max_examples=6, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), holding=st.sampled_from(HOLDINGS), window_bytes=st.sampled_from([50, 1 << 20]))
+def test_a_table_is_loaded_as_it_is_with_every_status(
+    kind: str, seed: int, holding: Holding, window_bytes: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    store = new_store("compact" if seed % 2 else "portable")
+    status = np.zeros(ROWS, np.uint8)
+    with store.writer() as writer:
+        with writer.begin(1, "full") as txn:
+            values, slots = training_values(kind, rng, ROWS, DIM), training_slots(kind, rng, ROWS, DIM)
+            txn.write_table("t", values, slots=slots, options=KINDS[kind].options)
+        for step in range(2, int(rng.integers(2, 5))):
+            with writer.begin(step) as txn:
+                fate = rng.choice(OPERATIONS, ROWS, p=[0.5, 0.4, 0.1])
+                written, gone = np.flatnonzero(fate == "write"), np.flatnonzero(fate == "delete")
+                escaped = rng.random(len(written)) < 0.2
+                values = spoiled(kind, training_values(kind, rng, len(written), DIM), escaped)
+                txn.write_rows(
+                    "t", written, values, slots=training_slots(kind, rng, len(written), DIM), nonfinite="escape"
+                )
+                txn.delete_rows("t", gone)
+                status[written], status[gone] = np.where(escaped, ESCAPED, CODED), ABSENT
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cnr_store.read.table_reader.WINDOW_BYTES", window_bytes)
+        served = load(store.snapshot(), holding)
+    # NaN is a code like any other where every bit is kept.
+    has_escapes = not isinstance(served.schema.encoding, FloatBits) or served.schema.encoding.mantissa_bits == 7
+    is_exact_16 = served.schema.dtype != "float32" and isinstance(served.schema.encoding, FloatBits)
+    check(store.snapshot(), served, holding, status if has_escapes and not is_exact_16 else None)
+    store.close()
+
+
+def test_hash_shards_are_the_table_together() -> None:
+    store = new_store()
+    rng = np.random.default_rng(1)
+    values = rng.standard_normal((300, DIM)).astype(np.float32)
+    with store.writer() as writer, writer.begin(1, "full") as txn:
+        txn.write_table("t", values, options=TableOptions.exact())
+
+    shards = [load(store.snapshot(), Holding(shard=HashShard(index, 4))) for index in range(4)]
+
+    ids = [shard.row_ids() for shard in shards]
+    assert np.array_equal(np.sort(np.concatenate(ids)), np.arange(300))
+    assert all(60 < len(mine) < 90 for mine in ids)
+    for shard, mine in zip(shards, ids, strict=True):
+        out = np.empty((len(mine), DIM), np.float32)
+        shard.read(mine, out)
+        assert out.tobytes() == values[mine].tobytes()
+
+
+@pytest.mark.parametrize(
+    "holding", [Holding(holds="codes"), Holding("bfloat16"), Holding("float16", shard=HashShard(0, 2))]
+)
+def test_codes_beyond_int16_are_held_in_int32(holding: Holding) -> None:
+    store = new_store()
+    values = np.full((20, DIM), 3, np.float32)
+    values[7] = 50_000
+    with store.writer() as writer, writer.begin(1, "full") as txn:
+        txn.write_table("t", values, options=TableOptions(scale=1.0))
+
+    served = load(store.snapshot(), holding)
+
+    is_in = 7 in rows_in_shard(holding.shard, np.arange(20))
+    assert served.held.rows.dtype == np.int32 or not is_in
+    check(store.snapshot(), served, holding)
+
+
+def test_a_hashed_table_has_each_key_once_as_its_newest_segment_has_it() -> None:
+    store = new_store()
+    with store.writer() as writer:
+        with writer.begin(1, "full") as txn:
+            txn.create_table("h", dim=2, options=TableOptions(scale=0.5))
+            txn.write_rows("h", np.array([-(2**63), -4, 7, 9, 2**63 - 1]), np.full((5, 2), 1, np.float32))
+        with writer.begin(2) as txn:
+            txn.write_rows("h", np.array([-4, 8]), np.array([[2, 2], [np.inf, 0]], np.float32), nonfinite="escape")
+            txn.delete_rows("h", np.array([7, 1000]))
+        with writer.begin(3) as txn:
+            txn.write_rows("h", np.array([7]), np.full((1, 2), 3, np.float32))
+            txn.delete_rows("h", np.array([9]))
+
+    for holding in (
+        Holding(),
+        Holding(holds="codes"),
+        Holding("bfloat16", shard=HashShard(1, 2)),
+        Holding(shard=RowRange(-9, 9)),
+    ):
+        served = load(store.snapshot(), holding, "h")
+        keys = rows_in_shard(holding.shard, np.array([-(2**63), -4, 7, 8, 2**63 - 1]))
+        assert served.row_ids().tolist() == keys.tolist()
+        assert served.held.num_rows == len(keys)
+        check(store.snapshot(), served, holding)
+
+
+def test_int8_rows_of_a_set_only_table_are_fused_and_must_be_finite() -> None:
+    store = new_store()
+    values = np.arange(40, dtype=np.float32).reshape(10, 4)
+    with store.writer() as writer:
+        with writer.begin(1, "full") as txn:
+            txn.write_table("t", values, options=TableOptions(encoding="raw", nonfinite="escape"))
+        consumer = Consumer(Holding("int8"), np.random.default_rng(0))
+        consumer.go(store, [store.head()])
+        assert consumer.tables["t"].held.rows.shape == (10, 12)
+        with writer.begin(2) as txn:
+            txn.write_rows("t", np.array([2, 5]), values[[5, 2]] * 3)
+        consumer.go(store, [store.head()])
+        before = consumer.frozen()
+        with writer.begin(3) as txn:
+            txn.write_rows("t", np.array([4]), np.full((1, 4), np.inf, np.float32), nonfinite="escape")
+
+    with pytest.raises(NonFiniteValues, match="no int8 form"):
+        consumer.go(store, [store.head()])
+    assert consumer.frozen() == before
+    with pytest.raises(NonFiniteValues, match="row 4 of table 't'"):
+        load(store.snapshot(), Holding("int8"))
+
+
+@pytest.mark.parametrize("holds", ["values", "codes"])
+@pytest.mark.parametrize("settled", [True, False])
+def test_the_state_digest_is_checked(holds: Any, settled: bool) -> None:
+    store = new_store()
+    with store.writer() as writer:
+        with writer.begin(1, "full") as txn:
+            txn.write_table("t", np.ones((20, DIM), np.float32), options=TableOptions(scale=0.5))
+        if not settled:
+            with writer.begin(2) as txn:
+                txn.delete_rows("t", np.array([3]))
+    snapshot = store.snapshot()
+    *before, last = snapshot.readers
+    (part,) = last.manifest.parts
+    parts = (msgspec.structs.replace(part, state_digest=f"{5:016x}"),)
+    wrong = SegmentReader(store.storage, last.name, msgspec.structs.replace(last.manifest, parts=parts))
+    kind = row_kind(snapshot.tables["t"], None, holds)
+
+    with pytest.raises(CorruptStore, match="state digest"):
+        load_table([*before, wrong], "t", kind, store.workers)
+    load_table([*before, wrong], "t", kind, store.workers, shard=RowRange(0, 5))  # of a part nothing is known
+
+
+def test_an_empty_table_is_a_table() -> None:
+    store = new_store()
+    with store.writer() as writer, writer.begin(1, "full") as txn:
+        txn.write_table("t", np.ones((0, DIM), np.float32), options=TableOptions(scale=0.5))
+        txn.create_table("h", dim=DIM, options=TableOptions(scale=0.5))
+    for holding in HOLDINGS:
+        for table in ("t", "h"):
+            assert len(load(store.snapshot(), holding, table).row_ids()) == 0
+
+
+@pytest.mark.parametrize(
+    "holding", [Holding(), Holding(holds="codes"), Holding("bfloat16"), Holding("float16", "codes")]
+)
+@pytest.mark.parametrize("deltas", [0, 2])
+def test_a_load_takes_one_copy_and_what_is_in_flight(
+    holding: Holding, deltas: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cnr_store.format.arrays.CHUNK_BYTES", 1 << 18)
+    rows, dim = 60_000, 32
+    store = Store.create(str(tmp_path / "store"), fsync=False, threads=1)
+    rng = np.random.default_rng(3)
+    values = rng.standard_normal((rows, dim)).astype(np.float32)
+    with store.writer() as writer:
+        with writer.begin(1, "full") as txn:
+            txn.write_table("t", values, options=TableOptions(scale=0.01))
+        for step in range(2, 2 + deltas):
+            with writer.begin(step) as txn:
+                changed = np.sort(rng.choice(rows, 2_000, replace=False))
+                txn.write_rows("t", changed, values[changed] + 1)
+                txn.delete_rows("t", np.setdiff1d(np.arange(0, rows, 997), changed))
+    snapshot = store.snapshot()
+    load(snapshot, holding)  # what is compiled on first use
+
+    tracemalloc.start()
+    served = load(snapshot, holding)
+    kept, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert kept < served.held.nbytes + 500_000
+    # Chunks in flight on the one thread; the statuses of a replay.
+    assert peak - served.held.nbytes < 1_500_000
+    check(snapshot, served, holding)
+    store.close()
+
+
+def test_slots_that_count_in_the_digest_leave_it_unchecked() -> None:
+    """They are not read; what is read is checked object by object all the same."""
+    store = new_store()
+    with store.writer() as writer, writer.begin(1, "full") as txn:
+        slots = {"m": np.ones(20, np.float32)}
+        txn.write_table("t", np.ones((20, DIM), np.float32), slots=slots, options=TableOptions.exact())
+    check(store.snapshot(), load(store.snapshot(), Holding()), Holding())
+
+
+def test_schemas_are_those_of_the_last_segment() -> None:
+    store = new_store()
+    with store.writer() as writer:
+        with writer.begin(1, "full") as txn:
+            txn.write_table("t", np.ones((20, DIM), np.float32), options=TableOptions(scale=0.5, fill=7.0))
+        with writer.begin(2) as txn:
+            txn.resize_table("t", 30)
+    served = load(store.snapshot(), Holding("bfloat16", "codes"))
+    schema: TableSchema = store.snapshot().tables["t"]
+
+    assert served.schema == schema
+    assert schema.num_rows == 30
+    check(store.snapshot(), served, Holding("bfloat16", "codes"), np.r_[np.zeros(20), np.ones(10)].astype(np.uint8))

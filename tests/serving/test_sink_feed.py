@@ -1,0 +1,634 @@
+"""What a feed brings to its sink: always one version whole, whatever is published or fails in between."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cnr_store.errors import BadInput, Fenced, NonFiniteValues, StorageFailure
+from cnr_store.serving.sinks import Published, PushResult, SinkFeed, SinkState, SinkTable, SourceRows
+from cnr_store.types import Float32s, RowIds
+
+Rows = dict[str, dict[int, float]]
+DIM = 3
+TABLES = {"dense": SinkTable(DIM, 30), "hashed": SinkTable(DIM, None)}
+
+
+def state(version: int, store: str = "store") -> SinkState:
+    return SinkState(store, "", version, 10 * version)
+
+
+@dataclass
+class Source:
+    """A loader of versions that are all remembered; the n-th read may be preceded by publications."""
+
+    tables: dict[str, SinkTable] = field(default_factory=lambda: dict(TABLES))
+    history: dict[int, Rows] = field(default_factory=dict)
+    shown: int = -1
+    newest: int = -1
+    feeds: list[SinkFeed] = field(default_factory=list)
+    before_reads: list[Callable[[], object]] = field(default_factory=list)
+    tells_changes: bool = True
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    read: int = 0
+
+    def published(self) -> Published | None:
+        with self.lock:
+            return None if self.shown < 0 else Published(state(self.shown), dict(self.tables))
+
+    def row_ids(self, table: str) -> Sequence[int] | RowIds:
+        with self.lock:
+            num_rows = self.tables[table].num_rows
+            return range(num_rows) if num_rows else np.array(sorted(self.history[self.shown][table]), np.int64)
+
+    def read_rows(self, row_ids: Mapping[str, RowIds]) -> SourceRows:
+        if self.before_reads:
+            self.before_reads.pop(0)()
+        with self.lock:
+            rows, version = self.history[self.shown], self.shown
+        found = {}
+        for table, ids in row_ids.items():
+            self.read += len(ids)
+            values = [rows[table].get(int(row_id)) for row_id in ids]
+            array = np.array([[np.nan if value is None else value] * DIM for value in values], np.float32)
+            found[table] = (array.reshape(len(ids), DIM), np.array([value is not None for value in values], bool))
+        return SourceRows(version, found)
+
+    def changed_since(self, held: SinkState) -> Mapping[str, RowIds] | None:
+        with self.lock:
+            if not self.tells_changes or held.version not in self.history:
+                return None
+            return differences(self.history[held.version], self.history[self.shown])
+
+    def publish(self, changes: Mapping[str, Mapping[int, float | None]]) -> int:
+        """Show a new version with these rows changed, and tell the feeds."""
+        with self.lock:
+            before = self.history.get(self.shown, {name: {} for name in self.tables})
+            rows = {name: dict(before.get(name, {})) for name in self.tables}
+            for table, changed in changes.items():
+                for row_id, value in changed.items():
+                    if value is None:
+                        rows[table].pop(row_id, None)
+                    else:
+                        rows[table][row_id] = value
+            self.newest += 1
+            self.history[self.newest] = rows
+            return self.show(self.newest)
+
+    def show(self, version: int, *, says_which: bool = True) -> int:
+        with self.lock:
+            before = self.history.get(self.shown, {name: {} for name in self.tables})
+            self.shown = version
+            changed: dict[str, RowIds | None] = dict(differences(before, self.history[version]))
+            if not says_which:
+                changed = dict.fromkeys(self.tables)
+            for feed in self.feeds:
+                feed.notice(Published(state(version), dict(self.tables)), changed)
+            return version
+
+
+def differences(a: Rows, b: Rows) -> dict[str, RowIds]:
+    return {
+        table: np.array(
+            sorted(i for i in {**a.get(table, {}), **b[table]} if a.get(table, {}).get(i) != b[table].get(i)), np.int64
+        )
+        for table in b
+    }
+
+
+class Died(Exception):
+    """What a sink of somebody else might raise."""
+
+
+@dataclass
+class Sink:
+    """A model of a sink: rows in memory, and failures before or after a call takes effect."""
+
+    source: Source
+    rows: Rows = field(default_factory=dict)
+    state: SinkState | None = None
+    batch: Rows | None = None
+    fails: dict[int, tuple[str, Exception]] = field(default_factory=dict)  # call number -> "before" or "after", what
+    calls: int = 0
+    log: list[str] = field(default_factory=list)
+    name: str = "model"
+
+    def _do(self, what: str, act: Callable[[], None]) -> None:
+        self.calls += 1
+        self.log.append(what)
+        when, error = self.fails.pop(self.calls, ("", Died()))
+        if when != "before":
+            act()
+        if when:
+            raise error
+
+    def open(self) -> SinkState | None:
+        self._do("open", lambda: setattr(self, "batch", None))
+        return self.state
+
+    def begin(self, tables: Mapping[str, SinkTable], *, full: bool) -> None:
+        if not full and self.state is None:
+            raise StorageFailure("it was emptied")
+        kept = {} if full else self.rows
+        self._do(
+            "begin full" if full else "begin",
+            lambda: setattr(self, "batch", {table: dict(kept.get(table, {})) for table in tables}),
+        )
+
+    def put(self, table: str, row_ids: RowIds, values: Float32s) -> None:
+        assert len(row_ids)
+        assert (np.diff(row_ids) > 0).all()
+        assert np.isfinite(values).all()
+        assert (values == values[:, :1]).all()
+        assert self.batch is not None
+        fresh = dict(zip(row_ids.tolist(), values[:, 0].tolist(), strict=True))
+        self._do("put", lambda target=self.batch[table]: target.update(fresh))  # type: ignore[misc]
+
+    def delete(self, table: str, row_ids: RowIds) -> None:
+        assert self.batch is not None
+        target = self.batch[table]
+        self._do("delete", lambda: [target.pop(row_id, None) for row_id in row_ids.tolist()] and None)
+
+    def commit(self, state: SinkState) -> None:
+        assert self.batch is not None
+        batch = self.batch
+
+        def act() -> None:
+            self.rows, self.state, self.batch = batch, state, None
+            assert self.rows == self.source.history[state.version], f"not version {state.version} whole"
+
+        self._do("commit", act)
+
+    def abort(self) -> None:
+        self.batch = None
+
+
+def connected(source: Source, **options: Any) -> tuple[SinkFeed, Sink]:
+    sink = Sink(source)
+    feed = SinkFeed(source, sink, **options)
+    source.feeds.append(feed)
+    return feed, sink
+
+
+def filled_source() -> Source:
+    source = Source()
+    source.publish({"dense": {i: float(i) for i in range(30)}, "hashed": {-7: 1.0, 5: 2.0}})
+    return source
+
+
+def test_the_first_push_is_full_and_later_ones_carry_what_changed() -> None:
+    source = filled_source()
+    feed, sink = connected(source)
+
+    first = feed.push()
+    source.publish({"dense": {3: 30.0, 4: None}, "hashed": {5: None, 9: 1.0}})
+    second = feed.push()
+
+    assert first == PushResult(state(0), 32, 0, full=True)
+    assert second == PushResult(state(1), 2, 2, full=False)
+    assert feed.push() is None
+    assert sink.rows == source.history[1]
+
+
+def test_nothing_is_pushed_before_the_source_shows_something() -> None:
+    source = Source()
+    feed, sink = connected(source)
+    assert feed.push() is None
+    source.publish({"dense": {1: 1.0}})
+    assert feed.push() == PushResult(state(0), 1, 0, full=True)
+    assert sink.rows["dense"] == {1: 1.0}
+
+
+def test_a_sink_that_lagged_gets_the_newest_version_and_each_row_once() -> None:
+    source = filled_source()
+    feed, sink = connected(source)
+    feed.push()
+    for version in range(1, 60):
+        source.publish({"dense": {1: float(version), version % 30: float(version)}})
+
+    result = feed.push()
+
+    assert result is not None
+    assert (result.state.version, result.full) == (59, False)
+    assert result.rows == 30
+    assert sink.rows == source.history[59]
+
+
+def test_a_version_without_changed_rows_moves_the_sink() -> None:
+    source = filled_source()
+    feed, sink = connected(source)
+    feed.push()
+    source.publish({})
+    assert feed.push() == PushResult(state(1), 0, 0, full=False)
+    assert sink.state == state(1)
+
+
+def test_a_rollback_is_pushed_like_any_version() -> None:
+    source = filled_source()
+    feed, sink = connected(source)
+    source.publish({"dense": {3: 30.0}, "hashed": {9: 1.0}})
+    feed.push()
+    source.show(0)
+    assert feed.push() == PushResult(state(0), 1, 1, full=False)
+    assert sink.rows == source.history[0]
+
+
+@pytest.mark.parametrize("tells_changes", [True, False])
+def test_a_restarted_feed_goes_on_from_what_the_sink_has(tells_changes: bool) -> None:
+    source = filled_source()
+    feed, sink = connected(source)
+    feed.push()
+    source.publish({"dense": {3: 30.0}})
+    source.feeds.clear()
+    source.tells_changes = tells_changes
+
+    again = SinkFeed(source, sink)
+    result = again.push()
+
+    assert result == PushResult(state(1), 1 if tells_changes else 32, 0, full=not tells_changes)
+    assert SinkFeed(source, sink).push() is None
+
+
+@pytest.mark.parametrize("version_of_sink", [0, 1])
+def test_what_was_told_before_the_sink_was_opened_makes_no_full_push(version_of_sink: int) -> None:
+    source = filled_source()
+    source.publish({"dense": {3: 30.0}})
+    feed, sink = connected(source)
+    sink.state, sink.rows = state(version_of_sink), source.history[version_of_sink]
+
+    source.show(1, says_which=False)
+    feed.push()
+    source.publish({"dense": {4: 1.0}})
+
+    assert feed.push() == PushResult(state(2), 1, 0, full=False)
+    assert feed.metrics().full_pushes == 0
+
+
+@pytest.mark.parametrize(
+    "other", [state(0, "another"), SinkState("store", "branch", 0, 0), SinkState("store", "", 0, 0, "rows 0 to 9")]
+)
+def test_a_sink_of_another_store_branch_or_choice_of_rows_gets_everything(other: SinkState) -> None:
+    source = filled_source()
+    feed, sink = connected(source)
+    sink.state, sink.rows = other, {"dense": {29: 5.0, 77: 1.0}}
+
+    assert feed.push() == PushResult(state(0), 32, 0, full=True)
+
+
+def test_unknown_changes_and_other_tables_are_full_pushes() -> None:
+    source = filled_source()
+    feed, _ = connected(source)
+    feed.push()
+    source.publish({"dense": {1: 7.0}})
+    source.show(1, says_which=False)
+    unknown = feed.push()
+    source.tables["more"] = SinkTable(DIM, None)
+    source.publish({"more": {1: 1.0}})
+    more = feed.push()
+
+    assert unknown is not None
+    assert more is not None
+    assert unknown.full
+    assert more == PushResult(state(2), 33, 0, full=True)
+
+
+def test_versions_published_during_a_full_push_are_in_it() -> None:
+    source = filled_source()
+    feed, _ = connected(source, chunk_rows=4)
+    for k in range(1, 6):
+        source.before_reads.append(
+            lambda k=k: source.publish({"dense": {0: 100.0 + k, 29 - k: None}, "hashed": {k: 1.0}})
+        )  # type: ignore[misc]
+
+    result = feed.push()
+
+    assert result is not None
+    assert (result.state, result.full) == (state(5), True)
+
+
+def test_tables_that_change_during_a_push_begin_it_anew() -> None:
+    source = filled_source()
+    feed, sink = connected(source, chunk_rows=4)
+
+    def more() -> None:
+        source.tables["more"] = SinkTable(DIM, None)
+        source.publish({"more": {1: 1.0}})
+
+    source.before_reads += [lambda: None, more]
+
+    result = feed.push()
+
+    assert result == PushResult(state(1), 33, 0, full=True)
+    assert sink.log.count("begin full") == 2
+
+
+def test_a_large_change_goes_in_chunks_and_what_is_left_at_once() -> None:
+    source = filled_source()
+    feed, _ = connected(source, chunk_rows=4, most_rows_at_once=10)
+    feed.push()
+    source.publish({"dense": dict.fromkeys(range(25), 2.0)})
+    for k in range(5):
+        source.before_reads.append(partial(source.publish, {"dense": {k: 3.0 + k}}))
+
+    result = feed.push()
+
+    assert result is not None
+    assert (result.state.version, result.full) == (6, False)
+    assert result.rows <= 25 + 5
+
+
+def test_a_failed_push_loses_no_row_and_stays_a_delta() -> None:
+    source = filled_source()
+    feed, sink = connected(source)
+    feed.push()
+    source.tells_changes = False
+    for k, when in enumerate(["before", "after", "before", "after"]):
+        source.publish({"dense": {k: -1.0}})
+        sink.fails = {sink.calls + 2: (when, StorageFailure("away"))}
+        with pytest.raises(StorageFailure, match="away"):
+            feed.push()
+    result = feed.push()
+
+    assert result is not None
+    assert not result.full
+    assert result.rows == 4
+    assert feed.metrics().failures == 4
+    assert feed.metrics().error is None
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_commit_whose_reply_was_lost_counts(full: bool) -> None:
+    source = filled_source()
+    feed, sink = connected(source)
+    if not full:
+        feed.push()
+        source.publish({"dense": {1: 5.0}})
+    sink.fails = {sink.calls + (5 if full else 3): ("after", StorageFailure("reply lost"))}
+
+    with pytest.raises(StorageFailure):
+        feed.push()
+    lost = list(sink.log)
+    assert feed.push() is None
+
+    assert lost[-1] == "commit"
+    assert sink.log[len(lost) :] == ["open"]
+    source.publish({"dense": {2: 6.0}})
+    assert feed.push() == PushResult(state(source.shown), 1, 0, full=False)
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_after_a_lost_reply_only_what_came_later_is_sent(full: bool) -> None:
+    source = filled_source()
+    feed, sink = connected(source)
+    if not full:
+        feed.push()
+        source.publish({"dense": {1: 5.0}})
+    sink.fails = {sink.calls + (5 if full else 3): ("after", StorageFailure("reply lost"))}
+    with pytest.raises(StorageFailure):
+        feed.push()
+    source.tells_changes = False
+    source.publish({"dense": {2: 6.0}})
+
+    assert feed.push() == PushResult(state(source.shown), 1, 0, full=False)
+
+
+def test_a_full_push_that_fails_is_a_full_push_again() -> None:
+    source = filled_source()
+    feed, sink = connected(source)
+    feed.push()
+    source.publish({"dense": {1: 5.0, 2: 6.0}})
+    source.show(0)
+    feed.push()
+    source.show(1, says_which=False)
+    sink.fails = {sink.calls + 2: ("before", StorageFailure("away"))}
+    with pytest.raises(StorageFailure):
+        feed.push()
+
+    assert feed.push() == PushResult(state(1), 32, 0, full=True)
+
+
+def test_a_fenced_feed_pushes_no_more() -> None:
+    source = filled_source()
+    feed, sink = connected(source)
+    sink.fails = {2: ("before", Fenced("taken over"))}
+    for _ in range(2):
+        with pytest.raises(Fenced):
+            feed.push()
+    assert sink.log == ["open", "begin full"]
+    assert feed.metrics().is_fenced
+    feed.start()
+    feed.stop()
+
+
+@pytest.mark.parametrize("loses", ["all", "newest"])
+def test_an_idle_feed_finds_out_that_its_sink_lost_rows(loses: str) -> None:
+    source = filled_source()
+    feed, sink = connected(source, check_every_s=0.01)
+    feed.push()
+    source.publish({"dense": {1: 5.0}})
+    feed.push()
+    begin, commit = sink.begin, sink.commit
+    is_back, lost = threading.Event(), state(1)
+
+    def begin_on_what_is_known(tables: Mapping[str, SinkTable], *, full: bool) -> None:
+        if not full and not sink.log[-1].startswith("open") and sink.state != lost:
+            raise StorageFailure("restored from an older copy")
+        begin(tables, full=full)
+
+    def commit_and_tell(to: SinkState) -> None:
+        commit(to)
+        is_back.set()
+
+    sink.begin, sink.commit = begin_on_what_is_known, commit_and_tell  # type: ignore[method-assign]
+    sink.rows, sink.state = ({}, None) if loses == "all" else (source.history[0], state(0))
+    feed.start()
+    assert is_back.wait(60)
+    feed.stop()
+
+    assert (sink.state, sink.rows) == (state(1), source.history[1])
+    assert feed.metrics().full_pushes == (2 if loses == "all" else 1)
+
+
+def test_an_idle_feed_that_was_taken_over_ends() -> None:
+    feed, sink = connected(filled_source(), check_every_s=0.01)
+    feed.push()
+    sink.fails = {sink.calls + 3: ("before", Fenced("taken over"))}
+    feed.start()
+    thread = feed._thread
+    assert thread is not None
+    thread.join(60)
+    assert not thread.is_alive()
+    assert feed.metrics().is_fenced
+    assert sink.log[2 + 2 :] == ["commit", "begin", "begin", "begin"]
+
+
+def test_a_sink_that_is_away_costs_bounded_memory_and_gets_everything() -> None:
+    source = filled_source()
+    feed, sink = connected(source, most_waiting_keys=100)
+    feed.push()
+    most = 0
+    for version in range(1, 200):  # keys come and go, and none of them comes twice
+        keys = range(10 * version, 10 * version + 10)
+        source.publish({"hashed": {**dict.fromkeys(keys, 1.0), **dict.fromkeys([key - 10 for key in keys])}})
+        most = max(most, feed._due.count("hashed"))
+
+    assert most <= 100
+    result = feed.push()
+    assert result is not None
+    assert result.full
+    assert sink.rows == source.history[199]
+
+
+def test_an_error_of_a_foreign_sink_is_a_storage_failure_without_its_text() -> None:
+    source = filled_source()
+    feed, sink = connected(source)
+    sink.fails = {2: ("before", Died("password=hunter2"))}
+    with pytest.raises(StorageFailure, match="Died") as caught:
+        feed.push()
+    assert "hunter2" not in str(caught.value)
+    assert feed.push() is not None
+
+
+def test_a_source_that_never_tells_is_an_error_not_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cnr_store.serving.sinks.sink_feed._NOTICE_TIMEOUT_S", 0.01)
+    source = filled_source()
+    feed, sink = connected(source)
+    feed.push()
+    source.publish({"dense": {1: 5.0}})
+    source.feeds.clear()
+    source.publish({"dense": {2: 5.0}})
+
+    with pytest.raises(StorageFailure, match="notice"):
+        feed.push()
+    assert sink.state == state(0)
+
+
+def test_metrics_tell_what_is_behind_and_why() -> None:
+    source = filled_source()
+    feed, sink = connected(source)
+    empty = feed.metrics()
+    feed.push()
+    done = feed.metrics()
+    source.publish({"dense": {1: 5.0}})
+    sink.fails = {sink.calls + 2: ("before", NonFiniteValues("row 1"))}
+    with pytest.raises(NonFiniteValues):
+        feed.push()
+    failed = feed.metrics()
+
+    assert (empty.version, empty.pushes, empty.behind_s) == (None, 0, 0.0)
+    assert (done.version, done.published_version, done.full_pushes, done.rows, done.behind_s) == (0, 0, 1, 32, 0.0)
+    assert (failed.version, failed.published_version) == (0, 1)
+    assert isinstance(failed.error, NonFiniteValues)
+    assert failed.behind_s > 0
+
+
+def test_sizes_below_one_row_are_refused() -> None:
+    with pytest.raises(BadInput):
+        connected(Source(), chunk_rows=0)
+    with pytest.raises(BadInput):
+        connected(Source(), check_every_s=0)
+
+
+changes = st.dictionaries(
+    st.sampled_from(["dense", "hashed"]),
+    st.dictionaries(st.integers(0, 29), st.none() | st.integers(1, 99).map(float), max_size=6),
+    max_size=2,
+)
+steps = st.one_of(
+    st.tuples(st.just("publish"), changes),
+    st.tuples(st.just("show"), st.integers(0, 30)),
+    st.tuples(st.just("unknown"), st.integers(0, 30)),
+    st.tuples(st.just("later"), changes),
+    st.tuples(st.just("fail"), st.tuples(st.integers(1, 8), st.sampled_from(["before", "after"]))),
+    st.tuples(st.just("restart"), st.booleans()),
+    st.tuples(st.just("empty"), st.none()),
+    st.tuples(st.just("push"), st.none()),
+)
+
+
+@settings(deadline=None)
+@given(st.lists(steps, max_size=30), st.sampled_from([(4, 1), (4, 8), (1000, 1000)]))
+def test_after_any_life_each_commit_was_one_version_whole(
+    life: list[tuple[str, object]], sizes: tuple[int, int]
+) -> None:
+    # `Sink.commit` compares all rows with the version that it is told.
+    source = filled_source()
+    feed, sink = connected(source, chunk_rows=sizes[0], most_rows_at_once=sizes[1])
+    for step, what in life:
+        if step == "publish":
+            source.publish(what)  # type: ignore[arg-type]  # the strategies above say which is which
+        elif step in ("show", "unknown"):
+            version = int(what) % (source.newest + 1)  # type: ignore[call-overload]
+            if version != source.shown:
+                source.show(version, says_which=step == "show")
+        elif step == "later":
+            source.before_reads.append(partial(source.publish, what))  # type: ignore[arg-type]
+        elif step == "fail":
+            after, when = what  # type: ignore[misc]
+            sink.fails[sink.calls + after] = (when, StorageFailure("away"))
+        elif step == "restart":
+            source.tells_changes = bool(what)
+            source.feeds.clear()
+            feed = SinkFeed(source, sink, chunk_rows=sizes[0], most_rows_at_once=sizes[1])
+            source.feeds.append(feed)
+        elif step == "empty":
+            sink.rows, sink.state = {}, None
+            feed._is_open = False  # a sink that lost its rows fails, and is opened again
+        else:
+            try_push(feed)
+    sink.fails.clear()
+    while source.before_reads:
+        source.publish({"dense": {0: 1.0 + source.newest}})
+        feed.push()
+    feed.push()
+
+    assert sink.state == state(source.shown)
+    assert sink.rows == source.history[source.shown]
+
+
+def try_push(feed: SinkFeed) -> None:
+    try:
+        feed.push()
+    except StorageFailure:
+        return
+
+
+def test_threads_keep_sinks_whole_while_versions_come_as_fast_as_they_can() -> None:
+    # One sink fails at every fifth call, one belongs to somebody else: neither holds up the third.
+    source = filled_source()
+    feeds = [connected(source, chunk_rows=8, most_rows_at_once=16) for _ in range(3)]
+    (_, failing), (_, foreign), (good_feed, good) = feeds
+    failing.fails = {call: ("after" if call % 10 else "before", StorageFailure("away")) for call in range(5, 500, 5)}
+    foreign.fails = {call: ("before", Died()) for call in range(1, 10_000)}
+    caught_up = threading.Event()
+    commit = good.commit
+
+    def noting(to: SinkState) -> None:
+        commit(to)
+        if to.version >= 300:
+            caught_up.set()
+
+    good.commit = noting  # type: ignore[method-assign]
+    for feed, _ in feeds:
+        feed.start()
+        feed.start()
+    rng = np.random.default_rng(0)
+    for version in range(1, 301):
+        changed = {int(i): float(version) for i in rng.integers(0, 30, 4)}
+        source.publish({"dense": changed, "hashed": {int(rng.integers(50)): 1.0, int(rng.integers(50)): None}})
+
+    assert caught_up.wait(60)
+    for feed, _ in feeds:
+        feed.stop()
+    assert good.rows == source.history[300]
+    assert good_feed.metrics().failures == 0
+    assert feeds[1][0].metrics().failures > 0
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("feed ")]

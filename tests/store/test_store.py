@@ -1,0 +1,95 @@
+"""Opening, creating and reading around a damaged head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cnr_store import CorruptRecord, NotAStore, StorageFailure, Store, StoreExists, TableOptions, UnsafeBackend
+from cnr_store.format.layout import commit_key
+from cnr_store.storage import open_storage, storage_from_filesystem
+from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    made = Store.create(str(tmp_path / "store"))
+    with made.writer() as writer, writer.begin(1) as txn:
+        txn.write_table("t", np.ones((4, 2), np.float32), options=TableOptions(scale=1.0))
+    return made
+
+
+def test_a_folder_without_identity_is_not_a_store(tmp_path: Path) -> None:
+    with pytest.raises(NotAStore):
+        Store.open(str(tmp_path))
+
+
+def test_a_second_create_is_refused(store: Store) -> None:
+    with pytest.raises(StoreExists):
+        Store.create(store.url)
+
+
+@pytest.mark.parametrize("kind", [FaultKind.FAIL_BEFORE, FaultKind.DISK_FULL, FaultKind.DELAYED_PUT])
+def test_a_creation_that_the_storage_refused_made_no_store_and_says_so(kind: FaultKind) -> None:
+    files = IsolatedMemoryFileSystem()
+    calm = FaultyFileSystem(files.fork())
+    Store.create_on(storage_from_filesystem(calm, "/root"))
+    at = next(call.index for call in calm.calls if (call.operation, call.path) == ("create", "/root/cnr.json"))
+
+    with pytest.raises(StorageFailure, match=r"creating cnr\.json .* failed .* no store was made"):
+        Store.create_on(storage_from_filesystem(FaultyFileSystem(files, fault=Fault(kind, at)), "/root"))
+
+    Store.create_on(storage_from_filesystem(files, "/root"))
+
+
+def test_readers_serve_the_version_before_a_torn_record_and_writers_refuse(store: Store) -> None:
+    torn = store.latest_version() + 1
+    store.storage.put(commit_key(torn), b'{"v":')
+
+    with pytest.warns(RuntimeWarning, match=f"serving version {torn - 1}"):
+        snapshot = store.snapshot()
+
+    assert snapshot.version == torn - 1
+    assert snapshot.table("t").read().sum() == 8
+    with pytest.raises(CorruptRecord):
+        store.writer()
+
+
+def test_open_beside_a_creation_under_way_finds_its_first_record(store: Store) -> None:
+    storage = open_storage(store.url)
+    read = storage.read
+
+    def too_early(key: str, **part: int) -> bytes | None:
+        """Position 0 is written just after the first look at it."""
+        if key == commit_key(0):
+            del storage.read  # type: ignore[method-assign]
+            return None
+        return read(key, **part)
+
+    storage.read = too_early  # type: ignore[method-assign,assignment]
+
+    assert Store.open_on(storage).latest_version() == store.latest_version()
+
+
+@pytest.mark.parametrize("is_unsafe", [True, False])
+def test_a_store_is_written_in_the_way_it_was_created_for(tmp_path: Path, is_unsafe: bool) -> None:
+    """Else writers that rely on an exclusive create, and one that makes none, would be at work beside each other."""
+    with Store.create(str(tmp_path), unsafe_single_writer=is_unsafe) as store:
+        with store.writer() as writer, writer.begin(1) as txn:
+            txn.write_table("t", np.ones((4, 2), np.float32))
+        head = store.head()
+    with Store.open(str(tmp_path), unsafe_single_writer=not is_unsafe) as other:
+        for write in (
+            other.writer,
+            lambda: other.tag("good", 2),
+            lambda: other.set_channel("serving", 2),
+            lambda: other.rollback(2),
+            lambda: other.fork("trial", 2),
+        ):
+            with pytest.raises(UnsafeBackend, match="unsafe_single_writer"):
+                write()
+
+        assert other.head() == head
+        assert other.snapshot().table("t").read().sum() == 8

@@ -1,0 +1,289 @@
+"""Tables that several writers hold: which bytes a rectangle costs, what is compared, what is refused."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from cnr_store import BadInput, BadShape, CorruptStore, Store, Unsupported, verify_store
+from cnr_store.format.chain_checks import chain_problems
+from cnr_store.format.documents import canonical_json
+from cnr_store.format.manifest import decode_manifest
+from cnr_store.format.records import Manifest
+from cnr_store.read.plan import by_columns, expected_digest, plan_table
+from cnr_store.storage import storage_from_filesystem
+from cnr_store.transfer.exporting import export_snapshot
+from cnr_store.types import Rectangle
+from tests.support.faulty import FaultyFileSystem, IsolatedMemoryFileSystem
+from tests.support.rectangles import TABLE, Model, Parts, schema_of
+
+HALVES = ((0, 4), (4, 8))
+
+
+def row_wise(rows: int, dim: int, shards: int) -> list[Rectangle]:
+    cuts = np.linspace(0, rows, shards + 1).astype(int).tolist()
+    return [Rectangle((a, b), (0, dim)) for a, b in pairwise(cuts)]
+
+
+def column_wise(rows: int, ranges: Any = HALVES) -> list[Rectangle]:
+    return [Rectangle((0, rows), columns) for columns in ranges]
+
+
+def new_parts(
+    files: IsolatedMemoryFileSystem, rows: int = 40, *, row_slot: bool = False, ranges: Any = ((0, 8),)
+) -> Parts:
+    store = Store.create_on(storage_from_filesystem(files, "/root"), threads=1)
+    return Parts(store, Model(schema_of(rows, ranges[-1][1], row_slot=row_slot), ranges), 7)
+
+
+def bytes_read(files: IsolatedMemoryFileSystem, rectangle: Rectangle | None) -> int:
+    """Bytes of the chunks that reading a rectangle (None: everything) fetches."""
+    counting = FaultyFileSystem(files)
+    store = Store.open_on(storage_from_filesystem(counting, "/root"), threads=1)
+    view = store.snapshot().table(TABLE)
+    before = len(counting.paths("read"))
+    view.read_rectangle(rectangle or Rectangle((0, view.shape[0]), (0, view.shape[1])), slots={"v": None})
+    paths = counting.paths("read")[before:]
+    store.close()
+    assert len(paths) == len(set(paths))
+    return sum(len(files.cat_file(path)) for path in paths)
+
+
+def test_a_rank_reads_the_chunks_of_its_rows_alone() -> None:
+    files = IsolatedMemoryFileSystem()
+    parts = new_parts(files, 400)
+    tiles = row_wise(400, 8, 4)
+    parts.save(tiles, full=True)
+    parts.save(tiles)
+
+    costs = [bytes_read(files, tile) for tile in tiles]
+
+    assert sum(costs) == bytes_read(files, None)
+    assert max(costs) < 0.35 * sum(costs)
+
+
+def test_a_rank_reads_the_chunks_of_its_columns_alone() -> None:
+    files = IsolatedMemoryFileSystem()
+    parts = new_parts(files, 400)
+    parts.save(column_wise(400), full=True)
+    parts.save(column_wise(400))
+
+    halves = [bytes_read(files, tile) for tile in column_wise(400)]
+
+    assert sum(halves) == bytes_read(files, None)
+    assert bytes_read(files, Rectangle((0, 400), (1, 3))) == halves[0]
+
+
+def test_within_a_part_only_chunks_of_the_rows_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cnr_store.format.arrays.CHUNK_BYTES", 128)
+    files = IsolatedMemoryFileSystem()
+    parts = new_parts(files, 1000)
+    parts.save(row_wise(1000, 8, 1), full=True)
+
+    assert bytes_read(files, Rectangle((500, 520), (0, 8))) < 0.1 * bytes_read(files, None)
+
+
+def test_one_dimensional_slots_are_read_by_column_range_averaged_or_left_out() -> None:
+    parts = new_parts(IsolatedMemoryFileSystem(), 6, row_slot=True, ranges=HALVES)
+    parts.save(column_wise(6), full=True)
+    parts.save(column_wise(6))
+    view, held = parts.store.snapshot().table(TABLE), parts.model.row_slots()
+
+    assert view.column_cuts == HALVES
+    for index, columns in enumerate(HALVES):
+        found = view.read_rectangle(Rectangle((1, 5), columns), slots={"m": None})
+        assert np.array_equal(found["m"], held[1:5, index])
+    with pytest.raises(Unsupported, match=r"\[\(0, 4\), \(4, 8\)\]"):
+        view.read_slot("m")
+    assert np.array_equal(
+        view.read_slot("m", slots_rule="mean"), held.astype(np.float64).mean(axis=1).astype(np.float32)
+    )
+    rows = np.asarray([4, 0, 4])
+    weighted = view.read_rectangle(Rectangle((0, 6), (1, 5)), slots={"m": None}, slots_rule="mean")
+    expected = (held.astype(np.float64) @ [3, 1] / 4).astype(np.float32)
+    assert np.array_equal(weighted["m"], expected)
+    means = view.read_slot("m", slots_rule="mean")
+    assert np.array_equal(view.read_rows(rows, slot="m", slots_rule="mean"), means[rows])
+    with pytest.raises(Unsupported):
+        view.read_rows(rows, slot="m")
+    untouched = np.full(6, np.float32(3))
+    filled = view.read_rectangle(Rectangle((0, 6), (0, 8)), slots={"m": untouched, "v": None}, slots_rule="drop")
+    assert set(filled) == {"v"}
+    assert (untouched == 3).all()
+
+
+def test_a_mirror_of_other_columns_needs_every_one_dimensional_slot() -> None:
+    parts = new_parts(IsolatedMemoryFileSystem(), 6, row_slot=True, ranges=HALVES)
+    parts.save(column_wise(6), full=True)
+    view = parts.store.snapshot().table(TABLE)
+
+    with pytest.raises(Unsupported, match="slots_rule='mean' or 'drop'"):
+        view.read_mirror({}, np.zeros)
+    assert view.read_mirror({}, np.zeros, slots_rule="drop") is None
+    slot = np.empty(6, np.float32)
+    assert view.read_mirror({"slots/m": slot}, np.zeros, slots_rule="mean") is None
+    assert np.array_equal(slot, view.read_slot("m", slots_rule="mean"))
+    mirror = view.read_mirror({}, np.zeros, Rectangle((0, 6), (4, 8)))
+    assert mirror is not None
+    assert mirror.digest() == parts.model.digest(Rectangle((0, 6), (4, 8)))
+
+
+def test_cuts_of_one_dimensional_slots_that_change_within_a_chain_are_corrupt() -> None:
+    parts = new_parts(IsolatedMemoryFileSystem(), 6, row_slot=True, ranges=HALVES)
+    parts.save(column_wise(6), full=True)
+    parts.model.ranges = ((0, 8),)
+    parts.save(row_wise(6, 8, 2), states_digest=False)
+
+    with pytest.raises(CorruptStore, match=r"cut at \(0, 4\) and at \(0, 8\)"):
+        parts.store.snapshot().table(TABLE).read()
+    report = verify_store(parts.store, deep=True, threads=1)
+    assert any("within one chain" in problem.message for problem in report.problems)
+
+
+def with_digest_of(manifest: Manifest, index: int, digest: str | None) -> Manifest:
+    changed = [
+        msgspec.structs.replace(part, state_digest=digest) if k == index else part
+        for k, part in enumerate(manifest.parts)
+    ]
+    return msgspec.structs.replace(manifest, parts=tuple(changed))
+
+
+@pytest.mark.parametrize("cut_before", [((0, 8),), HALVES, ((0, 2), (2, 6), (6, 8))])
+def test_a_wrong_digest_is_found_by_whoever_reads_the_whole_part(cut_before: Any) -> None:
+    parts = new_parts(IsolatedMemoryFileSystem(), 10)
+    parts.save(column_wise(10, cut_before), full=True)
+    tiles = [Rectangle(rows, columns) for rows in ((0, 5), (5, 10)) for columns in HALVES]
+    parts.save(tiles)
+    snapshot = parts.store.snapshot()
+    reader = snapshot.readers[-1]
+    reader.manifest = with_digest_of(reader.manifest, 1, "0123456789abcdef")
+    view = snapshot.table(TABLE)
+
+    wrong = [tiles[1], Rectangle((0, 10), (0, 8)), Rectangle((0, 5), (0, 8)), Rectangle((0, 10), (4, 8))]
+    unknown = [Rectangle((0, 5), (4, 7)), Rectangle((0, 4), (4, 8))]
+    for rectangle in (*wrong, Rectangle((0, 5), (3, 8))):
+        with pytest.raises(CorruptStore, match="state digest"):
+            view.read_rectangle(rectangle)
+    for rectangle in (*unknown, tiles[0], tiles[2], tiles[3], Rectangle((5, 10), (0, 8)), Rectangle((0, 10), (0, 4))):
+        view.read_rectangle(rectangle)
+
+
+def test_digests_are_expected_of_unions_of_whole_parts_alone() -> None:
+    parts = new_parts(IsolatedMemoryFileSystem(), 10)
+    tiles = [
+        Rectangle((0, 5), (0, 8)),
+        *(Rectangle((5, 10), columns) for columns in HALVES),
+        Rectangle((10, 10), (0, 8)),
+    ]
+    parts.save(tiles, full=True)
+    manifests = parts.store.snapshot().manifests
+
+    def expected(rectangle: Rectangle, names: frozenset[str] = frozenset({"codes"})) -> int | None:
+        plan = plan_table(manifests, TABLE, *rectangle.rows, columns=rectangle.columns)
+        return expected_digest(plan, set(names))
+
+    for rectangle in (*tiles, Rectangle((0, 10), (0, 8)), Rectangle((5, 10), (0, 8))):
+        assert expected(rectangle) == parts.model.digest(rectangle)
+    for rectangle in (Rectangle((0, 10), (0, 4)), Rectangle((5, 10), (0, 6)), Rectangle((0, 9), (0, 8))):
+        assert expected(rectangle) is None
+    assert expected(tiles[0], frozenset({"slots/v"})) is None
+    unknown = [*manifests[:-1], with_digest_of(manifests[-1], 1, None)]
+    assert expected_digest(plan_table(unknown, TABLE), {"codes"}) is None
+
+
+def test_a_table_of_one_column_range_is_read_in_one_piece() -> None:
+    parts = new_parts(IsolatedMemoryFileSystem(), 10)
+    parts.save(row_wise(10, 8, 3), full=True)
+    parts.save(row_wise(10, 8, 2))
+    plan = plan_table(parts.store.snapshot().manifests, TABLE)
+
+    assert by_columns(plan) == (plan,)
+    assert [piece.columns for piece in by_columns(plan_table([*parts.store.snapshot().manifests], TABLE))] == [(0, 8)]
+
+
+def test_rectangles_that_do_not_fit_are_refused() -> None:
+    parts = new_parts(IsolatedMemoryFileSystem(), 6)
+    parts.save(row_wise(6, 8, 1), full=True)
+    view = parts.store.snapshot().table(TABLE)
+
+    for rectangle in (
+        Rectangle((0, 7), (0, 8)), Rectangle((-1, 2), (0, 8)), Rectangle((0, 6), (0, 9)), Rectangle((0, 6), (3, 3)),
+    ):  # fmt: skip
+        with pytest.raises(BadInput):
+            view.read_rectangle(rectangle)
+    with pytest.raises(BadShape):
+        view.read_rectangle(Rectangle((0, 6), (0, 4)), values=np.empty((6, 8), np.float32))
+    assert view.read_rectangle(Rectangle((3, 3), (0, 4)))["values"].shape == (0, 4)
+
+
+def test_an_export_refuses_slots_that_have_no_one_value_per_row(tmp_path: Any) -> None:
+    parts = new_parts(IsolatedMemoryFileSystem(), 6, row_slot=True, ranges=HALVES)
+    parts.save(column_wise(6), full=True)
+    snapshot = parts.store.snapshot()
+
+    with pytest.raises(Unsupported, match="slot 'm'"):
+        export_snapshot(snapshot, tmp_path / "all.safetensors")
+    assert list(tmp_path.iterdir()) == []
+    report = export_snapshot(snapshot, tmp_path / "weights.safetensors", slots=False)
+    assert [tensor.name for tensor in report.tensors] == [TABLE]
+
+
+def test_parts_that_overlap_or_cut_a_hashed_table_are_refused() -> None:
+    parts = new_parts(IsolatedMemoryFileSystem(), 10)
+    parts.save(column_wise(10), full=True)
+    manifest = parts.store.snapshot().manifests[-1]
+    moved = [
+        msgspec.structs.replace(part, columns=(part.columns[0] // 2, part.columns[0] // 2 + 4))
+        for part in manifest.parts
+    ]
+    schema = msgspec.structs.replace(manifest.tables[TABLE], keys="hashed", num_rows=0)
+
+    decode_manifest(canonical_json(manifest), "manifest")
+    with pytest.raises(CorruptStore, match="overlap"):
+        decode_manifest(canonical_json(msgspec.structs.replace(manifest, parts=tuple(moved))), "manifest")
+    with pytest.raises(CorruptStore, match="of a hashed table"):
+        decode_manifest(canonical_json(msgspec.structs.replace(manifest, tables={TABLE: schema})), "manifest")
+
+
+def test_ranks_without_rows_cut_nothing() -> None:
+    parts = new_parts(IsolatedMemoryFileSystem(), 6, row_slot=True, ranges=HALVES)
+    parts.save(column_wise(6), full=True)
+    parts.save(column_wise(6))
+    reader = (snapshot := parts.store.snapshot()).readers[-1]
+    empty = msgspec.structs.replace(
+        reader.manifest.parts[0], rows=(6, 6), columns=(0, 8), state_digest=None, add=None, set=None, delete=None,
+        escape=None,
+    )  # fmt: skip
+    reader.manifest = msgspec.structs.replace(reader.manifest, parts=(*reader.manifest.parts, empty))
+    view = snapshot.table(TABLE)
+
+    assert view.column_cuts == HALVES
+    assert np.array_equal(view.read(), parts.model.values(), equal_nan=True)
+    plan = plan_table(snapshot.manifests, TABLE)
+    assert expected_digest(plan, {"codes", "slots/m"}) == sum(map(parts.model.digest, column_wise(6))) % (1 << 64)
+    assert list(chain_problems([r.name for r in snapshot.readers], snapshot.manifests)) == []
+
+
+def test_a_check_names_a_part_that_starts_from_another_state_however_it_was_cut() -> None:
+    parts = new_parts(IsolatedMemoryFileSystem(), 10)
+    parts.save([Rectangle(rows, columns) for rows in ((0, 5), (5, 10)) for columns in HALVES], full=True)
+    whole, below = parts.model.digest(Rectangle((0, 10), (0, 8))), parts.model.digest(Rectangle((5, 10), (0, 8)))
+    parts.save(row_wise(10, 8, 1))
+    before, after = parts.store.snapshot().manifests
+
+    def contradictions(rows: tuple[int, int], num_rows: int, digest: int) -> int:
+        part = msgspec.structs.replace(after.parts[0], rows=rows, base_digest=f"{digest:016x}")
+        schema = msgspec.structs.replace(after.tables[TABLE], num_rows=num_rows)
+        moved = msgspec.structs.replace(after, parts=(part,), tables={TABLE: schema})
+        return len(list(chain_problems(["a", "b"], [before, moved])))
+
+    assert contradictions((0, 10), 10, whole) == contradictions((5, 10), 10, below) == 0
+    assert contradictions((0, 10), 10, whole ^ 1) == contradictions((5, 10), 10, whole) == 1
+    for num_rows in (8, 13):  # the table was resized: its last rows start from what the last rows ended with
+        assert contradictions((0, num_rows), num_rows, whole) == contradictions((5, num_rows), num_rows, below) == 0
+        assert contradictions((0, num_rows), num_rows, below) == contradictions((5, num_rows), num_rows, whole) == 1
+    assert contradictions((3, 10), 10, 1) == 0  # of no union of parts, so nothing is known

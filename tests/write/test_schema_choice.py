@@ -1,0 +1,216 @@
+"""What users ask of a table, and the schema that it becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cnr_store import (
+    BadDtype,
+    BadInput,
+    BadShape,
+    ChunkLru,
+    CompactionPolicy,
+    RetentionPolicy,
+    TableOptions,
+    Threshold,
+)
+from cnr_store.encodings.sampling import SAMPLE_ROWS
+from cnr_store.runtime.threads import Workers, check_rate
+from cnr_store.types import Affine, FloatBits, Lattice, Raw
+from cnr_store.write.schema_choice import check_options, choose_encoding, sample_of, table_dtype, table_schema
+
+SAMPLE = (0.1 * np.random.default_rng(1).standard_normal((500, 8))).astype(np.float32)
+
+
+def chosen(dtype: Any = "float32", **options: Any) -> Any:
+    return choose_encoding(TableOptions(**options), dtype, SAMPLE)
+
+
+def test_defaults_by_dtype() -> None:
+    assert isinstance(chosen(), Lattice)
+    assert chosen("float16") == FloatBits(mantissa_bits=10)
+    assert chosen("bfloat16") == FloatBits(mantissa_bits=7)
+    assert chosen(encoding="raw") == Raw()
+    assert chosen(encoding="affine", bits=4) == Affine(bits=4)
+
+
+def test_a_scale_is_taken_a_largest_error_is_halved_and_bits_are_measured() -> None:
+    assert chosen(scale=0.25) == Lattice(scale=0.25)
+    assert chosen(max_error=0.25) == Lattice(scale=0.5)
+    steps = [chosen(bits=bits).scale for bits in (2, 3, 4, 8)]
+    assert steps == sorted(steps, reverse=True)
+    assert chosen().scale == steps[-1]
+
+
+@pytest.mark.parametrize(("restores", "bits"), [(0, 2), (1, 2), (2, 3), (3, 3), (4, 4), (20, 4), (21, 8), (1000, 8)])
+def test_automatic_bits_follow_the_expected_restores(restores: float, bits: Any) -> None:
+    assert chosen(bits="auto", expected_restores=restores) == chosen(bits=bits)
+    affine = chosen(encoding="affine", bits="auto", expected_restores=restores)
+    assert affine.bits == bits
+
+
+def test_exact_keeps_every_bit_of_tables_and_slots() -> None:
+    options = TableOptions.exact()
+    schema = table_schema(
+        "t", options, num_rows=500, dim=8, dtype="float32", sample=SAMPLE,
+        slots={"m": SAMPLE[:, 0], "v": SAMPLE, "h": SAMPLE[:, 0].astype(np.float16)},
+    )  # fmt: skip
+    assert schema.encoding == FloatBits(mantissa_bits=23)
+    assert [slot.encoding.mantissa_bits for slot in schema.slots.values()] == [23, 23, 10]  # type: ignore[union-attr]
+    assert [(slot.kind, slot.mirror) for slot in schema.slots.values()] == [
+        ("row", True), ("element", False), ("row", True)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bits": 4, "scale": 0.5},
+        {"bits": 4, "max_error": 0.5},
+        {"scale": 0.5, "max_error": 0.5},
+        {"bits": "auto"},
+        {"bits": 5},
+        {"bits": 0},
+        {"scale": 0.0},
+        {"scale": -1.0},
+        {"scale": float("nan")},
+        {"max_error": float("inf")},
+        {"encoding": "float_bits", "bits": 4},
+        {"encoding": "float_bits", "scale": 0.5},
+        {"encoding": "float_bits", "mantissa_bits": 0},
+        {"encoding": "float_bits", "mantissa_bits": 24},
+        {"encoding": "raw", "max_error": 0.5},
+        {"encoding": "affine", "scale": 0.5},
+        {"encoding": "affine", "bits": 7},
+        {"encoding": "lattice", "mantissa_bits": 7},
+        {"encoding": "zip"},
+        {"slot_mantissa_bits": 0},
+        {"slot_mantissa_bits": 24},
+        {"nonfinite": "hide"},
+        {"fill": float("nan")},
+        {"fill": 1e39},
+        {"bits": 4.0},
+        {"bits": True},
+        {"max_error": -1.0},
+        {"max_error": "0.1"},
+        {"bits": 4, "mantissa_bits": 7},
+        {"search": "greedy"},
+        {"encoding": "affine", "search": "fast"},
+        {"encoding": "affine", "param_dtype": "float64"},
+        {"encoding": "raw", "threshold": Threshold(keep=0.5)},
+        {"threshold": 0.5},
+        {"bits": "auto", "expected_restores": -1},
+        {"bits": "auto", "expected_restores": "three"},
+    ],
+)
+def test_contradictions_and_nonsense_are_refused_where_they_are_given(options: dict[str, Any]) -> None:
+    """They were accepted, and failed at the first save."""
+    with pytest.raises(BadInput):
+        TableOptions(**options)
+
+
+def test_numbers_of_numpy_become_pythons_own_for_they_are_stored() -> None:
+    options = TableOptions(bits=np.int64(4), fill=np.float32(0.5), threshold=Threshold(keep=np.float32(0.5)))  # type: ignore[arg-type]
+    assert (type(options.bits), type(options.fill)) == (int, float)
+    assert options.threshold is not None
+    assert type(options.threshold.keep) is float
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({"bits": 4}, "float16"),
+        ({"mantissa_bits": 12}, "float32"),
+        ({"encoding": "float_bits", "mantissa_bits": 12}, "float16"),
+        ({"threshold": Threshold(keep=0.5)}, "bfloat16"),
+    ],
+)
+def test_what_only_the_dtype_decides_is_refused_once_that_is_known(options: dict[str, Any], dtype: Any) -> None:
+    with pytest.raises(BadInput, match="'t'"):
+        check_options("t", TableOptions(**options), dtype)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Threshold(keep=0.0),
+        lambda: Threshold(keep=True),
+        lambda: Threshold(keep=0.5, refresh_every=0),
+        lambda: Threshold(keep=0.5, max_wait=1.5),  # type: ignore[arg-type]
+        lambda: Threshold(keep=0.5, max_error=float("nan")),
+        lambda: RetentionPolicy(keep_last=0),
+        lambda: RetentionPolicy(keep_last=2.5),  # type: ignore[arg-type]
+        lambda: RetentionPolicy(keep_within_s=float("inf")),
+        lambda: RetentionPolicy(keep_every="daily"),  # type: ignore[arg-type]
+        lambda: CompactionPolicy(max_chain=True),
+        lambda: CompactionPolicy(fanout=1),
+        lambda: CompactionPolicy(max_restore_ratio="2"),  # type: ignore[arg-type]
+        lambda: ChunkLru(1.5),  # type: ignore[arg-type]
+        lambda: Workers(0),
+        lambda: Workers(1.5),  # type: ignore[arg-type]
+        lambda: check_rate(float("nan")),
+        lambda: check_rate("fast"),  # type: ignore[arg-type]
+    ],
+)
+def test_other_records_and_arguments_are_checked_where_they_are_given(make: Callable[[], object]) -> None:
+    with pytest.raises(BadInput):
+        make()
+
+
+def test_bits_of_a_half_precision_table_need_an_encoding_that_has_them() -> None:
+    with pytest.raises(BadInput, match="name the encoding"):
+        check_options("t", TableOptions(bits=4), "float16")
+    assert isinstance(chosen("float16", encoding="lattice", bits=4), Lattice)
+
+
+def test_rows_beyond_the_range_do_not_refuse_a_scale_if_they_may_escape() -> None:
+    """A table with one value beyond the range could not be created although its rows were to escape."""
+    sample = SAMPLE.copy()
+    sample[7, 3] = 1e30
+    assert choose_encoding(TableOptions(scale=0.5, nonfinite="escape"), "float32", sample) == Lattice(scale=0.5)
+    with pytest.raises(BadInput, match="2\\^21"):
+        choose_encoding(TableOptions(scale=0.5), "float32", sample)
+
+
+def test_affine_parameters_widen_where_half_precision_does_not_reach() -> None:
+    large = np.full((3, 2), 1e6, np.float32)
+    assert choose_encoding(TableOptions(encoding="affine"), "float32", large).param_dtype == "float32"  # type: ignore[union-attr]
+
+
+def test_greedy_settings_are_chosen_for_the_greedy_search_alone() -> None:
+    greedy = chosen(encoding="affine", bits=4, search="greedy")
+    assert greedy.num_bins is not None
+    assert chosen(encoding="affine", bits=4, search="minmax").num_bins is None
+
+
+def test_dtypes_of_tables_and_slots() -> None:
+    assert [table_dtype(np.zeros(1, d), "t") for d in ("f4", "f2", "u2")] == ["float32", "float16", "bfloat16"]
+    with pytest.raises(BadDtype, match="float64"):
+        table_dtype(np.zeros(1), "t")
+    with pytest.raises(BadShape, match="dimensions"):
+        table_schema(
+            "t", TableOptions(scale=1.0), num_rows=1, dim=8, dtype="float32", sample=SAMPLE,
+            slots={"m": np.zeros((1, 2, 3), np.float32)},
+        )  # fmt: skip
+
+
+def test_hashed_tables_and_writers_without_a_mirror_add_nothing() -> None:
+    for kwargs in ({"keys": "hashed"}, {"has_mirror": False}):
+        schema = table_schema(
+            "t", TableOptions(scale=1.0), num_rows=5, dim=8, dtype="float32", sample=SAMPLE,
+            slots={"m": SAMPLE[:, 0]}, **kwargs,  # type: ignore[arg-type]
+        )  # fmt: skip
+        assert not schema.slots["m"].mirror
+        assert schema.num_rows == (0 if "keys" in kwargs else 5)
+
+
+def test_a_sample_is_repeatable_and_bounded() -> None:
+    values = np.arange(2 * SAMPLE_ROWS, dtype=np.float32).reshape(-1, 1)
+    sample = sample_of(values, "float32")
+    assert len(sample) == SAMPLE_ROWS
+    assert np.array_equal(sample, sample_of(values, "float32"))
+    assert np.array_equal(sample_of(values[:5], "float32"), values[:5])
