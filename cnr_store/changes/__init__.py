@@ -15,13 +15,7 @@ from __future__ import annotations
 from cnr_store.changes.arrow import change_schema
 from cnr_store.changes.catching_up import CatchUp, catch_up
 from cnr_store.changes.cursor import ChangeCursor
-from cnr_store.changes.recording import (
-    RecordedVersion,
-    RecordingReport,
-    recorded_cursor,
-    write_ipc,
-    write_parquet,
-)
+from cnr_store.changes.recording import RecordedVersion, RecordingReport, recorded_cursor, write_ipc, write_parquet
 from cnr_store.changes.stream import ChangeStream, VersionChanges, changes
 
 __all__ = [

@@ -58,10 +58,11 @@ PUBLIC = {
     """,
     "cnr_store.relay": "Relay RelayReport assign_shards",
     "cnr_store.serving.sinks": """
-        FusedRows RedisSink RedisRows RedisBatch SinkFeed PushResult SinkMetrics
+        FusedRows SinkFeed PushResult SinkMetrics
         RowSink RowSource Published SinkState SinkTable SourceRows
     """,
     "cnr_store.integrations": "StateDict load_state_dict",
+    "cnr_store.integrations.redis": "RedisSink RedisRows RedisBatch",
     "cnr_store.testing": "",
     "cnr_store.training": """
         CheckpointManager RestoredState load LoadedState SaveReport ScaleChange RateStatus TargetStatus ProcessRanks
@@ -80,6 +81,7 @@ PACKAGES = {
     "cnr_store.relay": "cnr_store/relay",
     "cnr_store.serving.sinks": "cnr_store/serving/sinks",
     "cnr_store.integrations": "cnr_store/integrations",
+    "cnr_store.integrations.redis": "cnr_store/integrations/redis",
     "cnr_store.testing": "cnr_store/testing",
     "cnr_store_gpu": "gpu/cnr_store_gpu",
     "cnr_store_tools": "tools/cnr_store_tools",

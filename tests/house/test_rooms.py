@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "serving": "errors types format runtime storage encodings log segment read store",
         "changes": "errors types format runtime storage encodings log segment read store serving",
         "training": "errors types format runtime storage encodings log segment read write store maintenance",
-        "integrations": "errors types runtime transfer training",
+        "integrations": "errors types format runtime storage transfer serving training",
         # The face of the library: whatever loads no torch.
         "__init__": "errors types format runtime encodings log segment read write store maintenance transfer",
     }.items()
@@ -63,6 +63,7 @@ TOOLS_MAY_IMPORT = {
     "cnr_store.changes",
     "cnr_store.relay",
     "cnr_store.integrations",
+    "cnr_store.integrations.ray",
 }
 
 # Packages that belong to some rooms only. Tools may use whatever they like of these, except backends.
@@ -72,8 +73,8 @@ ONLY_IN: dict[str, set[str]] = {
         ("torch torchdata torchrec fbgemm_gpu triton cnr_store_gpu", WITH_TORCH),
         ("fsspec s3fs gcsfs adlfs botocore aiobotocore", {"storage", "testing"}),
         ("hypothesis pytest", {"testing"}),
-        ("ray", {"maintenance"}),
-        ("redis", {"serving"}),
+        ("ray", {"integrations"}),
+        ("redis", {"integrations"}),
         ("typer click rich tqdm cnr_store_tools", set[str]()),
     ]
     for package in packages.split()
@@ -100,7 +101,8 @@ def public_names(module: str) -> set[str]:
     """``__all__`` of a package of the library, read from its source; errors are those of the library."""
     if module == "cnr_store.errors":
         module = "cnr_store"
-    init = LIBRARY.joinpath(*module.split(".")[1:]) / "__init__.py"
+    path = LIBRARY.joinpath(*module.split(".")[1:])
+    init = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     for node in ast.parse(init.read_text()).body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
         if isinstance(target, ast.Name) and target.id == "__all__":
@@ -253,7 +255,8 @@ def test_a_right_arrow_is_let_through(room: str, line: str) -> None:
 def test_private_names_in_the_command_line_are_seen() -> None:
     lines = """
 from cnr_store import CnrStoreError
-from cnr_store import log, _rebuild
+from cnr_store import log
+from cnr_store import _rebuild
 import cnr_store.log.rebase
 """
 

@@ -14,6 +14,7 @@ import pytest
 from cnr_store import BadInput, CorruptObject, MissingDependency, Store, compact
 from cnr_store.format.layout import segment_key
 from cnr_store.format.records import Manifest
+from cnr_store.integrations.ray import RayPool
 from cnr_store.maintenance.compaction import engines, tasks
 from cnr_store.storage import open_storage, storage_from_filesystem
 from tests.support.compacted import Training, content_of, manifest_in, strangers_in
@@ -23,7 +24,7 @@ ALL = (0, 4)
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason='the package ray is not installed; pip install "cnr-store[ray]"'
 )
-OTHERS = ["processes", pytest.param("ray", marks=needs_ray)]
+OTHERS = ["processes", pytest.param(RayPool(), marks=needs_ray, id="ray")]
 
 
 @pytest.fixture(autouse=True)
@@ -118,11 +119,11 @@ def test_what_one_engine_has_begun_another_goes_on_with(store: Store) -> None:
     assert (report.outcome, report.reused_tasks) == ("committed", 2)
 
 
-@pytest.mark.parametrize("engine", ["processes", "ray"])
+@pytest.mark.parametrize("engine", ["processes", pytest.param(RayPool(), id="ray")])
 def test_storage_that_no_other_process_reaches_is_refused(engine: Any) -> None:
     inner = IsolatedMemoryFileSystem()
     given = Store.create_on(storage_from_filesystem(inner, "/root"))
-    memory = Store.create_on(open_storage(f"memory://compaction-{engine}"))
+    memory = Store.create_on(open_storage(f"memory://compaction-{type(engine).__name__}"))
     for store in (given, memory):
         training = Training(store)
         with store.writer() as writer:
@@ -133,8 +134,10 @@ def test_storage_that_no_other_process_reaches_is_refused(engine: Any) -> None:
 
 
 def test_an_engine_or_a_number_of_workers_that_is_none_is_refused(store: Store) -> None:
-    with pytest.raises(BadInput, match="threads, processes, ray"):
+    with pytest.raises(BadInput, match="threads, processes, or a pool"):
         compact(store, engine="fibres")  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="threads, processes, or a pool"):
+        compact(store, engine=7)  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="at least one worker"):
         compact(store, workers=0)
     with pytest.raises(BadInput, match="bytes_per_s is a finite number above 0"):
@@ -145,7 +148,7 @@ def test_without_ray_the_error_says_what_to_install(store: Store, monkeypatch: p
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
 
     with pytest.raises(MissingDependency, match=r"cnr-store\[ray\]"):
-        compact(store, run=ALL, engine="ray")
+        compact(store, run=ALL, engine=RayPool())
 
 
 @pytest.mark.parametrize("engine", OTHERS)

@@ -7,7 +7,7 @@ folds and writes. Deciding is pure (`plan`, `tasks`); folding streams, one chunk
 
 from __future__ import annotations
 
-from cnr_store.maintenance.compaction.engines import ENGINES, Engine, check_engine
+from cnr_store.maintenance.compaction.engines import ENGINES, Engine, WorkerPool, check_engine
 from cnr_store.maintenance.compaction.plan import DEFAULT_POLICY, CompactionPolicy
 from cnr_store.maintenance.compaction.run import LEASE_S, CompactionReport, compact
 
@@ -18,6 +18,7 @@ __all__ = [
     "CompactionPolicy",
     "CompactionReport",
     "Engine",
+    "WorkerPool",
     "check_engine",
     "compact",
 ]

@@ -1,4 +1,4 @@
-"""Who folds: threads of this process, processes of this machine, or a Ray cluster. The same tasks, the same bytes.
+"""Who folds: threads of this process, processes of this machine, or those of a cluster. The same tasks, the same bytes.
 
 An engine hands tasks out and says which are done, by the digest of the receipt that each has put. Nothing else comes
 back from another process: what is committed is what the store shows.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import multiprocessing
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
-from cnr_store.errors import BadInput, CnrStoreError, MissingDependency
+from cnr_store.errors import BadInput, CnrStoreError
 from cnr_store.format.layout import writer_folder
 from cnr_store.format.records import ChainEntry
 from cnr_store.maintenance.compaction.fold import fold_piece
@@ -25,8 +26,39 @@ from cnr_store.segment.segment import SegmentReader, SegmentWriter, open_chain
 from cnr_store.storage import Storage, StorageRecipe, reopen_storage
 from cnr_store.types import Profile
 
-Engine = Literal["threads", "processes", "ray"]
-ENGINES: tuple[Engine, ...] = ("threads", "processes", "ray")
+
+@runtime_checkable
+class WorkerPool(Protocol):
+    """Processes that fold tasks: those of this machine, or of a cluster (`cnr_store.integrations.ray.RayPool`).
+
+    Attributes
+    ----------
+    threads
+        How many threads a task has where it is folded; known from `start` on.
+    """
+
+    threads: int
+
+    def start(self, workers: int | None, tasks: int) -> int:
+        """Get ready for so many tasks; return how many are folded at once: ``workers``, or what there is. Blocks."""
+        ...
+
+    def submit(self, fold: Callable[..., tuple[int, str]], *arguments: Any) -> Any:
+        """Begin ``fold(*arguments)`` in another process and return its handle. Function and arguments are pickled."""
+        ...
+
+    def wait(self, pending: set[Any]) -> tuple[list[tuple[int, str]], set[Any]]:
+        """Block until at least one is done; return results, and the handles of the rest. A task's error is raised."""
+        ...
+
+    def stop(self, pending: set[Any]) -> None:
+        """Give up what is pending, and let the workers go. Blocks."""
+        ...
+
+
+EngineName = Literal["threads", "processes"]
+Engine = EngineName | WorkerPool
+ENGINES: tuple[EngineName, ...] = ("threads", "processes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +128,18 @@ def fold_task(job: Job, task: FoldTask, bench: Bench) -> Done:
     return Done(task.index, out.put_receipt(receipt))
 
 
-def check_engine(engine: str, storage: Storage, workers: int | None) -> None:
+def check_engine(engine: Engine, storage: Storage, workers: int | None) -> None:
     """Refuse an engine that is not one, or that could not reach the storage.
 
     Raises
     ------
     BadInput
     """
-    if engine not in ENGINES:
-        raise BadInput(f"engine is one of {', '.join(ENGINES)}; found {engine!r}", expected=ENGINES, found=engine)
+    if engine not in ENGINES and not isinstance(engine, WorkerPool):
+        raise BadInput(
+            f"engine is one of {', '.join(ENGINES)}, or a pool of workers; found {engine!r}", expected=ENGINES,
+            found=engine,
+        )  # fmt: skip
     if workers is not None and workers < 1:
         raise BadInput(f"a compaction has at least one worker, found {workers}", expected=1, found=workers)
     if engine != "threads" and storage.recipe is None:
@@ -144,8 +179,22 @@ def run_tasks(
         return
     recipe = bench.storage.recipe
     assert recipe is not None  # see check_engine
-    run = _on_processes if engine == "processes" else _on_ray
-    yield from run(recipe, job, deque(tasks), workers, bytes_per_s, is_over)
+    pool = _Processes() if engine == "processes" else engine
+    left = deque(tasks)
+    count = pool.start(workers, len(tasks))
+    share = None if bytes_per_s is None else bytes_per_s / min(count, max(1, len(tasks)))
+    pending: set[Any] = set()
+    try:
+        while pending or left:
+            while left and len(pending) < count and not is_over():
+                pending.add(pool.submit(fold_elsewhere, recipe, job, left.popleft(), pool.threads, share))
+            if not pending:
+                return
+            finished, pending = pool.wait(pending)
+            for index, receipt in finished:
+                yield Done(index, receipt)
+    finally:
+        pool.stop(pending)
 
 
 def fold_elsewhere(
@@ -169,87 +218,38 @@ _BENCHES: dict[str, Bench] = {}
 """The one compaction that this process works for, if it is a worker."""
 
 
-def _on_processes(
-    recipe: StorageRecipe,
-    job: Job,
-    tasks: deque[FoldTask],
-    workers: int | None,
-    bytes_per_s: float | None,
-    is_over: Callable[[], bool],
-) -> Generator[Done]:
-    cores = default_threads()
-    count = min(workers or cores, max(1, len(tasks)))
-    threads, share = max(1, cores // count), None if bytes_per_s is None else bytes_per_s / count
-    # Not forked: this process has threads, and a child that inherits their locks may wait for ever.
-    pool = ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
-    pending: set[Future[tuple[int, str]]] = set()
+class _Processes:
+    """Processes of this machine, started for one compaction."""
+
+    threads = 1
+
+    def start(self, workers: int | None, tasks: int) -> int:
+        cores = default_threads()
+        count = min(workers or cores, max(1, tasks))
+        self.threads = max(1, cores // count)
+        # Not forked: this process has threads, and a child that inherits their locks may wait for ever.
+        self._pool = ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
+        return count
+
+    def submit(self, fold: Callable[..., tuple[int, str]], *arguments: Any) -> Any:
+        with _explained():
+            return self._pool.submit(fold, *arguments)
+
+    def wait(self, pending: set[Any]) -> tuple[list[tuple[int, str]], set[Any]]:
+        with _explained():
+            finished, rest = wait(pending, return_when=FIRST_COMPLETED)
+            return [future.result() for future in finished], rest
+
+    def stop(self, pending: set[Any]) -> None:  # noqa: ARG002 - the pool knows them
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
     try:
-        while pending or tasks:
-            while tasks and len(pending) < count and not is_over():
-                pending.add(pool.submit(fold_elsewhere, recipe, job, tasks.popleft(), threads, share))
-            if not pending:
-                return
-            finished, pending = wait(pending, return_when=FIRST_COMPLETED)
-            for future in finished:
-                yield Done(*future.result())
+        yield
     except BrokenProcessPool as error:
         raise CnrStoreError(
             "a worker process of the compaction died (out of memory, or killed); run it again, it goes on behind the "
             "tasks that are done"
         ) from error
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _on_ray(
-    recipe: StorageRecipe,
-    job: Job,
-    tasks: deque[FoldTask],
-    workers: int | None,
-    bytes_per_s: float | None,
-    is_over: Callable[[], bool],
-) -> Generator[Done]:
-    ray = _connected_ray()
-    count = workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
-    share = None if bytes_per_s is None else bytes_per_s / min(count, max(1, len(tasks)))
-    fold = ray.remote(fold_elsewhere)
-    pending: list[Any] = []
-    try:
-        while pending or tasks:
-            while tasks and len(pending) < count and not is_over():
-                pending.append(fold.remote(recipe, job, tasks.popleft(), 1, share))
-            if not pending:
-                return
-            finished, pending = ray.wait(pending, num_returns=1)
-            for reference in finished:
-                yield Done(*ray.get(reference))
-    except ray.exceptions.RayTaskError as error:
-        raise getattr(error, "cause", error) from None  # the cluster's traceback is in its own logs
-    except ray.exceptions.RayError as error:
-        raise CnrStoreError(
-            f"the Ray cluster lost a task of the compaction ({type(error).__name__}: out of memory, or a machine is "
-            "gone); run it again, it goes on behind the tasks that are done"
-        ) from error
-    finally:
-        for reference in pending:
-            ray.cancel(reference)
-
-
-def _connected_ray() -> Any:
-    """Ray, connected to the cluster that the caller, or this machine, is part of; none is started."""
-    try:
-        import ray
-    except ImportError as error:
-        raise MissingDependency(
-            'engine "ray" needs a package that is not installed; pip install "cnr-store[ray]"', found="ray"
-        ) from error
-    if not ray.is_initialized():
-        try:
-            ray.init(address="auto", log_to_driver=False)
-        except ConnectionError as error:
-            raise BadInput(
-                "no Ray cluster is running here: start one (ray start --head), or connect with ray.init(address=...) "
-                "before",
-                found="ray",
-            ) from error
-    return ray

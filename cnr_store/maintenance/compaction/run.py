@@ -120,7 +120,8 @@ def compact(
         Positions (start, stop) of the chain to fold, in place of what the policy would choose.
     engine
         ``threads`` of this process; ``processes`` of this machine, for programs whose start is guarded by
-        ``if __name__ == "__main__"``; or tasks on a ``ray`` cluster, whose machines must reach the storage.
+        ``if __name__ == "__main__"``; or a pool of workers whose machines must reach the storage, such as
+        `cnr_store.integrations.ray.RayPool`.
     workers
         How many threads, processes or tasks work at once; None takes what the machine or cluster has.
     bytes_per_s

@@ -6,26 +6,19 @@ here is ever an increment: a batch that is written twice, or begun anew, ends in
 
 ::
 
-    sink = RedisSink.connect("redis://cache:6379/0", "ctr")
+    sink = FusedRows(bits=8)
     loader.add_sink(sink)                     # from now on each published version is pushed behind serving
-    rows = RedisRows.connect("redis://cache:6379/0", "ctr")
-    batch = rows.read_many({"user": [17, 4], "item": [9]})   # one version, whatever lands meanwhile
 """
 
 from __future__ import annotations
 
 from cnr_store.serving.sinks.fused import FusedRows
 from cnr_store.serving.sinks.protocol import Published, RowSink, RowSource, SinkState, SinkTable, SourceRows
-from cnr_store.serving.sinks.redis import RedisSink
-from cnr_store.serving.sinks.redis_rows import RedisBatch, RedisRows
 from cnr_store.serving.sinks.sink_feed import PushResult, SinkFeed, SinkMetrics
 
 __all__ = [
     # Sinks.
     "FusedRows",
-    "RedisSink",
-    "RedisRows",
-    "RedisBatch",
     # What keeps them up to date.
     "SinkFeed",
     "PushResult",

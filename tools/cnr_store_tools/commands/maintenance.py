@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from cnr_store import CompactionPolicy, RetentionPolicy, Store, collect_garbage, compact_chain, maintain, read_status
+from cnr_store.integrations.ray import RayPool
 from cnr_store_tools import documents, render
 from cnr_store_tools.exits import ExitCode, exit_code
 from cnr_store_tools.options import (
@@ -90,7 +91,7 @@ def compact(
     policy = CompactionPolicy(max_chain=max_chain, max_restore_ratio=max_restore_ratio, fanout=fanout)
     with open_store(url, storage_option, branch) as store, progress_bars(in_bytes=False) as progress:
         reports = compact_chain(
-            store, policy=policy, engine=engine, workers=workers, bytes_per_s=_size(bandwidth, "--bandwidth"),
+            store, policy=policy, engine=_engine(engine), workers=workers, bytes_per_s=_size(bandwidth, "--bandwidth"),
             deadline_s=_time(budget, "--budget"), force=force, dry_run=dry_run, progress=progress,
         )  # fmt: skip
         document = documents.compaction_document(store, reports, is_dry_run=dry_run)
@@ -166,7 +167,7 @@ def maintain_(
             report = maintain(
                 store, compaction=policy, retention=retention, grace_s=parse_duration(grace, "--grace"),
                 orphan_age_s=parse_duration(orphan_age, "--orphan-age"), budget_s=_time(budget, "--budget"),
-                engine=engine, workers=workers, bytes_per_s=_size(bandwidth, "--bandwidth"), force=force,
+                engine=_engine(engine), workers=workers, bytes_per_s=_size(bandwidth, "--bandwidth"), force=force,
                 dry_run=dry_run, progress=progress,
             )  # fmt: skip
         finally:
@@ -245,6 +246,10 @@ def _retention(keep_last: int, keep_within: str | None, keep_every: int | None) 
 
 def _time(text: str | None, option: str) -> float | None:
     return None if text is None else parse_duration(text, option)
+
+
+def _engine(name: Literal["threads", "processes", "ray"]) -> Literal["threads", "processes"] | RayPool:
+    return RayPool() if name == "ray" else name
 
 
 def _size(text: str | None, option: str) -> int | None:

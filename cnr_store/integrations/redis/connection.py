@@ -11,7 +11,7 @@ import msgspec
 
 from cnr_store.errors import AccessDenied, BadInput, BadName, CorruptStore, Fenced, MissingDependency, StorageFailure
 from cnr_store.format.documents import loads
-from cnr_store.serving.sinks import redis_scripts
+from cnr_store.integrations.redis import scripts
 from cnr_store.serving.sinks.protocol import SinkState
 from cnr_store.serving.sinks.stored_rows import StoredAs
 from cnr_store.storage.redaction import Secrets
@@ -92,7 +92,7 @@ class Connection:
         place = options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
         self.place = f"{prefix!r} at redis {place}"
         self._scripts = {
-            name: client.register_script(getattr(redis_scripts, name))
+            name: client.register_script(getattr(scripts, name))
             for name in ("OPEN", "DROP", "SETTLE", "BEGIN", "PUT", "DELETE", "COMMIT", "CLEAR", "READ")
         }
 

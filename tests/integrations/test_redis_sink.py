@@ -39,9 +39,9 @@ from tests.support.servers import RedisServer
 
 redis = pytest.importorskip("redis")
 
-from cnr_store.serving.sinks import RedisRows, RedisSink, redis_scripts  # noqa: E402 - after the skip
-from cnr_store.serving.sinks import redis as sink_module  # noqa: E402
-from tests.faults.redis_writer import CountingRedis, item_rows, state, write  # noqa: E402
+from cnr_store.integrations.redis import RedisRows, RedisSink, scripts  # noqa: E402 - after the skip
+from cnr_store.integrations.redis import sink as sink_module  # noqa: E402
+from tests.integrations.redis_writer import CountingRedis, item_rows, state, write  # noqa: E402
 
 pytestmark = pytest.mark.servers
 
@@ -289,7 +289,7 @@ def test_a_script_that_arrives_again_and_late_changes_nothing(
     reader = reader_of(redis_server, prefix)
     write_twice_over(opened(redis_server, prefix), 1, full=True)
     client = Late.from_url(redis_server.url)
-    client.keeps = hashlib.sha1(getattr(redis_scripts, script).encode()).hexdigest()
+    client.keeps = hashlib.sha1(getattr(scripts, script).encode()).hexdigest()
     sink = RedisSink(client, prefix)
     sink.open()
     given_up = 0
@@ -323,7 +323,7 @@ def test_rows_of_the_current_generation_are_not_cleared(redis_server: RedisServe
         row = f"{{{prefix}}}:{generation}:user:0"
 
         with pytest.raises(redis.ResponseError, match="CNRLOST"):
-            client.register_script(redis_scripts.CLEAR)([token, current, row], [client.get(token), generation])
+            client.register_script(scripts.CLEAR)([token, current, row], [client.get(token), generation])
 
     assert_is_whole(reader_of(redis_server, prefix), 1)
 
@@ -439,7 +439,7 @@ def test_a_process_killed_at_any_command_leaves_one_version(
 READER = """
 import sys
 import numpy as np
-from cnr_store.serving.sinks import RedisRows
+from cnr_store.integrations.redis import RedisRows
 url, prefix, reads = sys.argv[1], sys.argv[2], int(sys.argv[3])
 reader = RedisRows.connect(url, prefix)
 rng = np.random.default_rng()
@@ -625,7 +625,7 @@ def test_an_emptied_server_is_filled_again_without_a_new_version(own_redis: Redi
 def test_a_server_that_hangs_is_a_failure_after_a_time(
     own_redis: RedisServer, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cnr_store.serving.sinks.redis_connection.TIMEOUT_S", 0.2)
+    monkeypatch.setattr("cnr_store.integrations.redis.connection.TIMEOUT_S", 0.2)
     sink, reader = opened(own_redis, prefix), reader_of(own_redis, prefix)
     write(sink, 1, full=True)
     assert own_redis.process is not None

@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import redis
 
-from cnr_store.serving.sinks import RedisSink, SinkState, SinkTable
+from cnr_store.integrations.redis import RedisSink
+from cnr_store.serving.sinks import SinkState, SinkTable
 
 TABLES = {"user": SinkTable(4, 60), "item": SinkTable(2, None)}
 CHUNK_ROWS = 20
@@ -81,7 +82,7 @@ def write(sink: RedisSink, version: int, *, full: bool) -> None:
 def main(arguments: list[str]) -> None:
     """Write as the module says."""
     url, prefix, version, full, ends_at, when = arguments
-    from cnr_store.serving.sinks import redis as module
+    from cnr_store.integrations.redis import sink as module
 
     module.CHUNK_ROWS = CHUNK_ROWS
     client = CountingRedis.from_url(url)

@@ -19,8 +19,7 @@ import msgspec
 import numpy as np
 
 from cnr_store.errors import AccessDenied, BadInput, BadName, Fenced, StorageFailure, TableNotFound
-from cnr_store.serving.sinks.protocol import SinkState, SinkTable
-from cnr_store.serving.sinks.redis_connection import (
+from cnr_store.integrations.redis.connection import (
     FORMAT,
     HEAD_BYTES,
     Connection,
@@ -29,6 +28,7 @@ from cnr_store.serving.sinks.redis_connection import (
     document_of,
     numbers_of,
 )
+from cnr_store.serving.sinks.protocol import SinkState, SinkTable
 from cnr_store.serving.sinks.stored_rows import StoredAs, check_rows, check_stored_as, row_width, rows_to_bytes
 from cnr_store.types import Float32s, RowIds
 

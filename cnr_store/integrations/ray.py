@@ -1,0 +1,85 @@
+"""Compaction on a Ray cluster: `RayPool` is an engine of `cnr_store.compact`, `compact_chain` and `maintain`.
+
+::
+
+    from cnr_store import compact
+    from cnr_store.integrations.ray import RayPool
+
+    compact(store, engine=RayPool())
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from cnr_store.errors import BadInput, CnrStoreError, MissingDependency
+
+__all__ = ["RayPool"]
+
+
+class RayPool:
+    """The cluster that the caller, or this machine, is part of; none is started. A task has one thread.
+
+    Raises
+    ------
+    MissingDependency
+        From the start of a compaction on: the package ray is not installed.
+    BadInput
+        No cluster is running here.
+    """
+
+    threads = 1
+
+    def start(self, workers: int | None, tasks: int) -> int:  # noqa: ARG002 - Ray has its queue
+        """Connect, and return how many tasks are folded at once: ``workers``, or the cluster's cores. Blocks."""
+        self._ray = _connected_ray()
+        return workers or max(1, int(self._ray.cluster_resources().get("CPU", 1)))
+
+    def submit(self, fold: Callable[..., tuple[int, str]], *arguments: Any) -> Any:
+        """Begin a task on the cluster and return its reference."""
+        return self._ray.remote(fold).remote(*arguments)
+
+    def wait(self, pending: set[Any]) -> tuple[list[tuple[int, str]], set[Any]]:
+        """Block until one task is done.
+
+        Raises
+        ------
+        CnrStoreError
+            What the task raised, or that the cluster lost it.
+        """
+        ray = self._ray
+        try:
+            finished, rest = ray.wait(list(pending), num_returns=1)
+            return ray.get(finished), set(rest)
+        except ray.exceptions.RayTaskError as error:
+            raise getattr(error, "cause", error) from None  # the cluster's traceback is in its own logs
+        except ray.exceptions.RayError as error:
+            raise CnrStoreError(
+                f"the Ray cluster lost a task of the compaction ({type(error).__name__}: out of memory, or a machine "
+                "is gone); run it again, it goes on behind the tasks that are done"
+            ) from error
+
+    def stop(self, pending: set[Any]) -> None:
+        """Cancel what is pending; the cluster stays."""
+        for reference in pending:
+            self._ray.cancel(reference)
+
+
+def _connected_ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingDependency(
+            'a compaction on Ray needs a package that is not installed; pip install "cnr-store[ray]"', found="ray"
+        ) from error
+    if not ray.is_initialized():
+        try:
+            ray.init(address="auto", log_to_driver=False)
+        except ConnectionError as error:
+            raise BadInput(
+                "no Ray cluster is running here: start one (ray start --head), or connect with ray.init(address=...) "
+                "before",
+                found="ray",
+            ) from error
+    return ray
