@@ -50,10 +50,10 @@ from cnr_store.log.at_time import newest_at
 from cnr_store.log.author import writer_info
 from cnr_store.log.branches import Branch
 from cnr_store.log.clock import check_clock, ms_of, wall_ms
-from cnr_store.log.commit_log import CommitLog, RetryPolicy, position_bytes
+from cnr_store.log.commit_log import CommitLog, RetryPolicy
 from cnr_store.log.expiry import expired_by
 from cnr_store.log.leases import Lease
-from cnr_store.log.newest import check_no_hole, newest_readable
+from cnr_store.log.log_reader import position_bytes
 from cnr_store.log.rebase import (
     draft_after,
     draft_init,
@@ -372,7 +372,7 @@ class Store:
         if entry is None:
             self._idle_polls += 1
             if self._idle_polls >= _LOOK_BACK:  # there may be nothing new for ever: a relay can begin further on
-                check = partial(check_no_hole, self._log) if self._relay is None else self._check_same_relay
+                check = self._log.check_no_hole if self._relay is None else self._check_same_relay
                 check(after)
                 self._idle_polls = 0
         return entry
@@ -937,7 +937,7 @@ def open_segment(store: Store, version: int, index: int = -1) -> SegmentReader:
 
 
 def _newest_or_warn(log: CommitLog) -> LogEntry:
-    entry, torn = newest_readable(log)
+    entry, torn = log.newest_readable()
     if torn is not None:
         warnings.warn(f"{torn}; serving version {entry.record.v}", RuntimeWarning, stacklevel=4)
     return entry

@@ -498,7 +498,7 @@ def generate(folder: Path, cases=tuple(CASES)) -> None:
         with (
             mock.patch("uuid.uuid4", in_turn(uuids, uuid.uuid4)),
             mock.patch("time.time_ns", in_turn(times, time.time_ns)),
-            mock.patch("cnr_store.log.commit_log.check_clock"),  # as the times above are not those of the disk
+            mock.patch("cnr_store.log.sent_record.check_clock"),  # as the times above are not those of the disk
             mock.patch("cnr_store.store.check_clock"),
             mock.patch("socket.gethostname", return_value="golden"),
             mock.patch("os.getpid", return_value=1),

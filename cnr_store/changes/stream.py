@@ -44,7 +44,6 @@ from cnr_store.errors import (
 from cnr_store.format.commit_record import LogEntry, is_live
 from cnr_store.format.layout import DATA
 from cnr_store.format.records import ChainEntry, Manifest, TableSchema
-from cnr_store.log.newest import check_no_hole
 from cnr_store.read.replay import ChunkReader
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.runtime.arguments import checked_count, checked_number
@@ -372,7 +371,7 @@ class ChangeStream:
             entry = self._store.poll(newest)
             if entry is None:
                 if newest.record.v < last and not (self._follow and self._store.relay):
-                    check_no_hole(self._store.commit_log, newest)
+                    self._store.commit_log.check_no_hole(newest)
                 self._settle_hold()
                 self._closed.wait(self._poll_interval_s)
                 continue

@@ -27,7 +27,7 @@ from cnr_store.format.layout import CURSORS, READER_LEASES, branch_of, check_nam
 from cnr_store.format.limits import MAX_SMALL_BYTES
 from cnr_store.format.records import Cursor, ReaderLease
 from cnr_store.log.clock import wall_ms
-from cnr_store.log.commit_log import CommitLog
+from cnr_store.log.log_reader import LogReader
 from cnr_store.runtime.arguments import checked_number
 from cnr_store.storage import Storage
 
@@ -54,7 +54,7 @@ class Lease:
     """
 
     def __init__(
-        self, storage: Storage, log: CommitLog, version: int, ttl_s: float, holder: str, clock_ms: Callable[[], int]
+        self, storage: Storage, log: LogReader, version: int, ttl_s: float, holder: str, clock_ms: Callable[[], int]
     ) -> None:
         _check_ttl(ttl_s)
         self.version = version
@@ -116,7 +116,7 @@ class Lease:
 
 def take_lease(
     storage: Storage,
-    log: CommitLog,
+    log: LogReader,
     version: int | None,
     *,
     ttl_s: float,
@@ -146,7 +146,7 @@ def take_lease(
 
 def put_cursor(
     storage: Storage,
-    log: CommitLog,
+    log: LogReader,
     name: str,
     version: int,
     *,
@@ -267,7 +267,7 @@ def _decode_cursor(data: bytes, key: str) -> Cursor:
     return cursor
 
 
-def _check_version(log: CommitLog, version: int) -> None:
+def _check_version(log: LogReader, version: int) -> None:
     head = log.latest().record
     if not 0 <= version <= head.v:
         raise VersionNotFound(f"there is no version {version}; the newest is {head.v}", version=version)

@@ -13,13 +13,13 @@ import msgspec
 from cnr_store.errors import CorruptStore
 from cnr_store.format.commit_record import Layer, LogEntry, Names
 from cnr_store.format.records import CommitRecord
-from cnr_store.log.commit_log import CommitLog
 from cnr_store.log.layers import merge_lists
+from cnr_store.log.log_reader import LogReader
 from cnr_store.log.side_objects import read_layer
 from cnr_store.storage import Storage
 
 
-def with_what_is_left(storage: Storage, log: CommitLog, bare: LogEntry) -> LogEntry:
+def with_what_is_left(storage: Storage, log: LogReader, bare: LogEntry) -> LogEntry:
     """Return an entry with what can be had of its lists. Blocks: a GET for each record of the log, and some more.
 
     Parameters

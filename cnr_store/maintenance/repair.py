@@ -6,7 +6,7 @@ committed stays in the log. The plan is pure; what it does at most is one record
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import msgspec
@@ -20,10 +20,12 @@ from cnr_store.format.records import CommitRecord, Generation, Hint, Superseded,
 from cnr_store.log.author import writer_info
 from cnr_store.log.beginning import has_begun
 from cnr_store.log.clock import check_clock, text_of, wall_ms
+from cnr_store.log.log_reader import LogEnd
 from cnr_store.log.lost_lists import with_what_is_left
 from cnr_store.log.rebase import draft_after, rebase_rollback
+from cnr_store.log.side_objects import complete
 from cnr_store.maintenance.verify import Problem, ProgressCallback, find_newest_whole
-from cnr_store.maintenance.verify.log import is_ahead, list_positions, read_log, read_position
+from cnr_store.maintenance.verify.log import is_ahead, list_positions, read_log
 from cnr_store.maintenance.verify.report import Findings
 from cnr_store.maintenance.verify.run import check_root, root_document
 from cnr_store.runtime.threads import Workers
@@ -98,27 +100,7 @@ class RepairReport:
     has_log: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Tail:
-    """The end of a log: the newest record that can be read, and the sha256 of each torn position behind it.
-
-    ``last`` is None where none can be read. ``is_broken``: a position before it, or where the log begins, is empty, so
-    nothing can be appended. ``lost``: the side object of ``last`` that is lost; its lists are what is left of them.
-    """
-
-    newest: int
-    last: LogEntry | None
-    torn: tuple[str, ...]
-    is_broken: bool = False
-    lost: str | None = None
-
-    @property
-    def torn_positions(self) -> range:
-        """The positions that cannot be read."""
-        return range(self.newest + 1 - len(self.torn), self.newest + 1)
-
-
-def read_tail(store: Store) -> Tail:
+def read_end(store: Store) -> LogEnd:
     """Return the end of a store's log. Blocks: one listing, and a GET for each torn position and one more.
 
     Raises
@@ -126,28 +108,21 @@ def read_tail(store: Store) -> Tail:
     StorageFailure, UnknownFeature
         The newest record could not be read, which says nothing about what it is.
     """
-    prefix = store.commit_log.prefix
-    newest = max(list_positions(store.storage, prefix), default=-1)
-    if newest >= 0 and not has_begun(store.storage, prefix):
-        return Tail(newest, None, (), is_broken=True)
-    torn: list[str] = []
-    for version in range(newest, -1, -1):
-        here = read_position(store.storage, version, prefix)
-        if here.error is not None and not isinstance(here.error, CorruptStore):
-            raise here.error
-        if here.entry is not None and here.entry.record.store_uuid == store.uuid:
-            last, lost = here.entry, None
-            if here.error is not None:
-                last, lost = with_what_is_left(store.storage, store.commit_log, last), here.error.path
-            return Tail(newest, last, tuple(reversed(torn)), lost=lost)
-        if here.digest is None:
-            return Tail(newest, None, (), is_broken=True)
-        torn.append(here.digest)
-    return Tail(newest, None, tuple(reversed(torn)))
+    log = store.commit_log
+    newest = max(list_positions(store.storage, log.prefix), default=-1)
+    if newest >= 0 and not has_begun(store.storage, log.prefix):
+        return LogEnd(newest, None, (), is_broken=True)
+    end = log.end_at(newest, with_lists=False)
+    if end.last is None:
+        return end
+    try:
+        return replace(end, last=complete(store.storage, end.last, {}))
+    except CorruptStore as error:
+        return replace(end, last=with_what_is_left(store.storage, log, end.last), lost=error.path)
 
 
 def plan_repair(
-    tail: Tail,
+    end: LogEnd,
     whole: CommitRecord | None,
     *,
     is_hint_wrong: bool = False,
@@ -163,22 +138,22 @@ def plan_repair(
 
     Examples
     --------
-    >>> plan_repair(Tail(4, None, (), is_broken=True), None)
+    >>> plan_repair(LogEnd(4, None, (), is_broken=True), None)
     ()
     """
     actions: list[RepairAction] = []
-    last = None if tail.last is None else tail.last.record
+    last = None if end.last is None else end.last.record
     if last is not None:
         target = last if whole is None else whole
         state = f"the state of version {target.v} (step {target.step})"
-        if tail.torn:
-            positions = ", ".join(map(str, tail.torn_positions))
+        if end.torn:
+            positions = ", ".join(map(str, end.torn_positions))
             message = f"append a record behind log position {positions}, which cannot be read, with {state}"
             actions.append(RepairAction("supersede", message))
         elif whole is not None and whole.v <= last.v and whole.chain != last.chain:
             actions.append(RepairAction("rollback", f"append a rollback to {state}"))
-        elif tail.lost is not None:
-            message = f"append a rollback to {state} and the names that the log tells, as {tail.lost} is lost"
+        elif end.lost is not None:
+            message = f"append a rollback to {state} and the names that the log tells, as {end.lost} is lost"
             actions.append(RepairAction("rollback", message))
         elif is_time_wrong:
             message = f"append a rollback to {state} at the time of now: the newest record is of {text_of(last.ts_ms)}"
@@ -229,7 +204,7 @@ def repair_store(
     """
     store.check_not_relay()
     findings = Findings(store.branch)
-    tail = read_tail(store)
+    end = read_end(store)
     prefix = store.commit_log.prefix
     with Workers(threads, name="cnr-repair") as workers:
         read_log(store.storage, store.identity, workers, findings, prefix=prefix)
@@ -241,21 +216,21 @@ def repair_store(
     hint_key = layout.hint_key(prefix)
     wrong = {problem.path for problem in findings.problems}
     now_ms = wall_ms()
-    is_time_wrong = tail.last is not None and is_ahead(tail.last.record, now_ms)
+    is_time_wrong = end.last is not None and is_ahead(end.last.record, now_ms)
     actions = plan_repair(
-        tail, whole, is_hint_wrong=hint_key in wrong, is_root_wrong=layout.ROOT_GROUP in wrong,
+        end, whole, is_hint_wrong=hint_key in wrong, is_root_wrong=layout.ROOT_GROUP in wrong,
         is_time_wrong=is_time_wrong,
     )  # fmt: skip
     if not dry_run:
         if is_time_wrong:
             check_clock(store.storage, now_ms)
         ts_ms = now_ms if is_time_wrong else 0
-        actions = tuple(_carry_out(store, action, tail, whole, ts_ms) for action in actions)
-    torn = {layout.commit_key(version, prefix) for version in tail.torn_positions}
-    mended = {hint_key, layout.ROOT_GROUP, tail.lost, *torn}
+        actions = tuple(_carry_out(store, action, end, whole, ts_ms) for action in actions)
+    torn = {layout.commit_key(version, prefix) for version in end.torn_positions}
+    mended = {hint_key, layout.ROOT_GROUP, end.lost, *torn}
     return RepairReport(
-        url=store.url, is_dry_run=dry_run, newest=tail.newest, target=None if whole is None else whole.v,
-        actions=actions, torn=tuple(tail.torn_positions) if tail.last is not None else (),
+        url=store.url, is_dry_run=dry_run, newest=end.newest, target=None if whole is None else whole.v,
+        actions=actions, torn=tuple(end.torn_positions) if end.last is not None else (),
         lost=tuple(LostState(entry.record.v, entry.record.step) for entry in found.rejected),
         remaining=tuple(
             problem for problem in findings.problems
@@ -266,7 +241,7 @@ def repair_store(
 
 
 def return_to(
-    store: Store, tail: Tail, target: CommitRecord, *, ts_ms: int = 0, info: WriterInfo | None = None
+    store: Store, end: LogEnd, target: CommitRecord, *, ts_ms: int = 0, info: WriterInfo | None = None
 ) -> LogEntry:
     """Make an older version's state the head's, past newest records that cannot be read; returns the new entry.
 
@@ -274,7 +249,7 @@ def return_to(
 
     Parameters
     ----------
-    tail
+    end
         The end of the log from which ``target`` was chosen: what was saved behind it is never gone back from.
     ts_ms
         The time of the record, where those before it were stamped by a clock that was far ahead; 0 is the usual.
@@ -289,12 +264,12 @@ def return_to(
         No record can be read, or part of the log was deleted.
     CommitStateUnknown, Fenced, ReadOnlyStore, StorageFailure, VersionExpired
     """
-    if tail.last is None:
+    if end.last is None:
         raise CorruptStore(
             f"no record of {store.url} behind which one could be appended can be read; restore the log from a backup",
-            version=tail.newest,
+            version=end.newest,
         )
-    last = tail.last.record
+    last = end.last.record
     unknown = unknown_writer_features(last)
     if unknown:
         raise ReadOnlyStore(
@@ -305,13 +280,13 @@ def return_to(
         target=target.v, chain=target.chain, tables=_tables(store, target), logical=target.logical, step=target.step,
         ts_ms=ts_ms,
     )  # fmt: skip
-    if tail.torn:
-        if read_tail(store) != tail:
-            raise Conflict(f"the log of {store.url} has changed meanwhile; repair it again", version=tail.newest)
-        superseded = Superseded(follows=tail.last.digest, torn=tail.torn)
+    if end.torn:
+        if read_end(store) != end:
+            raise Conflict(f"the log of {store.url} has changed meanwhile; repair it again", version=end.newest)
+        superseded = Superseded(follows=end.last.digest, torn=end.torn)
         draft = msgspec.structs.replace(draft, epoch=last.epoch + 1, supersedes=superseded)
     # What superseded the torn ones first is a rollback or a close: neither is followed.
-    return store.commit_log.append(tail.last, draft, rebase_rollback)
+    return store.commit_log.append(end.last, draft, rebase_rollback)
 
 
 def _has_log(store: Store) -> bool:
@@ -324,12 +299,12 @@ def _has_log(store: Store) -> bool:
     return True
 
 
-def _carry_out(store: Store, action: RepairAction, tail: Tail, whole: CommitRecord | None, ts_ms: int) -> RepairAction:
+def _carry_out(store: Store, action: RepairAction, end: LogEnd, whole: CommitRecord | None, ts_ms: int) -> RepairAction:
     version = None
     if action.kind in ("supersede", "rollback", "time"):
-        assert tail.last is not None  # or it would not have been planned
-        target = tail.last.record if whole is None else whole
-        version = return_to(store, tail, target, ts_ms=ts_ms).record.v
+        assert end.last is not None  # or it would not have been planned
+        target = end.last.record if whole is None else whole
+        version = return_to(store, end, target, ts_ms=ts_ms).record.v
     elif action.kind == "hint":
         newest = max(list_positions(store.storage, store.commit_log.prefix))
         store.storage.put(layout.hint_key(store.commit_log.prefix), canonical_json(Hint(newest)))

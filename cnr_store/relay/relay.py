@@ -34,8 +34,8 @@ from cnr_store.format.limits import MAX_LISTS_BYTES, MAX_RECORD_BYTES, MAX_SMALL
 from cnr_store.format.records import ChainEntry, CommitRecord, Hint, RelayMarker, RelayTrims
 from cnr_store.log.author import LIBRARY
 from cnr_store.log.clock import check_clock, wall_ms
-from cnr_store.log.commit_log import CommitLog, position_bytes
 from cnr_store.log.leases import delete_ended_holds, is_held, read_cursors, read_leases
+from cnr_store.log.log_reader import LogReader, position_bytes
 from cnr_store.log.retention import Holds, LiveVersion, RetentionPolicy
 from cnr_store.log.side_objects import delete_found, find_unneeded
 from cnr_store.relay.copying import copy_segment, copy_side_object, delete_segment, has_segment
@@ -211,7 +211,7 @@ class Relay:
         self._trims = trims
         self._throttle = Throttle(bytes_per_s)
         self._clock_ms, self._monotonic_s = clock_ms, monotonic_s
-        self._log = CommitLog(self._target, source.uuid)
+        self._log = LogReader(self._target, source.uuid)
         self._identity = b""
         self._first = 0
         self._newest: LogEntry | None = None  # of the source, as it was seen last

@@ -6,7 +6,6 @@ import time
 
 from cnr_store.errors import CnrStoreError, CorruptRecord, VersionNotFound
 from cnr_store.format.commit_record import LogEntry
-from cnr_store.log.newest import newest_readable
 from cnr_store.store import Store
 
 LONGEST_PATH = 256
@@ -63,7 +62,7 @@ class LogTail:
         ------
         CorruptStore, StorageFailure
         """
-        return newest_readable(self._store.commit_log)
+        return self._store.commit_log.newest_readable()
 
     def see(self, entry: LogEntry) -> bool:
         """Take a record as the newest that is known; returns whether it is newer than what was."""

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from cnr_store.errors import StorageFailure, VersionExpired
 from cnr_store.format.commit_record import LogEntry, is_live
 from cnr_store.format.records import WriterInfo
+from cnr_store.log.log_reader import LogEnd
 from cnr_store.log.rebase import draft_after, rebase_succession
-from cnr_store.maintenance.repair import Tail, return_to
+from cnr_store.maintenance.repair import return_to
 from cnr_store.store import Store
 
 
@@ -103,7 +104,7 @@ class Succession:
                 "another one",
                 version=target.v, expected=head.record.floor,
             )  # fmt: skip
-        tail = Tail(head.record.v + len(self.torn), head, self.torn)
+        tail = LogEnd(head.record.v + len(self.torn), head, self.torn)
         return return_to(self.store, tail, target, info=info)
 
     def _read(self, version: int) -> LogEntry:

@@ -8,7 +8,7 @@ from typing import Any
 
 from cnr_store.errors import CorruptRecord, CorruptStore
 from cnr_store.format.commit_record import LogEntry
-from cnr_store.maintenance.repair import read_tail
+from cnr_store.maintenance.repair import read_end
 from cnr_store.maintenance.verify import find_newest_whole
 from cnr_store.runtime.ranks import Ranks, described, rank_zero, together
 from cnr_store.store import Store
@@ -77,7 +77,7 @@ def _told(error: Exception) -> dict[str, Any]:
 
 def _find_whole(store: Store, damaged: Collection[str], kind: str) -> dict[str, Any] | None:
     """On rank 0: find the newest whole version; None if there is none."""
-    tail = read_tail(store)
+    tail = read_end(store)
     if tail.last is None:
         return None
     last = tail.last.record

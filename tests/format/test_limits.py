@@ -36,7 +36,7 @@ from cnr_store.format.limits import (
     MAX_SMALL_BYTES,
 )
 from cnr_store.format.manifest import decode_manifest
-from cnr_store.log import commit_log
+from cnr_store.log import sent_record
 from cnr_store.log.leases import put_cursor, read_leases, take_lease
 from cnr_store.relay import Relay
 from cnr_store.segment import segment
@@ -238,7 +238,7 @@ def test_a_holder_too_long_for_a_lease_is_refused(root: Path) -> None:
 
 
 def test_lists_too_long_for_readers_are_refused_when_written(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commit_log, "MAX_LISTS_BYTES", 12_000)
+    monkeypatch.setattr(sent_record, "MAX_LISTS_BYTES", 12_000)
     store, _ = opened(root)
     with store:
         for name in "abc":  # what a record may hold beside its side object

@@ -49,7 +49,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """As records were stamped before anybody compared clocks."""
-    monkeypatch.setattr("cnr_store.log.commit_log.check_clock", lambda *_, **__: None)
+    monkeypatch.setattr("cnr_store.log.sent_record.check_clock", lambda *_, **__: None)
 
 
 @pytest.fixture

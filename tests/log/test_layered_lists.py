@@ -17,7 +17,7 @@ from cnr_store.log.commit_log import CommitLog
 from cnr_store.log.rebase import draft_after, draft_init, rebase_expire
 from cnr_store.log.side_objects import delete_found
 from cnr_store.maintenance.gc.deleting import unneeded_lists
-from cnr_store.maintenance.gc.logs import LogReader, SegmentNames
+from cnr_store.maintenance.gc.logs import LogScan, SegmentNames
 from cnr_store.runtime.threads import Workers
 from cnr_store.storage import storage_from_filesystem
 from tests.support.faulty import IsolatedMemoryFileSystem
@@ -80,7 +80,7 @@ def test_layered_lists_are_those_of_a_plain_model(plan: list[tuple[Any, ...]]) -
         model = {0: lists_of(head.record)}
         for change in plan:
             if change == ("collect",):
-                view = LogReader(storage, log, "5" * 32, SegmentNames(), workers).read("", "", lambda _: None)
+                view = LogScan(storage, log, "5" * 32, SegmentNames(), workers).read("", "", lambda _: None)
                 delete_found(storage, unneeded_lists(storage, log, [view], older_than_ms=0))
             elif change == ("reopen",):
                 log = CommitLog(storage, "5" * 32)

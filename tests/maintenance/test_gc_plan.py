@@ -12,7 +12,7 @@ from cnr_store.format.layout import segment_name
 from cnr_store.format.records import WriterInfo
 from cnr_store.log.rebase import draft_init
 from cnr_store.log.retention import LiveVersion, RetentionPolicy
-from cnr_store.maintenance.gc.logs import LogView, referenced_segments
+from cnr_store.maintenance.gc.logs import LogVersions, referenced_segments
 from cnr_store.maintenance.gc.plan import (
     CLEAN_UP_AT,
     CollectionPlan,
@@ -39,7 +39,7 @@ def txn(number: int) -> str:
     return f"{number:032x}"
 
 
-def log(chains: Sequence[Sequence[int]], branch: str = "", *, is_closed: bool = False, **fields: Any) -> LogView:
+def log(chains: Sequence[Sequence[int]], branch: str = "", *, is_closed: bool = False, **fields: Any) -> LogVersions:
     """One checkpoint per version, with these segments by number."""
     versions = tuple(
         LiveVersion(version, version + 1, version, tuple(segment(number) for number in chain))
@@ -48,10 +48,10 @@ def log(chains: Sequence[Sequence[int]], branch: str = "", *, is_closed: bool = 
     head = msgspec.structs.replace(
         draft_init(WriterInfo(host="h", lib="0", run_id="r")), v=versions[-1].version, **fields
     )
-    return LogView(branch, f"branch {branch}"[:12], LogEntry(head, ""), versions, is_closed)
+    return LogVersions(branch, f"branch {branch}"[:12], LogEntry(head, ""), versions, is_closed)
 
 
-def plan(logs: Sequence[LogView], folders: Sequence[int], **options: Any) -> CollectionPlan:
+def plan(logs: Sequence[LogVersions], folders: Sequence[int], **options: Any) -> CollectionPlan:
     listed = {segment(number) for number in folders}
     ages = {name: FolderAge(30 * DAY_MS, 1) for name in unexplained(logs, listed)}
     settings: dict[str, Any] = {

@@ -31,9 +31,9 @@ from cnr_store.format.documents import sha256
 from cnr_store.format.layout import HINT, ROOT_GROUP, commit_key, state_key
 from cnr_store.format.records import ChainEntry, CommitRecord, WriterInfo
 from cnr_store.log.commit_log import CommitLog, RetryPolicy
-from cnr_store.log.newest import newest_readable
+from cnr_store.log.log_reader import LogEnd
 from cnr_store.log.rebase import draft_after, rebase_tag
-from cnr_store.maintenance.repair import Tail, plan_repair, read_tail
+from cnr_store.maintenance.repair import plan_repair, read_end
 from cnr_store.maintenance.verify import find_newest_whole
 from cnr_store.storage import storage_from_filesystem
 from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
@@ -202,7 +202,7 @@ def test_no_time_finds_another_version_in_the_place_of_a_torn_one(
     times = {record.v: record.ts_ms for record in store.log()}
     tear(files, position)
     store = open_store(files)
-    head, _ = newest_readable(store.commit_log)
+    head, _ = store.commit_log.newest_readable()
 
     found: dict[int, int | None] = {}
     for version, ts_ms in times.items():
@@ -373,7 +373,7 @@ def test_a_tail_with_a_hole_is_not_superseded(files: IsolatedMemoryFileSystem, s
 
     report = repair_store(store, dry_run=False)
 
-    assert read_tail(store).is_broken
+    assert read_end(store).is_broken
     assert report.actions == ()
 
 
@@ -605,19 +605,19 @@ def entry(version: int, chain_length: int = 0, digest: str = "d") -> LogEntry:
 @pytest.mark.parametrize(
     ("tail", "whole", "kinds"),
     [
-        (Tail(5, entry(5, 2), ()), entry(5, 2), []),
-        (Tail(5, entry(5, 2), ()), entry(4, 2), []),
-        (Tail(5, entry(5, 2), ()), entry(3, 1), ["rollback"]),
-        (Tail(6, entry(5, 2), ("a",)), entry(5, 2), ["supersede"]),
-        (Tail(7, entry(5, 2), ("a", "b")), entry(3, 1), ["supersede"]),
-        (Tail(6, entry(5, 2), ("a",)), None, ["supersede"]),
-        (Tail(5, entry(5, 2), ()), None, []),
-        (Tail(5, entry(5, 0), ()), None, []),
-        (Tail(0, None, ("a",)), None, []),
-        (Tail(7, None, (), is_broken=True), None, []),
+        (LogEnd(5, entry(5, 2), ()), entry(5, 2), []),
+        (LogEnd(5, entry(5, 2), ()), entry(4, 2), []),
+        (LogEnd(5, entry(5, 2), ()), entry(3, 1), ["rollback"]),
+        (LogEnd(6, entry(5, 2), ("a",)), entry(5, 2), ["supersede"]),
+        (LogEnd(7, entry(5, 2), ("a", "b")), entry(3, 1), ["supersede"]),
+        (LogEnd(6, entry(5, 2), ("a",)), None, ["supersede"]),
+        (LogEnd(5, entry(5, 2), ()), None, []),
+        (LogEnd(5, entry(5, 0), ()), None, []),
+        (LogEnd(0, None, ("a",)), None, []),
+        (LogEnd(7, None, (), is_broken=True), None, []),
     ],
 )
-def test_the_plan_is_one_record_at_most(tail: Tail, whole: LogEntry | None, kinds: list[str]) -> None:
+def test_the_plan_is_one_record_at_most(tail: LogEnd, whole: LogEntry | None, kinds: list[str]) -> None:
     plan = plan_repair(tail, None if whole is None else whole.record)
 
     assert [action.kind for action in plan] == kinds
@@ -672,9 +672,9 @@ def test_a_record_that_cannot_be_read_now_is_not_taken_for_a_torn_one(files: Iso
     with Store.open_on(storage_from_filesystem(fs, ROOT), threads=1) as store:
         newest = store.latest_version()
         calls = len(fs.calls)
-        assert read_tail(store).newest == newest
+        assert read_end(store).newest == newest
         reads = [n for n, call in enumerate(fs.calls[calls:]) if call.path.endswith(commit_key(newest))]
         fs.arm(Fault(FaultKind.FAIL_BEFORE, at=len(fs.calls) + reads[-1]))
 
         with pytest.raises(StorageFailure):
-            read_tail(store)
+            read_end(store)

@@ -9,7 +9,7 @@ from cnr_store.errors import CorruptRecord
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.format.documents import sha256
 from cnr_store.format.layout import commit_key
-from cnr_store.log.commit_log import position_bytes
+from cnr_store.log.log_reader import position_bytes
 from cnr_store.relay.mirroring import Descent
 from cnr_store.storage import storage_from_filesystem
 from tests.support.faulty import IsolatedMemoryFileSystem

@@ -261,6 +261,6 @@ def test_splicing_without_looking_at_what_segments_apply_to_is_caught(monkeypatc
     monkeypatch.setattr("cnr_store.maintenance.compaction.run.replace_run", splice)
     monkeypatch.setattr("cnr_store.log.rebase._chain_up_to", lambda record, own: record.chain)
     monkeypatch.setattr("cnr_store.format.commit_record.check_statements", lambda record: None)
-    monkeypatch.setattr("cnr_store.log.commit_log.check_statements", lambda record: None)
+    monkeypatch.setattr("cnr_store.log.sent_record.check_statements", lambda record: None)
 
     assert violated_within(trainer, trainer, compactor, compactor, mover)

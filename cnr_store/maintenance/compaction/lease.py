@@ -21,7 +21,7 @@ from cnr_store.format.limits import MAX_LISTS_BYTES
 from cnr_store.format.records import CommitRecord
 from cnr_store.log.author import LIBRARY
 from cnr_store.log.clock import wall_ms
-from cnr_store.log.commit_log import CommitLog
+from cnr_store.log.log_reader import LogReader
 from cnr_store.storage import Storage
 
 MAX_RECORDS = 256
@@ -57,7 +57,7 @@ _DECODER = msgspec.json.Decoder(CompactionLease)
 class LeasePlace:
     """Where the note of one log lies: one object, overwritten by whoever works."""
 
-    def __init__(self, storage: Storage, log: CommitLog, clock_ms: Callable[[], int] = wall_ms) -> None:
+    def __init__(self, storage: Storage, log: LogReader, clock_ms: Callable[[], int] = wall_ms) -> None:
         self._storage = storage
         self._key = f"{log.prefix}{COMPACTION_LEASE}"
         self._clock_ms = clock_ms
@@ -136,7 +136,7 @@ def run_of(lease: CompactionLease, record: CommitRecord) -> tuple[int, int] | No
     return (start, stop) if lease.run and names[start:stop] == list(lease.run) else None
 
 
-def is_open(lease: CompactionLease, log: CommitLog, head: LogEntry) -> bool:
+def is_open(lease: CompactionLease, log: LogReader, head: LogEntry) -> bool:
     """Whether the lease's transaction may still commit behind ``head``: no record since its base says otherwise.
 
     One GET per record since then.

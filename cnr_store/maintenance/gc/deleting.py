@@ -10,7 +10,7 @@ from cnr_store.errors import AccessDenied, CorruptStore, StorageFailure, Version
 from cnr_store.format.layout import branch_prefix, segment_prefix
 from cnr_store.log.commit_log import CommitLog
 from cnr_store.log.side_objects import find_unneeded
-from cnr_store.maintenance.gc.logs import LogView
+from cnr_store.maintenance.gc.logs import LogVersions
 from cnr_store.maintenance.gc.report import ProgressCallback, SegmentReport
 from cnr_store.storage import ObjectStat, Storage
 
@@ -92,7 +92,7 @@ def with_sizes(storage: Storage, segments: Iterable[SegmentReport]) -> tuple[Seg
 
 
 def unneeded_lists(
-    storage: Storage, main: CommitLog, logs: Sequence[LogView], *, older_than_ms: int, now_ms: int | None = None
+    storage: Storage, main: CommitLog, logs: Sequence[LogVersions], *, older_than_ms: int, now_ms: int | None = None
 ) -> Iterator[ObjectStat]:
     """Yield the side objects that none of the logs needs; those of branches that were dropped before, too.
 

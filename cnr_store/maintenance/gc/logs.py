@@ -12,7 +12,8 @@ from cnr_store.errors import CorruptRecord, CorruptStore
 from cnr_store.format.commit_record import LogEntry, decode_record, is_live, parent_of
 from cnr_store.format.layout import commit_key
 from cnr_store.format.records import ChainEntry, CommitRecord
-from cnr_store.log.commit_log import CommitLog, position_bytes
+from cnr_store.log.commit_log import CommitLog
+from cnr_store.log.log_reader import position_bytes
 from cnr_store.log.retention import LiveVersion
 from cnr_store.runtime.threads import Workers
 from cnr_store.storage import Storage
@@ -22,7 +23,7 @@ BATCH = 256
 
 
 @dataclass(frozen=True, slots=True)
-class LogView:
+class LogVersions:
     """One log as a collection sees it.
 
     Attributes
@@ -85,7 +86,7 @@ class SegmentNames:
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _KnownRecord:
     """What is remembered of one record, so that a second look at the log reads only what is new."""
 
     state: LiveVersion
@@ -94,7 +95,7 @@ class _Known:
     side_objects: tuple[str, ...]
 
 
-class LogReader:
+class LogScan:
     """Reads one log, again and again; records that it knows are not read twice.
 
     ``despite_damage``: a live version whose record cannot be read is given up, and nothing else about it is known.
@@ -116,9 +117,9 @@ class LogReader:
         self._store_uuid = store_uuid
         self._names = names
         self._workers = workers
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, _KnownRecord] = {}
 
-    def read(self, branch: str, name: str, progress: Callable[[int], None]) -> LogView:
+    def read(self, branch: str, name: str, progress: Callable[[int], None]) -> LogVersions:
         """Return the log as it is now: the head by a few GETs, and one GET per live version that is new.
 
         Nothing of a closed log is needed: if it is damaged its view just has no versions to give up.
@@ -148,7 +149,7 @@ class LogReader:
                 raise
             versions = []  # Its segments go as those that nobody names.
         side_objects = {version.version: self._known[version.version].side_objects for version in versions}
-        return LogView(branch, name, entry, tuple(versions), is_closed, tuple(sorted(unreadable)), side_objects)
+        return LogVersions(branch, name, entry, tuple(versions), is_closed, tuple(sorted(unreadable)), side_objects)
 
     def states(self, versions: Iterable[int]) -> list[LiveVersion]:
         """Return what single versions need, live or not; positions that hold none are left out."""
@@ -202,7 +203,7 @@ class LogReader:
             progress(len(batch))
         return found[::-1]
 
-    def _vouched(self, position: int, fetched: dict[int, bytes | None], digest: str | None) -> _Known:
+    def _vouched(self, position: int, fetched: dict[int, bytes | None], digest: str | None) -> _KnownRecord:
         """A record, if it is the one that the record behind it names; ``digest`` is None where that one is damaged."""
         known = self._known.get(position) or self._decode(position, fetched[position])
         if digest is not None and known.digest != digest:
@@ -221,7 +222,7 @@ class LogReader:
         )
         return dict(zip(wanted, bodies, strict=True))
 
-    def _known_or_read(self, version: int) -> _Known | None:
+    def _known_or_read(self, version: int) -> _KnownRecord | None:
         if version not in self._known:
             data = position_bytes(self._storage, version, self.log.prefix) if version >= 0 else None
             if data is None:
@@ -237,7 +238,7 @@ class LogReader:
                 self._known[version] = self._remember(standing)
         return self._known[version]
 
-    def _decode(self, version: int, data: bytes | None) -> _Known:
+    def _decode(self, version: int, data: bytes | None) -> _KnownRecord:
         """Without its side objects: only the head's lists count."""
         if data is None:
             raise CorruptStore(
@@ -253,10 +254,10 @@ class LogReader:
             )  # fmt: skip
         return self._remember(entry)
 
-    def _remember(self, entry: LogEntry) -> _Known:
+    def _remember(self, entry: LogEntry) -> _KnownRecord:
         record = entry.record
         state = LiveVersion(record.v, record.logical, record.ts_ms, self._names.chain_of(record.chain))
-        return _Known(state, entry.digest, parent_of(record), entry.side_objects)
+        return _KnownRecord(state, entry.digest, parent_of(record), entry.side_objects)
 
     def _key(self, version: int) -> str:
         return commit_key(version, self.log.prefix)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from cnr_store.log.retention import NO_HOLDS, Holds, RetentionPlan, RetentionPolicy, VersionVerdict, plan_retention
-from cnr_store.maintenance.gc.logs import LogView, referenced_segments
+from cnr_store.maintenance.gc.logs import LogVersions, referenced_segments
 from cnr_store.maintenance.gc.report import SegmentReport
 
 CLEAN_UP_AT = 64
@@ -55,7 +55,7 @@ class CollectionPlan:
     segments: tuple[SegmentReport, ...]
 
 
-def unexplained(logs: Sequence[LogView], folders: Iterable[str]) -> list[str]:
+def unexplained(logs: Sequence[LogVersions], folders: Iterable[str]) -> list[str]:
     """Return the listed segments that no live version needs and no log has given up: saves under way, or orphans. Pure.
 
     A transaction that is needed under another folder name is not one of them.
@@ -65,13 +65,13 @@ def unexplained(logs: Sequence[LogView], folders: Iterable[str]) -> list[str]:
     return sorted(name for name in folders if txn_of(name) not in needed and txn_of(name) not in named)
 
 
-def missing_segments(plan: CollectionPlan, logs: Sequence[LogView], folders: Set[str]) -> list[str]:
+def missing_segments(plan: CollectionPlan, logs: Sequence[LogVersions], folders: Set[str]) -> list[str]:
     """Return the segments that versions which stay need and that are not listed: then a record or the data is wrong."""
     return sorted(_staying_segments(logs, plan.retention) - folders)
 
 
 def plan_collection(
-    logs: Sequence[LogView],
+    logs: Sequence[LogVersions],
     folders: Set[str],
     *,
     ages: Mapping[str, FolderAge],
@@ -122,7 +122,7 @@ def plan_collection(
     return CollectionPlan(retention, tuple(steps), tuple(reports))
 
 
-def due_segments(logs: Sequence[LogView], folders: Iterable[str], held: Set[str], now_ms: int) -> list[str]:
+def due_segments(logs: Sequence[LogVersions], folders: Iterable[str], held: Set[str], now_ms: int) -> list[str]:
     """Return the listed segments whose objects may be deleted now. Pure.
 
     Every live log has given the segment up, its time is over in each, no live version needs it, and no reader holds it.
@@ -137,7 +137,7 @@ def due_segments(logs: Sequence[LogView], folders: Iterable[str], held: Set[str]
     return sorted(name for name in folders if is_due(txn_of(name)))
 
 
-def plan_clean_up(logs: Sequence[LogView], folders: Iterable[str]) -> tuple[ExpireStep, ...]:
+def plan_clean_up(logs: Sequence[LogVersions], folders: Iterable[str]) -> tuple[ExpireStep, ...]:
     """Return the records that take names off the lists whose segments are gone, where they are many. Pure.
 
     Whoever may still commit such a transaction has the record that named it ahead, so the name is not needed for ever.
@@ -157,14 +157,14 @@ def txn_of(segment: str) -> str:
     return segment.rpartition("-")[2]
 
 
-def _retention(log: LogView, policy: RetentionPolicy, holds: Mapping[str, Holds], now_ms: int) -> RetentionPlan:
+def _retention(log: LogVersions, policy: RetentionPolicy, holds: Mapping[str, Holds], now_ms: int) -> RetentionPlan:
     if not log.is_closed:
         return plan_retention(log.head, log.versions, policy, holds.get(log.branch, NO_HOLDS), now_ms)
     ended = tuple(VersionVerdict(version.version, False, "its branch has ended") for version in log.versions)
     return RetentionPlan(log.head.floor, (), ended)
 
 
-def _staying_segments(logs: Sequence[LogView], retention: Mapping[str, RetentionPlan]) -> set[str]:
+def _staying_segments(logs: Sequence[LogVersions], retention: Mapping[str, RetentionPlan]) -> set[str]:
     staying: set[str] = set()
     for log in logs:
         verdicts = zip(log.versions, retention[log.branch].verdicts, strict=True)
@@ -173,7 +173,7 @@ def _staying_segments(logs: Sequence[LogView], retention: Mapping[str, Retention
 
 
 def _dooms(
-    logs: Sequence[LogView], retention: Mapping[str, RetentionPlan], needed: Set[str]
+    logs: Sequence[LogVersions], retention: Mapping[str, RetentionPlan], needed: Set[str]
 ) -> dict[tuple[str, int], list[str]]:
     """(branch, version) to the segments that nobody needs any more once that version has gone, in order of going.
 
@@ -196,7 +196,7 @@ def _is_ripe(age: FolderAge, times: Times) -> bool:
     return times.orphan_age_ms == 0 if age.age_ms is None else age.age_ms >= times.orphan_age_ms
 
 
-def _named_until(live: Sequence[LogView]) -> dict[str, int]:
+def _named_until(live: Sequence[LogVersions]) -> dict[str, int]:
     """Transaction to the latest time that a live log names for it."""
     until: dict[str, int] = {}
     for log in live:
@@ -206,7 +206,7 @@ def _named_until(live: Sequence[LogView]) -> dict[str, int]:
 
 
 def _log_steps(
-    log: LogView,
+    log: LogVersions,
     retention: RetentionPlan,
     dooms: Mapping[tuple[str, int], Sequence[str]],
     listed: Set[str],

@@ -39,7 +39,7 @@ from cnr_store.log.rebase import draft_after, rebase_expire
 from cnr_store.log.retention import Holds, RetentionPolicy
 from cnr_store.log.side_objects import Deleted, delete_found
 from cnr_store.maintenance.gc.deleting import Deletion, unneeded_lists, with_sizes
-from cnr_store.maintenance.gc.logs import LogReader, LogView, SegmentNames, referenced_segments
+from cnr_store.maintenance.gc.logs import LogScan, LogVersions, SegmentNames, referenced_segments
 from cnr_store.maintenance.gc.plan import (
     CollectionPlan,
     ExpireStep,
@@ -206,8 +206,8 @@ class _Run:
         self._is_late, self._progress, self._clock_ms = is_late, progress, clock_ms
         self._main = store.commit_log if store.branch is None else store.commit_log.below("")
         self._names = SegmentNames()
-        self._readers: dict[str, LogReader] = {}
-        self._ended: list[LogView] = []
+        self._readers: dict[str, LogScan] = {}
+        self._ended: list[LogVersions] = []
         self._ages: dict[str, FolderAge] = {}
         self._versions: dict[tuple[str, int], VersionReport] = {}
         self._segments: dict[str, SegmentReport] = {}
@@ -286,7 +286,7 @@ class _Run:
 
     # ---- what there is
 
-    def _read_logs(self, *, ended_ms: int | None = None) -> list[LogView]:
+    def _read_logs(self, *, ended_ms: int | None = None) -> list[LogVersions]:
         """The store's own log, its branches, and the branches that this run has ended.
 
         Branches that cannot be read are left out only if their time was over at ``ended_ms``.
@@ -303,12 +303,12 @@ class _Run:
                     raise
         return logs + self._ended
 
-    def _read_log(self, branch: str, name: str, log: CommitLog) -> LogView:
+    def _read_log(self, branch: str, name: str, log: CommitLog) -> LogVersions:
         return self._reader(branch, log).read(branch, name, self._count_records)
 
-    def _reader(self, branch: str, log: CommitLog) -> LogReader:
+    def _reader(self, branch: str, log: CommitLog) -> LogScan:
         if branch not in self._readers:
-            self._readers[branch] = LogReader(
+            self._readers[branch] = LogScan(
                 self._storage, log, self._store.uuid, self._names, self._store.workers,
                 despite_damage=self._despite_damage,
             )  # fmt: skip
@@ -318,7 +318,7 @@ class _Run:
         self._records_read += count
         self._tell("records", self._records_read, self._records_read)
 
-    def _look(self, *, ended_ms: int | None = None) -> tuple[list[LogView], set[str]]:
+    def _look(self, *, ended_ms: int | None = None) -> tuple[list[LogVersions], set[str]]:
         """The logs, and the listed segments: behind the heads, so that none is of a record that we have missed."""
         logs = self._read_logs(ended_ms=ended_ms)
         folders = {name for name in self._storage.list_folders(DATA) if is_segment_name(name)}
@@ -328,7 +328,7 @@ class _Run:
             logs += dropped
         return logs, folders
 
-    def _read_dropped(self, logs: Sequence[LogView], strange: set[str]) -> list[LogView]:
+    def _read_dropped(self, logs: Sequence[LogVersions], strange: set[str]) -> list[LogVersions]:
         """The branches that somebody has dropped since the last run: where segments that no log names may be from.
 
         What is left of one that was dropped longer ago is as old as orphans have to be.
@@ -356,7 +356,7 @@ class _Run:
         return leases, cursors
 
     def _held_segments(
-        self, logs: Sequence[LogView], leases: Iterable[ReaderLease], cursors: Iterable[Cursor]
+        self, logs: Sequence[LogVersions], leases: Iterable[ReaderLease], cursors: Iterable[Cursor]
     ) -> set[str]:
         """What readers hold of versions that have expired: they put the hold while our record was on its way."""
         heads = {log.branch: log.head for log in logs if not log.is_closed}
@@ -394,12 +394,14 @@ class _Run:
                 self._ages[name] = age
         return {name: self._ages[name] for name in names if name in self._ages}
 
-    def _unneeded_lists(self, logs: Sequence[LogView], *, now_ms: int | None = None) -> Iterator[ObjectStat]:
+    def _unneeded_lists(self, logs: Sequence[LogVersions], *, now_ms: int | None = None) -> Iterator[ObjectStat]:
         return unneeded_lists(self._storage, self._main, logs, older_than_ms=self._leftover_age_ms, now_ms=now_ms)
 
     # ---- what to do
 
-    def _plan(self, logs: Sequence[LogView], folders: set[str], now_ms: int, *, store_ms: int | None) -> CollectionPlan:
+    def _plan(
+        self, logs: Sequence[LogVersions], folders: set[str], now_ms: int, *, store_ms: int | None
+    ) -> CollectionPlan:
         leases, cursors = self._read_holds(now_ms)
         holds = {
             log.branch: Holds(
@@ -426,11 +428,11 @@ class _Run:
             )  # fmt: skip
         return plan
 
-    def _are_newest(self, logs: Sequence[LogView]) -> bool:
+    def _are_newest(self, logs: Sequence[LogVersions]) -> bool:
         """Whether nothing was appended since the logs were read; else another collection may have deleted meanwhile."""
         return all(log.is_closed or self._readers[log.branch].log.poll(log.entry) is None for log in logs)
 
-    def _note(self, logs: Sequence[LogView], plan: CollectionPlan) -> None:
+    def _note(self, logs: Sequence[LogVersions], plan: CollectionPlan) -> None:
         """Keep what a plan says for the report; what an earlier plan of this run has given up stays said so."""
         for log in logs:
             for verdict in plan.retention[log.branch].verdicts:
@@ -484,7 +486,7 @@ class _Run:
                 break
         return folders, False
 
-    def _commit_all(self, steps: Sequence[ExpireStep], logs: Sequence[LogView]) -> int:
+    def _commit_all(self, steps: Sequence[ExpireStep], logs: Sequence[LogVersions]) -> int:
         """Commit records in order until another writer's comes between, or the time is up; returns how many."""
         entries: dict[str, LogEntry] = {log.branch: log.entry for log in logs}
         for done, step in enumerate(steps):
@@ -515,7 +517,7 @@ class _Run:
             self._progress(stage, done, total)
 
 
-def _as_if_ended(logs: Sequence[LogView], now_ms: int) -> list[LogView]:
+def _as_if_ended(logs: Sequence[LogVersions], now_ms: int) -> list[LogVersions]:
     """The logs as they would be once the branches whose time is over are closed. Pure."""
     main = logs[0]
     open_pins = {
@@ -526,7 +528,7 @@ def _as_if_ended(logs: Sequence[LogView], now_ms: int) -> list[LogView]:
     return [replace(main, entry=replace(main.entry, record=head)), *rest]
 
 
-def _as_if_expired(logs: Sequence[LogView], plan: CollectionPlan) -> list[LogView]:
+def _as_if_expired(logs: Sequence[LogVersions], plan: CollectionPlan) -> list[LogVersions]:
     """The logs with the side objects that they would need once the plan's versions have expired. Pure."""
     staying = {
         branch: {verdict.version for verdict in retention.verdicts if verdict.stays}
@@ -538,7 +540,7 @@ def _as_if_expired(logs: Sequence[LogView], plan: CollectionPlan) -> list[LogVie
     ]
 
 
-def _check_writable(log: LogView) -> None:
+def _check_writable(log: LogVersions) -> None:
     unknown = unknown_writer_features(log.head)
     if unknown:
         raise ReadOnlyStore(

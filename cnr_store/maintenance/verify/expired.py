@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from cnr_store.errors import Conflict, MissingObject
 from cnr_store.format.layout import DATA, STATE
-from cnr_store.log.commit_log import CommitLog
 from cnr_store.log.expiry import expired_by
+from cnr_store.log.log_reader import LogReader
 from cnr_store.maintenance.verify.report import Findings
 
 MOST_LOOKS = 3
 """A look takes minutes, what is folded stays for the readers' grace: that one is overtaken is rare, two hardly ever."""
 
 
-def was_overtaken(log: CommitLog, findings: Findings) -> bool:
+def was_overtaken(log: LogReader, findings: Findings) -> bool:
     """Return whether something is missing of a version that has expired meanwhile. A few GETs if anything is."""
     missing = [
         problem.versions

@@ -24,7 +24,7 @@ from cnr_store.format.limits import MAX_SMALL_BYTES
 from cnr_store.format.records import CommitRecord, Hint, Identity
 from cnr_store.log.beginning import check_begun
 from cnr_store.log.clock import MAX_SKEW_MS, text_of, wall_ms
-from cnr_store.log.commit_log import position_bytes
+from cnr_store.log.log_reader import position_bytes
 from cnr_store.log.side_objects import complete
 from cnr_store.maintenance.verify.report import Findings, Problem
 from cnr_store.runtime.threads import Workers, blocks
