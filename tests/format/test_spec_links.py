@@ -1,4 +1,4 @@
-"""Every requirement of the specification has an id of its own and names tests that exist."""
+"""Every requirement of the specification has an id of its own, and tests in the table beside it that exist."""
 
 from __future__ import annotations
 
@@ -9,20 +9,31 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "format_spec" / "v1.md").read_text()
+TABLE = (ROOT / "format_spec" / "tests.md").read_text()
 ID = re.compile(r"^CNR-[A-Z]{2,4}-[0-9]+$")
-REQUIREMENT = re.compile(r"^- \*\*(?P<id>[^*]+)\*\* (?P<text>.*?)(?:\[tests: (?P<tests>[^\]]+)\])?$", re.DOTALL)
+HEADING = re.compile(r"^#{2,3} (?:Annex )?([A-Z]|\d+(?:\.\d+)?)[. ]", re.MULTILINE)
+ROW = re.compile(r"^\| (CNR-\S+) \| (\S+) \| `([^`]+)` \|$", re.MULTILINE)
 
 
-def requirements() -> list[tuple[str, list[str]]]:
-    """Each requirement is a list item that may go on in indented lines."""
-    items = re.findall(r"^- \*\*CNR-.*(?:\n  .*)*", TEXT, re.MULTILINE)
-    found = [REQUIREMENT.match(item.split(" [tests:")[0] + _tests_of(item)) for item in items]
-    return [(m["id"], [test.strip() for test in (m["tests"] or "").split(",") if test.strip()]) for m in found if m]
+def by_section() -> dict[str, str]:
+    """Number or letter of each section to its text, without that of its subsections."""
+    found = HEADING.split(TEXT)
+    return dict(zip(found[1::2], found[2::2], strict=True))
 
 
-def _tests_of(item: str) -> str:
-    match = re.search(r"\[tests: [^\]]+\]", item)
-    return match.group(0) if match else ""
+def items(text: str) -> list[tuple[str, str]]:
+    """The id and the text of each requirement: a list item that may go on in indented lines."""
+    return re.findall(r"^- \*\*(CNR-[^*]+)\*\* (.*(?:\n  .*)*)", text, re.MULTILINE)
+
+
+def requirements() -> dict[str, str]:
+    """Each requirement's id to its section."""
+    return {identifier: section for section, text in by_section().items() for identifier, _ in items(text)}
+
+
+def in_order(identifier: str) -> tuple[str, int]:
+    prefix, _, number = identifier.rpartition("-")
+    return prefix, int(number)
 
 
 @cache
@@ -36,29 +47,33 @@ def names_in(path: str) -> frozenset[str]:
 
 
 def test_there_are_requirements_in_every_normative_section() -> None:
-    sections = re.split(r"^## (\d+)\. ", TEXT, flags=re.MULTILINE)
-    with_requirements = {
-        int(number) for number, body in zip(sections[1::2], sections[2::2], strict=True) if "**CNR-" in body
-    }
+    chapters = {section.partition(".")[0] for section in requirements().values()}
 
-    assert with_requirements == set(range(2, 11))
+    assert chapters >= {str(number) for number in range(2, 11)}
     assert len(requirements()) == len(re.findall(r"\*\*CNR-", TEXT)) > 90
 
 
-def test_ids_are_well_formed_and_unique() -> None:
-    ids = [identifier for identifier, _ in requirements()]
+def test_ids_are_well_formed_unique_and_ordered_in_their_section() -> None:
+    listed = [identifier for identifier, _ in items(TEXT)]
+    assert all(ID.match(identifier) for identifier in listed)
+    assert len(set(listed)) == len(listed)
+    for text in by_section().values():
+        here = [in_order(identifier) for identifier, _ in items(text)]
+        for prefix in {prefix for prefix, _ in here}:
+            own = [key for key in here if key[0] == prefix]
+            assert own == sorted(own)
 
-    assert all(ID.match(identifier) for identifier in ids)
-    assert sorted(set(ids)) == sorted(ids)
 
+def test_every_requirement_has_tests_and_every_test_exists() -> None:
+    rows = ROW.findall(TABLE)
 
-def test_every_requirement_names_a_test_that_exists() -> None:
-    for identifier, tests in requirements():
-        assert tests, f"{identifier} has no test"
-        for test in tests:
-            path, _, name = test.partition("::")
-            assert (ROOT / path).is_file(), f"{identifier}: {path} is not there"
-            assert name in names_in(path), f"{identifier}: {test} does not exist"
+    assert len(rows) == TABLE.count("\n| CNR-")
+    assert {(identifier, section) for identifier, section, _ in rows} == set(requirements().items())
+    assert rows == sorted(set(rows), key=lambda row: (in_order(row[0]), row[2]))
+    for identifier, _, test in rows:
+        path, _, name = test.partition("::")
+        assert (ROOT / path).is_file(), f"{identifier}: {path} is not there"
+        assert name in names_in(path), f"{identifier}: {test} does not exist"
 
 
 def test_sections_that_the_code_refers_to_exist() -> None:
@@ -67,9 +82,8 @@ def test_sections_that_the_code_refers_to_exist() -> None:
     named |= {
         n for text in sources for pair in re.findall(r"spec, sections ([0-9.]+) and ([0-9.]+)", text) for n in pair
     }
-    headings = set(re.findall(r"^#{2,3} (\d+(?:\.\d+)?)", TEXT, re.MULTILINE))
 
     assert named
-    assert {n.rstrip(".") for n in named} <= headings
+    assert {n.rstrip(".") for n in named} <= set(by_section())
     cited = {identifier for text in sources for identifier in re.findall(r"CNR-[A-Z]+-\d+", text)}
-    assert cited <= {identifier for identifier, _ in requirements()}
+    assert cited <= set(requirements())
