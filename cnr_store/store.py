@@ -68,7 +68,7 @@ from cnr_store.runtime.arguments import checked_choice, checked_number
 from cnr_store.runtime.ranks import OneRank, Ranks, rank_zero, together
 from cnr_store.runtime.threads import Throttle, Workers, check_rate
 from cnr_store.segment.chunk_cache import ChunkLru
-from cnr_store.segment.segment import SegmentReader
+from cnr_store.segment.reader import SegmentReader
 from cnr_store.segment.shards import Placement, check_placements, column_cuts
 from cnr_store.storage import CreateOutcome, Storage, open_storage
 from cnr_store.types import Profile, Rectangle

@@ -20,7 +20,7 @@ from cnr_store.read.plan import OPERATIONS, Operation
 from cnr_store.read.replay import ChunkReader
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.codes import Array
-from cnr_store.segment.segment import Scratch
+from cnr_store.segment.reader import Scratch
 from cnr_store.types import RowIds
 
 LISTED_ROWS = 1 << 20

@@ -48,7 +48,7 @@ from cnr_store.read.replay import ChunkReader
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.runtime.arguments import checked_count, checked_number
 from cnr_store.segment.chunk_cache import ChunkLru
-from cnr_store.segment.segment import SegmentReader
+from cnr_store.segment.reader import SegmentReader
 from cnr_store.serving.update.update_plan import Apply, Compare, Move, Reread, Same, plan_move, plan_path
 from cnr_store.store import Store
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.encodings import kernels
+from cnr_store.encodings import row_kernels
 
 Array = npt.NDArray[Any]
 
@@ -15,13 +15,13 @@ Array = npt.NDArray[Any]
 def into_order(block: Array, keys: Array) -> Array:
     """Return the rows of ``block`` (n, width) in the stable order of the int16 ``keys`` (n,); copied."""
     ordered = np.empty(block.shape, block.dtype)
-    kernels.sort_rows(_words(block), keys, _words(ordered))
+    row_kernels.sort_rows(_words(block), keys, _words(ordered))
     return ordered
 
 
 def out_of_order(ordered: Array, keys: Array, out: Array) -> None:
     """Write rows that `into_order` moved back where they were, to ``out`` (n, width), which is other memory."""
-    kernels.unsort_rows(_words(ordered), keys, _words(out))
+    row_kernels.unsort_rows(_words(ordered), keys, _words(out))
 
 
 def _words(block: Array) -> Array:

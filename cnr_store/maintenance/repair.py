@@ -29,7 +29,7 @@ from cnr_store.maintenance.verify.log import is_ahead, list_positions, read_log
 from cnr_store.maintenance.verify.report import Findings
 from cnr_store.maintenance.verify.run import check_root, root_document
 from cnr_store.runtime.threads import Workers
-from cnr_store.segment.segment import SegmentReader
+from cnr_store.segment.reader import SegmentReader
 from cnr_store.store import Store
 
 ActionKind = Literal["supersede", "rollback", "time", "hint", "root"]

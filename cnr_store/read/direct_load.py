@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from cnr_store.encodings import digest, kernels
+from cnr_store.encodings import digest, kernels, row_kernels
 from cnr_store.read.plan import Step, TablePlan
 from cnr_store.read.prefetch import reading_ahead
 from cnr_store.read.replay import ChunkReader, Replay, checked_codes
@@ -84,7 +84,7 @@ def _put(spec: ArraySpec, held: Array, out: Array, step: Step, first_row: int, p
         block = np.ascontiguousarray(held[low:high])
         if is_moved:
             moved = np.empty(block.shape, spec.held_dtype)
-            checked_codes(kernels.put_block(moved, block, shift), plan, step)
+            checked_codes(row_kernels.put_block(moved, block, shift), plan, step)
             block = moved
         if multipliers is not None:
             total += int(kernels.digest_block(block, first_row + low, multipliers, presence))

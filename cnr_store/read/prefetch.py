@@ -19,7 +19,7 @@ from cnr_store.format import arrays
 from cnr_store.read.plan import TablePlan
 from cnr_store.read.replay import ChunkReader
 from cnr_store.runtime.threads import Workers
-from cnr_store.segment.segment import SegmentReader
+from cnr_store.segment.reader import SegmentReader
 
 FETCH_THREADS = 8
 LAST_FETCHES = 2

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.encodings import affine, digest, kernels, packing
+from cnr_store.encodings import affine, digest, packing, row_kernels
 from cnr_store.encodings.widths import carrier
 from cnr_store.errors import CorruptStore
 from cnr_store.format.records import ArrayEntry, Manifest, RowListEntry
@@ -35,7 +35,7 @@ from cnr_store.segment.codes import (
     array_specs,
     decode_block,
 )
-from cnr_store.segment.segment import Scratch
+from cnr_store.segment.reader import Scratch
 from cnr_store.types import Affine, RowIds
 
 _MERGED_KEYS = 1 << 20
@@ -136,15 +136,15 @@ class Replay:
         adds = step.operation == "add" and spec.is_additive
         contiguous = index[-1] - index[0] + 1 == len(index)
         if adds and held.dtype == np.int32 and name in _wrapping(spec):
-            return checked_codes(kernels.add_codes_wrapping(held, index, 0, values), plan, step)
+            return checked_codes(row_kernels.add_codes_wrapping(held, index, 0, values), plan, step)
         if contiguous:
             block = held[index[0] : index[-1] + 1]
-            bad = kernels.add_block(block, values, shift) if adds else kernels.put_block(block, values, shift)
+            bad = row_kernels.add_block(block, values, shift) if adds else row_kernels.put_block(block, values, shift)
         else:
             bad = (
-                kernels.add_codes(held, index, 0, values, shift)
+                row_kernels.add_codes(held, index, 0, values, shift)
                 if adds
-                else kernels.put_codes(held, index, 0, values, shift)
+                else row_kernels.put_codes(held, index, 0, values, shift)
             )
         if bad >= 0 and target.codes.can_widen(name):
             return False

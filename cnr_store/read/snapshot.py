@@ -29,8 +29,8 @@ from cnr_store.read.table_reader import read_mirror, read_range, read_rows, rows
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.chunk_cache import ChunkLru
 from cnr_store.segment.codes import Allocate, Array, ArraySpec, TableCodes, array_specs, fill_value
+from cnr_store.segment.reader import IfMissing, SegmentReader, check_record, open_chain
 from cnr_store.segment.rows import check_row_ids
-from cnr_store.segment.segment import IfMissing, SegmentReader, check_record, open_chain
 from cnr_store.segment.shards import whole_of
 from cnr_store.storage import Storage
 from cnr_store.types import JsonValue, Rectangle, RowIds, SlotsRule

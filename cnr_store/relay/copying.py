@@ -14,7 +14,7 @@ from cnr_store.format.documents import sha256
 from cnr_store.format.limits import MAX_LISTS_BYTES, MAX_MANIFEST_BYTES
 from cnr_store.format.records import ChainEntry, ObjectEntry
 from cnr_store.runtime.threads import Throttle, Workers
-from cnr_store.segment.segment import read_manifest
+from cnr_store.segment.reader import read_manifest
 from cnr_store.storage import Storage, read_verified
 
 

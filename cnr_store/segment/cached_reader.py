@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from cnr_store.format import arrays
 from cnr_store.format.records import ArrayEntry, Manifest, RowListEntry
-from cnr_store.segment.segment import Scratch, SegmentReader
+from cnr_store.segment.reader import Scratch, SegmentReader
 from cnr_store.types import RowIds
 
 Array = npt.NDArray[Any]

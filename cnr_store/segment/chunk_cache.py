@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from cnr_store.format.records import ArrayEntry
 from cnr_store.runtime.arguments import checked_count
 from cnr_store.segment.cached_reader import Array, CachedReader, Decode, decoded_bytes
-from cnr_store.segment.segment import Scratch, SegmentReader
+from cnr_store.segment.reader import Scratch, SegmentReader
 
 _Key = tuple[str, str, int]
 

@@ -17,7 +17,7 @@ from cnr_store.errors import CnrStoreError, VersionRefused
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.format.records import DenseEntry
 from cnr_store.segment.codes import Array, EscapeRows
-from cnr_store.segment.segment import SegmentReader
+from cnr_store.segment.reader import SegmentReader
 from cnr_store.serving.candidate import Candidate
 from cnr_store.serving.metrics import Tally
 from cnr_store.serving.rows.served_table import Overlay

@@ -27,8 +27,8 @@ from cnr_store.segment.codes import (
     TableCodes,
     array_specs,
 )
-from cnr_store.segment.segment import Blocks, RowList
 from cnr_store.segment.shards import whole_of
+from cnr_store.segment.writer import Blocks, RowList
 from cnr_store.types import MAX_CODE, Affine, Lattice, Rectangle, RowIds
 from cnr_store.write.code_width import LARGEST_INT8, sample_blocks, stored_dtype
 from cnr_store.write.delta_rows import StagedRows

@@ -32,7 +32,8 @@ from cnr_store.format.manifest import generations, needed_reader_features
 from cnr_store.format.records import MAJOR, ChainEntry, CommitRecord, Generation, Manifest, Receipt, TableSchema
 from cnr_store.log.rebase import check_not_given_up, draft_after, rebase_data
 from cnr_store.runtime.ranks import described, rank_zero, rebuilt, together
-from cnr_store.segment.segment import SegmentReader, merge_receipts, read_receipt, write_manifest
+from cnr_store.segment.reader import SegmentReader, read_receipt
+from cnr_store.segment.writer import merge_receipts, write_manifest
 from cnr_store.types import JsonValue
 from cnr_store.write.commit_checks import check_coverage, check_receipts, next_chain
 from cnr_store.write.writer_state import Committable, Session

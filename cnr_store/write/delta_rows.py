@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.encodings import digest, float_bits, kernels, widths
+from cnr_store.encodings import digest, float_bits, kernels, row_kernels, widths
 from cnr_store.format.records import TableSchema
 from cnr_store.runtime.threads import Workers, blocks
 from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, Array, ArraySpec, TableCodes, array_specs, escape_bits
@@ -244,7 +244,7 @@ def _differences(
             )
         if moved is not None:
             energies, most = moved
-            kernels.row_energies(out[start:stop], energies[start:stop], most[start:stop])
+            row_kernels.row_energies(out[start:stop], energies[start:stop], most[start:stop])
         return int(largest), int(change)
 
     for dtype in (np.int16, np.int32):
@@ -321,13 +321,13 @@ def _move(mirror: TableCodes, name: str, staged: StagedList, workers: Workers, *
     codes = np.ascontiguousarray(columns_of(staged.arrays[name]))
     held = mirror.arrays[name]
     wraps = adds and held.dtype == np.int32 and not isinstance(mirror.specs[name].encoding, Lattice)
-    kernel: Callable[..., int] = kernels.add_codes if adds else kernels.put_codes
+    kernel: Callable[..., int] = row_kernels.add_codes if adds else row_kernels.put_codes
 
     def move(start: int, stop: int) -> int:
         """Return the position that an int16 mirror cannot hold, or ``stop``."""
         rows, block = staged.rows[start:stop], codes[start:stop]
         if wraps:
-            kernels.add_codes_wrapping(held, rows, mirror.start, block)
+            row_kernels.add_codes_wrapping(held, rows, mirror.start, block)
             return stop
         done = int(kernel(held, rows, mirror.start, block, 0))
         return stop if done < 0 else start + done

@@ -16,8 +16,8 @@ from cnr_store.format.records import DenseEntry, PartEntry, RowListEntry, TableS
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.segment.codes import Array, array_specs
 from cnr_store.segment.row_order import order_of
-from cnr_store.segment.segment import SegmentWriter
 from cnr_store.segment.shards import Shard
+from cnr_store.segment.writer import SegmentWriter
 from cnr_store.storage import object_digest
 from cnr_store.types import JsonValue, Rectangle
 from cnr_store.write.baseline_rows import StagedTable

@@ -24,8 +24,9 @@ from cnr_store.format.records import Manifest, PartEntry, Receipt, TableSchema, 
 from cnr_store.read.table_reader import rows_since
 from cnr_store.runtime.ranks import together
 from cnr_store.segment.codes import Array, TableCodes
-from cnr_store.segment.segment import SegmentReader, SegmentWriter, check_dense_dtype
+from cnr_store.segment.reader import SegmentReader
 from cnr_store.segment.shards import Shard
+from cnr_store.segment.writer import SegmentWriter, check_dense_dtype
 from cnr_store.types import JsonValue, Lattice, Rectangle, RowIds, TableDtype
 from cnr_store.write.argument_checks import check_arrays, check_json, checked_size, needs_sample, own_row_ids
 from cnr_store.write.baseline_rows import StagedTable, is_fully_mirrored, stage_mirror, stage_table

@@ -27,7 +27,7 @@ from cnr_store.log.rebase import leaves_state
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.runtime.ranks import OneRank, Ranks, rank_zero, together
 from cnr_store.runtime.threads import Throttle, Workers
-from cnr_store.segment.segment import SegmentReader
+from cnr_store.segment.reader import SegmentReader
 from cnr_store.segment.shards import Placement, Shard, shards_of
 from cnr_store.storage import Storage
 from cnr_store.types import Profile

@@ -64,7 +64,7 @@ def through_zarr(folder: str, codes: Any, out: Any, chunk_rows: int) -> list[tup
 
 def directly(folder: str, codes: Any, out: Any, chunk_rows: int) -> list[tuple[float, float]]:
     from cnr_store.format import arrays
-    from cnr_store.segment.segment import Scratch
+    from cnr_store.segment.reader import Scratch
 
     entry = arrays.describe("codes", codes.shape, codes.dtype, chunk_rows, "compact")
     memory = threading.local()

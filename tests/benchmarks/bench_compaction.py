@@ -21,7 +21,7 @@ from numcodecs.zstd import Zstd
 from pcodec import standalone
 
 from cnr_store import Store, TableOptions, compact
-from cnr_store.encodings import kernels
+from cnr_store.encodings import row_kernels
 from cnr_store.format import arrays
 from cnr_store.format.layout import segment_key
 from cnr_store.format.records import ArrayEntry, RowListEntry
@@ -126,13 +126,13 @@ def _apply(root: Path, row_list: RowListEntry, index: int, codes: Codes, *, adds
     block = _decode(root, row_list.arrays["codes"], index)[:count]
     first, last = row_list.first[index], row_list.last[index]
     if last - first + 1 == count:
-        kernels.put_block(codes[first : last + 1], block, 0)
+        row_kernels.put_block(codes[first : last + 1], block, 0)
         return
     rows = _decode(root, row_list.arrays["rows"], index)[:count]
     if adds:
-        kernels.add_codes(codes, rows, 0, block, 0)
+        row_kernels.add_codes(codes, rows, 0, block, 0)
     else:
-        kernels.put_codes(codes, rows, 0, block, 0)
+        row_kernels.put_codes(codes, rows, 0, block, 0)
 
 
 def _decode(root: Path, entry: ArrayEntry, index: int) -> Any:

@@ -18,7 +18,7 @@ from drifting import DIM, TABLE, DriftingTable, decode_ranges, decompress
 from safetensors.torch import load_file, save_file
 
 from cnr_store import Store, TableOptions
-from cnr_store.encodings import kernels
+from cnr_store.encodings import kernels, row_kernels
 from cnr_store.format import arrays
 from cnr_store.format.layout import segment_key
 from cnr_store.format.records import ArrayEntry, RowListEntry
@@ -101,11 +101,11 @@ def _apply(
     if decodes_only:
         return
     if rows is None:
-        kernels.put_block(codes[first : last + 1], block, 0)
+        row_kernels.put_block(codes[first : last + 1], block, 0)
     elif adds:
-        kernels.add_codes(codes, rows, 0, block, 0)
+        row_kernels.add_codes(codes, rows, 0, block, 0)
     else:
-        kernels.put_codes(codes, rows, 0, block, 0)
+        row_kernels.put_codes(codes, rows, 0, block, 0)
 
 
 def _decode(root: Path, entry: ArrayEntry, index: int) -> np.ndarray[tuple[int, ...], Any]:

@@ -30,12 +30,12 @@ from pcodec import standalone
 from serving_stores import BITS, DELTA_SHARE, STEP_CHANGED, STEP_TABLES, TABLE, write_deltas
 
 from cnr_store import Store
-from cnr_store.encodings import kernels
+from cnr_store.encodings import row_kernels
 from cnr_store.format import arrays
 from cnr_store.format.layout import segment_key
 from cnr_store.format.records import ArrayEntry, RowListEntry
 from cnr_store.runtime.threads import Workers
-from cnr_store.segment.segment import SegmentReader
+from cnr_store.segment.reader import SegmentReader
 from cnr_store.serving import AttachedTables, Loader
 from cnr_store.serving.rows.served_table import Holds, row_kind
 from cnr_store.serving.rows.views import Publisher
@@ -398,7 +398,7 @@ class Bare:
         block = _decode(root, entry, index)[:count]
         rows = _decode(root, row_list.arrays["rows"], index)[:count]
         if self._holds == "codes":
-            kernels.add_codes(self._table, rows, 0, block, 0)
+            row_kernels.add_codes(self._table, rows, 0, block, 0)
         else:
             add_scaled(self._table, rows, block, self._scale)
 

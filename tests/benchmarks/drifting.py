@@ -22,7 +22,7 @@ from pcodec import standalone
 from zarr.codecs import Crc32cCodec
 from zarr.codecs import numcodecs as zarr_numcodecs
 
-from cnr_store.encodings import digest, kernels
+from cnr_store.encodings import digest, kernels, row_kernels
 from cnr_store.format import arrays
 from cnr_store.format.records import ArrayEntry
 from cnr_store.runtime.threads import Workers, blocks
@@ -98,7 +98,7 @@ class BareWriter:
             out = self.differences(rows, values, start, stop)
             row_ids[start:stop] = rows[start:stop]
             codes[start:stop] = out
-            kernels.add_codes(self.mirror, rows[start:stop], 0, out, 0)
+            row_kernels.add_codes(self.mirror, rows[start:stop], 0, out, 0)
 
         self._run(write, len(rows), codes.chunks[0])
 

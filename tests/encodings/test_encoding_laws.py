@@ -6,7 +6,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from cnr_store.encodings import digest, float_bits, kernels, lattice, reference
+from cnr_store.encodings import digest, float_bits, kernels, lattice, reference, row_kernels
 from cnr_store.types import MAX_CODE
 
 LAWS = settings(max_examples=50, deadline=None)
@@ -53,7 +53,7 @@ def test_replaying_differences_gives_the_absolute_codes(
     for values in steps:
         out, flags = np.empty(shape, out_width), np.zeros(shape[0], np.uint8)
         *_, change = kernels.lattice_delta(values, rows, mirror, 0, np.float32(0.01), multipliers, out, flags)
-        assert kernels.add_codes(mirror, rows, 0, out, 0) == -1
+        assert row_kernels.add_codes(mirror, rows, 0, out, 0) == -1
         state = digest.add_digests(state, int(change))
 
     np.testing.assert_array_equal(mirror, lattice.encode(steps[-1], 0.01))
@@ -118,7 +118,7 @@ def test_exact_differences_replay_to_the_bits(bits: np.ndarray, data: st.DataObj
     *_, change = kernels.float_bits_delta(
         bits.view(np.int32), rows, mirror, 0, 0, multipliers, out, np.zeros(len(bits), np.uint8)
     )
-    kernels.add_codes_wrapping(mirror, rows, 0, out)
+    row_kernels.add_codes_wrapping(mirror, rows, 0, out)
 
     np.testing.assert_array_equal(float_bits.decode(mirror, 23).view(np.uint32), bits)
     after = digest.digest_of_block(mirror, 0, multipliers, digest.NO_PRESENCE)
@@ -182,6 +182,6 @@ def test_refining_the_scale_by_a_power_of_two_shifts_the_codes(left_shift: int) 
     codes = np.random.default_rng(1).integers(-5000, 5000, (50, 7)).astype(np.int16)
     finer = codes.astype(np.int32)
 
-    assert kernels.put_block(finer, finer, left_shift) == -1
+    assert row_kernels.put_block(finer, finer, left_shift) == -1
 
     np.testing.assert_array_equal(lattice.decode(finer, 0.25 / 2**left_shift), lattice.decode(codes, 0.25))

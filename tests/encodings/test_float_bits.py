@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cnr_store.encodings import float_bits, kernels, reference
+from cnr_store.encodings import float_bits, kernels, reference, row_kernels
 from cnr_store.encodings.digest import column_multipliers
 from cnr_store.errors import BadDtype, BadInput, NonFiniteValues
 from cnr_store.types import TableDtype
@@ -202,7 +202,7 @@ def test_wrapped_differences_add_back_to_the_new_codes() -> None:
     kernels.float_bits_delta(
         new_values.view(np.int32), rows, old, 0, 0, column_multipliers(0, 1), out, np.zeros(2, np.uint8)
     )
-    kernels.add_codes_wrapping(old, rows, 0, out)
+    row_kernels.add_codes_wrapping(old, rows, 0, out)
 
     np.testing.assert_array_equal(float_bits.decode(old, 23), new_values)
 

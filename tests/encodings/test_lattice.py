@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cnr_store.encodings import kernels, lattice, reference, widths
+from cnr_store.encodings import kernels, lattice, reference, row_kernels, widths
 from cnr_store.encodings.digest import column_multipliers
 from cnr_store.errors import BadDtype, BadInput, NonFiniteValues
 from cnr_store.types import MAX_CODE, TableDtype
@@ -296,8 +296,8 @@ def test_scatter_kernels_equal_reference(acc_dtype: type, codes_dtype: type, lef
     codes = rng.integers(-900, 900, (13, 9)).astype(codes_dtype)
     added, put = acc.copy(), acc.copy()
 
-    assert kernels.add_codes(added, rows + 77, 77, codes, left_shift) == -1
-    assert kernels.put_codes(put, rows + 77, 77, codes, left_shift) == -1
+    assert row_kernels.add_codes(added, rows + 77, 77, codes, left_shift) == -1
+    assert row_kernels.put_codes(put, rows + 77, 77, codes, left_shift) == -1
 
     np.testing.assert_array_equal(added, reference.add(acc, rows, codes, left_shift))
     expected = acc.astype(np.int64)
@@ -312,9 +312,9 @@ def test_block_kernels_equal_reference(acc_dtype: type) -> None:
     codes = rng.integers(-900, 900, (21, 5)).astype(np.int16)
     added, put, shifted = acc.copy(), acc.copy(), acc.copy()
 
-    assert kernels.add_block(added, codes, 2) == -1
-    assert kernels.put_block(put, codes, 2) == -1
-    assert kernels.put_block(shifted, shifted, 1) == -1
+    assert row_kernels.add_block(added, codes, 2) == -1
+    assert row_kernels.put_block(put, codes, 2) == -1
+    assert row_kernels.put_block(shifted, shifted, 1) == -1
 
     np.testing.assert_array_equal(added, acc.astype(np.int64) + (codes.astype(np.int64) << 2))
     np.testing.assert_array_equal(put, codes.astype(np.int64) << 2)
@@ -326,16 +326,16 @@ def test_overflow_names_the_row_position_and_is_never_silent(dtype: type, top: i
     rows = np.array([0, 2], np.int64)
     codes = np.array([[1], [1]], np.int16)
 
-    assert kernels.add_codes(np.array([[0], [0], [top]], dtype), rows, 0, codes, 0) == 1
-    assert kernels.add_block(np.array([[0], [top]], dtype), codes, 0) == 1
-    assert kernels.put_codes(np.zeros((3, 1), dtype), rows, 0, codes, 31) == 0
-    assert kernels.put_block(np.zeros((2, 1), dtype), np.array([[1], [top]], dtype), 1) == 1
+    assert row_kernels.add_codes(np.array([[0], [0], [top]], dtype), rows, 0, codes, 0) == 1
+    assert row_kernels.add_block(np.array([[0], [top]], dtype), codes, 0) == 1
+    assert row_kernels.put_codes(np.zeros((3, 1), dtype), rows, 0, codes, 31) == 0
+    assert row_kernels.put_block(np.zeros((2, 1), dtype), np.array([[1], [top]], dtype), 1) == 1
 
 
 def test_wrapping_add_is_modulo_two_to_the_width() -> None:
     acc = np.array([[2**31 - 1], [5]], np.int32)
 
-    assert kernels.add_codes_wrapping(acc, np.array([0], np.int64), 0, np.array([[1]], np.int16)) == -1
+    assert row_kernels.add_codes_wrapping(acc, np.array([0], np.int64), 0, np.array([[1]], np.int16)) == -1
 
     np.testing.assert_array_equal(acc, [[-(2**31)], [5]])
 
@@ -345,9 +345,9 @@ def test_rows_outside_the_target_are_reported_and_nothing_is_written(row: int) -
     rows, codes = np.array([row], np.int64), np.ones((1, 2), np.int32)
     acc = np.zeros((3, 2), np.int32)
 
-    assert kernels.add_codes(acc, rows, 0, codes, 0) == 0
-    assert kernels.put_codes(acc, rows, 0, codes, 0) == 0
-    assert kernels.add_codes_wrapping(acc, rows, 0, codes) == 0
+    assert row_kernels.add_codes(acc, rows, 0, codes, 0) == 0
+    assert row_kernels.put_codes(acc, rows, 0, codes, 0) == 0
+    assert row_kernels.add_codes_wrapping(acc, rows, 0, codes) == 0
     assert not acc.any()
 
 
@@ -356,8 +356,8 @@ def test_keep_flagged_packs_rows_in_order() -> None:
     rows = np.arange(10, 16, dtype=np.int64)
     flags = np.array([0, 1, 255, 1, 0, 1], np.uint8)
 
-    count = kernels.keep_flagged(codes, flags, 1)
-    kernels.keep_flagged(rows.reshape(-1, 1), flags, 1)
+    count = row_kernels.keep_flagged(codes, flags, 1)
+    row_kernels.keep_flagged(rows.reshape(-1, 1), flags, 1)
 
     assert count == 3
     np.testing.assert_array_equal(codes[:3], [[2, 3], [6, 7], [10, 11]])

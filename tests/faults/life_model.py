@@ -10,7 +10,7 @@ from cnr_store import Store, Transaction
 from cnr_store.format.commit_record import is_live
 from cnr_store.format.layout import segment_key
 from cnr_store.read.snapshot import Snapshot
-from cnr_store.segment.segment import SegmentReader
+from cnr_store.segment.reader import SegmentReader
 from tests.support.store_oracle import (
     ABSENT,
     CODED,

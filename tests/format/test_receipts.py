@@ -8,7 +8,8 @@ import pytest
 
 from cnr_store.errors import CorruptObject, MissingObject
 from cnr_store.runtime.threads import Throttle, Workers
-from cnr_store.segment.segment import SegmentWriter, read_receipt
+from cnr_store.segment.reader import read_receipt
+from cnr_store.segment.writer import SegmentWriter
 from cnr_store.storage import Storage, open_storage
 
 SEGMENT, FOLDER, TXN = "00000000000000000001-" + "a" * 32, "r00001-" + "b" * 8, "a" * 32

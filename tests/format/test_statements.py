@@ -19,7 +19,7 @@ from cnr_store.format.manifest_checks import manifest_problems
 from cnr_store.format.records import Manifest, PartEntry, TableSchema
 from cnr_store.log.author import writer_info
 from cnr_store.log.rebase import draft_after, rebase_expire
-from cnr_store.segment.segment import write_manifest
+from cnr_store.segment.writer import write_manifest
 from cnr_store.types import Raw
 from format_spec.reader.compare import compare
 

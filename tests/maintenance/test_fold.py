@@ -16,7 +16,8 @@ from cnr_store.format.records import PartEntry
 from cnr_store.maintenance.compaction.fold import fold_piece
 from cnr_store.maintenance.compaction.tasks import Piece
 from cnr_store.runtime.threads import Throttle, Workers
-from cnr_store.segment.segment import Scratch, SegmentReader, SegmentWriter
+from cnr_store.segment.reader import Scratch, SegmentReader
+from cnr_store.segment.writer import SegmentWriter
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import Rectangle
 from tests.support.faulty import IsolatedMemoryFileSystem

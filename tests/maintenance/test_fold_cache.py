@@ -14,7 +14,7 @@ import pytest
 from cnr_store import Store, TableOptions
 from cnr_store.maintenance.compaction.chunk_cache import ChunkCache
 from cnr_store.read.plan import Step, plan_table
-from cnr_store.segment.segment import Scratch, SegmentReader
+from cnr_store.segment.reader import Scratch, SegmentReader
 from cnr_store.storage import storage_from_filesystem
 from tests.support.faulty import IsolatedMemoryFileSystem
 

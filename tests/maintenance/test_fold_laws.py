@@ -15,7 +15,7 @@ from cnr_store.format.manifest import stated_digest
 from cnr_store.read.plan import TablePlan
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.codes import array_specs
-from cnr_store.segment.segment import SegmentReader
+from cnr_store.segment.reader import SegmentReader
 from cnr_store.storage import Storage, storage_from_filesystem
 from cnr_store.types import Rectangle
 from tests.read.test_replay_reference import ENCODINGS, part_ops, saves, write

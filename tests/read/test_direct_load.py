@@ -15,7 +15,7 @@ from cnr_store import CorruptObject, CorruptStore, Store, TableOptions, TableVie
 from cnr_store.encodings import digest, kernels, reference
 from cnr_store.read.direct_load import is_settled
 from cnr_store.read.plan import TablePlan
-from cnr_store.segment.segment import SegmentReader
+from cnr_store.segment.reader import SegmentReader
 from cnr_store.types import Rectangle
 from tests.support.store_oracle import KINDS, same_bits, training_slots, training_values
 

@@ -23,7 +23,7 @@ from cnr_store import (
     TableOptions,
     TableView,
 )
-from cnr_store.segment.segment import Scratch, SegmentReader
+from cnr_store.segment.reader import Scratch, SegmentReader
 from cnr_store.storage.local import LocalStorage
 from cnr_store.types import Float32s, RowIds
 from tests.support.store_oracle import same_bits

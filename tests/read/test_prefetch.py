@@ -20,7 +20,7 @@ from cnr_store.read.prefetch import (
     reading_ahead,
     wanted_objects,
 )
-from cnr_store.segment.segment import SegmentReader
+from cnr_store.segment.reader import SegmentReader
 from cnr_store.storage.local import LocalStorage
 from cnr_store.types import Float32s
 from tests.support.store_oracle import same_bits

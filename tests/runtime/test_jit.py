@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cnr_store.encodings import affine_kernels, kernels, packing
+from cnr_store.encodings import affine_kernels, kernels, packing, row_kernels
 from cnr_store.runtime import jit
 from cnr_store.serving.rows import board, fused_kernels, gather, key_index, rounding
 from cnr_store.serving.update import adding
@@ -30,7 +30,7 @@ def plus_one(x, out):
         out[i] = x[i] + 1
 """
 NAME = "a_kernel_of_these_tests"
-MODULES = (adding, affine_kernels, board, fused_kernels, gather, kernels, key_index, packing, rounding)
+MODULES = (adding, affine_kernels, board, fused_kernels, gather, kernels, key_index, packing, rounding, row_kernels)
 
 Compile = Callable[[Callable[..., Any]], Any]
 
@@ -201,7 +201,7 @@ def test_the_cache_of_another_numba_is_not_used(tmp_path: Path, monkeypatch: pyt
 
 def test_kernels_are_functions_where_numba_is_told_to_compile_nothing() -> None:
     """The library could not be imported."""
-    code = "from cnr_store.encodings import kernels; print(type(kernels.sort_rows).__name__)"
+    code = "from cnr_store.encodings import row_kernels; print(type(row_kernels.sort_rows).__name__)"
     environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
 
@@ -212,7 +212,7 @@ def test_a_kernel_may_be_sent_to_another_process() -> None:
     """It is compiled there, or comes from the cache."""
     x = np.arange(6, dtype=np.int16).reshape(3, 2)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as processes:
-        moved = processes.submit(sorted_by, kernels.sort_rows, x, np.asarray([3, 1, 2], np.int16)).result()
+        moved = processes.submit(sorted_by, row_kernels.sort_rows, x, np.asarray([3, 1, 2], np.int16)).result()
 
     assert moved.tolist() == [[2, 3], [4, 5], [0, 1]]
 

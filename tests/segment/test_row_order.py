@@ -20,8 +20,8 @@ from cnr_store.format.manifest import decode_manifest
 from cnr_store.format.records import ROW_ORDER, Manifest, RowListEntry, TableSchema
 from cnr_store.read.prefetch import wanted_objects
 from cnr_store.segment.codes import array_specs
+from cnr_store.segment.reader import Scratch, SegmentReader
 from cnr_store.segment.row_order import LEAST_CODES, order_of
-from cnr_store.segment.segment import Scratch, SegmentReader
 from cnr_store.serving import Loader
 from cnr_store.types import Float32s, Lattice, Profile, Rectangle
 from format_spec.reader.compare import compare

@@ -13,7 +13,8 @@ from cnr_store.format.commit_record import encode_record
 from cnr_store.format.layout import check_name, commit_key, encode_name, segment_key, segment_prefix
 from cnr_store.format.records import ObjectEntry, Receipt
 from cnr_store.runtime.threads import Throttle, Workers
-from cnr_store.segment.segment import Scratch, SegmentReader, SegmentWriter, check_record, merge_receipts
+from cnr_store.segment.reader import Scratch, SegmentReader, check_record
+from cnr_store.segment.writer import SegmentWriter, merge_receipts
 
 ROWS = np.array([1, 5, 9], np.int64)
 

@@ -19,7 +19,7 @@ from cnr_store.format.layout import MANIFEST, segment_key, segment_prefix
 from cnr_store.format.records import ChainEntry, PartEntry, TableSchema
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, array_specs, decode_block
-from cnr_store.segment.segment import SegmentReader
+from cnr_store.segment.reader import SegmentReader
 from cnr_store.serving.rows.served_table import HeldTable, Overlay, ServedTable, row_kind
 from cnr_store.serving.rows.shards import HashShard
 from cnr_store.serving.update.adding import LARGEST_CODE, add_reference, add_to_codes, add_to_values

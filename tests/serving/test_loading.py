@@ -15,7 +15,7 @@ from cnr_store import CorruptStore, NonFiniteValues, Store, TableOptions
 from cnr_store.format.records import TableSchema
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.segment.codes import ABSENT, CODED, ESCAPED
-from cnr_store.segment.segment import SegmentReader
+from cnr_store.segment.reader import SegmentReader
 from cnr_store.serving.rows.served_table import ServedTable, row_kind
 from cnr_store.serving.rows.shards import HashShard, rows_in_shard
 from cnr_store.serving.update.loading import load_table

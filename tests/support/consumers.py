@@ -14,7 +14,7 @@ from cnr_store.format.commit_record import LogEntry
 from cnr_store.format.records import TableSchema
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.segment.codes import EscapeRows
-from cnr_store.segment.segment import SegmentReader
+from cnr_store.segment.reader import SegmentReader
 from cnr_store.serving.rows.folding import fold_into, fold_target
 from cnr_store.serving.rows.memory import ANONYMOUS, Memory
 from cnr_store.serving.rows.served_table import HeldTable, Overlay, ServedTable

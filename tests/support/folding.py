@@ -18,7 +18,8 @@ from cnr_store.read.plan import plan_table
 from cnr_store.read.replay import finish, replay, replay_hashed
 from cnr_store.runtime.threads import Throttle, Workers
 from cnr_store.segment.codes import TableCodes, array_specs
-from cnr_store.segment.segment import SegmentReader, SegmentWriter, merge_receipts, write_manifest
+from cnr_store.segment.reader import SegmentReader
+from cnr_store.segment.writer import SegmentWriter, merge_receipts, write_manifest
 from cnr_store.storage import Storage
 from cnr_store.types import Profile, Rectangle
 

@@ -39,7 +39,7 @@ from cnr_store.maintenance.compaction import compact
 from cnr_store.maintenance.gc import collect_garbage
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.segment.codes import TableCodes
-from cnr_store.segment.segment import SegmentReader
+from cnr_store.segment.reader import SegmentReader
 from cnr_store.segment.shards import Shard
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.store import Store

@@ -21,7 +21,7 @@ from cnr_store.format.manifest import generations
 from cnr_store.format.records import MAJOR, ChainEntry, Manifest, PartEntry, SlotSchema, TableSchema, WriterInfo
 from cnr_store.log.rebase import draft_after, rebase_data
 from cnr_store.runtime.threads import Throttle, Workers
-from cnr_store.segment.segment import RowList, SegmentWriter, merge_receipts, write_manifest
+from cnr_store.segment.writer import RowList, SegmentWriter, merge_receipts, write_manifest
 from cnr_store.types import FloatBits, Lattice, Raw, Rectangle
 
 Array = np.ndarray[Any, Any]

@@ -24,7 +24,7 @@ from cnr_store import (
     compact_chain,
     verify_store,
 )
-from cnr_store.encodings import kernels, reference, widths
+from cnr_store.encodings import reference, row_kernels, widths
 from cnr_store.format.records import WaitingEntry
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import TableDtype
@@ -45,7 +45,7 @@ def test_energies_equal_reference(shape: tuple[int, int], dtype: type) -> None:
     differences = np.random.default_rng(3).integers(-limit, limit, shape, endpoint=True).astype(dtype)
     energies, largest = np.empty(shape[0], np.int64), np.empty(shape[0], np.int32)
 
-    kernels.row_energies(differences, energies, largest)
+    row_kernels.row_energies(differences, energies, largest)
 
     expected = reference.row_energies(differences)
     np.testing.assert_array_equal(energies, expected[0])
@@ -57,7 +57,7 @@ def test_the_largest_differences_do_not_overflow() -> None:
     differences[0, 0] = 1 << 22
     energies, largest = np.empty(1, np.int64), np.empty(1, np.int32)
 
-    kernels.row_energies(differences, energies, largest)
+    row_kernels.row_energies(differences, energies, largest)
 
     assert (energies[0], largest[0]) == (512 << 44, 1 << 22)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from cnr_store.format.records import ArrayEntry
 from cnr_store.read.plan import Step
 from cnr_store.segment.cached_reader import Array, CachedReader, Decode, decoded_bytes
-from cnr_store.segment.segment import Scratch, SegmentReader
+from cnr_store.segment.reader import Scratch, SegmentReader
 
 
 class ChunkCache:

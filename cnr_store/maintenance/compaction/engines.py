@@ -22,7 +22,8 @@ from cnr_store.maintenance.compaction.fold import fold_piece
 from cnr_store.maintenance.compaction.plan import Run
 from cnr_store.maintenance.compaction.tasks import FoldTask
 from cnr_store.runtime.threads import Throttle, Workers, default_threads
-from cnr_store.segment.segment import SegmentReader, SegmentWriter, open_chain
+from cnr_store.segment.reader import SegmentReader, open_chain
+from cnr_store.segment.writer import SegmentWriter
 from cnr_store.storage import Storage, StorageRecipe, reopen_storage
 from cnr_store.types import Profile
 

@@ -22,7 +22,8 @@ from cnr_store.maintenance.compaction.tasks import Piece
 from cnr_store.read.plan import OPERATIONS, Operation, TablePlan, by_columns, plan_table
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.codes import array_specs
-from cnr_store.segment.segment import SegmentReader, SegmentWriter
+from cnr_store.segment.reader import SegmentReader
+from cnr_store.segment.writer import SegmentWriter
 from cnr_store.write.part_layout import write_part_group
 
 CACHE_BYTES = 256 * 1024 * 1024

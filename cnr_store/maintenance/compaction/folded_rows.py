@@ -32,8 +32,9 @@ from cnr_store.segment.codes import (
     escape_bits,
     stored_specs,
 )
+from cnr_store.segment.reader import SegmentReader
 from cnr_store.segment.row_order import order_of
-from cnr_store.segment.segment import Blocks, RowList, SegmentReader, SegmentWriter
+from cnr_store.segment.writer import Blocks, RowList, SegmentWriter
 from cnr_store.types import RowIds
 from cnr_store.write.encode import stored_shape
 from cnr_store.write.part_layout import list_attributes

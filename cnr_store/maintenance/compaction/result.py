@@ -12,7 +12,8 @@ from cnr_store.format.records import MAJOR, ChainEntry, Manifest, Receipt
 from cnr_store.maintenance.compaction.engines import Bench, Done, Job
 from cnr_store.maintenance.compaction.tasks import FoldTask, check_pieces, check_states
 from cnr_store.runtime.threads import Workers
-from cnr_store.segment.segment import merge_receipts, read_receipt, write_manifest
+from cnr_store.segment.reader import read_receipt
+from cnr_store.segment.writer import merge_receipts, write_manifest
 from cnr_store.storage import Storage, read_verified
 from cnr_store.types import JsonValue
 

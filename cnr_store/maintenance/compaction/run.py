@@ -34,7 +34,7 @@ from cnr_store.maintenance.compaction.plan import DEFAULT_POLICY, CompactionPoli
 from cnr_store.maintenance.compaction.result import put_manifest, verified, write_rest
 from cnr_store.maintenance.compaction.tasks import FoldTask, foldable_run, plan_digest, plan_tasks
 from cnr_store.runtime.threads import Throttle, Workers, check_rate
-from cnr_store.segment.segment import SegmentReader, open_chain
+from cnr_store.segment.reader import SegmentReader, open_chain
 from cnr_store.store import Store
 
 Outcome = Literal["committed", "nothing", "planned", "abandoned", "busy", "unfinished"]

@@ -16,7 +16,7 @@ from cnr_store.read.plan import Step, TablePlan
 from cnr_store.read.replay import Replay, named_rows
 from cnr_store.runtime.threads import Workers, blocks
 from cnr_store.segment.codes import ABSENT, CODED, UNTOUCHED, TableCodes
-from cnr_store.segment.segment import SegmentReader
+from cnr_store.segment.reader import SegmentReader
 from cnr_store.types import RowIds
 
 _BLOCK = 1 << 16

@@ -17,7 +17,7 @@ from cnr_store.maintenance.verify.report import Findings, Problem, ProgressCallb
 from cnr_store.maintenance.verify.segments import check_objects, open_segment
 from cnr_store.maintenance.verify.states import FailedReplay, WrongState, check_states, replayed_rows
 from cnr_store.runtime.threads import Workers
-from cnr_store.segment.segment import SegmentReader
+from cnr_store.segment.reader import SegmentReader
 from cnr_store.storage import Storage
 
 

@@ -27,7 +27,7 @@ from cnr_store.format.records import (
 )
 from cnr_store.maintenance.verify.report import Findings
 from cnr_store.runtime.threads import Workers
-from cnr_store.segment.segment import Scratch, SegmentReader
+from cnr_store.segment.reader import Scratch, SegmentReader
 from cnr_store.storage import Storage
 from cnr_store.types import JsonValue, RowIds
 

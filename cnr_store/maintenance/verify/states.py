@@ -21,7 +21,7 @@ from cnr_store.read.plan import TablePlan, by_columns, clip, is_sparse, plan_tab
 from cnr_store.read.replay import Replay, finish, named_rows
 from cnr_store.runtime.threads import Workers, blocks
 from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, Array, ArraySpec, TableCodes, array_specs, escape_bits
-from cnr_store.segment.segment import SegmentReader
+from cnr_store.segment.reader import SegmentReader
 from cnr_store.types import Rectangle, RowIds
 
 WINDOW_BYTES = 64 * 1024 * 1024

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.encodings import float_bits, kernels
+from cnr_store.encodings import float_bits, kernels, row_kernels
 from cnr_store.encodings.widths import carrier
 from cnr_store.errors import BadRowIds, CorruptStore
 from cnr_store.format.records import PartEntry
@@ -35,7 +35,7 @@ from cnr_store.segment.codes import (
     array_specs,
     decode_block,
 )
-from cnr_store.segment.segment import Scratch
+from cnr_store.segment.reader import Scratch
 from cnr_store.serving.rows.memory import ANONYMOUS, Memory
 from cnr_store.serving.rows.served_table import Overlay, RowKind, ServedTable
 from cnr_store.serving.rows.shards import HashShard, meets_shard, rows_in_shard
@@ -231,7 +231,7 @@ class _Application:
     def _set(self, values: Array, rows: Array, step: Step) -> None:
         kind = self._kind
         if kind.holds == "codes":
-            self._checked(int(kernels.put_block(rows, values, 0)), rows, step)
+            self._checked(int(row_kernels.put_block(rows, values, 0)), rows, step)
         elif kind.served == kind.table_dtype:
             decode_block(self._spec, values, rows)
         else:

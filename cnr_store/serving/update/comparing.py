@@ -19,7 +19,7 @@ from cnr_store.read.replay import ChunkReader, matching
 from cnr_store.read.table_reader import read_codes, rows_since
 from cnr_store.runtime.threads import Workers, blocks
 from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, Array, EscapeRows
-from cnr_store.segment.segment import SegmentReader
+from cnr_store.segment.reader import SegmentReader
 from cnr_store.serving.rows import gather
 from cnr_store.serving.rows.memory import ANONYMOUS, Memory
 from cnr_store.serving.rows.served_table import HeldTable, Overlay, RowKind, ServedTable

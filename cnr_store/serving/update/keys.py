@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.encodings import kernels
+from cnr_store.encodings import row_kernels
 from cnr_store.encodings.widths import carrier
 from cnr_store.errors import CorruptStore
 from cnr_store.read.plan import Step, TablePlan
 from cnr_store.read.replay import ChunkReader, Replay, matching
 from cnr_store.runtime.threads import Inline, Workers, blocks
 from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, EscapeRows, array_specs, decode_block
-from cnr_store.segment.segment import Scratch
+from cnr_store.segment.reader import Scratch
 from cnr_store.serving.rows.key_index import KeyIndex
 from cnr_store.serving.rows.served_table import RowKind
 from cnr_store.serving.rows.shards import Shard, rows_in_shard
@@ -115,7 +115,7 @@ def _content(engine: Replay, plan: TablePlan, step: Step, kind: RowKind, dtype: 
     if kind.holds == "codes" and step.operation == "escape":
         return Content(rows, status, EscapeRows(np.arange(len(at), dtype=np.int64), {"codes": values}))
     if kind.holds == "codes":
-        if kernels.put_block(rows, values, 0) >= 0:
+        if row_kernels.put_block(rows, values, 0) >= 0:
             raise CodesTooWide
         return Content(rows, None, EscapeRows())
     if step.operation == "set":

@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from cnr_store.encodings import kernels
+from cnr_store.encodings import row_kernels
 from cnr_store.format.records import TableSchema
 from cnr_store.runtime.threads import Workers, blocks
 from cnr_store.segment.codes import ABSENT, CODED, Array, EscapeRows
@@ -87,5 +87,5 @@ def _copy(served: ServedTable, rows: Array, ids: RowIds, states: Array, halvings
         into[...] = before
         return
     before[status != CODED] = 0
-    if kernels.put_block(into, before, halvings) >= 0:
+    if row_kernels.put_block(into, before, halvings) >= 0:
         raise CodesTooWide

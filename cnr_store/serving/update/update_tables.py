@@ -20,7 +20,7 @@ from cnr_store.read.plan import plan_table
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.codes import ABSENT, EscapeRows
-from cnr_store.segment.segment import SegmentReader
+from cnr_store.segment.reader import SegmentReader
 from cnr_store.segment.shards import whole_of
 from cnr_store.serving.rows import gather
 from cnr_store.serving.rows.folding import fold_into, fold_target

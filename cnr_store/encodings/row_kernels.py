@@ -1,0 +1,185 @@
+"""Kernels that move rows of codes: restore, replay, the mirror after a commit, and the order of stored rows.
+
+Their contract is that of `kernels`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cnr_store.runtime.jit import njit
+
+_compiled = njit(nogil=True, error_model="numpy")
+
+
+@_compiled
+def put_codes(acc, rows, row_base, codes, left_shift):  # type: ignore[no-untyped-def]
+    """``acc[rows - row_base] = codes << left_shift``; return -1, or where a row does not fit.
+
+    ``acc`` and ``codes`` are int16 or int32, (N, d) and (n, d). A row that overflows or lies outside ``acc``
+    stops the loop: rows after it are not applied, and its own content in ``acc`` is undefined if it
+    overflowed.
+    """
+    n, d = codes.shape
+    size = acc.shape[0]
+    k = np.int64(left_shift)
+    for i in range(n):
+        index = rows[i] - row_base
+        if index < 0 or index >= size:
+            return np.int64(i)
+        lost = np.int64(0)
+        for j in range(d):
+            code = np.int64(codes[i, j]) << k
+            acc[index, j] = code
+            lost |= code ^ np.int64(acc[index, j])
+        if lost != 0:
+            return np.int64(i)
+    return np.int64(-1)
+
+
+@_compiled
+def add_codes(acc, rows, row_base, codes, left_shift):  # type: ignore[no-untyped-def]
+    """``acc[rows - row_base] += codes << left_shift``, checked; return as `put_codes`."""
+    n, d = codes.shape
+    size = acc.shape[0]
+    k = np.int64(left_shift)
+    for i in range(n):
+        index = rows[i] - row_base
+        if index < 0 or index >= size:
+            return np.int64(i)
+        lost = np.int64(0)
+        for j in range(d):
+            code = np.int64(acc[index, j]) + (np.int64(codes[i, j]) << k)
+            acc[index, j] = code
+            lost |= code ^ np.int64(acc[index, j])
+        if lost != 0:
+            return np.int64(i)
+    return np.int64(-1)
+
+
+@_compiled
+def add_codes_wrapping(acc, rows, row_base, codes):  # type: ignore[no-untyped-def]
+    """``acc[rows - row_base] += codes`` modulo 2^32 (int32) or 2^16 (int16).
+
+    Return -1, or the position of the first row outside ``acc``.
+    """
+    n, d = codes.shape
+    size = acc.shape[0]
+    for i in range(n):
+        index = rows[i] - row_base
+        if index < 0 or index >= size:
+            return np.int64(i)
+        for j in range(d):
+            acc[index, j] = np.int64(acc[index, j]) + np.int64(codes[i, j])
+    return np.int64(-1)
+
+
+@_compiled
+def put_block(acc, codes, left_shift):  # type: ignore[no-untyped-def]
+    """``acc[:] = codes << left_shift`` of equal shapes, checked; return as `put_codes`. Both may be one array."""
+    n, d = codes.shape
+    k = np.int64(left_shift)
+    for i in range(n):
+        lost = np.int64(0)
+        for j in range(d):
+            code = np.int64(codes[i, j]) << k
+            acc[i, j] = code
+            lost |= code ^ np.int64(acc[i, j])
+        if lost != 0:
+            return np.int64(i)
+    return np.int64(-1)
+
+
+@_compiled
+def add_block(acc, codes, left_shift):  # type: ignore[no-untyped-def]
+    """``acc += codes << left_shift`` of equal shapes, checked; return as `put_codes`."""
+    n, d = codes.shape
+    k = np.int64(left_shift)
+    for i in range(n):
+        lost = np.int64(0)
+        for j in range(d):
+            code = np.int64(acc[i, j]) + (np.int64(codes[i, j]) << k)
+            acc[i, j] = code
+            lost |= code ^ np.int64(acc[i, j])
+        if lost != 0:
+            return np.int64(i)
+    return np.int64(-1)
+
+
+@_compiled
+def row_energies(differences, energies, largest):  # type: ignore[no-untyped-def]
+    """Write each row's sum of squares and its largest absolute element; nothing is returned.
+
+    Parameters
+    ----------
+    differences : int16 or int32 (n, d), elements of at most 2 * MAX_CODE, so that 2^19 columns do not overflow
+    energies : int64 (n,)
+    largest : int32 (n,)
+    """
+    n, d = differences.shape
+    for i in range(n):
+        energy = np.int64(0)
+        extreme = np.int32(0)
+        for j in range(d):
+            difference = np.int32(differences[i, j])
+            energy += np.int64(difference) * np.int64(difference)
+            extreme = max(extreme, np.int32(abs(difference)))
+        energies[i] = energy
+        largest[i] = extreme
+
+
+@_compiled
+def keep_flagged(array, flags, wanted):  # type: ignore[no-untyped-def]
+    """Pack the rows of ``array`` (n, d) with flag ``wanted`` to its front, in place and in order; return how many."""
+    n, d = array.shape
+    kept = 0
+    for i in range(n):
+        if flags[i] == wanted:
+            if kept != i:
+                for j in range(d):
+                    array[kept, j] = array[i, j]
+            kept += 1
+    return np.int64(kept)
+
+
+@_compiled
+def _first_places(keys):  # type: ignore[no-untyped-def]
+    """Return where a stable sort by ``keys`` (n,) puts the first row of each value, and the smallest value."""
+    low = high = np.int64(0)
+    for i in range(len(keys)):
+        low = min(low, np.int64(keys[i]))
+        high = max(high, np.int64(keys[i]))
+    counts = np.zeros(high - low + 2, np.int64)
+    for i in range(len(keys)):
+        counts[np.int64(keys[i]) - low + 1] += 1
+    for value in range(1, len(counts)):
+        counts[value] += counts[value - 1]
+    return counts, low
+
+
+@_compiled
+def sort_rows(block, keys, out):  # type: ignore[no-untyped-def]
+    """Write the rows of ``block`` (n, d) to ``out`` (n, d) in the stable order of the int16 ``keys`` (n,).
+
+    A counting sort (Knuth, The Art of Computer Programming, vol. 3, 5.2, algorithm D). This and `unsort_rows` are the
+    kernels that allocate: a count for each value between the smallest key and the largest, 0.5 MiB at most.
+    """
+    places, low = _first_places(keys)
+    for i in range(len(keys)):
+        key = np.int64(keys[i]) - low
+        to = places[key]
+        places[key] += 1
+        for j in range(block.shape[1]):
+            out[to, j] = block[i, j]
+
+
+@_compiled
+def unsort_rows(ordered, keys, out):  # type: ignore[no-untyped-def]
+    """Write the rows of ``ordered`` (n, d), which `sort_rows` moved, back to where they were, in ``out`` (n, d)."""
+    places, low = _first_places(keys)
+    for i in range(len(keys)):
+        key = np.int64(keys[i]) - low
+        at = places[key]
+        places[key] += 1
+        for j in range(ordered.shape[1]):
+            out[i, j] = ordered[at, j]
