@@ -1,4 +1,4 @@
-"""What readers hold: leases on single versions, cursors of consumers (spec, section 7.8). Advisory, never a lock.
+"""What readers hold: leases on single versions, cursors of consumers (spec, annex D). Advisory, never a lock.
 
 A holder writes its object first and reads the head afterwards; garbage collection commits the expiry first and reads
 these objects afterwards. So one of the two sees the other: either the holder learns that the version has expired, or

@@ -1,4 +1,4 @@
-"""Which versions of a log stay, and why: a pure function of its live records (spec, section 7.8).
+"""Which versions of a log stay, and why: a pure function of its live records (spec, annex F).
 
 A version goes only if nothing names it: no rule of the policy, no tag, channel or pin, no lease, no cursor. What goes
 frees a segment only where no version that stays has it in its chain. Nothing here reads storage or a clock.

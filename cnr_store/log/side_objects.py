@@ -1,4 +1,4 @@
-"""Side objects in storage: read those that a record names, delete those that none needs (spec, sections 3.4 and 7.8).
+"""Side objects in storage: read those that a record names, delete those that none needs (spec, 3.4 and annex F).
 
 Only the newest record of a log needs its own. One that it does not name was left behind for good: a record names what
 the one before it named, and what it puts itself. So whatever position it was put for has to be taken; else it may be of

@@ -7,6 +7,8 @@ import re
 from functools import cache
 from pathlib import Path
 
+from format_spec import vectors
+
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "format_spec" / "v1.md").read_text()
 TABLE = (ROOT / "format_spec" / "tests.md").read_text()
@@ -64,6 +66,13 @@ def test_ids_are_well_formed_unique_and_ordered_in_their_section() -> None:
             assert own == sorted(own)
 
 
+def test_must_is_said_in_requirements_alone() -> None:
+    for section, text in by_section().items():
+        for _, item in items(text):
+            text = text.replace(item, "")
+        assert "MUST" not in text or section == "1", section
+
+
 def test_every_requirement_has_tests_and_every_test_exists() -> None:
     rows = ROW.findall(TABLE)
 
@@ -76,14 +85,25 @@ def test_every_requirement_has_tests_and_every_test_exists() -> None:
         assert name in names_in(path), f"{identifier}: {test} does not exist"
 
 
+def test_the_operations_of_the_vectors_and_the_kinds_of_errors_are_those_of_the_code() -> None:
+    operations = set(re.findall(r"^\| `(\w+)` `key`|^\| `(reseal)` \|", by_section()["A"], re.MULTILINE))
+    last_cells = re.findall(r"\|([^|]*)\|$", by_section()["11.1"], re.MULTILINE)
+    kinds = set(re.findall(r"`(\w+)`", " ".join(last_cells)))
+
+    assert {first or second for first, second in operations} == set(vectors._OPERATIONS)
+    assert kinds <= set(re.findall(r"`(\w+)`", by_section()["9"]))
+    assert len(kinds) > 10
+
+
 def test_sections_that_the_code_refers_to_exist() -> None:
     sources = [path.read_text() for path in (ROOT / "cnr_store").rglob("*.py")]
     named = {n for text in sources for n in re.findall(r"\(?spec, sections? ([0-9.]+[0-9])", text)}
     named |= {
         n for text in sources for pair in re.findall(r"spec, sections ([0-9.]+) and ([0-9.]+)", text) for n in pair
     }
+    named |= {letter for text in sources for letter in re.findall(r"spec[^()\n]* annex ([A-Z])", text)}
 
-    assert named
+    assert len(named) > 10
     assert {n.rstrip(".") for n in named} <= set(by_section())
     cited = {identifier for text in sources for identifier in re.findall(r"CNR-[A-Z]+-\d+", text)}
     assert cited <= set(requirements())

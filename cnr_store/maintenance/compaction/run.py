@@ -1,4 +1,4 @@
-"""One compaction: choose a run, fold it, put its manifest, take the run's place in the log (spec, section 7.7).
+"""One compaction: choose a run, fold it, put its manifest, take the run's place in the log (spec, annex E).
 
 Nothing is locked and nothing is deleted. Whoever saves, tags or compacts meanwhile is not held up: the result is
 spliced into the newest chain, or given up where the run is no longer in it.

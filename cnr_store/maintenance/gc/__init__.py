@@ -1,4 +1,4 @@
-"""Garbage collection: expire versions, then delete what no live version needs (spec, section 7.8).
+"""Garbage collection: expire versions, then delete what no live version needs (spec, annex F).
 
 `collect_garbage` is all of it. It never deletes but what the logs have named as given up, and never a log position.
 """

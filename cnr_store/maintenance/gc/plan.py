@@ -1,6 +1,6 @@
 """What a collection commits and deletes: a pure function of the logs, a listing, ages, holds and the time.
 
-Two rules carry all of it (spec, section 7.8). A segment is given up by name, in a record of every log that a writer
+Two rules carry all of it (spec, annex F). A segment is given up by name, in a record of every log that a writer
 of it could commit to, before an object of it is deleted; and it is deleted only if no live version of any log needs
 it at that moment. Neither rests on an age: ages only spare the saves that are under way.
 """

@@ -1,4 +1,4 @@
-"""The order of a collection: logs, holds, listing, plan, records, holds again, deletions (spec, section 7.8).
+"""The order of a collection: logs, holds, listing, plan, records, holds again, deletions (spec, annex F).
 
 Every step may be the last one: whatever was done by then is right, and the next run goes on from there. Nothing is
 deleted here but objects listed below ``data/<segment>/`` of a segment that the logs have given up, holds that ended
