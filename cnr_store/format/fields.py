@@ -15,6 +15,7 @@ from cnr_store.format.limits import (
     MAX_DIM,
     MAX_DIMENSIONS,
     MAX_ELEMENTS,
+    MAX_FLOAT32,
     MAX_INTEGER,
     MAX_OBJECT_BYTES,
     MAX_SHIFT,
@@ -40,7 +41,8 @@ RowNumber = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 """A row id or key: any int64."""
 
 NonNegative = Annotated[float, Meta(ge=0)]
-Above0 = Annotated[float, Meta(gt=0)]
+Float32 = Annotated[float, Meta(ge=-MAX_FLOAT32, le=MAX_FLOAT32)]
+"""A number that is finite as a float32, too."""
 
 Sha256 = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{64}}{_END}")]
 Hex32 = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{32}}{_END}")]

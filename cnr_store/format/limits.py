@@ -54,7 +54,10 @@ MAX_SHIFT = 31
 MAX_SHIFT_IN_CHAIN = 8
 """Halvings between the segments of a chain: differences of codes of the coarsest fit int32 in the finest's unit."""
 
-MIN_SCALE, MAX_SCALE = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127 / 2.0**22
+MAX_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
+"""Largest finite float32."""
+
+MIN_SCALE, MAX_SCALE = 2.0**-126, MAX_FLOAT32 / 2.0**22
 """The scales that decode every code to a finite, normal number or zero."""
 
 MAX_CHUNK_ROWS = 1 << 20

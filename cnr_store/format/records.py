@@ -19,6 +19,7 @@ from cnr_store.format.fields import (
     Count,
     Dim,
     Feature,
+    Float32,
     Hex8,
     Hex16,
     Hex32,
@@ -220,7 +221,7 @@ class SlotSchema(msgspec.Struct, frozen=True, kw_only=True):
     dtype: TableDtype
     encoding: Encoding
     mirror: bool
-    fill: float = 0.0
+    fill: Float32 = 0.0
 
 
 class TableSchema(msgspec.Struct, frozen=True, kw_only=True):
@@ -233,7 +234,7 @@ class TableSchema(msgspec.Struct, frozen=True, kw_only=True):
     encoding: Encoding
     generation: Count = 1
     shift: Shift = 0
-    fill: float = 0.0
+    fill: Float32 = 0.0
     slots: Annotated[dict[Name, SlotSchema], Meta(max_length=MAX_SLOTS)] = {}
 
 

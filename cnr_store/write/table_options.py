@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-import numpy as np
-
 from cnr_store.encodings.lattice import LARGEST_SCALE, SMALLEST_SCALE
 from cnr_store.errors import BadInput
+from cnr_store.format.limits import MAX_FLOAT32
 from cnr_store.runtime.arguments import checked_choice, checked_count, checked_number
 from cnr_store.types import AffineBits, AffineSearch, EncodingName, ParamDtype
 
@@ -28,8 +27,6 @@ ENCODINGS_WITH: dict[str, tuple[EncodingName, ...]] = {
     "param_dtype": ("affine",),
 }
 """Options that only some encodings have."""
-
-LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +161,7 @@ class TableOptions:
         bits = checked_count("slot_mantissa_bits", self.slot_mantissa_bits, least=1, most=23)
         _set(self, "slot_mantissa_bits", bits)
         checked_choice("nonfinite", self.nonfinite, ("refuse", "escape"))
-        _set(self, "fill", checked_number("fill", self.fill, least=-LARGEST_FLOAT32, most=LARGEST_FLOAT32))
+        _set(self, "fill", checked_number("fill", self.fill, least=-MAX_FLOAT32, most=MAX_FLOAT32))
         if self.threshold is not None and not isinstance(self.threshold, Threshold):
             raise BadInput(f"threshold is a Threshold(keep=...), found {self.threshold!r}", found=self.threshold)
 

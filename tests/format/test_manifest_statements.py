@@ -96,6 +96,12 @@ def test_the_manifest_that_the_others_are_made_of_is_sound() -> None:
     decode_manifest(canonical_json(manifest()), "here")
 
 
+@pytest.mark.parametrize("changes", [{"tables.t.fill": 1e300}, {"tables.t.slots.m.fill": -1e39}])
+def test_a_fill_that_is_no_finite_float32_is_refused(changes: Document) -> None:
+    with pytest.raises(CorruptStore, match=r"3\.4028"):
+        decode_manifest(canonical_json(changed(**changes)), "here")
+
+
 LARGE = {"num_rows": 1 << 40, "dim": 1 << 20}
 ADD, SET = "parts.0.add", "parts.1.set"
 CASES: list[tuple[Document, str]] = [
