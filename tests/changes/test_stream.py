@@ -773,10 +773,13 @@ def test_a_version_that_expires_before_it_is_read_is_passed_by(files: IsolatedMe
     save(store, [2], [3])
     compact(store, run=(1, 4), force=True)
     expire(store)
+    end = threading.Timer(10, stream.close)  # a stream that passes it by would wait for the next one
+    end.start()
 
     batch = next(stream)
 
     assert batch["row_id"].to_pylist() == [1, 2, 3]
+    end.cancel()
     stream.close()
 
 

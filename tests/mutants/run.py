@@ -133,7 +133,7 @@ class Copy:
             # A mutation that cannot be imported says nothing about the tests, and it must be the copy's own.
             imported = importlib.import_module(module).__file__
             assert Path(str(imported)).is_relative_to(self.root), imported
-            options = ["-q", "-p", "no:cacheprovider", "--timeout", str(self.timeout_s)]
+            options = ["-q", "-p", "no:cacheprovider", "-p", "no:unraisableexception", "--timeout", str(self.timeout_s)]
             options += ["-W", "ignore:Module already imported"]  # some bring plugins
             code = int(pytest.main([*options, *arguments]))
         except BaseException:  # noqa: BLE001 - the parent reads it

@@ -277,9 +277,19 @@ def test_foreign_names_are_not_listed(storage: Storage, root: Path) -> None:
 
 def test_a_named_pipe_does_not_hang_a_reader(storage: Storage, root: Path) -> None:
     os.mkfifo(root / "pipe")
+    has_waited = threading.Event()
+
+    def let_go() -> None:
+        has_waited.set()
+        os.close(os.open(root / "pipe", os.O_WRONLY | os.O_NONBLOCK))
+
+    end = threading.Timer(10, let_go)
+    end.start()
 
     with pytest.raises(StorageFailure, match="pipe"):
         storage.read("pipe")
+    end.cancel()
+    assert not has_waited.is_set()
     assert list(storage.list_objects("")) == []
 
 
