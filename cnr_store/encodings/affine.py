@@ -32,6 +32,7 @@ _NOT_INVERTIBLE = np.float32(2.0**-128)
 _BLOCK_ELEMENTS = 1 << 16
 """Elements encoded at a time, so that values and unpacked codes stay in the second-level cache."""
 
+_NO_ERRORS = np.empty((0, 0), np.float32)
 _GRIDS: dict[int, tuple[int, float, int, float]] = {
     2: (4, 0.10, 2, 1.4),
     3: (4, 0.05, 2, 1.4),
@@ -249,8 +250,22 @@ def search_params(
         _check_search(search, num_bins, ratio)
         path = greedy_path(bits, num_bins or 0, ratio or 0.0)
         affine_kernels.greedy_params(
-            values, max_code, path, np.float32(1.0 / (num_bins or 1)), out_scale, out_zero_point
+            values, max_code, path, np.float32(1.0 / (num_bins or 1)), out_scale, out_zero_point, _NO_ERRORS
         )
+
+
+def greedy_distances(values: Float32s, bits: int, num_bins: int) -> npt.NDArray[np.float64]:
+    """Return the distance of each row from its codes, the least up to each step of the longest greedy path.
+
+    A path of a smaller ratio is a beginning of it: one search gives the errors of every ratio. Parameters are not
+    rounded. `values` (n, dim) must be codable; returns float64 (steps + 1, n).
+    """
+    path = greedy_path(bits, num_bins, 1.0)
+    low, high = np.empty((2, len(values)), np.float32)
+    errors = np.empty((len(path), len(values)), np.float32)
+    affine_kernels.greedy_params(values, np.float32(2**bits - 1), path, np.float32(1.0 / num_bins), low, high, errors)
+    affine_kernels.row_ranges(values, low, high)
+    return np.sqrt(errors, dtype=np.float64) * (high.astype(np.float64) - low)
 
 
 def grid_settings(bits: int) -> tuple[int, float, int, float]:

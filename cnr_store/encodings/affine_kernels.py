@@ -272,12 +272,16 @@ def greedy_params(
     bin_width: np.float32,
     out_scale: npt.NDArray[np.float32],
     out_zero_point: npt.NDArray[np.float32],
+    out_errors: npt.NDArray[np.float32],
 ) -> None:
     """Write the best parameters met on each row's greedy path (quantization reference, section 4.3).
 
     `path` has the columns scale, 1 / scale, one row per step from min-max on: after k steps every lane has
     the same width, only its low end differs. `lane[_RAISED]` counts how often the low end was raised.
+    `out_errors` (steps + 1, n) gets each row's least squared error up to each step, in units of its squared width;
+    nothing if it has no rows.
     """
+    keeps_errors = out_errors.shape[0] > 0
     num_rows, dim = values.shape
     tile = np.empty((dim, LANES), np.float32)
     lane = np.empty((_LANE_ROWS, LANES), np.float32)
@@ -289,6 +293,8 @@ def greedy_params(
             lane[_BEST_SCALE, r] = path[0, 0]
             lane[_BEST_ZERO, r] = _ZERO
             lane[_RAISED, r] = _ZERO
+        if keeps_errors:
+            out_errors[0, first : first + count] = lane[_BEST_ERROR, :count]
         for k in range(1, path.shape[0]):
             scale = path[k, 0]
             squared = scale * scale
@@ -302,6 +308,8 @@ def greedy_params(
                     lane[_BEST_ERROR, r] = error
                     lane[_BEST_SCALE, r] = scale
                     lane[_BEST_ZERO, r] = low
+            if keeps_errors:
+                out_errors[k, first : first + count] = lane[_BEST_ERROR, :count]
         _store_best(first, count, lane, out_scale, out_zero_point)
 
 

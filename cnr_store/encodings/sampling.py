@@ -11,8 +11,8 @@ from cnr_store.encodings.choose import sample_rows
 from cnr_store.encodings.widths import FloatBlock, carrier
 from cnr_store.types import TableDtype
 
-SAMPLE_ROWS = 16_384
-"""Rows that a scale or the greedy search's settings are chosen on, if that is enough."""
+SAMPLE_ROWS = 2_048
+"""Rows that a scale or the greedy search's settings are chosen on, if that is enough: it is for most tables."""
 
 MOST_SAMPLE_ROWS = 131_072
 """Rows that are read at most, however wide the error of the estimate still is."""

@@ -98,7 +98,7 @@ def measure_scale(
     Returns
     -------
     ScaleChoice
-        Blocks for the reads and the computation: milliseconds for given scales, about a second for ``bits``.
+        Blocks for the reads and the computation: about 5 ms for ``bits``, more where rows differ much in size.
 
     Raises
     ------

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from cnr_store.encodings import choose, packing
+from cnr_store.encodings import affine, choose, packing
 from cnr_store.errors import BadInput
 from cnr_store.types import Affine
 
@@ -67,6 +67,21 @@ def test_chosen_greedy_settings_are_near_the_best_tried(bits: int) -> None:
     assert error(num_bins, ratio) <= 1.01 * min(
         error(bins, share) for bins in (25, 50, 200) for share in (0.2, 0.5, 1.0)
     )
+
+
+@pytest.mark.parametrize("bits", packing.WIDTHS)
+@pytest.mark.parametrize("num_bins", [10, 45, 200])
+def test_one_search_gives_the_errors_of_every_shorter_path(bits: int, num_bins: int) -> None:
+    rows = gauss(150, 24)
+    rows[3], rows[4] = 7.5, 0.0
+    rows[5] *= 1e12
+
+    distances = affine.greedy_distances(rows, bits, num_bins)
+
+    for ratio in choose.GREEDY_RATIOS:
+        alone = Affine(bits=bits, search="greedy", param_dtype="float32", num_bins=num_bins, ratio=ratio)  # type: ignore[arg-type]
+        steps = len(affine.greedy_path(bits, num_bins, ratio)) - 1
+        assert distances[steps] == pytest.approx(np.sqrt(choose.row_errors(rows, alone)), rel=1e-3, abs=1e-7)
 
 
 def test_coarse_codes_get_a_longer_greedy_path_than_fine_ones() -> None:

@@ -84,12 +84,12 @@ def test_a_bootstrap_says_the_same_as_the_delta_method(table: Callable[[], Float
 
 
 def test_a_table_that_was_looked_at_in_whole_is_known() -> None:
-    rows = zipf_norms(rows=5000)
+    rows = zipf_norms(rows=SAMPLE_ROWS)
 
     choice = measure_scale(RowSample(rows, "float32"), "float32", Precision(bits=4))
 
     assert choice.relative_half_width == 0.0
-    assert choice.sample_rows == 5000
+    assert choice.sample_rows == SAMPLE_ROWS
     assert choice.scale == scale.choose_scale(rows, Precision(bits=4))
     assert choice.mse == pytest.approx(scale.lattice_mse(rows, choice.scale))
 
