@@ -414,7 +414,7 @@ def branches_case(folder: Path) -> None:
     trial.tag("best", version)
     store.drop_branch("gone")
     head = store.head()
-    branches.fork(store.commit_log, head, store.commit_log.read(second), "new", writer_info(), expires_ms=2**52)
+    branches.fork(store.internals.log, head, store.internals.log.read(second), "new", writer_info(), expires_ms=2**52)
     trial.close()
     golden.close()
 
@@ -499,7 +499,7 @@ def generate(folder: Path, cases=tuple(CASES)) -> None:
             mock.patch("uuid.uuid4", in_turn(uuids, uuid.uuid4)),
             mock.patch("time.time_ns", in_turn(times, time.time_ns)),
             mock.patch("cnr_store.log.sent_record.check_clock"),  # as the times above are not those of the disk
-            mock.patch("cnr_store.store.check_clock"),
+            mock.patch("cnr_store.store.creation.check_clock"),
             mock.patch("socket.gethostname", return_value="golden"),
             mock.patch("os.getpid", return_value=1),
             mock.patch.object(arrays, "CHUNK_BYTES", CHUNK_BYTES),

@@ -36,7 +36,7 @@ class ChangeCursor(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def at(cls, store: Store, version: int) -> ChangeCursor:
         """Return the cursor of a consumer that has the state of ``version`` of this store or branch. No I/O."""
-        return cls(store=store.uuid, branch=store.branch_uuid, version=version)
+        return cls(store=store.uuid, branch=store.internals.branch_uuid, version=version)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> ChangeCursor:

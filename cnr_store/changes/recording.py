@@ -214,7 +214,7 @@ def _write(
 def _begin(stream: ChangeStream, folder: Path, kind: RecordingFormat) -> Recording:
     """Check that the stream goes on where the folder ends, and remove what a killed run left."""
     own = Recording(
-        format=kind, store=stream.store.uuid, branch=stream.store.branch_uuid,
+        format=kind, store=stream.store.uuid, branch=stream.store.internals.branch_uuid,
         version=None if stream.cursor is None else stream.cursor.version,
         tables=stream.tables, slots=stream.has_slots,
     )  # fmt: skip

@@ -324,7 +324,7 @@ class ChangeStream:
         if self._cursor is None or self._path:
             return
         version = self._cursor.version
-        entry = self._store.commit_log.read_standing(version)
+        entry = self._store.internals.log.read_standing(version)
         relay = self._store.relay
         if entry is None and relay is not None and version < relay.first:
             raise CursorExpired(
@@ -371,7 +371,7 @@ class ChangeStream:
             entry = self._store.poll(newest)
             if entry is None:
                 if newest.record.v < last and not (self._follow and self._store.relay):
-                    self._store.commit_log.check_no_hole(newest)
+                    self._store.internals.log.check_no_hole(newest)
                 self._settle_hold()
                 self._closed.wait(self._poll_interval_s)
                 continue
@@ -589,7 +589,7 @@ class ChangeStream:
         if schema is not None and isinstance(new_rows, TableRows) and isinstance(move, Apply | Reread):
             change = self._plan_table(table, target, move)
             if not isinstance(change, Compared):
-                return listed_rows(new_rows, change, self._reader, self._store.workers)
+                return listed_rows(new_rows, change, self._reader, self._store.internals.workers)
         held = self._snapshot(self._path[0])
         is_comparable = schema is not None and are_comparable(before, schema) and self._names(before) == names
         old_rows = TableRows(held, table, names if is_comparable else [], self._slots_rule)
@@ -616,7 +616,9 @@ class ChangeStream:
     # ---- segments, opened once
 
     def _snapshot(self, entry: LogEntry) -> Snapshot:
-        snapshot = Snapshot(self._store.storage, entry, self._store.workers, known=self._readers, cache=self._cache)
+        snapshot = Snapshot(
+            self._store.storage, entry, self._store.internals.workers, known=self._readers, cache=self._cache
+        )
         self._readers.update(snapshot.known_readers)
         return snapshot
 

@@ -253,7 +253,7 @@ def maintain(
     >>> maintain(store).outcome
     'done'
     """
-    store.check_not_relay()
+    store.internals.check_not_relay()
     if store.branch is not None:
         raise BadInput(f"maintenance takes the store itself, which takes its branches along; found {store.branch!r}")
     if budget_s is not None:
@@ -261,7 +261,7 @@ def maintain(
     check_engine(engine, store.storage, workers)
     check_rate(bytes_per_s)
     check_arguments(grace_s, orphan_age_s, force=force)
-    store.check_begun()
+    store.internals.check_begun()
     started = clock()
 
     def compact_log(stage: Stage, deadline_s: float | None) -> StageReport:

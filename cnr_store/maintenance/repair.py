@@ -108,7 +108,7 @@ def read_end(store: Store) -> LogEnd:
     StorageFailure, UnknownFeature
         The newest record could not be read, which says nothing about what it is.
     """
-    log = store.commit_log
+    log = store.internals.log
     newest = max(list_positions(store.storage, log.prefix), default=-1)
     if newest >= 0 and not has_begun(store.storage, log.prefix):
         return LogEnd(newest, None, (), is_broken=True)
@@ -202,10 +202,10 @@ def repair_store(
     >>> repair_store(store).actions
     ()
     """
-    store.check_not_relay()
+    store.internals.check_not_relay()
     findings = Findings(store.branch)
     end = read_end(store)
-    prefix = store.commit_log.prefix
+    prefix = store.internals.log.prefix
     with Workers(threads, name="cnr-repair") as workers:
         read_log(store.storage, store.identity, workers, findings, prefix=prefix)
     check_root(store.storage, findings)
@@ -286,12 +286,12 @@ def return_to(
         superseded = Superseded(follows=end.last.digest, torn=end.torn)
         draft = msgspec.structs.replace(draft, epoch=last.epoch + 1, supersedes=superseded)
     # What superseded the torn ones first is a rollback or a close: neither is followed.
-    return store.commit_log.append(end.last, draft, rebase_rollback)
+    return store.internals.log.append(end.last, draft, rebase_rollback)
 
 
 def _has_log(store: Store) -> bool:
     try:
-        store.check_begun()
+        store.internals.check_begun()
     except CorruptStore:
         return False
     except VersionNotFound:
@@ -306,8 +306,8 @@ def _carry_out(store: Store, action: RepairAction, end: LogEnd, whole: CommitRec
         target = end.last.record if whole is None else whole
         version = return_to(store, end, target, ts_ms=ts_ms).record.v
     elif action.kind == "hint":
-        newest = max(list_positions(store.storage, store.commit_log.prefix))
-        store.storage.put(layout.hint_key(store.commit_log.prefix), canonical_json(Hint(newest)))
+        newest = max(list_positions(store.storage, store.internals.log.prefix))
+        store.storage.put(layout.hint_key(store.internals.log.prefix), canonical_json(Hint(newest)))
     else:
         store.storage.put(layout.ROOT_GROUP, root_document())
         store.storage.sync_folders([layout.ROOT_GROUP])

@@ -327,7 +327,7 @@ class Relay:
         self._newest = head = self._source.head()
         self._head = None
         if marker is None:
-            first = first_version(head.record, self._start, self._source.commit_log.first)
+            first = first_version(head.record, self._start, self._source.internals.log.first)
             if first is None:
                 return False
             if first > head.record.v:
@@ -367,18 +367,18 @@ class Relay:
         if data is None:
             return None
         marker = decode_relay_marker(data, self._source.uuid, f"{self._target.url}/{layout.RELAY}")
-        if marker.branch != self._source.branch_uuid:
+        if marker.branch != self._source.internals.branch_uuid:
             raise StoreExists(
                 f"{self._target.url} is a relay of another log of the store (branch {marker.branch or 'none'!r}); give "
                 "an empty place",
-                path=self._target.url, expected=self._source.branch_uuid, found=marker.branch,
+                path=self._target.url, expected=self._source.internals.branch_uuid, found=marker.branch,
             )  # fmt: skip
         return marker
 
     def _create_marker(self, first: int) -> RelayMarker:
         marker = RelayMarker(
-            store_uuid=self._source.uuid, branch=self._source.branch_uuid, first=first, source=self._source.url,
-            library=LIBRARY, created_ms=self._clock_ms(),
+            store_uuid=self._source.uuid, branch=self._source.internals.branch_uuid, first=first,
+            source=self._source.url, library=LIBRARY, created_ms=self._clock_ms(),
         )  # fmt: skip
         if self._target.create(layout.RELAY, canonical_json(marker)) is CreateOutcome.CREATED:
             return marker
@@ -530,7 +530,7 @@ class Relay:
         return self._newest.record.v
 
     def _source_entry(self, version: int) -> LogEntry:
-        entry = self._source.commit_log.read_standing(version)
+        entry = self._source.internals.log.read_standing(version)
         if entry is None:
             raise CorruptStore(
                 f"log position {version} of {self._source.url} is empty although the log goes on; run `cnr verify`",
@@ -554,7 +554,7 @@ class Relay:
             raise self._damaged[item.seg]
         try:
             copied = copy_segment(
-                self._source.storage, self._target, item, self._source.workers, self._throttle
+                self._source.storage, self._target, item, self._source.internals.workers, self._throttle
             )  # fmt: skip
         except CorruptStore as error:
             self._damaged[item.seg] = error
@@ -599,7 +599,7 @@ class Relay:
     def _raw_records(self, top: int, bottom: int, descent: Descent) -> Iterator[RawRecord]:
         for start, stop in blocks(top + 1 - bottom, _BATCH):
             versions = range(top - start, top - stop, -1)
-            found = self._source.workers.run(partial(self._source_bytes, version) for version in versions)
+            found = self._source.internals.workers.run(partial(self._source_bytes, version) for version in versions)
             for version, data in zip(versions, found, strict=True):
                 if data is None:
                     raise CorruptRecord(
@@ -623,10 +623,10 @@ class Relay:
         self._target.sync_folders([key])
 
     def _source_bytes(self, version: int) -> bytes | None:
-        return position_bytes(self._source.storage, version, self._source.commit_log.prefix)
+        return position_bytes(self._source.storage, version, self._source.internals.log.prefix)
 
     def _source_key(self, version: int) -> str:
-        return layout.commit_key(version, self._source.commit_log.prefix)
+        return layout.commit_key(version, self._source.internals.log.prefix)
 
     def _create(self, key: str, data: bytes) -> None:
         """Create an object that any relay of this log would create with these bytes."""
@@ -689,7 +689,7 @@ class Relay:
             versions += range(max(notes.floor, self._first), head.record.v)
         for start, stop in blocks(len(versions), _BATCH):
             reads = [partial(self._read_held, version) for version in versions[start:stop]]
-            for entry in self._source.workers.run(reads):
+            for entry in self._source.internals.workers.run(reads):
                 if entry is not None and is_live(head.record, entry.record.v):
                     self._remember(entry.record.v, entry)
         self._remember(head.record.v, head)

@@ -29,8 +29,20 @@ def checked_choice(name: str, value: Any, allowed: Sequence[object]) -> Any:
     return plain
 
 
-def checked_count(name: str, value: Any, *, least: int = 0, most: int | None = None) -> int:
-    """Return a whole number that is in its range, both ends included.
+def checked_text(name: str, value: Any) -> str:
+    """Return the value if it is a text.
+
+    Raises
+    ------
+    BadInput
+    """
+    if not isinstance(value, str):
+        raise BadInput(f"{name} is a text; found {value!r}", found=repr(value))
+    return value
+
+
+def checked_count(name: str, value: Any, *, least: int | None = 0, most: int | None = None) -> int:
+    """Return a whole number that is in its range, both ends included. Without ``least`` any whole number will do.
 
     Raises
     ------
@@ -46,9 +58,9 @@ def checked_count(name: str, value: Any, *, least: int = 0, most: int | None = N
         number = None if is_bool else operator.index(value)
     except TypeError:
         number = None
-    if number is None or number < least or (most is not None and number > most):
-        bounds = f"of {least} or more" if most is None else f"from {least} to {most}"
-        raise BadInput(f"{name} is a whole number {bounds}; found {value!r}", expected=(least, most), found=value)
+    if number is None or (least is not None and number < least) or (most is not None and number > most):
+        bounds = "" if least is None else f" of {least} or more" if most is None else f" from {least} to {most}"
+        raise BadInput(f"{name} is a whole number{bounds}; found {value!r}", expected=(least, most), found=value)
     return number
 
 

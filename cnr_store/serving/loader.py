@@ -212,7 +212,7 @@ class Loader:
         publisher = make(min_view_s=0.0 if publish == "apply" else MIN_VIEW_S)
         self._lookups = Lookups(publisher)
         self._source = LoaderSource(
-            publisher, store=self._store.uuid, branch=branch_of(self._store.commit_log.prefix),
+            publisher, store=self._store.uuid, branch=branch_of(self._store.internals.log.prefix),
             scope=scope_of(self._tables, shard, served), opened=self._store,
         )  # fmt: skip
         self._tally = Tally()
@@ -676,7 +676,7 @@ class Loader:
         last = serving.newest if serving.states else None
         snapshot = Snapshot(
             self._store.storage, entry, self._workers, known={} if last is None else last.readers,
-            if_missing=partial(self._store.tell_of_expiry, entry.record.v),
+            if_missing=partial(self._store.internals.tell_of_expiry, entry.record.v),
         )  # fmt: skip
         self._check_tables(snapshot)
         serving.fold()
@@ -747,7 +747,7 @@ class Loader:
 
     @property
     def _workers(self) -> Workers:
-        return self._store.workers if self._own_workers is None else self._own_workers
+        return self._store.internals.workers if self._own_workers is None else self._own_workers
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -62,7 +62,7 @@ class LogTail:
         ------
         CorruptStore, StorageFailure
         """
-        return self._store.commit_log.newest_readable()
+        return self._store.internals.log.newest_readable()
 
     def see(self, entry: LogEntry) -> bool:
         """Take a record as the newest that is known; returns whether it is newer than what was."""
@@ -86,7 +86,7 @@ class LogTail:
         for known in (self.seen, *self.path):
             if known.record.v == version:
                 return known
-        found = self._store.commit_log.read(version)
+        found = self._store.internals.log.read(version)
         if found is None:
             raise VersionNotFound(f"{self._store.url} has no version {version}", version=version)
         return found

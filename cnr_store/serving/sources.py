@@ -133,7 +133,7 @@ def rows_between(store: Store, held: int, view: View) -> dict[str, RowIds] | Non
     ------
     StorageFailure
     """
-    log = store.commit_log
+    log = store.internals.log
     try:
         versions = range(held, view.version + 1) if 0 <= view.version - held <= MOST_RECORDS else (held, view.version)
         entries = [entry for entry in map(log.read_standing, versions) if entry is not None]

@@ -138,7 +138,7 @@ def open_or_create(
         if branch is not None:
             raise
         return Store.create(url, storage_options=storage_options, threads=threads)
-    store.finish_creation()
+    store.internals.finish_creation()
     return store
 
 

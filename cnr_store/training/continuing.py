@@ -52,7 +52,7 @@ class Succession:
         Fenced, CommitStateUnknown, CorruptStore, ReadOnlyStore, UnsafeBackend, WrongClock, StorageFailure
         """
         if not self.torn:
-            self.store.writable_head()
+            self.store.internals.writable_head()
         head = self._learn() if self._head is not None else self._plan()
         while self._steps:
             head = self._head = self._append(head, info)
@@ -74,7 +74,7 @@ class Succession:
     def _learn(self) -> LogEntry:
         """What became of a step whose outcome was not known."""
         assert self._head is not None
-        entry = None if self._sent is None else self.store.commit_log.resolve(self._sent)
+        entry = None if self._sent is None else self.store.internals.log.resolve(self._sent)
         self._sent = None
         if entry is not None:
             self._head = entry
@@ -82,7 +82,7 @@ class Succession:
         return self._head
 
     def _append(self, head: LogEntry, info: WriterInfo) -> LogEntry:
-        log = self.store.commit_log
+        log = self.store.internals.log
         with log.exclusive():
             leftover = log.unresolved_entry
             try:
@@ -94,7 +94,7 @@ class Succession:
 
     def _fence(self, head: LogEntry, info: WriterInfo) -> LogEntry:
         draft = draft_after(head.record, "fence", info, epoch=head.record.epoch + 1)
-        return self.store.commit_log.append(head, draft, rebase_succession)
+        return self.store.internals.log.append(head, draft, rebase_succession)
 
     def _roll_back(self, head: LogEntry, info: WriterInfo) -> LogEntry:
         target = self._read(self.version).record
@@ -108,7 +108,7 @@ class Succession:
         return return_to(self.store, tail, target, info=info)
 
     def _read(self, version: int) -> LogEntry:
-        entry = self.store.commit_log.read(version)
+        entry = self.store.internals.log.read(version)
         if entry is None:
             raise StorageFailure(f"commit record {version} was read and cannot be seen any more", version=version)
         return entry

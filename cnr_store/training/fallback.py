@@ -96,7 +96,7 @@ def _checkpoint(store: Store, head: LogEntry) -> int:
     """The version that brought the head's state: fences and tags behind it only repeat its chain."""
     version = head.record.v
     try:
-        for entry in store.commit_log.walk(head):
+        for entry in store.internals.log.walk(head):
             if entry.record.chain != head.record.chain:
                 break
             version = entry.record.v

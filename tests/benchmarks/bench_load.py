@@ -76,7 +76,7 @@ class Local:
         self.file = folder / "table.safetensors"
         self.store = Store.open(str(folder / "store"))
         self.target: Float32s = np.ones((rows, DIM), np.float32)
-        torch.set_num_threads(self.store.workers.threads)
+        torch.set_num_threads(self.store.internals.workers.threads)
 
     def read(self) -> None:
         """Open the state and read it."""

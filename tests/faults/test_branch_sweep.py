@@ -119,7 +119,7 @@ class BranchLife:
         found = store.storage.list_folders(BRANCHES)
         assert pins.keys() <= set(found)
         for uuid in found:
-            newest = store.commit_log.below(branch_prefix(uuid)).latest().record
+            newest = store.internals.log.below(branch_prefix(uuid)).latest().record
             assert uuid in pins or newest.kind == "close" or newest.v == 0, uuid
 
     def check_branch(self, store: Store, acknowledged: list[Any]) -> bool:

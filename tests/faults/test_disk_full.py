@@ -206,7 +206,7 @@ def test_a_disk_that_has_no_room_for_the_record_alone_is_said_to_be_full(disk: D
         storage.create = real_create  # type: ignore[method-assign]
 
         assert store.head().record == before.record
-        assert store.commit_log.unresolved is None
+        assert store.internals.log.unresolved is None
         do()
         assert store.head().record.step == DELTAS + 1
 

@@ -182,9 +182,9 @@ class Life:
                     version = what()
                 except CommitStateUnknown as error:
                     self.errors[error.kind] += 1
-                    if store.commit_log.unresolved is None:
+                    if store.internals.log.unresolved is None:
                         continue  # it was about an earlier record: nothing of this one was sent
-                    entry = self.patiently(store.commit_log.resolve)
+                    entry = self.patiently(store.internals.log.resolve)
                     if entry is None:
                         continue
                     version = entry.record.v

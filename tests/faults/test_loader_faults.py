@@ -164,7 +164,7 @@ class Process(FaultyFileSystem):
 
 def opened(fs: Process, **options: Any) -> Loader:
     store = Store.open_on(storage_from_filesystem(fs, "/root"), threads=1)
-    store._workers = store._read_workers = InlineWorkers()
+    store.internals.workers = store.internals.read_workers = InlineWorkers()
     return Loader(store, **options)
 
 

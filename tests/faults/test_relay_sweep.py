@@ -145,7 +145,7 @@ class Mirrored:
         for key in (stat.key for folder in (COMMITS, STATE, DATA) for stat in copy.storage.list_objects(folder)):
             kept = [data for at in self.stages if (data := at.get(f"{FAR}/{key}")) is not None]
             assert copy.storage.read(key) in kept, key
-        versions = list(range(copy.commit_log.first, copy.latest_version() + 1))
+        versions = list(range(copy.internals.log.first, copy.latest_version() + 1))
         assert [record.v for record in copy.log()] == versions[::-1]
         needed = {item.seg for item in copy.head().record.chain}
         for version in copy.channels().values():
@@ -165,7 +165,7 @@ class Mirrored:
         head = copy.head()
         assert head.record.v >= newest
         assert self.bytes_at(copy, head.record.v) == self.truth[head.record.v]
-        for version in range(copy.commit_log.first, head.record.v):
+        for version in range(copy.internals.log.first, head.record.v):
             found = self.bytes_at(copy, version)
             is_named = version in head.record.channels.values()
             assert found == self.truth[version] or (found is None and not is_named)

@@ -128,7 +128,7 @@ def test_versions_are_found_by_time_and_expired_ones_refused_unless_tagged(store
     found = store.snapshot(time=when).version
     head = store.head()
     draft = draft_after(head.record, "expire", WriterInfo(host="", lib="", run_id=""), floor=4, expired=(3,))
-    store._log.append(head, draft, rebase_expire)
+    store.internals.log.append(head, draft, rebase_expire)
 
     assert found == 3
     assert store.snapshot(version=2).table("t").read()[0, 0] == 1

@@ -229,9 +229,9 @@ def test_a_holder_too_long_for_a_lease_is_refused(root: Path) -> None:
     with store:
         before = read_leases(store.storage)
         with pytest.raises(BadInput, match="at most 65536"):
-            take_lease(store.storage, store.commit_log, 4, ttl_s=60, holder="h" * MAX_SMALL_BYTES)
+            take_lease(store.storage, store.internals.log, 4, ttl_s=60, holder="h" * MAX_SMALL_BYTES)
         with pytest.raises(BadInput, match="at most 65536"):
-            put_cursor(store.storage, store.commit_log, "d", 4, ttl_s=60, holder="h" * MAX_SMALL_BYTES)
+            put_cursor(store.storage, store.internals.log, "d", 4, ttl_s=60, holder="h" * MAX_SMALL_BYTES)
 
         assert read_leases(store.storage) == before
         assert "d" not in store.cursors()

@@ -45,7 +45,7 @@ def test_a_record_that_no_reader_takes_is_not_sent(store: Store, case: str) -> N
     draft = draft_after(head.record, "expire", writer_info(), **FIELDS[case])
 
     with pytest.raises(BadInput, match="no reader would take it"):
-        store.commit_log.append(head, draft, rebase_expire)
+        store.internals.log.append(head, draft, rebase_expire)
 
     assert store.head().digest == head.digest
 

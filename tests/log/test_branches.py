@@ -86,7 +86,7 @@ def test_a_branch_starts_with_the_state_of_its_fork_point_and_copies_nothing(sto
 
 
 def test_record_zero_of_a_branch_names_branch_version_and_digest(store: Store) -> None:
-    point = store.commit_log.read(store.snapshot(step=2).version)
+    point = store.internals.log.read(store.snapshot(step=2).version)
     assert point is not None
 
     branch = store.fork("trial", point.record.v)
@@ -174,10 +174,10 @@ def test_unknown_fields_and_features_go_with_the_state(store: Store) -> None:
         head.record, v=head.record.v + 1, kind="expire", parent_digest=head.digest, writer_features=("flavours",)
     )
     store.storage.create(commit_key(newer.v), encode_record(newer, {"flavour": [1]}))
-    point = store.commit_log.latest()
+    point = store.internals.log.latest()
 
-    branch = branches.fork(store.commit_log, point, point, "trial", writer_info())
-    first = branches.log_of(store.commit_log, branch).read(0)
+    branch = branches.fork(store.internals.log, point, point, "trial", writer_info())
+    first = branches.log_of(store.internals.log, branch).read(0)
 
     assert first is not None
     assert first.record.writer_features == ("flavours",)
@@ -223,7 +223,7 @@ def test_an_expired_version_cannot_be_forked(store: Store) -> None:
 
 def expire(store: Store, **changes: object) -> None:
     head = store.head()
-    store.commit_log.append(head, draft_after(head.record, "expire", writer_info(), **changes), rebase_expire)
+    store.internals.log.append(head, draft_after(head.record, "expire", writer_info(), **changes), rebase_expire)
 
 
 def test_the_fork_point_stays_below_the_floor_until_the_branch_is_dropped(store: Store) -> None:
@@ -264,12 +264,12 @@ def test_a_fork_does_not_disturb_an_open_writer(store: Store) -> None:
 
 def forked(store: Store, name: str = "trial", expires_ms: int | None = None) -> Branch:
     head = store.head()
-    return branches.fork(store.commit_log, head, head, name, writer_info(), expires_ms=expires_ms)
+    return branches.fork(store.internals.log, head, head, name, writer_info(), expires_ms=expires_ms)
 
 
 def test_a_fork_that_died_before_its_pin_is_no_branch_and_can_be_repeated(store: Store) -> None:
     head = store.head()
-    begun = store.commit_log.below(branch_prefix("b" * 32))
+    begun = store.internals.log.below(branch_prefix("b" * 32))
     begun.append_first(draft_branch(head.record, "b" * 32, writer_info()), head)
 
     with pytest.raises(BranchNotFound):
@@ -314,7 +314,7 @@ def test_logs_that_were_mixed_up_are_refused(store: Store) -> None:
     with pytest.raises(CorruptRecord, match="mixed up"):
         store.drop_branch("two")
     assert store.on_branch("one").head().record.kind == "fork", "nobody's log was ended for another's"
-    assert store.commit_log.below(branch_prefix(uuid_of(store, "two"))).latest().record.kind == "fork"
+    assert store.internals.log.below(branch_prefix(uuid_of(store, "two"))).latest().record.kind == "fork"
 
 
 def test_a_hostile_branch_uuid_leaves_no_folder(store: Store) -> None:
@@ -322,12 +322,12 @@ def test_a_hostile_branch_uuid_leaves_no_folder(store: Store) -> None:
     pins = {"../x": Pin(version=1, name="trial")}
     draft = draft_after(head.record, "fork", writer_info(), name="../x", target=1, pins=pins)
     with pytest.raises(BadInput, match="pins"):
-        store.commit_log.append(head, draft, rebase_expire)
+        store.internals.log.append(head, draft, rebase_expire)
     forged = msgspec.structs.replace(head.record, v=head.record.v + 1, parent_digest=head.digest, pins=pins)
     store.storage.create(commit_key(forged.v), encode_record(forged))
 
     with pytest.raises(CorruptRecord, match="pins"):
-        store.commit_log.latest()
+        store.internals.log.latest()
     with pytest.warns(RuntimeWarning, match="pins"), pytest.raises(BranchNotFound):
         store.on_branch("trial")
 
@@ -402,7 +402,7 @@ def test_a_writer_of_a_dropped_branch_is_fenced_and_nobody_can_take_over(store: 
 
 def test_a_drop_that_died_half_way_is_finished_by_the_next(store: Store) -> None:
     branch = store.fork("trial")
-    branches._close_log(branch.commit_log, writer_info())
+    branches._close_log(branch.internals.log, writer_info())
 
     with pytest.raises(BranchNotFound, match="was dropped"):
         store.on_branch("trial").snapshot()
@@ -430,10 +430,10 @@ def test_a_branch_that_lost_its_log_is_only_unpinned(store: Store) -> None:
 def test_closing_a_branch_twice_changes_nothing(store: Store) -> None:
     store.fork("trial")
     uuid = uuid_of(store, "trial")
-    branches.close_branch(store.commit_log, uuid, writer_info())
+    branches.close_branch(store.internals.log, uuid, writer_info())
     before = objects(store)
 
-    branches.close_branch(store.commit_log, uuid, writer_info())
+    branches.close_branch(store.internals.log, uuid, writer_info())
 
     assert objects(store) == before
 
@@ -507,7 +507,7 @@ def test_a_branch_with_torn_newest_records_can_be_dropped_and_its_writer_is_fenc
         writer.restore()
         newest = save(writer, 4, 3, 4)
         for version in (newest + 1, newest + 2):
-            store.storage.put(commit_key(version, branch.commit_log.prefix), b'{"v":')
+            store.storage.put(commit_key(version, branch.internals.log.prefix), b'{"v":')
 
         store.drop_branch("trial")
 
@@ -525,7 +525,7 @@ def test_a_branch_that_lost_its_first_record_can_be_dropped(store: Store) -> Non
     with branch.writer() as writer:
         writer.restore()
         save(writer, 4, 3, 4)
-    store.storage.put(commit_key(0, branch.commit_log.prefix), b'{"v":')
+    store.storage.put(commit_key(0, branch.internals.log.prefix), b'{"v":')
 
     store.drop_branch("trial")
 
@@ -536,7 +536,7 @@ def test_a_branch_of_a_newer_library_is_not_dropped(store: Store) -> None:
     branch = store.fork("trial")
     head = branch.head()
     draft = draft_after(head.record, "fence", writer_info(), writer_features=("from_the_future",))
-    branch.commit_log.append(head, draft, rebase_fence)
+    branch.internals.log.append(head, draft, rebase_fence)
 
     with pytest.raises(ReadOnlyStore, match="from_the_future"):
         store.drop_branch("trial")
@@ -563,11 +563,11 @@ def messages(store: Store) -> list[str]:
 
 def test_verify_names_what_follows_the_end_of_a_branch(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     branch = store.fork("trial")
-    branches._close_log(branch.commit_log, writer_info())
+    branches._close_log(branch.internals.log, writer_info())
     assert messages(branch) == []
     monkeypatch.setattr("cnr_store.log.rebase._check_goes_on", lambda record: None)
     head = branch.head()
-    branch.commit_log.append(head, draft_after(head.record, "fence", writer_info(), epoch=2), rebase_expire)
+    branch.internals.log.append(head, draft_after(head.record, "fence", writer_info(), epoch=2), rebase_expire)
 
     assert any("behind the end of its branch" in message for message in messages(branch))
 

@@ -119,7 +119,7 @@ def test_a_channel_points_to_what_is_there(store: Store) -> None:
     expired = version_of(store, 1)
     head = store.head()
     draft = draft_after(head.record, "expire", writer_info(), expired=(expired,))
-    store.commit_log.append(head, draft, rebase_expire)
+    store.internals.log.append(head, draft, rebase_expire)
 
     with pytest.raises(VersionNotFound):
         store.set_channel("serving", 1_000)
@@ -136,7 +136,7 @@ def test_a_channels_version_stays_below_the_floor(store: Store) -> None:
     store.set_channel("serving", kept)
     head = store.head()
     draft = draft_after(head.record, "expire", writer_info(), floor=head.record.v)
-    store.commit_log.append(head, draft, rebase_expire)
+    store.internals.log.append(head, draft, rebase_expire)
 
     assert store.snapshot(channel="serving").table("t").read()[0, 0] == 1
     with pytest.raises(VersionExpired):

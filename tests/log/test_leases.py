@@ -57,7 +57,7 @@ class SlowPut:
 def expire_below(store: Store, floor: int) -> None:
     head = store.head()
     draft = draft_after(head.record, "expire", writer_info(), floor=floor)
-    store.commit_log.append(head, draft, rebase_expire)
+    store.internals.log.append(head, draft, rebase_expire)
 
 
 def keys(store: Store, folder: str) -> list[str]:
@@ -139,7 +139,7 @@ def test_a_head_that_expired_between_two_requests_is_left_for_the_newer_one(stor
 
 def test_a_lease_that_had_ended_is_renewed_only_while_its_version_lives(store: Store) -> None:
     now = [1_000_000]
-    lease = take_lease(store.storage, store.commit_log, 3, ttl_s=1, holder="h", clock_ms=lambda: now[0])
+    lease = take_lease(store.storage, store.internals.log, 3, ttl_s=1, holder="h", clock_ms=lambda: now[0])
     expire_below(store, 4)
 
     lease.renew(ttl_s=2)  # still held: garbage collection has to leave the data
@@ -153,7 +153,7 @@ def test_a_lease_that_had_ended_is_renewed_only_while_its_version_lives(store: S
 def test_a_renewal_that_took_too_long_looks_whether_its_version_lives(store: Store) -> None:
     now = [1_000_000]
     faulty = SlowPut(store.storage, now)
-    lease = take_lease(faulty, store.commit_log, 3, ttl_s=1, holder="h", clock_ms=lambda: now[0])  # type: ignore[arg-type]  # it puts and deletes
+    lease = take_lease(faulty, store.internals.log, 3, ttl_s=1, holder="h", clock_ms=lambda: now[0])  # type: ignore[arg-type]  # it puts and deletes
     expire_below(store, 4)
     faulty.takes_ms = CLOCK_TOLERANCE_MS + 1000
 
@@ -299,5 +299,5 @@ def test_commit_logs_of_other_entries_are_not_touched(store: Store) -> None:
     with store.lease():
         store.register_cursor("c", 4)
 
-    log: CommitLog = store.commit_log
+    log: CommitLog = store.internals.log
     assert log.latest() == before

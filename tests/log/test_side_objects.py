@@ -233,7 +233,7 @@ def test_side_objects_of_a_branch_go_when_it_has_been_dropped(store: Store, tmp_
 def test_side_objects_of_a_branch_that_is_being_forked_stay(store: Store, tmp_path: Path) -> None:
     """Its first record is there, and its pin is not yet."""
     point = store.head()
-    log = store.commit_log.below(branch_prefix("b" * 32))
+    log = store.internals.log.below(branch_prefix("b" * 32))
     log.append_first(draft_branch(point.record, "b" * 32, writer_info()), point)
     put = canonical_json(Overflow(v=0, branch="b" * 32, tags={"a": 1}))
     store.storage.put(state_key(sha256(put)), put)
@@ -246,11 +246,11 @@ def test_side_objects_of_a_branch_that_is_being_forked_stay(store: Store, tmp_pa
 
 def lose_lists_of(store: Store, root: Path, version: int) -> LogEntry:
     """A record whose side objects were collected, as an old one's are; those that the newest names stay."""
-    entry = store.commit_log.read(version)
+    entry = store.internals.log.read(version)
     assert entry is not None
     for name in {*entry.side_objects} - {*store.head().side_objects}:
         (root / state_key(name)).unlink()
-    bare = Store.open(store.url).commit_log.read(version)
+    bare = Store.open(store.url).internals.log.read(version)
     assert bare is not None
     assert bare.record.state is not None
     return bare
@@ -293,7 +293,7 @@ def test_what_meets_lists_that_are_gone_is_not_committed(store: Store, tmp_path:
 
     draft = draft_after(head.record, "tag", writer_info(), name="late", target=3, tags={"late": 3})
     with pytest.raises(TransactionAborted):
-        asleep.commit_log.append(head, draft, rebase_tag)
+        asleep.internals.log.append(head, draft, rebase_tag)
 
     assert store.latest_version() == newest
 
@@ -301,7 +301,7 @@ def test_what_meets_lists_that_are_gone_is_not_committed(store: Store, tmp_path:
 def test_a_reader_that_was_overtaken_by_a_collection_looks_again(store: Store, tmp_path: Path) -> None:
     tag(store, 0, 20)
     other = Store.open(store.url)
-    log, version = other.commit_log, store.latest_version()
+    log, version = other.internals.log, store.latest_version()
     real, calls = log._bytes_at, []
 
     def overtaken(position: int) -> bytes | None:

@@ -155,7 +155,7 @@ def test_a_run_that_is_none_is_refused(store: Store, training: Training) -> None
 def test_a_store_that_can_only_be_read_is_not_compacted(store: Store, training: Training) -> None:
     head = store.head()
     draft = draft_after(head.record, "expire", writer_info(), writer_features=("unheard_of",))
-    store.commit_log.append(head, draft, rebase_expire)
+    store.internals.log.append(head, draft, rebase_expire)
 
     with pytest.raises(ReadOnlyStore, match="unheard_of"):
         compact(store, run=ALL)
@@ -392,11 +392,11 @@ def test_a_chain_that_is_replaced_and_deleted_while_it_is_looked_at_is_given_up(
 
 def test_a_transaction_that_was_declared_dead_is_given_up(store: Store, training: Training) -> None:
     def abort() -> None:
-        lease = LeasePlace(store.storage, store.commit_log).read()
+        lease = LeasePlace(store.storage, store.internals.log).read()
         assert lease is not None
         head = store.head()
         draft = draft_after(head.record, "expire", writer_info(), aborted={lease.txn: 0})
-        store.commit_log.append(head, draft, rebase_expire)
+        store.internals.log.append(head, draft, rebase_expire)
 
     report = compact(store, run=ALL, progress=at_first_task(abort))
 
@@ -411,12 +411,12 @@ def test_a_death_that_was_forgotten_meanwhile_is_seen_all_the_same(store: Store,
     """Two records: one names the transaction, the next has dropped it. The newest alone would let the commit pass."""
 
     def abort() -> None:
-        lease = LeasePlace(store.storage, store.commit_log).read()
+        lease = LeasePlace(store.storage, store.internals.log).read()
         assert lease is not None
         for aborted in ({lease.txn: 0}, {}):
             head = store.head()
             draft = draft_after(head.record, "expire", writer_info(), aborted=aborted)
-            store.commit_log.append(head, draft, rebase_expire)
+            store.internals.log.append(head, draft, rebase_expire)
 
     assert compact(store, run=ALL, progress=at_first_task(abort)).outcome == "abandoned"
 
@@ -498,7 +498,7 @@ def test_a_run_that_leads_to_another_state_is_not_committed(store: Store, traini
     store.storage.put(segment_prefix(second.seg) + MANIFEST, moved)
     chain = (baseline, msgspec.structs.replace(second, l0=baseline.l1, sha256=sha256(moved)))
     draft = draft_after(head.record, "compact", writer_info(), chain=chain, logical=second.l1)
-    before = store.commit_log.append(head, draft, rebase_expire)
+    before = store.internals.log.append(head, draft, rebase_expire)
 
     with pytest.raises(CorruptStore, match="folds to state digest"):
         compact(store, run=(0, 2))

@@ -75,7 +75,7 @@ def undisturbed(store: Store, tmp_path: Path) -> dict[str, bytes]:
 
 
 def lease_of(store: Store) -> leases.CompactionLease:
-    lease = LeasePlace(store.storage, store.commit_log).read()
+    lease = LeasePlace(store.storage, store.internals.log).read()
     assert lease is not None
     return lease
 
@@ -224,7 +224,7 @@ def test_a_transaction_that_was_declared_dead_is_not_taken_up_even_if_that_was_f
     for aborted in ({txn: 0}, {}):
         head = store.head()
         draft = draft_after(head.record, "expire", writer_info(), aborted=aborted)
-        store.commit_log.append(head, draft, rebase_expire)
+        store.internals.log.append(head, draft, rebase_expire)
 
     report = finish(store, training)
 
@@ -309,7 +309,7 @@ def test_who_goes_on_with_a_compaction_is_who_holds_its_lease(store: Store, trai
 def test_somebody_elses_lease_on_a_run_that_is_gone_holds_nobody_up(store: Store, training: Training) -> None:
     with pytest.raises(Stopped):
         compact(store, run=(1, 3), progress=stop_behind(1))
-    LeasePlace(store.storage, store.commit_log).put(lease_of(store), 600.0)
+    LeasePlace(store.storage, store.internals.log).put(lease_of(store), 600.0)
     assert compact(store, run=ALL).outcome == "busy"
     with store.writer() as writer:
         training.full(writer)
@@ -379,7 +379,7 @@ def test_a_crash_at_any_storage_call_leaves_a_whole_state_and_a_run_that_is_take
 
 def test_a_lease_is_live_until_its_end_and_each_sign_of_life_moves_that(store: Store, training: Training) -> None:
     now = [1_000]
-    place = LeasePlace(store.storage, store.commit_log, lambda: now[0])
+    place = LeasePlace(store.storage, store.internals.log, lambda: now[0])
     held = place.hold(leases.new_lease(["a", "b"], 3, "0" * 64, "host:1"), 60.0)
 
     def found() -> leases.CompactionLease:

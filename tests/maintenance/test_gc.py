@@ -295,7 +295,7 @@ def test_what_a_name_keeps_stays_though_no_list_has_it(store: Store, name: str) 
     act("kept", 3)
     head = store.head()
     draft = draft_after(head.record, "expire", writer_info(), floor=head.record.v, kept=())
-    store.commit_log.append(head, draft, rebase_expire)
+    store.internals.log.append(head, draft, rebase_expire)
     expected = bytes_of(store.snapshot(3))
 
     collect(store)
@@ -314,7 +314,7 @@ def test_a_fork_point_stays_although_its_branch_needs_it_no_more(store: Store) -
     for one in (store, trial):
         head = one.head()
         draft = draft_after(head.record, "expire", writer_info(), floor=head.record.v, kept=())
-        one.commit_log.append(head, draft, rebase_expire)
+        one.internals.log.append(head, draft, rebase_expire)
 
     collect(store)
     collect(store)
@@ -926,7 +926,7 @@ def test_a_log_with_writer_features_of_a_newer_library_is_left_alone(store: Stor
     newer = store.fork("b", 3) if is_branch else store
     head = newer.head()
     draft = draft_after(head.record, "fence", writer_info(), writer_features=("future",), epoch=head.record.epoch + 1)
-    newer.commit_log.append(head, draft, rebase_fence)
+    newer.internals.log.append(head, draft, rebase_fence)
     before = contents(store)
 
     with pytest.raises(ReadOnlyStore):
@@ -999,7 +999,7 @@ def test_a_damaged_branch_whose_time_is_over_is_ended_and_holds_nothing_up(store
     trial = store.fork("trial", 3, expires_s=3600)
     train(trial, 30)
     newest = trial.latest_version()
-    cut(store, commit_key(position % (newest + 1), trial.commit_log.prefix))
+    cut(store, commit_key(position % (newest + 1), trial.internals.log.prefix))
     later = int(time.time() * 1000) + 3_601_000
 
     said = collect_garbage(store, policy=LAST, clock_ms=lambda: later)
@@ -1012,7 +1012,7 @@ def test_a_damaged_branch_whose_time_is_over_is_ended_and_holds_nothing_up(store
 def test_a_damaged_branch_that_lives_stops_everything_until_it_is_repaired(store: Store) -> None:
     trial = store.fork("trial", 3)
     train(trial, 30)
-    cut(store, commit_key(trial.latest_version(), trial.commit_log.prefix))
+    cut(store, commit_key(trial.latest_version(), trial.internals.log.prefix))
     before = listed(store)
 
     with pytest.raises(CorruptRecord, match="branch 'trial': repair it, or drop the branch"):
@@ -1027,7 +1027,7 @@ def test_a_damaged_log_of_a_dropped_branch_holds_nothing_up(store: Store) -> Non
     trial = store.fork("trial", 3)
     train(trial, 30)
     store.drop_branch("trial")
-    cut(store, commit_key(1, trial.commit_log.prefix))
+    cut(store, commit_key(1, trial.internals.log.prefix))
     young = segment_key(segment_name(7, "a" * 32), MANIFEST)
     store.storage.put(young, b"{}")
 

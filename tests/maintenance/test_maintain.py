@@ -255,7 +255,7 @@ def test_two_runs_at_once_harm_nothing(store: Store, fs: IsolatedMemoryFileSyste
 
 def test_a_log_that_another_process_compacts_is_left_to_it(store: Store) -> None:
     compact(store, policy=SHORT, deadline_s=0)
-    place = LeasePlace(store.storage, store.commit_log)
+    place = LeasePlace(store.storage, store.internals.log)
     lease = place.read()
     assert lease is not None
     place.put(msgspec.structs.replace(lease, holder="another"), 600.0)

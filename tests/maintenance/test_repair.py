@@ -36,6 +36,7 @@ from cnr_store.log.rebase import draft_after, rebase_tag
 from cnr_store.maintenance.repair import plan_repair, read_end
 from cnr_store.maintenance.verify import find_newest_whole
 from cnr_store.storage import storage_from_filesystem
+from cnr_store.store.versions import Versions
 from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
 
 ROOT = "/root"
@@ -189,9 +190,9 @@ def test_a_version_is_found_by_time_past_a_superseded_position(files: IsolatedMe
         store.tag(name, 3)
 
     for version in (0, 1, 2, 3, 4, 5, 7, 8, 9):
-        entry = store.commit_log.read(version)
+        entry = store.internals.log.read(version)
         assert entry is not None
-        assert store._by_time(store.head(), entry.record.ts_ms).record.v == version
+        assert Versions(store.internals).by_time(store.head(), entry.record.ts_ms).record.v == version
 
 
 @pytest.mark.parametrize(("position", "newest"), [(3, 5), (5, 4), (6, 5)])
@@ -202,12 +203,12 @@ def test_no_time_finds_another_version_in_the_place_of_a_torn_one(
     times = {record.v: record.ts_ms for record in store.log()}
     tear(files, position)
     store = open_store(files)
-    head, _ = store.commit_log.newest_readable()
+    head, _ = store.internals.log.newest_readable()
 
     found: dict[int, int | None] = {}
     for version, ts_ms in times.items():
         try:
-            found[version] = store._by_time(head, ts_ms).record.v
+            found[version] = Versions(store.internals).by_time(head, ts_ms).record.v
         except CorruptRecord:
             found[version] = None
 
@@ -293,9 +294,9 @@ def test_a_state_that_only_a_replay_finds_wrong_is_rolled_back(files: IsolatedMe
         data = msgspec.json.encode(manifest, order="sorted")
         files.pipe_file(path(key), data)
         for version in (4, 5):
-            read = store.commit_log.read(version)
+            read = store.internals.log.read(version)
             assert read is not None
-            before = store.commit_log.read(version - 1)
+            before = store.internals.log.read(version - 1)
             assert before is not None
             chain = (*read.record.chain[:-1], msgspec.structs.replace(read.record.chain[-1], sha256=sha256(data)))
             forged = msgspec.structs.replace(read.record, chain=chain, parent_digest=before.digest)
@@ -417,7 +418,7 @@ def test_a_tag_that_meets_a_superseded_position_goes_behind_it(files: IsolatedMe
         repair_store(other, dry_run=False)
 
     draft = draft_after(head.record, "tag", WRITER, name="late", target=3, tags={**head.record.tags, "late": 3})
-    assert store.commit_log.append(head, draft, rebase_tag).record.v == 8
+    assert store.internals.log.append(head, draft, rebase_tag).record.v == 8
     assert store.tags() == {"good": 3, "late": 3}
 
 
@@ -493,7 +494,7 @@ def test_a_torn_record_that_is_restored_meanwhile_is_not_superseded(
 def test_a_store_of_a_newer_library_is_not_repaired(files: IsolatedMemoryFileSystem, store: Store, damage: str) -> None:
     head = store.head()
     draft = draft_after(head.record, "expire", WRITER, writer_features=("from_the_future",))
-    newest = store.commit_log.append(head, draft, rebase_tag).record.v
+    newest = store.internals.log.append(head, draft, rebase_tag).record.v
     if damage == "torn":
         tear(files, newest + 1)
     else:

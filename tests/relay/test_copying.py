@@ -36,7 +36,7 @@ def entry_of(store: Store) -> ChainEntry:
 
 
 def copy(store: Store, target: Storage) -> None:
-    copy_segment(store.storage, target, entry_of(store), store.workers, Throttle(None))
+    copy_segment(store.storage, target, entry_of(store), store.internals.workers, Throttle(None))
 
 
 def noted(target: Storage, *names: str) -> list[str]:

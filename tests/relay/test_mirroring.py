@@ -35,7 +35,7 @@ def bytes_at(store: Store, version: int) -> bytes:
 
 
 def entry_at(store: Store, version: int) -> LogEntry:
-    entry = store.commit_log.read(version)
+    entry = store.internals.log.read(version)
     assert entry is not None
     return entry
 

@@ -237,7 +237,7 @@ def test_a_change_stream_of_a_relay_is_that_of_its_source(store: Store, files: I
     stream = changes(copy, versions[1])
     assert [batch["version"][0].as_py() for batch in stream] == [versions[2]]
     assert stream.cursor is not None
-    assert stream.cursor.branch == trial.branch_uuid
+    assert stream.cursor.branch == trial.internals.branch_uuid
     with pytest.raises(BadInput):
         changes(store, stream.cursor)
     with pytest.raises(CursorExpired, match="holds no version before"):
@@ -322,9 +322,11 @@ def test_versions_of_a_branch_are_those_of_the_branch_at_a_relay_too(
     Relay(trial, place(files)).advance()
     Relay(near(files), place(files, "/leaf")).advance()
 
-    assert store.branch_uuid == ""
-    assert trial.branch_uuid == next(iter(store.head().record.pins))
-    assert near(files).branch_uuid == near(files, "/leaf").branch_uuid == trial.branch_uuid
+    assert store.internals.branch_uuid == ""
+    assert trial.internals.branch_uuid == next(iter(store.head().record.pins))
+    assert (
+        near(files).internals.branch_uuid == near(files, "/leaf").internals.branch_uuid == trial.internals.branch_uuid
+    )
 
 
 def test_a_relay_of_a_relay_is_one(store: Store, files: IsolatedMemoryFileSystem) -> None:
@@ -464,7 +466,7 @@ def test_while_positions_are_filled_a_reader_sees_the_end_before_or_behind(
             assert value_of(copy) == (1 if version == before else 11)
             assert copy.poll(held) is None or version > before
 
-    held = store.commit_log.read(before)
+    held = store.internals.log.read(before)
     assert held is not None
     Relay(store, place(FaultyFileSystem(files, on_call=look))).advance()
 

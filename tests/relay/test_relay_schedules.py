@@ -164,7 +164,7 @@ class World:
         assert head.v >= self.newest_seen
         self.newest_seen = head.v
         assert self.value_at(copy, head.v) == self.truth[head.v]
-        for version in range(copy.commit_log.first, head.v):
+        for version in range(copy.internals.log.first, head.v):
             try:
                 found = self.value_at(copy, version)
             except (VersionExpired, VersionNotFound):
@@ -202,7 +202,7 @@ def play(seed: int) -> World:
     world.check()
     assert verify_store(copy, deep=True).is_sound
     for version in copy.channels().values():
-        if version >= copy.commit_log.first:
+        if version >= copy.internals.log.first:
             assert world.value_at(copy, version) == world.value_at(source, version)
     return world
 

@@ -127,7 +127,7 @@ def load_a_table(at: Damaged, holding: Holding) -> None:
 
 def apply_the_delta(at: Damaged, holding: Holding) -> None:
     consumer = Consumer(holding, np.random.default_rng(0))
-    entries = [at.store.commit_log.read(version) for version in range(2, at.version + 1)]
+    entries = [at.store.internals.log.read(version) for version in range(2, at.version + 1)]
     for entry in entries[:-1]:
         consumer.go(at.store, [entry])
     consumer.go(at.store, [entries[-1]])

@@ -160,7 +160,7 @@ def held_before(store: Store, holding: Holding, *, last: int = -1) -> tuple[Serv
     schema = readers[-1].manifest.tables["t"]
     has_codes = isinstance(schema.encoding, Lattice | FloatBits)
     kind = row_kind(schema, holding.served, holding.holds if has_codes else "auto")
-    return load_table(readers, "t", kind, store.workers, shard=holding.shard), snapshot.readers[last]
+    return load_table(readers, "t", kind, store.internals.workers, shard=holding.shard), snapshot.readers[last]
 
 
 def content(applied: Applied) -> Any:
@@ -186,8 +186,8 @@ def test_the_quick_way_is_the_plain_way(kind: str, seed: int, holding: Holding, 
         train(store, kind, seed, deltas=2)
         served, reader = held_before(store, holding)
 
-        quick = apply_segment(reader, served, store.workers)
-        plain = apply_segment(reader, served, store.workers, reference=True)
+        quick = apply_segment(reader, served, store.internals.workers)
+        plain = apply_segment(reader, served, store.internals.workers, reference=True)
 
         if served.kind.holds == "values":
             assert not quick.escapes.rows.size
@@ -208,7 +208,7 @@ def test_differences_to_rows_that_are_not_coded_here_are_left_to_the_chain() -> 
     held.status[[2, 4]] = ABSENT, ESCAPED
 
     for reference in (False, True):
-        applied = apply_segment(reader, ServedTable(held), store.workers, reference=reference)
+        applied = apply_segment(reader, ServedTable(held), store.internals.workers, reference=reference)
         assert applied.unsure.tolist() == [2, 4]
         assert applied.overlay.status[applied.overlay.index.find(np.array([2, 4]))].tolist() == [ESCAPED, ESCAPED]
 
@@ -223,7 +223,7 @@ def test_codes_that_outgrow_int16_are_told() -> None:
     served, reader = held_before(store, Holding(holds="codes"))
     for reference in (False, True):
         with pytest.raises(CodesTooWide):
-            apply_segment(reader, served, store.workers, reference=reference)
+            apply_segment(reader, served, store.internals.workers, reference=reference)
 
 
 def altered(reader: SegmentReader, **lists: Any) -> SegmentReader:
@@ -248,7 +248,7 @@ def test_a_row_in_two_lists_is_corrupt(shard: Any) -> None:
 
     for reference in (False, True):
         with pytest.raises(CorruptStore, match=r"row \d of table 't' stands in two row lists"):
-            apply_segment(twice, served, store.workers, reference=reference)
+            apply_segment(twice, served, store.internals.workers, reference=reference)
 
 
 # Whole moves.
@@ -261,7 +261,7 @@ def store() -> Iterator[Store]:
 
 
 def entries(store: Store) -> list[LogEntry]:
-    found = [store.commit_log.read(version) for version in range(store.latest_version() + 1)]
+    found = [store.internals.log.read(version) for version in range(store.latest_version() + 1)]
     return [entry for entry in found if entry is not None]
 
 
@@ -397,7 +397,7 @@ def test_old_segments_may_be_gone(store: Store) -> None:
     consumer.go(store, [target])
 
     consumer = consumer_at(store, target)
-    consumer.go(store, [store.commit_log.read(0) or target])
+    consumer.go(store, [store.internals.log.read(0) or target])
     assert consumer.tables == {}
 
 
@@ -419,7 +419,7 @@ def test_only_what_is_needed_is_read() -> None:
     for holding in (Holding(), Holding(shard=RowRange(100, 120))):
         consumer = consumer_at(store, before, holding)
         start = len(files.calls)
-        snapshot = Snapshot(store.storage, log[-1], store.workers, known=consumer.known, opens=False)
+        snapshot = Snapshot(store.storage, log[-1], store.internals.workers, known=consumer.known, opens=False)
         move = plan_move(before, log[-1])
         assert isinstance(move, Apply)
         moved = move_tables(snapshot, move, consumer.tables, consumer.hold, consumer.stated)

@@ -55,7 +55,7 @@ class Life:
 
     def look(self) -> LogEntry:
         """Read what is new in the log; return its last record."""
-        while (entry := self.store.commit_log.read(len(self.entries))) is not None:
+        while (entry := self.store.internals.log.read(len(self.entries))) is not None:
             self.entries.append(entry)
         return self.entries[-1]
 

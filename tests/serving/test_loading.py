@@ -195,8 +195,8 @@ def test_the_state_digest_is_checked(holds: Any, settled: bool) -> None:
     kind = row_kind(snapshot.tables["t"], None, holds)
 
     with pytest.raises(CorruptStore, match="state digest"):
-        load_table([*before, wrong], "t", kind, store.workers)
-    load_table([*before, wrong], "t", kind, store.workers, shard=RowRange(0, 5))  # of a part nothing is known
+        load_table([*before, wrong], "t", kind, store.internals.workers)
+    load_table([*before, wrong], "t", kind, store.internals.workers, shard=RowRange(0, 5))  # of a part nothing is known
 
 
 def test_an_empty_table_is_a_table() -> None:

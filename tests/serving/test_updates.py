@@ -51,10 +51,10 @@ class ConsumedStoreMachine(MaintainedStoreMachine):
             before = consumer.entry
             if before is not None and self.places.get(id(consumer)) is line and before.record.v < version:
                 for between in range(before.record.v + 1, version):
-                    entry = store.commit_log.read(between)
+                    entry = store.internals.log.read(between)
                     assert entry is not None
                     path.append(entry)
-            target = store.commit_log.read(version)
+            target = store.internals.log.read(version)
             assert target is not None
             consumer.go(store, [*path, target])
             self.places[id(consumer)] = line
@@ -120,7 +120,7 @@ def follow_parts(rng: np.random.Generator, seed: int, *, additive: bool) -> None
         for consumer in consumers:
             if rng.random() < 0.6:
                 first = 0 if consumer.entry is None else consumer.entry.record.v + 1
-                path = [store.commit_log.read(version) for version in range(first, store.latest_version() + 1)]
+                path = [store.internals.log.read(version) for version in range(first, store.latest_version() + 1)]
                 if path:
                     consumer.go(store, [entry for entry in path if entry is not None])
     parts.close()

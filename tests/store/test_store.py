@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from cnr_store import CorruptRecord, NotAStore, StorageFailure, Store, StoreExists, TableOptions, UnsafeBackend
+from cnr_store import (
+    BadInput,
+    CorruptRecord,
+    NotAStore,
+    StorageFailure,
+    Store,
+    StoreExists,
+    TableOptions,
+    UnsafeBackend,
+)
 from cnr_store.format.layout import commit_key
 from cnr_store.storage import open_storage, storage_from_filesystem
 from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
@@ -93,3 +104,42 @@ def test_a_store_is_written_in_the_way_it_was_created_for(tmp_path: Path, is_uns
 
         assert other.head() == head
         assert other.snapshot().table("t").read().sum() == 8
+
+
+@pytest.mark.parametrize("wrong", ["3", 1.5, True, [1]])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda store, wrong: store.snapshot(wrong),
+        lambda store, wrong: store.snapshot(step=wrong),
+        lambda store, wrong: store.record(wrong),
+        lambda store, wrong: store.tag("a", wrong),
+        lambda store, wrong: store.set_channel("a", wrong),
+        lambda store, wrong: store.fork("a", wrong),
+        lambda store, wrong: store.rollback(wrong),
+        lambda store, wrong: store.lease(wrong),
+        lambda store, wrong: store.register_cursor("a", wrong),
+    ],
+)
+def test_a_version_that_is_no_whole_number_is_a_bad_input(
+    store: Store, use: Callable[[Store, Any], object], wrong: object
+) -> None:
+    with pytest.raises(BadInput, match=r"a (version|step) is a whole number; found"):
+        use(store, wrong)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda store: store.snapshot(tag=["a"]),
+        lambda store: store.snapshot(channel=["a"]),
+        lambda store: store.tag(3),
+        lambda store: store.untag(["a"]),
+        lambda store: store.set_channel(3),
+        lambda store: store.drop_channel(["a"]),
+        lambda store: store.fork(3),
+    ],
+)
+def test_a_name_that_is_no_text_is_a_bad_input(store: Store, use: Callable[[Any], object]) -> None:
+    with pytest.raises(BadInput, match=r"a (tag|channel|branch) is a text; found"):
+        use(store)

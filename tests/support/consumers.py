@@ -128,7 +128,7 @@ class Consumer:
     def go(self, store: Store, path: Sequence[LogEntry]) -> Moved:
         """Move to the last entry of ``path``, and look at every row."""
         target = path[-1]
-        snapshot = Snapshot(store.storage, target, store.workers, known=self.known, opens=False)
+        snapshot = Snapshot(store.storage, target, store.internals.workers, known=self.known, opens=False)
         move = self.plan(path)
         known = set(self.memory.live) if isinstance(self.memory, TrackedMemory) else set()
         moved = move_tables(snapshot, move, self.tables, self.hold, self.stated, memory=self.memory)

@@ -132,17 +132,17 @@ class World(FaultyWorld):
         def sleep(seconds: float) -> None:
             now[0] += seconds
 
-        store._workers = store._read_workers = InlineWorkers()
+        store.internals.workers = store.internals.read_workers = InlineWorkers()
         # What is asked of a storage has tests of its own.
         store.storage.probe = lambda: None  # type: ignore[method-assign]
-        log = store.commit_log
+        log = store.internals.log
         log._monotonic_s, log._sleep, log._random = lambda: now[0], sleep, self.random
         return store
 
     def look(self) -> Store:
         """Open the store as one who disturbs nobody and whom nothing disturbs."""
         store = Store.open_on(storage_from_filesystem(self.files, ROOT), threads=1)
-        store._workers = store._read_workers = InlineWorkers()
+        store.internals.workers = store.internals.read_workers = InlineWorkers()
         return store
 
     def check_read(self, record: CommitRecord, values: Values, dense: Values | None = None) -> None:
@@ -458,7 +458,7 @@ def check(world: World) -> None:
     """
     with world.look() as store:
         newest = store.head()
-        entries = {entry.record.v: entry for entry in store.commit_log.walk(newest)}
+        entries = {entry.record.v: entry for entry in store.internals.log.walk(newest)}
         check_log(world, entries)
         check_live(world, entries, store)
 
@@ -511,7 +511,7 @@ def check_live(world: World, entries: dict[int, LogEntry], store: Store) -> None
             continue
         seen.add(state)
         try:
-            snapshot = Snapshot(store.storage, entry, store.workers, known=known)
+            snapshot = Snapshot(store.storage, entry, store.internals.workers, known=known)
             known |= {reader.name: reader for reader in snapshot.readers}
             values, dense = snapshot.table("t").read(), snapshot.read_dense("d")
         except CorruptStore as error:

@@ -205,7 +205,7 @@ class Parts:
             record, "full" if full else "delta", WriterInfo(host="", lib="", run_id=""), chain=(*chain, entry),
             logical=l1, step=l1, tables=generations(manifest.tables, manifest.parts),
         )  # fmt: skip
-        self._head = self.store._log.append(self._head, draft, partial(rebase_data, txn=txn))
+        self._head = self.store.internals.log.append(self._head, draft, partial(rebase_data, txn=txn))
 
     def _write_part(self, out: SegmentWriter, folder: str, tile: Rectangle, *, full: bool) -> dict[str, Any]:
         """Draw an operation for each row of a part, write the row lists, move the model."""

@@ -107,7 +107,7 @@ def test_compact_leaves_work_that_is_under_way_alone_unless_forced(root: Path) -
     with Store.open(str(root), fsync=False) as store:
         head = store.head().record
         lease = new_lease([entry.seg for entry in head.chain], head.v, "0" * 64, "another:1")
-        LeasePlace(store.storage, store.commit_log).put(lease, 600.0)
+        LeasePlace(store.storage, store.internals.log).put(lease, 600.0)
 
     busy = cnr("compact", root, "--max-chain", 2)
     forced = cnr("compact", root, "--max-chain", 2, "--force")

@@ -31,6 +31,7 @@ from cnr_store import (
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.storage import storage_from_filesystem
+from cnr_store.store.internals import StoreInternals
 from cnr_store.training import CheckpointManager
 from tests.support.faulty import Call, FaultyFileSystem, IsolatedMemoryFileSystem
 from tests.support.ranks import ThreadRank, thread_ranks
@@ -321,18 +322,18 @@ def test_a_tag_of_unknown_outcome_is_not_taken_for_the_fence(monkeypatch: pytest
         manager.restore()
         training.train(3)
         head = store.latest_version()
-        look = Store.writable_head
+        look = StoreInternals.writable_head
 
-        def tag_behind(self: Store) -> LogEntry:
+        def tag_behind(self: StoreInternals) -> LogEntry:
             found = look(self)
-            monkeypatch.setattr(Store, "writable_head", look)
+            monkeypatch.setattr(StoreInternals, "writable_head", look)
             backend.is_armed = True
             with pytest.raises(CommitStateUnknown):
-                self.tag("kept", head)
+                store.tag("kept", head)
             backend.is_down = False  # until something is sent again
             return found
 
-        monkeypatch.setattr(Store, "writable_head", tag_behind)
+        monkeypatch.setattr(StoreInternals, "writable_head", tag_behind)
         with pytest.raises(CommitStateUnknown, match="earlier append"):
             manager.step()
         backend.is_armed = False

@@ -436,7 +436,7 @@ def test_a_mirror_of_another_state_is_refused_on_every_rank_and_helped_by_a_rest
                 codes = writer.mirrors.get(shard)
                 assert isinstance(codes, TableCodes)
                 codes.arrays["codes"][3, 2] += 1
-                writer.mirrors.put(shard, codes, codes.digest(store._workers))
+                writer.mirrors.put(shard, codes, codes.digest(store.internals.workers))
             with pytest.raises(DoesNotApply) as refused:
                 save(writer, mine, models, change, 1)
             version = store.latest_version()

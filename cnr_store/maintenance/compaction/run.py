@@ -167,11 +167,11 @@ def compact(
     started = time.monotonic()
     check_engine(engine, store.storage, workers)
     check_rate(bytes_per_s)
-    store.check_not_relay()
+    store.internals.check_not_relay()
     head = store.head()
     chosen = _choose(head, policy, run)
     if chosen is not None and not dry_run:
-        head = store.writable_head()
+        head = store.internals.writable_head()
         chosen = _choose(head, policy, run)
     report = CompactionReport(
         store.url, "nothing", chain_before=len(head.record.chain), chain_after=len(head.record.chain)
@@ -245,7 +245,7 @@ def _choose(head: LogEntry, policy: CompactionPolicy, wanted: tuple[int, int] | 
 
 def _plan(store: Store, head: LogEntry, chosen: Run) -> _Plan:
     chain = head.record.chain
-    readers = open_chain(store.storage, chain, store.workers)
+    readers = open_chain(store.storage, chain, store.internals.workers)
     return _plan_of(store, head, readers, foldable_run([reader.manifest for reader in readers], chosen))
 
 
@@ -262,11 +262,11 @@ def _take_up(
 
     ``is_bound``: the caller wants the run of the plan and no other.
     """
-    place = LeasePlace(store.storage, store.commit_log)
+    place = LeasePlace(store.storage, store.internals.log)
     old = place.read()
     where = None if old is None else run_of(old, plan.head.record)
     note = None
-    if old is not None and where is not None and is_open(old, store.commit_log, plan.head):
+    if old is not None and where is not None and is_open(old, store.internals.log, plan.head):
         if place.is_live(old) and not force:
             return plan.describe(report, "busy", f"{old.holder} is at work on it; its lease ends by itself")
         kind = plan.head.record.chain[where[0]].kind
@@ -356,7 +356,7 @@ class _Work:
         """The threads of this process's part of the work: the store's, unless a number was asked for."""
         if self._start.engine == "threads" and self._start.workers is not None:
             return Workers(self._start.workers, name="cnr-compact")
-        return nullcontext(self._store.workers)
+        return nullcontext(self._store.internals.workers)
 
     def _reuse(self, workers: Workers) -> None:
         """Take what an earlier compaction has noted as done, if every object of it is as its receipt says."""
@@ -386,7 +386,7 @@ class _Work:
         record = self._head.record
         draft = draft_after(record, "compact", writer_info(), chain=replace_run(record, merged, self._plan.names))
         rebase = partial(rebase_compact, merged=merged, run=self._plan.names)
-        return self._store.commit_log.append(self._head, draft, rebase)
+        return self._store.internals.log.append(self._head, draft, rebase)
 
 
 def _is_over(started: float, deadline_s: float | None) -> Callable[[], bool]:

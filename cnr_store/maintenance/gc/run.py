@@ -140,8 +140,8 @@ def collect_garbage(
     ('planned', 4, 2)
     """
     check_arguments(grace_s, orphan_age_s, batch, force=force)
-    store.check_not_relay()
-    store.check_begun()
+    store.internals.check_not_relay()
+    store.internals.check_begun()
     started = time.monotonic()
     run = _Run(
         store, RetentionPolicy() if policy is None else policy,
@@ -204,7 +204,7 @@ class _Run:
         self._despite_damage = despite_damage
         self._leftover_age_ms = max(orphan_age_ms, int(MIN_GRACE_S * 1000))
         self._is_late, self._progress, self._clock_ms = is_late, progress, clock_ms
-        self._main = store.commit_log if store.branch is None else store.commit_log.below("")
+        self._main = store.internals.log if store.branch is None else store.internals.log.below("")
         self._names = SegmentNames()
         self._readers: dict[str, LogScan] = {}
         self._ended: list[LogVersions] = []
@@ -309,7 +309,7 @@ class _Run:
     def _reader(self, branch: str, log: CommitLog) -> LogScan:
         if branch not in self._readers:
             self._readers[branch] = LogScan(
-                self._storage, log, self._store.uuid, self._names, self._store.workers,
+                self._storage, log, self._store.uuid, self._names, self._store.internals.workers,
                 despite_damage=self._despite_damage,
             )  # fmt: skip
         return self._readers[branch]
@@ -389,7 +389,9 @@ class _Run:
             age_ms = max(0, store_ms - max(times)) if is_timed and times and store_ms is not None else None
             return FolderAge(age_ms, sum(stat.size_bytes for stat in found)) if found else None
 
-        for name, age in zip(wanted, self._store.workers.run(partial(look, name) for name in wanted), strict=True):
+        for name, age in zip(
+            wanted, self._store.internals.workers.run(partial(look, name) for name in wanted), strict=True
+        ):
             if age is not None:
                 self._ages[name] = age
         return {name: self._ages[name] for name in names if name in self._ages}

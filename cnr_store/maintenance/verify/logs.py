@@ -40,14 +40,14 @@ def other_logs(store: Store, own: Log, workers: Workers, *, every: bool) -> list
     if own.branch is not None:
         findings = Findings()
         view = read_log(store.storage, store.identity, workers, findings, every=every)
-        main = Log(None, view, findings, store.commit_log.below(""))
+        main = Log(None, view, findings, store.internals.log.below(""))
         logs.append(main)
     pins = {} if main.view.head is None else main.view.head.record.pins
     for branch in sorted((Branch(uuid, pin) for uuid, pin in pins.items()), key=lambda branch: branch.name):
         if branch.name == own.branch:
             continue
         try:
-            log = branches.log_of(store.commit_log, branch)
+            log = branches.log_of(store.internals.log, branch)
         except CorruptRecord as error:
             assert main.view.head is not None  # it has the pin
             main.findings.add_error(error, main.view.key(main.view.head.record.v), ())

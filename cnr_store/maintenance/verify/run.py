@@ -84,15 +84,15 @@ def _check(
     with Workers(threads, name="cnr-verify") as workers:
         view = read_log(
             store.storage, store.identity, workers, findings, version=version, every=every,
-            prefix=store.commit_log.prefix, first=store.commit_log.first,
+            prefix=store.internals.log.prefix, first=store.internals.log.first,
         )  # fmt: skip
         _check_version(store, view, version, findings)
         if store.relay is not None:
             _leave_out_what_is_not_held(store.storage, view)
             if version is not None and version not in view.entries:
-                store.check_held(version)
+                store.internals.check_held(version)
         check_root(store.storage, findings)
-        own = Log(store.branch, view, findings, store.commit_log)
+        own = Log(store.branch, view, findings, store.internals.log)
         logs = [own, *other_logs(store, own, workers, every=every)]
         reads = SegmentReads()
         is_read = {log.branch: log is own or (version is None and store.branch is None) for log in logs}

@@ -64,7 +64,7 @@ def find_newest_whole(
     """
     for _ in range(MOST_LOOKS):
         found, findings = _look(store, avoid, threads, progress)
-        if not was_overtaken(store.commit_log, findings):
+        if not was_overtaken(store.internals.log, findings):
             return found
     raise overtaken(store.url)
 
@@ -73,7 +73,7 @@ def _look(
     store: Store, avoid: Collection[str], threads: int | None, progress: ProgressCallback | None
 ) -> tuple[NewestWhole, Findings]:
     findings = Findings(store.branch)
-    view = LogView(prefix=store.commit_log.prefix)
+    view = LogView(prefix=store.internals.log.prefix)
     rejected: list[LogEntry] = []
     with Workers(threads, name="cnr-whole") as workers:
         checks = ChainChecks(store.storage, view, findings, workers, progress)
@@ -84,7 +84,7 @@ def _look(
                 _refuse_failures(findings)
                 if not _is_hurt(view, entry, findings):
                     return NewestWhole(entry, tuple(rejected), tuple(findings.problems)), findings
-                if was_overtaken(store.commit_log, findings):
+                if was_overtaken(store.internals.log, findings):
                     break
             rejected.append(entry)
     return NewestWhole(None, tuple(rejected), tuple(findings.problems)), findings

@@ -1,0 +1,79 @@
+"""The first objects of a store: its identity, its Zarr group and the first record of its log."""
+
+from __future__ import annotations
+
+import uuid
+from typing import get_args
+
+from cnr_store.errors import NotAStore, StorageFailure, StoreExists
+from cnr_store.format import arrays, layout
+from cnr_store.format.documents import canonical_json, sha256
+from cnr_store.format.identity import decode_identity
+from cnr_store.format.limits import MAX_SMALL_BYTES
+from cnr_store.format.records import FORMAT, MAJOR, MINOR, Identity
+from cnr_store.log import beginning
+from cnr_store.log.author import writer_info
+from cnr_store.log.clock import check_clock, wall_ms
+from cnr_store.log.commit_log import CommitLog
+from cnr_store.log.rebase import draft_init
+from cnr_store.runtime.arguments import checked_choice
+from cnr_store.storage import CreateOutcome, Storage
+from cnr_store.types import Profile
+
+
+def create_identity(storage: Storage, profile: Profile) -> Identity:
+    """Create ``cnr.json`` and the Zarr group of a root that holds no store. Blocks; a few requests.
+
+    Raises
+    ------
+    BadInput, StoreExists, UnsafeBackend, WrongClock, AccessDenied, StorageFailure
+    """
+    checked_choice("profile", profile, get_args(Profile))
+    beginning.check_vacant(storage)
+    now_ms = wall_ms()
+    check_clock(storage, now_ms, may_be_behind=True)
+    if storage.is_exclusive:
+        storage.probe()
+    identity = Identity(
+        format=FORMAT, major=MAJOR, minor=MINOR, hash="sha256", profile=profile,
+        store_uuid=uuid.uuid4().hex, created_ms=now_ms,
+        exclusive_create="verified" if storage.is_exclusive else "unsafe_single_writer",
+    )  # fmt: skip
+    data = canonical_json(identity)
+    outcome = storage.create(layout.IDENTITY, data)
+    if outcome is not CreateOutcome.CREATED:
+        found = storage.read(layout.IDENTITY, stop=len(data) + 1)
+        if found is None:
+            raise StorageFailure(
+                f"creating {layout.IDENTITY} in {storage.url} failed ({outcome.value}), and it is not there: no "
+                "store was made; try again, or open the store if that says it exists",
+                path=layout.IDENTITY, found=outcome.value,
+            )  # fmt: skip
+        if found != data:
+            raise StoreExists(f"{storage.url} holds a store already; open it", path=storage.url)
+    storage.put(layout.ROOT_GROUP, arrays.group_document({"cnr": {"format": FORMAT, "major": MAJOR, "minor": MINOR}}))
+    storage.sync_folders([layout.ROOT_GROUP])
+    return identity
+
+
+def read_identity(storage: Storage) -> Identity:
+    """Return what ``cnr.json`` says. One GET.
+
+    Raises
+    ------
+    NotAStore, NewerFormat, CorruptStore, AccessDenied, StorageFailure
+    """
+    data = storage.read_document(layout.IDENTITY, MAX_SMALL_BYTES)
+    if data is None:
+        raise NotAStore(f"{storage.url} is not a cnr store: it has no {layout.IDENTITY}", path=storage.url)
+    return decode_identity(data, f"{storage.url}/{layout.IDENTITY}")
+
+
+def begin_log(log: CommitLog, identity: bytes) -> None:
+    """Write the first record of a store's own log, behind the bytes of its ``cnr.json``. Safe to call again.
+
+    Raises
+    ------
+    CommitStateUnknown, CorruptStore, StorageFailure
+    """
+    log.append_first(draft_init(writer_info(uuid.uuid4().hex), sha256(identity)))

@@ -1,0 +1,323 @@
+"""What a store is opened on: log, branch or relay, and threads. For the library's own rooms, not for users."""
+
+from __future__ import annotations
+
+import warnings
+
+from cnr_store.errors import (
+    BranchNotFound,
+    CnrStoreError,
+    MissingObject,
+    ReadOnlyStore,
+    VersionExpired,
+    VersionNotFound,
+)
+from cnr_store.format import layout
+from cnr_store.format.commit_record import LogEntry, is_live, unknown_writer_features
+from cnr_store.format.identity import decode_relay_marker
+from cnr_store.format.limits import MAX_SMALL_BYTES
+from cnr_store.format.records import CommitRecord, Identity
+from cnr_store.log import beginning, branches
+from cnr_store.log.branches import Branch
+from cnr_store.log.clock import check_clock, wall_ms
+from cnr_store.log.commit_log import CommitLog, RetryPolicy
+from cnr_store.log.expiry import expired_by
+from cnr_store.runtime.arguments import checked_count
+from cnr_store.runtime.threads import Workers
+from cnr_store.storage import Storage
+from cnr_store.store.creation import begin_log
+from cnr_store.store.relay_guard import RelayGuard
+
+_LOOK_BACK = 60
+"""Polls without news before one asks whether there can be news: no record was deleted, a relay is the same one."""
+
+READ_THREADS = 8
+"""Threads that read from a remote store: while some wait for the network, others decode."""
+
+
+class StoreInternals:
+    """The log that a store was opened on, with its threads.
+
+    Attributes
+    ----------
+    storage, identity
+        The root, and what its ``cnr.json`` says.
+    main, log
+        The store's own log, and the one that is read and appended to: the same, or that of ``branch``.
+    branch
+        The branch that was opened, or None.
+    relay
+        What a relay refuses; None where this is no relay.
+    workers, read_workers
+        Threads for writing, and for reading: more of them where the store is remote.
+    threads
+        How many threads were asked for.
+    """
+
+    def __init__(
+        self, storage: Storage, identity: Identity, *, threads: int | None = None, retry: RetryPolicy | None = None
+    ) -> None:
+        self.storage = storage
+        self.identity = identity
+        self.threads = threads
+        self.workers = Workers(threads)
+        reads_apart = threads is None and storage.is_remote and self.workers.threads < READ_THREADS
+        self.read_workers = Workers(READ_THREADS, name="cnr-read") if reads_apart else self.workers
+        is_exclusive = identity.exclusive_create == "verified"
+        self.main = CommitLog(storage, identity.store_uuid, is_exclusive=is_exclusive, retry=retry or RetryPolicy())
+        self.log = self.main
+        self.branch: Branch | None = None
+        self.relay: RelayGuard | None = None
+        self._has_first = True
+        self._idle_polls = 0
+
+    def close(self) -> None:
+        """End the threads."""
+        self.workers.close()
+        self.read_workers.close()
+
+    # ---- which log this is
+
+    def find_log(self) -> None:
+        """Find out whether the root holds a store or a relay. One GET, or two.
+
+        Raises
+        ------
+        CorruptStore, StorageFailure
+        """
+        if beginning.has_begun(self.storage):
+            return
+        data = self.storage.read_document(layout.RELAY, MAX_SMALL_BYTES)
+        self._has_first = data is not None
+        if data is not None:
+            where = f"{self.storage.url}/{layout.RELAY}"
+            marker = decode_relay_marker(data, self.identity.store_uuid, where)
+            self.relay = RelayGuard(self.storage, marker)
+            self.main = self.log = self.main.starting_at(marker.first)
+
+    def enter(self, main: CommitLog, branch: Branch) -> None:
+        """Go over to a branch of the store whose own log is ``main``. One GET.
+
+        Raises
+        ------
+        CorruptStore, StorageFailure
+        """
+        self.main, self.branch = main, branch
+        self.log = branches.log_of(main, branch)
+        self._has_first = branches.has_first(self.log, branch)
+
+    def find_branch(self, name: str) -> Branch:
+        """Return the branch of this name, by the store's own log.
+
+        Raises
+        ------
+        BranchNotFound, VersionExpired, ReadOnlyStore, CorruptStore, StorageFailure
+        """
+        if self.relay is not None:
+            raise self.relay.no_branches()
+        branch = branches.find_branch(_newest_or_warn(self.main).record, name)
+        if branch.is_expired(wall_ms()):
+            raise VersionExpired(
+                f"branch {name!r} of {self.storage.url} expired at {branch.pin.expires_ms} ms; drop it, and fork anew",
+                version=branch.pin.version,
+            )
+        return branch
+
+    @property
+    def place(self) -> str:
+        """The URL, and the branch if this is one: for messages."""
+        url = self.storage.url
+        return url if self.branch is None else f"branch {self.branch.name!r} of {url}"
+
+    @property
+    def branch_uuid(self) -> str:
+        """The uuid of the branch whose log this is, empty for the store's own; of a relay, that of what it copies.
+
+        With the store's uuid it says what a version number means.
+        """
+        return layout.branch_of(self.log.prefix) if self.relay is None else self.relay.marker.branch
+
+    # ---- reading the log
+
+    def poll(self, after: LogEntry) -> LogEntry | None:
+        """Return the entry behind ``after``, None when there is nothing new: one request, now and then some more.
+
+        Raises
+        ------
+        CorruptStore
+            The log was rewritten, or lost a record; or this is a relay that was begun anew in its place.
+        StorageFailure
+        """
+        entry = self.log.poll(after)
+        if entry is None:
+            self._idle_polls += 1
+            if self._idle_polls >= _LOOK_BACK:  # there may be nothing new for ever: a relay can begin further on
+                check = self.log.check_no_hole if self.relay is None else self.relay.check_same
+                check(after)
+                self._idle_polls = 0
+        return entry
+
+    def readable_head(self) -> LogEntry:
+        """Return the newest entry that can be read; warns where there are torn ones behind it.
+
+        Raises
+        ------
+        BranchNotFound
+            This is a branch that has ended.
+        VersionNotFound, CorruptStore, StorageFailure
+        """
+        head = _newest_or_warn(self.log)
+        self._check_open(head)
+        return head
+
+    def entry(self, version: int, *, or_superseding: bool = False) -> LogEntry:
+        """Return the entry of a version, or of the record that superseded it. One GET, and one per new side object.
+
+        Raises
+        ------
+        BadInput, VersionNotFound, VersionExpired, CorruptStore, StorageFailure
+        """
+        version = checked_count("a version", version, least=None)
+        read = self.log.read_standing if or_superseding else self.log.read
+        entry = read(version) if version >= 0 else None
+        if entry is None:
+            if self.relay is not None and 0 <= version < self.log.first:
+                raise self.relay.not_held(version)
+            raise VersionNotFound(f"{self.place} has no version {version}", version=version)
+        return entry
+
+    # ---- before something is written
+
+    def check_not_relay(self) -> None:
+        """Refuse what changes a store where this is only a copy of one. No I/O.
+
+        Raises
+        ------
+        ReadOnlyStore
+        """
+        if self.relay is not None:
+            raise self.relay.read_only()
+
+    def check_begun(self) -> None:
+        """Refuse what may delete, or must find all of the log, where that has lost its beginning. One request.
+
+        Raises
+        ------
+        CorruptStore
+        VersionNotFound
+            The creation of the store ended before its first record.
+        """
+        beginning.check_begun(self.storage, self.log.prefix, self.log.first)
+
+    def finish_creation(self) -> None:
+        """Write the first record for a process that died before it, as a writer, a tag or a fork does. No I/O else.
+
+        Nothing that only reads writes it. Never in a log that was begun before and has lost its beginning.
+
+        Raises
+        ------
+        CorruptStore, CommitStateUnknown, WrongClock, StorageFailure
+        """
+        if self._has_first:
+            return
+        try:
+            self.check_begun()
+        except VersionNotFound:
+            check_clock(self.storage, wall_ms(), may_be_behind=True)
+            begin_log(self.log, self.storage.read_document(layout.IDENTITY, MAX_SMALL_BYTES) or b"")
+        self._has_first = True
+
+    def settled_head(self) -> LogEntry:
+        """Return the newest entry, which something may follow, once an earlier append of this store is known.
+
+        Raises
+        ------
+        ReadOnlyStore, BranchNotFound, CommitStateUnknown, CorruptStore, StorageFailure
+        """
+        self.check_not_relay()
+        self.finish_creation()
+        self.log.resolve()
+        head = self.log.latest()
+        self._check_open(head)
+        unknown = unknown_writer_features(head.record)
+        if unknown:
+            raise ReadOnlyStore(
+                f"{self.place} uses writer features {unknown} that this library does not know; it can only be read",
+                found=unknown,
+            )
+        return head
+
+    def writable_head(self) -> LogEntry:
+        """Return the newest entry if something may be written behind it, and probe the backend.
+
+        Raises
+        ------
+        ReadOnlyStore, UnsafeBackend, CommitStateUnknown
+        """
+        self.log.check_exclusive()
+        head = self.settled_head()
+        if self.storage.is_exclusive:
+            self.storage.probe()
+        return head
+
+    def _check_open(self, head: LogEntry) -> None:
+        if head.record.kind == "close":
+            name = None if self.branch is None else self.branch.name
+            raise BranchNotFound(f"{self.place} was dropped; fork another", found=name)
+
+    # ---- versions whose data has gone
+
+    def check_held(self, version: int) -> None:
+        """Refuse a version that this is a relay without. One GET for its record and a small one for each segment.
+
+        Raises
+        ------
+        VersionExpired
+            A relay begins behind it, or lacks one of its segments. No other store refuses anything here.
+        VersionNotFound, CorruptStore, StorageFailure
+        """
+        if self.relay is not None and not self.relay.has_segments(self.entry(version).record.chain):
+            raise self.relay.not_held(version)
+
+    def check_live(self, head: CommitRecord, version: int) -> None:
+        """Refuse a version that has expired by the newest record. Pure.
+
+        Raises
+        ------
+        VersionExpired
+        """
+        if not is_live(head, version):
+            raise self._expired(head, version)
+
+    def tell_of_expiry(self, version: int, missing: MissingObject) -> None:
+        """Say what is behind an object that is missing of a version, if that is no damage. A few GETs.
+
+        Raises
+        ------
+        VersionExpired
+            The version has expired since, and outlived the grace of readers; or this relay has let it go.
+        """
+        expired = expired_by(self.log, version)
+        if expired is not None:
+            raise self._expired(expired, version) from missing
+        if self.relay is None or version < 0:
+            return
+        try:
+            # The newest version of a relay is whole at any time; of an older one it may have let segments go.
+            is_gone = version != self.log.latest().record.v and self.relay.has_let_go(missing)
+        except CnrStoreError:
+            return  # What is missing is the error to tell.
+        if is_gone:
+            raise self.relay.not_held(version) from missing
+
+    def _expired(self, head: CommitRecord, version: int) -> VersionExpired:
+        return VersionExpired(
+            f"version {version} of {self.place} has expired; the floor is {head.floor}", version=version
+        )
+
+
+def _newest_or_warn(log: CommitLog) -> LogEntry:
+    entry, torn = log.newest_readable()
+    if torn is not None:
+        warnings.warn(f"{torn}; serving version {entry.record.v}", RuntimeWarning, stacklevel=4)
+    return entry

@@ -1,0 +1,182 @@
+"""Finds a version by number, step, tag, channel or time, opens its snapshot, and holds it for a reader."""
+
+from __future__ import annotations
+
+import datetime as dt
+from dataclasses import replace
+from functools import partial
+
+import msgspec
+
+from cnr_store.errors import BadInput, ChannelNotFound, TagNotFound, VersionNotFound
+from cnr_store.format.commit_record import DATA_KINDS, LogEntry, is_live
+from cnr_store.format.records import CommitRecord, Cursor
+from cnr_store.log.at_time import newest_at
+from cnr_store.log.author import writer_info
+from cnr_store.log.clock import ms_of
+from cnr_store.log.leases import Lease, put_cursor, take_lease
+from cnr_store.read.snapshot import Snapshot
+from cnr_store.runtime.arguments import checked_count, checked_text
+from cnr_store.segment.chunk_cache import ChunkLru
+from cnr_store.store.internals import StoreInternals
+
+
+class Versions:
+    """The versions of one log: finds, opens and holds them. What takes a head answers by it."""
+
+    def __init__(self, internals: StoreInternals) -> None:
+        self._internals = internals
+
+    def find(
+        self,
+        head: LogEntry,
+        *,
+        version: int | None = None,
+        step: int | None = None,
+        tag: str | None = None,
+        channel: str | None = None,
+        time: dt.datetime | None = None,
+    ) -> LogEntry:
+        """Return the entry that is asked for, the head's if nothing is; see `Store.snapshot`.
+
+        Raises
+        ------
+        BadInput, VersionNotFound, VersionExpired, TagNotFound, ChannelNotFound, CorruptStore, StorageFailure
+        """
+        given = [value for value in (version, step, tag, channel, time) if value is not None]
+        if len(given) > 1:
+            raise BadInput("give at most one of version, step, tag, channel and time", found=len(given))
+        if step is not None:
+            return self.by_step(head, step)
+        if time is not None:
+            return self.by_time(head, ms_of(time))
+        if tag is not None:
+            version = version_of_tag(head.record, tag)
+        if channel is not None:
+            version = version_of_channel(head.record, channel)
+        return self.by_number(head, version)
+
+    def by_number(self, head: LogEntry, version: int | None) -> LogEntry:
+        """Return the entry of a version, the head's if None. One GET.
+
+        Raises
+        ------
+        BadInput, VersionNotFound, VersionExpired, CorruptStore, StorageFailure
+        """
+        if version is None:
+            return head
+        version = checked_count("a version", version, least=None)
+        if 0 <= version < head.record.v:
+            self._internals.check_live(head.record, version)  # before its record is read: it may have been given up
+        return head if version == head.record.v else self._internals.entry(version)
+
+    def by_step(self, head: LogEntry, step: int) -> LogEntry:
+        """Return the newest version of the newest checkpoint of that step, or an older one where only that is live.
+
+        Raises
+        ------
+        BadInput, VersionNotFound, CorruptStore, StorageFailure
+        """
+        step = checked_count("a step", step, least=None)
+        newest: LogEntry | None = None
+        for entry in self._internals.log.walk(head):
+            record = entry.record
+            # A branch starts with the state of its fork point, and compaction makes a newer version of the same one.
+            is_state = record.kind in DATA_KINDS or record.kind == "compact" or record.v == 0
+            if not (record.step == step and record.chain and is_state):
+                continue
+            newest = newest or entry
+            if record.logical == newest.record.logical:
+                if is_live(head.record, record.v):
+                    return entry
+                if record.kind in ("full", "delta"):
+                    break
+        if newest is None:
+            relay = self._internals.relay
+            since = "" if relay is None else f"; it is a relay that begins at version {relay.marker.first}"
+            raise VersionNotFound(f"{self._internals.place} has no checkpoint of step {step}{since}", found=step)
+        return newest
+
+    def by_time(self, head: LogEntry, time_ms: int) -> LogEntry:
+        """Return the last version committed at or before a time in milliseconds since 1970.
+
+        Raises
+        ------
+        VersionNotFound, VersionExpired, CorruptStore, StorageFailure
+        """
+        log, relay = self._internals.log, self._internals.relay
+        found = newest_at(time_ms, head, log.first, partial(self._internals.entry, or_superseding=True), log.walk)
+        if found is None:
+            if relay is not None and log.first > 0:
+                raise relay.not_held(log.first - 1)
+            raise VersionNotFound(
+                f"{self._internals.place} has no version at or before time {time_ms} ms", found=time_ms
+            )
+        return found
+
+    def live(self, head: LogEntry, version: int | None) -> LogEntry:
+        """Return the entry of a version, the head's if None, whose segments can be opened.
+
+        Raises
+        ------
+        BadInput, VersionNotFound, VersionExpired, CorruptStore, StorageFailure
+        """
+        entry = self.by_number(head, version)
+        tables = self.open(head.record, entry).generations
+        return replace(entry, record=msgspec.structs.replace(entry.record, tables=tables))
+
+    def open(self, head: CommitRecord, entry: LogEntry, cache: ChunkLru | None = None) -> Snapshot:
+        """Open the snapshot of an entry that is live by the newest record.
+
+        Raises
+        ------
+        VersionExpired, CorruptStore, StorageFailure
+        """
+        internals, version = self._internals, entry.record.v
+        internals.check_live(head, version)
+        if_missing = partial(internals.tell_of_expiry, version)
+        return Snapshot(internals.storage, entry, internals.read_workers, if_missing=if_missing, cache=cache)
+
+    def lease(self, version: int | None, ttl_s: float) -> Lease:
+        """See `Store.lease`."""
+        internals = self._internals
+        if version is not None:
+            version = checked_count("a version", version, least=None)
+        lease = take_lease(internals.storage, internals.log, version, ttl_s=ttl_s, holder=writer_info().host)
+        try:
+            internals.check_held(lease.version)
+        except BaseException:
+            lease.release()
+            raise
+        return lease
+
+    def register_cursor(self, name: str, version: int, ttl_s: float | None) -> Cursor:
+        """See `Store.register_cursor`."""
+        internals = self._internals
+        version = checked_count("a version", version, least=None)
+        internals.check_held(version)
+        return put_cursor(internals.storage, internals.log, name, version, ttl_s=ttl_s, holder=writer_info().host)
+
+
+def version_of_tag(head: CommitRecord, name: str) -> int:
+    """Return the version that a tag names. Pure.
+
+    Raises
+    ------
+    BadInput, TagNotFound
+    """
+    if checked_text("a tag", name) not in head.tags:
+        raise TagNotFound(f"no tag {name!r}; there are {sorted(head.tags)}", found=name)
+    return head.tags[name]
+
+
+def version_of_channel(head: CommitRecord, name: str) -> int:
+    """Return the version that a channel points to. Pure.
+
+    Raises
+    ------
+    BadInput, ChannelNotFound
+    """
+    if checked_text("a channel", name) not in head.channels:
+        raise ChannelNotFound(f"no channel {name!r}; there are {sorted(head.channels)}", found=name)
+    return head.channels[name]

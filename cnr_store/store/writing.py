@@ -1,0 +1,82 @@
+"""Opens the writer of a store: the ranks agree on their shards, and rank 0 fences the writers before it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from functools import partial
+from typing import get_args
+
+from cnr_store.errors import BadInput
+from cnr_store.format.commit_record import LogEntry
+from cnr_store.format.records import WriterInfo
+from cnr_store.log.author import writer_info
+from cnr_store.log.rebase import draft_after, rebase_fence
+from cnr_store.runtime.arguments import checked_choice
+from cnr_store.runtime.ranks import Ranks, rank_zero, together
+from cnr_store.runtime.threads import Throttle, check_rate
+from cnr_store.segment.shards import Placement, check_placements, column_cuts
+from cnr_store.store.internals import StoreInternals
+from cnr_store.types import Rectangle
+from cnr_store.write.mirrors import MirrorMode, Mirrors, check_mirror_folder
+from cnr_store.write.writer import Writer
+from cnr_store.write.writer_state import Session, Succession
+
+
+def open_writer(
+    internals: StoreInternals,
+    *,
+    mirror: MirrorMode,
+    mirror_folder: str | None,
+    bytes_per_s: float | None,
+    run_id: str | None,
+    ranks: Ranks,
+    shards: Placement | None,
+    succession: Succession | None,
+) -> Writer:
+    """Open a writer; see `Store.writer`. Blocks for a few requests, on all ranks together."""
+    if shards is None and ranks.world > 1:
+        raise BadInput("several ranks write together only shards: say with shards= what this rank holds")
+    checked_choice("mirror", mirror, get_args(MirrorMode))
+    check_rate(bytes_per_s)
+    # On all ranks before the first of them fences: where one cannot go on, none does.
+    together(ranks, partial(check_mirror_folder, mirror, mirror_folder))
+    info = writer_info(run_id or uuid.uuid4().hex)
+    fenced: list[LogEntry] = []
+
+    def open_committer() -> int:
+        fenced.append(_fence(internals, info) if succession is None else internals.entry(succession.version))
+        return fenced[0].record.v
+
+    version = rank_zero(ranks, open_committer)
+    placements = _exchange_shards(ranks, shards)
+    shapes = check_placements(placements)
+    heads: list[LogEntry] = []
+    together(ranks, lambda: heads.append(fenced[0] if fenced else internals.entry(version)))
+    return Writer(
+        Session(
+            internals.storage, internals.log, heads[0], internals.identity.profile, info, internals.workers,
+            Mirrors(mirror, mirror_folder), Throttle(bytes_per_s),
+            ranks=ranks, placement=None if shards is None else placements[ranks.rank], shapes=shapes,
+            cuts=column_cuts(placements), succession=succession,
+        )
+    )  # fmt: skip
+
+
+def _fence(internals: StoreInternals, info: WriterInfo) -> LogEntry:
+    """Commit a fence: no earlier writer commits any more."""
+    head = internals.writable_head()
+    draft = draft_after(head.record, "fence", info, epoch=head.record.epoch + 1)
+    return internals.log.append(head, draft, rebase_fence)
+
+
+def _exchange_shards(ranks: Ranks, shards: Placement | None) -> list[dict[str, list[Rectangle]]]:
+    """The shards of every rank, in the order of the ranks."""
+    own: Mapping[str, list[list[list[int]]]] = {
+        table: [[[int(end) for end in ends] for ends in (one.rows, one.columns)] for one in held]
+        for table, held in (shards or {}).items()
+    }
+    return [
+        {table: [Rectangle(tuple(rows), tuple(columns)) for rows, columns in held] for table, held in one.items()}
+        for one in together(ranks, lambda: own)
+    ]
