@@ -60,13 +60,26 @@ from cnr_store.errors import (
     VersionRefused,
     WrongClock,
 )
+from cnr_store.format.commit_record import LogEntry
+from cnr_store.format.records import (
+    ChainEntry,
+    CommitRecord,
+    Cursor,
+    DenseEntry,
+    Generation,
+    Pin,
+    RelayMarker,
+    TableSchema,
+    WaitingEntry,
+    WriterInfo,
+)
 from cnr_store.format.sizes import SegmentSizes, fp32_bytes, segment_sizes, total_sizes
 from cnr_store.log.leases import Lease
 from cnr_store.log.retention import RetentionPolicy
 from cnr_store.maintenance.compaction import CompactionPolicy, CompactionReport, compact
-from cnr_store.maintenance.gc import GcReport, collect_garbage
+from cnr_store.maintenance.gc import GcReport, SegmentReport, VersionReport, collect_garbage
 from cnr_store.maintenance.maintain import MaintenanceReport, Stage, StageReport, compact_chain, maintain
-from cnr_store.maintenance.repair import RepairAction, RepairReport, repair_store
+from cnr_store.maintenance.repair import LostState, RepairAction, RepairReport, repair_store
 from cnr_store.maintenance.status import HeadStatus, LastMaintenance, StoreStatus, read_status
 from cnr_store.maintenance.verify import LogReport, Problem, VerifyReport, verify_store
 from cnr_store.read.snapshot import Snapshot, TableView
@@ -76,6 +89,7 @@ from cnr_store.segment.shards import Shard
 from cnr_store.store import Store
 from cnr_store.transfer.exporting import ExportedTensor, ExportReport, export_snapshot
 from cnr_store.transfer.importing import ImportReport, import_tensors
+from cnr_store.transfer.safetensors_file import TensorFile, TensorSpec
 from cnr_store.types import Rectangle
 from cnr_store.write.rate import expected_restores
 from cnr_store.write.table_options import TableOptions, Threshold
@@ -134,6 +148,23 @@ __all__ = [
     "Shard",
     "Rectangle",
     "Declaration",
+    # What they return: documents of the format (spec, section 3), and lines of reports.
+    "LogEntry",
+    "CommitRecord",
+    "ChainEntry",
+    "WriterInfo",
+    "TableSchema",
+    "DenseEntry",
+    "Generation",
+    "WaitingEntry",
+    "Pin",
+    "Cursor",
+    "RelayMarker",
+    "SegmentReport",
+    "VersionReport",
+    "LostState",
+    "TensorFile",
+    "TensorSpec",
     # Errors, in the order of their tree.
     "CnrStoreError",
     "NotFound",

@@ -18,7 +18,7 @@ from cnr_store.training.checkpoint_manager import CheckpointManager
 from cnr_store.training.granted_reader import GrantedReader
 from cnr_store.training.loading import LoadedState, RestoredState, load
 from cnr_store.training.precision.calibrating import Calibration, Trial, calibrate
-from cnr_store.training.precision.rate_status import RateStatus, ScaleChange
+from cnr_store.training.precision.rate_status import RateStatus, ScaleChange, TableRate
 from cnr_store.training.ranks import ProcessRanks
 from cnr_store.training.reader import IntervalReader, reader_states_for
 from cnr_store.write.rate import TargetStatus
@@ -31,6 +31,7 @@ __all__ = [
     "SaveReport",
     "ScaleChange",
     "RateStatus",
+    "TableRate",
     "TargetStatus",
     "calibrate",
     "Calibration",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import inspect
 import subprocess
 import sys
 import types
+import typing
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,7 +43,9 @@ PUBLIC = {
         read_status StoreStatus HeadStatus LastMaintenance
         collect_garbage RetentionPolicy GcReport Lease
         segment_sizes total_sizes fp32_bytes SegmentSizes
-        export_snapshot ExportReport ExportedTensor import_tensors ImportReport
+        export_snapshot ExportReport ExportedTensor import_tensors ImportReport TensorFile TensorSpec
+        LogEntry CommitRecord ChainEntry WriterInfo TableSchema DenseEntry Generation WaitingEntry Pin Cursor
+        RelayMarker SegmentReport VersionReport LostState
     """,
     "cnr_store_gpu": """
         RowTracker RowBitmap DeviceBitmaps Cumulative Taken warmup
@@ -65,7 +71,8 @@ PUBLIC = {
     "cnr_store.integrations.redis": "RedisSink RedisRows RedisBatch",
     "cnr_store.testing": "",
     "cnr_store.training": """
-        CheckpointManager RestoredState load LoadedState SaveReport ScaleChange RateStatus TargetStatus ProcessRanks
+        CheckpointManager RestoredState load LoadedState SaveReport ScaleChange RateStatus TableRate TargetStatus
+        ProcessRanks
         calibrate Calibration Trial
         CarriedBatch CarryingReader GrantedReader IntervalReader reader_states_for
     """,
@@ -163,3 +170,52 @@ def test_importing_the_library_loads_nothing_optional() -> None:
 @pytest.mark.parametrize("folder", ["cnr_store", "gpu/cnr_store_gpu", "tools/cnr_store_tools"])
 def test_packages_say_that_they_are_typed(folder: str) -> None:
     assert (REPOSITORY / folder / "py.typed").is_file()
+
+
+INTERNAL = {
+    "Board", "CachedReader", "ChunkReader", "Layer", "Manifest", "Mirrors", "Receipt", "Refinement", "SegmentReader",
+    "TableCodes", "TablePlan", "Tensor", "View", "Workers",
+}  # fmt: skip
+"""What methods of public classes return and no user is meant to hold: the list only shrinks."""
+
+
+def returned_classes(package: str) -> Iterator[tuple[str, type]]:
+    """Each class of ours in what a public function returns, or a public report holds, with where it stands."""
+    module = importlib.import_module(package)
+    for name in module.__all__:
+        public = getattr(module, name)
+        if inspect.isfunction(public):
+            yield from ((name, found) for found in classes_in(hints_of(public).get("return")))
+        elif inspect.isclass(public):
+            if dataclasses.is_dataclass(public):
+                for field, hint in hints_of(public).items():
+                    yield from ((f"{name}.{field}", found) for found in classes_in(hint))
+            for member, value in vars(public).items():
+                function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+                if inspect.isfunction(function) and not member.startswith("_"):
+                    yield from ((f"{name}.{member}", found) for found in classes_in(hints_of(function).get("return")))
+
+
+def hints_of(annotated: object) -> dict[str, object]:
+    return typing.get_type_hints(annotated, localns={"torch": importlib.import_module("torch")})
+
+
+def classes_in(hint: object) -> Iterator[type]:
+    if isinstance(hint, type) and not isinstance(hint, types.GenericAlias):
+        yield hint
+    for argument in typing.get_args(hint):
+        yield from classes_in(argument)
+
+
+def test_what_public_methods_return_can_be_imported() -> None:
+    public = {id(getattr(importlib.import_module(name), one)) for name in PUBLIC for one in PUBLIC[name].split()}
+    public |= {id(value) for value in vars(importlib.import_module("cnr_store.types")).values()}
+
+    hidden = {
+        found.__name__
+        for name in PUBLIC
+        for _, found in returned_classes(name)
+        if found.__module__.startswith("cnr_store") and id(found) not in public
+    }
+
+    assert hidden == INTERNAL

@@ -30,7 +30,7 @@ TIMEOUT_S = 10.0
 _SECRET_OPTIONS = ("password", "username")
 
 
-class Current(msgspec.Struct, frozen=True):
+class CurrentGeneration(msgspec.Struct, frozen=True):
     """The document behind the two numbers of `current`: what readers see, and how it is stored."""
 
     format: int
@@ -49,7 +49,7 @@ class Current(msgspec.Struct, frozen=True):
 
 
 # Built while the module is imported, as in documents.py: two threads that make it at once crash the interpreter.
-_DECODER = msgspec.json.Decoder(Current)
+_DECODER = msgspec.json.Decoder(CurrentGeneration)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ def numbers_of(current: bytes) -> tuple[int, int]:
     return int(generation), int(sequence)
 
 
-def document_of(place: str, current: bytes) -> Current:
+def document_of(place: str, current: bytes) -> CurrentGeneration:
     """Return what `current` says.
 
     Raises

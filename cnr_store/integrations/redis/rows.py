@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store.errors import BadRowIds, CorruptStore, StorageFailure, TableNotFound
-from cnr_store.integrations.redis.connection import Connection, Current, connected, document_of, numbers_of
+from cnr_store.integrations.redis.connection import Connection, CurrentGeneration, connected, document_of, numbers_of
 from cnr_store.serving.sinks.protocol import SinkState
 from cnr_store.serving.sinks.stored_rows import row_width, rows_from_bytes
 from cnr_store.types import RowIds
@@ -63,7 +63,7 @@ class RedisRows:
 
     def __init__(self, client: Redis, prefix: str) -> None:
         self._at = Connection(client, prefix)
-        self._seen: tuple[int, bytes, Current] | None = None  # generation, `current`, what it says
+        self._seen: tuple[int, bytes, CurrentGeneration] | None = None  # generation, `current`, what it says
 
     @classmethod
     def connect(cls, url: str, prefix: str, **options: Any) -> RedisRows:
@@ -145,11 +145,11 @@ class RedisRows:
         """Close the client's connections; reading again opens them again."""
         self._at.client.close()
 
-    def _known(self) -> tuple[int, Current | None]:
+    def _known(self) -> tuple[int, CurrentGeneration | None]:
         seen = self._seen
         return (-1, None) if seen is None else (seen[0], seen[2])
 
-    def _learn(self, current: bytes) -> Current:
+    def _learn(self, current: bytes) -> CurrentGeneration:
         seen = self._seen
         if seen is not None and seen[1] == current:
             return seen[2]
@@ -158,12 +158,12 @@ class RedisRows:
         return document
 
 
-def _are_stored_alike(a: Current, b: Current) -> bool:
+def _are_stored_alike(a: CurrentGeneration, b: CurrentGeneration) -> bool:
     """Whether rows of the two are read alike; a server that was restored may count a generation a second time."""
     return (a.stored_as, a.tables) == (b.stored_as, b.tables)
 
 
-def _batch(document: Current, asked: Mapping[str, RowIds], found: list[bytes], as_stored: bool) -> RedisBatch:
+def _batch(document: CurrentGeneration, asked: Mapping[str, RowIds], found: list[bytes], as_stored: bool) -> RedisBatch:
     rows: dict[str, npt.NDArray[Any]] = {}
     missing: dict[str, npt.NDArray[np.bool_]] = {}
     for index, (table, ids) in enumerate(asked.items()):

@@ -23,7 +23,7 @@ from cnr_store.integrations.redis.connection import (
     FORMAT,
     HEAD_BYTES,
     Connection,
-    Current,
+    CurrentGeneration,
     connected,
     document_of,
     numbers_of,
@@ -71,7 +71,7 @@ class RedisSink:
         self._stored_as: StoredAs = stored_as
         self._token: bytes | None = None
         self._head = b""  # the first bytes of `current` that this process knows
-        self._batch: _Batch | None = None
+        self._batch: _OpenBatch | None = None
 
     @classmethod
     def connect(cls, url: str, prefix: str, *, stored_as: StoredAs = "float32", **options: Any) -> Self:
@@ -131,7 +131,7 @@ class RedisSink:
         names = ("token", "current", "pending", "sequence", "written", "garbage")
         keys = [self._at.keys.named(name) for name in names]
         sequence, generation = self._at.run("BEGIN", keys, self._held(), int(full), self._head)
-        self._batch = _Batch(dict(tables), int(sequence), int(generation), full)
+        self._batch = _OpenBatch(dict(tables), int(sequence), int(generation), full)
 
     def put(self, table: str, row_ids: RowIds, values: Float32s) -> None:
         """Write rows of the batch, chunk by chunk; see `RowSink.put`.
@@ -177,7 +177,7 @@ class RedisSink:
         batch = self._batch
         if batch is None:
             raise BadInput(f"{self.name} has no batch to commit: begin() one")
-        document = Current(
+        document = CurrentGeneration(
             format=FORMAT, stored_as=self._stored_as, store=state.store, branch=state.branch, version=state.version,
             step=state.step, scope=state.scope,
             tables={name: (table.dim, table.num_rows) for name, table in batch.tables.items()},
@@ -246,7 +246,7 @@ class RedisSink:
                 path=self._at.keys.prefix, found=policy, expected="noeviction",
             )  # fmt: skip
 
-    def _writing(self, table: str) -> tuple[_Batch, int]:
+    def _writing(self, table: str) -> tuple[_OpenBatch, int]:
         if self._batch is None:
             raise BadInput(f"{self.name} has no batch to write to: begin() one", table=table)
         if table not in self._batch.tables:
@@ -265,7 +265,7 @@ class RedisSink:
 
 
 @dataclass(slots=True)
-class _Batch:
+class _OpenBatch:
     """A batch on its way, of which so many steps have run."""
 
     tables: dict[str, SinkTable]

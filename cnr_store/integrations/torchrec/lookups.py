@@ -46,7 +46,7 @@ def follow(sharded: Sharded, tracker: Tracker) -> list[Handle]:
     for lookup in sharded.lookups:
         if not lookup.slices:  # this rank has no shard of it
             continue
-        follower = _Follower(lookup, tracker)
+        follower = _LookupFollower(lookup, tracker)
         handles.append(
             lookup.module.register_forward_pre_hook(torch.compiler.disable(follower.before), with_kwargs=True)
         )
@@ -68,7 +68,7 @@ class _Forward:
     outlived: int = 0  # backwards of other forwards
 
 
-class _Follower:
+class _LookupFollower:
     """The hooks of one lookup: what its forward shows, and which of its forwards still wait for their backward."""
 
     def __init__(self, lookup: Lookup, tracker: Tracker) -> None:

@@ -74,7 +74,7 @@ class Sharded:
 
 
 @dataclass(slots=True, eq=False)
-class _Piece:
+class _ShardPiece:
     """A shard on the way: its number among the table's shards is known when all are found."""
 
     shard: LocalShard
@@ -99,7 +99,7 @@ def find_sharded(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] =
         A kernel whose rows cannot be read in place (cached in device memory, key-value), or a private name that this
         version of TorchRec does not have.
     """
-    pieces: list[_Piece] = []
+    pieces: list[_ShardPiece] = []
     found: list[tuple[nn.Module, nn.Module, list[tuple[nn.Module, bool]]]] = []
     for owner, collection in _collections(model):
         for wrapped in private(collection, "_lookups"):
@@ -107,7 +107,7 @@ def find_sharded(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] =
             kernels: list[tuple[nn.Module, bool]] = []
             for group, holder in zip(private(lookup, "grouped_configs"), private(lookup, "_emb_modules"), strict=True):
                 shards = list(_shards_of(owner, collection, group, holder, optimizers))
-                pieces += [_Piece(shard, count, len(found), len(kernels)) for shard, count in shards]
+                pieces += [_ShardPiece(shard, count, len(found), len(kernels)) for shard, count in shards]
                 kernels.append((private(holder, "emb_module"), all(shard.parameter is None for shard, _ in shards)))
             found.append((collection, lookup, kernels))
     _number(pieces)
@@ -171,8 +171,8 @@ def _check_kernel(table: str, config: Any, weight: torch.Tensor, names: list[str
     raise Unsupported(f"table {table!r} {problem}", table=table, found=str(kernel))
 
 
-def _number(pieces: list[_Piece]) -> None:
-    by_table: dict[str, list[_Piece]] = {}
+def _number(pieces: list[_ShardPiece]) -> None:
+    by_table: dict[str, list[_ShardPiece]] = {}
     for piece in pieces:
         by_table.setdefault(piece.shard.table, []).append(piece)
     for mine in by_table.values():
@@ -182,7 +182,7 @@ def _number(pieces: list[_Piece]) -> None:
 
 
 def _lookup_of(
-    collection: nn.Module, module: nn.Module, modules: list[tuple[nn.Module, bool]], pieces: list[_Piece]
+    collection: nn.Module, module: nn.Module, modules: list[tuple[nn.Module, bool]], pieces: list[_ShardPiece]
 ) -> Lookup:
     slices: list[str] = []
     kernels: list[Kernel] = []
