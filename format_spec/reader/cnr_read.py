@@ -16,11 +16,7 @@ from pcodec import standalone
 CARRIER = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 EXACT_BITS, U, GOLDEN, MASK = {"float32": 23, "float16": 10, "bfloat16": 7}, np.uint64, 0x9E3779B97F4A7C15, 2**64 - 1
 STORED_AS = {"bfloat16": "uint16", "bool": "uint8"}
-PATH = re.compile(r"(?!\.+(/|$))[A-Za-z0-9._%-]+(/(?!\.+(/|$))[A-Za-z0-9._%-]+)*")
-SCHEMAS = {  # ranges and patterns of single fields [3.1]; what one says of another stands below
-    path.stem: Draft202012Validator(json.loads(path.read_text()))
-    for path in Path(__file__).parents[1].glob("schemas/*")
-}
+SCHEMAS = {p.stem: Draft202012Validator(json.loads(p.read_text())) for p in Path(__file__).parents[1].glob("schemas/*")}
 ABSENT, CODED, ESCAPED, OPS, INTEGER = 0, 1, 2, ("add", "set", "delete", "escape"), ("lattice", "float_bits")
 
 
@@ -49,8 +45,8 @@ def parse(data, kind, where, schema=None):  # [3.6]: of the four brackets, those
         document = json.loads(data, parse_constant=lambda name: need(False, kind, f"{where}: {name}"))
     except ValueError as error:
         raise Refused(kind, f"{where}: {error}") from error
-    need(isinstance(document, dict), kind, where)
-    need(schema is None or SCHEMAS[schema].is_valid(document), kind, f"{where}: {schema}")
+    is_valid = isinstance(document, dict) and (schema is None or SCHEMAS[schema].is_valid(document))
+    need(is_valid, kind, f"{where}: {schema}")
     return document if schema is None else with_defaults(document, schema)
 
 
@@ -63,23 +59,32 @@ def with_defaults(value, schema, rule=None):  # [3.1] CNR-DOC-5
         fields, others = rule.get("properties", {}), rule.get("additionalProperties", {})
         value = {name: one["default"] for name, one in fields.items() if "default" in one} | value
         return {name: with_defaults(one, schema, fields.get(name, others)) for name, one in value.items()}
-    items = rule.get("items") or {}
-    return [with_defaults(one, schema, items) for one in value] if isinstance(value, list) else value
+    return [with_defaults(one, schema, rule.get("items") or {}) for one in value] if isinstance(value, list) else value
 
 
 def is_name(text):  # [2]
     return 0 < len(text.encode()) <= 1024 and not re.search(r"[\x00-\x1f\x7f]", text)
 
 
-class Store:  # in a local folder; records[v] is None where a later record superseded the position [7.10]
-    def __init__(self, root):
-        self.root, self.records, torn = Path(root), [], []
+class Store:  # in a local folder; records[v] is None where it is superseded [7.10], or before a relay begins [7.11]
+    def __init__(self, root, branch=None):
+        self.root, self.records, self.first, torn, prefix, begin = Path(root), [], 0, [], "", {}
         identity = self.object("cnr.json", "not_a_store")
         before, self.identity = hashlib.sha256(identity).hexdigest(), parse(identity, "corrupt_store", "cnr.json")
         need(self.identity.get("format") == "cnr-store", "corrupt_store", "format of cnr.json")
         need(self.identity.get("major") == 1, "newer_format", f"major {self.identity.get('major')}")
-        names = [path.stem for path in (self.root / "commits").glob("*.json") if re.fullmatch(r"\d{20}", path.stem)]
-        for key in (f"commits/{version:020d}.json" for version in range(max(map(int, names), default=0) + 1)):
+        if branch is not None:  # [7.9]
+            pins = {pin["name"]: (key, pin["version"]) for key, pin in Store(root).records[-1]["pins"].items()}
+            need(branch in pins, "branch_not_found", branch)
+            uuid, fork_point = pins[branch]
+            before = hashlib.sha256(self.object(f"commits/{fork_point:020d}.json")[:65537]).hexdigest()
+            prefix, begin = f"branches/{uuid}/", {"kind": "fork", "name": uuid, "target": fork_point}
+        elif not (self.root / f"commits/{0:020d}.json").is_file() and (self.root / "relay.json").is_file():  # [7.11]
+            marker = parse(self.object("relay.json"), "corrupt_store", "relay.json", "relay")
+            need(marker["store_uuid"] == self.identity["store_uuid"], "corrupt_store", "relay.json: of another store")
+            self.first, self.records, before = marker["first"], [None] * marker["first"], None
+        names = [int(path.stem) for path in (self.root / f"{prefix}commits").glob("[0-9]" * 20 + ".json")]
+        for key in (f"{prefix}commits/{v:020d}.json" for v in range(self.first, max(names, default=self.first) + 1)):
             digest = hashlib.sha256(data := self.object(key, "corrupt_store")[:65537]).hexdigest()  # [3.6]
             try:
                 record, before, torn = self.record(key, data, before, [one for one, _ in torn]), digest, []
@@ -89,6 +94,7 @@ class Store:  # in a local folder; records[v] is None where a later record super
         if torn:
             raise torn[0][1]
         self.complete(self.records[-1], key)
+        need(begin.items() <= (self.records[0] or {}).items(), "corrupt_record", f"branch {branch}: position 0")
 
     def object(self, key, kind="missing_object", sha256=None):
         need((at := self.root / key).is_file(), kind, f"no {key}")
@@ -103,7 +109,8 @@ class Store:  # in a local folder; records[v] is None where a later record super
         need(SCHEMAS["commit_record"].is_valid(record), bad, key)
         record = with_defaults(record, "commit_record")
         need(record["store_uuid"] == self.identity["store_uuid"], "corrupt_store", f"{key}: of another store")
-        need((record["v"], record["parent_digest"]) == (len(self.records), [before, *torn][-1]), bad, key)
+        parent = [before or record["parent_digest"], *torn][-1]  # the first of a relay has none there
+        need((record["v"], record["parent_digest"]) == (len(self.records), parent), bad, key)
         need(record["supersedes"] == ({"follows": before, "torn": torn} if torn else None), bad, f"{key}: supersedes")
         self.check(record, key, bad)
         return record
@@ -127,9 +134,8 @@ class Store:  # in a local folder; records[v] is None where a later record super
         v, kind, ends = record["v"], record["kind"], [0] + [entry["l1"] for entry in record["chain"]]
         lengths = {"init": (1, 1), "full": (2, 2), "delta": (3, 65), "compact": (2, 64)}.get(kind, (1, 65))
         need(lengths[0] <= len(ends) <= lengths[1] and ends[-1] == record["logical"], bad, f"{key}: chain")
-        for index, entry in enumerate(record["chain"]):
-            connects = entry["l0"] == ends[index] < entry["l1"] and entry["kind"] == ("delta" if index else "baseline")
-            need(connects, bad, f"{key}: chain at {index}")
+        for k, entry in enumerate(record["chain"]):
+            need(entry["l0"] == ends[k] < entry["l1"] and entry["kind"] == ("delta" if k else "baseline"), bad, key)
         need(kind in ("init", "fork") if v == 0 else kind != "init", bad, f"{key}: {kind} at {v}")
         named = {"tag": "name target", "untag": "name", "channel": "name", "fork": "name", "rollback": "target"}
         has_all = all(record[field] is not None for field in named.get(kind, "").split())
@@ -143,34 +149,34 @@ class Store:  # in a local folder; records[v] is None where a later record super
 
     def snapshot(self, version=None):
         version = len(self.records) - 1 if version is None else version
+        need(not 0 <= version < self.first, "version_expired", f"version {version}")
         need(0 <= version < len(self.records) and self.records[version], "version_not_found", f"version {version}")
         head, record = self.records[-1], self.records[version]
-        stays = [*head["kept"], *head["tags"].values(), *head["channels"].values()]
-        stays += [pin["version"] for pin in head["pins"].values()] + [version] * (version >= head["floor"])
-        need(version in stays and version not in head["expired"], "version_expired", f"version {version}")
-        snapshot = Snapshot([Segment(self, entry) for entry in record["chain"]], record)
+        named = [*head["tags"].values(), *head["channels"].values(), *(pin["version"] for pin in head["pins"].values())]
+        live = (version >= head["floor"] or version in [*head["kept"], *named]) and version not in head["expired"]
+        need(live and head["kind"] != "close", "version_expired", f"version {version}")
+        missing = "version_expired" if self.first and record is not head else "missing_object"  # [7.11] CNR-RLY-6
+        snapshot = Snapshot([Segment(self, entry, missing) for entry in record["chain"]], record)
         if record["kind"] in ("full", "delta"):
-            last, keys = snapshot.last, ("generation", "shift", "scale")
+            tables, keys = snapshot.tables, ("generation", "shift", "scale")
             own = {name: [one[key] for key in keys] for name, one in record["tables"].items()}
-            its = {name: [(one | one["encoding"]).get(key) for key in keys] for name, one in last["tables"].items()}
-            same = record["step"] == last["step"] and (own == its or record["state"])
+            its = {name: [(one | one["encoding"]).get(key) for key in keys] for name, one in tables.items()}
+            same = record["step"] == snapshot.last["step"] and (own == its or record["state"])
             need(same, "corrupt_record", f"record {version}: its segment")
         return snapshot
 
 
 class Segment:  # [4.1]: a manifest and the objects that it lists
-    def __init__(self, store, entry):
+    def __init__(self, store, entry, missing):
         self.store, self.name, where = store, entry["seg"], f"manifest of {entry['seg']}"
-        data = store.object(f"data/{self.name}/_segment.json", sha256=entry["sha256"])
+        data = store.object(f"data/{self.name}/_segment.json", missing, entry["sha256"])
         need(parse(data, "corrupt_store", where).get("format", 0) == 1, "newer_format", where)
         self.manifest = manifest = parse(data, "corrupt_store", where, "segment")
         self.objects, same = {item["path"]: item for item in manifest["objects"]}, ("kind", "l0", "l1")
         lists = [(part, part[op]) for part in manifest["parts"] for op in OPS if part[op]]
-        counts = sum(one["count"] for _, one in lists), sum(item["size"] for item in manifest["objects"])
+        rows, size = sum(one["count"] for _, one in lists), sum(item["size"] for item in manifest["objects"])
         sane = self.name == f"{manifest['base']:020d}-{manifest['txn']}" and all(manifest[k] == entry[k] for k in same)
-        need(
-            sane and counts[0] == entry["rows"] and counts[1] <= entry["bytes"], "corrupt_store", f"{where}: its entry"
-        )
+        need(sane and rows == entry["rows"] and size <= entry["bytes"], "corrupt_store", f"{where}: its entry")
         tables, dense, areas = manifest["tables"], manifest["dense_arrays"], dict.fromkeys(manifest["tables"], 0)
         names = [*tables, *manifest["dense"], *(slot for table in tables.values() for slot in table["slots"])]
         names += [node for name in manifest["documents"] for node in name.split("/")]

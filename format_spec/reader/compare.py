@@ -18,10 +18,10 @@ from cnr_store.types import Rectangle
 from format_spec.reader import cnr_read
 
 
-def compare(root: str | Path) -> int:
+def compare(root: str | Path, branch: str | None = None) -> int:
     """Return how many arrays of how ever many versions were compared; raises AssertionError on the first difference."""
-    store = Store.open(str(root), threads=1)
-    other = cnr_read.Store(root)
+    store = Store.open(str(root), branch=branch, threads=1)
+    other = cnr_read.Store(root, branch)
     assert store.latest_version() == len(other.records) - 1, "another newest version"
     compared = 0
     for version in (number for number, record in enumerate(other.records) if record is not None):

@@ -12,11 +12,12 @@ import xxhash
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("store")
+    parser.add_argument("--branch", help="its name; without it the log of the store, or of a relay")
     parser.add_argument("--version", type=int)
     parser.add_argument("--out", type=Path, help="folder for .npy files")
     options, found = parser.parse_args(), {}
     try:
-        snapshot = cnr_read.Store(options.store).snapshot(options.version)
+        snapshot = cnr_read.Store(options.store, options.branch).snapshot(options.version)
         for name in snapshot.tables:
             found |= {f"table {name} {key}": array for key, array in snapshot.read_table(name).items()}
         found |= {f"dense {name}": snapshot.read_dense(name) for name in snapshot.last["dense"]}

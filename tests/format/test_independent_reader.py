@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from cnr_store import Store, TableOptions, repair_store
 from cnr_store.format.documents import canonical_json
 from cnr_store.format.layout import commit_key
+from cnr_store.relay.relay import Relay
+from cnr_store.storage import open_storage
 from cnr_store.store import Writer
 from format_spec import vectors
 from format_spec.reader import cnr_read
@@ -32,6 +34,43 @@ CASES = sorted(path.parent.name for path in (ROOT / "format_spec" / "golden").gl
 @pytest.mark.parametrize("case", CASES)
 def test_both_readers_agree_on_every_version_of_a_golden_store(case: str) -> None:
     assert compare(ROOT / "format_spec" / "golden" / case / "store") > 0
+
+
+@pytest.mark.parametrize("branch", ["trial", "new"])
+def test_both_readers_agree_on_every_version_of_a_branch(branch: str) -> None:
+    assert compare(ROOT / "format_spec" / "golden" / "branches" / "store", branch) > 0
+
+
+def test_the_independent_reader_refuses_a_branch_that_is_not_its_pins(tmp_path: Path) -> None:
+    root = shutil.copytree(ROOT / "format_spec" / "golden" / "branches" / "store", tmp_path / "store")
+    with pytest.raises(cnr_read.Refused) as refused:
+        cnr_read.Store(root, "gone")
+    assert refused.value.args[0] == "branch_not_found"
+
+    pins = {pin["name"]: uuid for uuid, pin in cnr_read.Store(root).records[-1]["pins"].items()}
+    first = commit_key(0)
+    shutil.copy(root / "branches" / pins["new"] / first, root / "branches" / pins["trial"] / first)
+
+    with pytest.raises(cnr_read.Refused) as refused:
+        cnr_read.Store(root, "trial")
+    assert refused.value.args[0] == "corrupt_record"
+
+
+@pytest.mark.parametrize("case", ["lattice", "overflow", "int8"])
+def test_both_readers_agree_on_every_version_of_a_relay(case: str, tmp_path: Path) -> None:
+    target = tmp_path / "relay"
+    with Store.open(str(ROOT / "format_spec" / "golden" / case / "store"), threads=1) as source:
+        first = source.latest_version() - 1
+        Relay(source, open_storage(str(target)), start=first).advance()
+
+    assert compare(target) > 0
+    with pytest.raises(cnr_read.Refused) as refused:
+        cnr_read.Store(target).snapshot(first - 1)
+    assert refused.value.args[0] == "version_expired"
+    (target / commit_key(first)).unlink()
+    with pytest.raises(cnr_read.Refused) as refused:
+        cnr_read.Store(target)
+    assert refused.value.args[0] == "corrupt_store"
 
 
 @pytest.mark.parametrize("case", ["lattice", "affine"])
