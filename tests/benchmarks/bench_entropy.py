@@ -31,7 +31,6 @@ from cnr_store.encodings import float_bits
 from cnr_store.encodings.scale import choose_scale
 from cnr_store.format.layout import MANIFEST, segment_prefix
 from cnr_store.types import Float32s, Precision, RowIds
-from cnr_store_tools.demo.presets import trace_config
 
 BITS = (2, 4, 8)
 SLOT_MANTISSA = 7
@@ -101,7 +100,7 @@ def main() -> None:
 
 def sources(steps: int, rows: int, seed: int, *, quick: bool) -> Iterator[Source]:
     """Train, and yield the last interval of each run; the first is the DLRM trace."""
-    config = trace_config(steps=steps, seed=seed)
+    config = dlrm_trace.trace_config(steps=steps, seed=seed)
     *_, before, after = dlrm_trace.train(config)
     yield source_of("DLRM trace", before, after)
     for one, path in present(DATA_FOLDER):

@@ -20,14 +20,14 @@ from pathlib import Path
 
 import harness
 import numpy as np
-from dlrm_trace import Interval, train, train_on
+from dlrm_trace import Interval, trace_config, train, train_on
 from measured_store import EXACT, RAW, Encoding, MeasuredStore, affine, lattice
 from real_sets import DATA_FOLDER, DIMS, RealSet, present
 from size_encodings import AGAINST_AFFINE, ErrorMeter, Measured, add_goals, print_encodings, print_equal_quality
 from size_policies import policy_stores, print_policies
 from size_shares import ShareResult, Stretch, grown_results, measure, print_shares, stretches
 
-from cnr_store_tools.demo.presets import RunConfig, trace_config
+from cnr_store_tools.demo.presets import RunConfig
 
 COMMAND = "python tests/benchmarks/bench_size.py"
 PARTS = ("run", "shares", "sets")

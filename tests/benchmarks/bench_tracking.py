@@ -16,12 +16,13 @@ import harness
 import numpy as np
 import numpy.typing as npt
 import torch
+from dlrm_trace import trace_config
 
 from cnr_store_gpu import Movement, RowBitmap, RowRequest, RowTracker, StagingBuffers, warmup
-from cnr_store_tools.demo.batches import Batch, TimeOrderedBatches
+from cnr_store_tools.demo.batches import ClickBatch, TimeOrderedBatches
 from cnr_store_tools.demo.click_log import ClickLog, split_by_time
 from cnr_store_tools.demo.model import SmallDLRM
-from cnr_store_tools.demo.presets import RunConfig, demo_config, trace_config
+from cnr_store_tools.demo.presets import RunConfig, demo_config
 from cnr_store_tools.demo.traffic import generate_clicks
 from cnr_store_tools.demo.train import make_optimizers, train_step
 
@@ -45,7 +46,7 @@ class Side:
             assume = {"RowWiseAdagrad": Movement.TOUCHED}
             self.tracker = RowTracker(self.model, optimizers=self.optimizers, assume=assume, on_bypass="raise")
 
-    def step(self, batch: Batch) -> None:
+    def step(self, batch: ClickBatch) -> None:
         """Train on a batch and time it."""
         cpu, wall = time.process_time(), time.perf_counter()
         train_step(self.model, self.optimizers, batch)

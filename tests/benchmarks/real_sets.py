@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from click_files import read_click_log
 
 from cnr_store_tools.demo.click_log import ClickLog
-from cnr_store_tools.demo.datasets import read_click_log
 from cnr_store_tools.demo.presets import RunConfig
 
 DATA_FOLDER = Path(__file__).parents[3] / "shared" / "data"
@@ -92,7 +92,7 @@ def without_unused_rows(log: ClickLog) -> ClickLog:
 
 
 def read_excerpt(path: Path) -> ClickLog:
-    """Return a file that `cnr demo` reads, with tables of the rows that occur in it."""
+    """Return a file of clicks, with tables of the rows that occur in it."""
     return without_unused_rows(read_click_log(path))
 
 

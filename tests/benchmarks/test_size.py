@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import real_sets
 from bench_size import LongRun
-from dlrm_trace import Interval, train
+from dlrm_trace import Interval, trace_config, train
 from measured_store import KINDS, MeasuredStore, affine, lattice, total_by_kind
 from size_encodings import Measured, print_equal_quality
 from size_shares import Stretch, grown, stretches
@@ -21,6 +21,7 @@ from size_shares import Stretch, grown, stretches
 from cnr_store.maintenance.compaction import CompactionPolicy
 from cnr_store_tools.demo.click_log import ClickLog
 from cnr_store_tools.demo.presets import RunConfig
+from cnr_store_tools.demo.traffic import generate_clicks
 
 
 def tiny() -> RunConfig:
@@ -203,3 +204,28 @@ def test_payload_leaves_out_documents(tmp_path: Path, intervals: list[Interval])
     documents = sum(total_by_kind(store.savings)[kind] for kind in ("metadata", "receipt", "record"))
     assert measured.payload + documents == measured.total
     assert 0 < measured.delta_payload < measured.payload
+
+
+def test_trace_touches_about_forty_percent_of_rows_per_interval() -> None:
+    config = trace_config(steps=300)
+    assert config.traffic is not None
+    log = generate_clicks(config.traffic)
+    interval = config.save_every * config.batch_size
+
+    shares = []
+    for start in (0, interval):
+        ids = log.ids[start : start + interval]
+        touched = sum(np.unique(ids[:, column]).size for column in range(ids.shape[1]))
+        shares.append(touched / sum(log.table_rows))
+
+    assert log.table_rows == [200_000, 100_000, 50_000, 20_000, 5_000, 1_000]
+    assert shares == pytest.approx([0.395, 0.395], abs=0.015)
+
+
+def test_the_trace_generates_enough_samples_to_train_on() -> None:
+    config = trace_config()
+    assert config.traffic is not None
+
+    start = config.traffic.num_samples - round(config.traffic.num_samples * config.test_share)
+
+    assert start // config.batch_size >= config.steps

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cnr_store_tools import documents
+from cnr_store import NotFound
+from cnr_store_tools.output import to_document
 from tests.tools.cli_runner import cnr
 
 
@@ -20,11 +21,14 @@ def test_demo_help_names_its_options() -> None:
     done = cnr("demo", "--help")
 
     assert done.code == 0
-    for option in ("--data", "--store", "--exact", "--bits", "--policy", "--steps", "--force", "--json"):
+    for option in ("--store", "--exact", "--bits", "--policy", "--steps", "--force", "--json"):
         assert option in done.out
 
 
-def test_values_that_json_cannot_hold_become_null() -> None:
-    assert documents._plain({"auc": float("nan"), "path": Path("a/b"), "list": (1, float("inf"))}) == {
+def test_values_that_json_cannot_hold_become_null_or_text() -> None:
+    report = {"auc": float("nan"), "path": Path("a/b"), "list": (1, float("inf")), "error": NotFound("x", path="p")}
+
+    assert to_document(report) == {
         "auc": None, "path": "a/b", "list": [1, None],
+        "error": {"kind": "not_found", "message": "x", "details": {"path": "p"}},
     }  # fmt: skip

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,13 +21,11 @@ from cnr_store_tools.demo import metrics
 from cnr_store_tools.demo.adagrad import RowWiseAdagrad
 from cnr_store_tools.demo.batches import TimeOrderedBatches
 from cnr_store_tools.demo.click_log import ClickLog, split_by_time
-from cnr_store_tools.demo.datasets import read_click_log
 from cnr_store_tools.demo.model import ModelConfig, SmallDLRM
-from cnr_store_tools.demo.presets import RunConfig, demo_config, file_config
+from cnr_store_tools.demo.presets import RunConfig, demo_config
 from cnr_store_tools.demo.traffic import TrafficConfig, generate_clicks
-from cnr_store_tools.demo.train import evaluate, make_optimizers, max_weight_difference, predict, train_step
+from cnr_store_tools.demo.train import evaluate, make_optimizers, predict, train_step
 
-REAL_DATA = Path(__file__).parents[2].parent / "shared" / "data"
 CONFIG = replace(
     demo_config(),
     traffic=TrafficConfig(table_rows=(3_000, 500, 20), num_samples=24_000, drift_every=4_000, seed=5),
@@ -73,6 +70,11 @@ def _bits(model: SmallDLRM, optimizers: tuple[torch.optim.Optimizer, ...]) -> di
 def _assert_same_bits(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
     assert one.keys() == two.keys()
     assert [name for name in one if not torch.equal(one[name], two[name])] == []
+
+
+def max_weight_difference(model: SmallDLRM, other: SmallDLRM) -> float:
+    others = dict(other.named_parameters())
+    return max(float((weight - others[name]).detach().abs().max()) for name, weight in model.named_parameters())
 
 
 def test_two_runs_with_one_seed_are_equal_bit_for_bit(log: ClickLog, threads: int) -> None:
@@ -128,15 +130,6 @@ def test_another_seed_starts_from_other_weights(log: ClickLog) -> None:
 
     assert max_weight_difference(one, one) == 0.0
     assert max_weight_difference(one, two) > 0.01
-
-
-def test_weight_difference_with_a_nan_is_infinite(log: ClickLog) -> None:
-    model, _ = _start(log)
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        next(other.parameters())[3, 1] = float("nan")
-
-    assert max_weight_difference(model, other) == float("inf")
 
 
 def test_building_a_model_leaves_the_global_generator_alone(log: ClickLog) -> None:
@@ -357,21 +350,6 @@ def test_generated_clicks_can_be_learned(log: ClickLog) -> None:
     trained = evaluate(model, future)
     assert trained.auc > 0.65
     assert trained.logloss < untrained.logloss - 0.02
-
-
-@pytest.mark.parametrize(("name", "least"), [("ml-100k.inter", 0.69), ("criteo_kaggle_tiny_train.csv", 0.69)])
-def test_real_clicks_can_be_learned(name: str, least: float) -> None:
-    path = REAL_DATA / name
-    if not path.is_file():
-        pytest.skip(f"the data file {name} is not there")
-    log = read_click_log(path)
-    past, future = split_by_time(log)
-    config = file_config(len(past))
-    model, optimizers = _start(log, config)
-
-    _train(model, optimizers, TimeOrderedBatches(past, config.batch_size, max_batches=config.steps))
-
-    assert evaluate(model, future).auc > least
 
 
 def _naive_auc(labels: list[int], scores: list[float]) -> float:

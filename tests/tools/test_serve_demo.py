@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import signal
@@ -17,32 +16,25 @@ import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from cnr_store import BadInput, CnrStoreError, Store, StoreExists
-from cnr_store_tools import documents
-from cnr_store_tools.serve_demo import tally
-from cnr_store_tools.serve_demo.records import (
+from cnr_store_tools.commands.demonstration import serve_demo_parts
+from cnr_store_tools.demo.processes import Event, WorkerProcess
+from cnr_store_tools.output import emit, to_document
+from cnr_store_tools.serve_demo import report as figures
+from cnr_store_tools.serve_demo.report import (
     INFERENCE,
     MAINTENANCE,
     NAMES,
     ONLINE,
     TRAINER,
-    FinalCopy,
-    LearningReport,
-    ProcessReport,
-    Progress,
-    SavingReport,
+    CopyReport,
+    LoggedVersion,
     ServeOptions,
     ServeReport,
-    ServingReport,
     Spread,
 )
-from cnr_store_tools.serve_demo.report import Lines, progress_view, render
-from cnr_store_tools.serve_demo.run import run_serve_demo
-from cnr_store_tools.serve_demo.schedule import plan_kills
-from cnr_store_tools.serve_demo.supervised import Heard, Supervised
-from cnr_store_tools.serve_demo.tally import Commit
+from cnr_store_tools.serve_demo.run import plan_kills, run_serve_demo
 from cnr_store_tools.serve_demo.witness import GARBLED, MAX_STEP, read_steps, witness_row
 from tests.tools.cli_runner import cnr
 
@@ -56,12 +48,12 @@ def checked(report: ServeReport) -> ServeReport:
     assert report.problems == ()
     assert sum(one.kills for one in report.processes) == report.options.kills
     assert all(one.starts == one.kills + 1 and not one.crashes for one in report.processes)
-    assert report.serving.lookups > 0
-    assert report.serving.torn == report.serving.different_rows == report.saving.lost == 0
-    assert {one.name for one in report.finals} == {*INFERENCE, ONLINE}
+    assert report.lookups > 0
+    assert report.torn == report.different_rows == report.lost == 0
+    assert {one.name for one in report.copies} == {*INFERENCE, ONLINE}
     with Store.open(report.options.store) as store:
         assert store.latest_version() == report.last_version
-        assert store.head().record.step == report.saving.steps
+        assert store.head().record.step == report.steps
     return report
 
 
@@ -73,9 +65,9 @@ def test_a_short_demonstration_with_kills_tears_and_loses_nothing(tmp_path: Path
         run_serve_demo(ServeOptions(store=str(tmp_path / "store"), seconds=4, kills=3, rows=5_000, seed=3))
     )
 
-    assert report.saving.versions >= 2
-    assert report.serving.publish_to_served_s.count > 0
-    assert report.learning.rows > 0
+    assert report.versions >= 2
+    assert report.publish_to_served_s.count > 0
+    assert report.learned_rows > 0
     assert children() == before
 
 
@@ -83,10 +75,10 @@ def test_a_short_demonstration_with_kills_tears_and_loses_nothing(tmp_path: Path
 def test_a_minute_in_which_every_process_is_killed_more_than_once(tmp_path: Path) -> None:
     report = checked(run_serve_demo(ServeOptions(store=str(tmp_path / "store"), seconds=60, kills=12)))
 
-    assert report.saving.folds > 3
-    assert report.saving.deleted_bytes > 0
-    assert report.learning.resumes > 0
-    assert report.serving.compared_rows > 0
+    assert report.compactions > 3
+    assert report.deleted_bytes > 0
+    assert report.resumes > 0
+    assert report.compared_rows > 0
 
 
 def children() -> set[int]:
@@ -128,15 +120,15 @@ def test_the_command_names_its_options_and_refuses_what_it_cannot_do(tmp_path: P
 
 @given(st.integers(0, 40), st.integers(0, 2**31), st.floats(1, 1000))
 def test_kills_are_spread_evenly_over_processes_and_lie_inside_the_run(kills: int, seed: int, seconds: float) -> None:
-    plan = plan_kills(NAMES, kills=kills, seconds=seconds, seed=seed)
+    plan = plan_kills(kills=kills, seconds=seconds, seed=seed)
 
-    counts = Counter(kill.name for kill in plan)
-    times = [kill.at_s for kill in plan]
+    counts = Counter(name for _, name in plan)
+    times = [at_s for at_s, _ in plan]
     assert len(plan) == kills
     assert times == sorted(times)
     assert all(0 < at_s < seconds for at_s in times)
     assert max(counts.values(), default=0) - min((counts[name] for name in NAMES), default=0) <= 1
-    assert plan == plan_kills(NAMES, kills=kills, seconds=seconds, seed=seed)
+    assert plan == plan_kills(kills=kills, seconds=seconds, seed=seed)
 
 
 # ---- rows that say their step
@@ -173,13 +165,16 @@ def test_what_is_no_digit_is_garbled() -> None:
 # ---- processes
 
 
-def supervised(name: str, store: Path) -> Supervised:
-    return Supervised(name, {"role": "maintaining", "store": str(store)})
+MAINTAINING = "cnr_store_tools.serve_demo.maintaining"
+
+
+def maintenance(name: str, store: Path) -> WorkerProcess:
+    return WorkerProcess(name, {"module": MAINTAINING, "store": str(store)})
 
 
 def test_a_killed_process_is_told_from_one_that_ended_by_itself(tmp_path: Path) -> None:
     Store.create(str(tmp_path / "store")).close()
-    process = supervised("killed", tmp_path / "store")
+    process = maintenance("killed", tmp_path / "store")
 
     process.start()
     process.wait_for("ready", 60)
@@ -192,12 +187,12 @@ def test_a_killed_process_is_told_from_one_that_ended_by_itself(tmp_path: Path) 
     process.stop(grace_s=60)
 
     assert (process.starts, process.kills, process.crashes) == (2, 1, [])
-    assert {heard.life for heard in process.heard} == {0, 1}
+    assert {event.life for event in process.events} == {0, 1}
     assert not process.kill()
 
 
 def test_a_process_that_fails_says_why(tmp_path: Path) -> None:
-    process = supervised("lost", tmp_path / "nothing")
+    process = maintenance("lost", tmp_path / "nothing")
 
     process.start()
     with pytest.raises(CnrStoreError, match="not_a_store"):
@@ -211,11 +206,11 @@ def test_a_process_ends_when_its_starter_is_killed(tmp_path: Path) -> None:
     Store.create(str(tmp_path / "store")).close()
     program = (
         "import sys, time\n"
-        "from cnr_store_tools.serve_demo.supervised import Supervised\n"
-        f"process = Supervised('orphan', {{'role': 'maintaining', 'store': {str(tmp_path / 'store')!r}}})\n"
+        "from cnr_store_tools.demo.processes import WorkerProcess\n"
+        f"process = WorkerProcess('orphan', {{'module': {MAINTAINING!r}, 'store': {str(tmp_path / 'store')!r}}})\n"
         "process.start()\n"
         "process.wait_for('ready', 60)\n"
-        "print(process._process.pid, flush=True)\n"
+        "print(process.popen.pid, flush=True)\n"
         "time.sleep(600)\n"
     )
     starter = subprocess.Popen(
@@ -236,137 +231,138 @@ def test_a_process_ends_when_its_starter_is_killed(tmp_path: Path) -> None:
 # ---- figures and verdict
 
 
-COMMITS = (
-    Commit(2, "full", 0, 1_000, 100),
-    Commit(3, "delta", 10, 2_000, 20),
-    Commit(4, "compact", 10, 2_500, 70),
-    Commit(5, "delta", 20, 3_000, 20),
-    Commit(6, "delta", 30, 4_000, 20),
+LOG = (
+    LoggedVersion(2, "full", 0, 1_000),
+    LoggedVersion(3, "delta", 10, 2_000),
+    LoggedVersion(4, "compact", 10, 2_500),
+    LoggedVersion(5, "delta", 20, 3_000),
+    LoggedVersion(6, "delta", 30, 4_000),
 )
+SAVED = [one for one in LOG if one.is_saved]
 
 
-def seen(life: int, version: int, at_ms: float) -> Heard:
-    return Heard(life, "seen", {"version": version, "at_ms": at_ms, "before": -1})
+def seen(life: int, version: int, at_ms: float) -> Event:
+    return Event(life, "seen", {"version": version, "at_ms": at_ms})
 
 
 def test_publish_to_served_counts_each_save_once_a_life_and_none_from_before_it() -> None:
     heard = [
-        Heard(0, "ready", {"version": 2}), seen(0, 2, 1_900), seen(0, 3, 2_200), seen(0, 4, 2_600), seen(0, 6, 4_100),
-        Heard(1, "ready", {"version": 5}), seen(1, 5, 9_000), seen(1, 6, 9_500),
+        Event(0, "ready", {"version": 2}), seen(0, 2, 1_900), seen(0, 3, 2_200), seen(0, 4, 2_600), seen(0, 6, 4_100),
+        Event(1, "ready", {"version": 5}), seen(1, 5, 9_000), seen(1, 6, 9_500),
     ]  # fmt: skip
 
-    found = tally.publish_to_served(COMMITS, heard)
+    found = figures.publish_to_served(SAVED, heard)
 
     assert found == pytest.approx([0.2, 1.1, 0.1, 5.5])
 
 
 def test_a_first_lookup_that_is_told_before_ready_begins_the_life() -> None:
-    heard = [seen(0, 3, 2_200), Heard(0, "ready", {"version": 3}), seen(0, 5, 3_300)]
+    heard = [seen(0, 3, 2_200), Event(0, "ready", {"version": 3}), seen(0, 5, 3_300)]
 
-    assert tally.publish_to_served(COMMITS, heard) == pytest.approx([0.3])
+    assert figures.publish_to_served(SAVED, heard) == pytest.approx([0.3])
 
 
 def test_staleness_is_the_age_of_the_oldest_save_that_is_not_served() -> None:
-    saves = [one for one in COMMITS if one.is_saved]
     moments = ((3, 2_900), (3, 4_500), (4, 3_100), (6, 9_000))
 
-    found = [tally.staleness(saves, version, at_ms) for version, at_ms in moments]
+    found = [figures.staleness(SAVED, version, at_ms) for version, at_ms in moments]
 
     assert found == pytest.approx([0.0, 1.5, 0.1, 0.0])
 
 
-def saved(version: int, step: int, life: int = 0) -> Heard:
-    return Heard(life, "saved", {"version": version, "step": step})
+def saved(version: int, step: int, life: int = 0) -> Event:
+    return Event(life, "saved", {"version": version, "step": step})
 
 
 @pytest.mark.parametrize(
     ("heard", "lost"),
     [
         ([saved(3, 10), saved(5, 20)], 0),
-        ([saved(3, 10), Heard(1, "restored", {"version": 3, "step": 10}), saved(5, 20, 1)], 0),
-        ([saved(3, 10), Heard(1, "restored", {"version": 2, "step": 0})], 1),
+        ([saved(3, 10), Event(1, "restored", {"version": 3, "step": 10}), saved(5, 20, 1)], 0),
+        ([saved(3, 10), Event(1, "restored", {"version": 2, "step": 0})], 1),
         ([saved(3, 10), saved(7, 40)], 1),
         ([saved(3, 11)], 1),
     ],
 )
-def test_what_was_acknowledged_and_is_not_there_is_lost(heard: list[Heard], lost: int) -> None:
-    report = tally.tally_saving(COMMITS, {TRAINER: heard, MAINTENANCE: []})
-
-    assert report.lost == lost
-    assert (report.versions, report.folds, report.saved_bytes, report.folded_bytes) == (4, 1, 160, 70)
+def test_what_was_acknowledged_and_is_not_there_is_lost(heard: list[Event], lost: int) -> None:
+    assert figures.lost_saves(SAVED, heard) == lost
 
 
 def test_a_spread_of_nothing_is_not_zero() -> None:
-    assert math.isnan(tally.spread_of([]).p50)
-    assert tally.spread_of(range(101)) == Spread(101, 50.0, 99.0)
+    assert math.isnan(figures.spread_of([]).p50)
+    assert figures.spread_of(range(101)) == Spread(101, 50.0, 99.0)
 
 
-def good_world() -> dict[str, list[Heard]]:
+def good_world() -> dict[str, list[Event]]:
     """What processes tell when all is well."""
-    tick = {"lookups": 10, "rows": 100, "torn": 0, "retries": 1, "version": 3, "at_ms": 3_250}
-    applied = {"version": 3, "rows": 5, "size_bytes": 50, "seconds": 0.01, "at_ms": 2_100}
+    tick = {"lookups": 10, "retries": 1, "version": 3, "at_ms": 3_250}
+    applied = {"version": 3, "seconds": 0.01, "at_ms": 2_100}
     served = [
-        Heard(0, "ready", {"version": 2}), seen(0, 3, 2_100), Heard(0, "tick", tick), Heard(0, "applied", applied),
-        Heard(0, "compared", {"rows": 9, "different": 0}),
-        Heard(0, "finished", {"version": 6, "rows": 40, "different": 0}),
+        Event(0, "ready", {"version": 2}), seen(0, 3, 2_100), Event(0, "tick", tick), Event(0, "applied", applied),
+        Event(0, "compared", {"rows": 9, "different": 0}),
+        Event(0, "finished", {"version": 6, "rows": 40, "different": 0}),
     ]  # fmt: skip
     return {
         TRAINER: [saved(2, 0), saved(3, 10), saved(5, 20), saved(6, 30)],
-        MAINTENANCE: [Heard(0, "maintained", {"outcome": "done", "deleted_bytes": 7, "error": None})],
+        MAINTENANCE: [Event(0, "maintained", {"deleted_bytes": 7, "error": None})],
         INFERENCE[0]: list(served), INFERENCE[1]: list(served),
         ONLINE: [
-            Heard(0, "opened", {"how": "snapshot", "version": 2}), Heard(0, "learned", {"steps": 4}),
-            Heard(0, "moved", {"version": 3, "batches": 2, "rows": 8}),
-            Heard(0, "finished", {"version": 6, "rows": 40, "different": 0}),
+            Event(0, "opened", {"how": "snapshot", "version": 2}),
+            Event(0, "moved", {"version": 3, "rows": 8}),
+            Event(0, "finished", {"version": 6, "rows": 40, "different": 0}),
         ],
     }  # fmt: skip
 
 
-def report_of(world: dict[str, list[Heard]], **changes: object) -> ServeReport:
+def report_of(world: dict[str, list[Event]], crashed: str | None = None, since_ms: float = 0.0) -> ServeReport:
     """The report of a world that is given, as the demonstration would make it."""
-    processes = tuple(ProcessReport(name, 2, 1, 0, Spread(2, 1.5, 1.6)) for name in NAMES)
-    saving, serving = tally.tally_saving(COMMITS, world), tally.tally_serving(COMMITS, world)
-    learning, finals = tally.tally_learning(world[ONLINE]), tally.final_copies(world)
-    options = ServeOptions(kills=5)
-    crashes = changes.pop("crashes", {})
-    assert isinstance(crashes, dict)
-    problems = tally.find_problems(
-        world, processes, crashes, saving, serving, learning, finals, last_version=6, kills=options.kills
-    )
-    return ServeReport(options, 60.0, 6, processes, saving, serving, learning, finals, problems)
+    processes = {name: WorkerProcess(name, {}) for name in NAMES}
+    for name, process in processes.items():
+        process.events = world[name]
+        process.starts, process.kills = 2, 1
+    if crashed is not None:
+        processes[crashed].crashes.append("code 1")
+    return figures.make_report(ServeOptions(kills=5), LOG, processes, seconds=60.0, since_ms=since_ms, last_version=6)
 
 
 def test_a_world_in_which_all_is_well_has_no_problem() -> None:
     report = report_of(good_world())
 
     assert report.problems == ()
-    assert report.serving.lookups == 20
-    assert report.serving.publish_to_served_s.count == 2
+    assert (report.versions, report.compactions, report.steps, report.lookups) == (4, 1, 30, 20)
+    assert report.publish_to_served_s.count == 2
 
 
 def test_times_are_of_the_run_and_counts_of_everything() -> None:
-    serving = tally.tally_serving(COMMITS, good_world(), since_ms=2_200)
+    report = report_of(good_world(), since_ms=2_200)
 
-    assert serving.publish_to_served_s.count == serving.apply_s.count == 0
-    assert serving.staleness_s.count == serving.versions_seen == 2
+    assert report.publish_to_served_s.count == report.apply_s.count == 0
+    assert (report.staleness_s.count, report.lookups) == (2, 20)
 
 
-def change(world: dict[str, list[Heard]], name: str, event: str, **facts: object) -> None:
-    world[name] = [Heard(one.life, event, {**one.facts, **facts}) if one.event == event else one for one in world[name]]
+def test_counts_of_a_life_that_was_killed_are_kept() -> None:
+    process = WorkerProcess("inference 1", {})
+    process.events = [Event(life, "tick", {"lookups": count}) for life, count in ((0, 3), (0, 8), (1, 2), (1, 5))]
+
+    assert figures.counted(process, "lookups") == 13
+
+
+def change(world: dict[str, list[Event]], name: str, event: str, **facts: object) -> None:
+    world[name] = [Event(one.life, event, {**one.facts, **facts}) if one.name == event else one for one in world[name]]
 
 
 def test_whatever_goes_wrong_is_named() -> None:
-    worlds: list[tuple[str, dict[str, list[Heard]]]] = []
+    worlds: list[tuple[str, dict[str, list[Event]]]] = []
 
-    def broken(words: str) -> dict[str, list[Heard]]:
+    def broken(words: str) -> dict[str, list[Event]]:
         worlds.append((words, good_world()))
         return worlds[-1][1]
 
-    change(broken("lookups are torn"), INFERENCE[1], "tick", torn=1)
-    torn = Heard(0, "torn", {"version": 5, "found": "shows steps [1, 2]"})
+    broken("of 20 lookups are torn")[INFERENCE[1]].append(Event(0, "torn", {"version": 5, "found": "x"}))
+    torn = Event(0, "torn", {"version": 5, "found": "shows steps [1, 2]"})
     broken("shows steps [1, 2]")[INFERENCE[0]].append(torn)
-    broken("shows steps [1, 2]")[INFERENCE[0]].append(Heard(0, "torn", {"version": 5, "found": "shows steps [1, 2]"}))
-    broken("an older version than before")[INFERENCE[0]].append(Heard(0, "went_back", {"version": 2, "at_ms": 0}))
+    broken("shows steps [1, 2]")[INFERENCE[0]].append(Event(0, "torn", {"version": 5, "found": "shows steps [1, 2]"}))
+    broken("an older version than before")[INFERENCE[0]].append(Event(0, "went_back", {"version": 2, "at_ms": 0}))
     change(broken("rows differ from their version's snapshot"), INFERENCE[0], "compared", different=1)
     change(broken("3 of 40 rows differ from the last snapshot"), ONLINE, "finished", different=3)
     change(broken("reached version 5 of 6"), INFERENCE[0], "finished", version=5)
@@ -378,60 +374,26 @@ def test_whatever_goes_wrong_is_named() -> None:
 
     for words, world in worlds:
         assert any(words in problem for problem in report_of(world).problems), words
-    assert "trainer ended by itself: code 1" in report_of(good_world(), crashes={TRAINER: ["code 1"]}).problems
+    assert "trainer ended by itself: code 1" in report_of(good_world(), crashed=TRAINER).problems
 
 
 # ---- what is shown
 
 
-def test_the_report_says_every_figure_and_its_document_is_json() -> None:
+def test_the_report_shows_every_figure_and_its_document_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     report = replace(
-        report_of(good_world()),
-        saving=SavingReport(60, 3 << 20, 9, 5 << 20, 1 << 20, 59, 0, 1_800),
-        serving=ServingReport(
-            123_456, 9_999_999, 0, 17, 88, Spread(110, 0.31, 0.62), Spread(400, 0.1, 0.5), Spread(88, 0.012, 0.04),
-            500_000, 9 << 20, 4_000, 0, 1,
-        ),
-        learning=LearningReport(180, 250_000, 60, 900, 1, 2),
-        finals=(FinalCopy(INFERENCE[0], 99, 100_096, 0), FinalCopy(ONLINE, 99, 100_096, 2)),
+        report_of(good_world()), versions=60, steps=1_800, compactions=9, deleted_bytes=1 << 20, lookups=123_456,
+        retries=17, learned_rows=250_000, publish_to_served_s=Spread(110, 0.31, 0.62), apply_s=Spread(88, 0.012, 0.04),
+        staleness_s=figures.spread_of([]), copies=(CopyReport(ONLINE, 99, 100_096, 2),),
         problems=("something is [odd]",),
     )  # fmt: skip
-    out = io.StringIO()
 
-    render(report, Console(file=out, width=110))
+    emit({}, serve_demo_parts(report), as_json=False)
 
-    text = out.getvalue()
+    text = capsys.readouterr().out
     for words in (
-        "123,456", "torn reads", "p50 310.0 ms, p99 620.0 ms (110)", "p50 12.0 ms", "17", "60, 1,800 steps",
-        "9, 5.00 MiB written, 1.00 MiB deleted", "250,000 rows in 180 batches", "equal bit for bit", "2 ROWS DIFFER",
-        "something is [odd]", "2 starts, 1 kills, 0 ended by itself; ready after 1.50 s",
+        "123,456, 0, 17", "torn", "p50 310.0 ms, p99 620.0 ms (110)", "p50 12.0 ms", "60, 1,800 steps",
+        "9, 1.00 MiB deleted", "250,000 rows", "100096", "something is [odd]", "trainer",
     ):  # fmt: skip
         assert words in text, words
-    document = documents.serve_demo_document(
-        replace(report, serving=replace(report.serving, apply_s=tally.spread_of([])))
-    )
-    assert document["is_sound"] is False
-    assert document["serving"]["apply_s"] == {"count": 0, "p50": None, "p99": None}
-
-
-def test_progress_is_shown_in_place_or_as_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    none = Spread(0, math.nan, math.nan)
-    progress = Progress(
-        phase="running", elapsed_s=3.0, seconds=60.0, states=tuple((name, "ready") for name in NAMES), versions=4,
-        folds=1, lookups=99,
-        torn=0, retries=2, served=((INFERENCE[0], 7), (INFERENCE[1], -1)), publish_to_served_s=none, apply_s=none,
-        learned_rows=5, news=("1.0 s: trainer killed, started again",),
-    )  # fmt: skip
-    lines = Lines()
-
-    lines.show(progress)
-    lines.show(replace(progress, elapsed_s=3.5))
-
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 2
-    assert "trainer killed" in told[0]
-    assert "serving v7, -" in told[1]
-    out = io.StringIO()
-    Console(file=out, width=100).print(progress_view(progress))
-    assert "serving version 7" in out.getvalue()
-    assert "trainer killed" in out.getvalue()
+    assert to_document(report)["staleness_s"] == {"count": 0, "p50": None, "p99": None}

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from cnr_store_tools.commands import (
-    branches,
     checks,
-    consumers,
     demonstration,
     following,
-    heads,
     maintenance,
+    names,
     relaying,
     stores,
     transfer,
@@ -36,16 +36,16 @@ app.command()(checks.verify)
 app.command()(checks.repair)
 app.command()(transfer.export)
 app.command("import")(transfer.import_)
-app.command()(heads.tag)
-app.command()(heads.untag)
-app.command()(heads.channel)
-app.command()(heads.rollback)
-app.command()(branches.fork)
-app.command("branches")(branches.list_)
-app.command("drop-branch")(branches.drop)
+app.command()(names.tag)
+app.command()(names.untag)
+app.command()(names.channel)
+app.command()(names.rollback)
+app.command()(names.fork)
+app.command("branches")(names.list_branches)
+app.command("drop-branch")(names.drop_branch)
 app.command()(following.changes)
-app.command()(consumers.cursors)
-app.command("drop-cursor")(consumers.drop_cursor)
+app.command()(names.cursors)
+app.command("drop-cursor")(names.drop_cursor)
 app.command()(relaying.relay)
 app.command()(maintenance.compact)
 app.command()(maintenance.gc)
@@ -57,7 +57,10 @@ app.command()(stores.version)
 
 
 @app.callback(invoke_without_command=True)
-def _without_command(context: typer.Context) -> None:
+def _without_command(
+    context: typer.Context,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; for every command.")] = False,  # noqa: ARG001 - `GuardedGroup` takes it out of the arguments
+) -> None:
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 

@@ -135,8 +135,9 @@ class GuardedGroup(TyperGroup):
     ) -> Any:
         """Run the command that ``args`` (the process's own if None) name, and exit with its code."""
         given = list(sys.argv[1:] if args is None else args)
+        words = [word for word in given if word != "--debug"]
         code = guarded(
-            lambda: super(GuardedGroup, self).main(given, prog_name or "cnr", complete_var, False, **extra),
+            lambda: super(GuardedGroup, self).main(words, prog_name or "cnr", complete_var, False, **extra),
             as_json="--json" in given,
             debug="--debug" in given,
         )

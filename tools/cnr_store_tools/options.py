@@ -23,7 +23,6 @@ StorageOptions = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output, and nothing else.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Version = Annotated[int | None, typer.Option("--version", help="A version; the newest if not given.", min=0)]
 Step = Annotated[int | None, typer.Option("--step", help="The newest version of this training step.")]
 Tag = Annotated[str | None, typer.Option("--tag", help="The version that a tag names.")]
@@ -115,6 +114,16 @@ def parse_size(text: str, option: str) -> int:
     BadInput
     """
     return int(_amount(text, option, _BYTES, "a size like 500KiB, 64MiB or 2GiB"))
+
+
+def optional_duration(text: str | None, option: str) -> float | None:
+    """Return a time in seconds, None if there is none."""
+    return None if text is None else parse_duration(text, option)
+
+
+def optional_size(text: str | None, option: str) -> int | None:
+    """Return a size in bytes, None if there is none."""
+    return None if text is None else parse_size(text, option)
 
 
 def _amount(text: str, option: str, units: Mapping[str, int], wanted: str) -> float:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime as dt
+import math
 from collections.abc import Sequence
+from typing import Any
 
 
 def one_line(text: str) -> str:
@@ -39,6 +41,48 @@ def time_text(time_ms: int) -> str:
     except (OverflowError, ValueError, OSError):
         return f"{time_ms} ms"
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def duration_text(seconds: float) -> str:
+    """Return a short time.
+
+    >>> duration_text(0.0123), duration_text(2.5), duration_text(float("nan"))
+    ('12.3 ms', '2.50 s', '-')
+    """
+    if math.isnan(seconds):
+        return "-"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
+
+
+def count_text(count: int, noun: str) -> str:
+    """Return a count with its noun.
+
+    >>> count_text(1, "segment"), count_text(2, "segment")
+    ('1 segment', '2 segments')
+    """
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def value_text(name: str, value: Any) -> str:
+    """Return the value of a field; the end of the field's name says its unit.
+
+    >>> value_text("size_bytes", 1536), value_text("apply_s", 2.5), value_text("versions", (1, 2, 3))
+    ('1.50 KiB', '2.50 s', '1-3')
+    """
+    if value is None:
+        return ""
+    if name == "ratio":
+        return ratio_text(value)
+    if name == "bytes" or name.endswith("_bytes"):
+        return size_text(value)
+    if name.endswith("_ms"):
+        return time_text(value)
+    if name == "seconds" or name.endswith("_s"):
+        return duration_text(value)
+    if isinstance(value, list | tuple):
+        is_numbers = all(isinstance(item, int) for item in value) and list(value) == sorted(value)
+        return ranges_text(value) if is_numbers else ", ".join(map(str, value))
+    return str(value)
 
 
 def ratio_text(ratio: float | None) -> str:

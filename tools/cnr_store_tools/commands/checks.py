@@ -7,11 +7,11 @@ from typing import Annotated
 import typer
 
 from cnr_store import BadInput, repair_store, verify_store
-from cnr_store_tools import documents, render
 from cnr_store_tools.exits import ExitCode
-from cnr_store_tools.options import Branch, Debug, Json, StorageOptions, Url, Version, open_store
-from cnr_store_tools.output import emit
+from cnr_store_tools.options import Branch, Json, StorageOptions, Url, Version, open_store
+from cnr_store_tools.output import emit, to_document
 from cnr_store_tools.progress import progress_bars
+from cnr_store_tools.render import repair_parts, verify_parts
 
 
 def verify(
@@ -26,14 +26,13 @@ def verify(
     branch: Branch = None,
     storage_option: StorageOptions = None,
     json: Json = False,
-    debug: Debug = False,  # noqa: ARG001 - read from the arguments by the guard
 ) -> None:
     """Read the log and every object, and name all that is bad. Exit code 1 when there is something."""
     if every and version is not None:
         raise BadInput("give --version or --all, not both")
     with open_store(url, storage_option, branch) as store, progress_bars(in_bytes=not deep) as progress:
         report = verify_store(store, version=version, every=every, deep=deep, progress=progress)
-    emit(documents.verify_document(report), render.verify, as_json=json)
+    emit({"is_sound": report.is_sound, **to_document(report)}, verify_parts(report), as_json=json)
     if not report.is_sound:
         raise typer.Exit(ExitCode.PROBLEMS)
 
@@ -46,11 +45,10 @@ def repair(
     branch: Branch = None,
     storage_option: StorageOptions = None,
     json: Json = False,
-    debug: Debug = False,  # noqa: ARG001 - as above
 ) -> None:
     """Say how to go on from the newest whole state, or do so; deletes nothing. Exit code 1 while that is to be done."""
     with open_store(url, storage_option, branch) as store, progress_bars(in_bytes=False) as progress:
         report = repair_store(store, dry_run=not apply, progress=progress)
-    emit(documents.repair_document(report), render.repair, as_json=json)
+    emit(to_document(report), repair_parts(report), as_json=json)
     if report.target is None or (report.is_dry_run and report.actions):
         raise typer.Exit(ExitCode.PROBLEMS)

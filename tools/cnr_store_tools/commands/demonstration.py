@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from cnr_store import BadInput
-from cnr_store_tools import documents
 from cnr_store_tools.exits import ExitCode
-from cnr_store_tools.options import Debug, Json, check_bits
-from cnr_store_tools.output import emit, make_console
-from cnr_store_tools.text import one_line
+from cnr_store_tools.options import Json, check_bits
+from cnr_store_tools.output import Part, emit, table, to_document
+from cnr_store_tools.text import duration_text, one_line, size_text
+
+if TYPE_CHECKING:  # with torch and pyarrow, which are slow to import
+    from cnr_store_tools.demo.run import DemoReport
+    from cnr_store_tools.serve_demo.report import ServeReport, Spread
 
 DEFAULT_BITS = 4
 
 
 def demo(
-    data: Annotated[
-        Path | None,
-        typer.Option("--data", help="RecBole .inter, Criteo-style CSV or TSV, or Parquet; generated if not given."),
-    ] = None,
     store: Annotated[str, typer.Option("--store", help="Where the store is left.")] = "./demo-store",
     exact: Annotated[
         bool, typer.Option("--exact", help="Keep every bit: the resumed run equals the other one.")
@@ -37,34 +36,49 @@ def demo(
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Training steps.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a store that no demonstration left behind.")] = False,
     json: Json = False,
-    debug: Debug = False,  # noqa: ARG001 - read from the arguments by the guard
 ) -> None:
     """Train a small model, kill it in the middle of a save, restore, finish, and compare."""
     if exact and bits is not None:
         raise BadInput("give --exact or --bits, not both")
     width = check_bits(DEFAULT_BITS if bits is None else bits)
-    # Only this command needs the demonstration, and through it pyarrow.
-    from cnr_store_tools.demo import report as demo_report
-    from cnr_store_tools.demo.records import DemoOptions
-    from cnr_store_tools.demo.run import run_demo
+    from cnr_store_tools.demo.run import DemoOptions, run_demo
 
-    options = DemoOptions(
-        data=data, store=store, is_exact=exact, bits=width, policy=policy, steps=steps, force=force
-    )  # fmt: skip
+    options = DemoOptions(store=store, is_exact=exact, bits=width, policy=policy, steps=steps, force=force)
     report = run_demo(options, _silent if json else _tell)
-    if json:
-        emit(documents.demo_document(report), lambda *_: None, as_json=True)
-    else:
-        demo_report.render(report, make_console(markup=True))
+    emit(to_document(report), demo_parts(report), as_json=json)
 
 
-def _tell(line: str) -> None:
-    sys.stderr.write(f"{one_line(line)}\n")
-    sys.stderr.flush()
-
-
-def _silent(line: str) -> None:
-    """Say nothing."""
+def demo_parts(report: DemoReport) -> Iterator[Part]:
+    """Yield the checkpoints, the kill between them, both runs, and what to try next."""
+    options, kill = report.options, report.kill
+    how = "exact" if options.is_exact else f"{options.bits}-bit quality"
+    columns = ("version", "kind", "step", "rows", "size_bytes", "ratio", "stall_s")
+    before = [one for one in report.checkpoints if one.version <= report.restored_version]
+    yield (
+        f"{report.num_samples:,} samples, {report.table_rows:,} rows x {report.dim}, {how}, {options.policy}; "
+        f"fp32 full checkpoint {size_text(report.fp32_bytes)}; {report.seconds:.0f} s"
+    )
+    yield table("saved before the kill", before, columns)
+    yield f"killed in a save: {kill.objects} objects, {size_text(kill.size_bytes)}, no commit"
+    yield (
+        f"restored version {report.restored_version}, step {report.restored_step}, in {duration_text(report.restore_s)}"
+    )
+    yield table("saved after it", report.checkpoints[len(before) :], columns)
+    runs = [{"run": name, **to_document(run)} for name, run in (
+        ("uninterrupted", report.uninterrupted), ("killed, restored, finished", report.resumed),
+    )]  # fmt: skip
+    yield table("judged on later samples", runs, ("run", "steps", "auc", "logloss"))
+    verdict = "NOT EQUAL: this is a defect" if report.max_weight_difference else "equal bit for bit"
+    yield f"largest difference of a weight: {report.max_weight_difference:.3g}" + (
+        f"; {verdict}" if options.is_exact else ""
+    )
+    yield f"the store is left at {options.store}; next:"
+    yield f"  cnr show {options.store}    tables, chain, encodings, sizes by kind of byte"
+    yield f"  cnr log {options.store}     every commit record"
+    yield f"  cnr verify {options.store}  read and check every object"
+    yield f"  cnr export {options.store} weights.safetensors"
+    if not options.is_exact:
+        yield "  cnr demo --exact          the same, with a difference of exactly zero"
 
 
 def serve_demo(
@@ -75,20 +89,55 @@ def serve_demo(
     rows: Annotated[int, typer.Option("--rows", help="Rows of all tables together.")] = 100_000,
     force: Annotated[bool, typer.Option("--force", help="Replace a store that no demonstration left behind.")] = False,
     json: Json = False,
-    debug: Debug = False,  # noqa: ARG001 - as above
 ) -> None:
     """Train, compact, serve and learn on one store while processes are killed. Exit code 1 if anything is wrong."""
-    from cnr_store_tools.serve_demo import report as serve_report
-    from cnr_store_tools.serve_demo.records import ServeOptions
+    from cnr_store_tools.serve_demo.report import ServeOptions
     from cnr_store_tools.serve_demo.run import run_serve_demo
 
     options = ServeOptions(store=store, seconds=seconds, seed=seed, kills=kills, rows=rows, force=force)
-    if json:
-        report = run_serve_demo(options)
-        emit(documents.serve_demo_document(report), lambda *_: None, as_json=True)
-    else:
-        with serve_report.progress_shown() as show:
-            report = run_serve_demo(options, show)
-        serve_report.render(report, make_console(markup=True))
+    report = run_serve_demo(options, _silent if json else _tell)
+    emit({"is_sound": not report.problems, **to_document(report)}, serve_demo_parts(report), as_json=json)
     if report.problems:
         raise typer.Exit(ExitCode.PROBLEMS)
+
+
+def serve_demo_parts(report: ServeReport) -> Iterator[Part]:
+    """Yield the figures, and the verdict."""
+    figures = {
+        "versions saved": f"{report.versions}, {report.steps:,} steps",
+        "acknowledged saves, lost": f"{report.acknowledged}, {report.lost}",
+        "compactions": f"{report.compactions}, {size_text(report.deleted_bytes)} deleted",
+        "lookups, torn, repeated": f"{report.lookups:,}, {report.torn}, {report.retries:,}",
+        "publish to served": spread_text(report.publish_to_served_s),
+        "staleness": spread_text(report.staleness_s),
+        "apply": spread_text(report.apply_s),
+        "rows compared, different": f"{report.compared_rows:,}, {report.different_rows}",
+        "polls that failed": report.failed_polls,
+        "change stream": f"{report.learned_rows:,} rows, {report.warm_starts} starts from a snapshot, "
+        f"{report.resumes} from its cursor",
+    }
+    options = report.options
+    yield table("processes", report.processes, ("name", "starts", "kills", "crashes"))
+    title = f"{options.rows:,} rows, {options.seconds:.0f} s together, seed {options.seed}"
+    yield table(title, [{"figure": name, "value": value} for name, value in figures.items()], ("figure", "value"))
+    yield table("copies against the last snapshot", report.copies, ("name", "version", "rows", "different_rows"))
+    yield from (f"problem: {problem}" for problem in report.problems)
+    if not report.problems:
+        yield "nothing torn, nothing lost, every copy equal bit for bit, and everything moved on"
+    yield f"the store is left at {options.store}: cnr log {options.store}, cnr show {options.store}"
+
+
+def spread_text(spread: Spread) -> str:
+    """Return median, 99th percentile and how many values they are of."""
+    if not spread.count:
+        return "-"
+    return f"p50 {duration_text(spread.p50)}, p99 {duration_text(spread.p99)} ({spread.count:,})"
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(f"{one_line(line)}\n")
+    sys.stderr.flush()
+
+
+def _silent(line: str) -> None:
+    """Say nothing."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_text
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from cnr_store import BadInput
-from cnr_store_tools import documents, render
-from cnr_store_tools.options import Branch, Debug, Json, StorageOptions, Url, open_store, parse_duration
-from cnr_store_tools.output import Document, emit, make_console
+from cnr_store_tools.options import Branch, Json, StorageOptions, Url, open_store, parse_duration
+from cnr_store_tools.output import Document, Part, emit, json_line, table
+from cnr_store_tools.render import place_text
+from cnr_store_tools.text import count_text, size_text
 
 if TYPE_CHECKING:  # pyarrow is slow to import, and no other command needs it
     from cnr_store.changes import ChangeStream
@@ -52,7 +52,6 @@ def changes(
     branch: Branch = None,
     storage_option: StorageOptions = None,
     json: Json = False,
-    debug: Debug = False,  # noqa: ARG001 - read from the arguments by the guard
 ) -> None:
     """Tell which rows change, version by version: how many, or as files for a query engine, or each of them."""
     from cnr_store import changes as streams
@@ -70,10 +69,13 @@ def changes(
         told: list[Document] = []
 
         def tell(item: Document) -> None:
-            if follow:
-                _print_line(item, as_json=json)
-            else:
+            if not follow:
                 told.append(item)
+            elif json:
+                sys.stdout.write(json_line(item))
+                sys.stdout.flush()
+            else:
+                emit(item, (_sentence(item),), as_json=False)
 
         document: Document = {"url": store.url, "branch": store.branch, "since": since, "changes": told}
         if folder is None:
@@ -83,13 +85,35 @@ def changes(
             write = streams.write_parquet if kind == "parquet" else streams.write_ipc
 
             def tell_all(recorded: streams.RecordedVersion) -> None:
-                for item in documents.recorded_documents(recorded):
-                    tell(item)
+                for name in sorted({*recorded.upserts, *recorded.deletes}):
+                    counts = recorded.upserts.get(name, 0), recorded.deletes.get(name, 0)
+                    tell(_change(recorded.version, recorded.step, name, *counts))
 
             report = write(stream, folder, on_version=tell_all)
             document |= {"folder": str(folder), "files": report.files, "size_bytes": report.size_bytes}
         document["cursor"] = None if stream.cursor is None else stream.cursor.version
-    emit(document, render.changes, as_json=json)
+    emit(document, _parts(document), as_json=json)
+
+
+def _change(version: int, step: int, table_name: str, upserts: int, deletes: int) -> Document:
+    """How many rows of one table one version changes."""
+    return {"version": version, "step": step, "table": table_name, "upserts": upserts, "deletes": deletes}
+
+
+def _sentence(item: Document) -> str:
+    counts = f"{count_text(item['upserts'], 'upsert')}, {count_text(item['deletes'], 'delete')}"
+    return f"version {item['version']}, step {item['step']}: {item['table']}: {counts}"
+
+
+def _parts(document: Document) -> Iterator[Part]:
+    """How many rows each version changes, and where that leads."""
+    if document["changes"]:
+        yield table(place_text(document), document["changes"], ("version", "step", "table", "upserts", "deletes"))
+    if "folder" in document:
+        files = f"{count_text(document['files'], 'file')} ({size_text(document['size_bytes'])})"
+        yield f"wrote {files} to {document['folder']}"
+    cursor = document["cursor"]
+    yield "the store is empty" if cursor is None else f"this was all up to version {cursor}"
 
 
 def _target(text: str | None) -> tuple[Target, Path | None]:
@@ -114,22 +138,13 @@ def _counted(stream: ChangeStream) -> Iterator[Document]:
             here = counts.setdefault(batch["table"][0].as_py(), [0, 0])
             here[0] += batch.num_rows - deletes
             here[1] += deletes
-        for table, (upserts, deletes) in counts.items():
-            yield documents.change_document(version.version, version.step, table, upserts, deletes)
-
-
-def _print_line(item: Document, *, as_json: bool) -> None:
-    """One line, at once: whoever reads a pipe wants to see it."""
-    if as_json:
-        sys.stdout.write(json_text.dumps(item, ensure_ascii=True) + "\n")
-    else:
-        render.change(make_console(), item)
-    sys.stdout.flush()
+        for name, (upserts, deletes) in counts.items():
+            yield _change(version.version, version.step, name, upserts, deletes)
 
 
 def _print_rows(stream: ChangeStream) -> None:
     """Each row as one line of JSON; what is no number in JSON is null."""
     for batch in stream:
         for row in batch.to_pylist():
-            sys.stdout.write(json_text.dumps(documents.plain_floats(row), ensure_ascii=True, allow_nan=False) + "\n")
+            sys.stdout.write(json_line(row))
         sys.stdout.flush()

@@ -8,23 +8,33 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from cnr_store import CompactionPolicy, RetentionPolicy, Store, collect_garbage, compact_chain, maintain, read_status
+from cnr_store import (
+    CompactionPolicy,
+    GcReport,
+    MaintenanceReport,
+    RetentionPolicy,
+    Store,
+    collect_garbage,
+    compact_chain,
+    maintain,
+    read_status,
+)
 from cnr_store.integrations.ray import RayPool
-from cnr_store_tools import documents, render
 from cnr_store_tools.exits import ExitCode, exit_code
 from cnr_store_tools.options import (
     Branch,
-    Debug,
     Json,
     StorageOptions,
     Url,
     open_store,
+    optional_duration,
+    optional_size,
     parse_address,
     parse_duration,
-    parse_size,
 )
-from cnr_store_tools.output import emit
+from cnr_store_tools.output import Document, emit, to_document
 from cnr_store_tools.progress import progress_bars
+from cnr_store_tools.render import compaction_text, gc_parts, maintenance_parts, place_text
 from cnr_store_tools.text import one_line
 
 if TYPE_CHECKING:
@@ -85,18 +95,22 @@ def compact(
     branch: Branch = None,
     storage_option: StorageOptions = None,
     json: Json = False,
-    debug: Debug = False,  # noqa: ARG001 - read from the arguments by the guard
 ) -> None:
     """Fold deltas until restores are as fast as wanted, beside writers. Exit code 9 if the budget ended it."""
     policy = CompactionPolicy(max_chain=max_chain, max_restore_ratio=max_restore_ratio, fanout=fanout)
     with open_store(url, storage_option, branch) as store, progress_bars(in_bytes=False) as progress:
         reports = compact_chain(
-            store, policy=policy, engine=_engine(engine), workers=workers, bytes_per_s=_size(bandwidth, "--bandwidth"),
-            deadline_s=_time(budget, "--budget"), force=force, dry_run=dry_run, progress=progress,
+            store, policy=policy, engine=_engine(engine), workers=workers, bytes_per_s=optional_size(bandwidth, "--bandwidth"),
+            deadline_s=optional_duration(budget, "--budget"), force=force, dry_run=dry_run, progress=progress,
         )  # fmt: skip
-        document = documents.compaction_document(store, reports, is_dry_run=dry_run)
-    emit(document, render.compaction, as_json=json)
     last = reports[-1].outcome
+    document = {
+        "url": store.url, "branch": store.branch, "is_dry_run": dry_run, "outcome": last,
+        "folds": to_document(reports),
+        "bytes_in": sum(report.bytes_in for report in reports if report.outcome == "committed"),
+        "bytes_out": sum(report.bytes_out for report in reports),
+    }  # fmt: skip
+    emit(document, (f"{place_text(document)}: {compaction_text(report)}" for report in reports), as_json=json)
     if last == "busy":
         raise typer.Exit(ExitCode.CONFLICT)
     if last != "nothing" and not (dry_run and last == "planned"):
@@ -120,7 +134,6 @@ def gc(
     budget: Budget = None,
     storage_option: StorageOptions = None,
     json: Json = False,
-    debug: Debug = False,  # noqa: ARG001 - as above
 ) -> None:
     """Expire versions and delete what nobody needs, of the store and its branches; a dry run unless told otherwise."""
     policy = _retention(keep_last, keep_within, keep_every)
@@ -128,9 +141,9 @@ def gc(
         report = collect_garbage(
             store, policy=policy, grace_s=parse_duration(grace, "--grace"),
             orphan_age_s=parse_duration(orphan_age, "--orphan-age"), dry_run=not delete, force=force,
-            despite_damage=despite_damage, deadline_s=_time(budget, "--budget"), progress=progress,
+            despite_damage=despite_damage, deadline_s=optional_duration(budget, "--budget"), progress=progress,
         )  # fmt: skip
-    emit(documents.gc_document(report), render.collection, as_json=json)
+    emit(_collection(report), gc_parts(report), as_json=json)
     if report.failures:
         raise typer.Exit(ExitCode.STORAGE)
     if report.outcome in ("stopped", "incomplete"):
@@ -156,7 +169,6 @@ def maintain_(
     metrics_file: MetricsFile = None,
     storage_option: StorageOptions = None,
     json: Json = False,
-    debug: Debug = False,  # noqa: ARG001 - as above
 ) -> None:
     """Compact, expire and delete, the store and its branches: the one line that cron runs. Exit code 9: more to do."""
     policy = CompactionPolicy(max_chain=max_chain, max_restore_ratio=max_restore_ratio, fanout=fanout)
@@ -166,15 +178,14 @@ def maintain_(
         try:
             report = maintain(
                 store, compaction=policy, retention=retention, grace_s=parse_duration(grace, "--grace"),
-                orphan_age_s=parse_duration(orphan_age, "--orphan-age"), budget_s=_time(budget, "--budget"),
-                engine=_engine(engine), workers=workers, bytes_per_s=_size(bandwidth, "--bandwidth"), force=force,
+                orphan_age_s=parse_duration(orphan_age, "--orphan-age"), budget_s=optional_duration(budget, "--budget"),
+                engine=_engine(engine), workers=workers, bytes_per_s=optional_size(bandwidth, "--bandwidth"), force=force,
                 dry_run=dry_run, progress=progress,
             )  # fmt: skip
         finally:
             # Monitors learn of a failure too, and one of the file must not hide what maintenance did.
             file_error = None if collector is None or metrics_file is None else _replace(collector, metrics_file)
-    document = documents.maintenance_document(report) | {"metrics_file_error": file_error}
-    emit(document, render.maintenance, as_json=json)
+    emit(_maintenance(report) | {"metrics_file_error": file_error}, maintenance_parts(report), as_json=json)
     if not json:
         for stage in report.stages:
             if stage.error is not None:
@@ -189,6 +200,28 @@ def maintain_(
         raise typer.Exit(ExitCode.UNFINISHED)
 
 
+def _collection(report: GcReport) -> Document:
+    return {**to_document(report), "expired": report.expired, "named": report.named}
+
+
+def _maintenance(report: MaintenanceReport) -> Document:
+    """The report; of collections what changes, since a cron job's log need not repeat all that stays."""
+    stages = []
+    for stage in report.stages:
+        document = to_document(stage) | {"stage": stage.stage.kind, "branch": stage.stage.branch}
+        document["folds"] = document.pop("compactions")
+        if stage.collection is not None:
+            collection = _collection(stage.collection)
+            del collection["versions"]
+            collection["segments"] = [item for item in collection["segments"] if item["state"] != "stays"]
+            document["collection"] = collection
+        stages.append(document)
+    return {
+        **to_document(report), "stages": stages, "outcome": report.outcome,
+        "rewritten_bytes": report.rewritten_bytes, "deleted_bytes": report.deleted_bytes,
+    }  # fmt: skip
+
+
 def metrics(
     url: Url,
     listen: Annotated[
@@ -199,7 +232,6 @@ def metrics(
         str, typer.Option("--max-age", metavar="TIME", help="Scrapes within this time are answered from one reading.")
     ] = "30s",
     storage_option: StorageOptions = None,
-    debug: Debug = False,  # noqa: ARG001 - as above
 ) -> None:
     """Print the store's Prometheus metrics, or serve them over HTTP."""
     address = None if listen is None else parse_address(listen)
@@ -240,17 +272,9 @@ def _announce(host: str, port: int) -> None:
 
 def _retention(keep_last: int, keep_within: str | None, keep_every: int | None) -> RetentionPolicy:
     return RetentionPolicy(
-        keep_last=keep_last, keep_within_s=_time(keep_within, "--keep-within"), keep_every=keep_every
+        keep_last=keep_last, keep_within_s=optional_duration(keep_within, "--keep-within"), keep_every=keep_every
     )  # fmt: skip
-
-
-def _time(text: str | None, option: str) -> float | None:
-    return None if text is None else parse_duration(text, option)
 
 
 def _engine(name: Literal["threads", "processes", "ray"]) -> Literal["threads", "processes"] | RayPool:
     return RayPool() if name == "ray" else name
-
-
-def _size(text: str | None, option: str) -> int | None:
-    return None if text is None else parse_size(text, option)

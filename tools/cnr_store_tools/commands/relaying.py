@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import json as json_text
 import sys
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from cnr_store import BadInput, RetentionPolicy
 from cnr_store_tools.options import (
     Branch,
-    Debug,
     Json,
     StorageOptions,
     Url,
     open_store,
+    optional_duration,
+    optional_size,
     parse_duration,
-    parse_size,
     place_options,
 )
-from cnr_store_tools.output import emit
-from cnr_store_tools.text import one_line
+from cnr_store_tools.output import emit, json_line, to_document
+from cnr_store_tools.text import one_line, size_text
 
 if TYPE_CHECKING:  # pyarrow is slow to import, and no other command needs it
     from cnr_store.relay import RelayReport
@@ -59,7 +56,6 @@ def relay(
         typer.Option("--target-option", metavar="KEY=VALUE", help="As --storage-option, for the target."),
     ] = None,
     json: Json = False,
-    debug: Debug = False,  # noqa: ARG001 - read from the arguments by the guard
 ) -> None:
     """Keep a copy of a store's newest versions elsewhere, for many to read; until it is stopped, which is always safe.
 
@@ -70,58 +66,47 @@ def relay(
     every_s = parse_duration(every, "--every")
     if not every_s > 0:
         raise BadInput(f"--every takes a time above 0, found {every!r}", found=every)
-    policy = RetentionPolicy(
-        keep_last=keep_last, keep_within_s=None if keep_within is None else parse_duration(keep_within, "--keep-within")
-    )
+    policy = RetentionPolicy(keep_last=keep_last, keep_within_s=optional_duration(keep_within, "--keep-within"))
     with open_store(url, storage_option, branch) as store:
         mirror = Relay(
             store, target, start=start, policy=policy, grace_s=parse_duration(grace, "--grace"), trims=not no_trim,
-            bytes_per_s=None if bandwidth is None else parse_size(bandwidth, "--bandwidth"),
+            bytes_per_s=optional_size(bandwidth, "--bandwidth"),
             **place_options(target_option),
         )  # fmt: skip
 
         def tell(report: RelayReport) -> None:
             if report.problem is not None:
                 sys.stderr.write(f"warning: {one_line(report.problem)}\n")
-            if report.versions or report.segments or report.trimmed_segments:
-                document = _document(store.url, report)
-                if json:
-                    sys.stdout.write(json_text.dumps(document) + "\n")
-                else:
-                    emit(document, _render, as_json=False)
+            document = {"url": store.url, **to_document(report)}
+            if once or not json:
+                emit(document, (_sentence(report),), as_json=json)
+            else:
+                sys.stdout.write(json_line(document))
                 sys.stdout.flush()
 
-        if not once:
-            mirror.run(every_s, on_report=tell)
-            return
-        report = mirror.advance()
-        if report.problem is not None:
-            sys.stderr.write(f"warning: {one_line(report.problem)}\n")
-        emit(_document(store.url, report), _render, as_json=json)
+        def tell_news(report: RelayReport) -> None:
+            if report.versions or report.segments or report.trimmed_segments or report.problem is not None:
+                tell(report)
+
+        if once:
+            tell(mirror.advance())
+        else:
+            mirror.run(every_s, on_report=tell_news)
 
 
-def _document(url: str, report: RelayReport) -> dict[str, Any]:
-    return {"url": url, **asdict(report)}
-
-
-def _render(console: Console, document: dict[str, Any]) -> None:
-    if document["version"] is None:
-        console.print("nothing was saved yet")
-        return
+def _sentence(report: RelayReport) -> str:
+    if report.version is None:
+        return "nothing was saved yet"
     parts = [
-        f"version {document['version']}",
-        f"{document['versions']} versions",
-        f"{document['segments']} segments",
-        f"{document['objects']} objects",
-        f"{document['bytes'] / (1 << 20):.1f} MiB",
-    ]
-    if document["skipped"]:
-        parts.append(f"{document['skipped']} positions without their data")
-    if document["reused_objects"]:
-        parts.append(f"{document['reused_objects']} objects were there")
-    if document["trimmed_segments"]:
-        trimmed = f"{document['trimmed_segments']} segments, {document['trimmed_bytes'] / (1 << 20):.1f} MiB"
-        parts.append(f"deleted {trimmed}")
-    if document["delay_s"] is not None:
-        parts.append(f"{document['delay_s']:.1f} s behind its commit")
-    console.print(", ".join(parts))
+        f"version {report.version}", f"{report.versions} versions", f"{report.segments} segments",
+        f"{report.objects} objects", size_text(report.bytes),
+    ]  # fmt: skip
+    if report.skipped:
+        parts.append(f"{report.skipped} positions without their data")
+    if report.reused_objects:
+        parts.append(f"{report.reused_objects} objects were there")
+    if report.trimmed_segments:
+        parts.append(f"deleted {report.trimmed_segments} segments, {size_text(report.trimmed_bytes)}")
+    if report.delay_s is not None:
+        parts.append(f"{report.delay_s:.1f} s behind its commit")
+    return ", ".join(parts)

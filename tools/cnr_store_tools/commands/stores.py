@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import platform
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from typing import Annotated, Any, Literal
 
 import typer
 
-from cnr_store import Store
-from cnr_store_tools import documents, render
+from cnr_store import CorruptStore, Snapshot, Store, fp32_bytes, segment_sizes, total_sizes
 from cnr_store_tools.options import (
     Branch,
     Channel,
-    Debug,
     Json,
     Step,
     StorageOptions,
@@ -22,7 +23,14 @@ from cnr_store_tools.options import (
     open_store,
     place_options,
 )
-from cnr_store_tools.output import emit
+from cnr_store_tools.output import Document, Part, emit, emit_message, table, to_document
+from cnr_store_tools.render import encoding_text, place_text, rate_lines
+from cnr_store_tools.text import time_text
+
+KINDS = ("rows", "codes", "scales", "slots", "dense", "documents", "metadata", "total")
+"""The kinds of byte of a segment."""
+
+TRAINER = "trainer/0"
 
 
 def init(
@@ -33,15 +41,11 @@ def init(
     ] = "compact",
     storage_option: StorageOptions = None,
     json: Json = False,
-    debug: Debug = False,  # noqa: ARG001 - read from the arguments by the guard
 ) -> None:
     """Create an empty store."""
     with Store.create(url, profile=profile, **place_options(storage_option)) as store:
-        document = {
-            "url": store.url, "store_uuid": store.uuid, "profile": profile,
-            "message": f"created {store.url} (profile {profile}, uuid {store.uuid})",
-        }  # fmt: skip
-    emit(document, render.message, as_json=json)
+        document = {"url": store.url, "store_uuid": store.uuid, "profile": profile}
+    emit_message(f"created {store.url} (profile {profile}, uuid {store.uuid})", document, as_json=json)
 
 
 def log(
@@ -50,12 +54,47 @@ def log(
     branch: Branch = None,
     storage_option: StorageOptions = None,
     json: Json = False,
-    debug: Debug = False,  # noqa: ARG001 - as above
 ) -> None:
     """List the commit records, newest first."""
     with open_store(url, storage_option, branch) as store:
-        document = documents.log_document(store, limit)
-    emit(document, render.log, as_json=json)
+        document: Document = {"url": store.url, "branch": store.branch, "records": _records(store, limit)}
+    rows = [
+        item | {
+            "about": " -> ".join(str(item[key]) for key in ("name", "target") if item[key] is not None),
+            "named": item["tags"] + item["channels"],
+        }
+        for item in document["records"]
+    ]  # fmt: skip
+    columns = ("version", "kind", "step", "time_ms", "chain_length", "rows", "size_bytes", "about", "named", "writer")
+    emit(document, (table(place_text(document), rows, columns),), as_json=json)
+
+
+def _records(store: Store, limit: int | None) -> list[Document]:
+    """The newest records of the log, newest first, each with the tags and channels that name it now."""
+    head = store.head().record
+    records = []
+    for record in store.log(limit=limit):
+        saved = record.chain[-1] if record.kind in ("full", "delta") and record.chain else None
+        pin = head.pins.get(record.name) if record.kind == "fork" and record.name is not None else None
+        records.append(
+            {
+                "version": record.v, "kind": record.kind, "step": record.step, "logical": record.logical,
+                "time_ms": record.ts_ms, "epoch": record.epoch, "chain_length": len(record.chain),
+                "writer": record.writer.host, "segment": None if saved is None else saved.seg,
+                "size_bytes": None if saved is None else saved.bytes, "rows": None if saved is None else saved.rows,
+                "name": record.name if pin is None else pin.name, "target": record.target, "user": record.user,
+                **_names(head.tags, head.channels, record.v),
+            }
+        )  # fmt: skip
+    return records
+
+
+def _names(tags: Mapping[str, int], channels: Mapping[str, int], version: int) -> Document:
+    """The tags and channels that name a version."""
+    return {
+        kind: sorted(name for name, target in named.items() if target == version)
+        for kind, named in (("tags", tags), ("channels", channels))
+    }
 
 
 def show(
@@ -67,29 +106,129 @@ def show(
     branch: Branch = None,
     storage_option: StorageOptions = None,
     json: Json = False,
-    debug: Debug = False,  # noqa: ARG001 - as above
 ) -> None:
     """Show a version: its tables, its chain, and how many bytes are rows, codes, slots, ..."""
     with open_store(url, storage_option, branch) as store:
-        document = documents.show_document(store, open_snapshot(store, version, step, tag, channel))
-    emit(document, render.show, as_json=json)
+        document = _version(store, open_snapshot(store, version, step, tag, channel))
+    emit(document, _version_parts(document), as_json=json)
 
 
-def version(
-    json: Json = False,
-    debug: Debug = False,  # noqa: ARG001 - as above
-) -> None:
+def _version(store: Store, snapshot: Snapshot) -> Document:
+    """A version's tables, chain and sizes; reads the manifests of its chain, and the document of a trainer."""
+    record, head = snapshot.record, store.head().record
+    chain: list[Document] = []
+    all_sizes = []
+    for manifest, entry in zip(snapshot.manifests, record.chain, strict=True):
+        sizes, full = segment_sizes(manifest, segment_bytes=entry.bytes), fp32_bytes(manifest)
+        all_sizes.append(sizes)
+        chain.append(
+            {
+                "segment": entry.seg, "kind": entry.kind, "step": manifest.step, "l0": entry.l0, "l1": entry.l1,
+                "rows": entry.rows, "sizes": sizes.as_dict(), "fp32_bytes": full, "ratio": _ratio(full, sizes.total),
+            }
+        )  # fmt: skip
+    total, full = total_sizes(all_sizes), sum(item["fp32_bytes"] for item in chain)
+    return {
+        "url": store.url, "branch": store.branch, "store_uuid": store.uuid, "profile": store.identity.profile,
+        "format": f"{store.identity.major}.{store.identity.minor}", "version": record.v, "kind": record.kind,
+        "step": snapshot.step, "logical": record.logical, "time_ms": record.ts_ms,
+        **_names(head.tags, head.channels, record.v),
+        "tables": {name: _table(snapshot, name) for name in sorted(snapshot.tables)}, "rate": _rate(snapshot),
+        "dense": {name: {"dtype": entry.dtype, "shape": entry.shape} for name, entry in sorted(snapshot.dense.items())},
+        "scalars": snapshot.scalars, "documents": snapshot.documents, "chain": chain, "sizes": total.as_dict(),
+        "fp32_bytes": full, "ratio": _ratio(full, total.total),
+    }  # fmt: skip
+
+
+def _table(snapshot: Snapshot, name: str) -> Document:
+    schema = snapshot.tables[name]
+    document: Document = to_document(schema)
+    encoding = document["encoding"]
+    scale = encoding["scale"] * 0.5**schema.shift if encoding["encoding"] == "lattice" else None
+    rows = schema.num_rows if schema.keys == "dense" else None
+    return document | {"rows": rows, "scale": scale, "waiting": to_document(snapshot.waiting.get(name))}
+
+
+def _rate(snapshot: Snapshot) -> Document | None:
+    """What a trainer recorded of how exact it stores: restores so far, and its target of bytes; None without a trainer.
+
+    Read as plain data, since the classes of a trainer need torch; what is damaged in it is for ``verify`` to report.
+    """
+    try:
+        found = snapshot.read_document(TRAINER) if TRAINER in snapshot.documents else None
+    except CorruptStore:
+        return None
+    rate: Any = found.get("rate") if isinstance(found, dict) else None
+    if not isinstance(rate, dict):
+        return None
+    target = rate.get("target_bytes")
+    return {
+        "restores": rate.get("restores", 0), "calibrated": sorted(rate.get("calibrated", {})),
+        "target": None if target is None else {
+            "bytes": target, "state": rate.get("target_state", ""), "share": rate.get("share", 1.0),
+            "doublings": rate.get("doublings", {}),
+        },
+    }  # fmt: skip
+
+
+def _ratio(full_bytes: int, stored_bytes: int) -> float | None:
+    return full_bytes / stored_bytes if full_bytes and stored_bytes else None
+
+
+def _version_parts(document: Document) -> Iterator[Part]:
+    """What the version is, its tables, and its chain by kind of byte."""
+    yield (
+        f"{place_text(document)}  version {document['version']} ({document['kind']}), step {document['step']}, "
+        f"{time_text(document['time_ms'])}, profile {document['profile']}, format {document['format']}"
+    )
+    for kind in ("tags", "channels"):
+        if document[kind]:
+            yield f"{kind}: {', '.join(document[kind])}"
+    if not document["chain"]:
+        yield "nothing has been saved yet"
+        return
+    tables = [
+        item | {
+            "table": name, "rows": "hashed" if item["rows"] is None else item["rows"],
+            "encoding": encoding_text(item["encoding"], item["shift"]),
+            "slots": [f"{slot} ({encoding_text(kind['encoding'])})" for slot, kind in sorted(item["slots"].items())],
+        }
+        for name, item in document["tables"].items()
+    ]  # fmt: skip
+    yield table("tables", tables, ("table", "rows", "dim", "dtype", "encoding", "generation", "shift", "slots"))
+    for name, item in document["tables"].items():
+        if item["waiting"]:
+            waiting = item["waiting"]
+            yield (
+                f"{name}: {waiting['count']} rows wait for a later save, within {waiting['max_error']:.4g} of what is "
+                f"stored, for {waiting['oldest']} saves at most so far"
+            )
+    yield from rate_lines(document["rate"])
+    yield (
+        f"dense tensors: {len(document['dense'])}, scalars: {len(document['scalars'])}, "
+        f"documents: {', '.join(document['documents']) or 'none'}"
+    )
+    total = {
+        **document, "segment": "all", "kind": "", "step": None, "rows": sum(item["rows"] for item in document["chain"])
+    }  # fmt: skip
+    rows = [
+        item | {"segment": item["segment"][-8:], "changed": item["rows"]}
+        | {f"{kind}_bytes": item["sizes"][kind] for kind in KINDS}
+        for item in (*document["chain"], total)
+    ]  # fmt: skip
+    columns = ("segment", "kind", "step", "changed", *(f"{kind}_bytes" for kind in KINDS), "ratio")
+    yield table("chain, baseline first", rows, columns)
+
+
+def version(json: Json = False) -> None:
     """Print the versions of the program and of the packages it works with."""
-    import platform
-    from importlib import metadata
-
     packages: dict[str, str | None] = {}
     for name in ("cnr-store", "numpy", "numba", "pcodec", "zarr", "fsspec", "pyarrow", "torch"):
         try:
             packages[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             packages[name] = None
-    text = f"cnr-store {packages['cnr-store']} (Python {platform.python_version()})"
     others = ", ".join(f"{name} {found}" for name, found in packages.items() if found and name != "cnr-store")
     document = {"version": packages["cnr-store"], "python": platform.python_version(), "packages": packages}
-    emit({**document, "message": f"{text}; {others}"}, render.message, as_json=json)
+    message = f"cnr-store {packages['cnr-store']} (Python {platform.python_version()}); {others}"
+    emit_message(message, document, as_json=json)

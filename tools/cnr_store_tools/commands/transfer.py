@@ -10,11 +10,9 @@ import typer
 
 from cnr_store import BadInput, NotAStore, NotFound, Store, TableOptions, export_snapshot, import_tensors
 from cnr_store.integrations import load_state_dict
-from cnr_store_tools import documents, render
 from cnr_store_tools.options import (
     Branch,
     Channel,
-    Debug,
     Json,
     Step,
     StorageOptions,
@@ -26,8 +24,10 @@ from cnr_store_tools.options import (
     open_store,
     place_options,
 )
-from cnr_store_tools.output import emit
+from cnr_store_tools.output import emit, to_document
 from cnr_store_tools.progress import progress_bars
+from cnr_store_tools.render import export_parts
+from cnr_store_tools.text import size_text
 
 ExportFormat = Literal["safetensors", "parquet", "npy"]
 ImportFormat = Literal["safetensors", "torch"]
@@ -55,7 +55,6 @@ def export(
     branch: Branch = None,
     storage_option: StorageOptions = None,
     json: Json = False,
-    debug: Debug = False,  # noqa: ARG001 - read from the arguments by the guard
 ) -> None:
     """Write a version's tensors to safetensors, Parquet or npy files."""
     chosen = format or _SUFFIXES.get(path.suffix, "safetensors")
@@ -65,8 +64,7 @@ def export(
             snapshot, path, format=chosen, tables=table, slots=slots, dense=dense, overwrite=overwrite,
             progress=partial(progress, "export"),
         )  # fmt: skip
-        document = documents.export_document(report, store.url)
-    emit(document, render.export, as_json=json)
+    emit({"url": store.url, **to_document(report)}, export_parts(report), as_json=json)
 
 
 def import_(
@@ -101,7 +99,6 @@ def import_(
     ] = False,
     storage_option: StorageOptions = None,
     json: Json = False,
-    debug: Debug = False,  # noqa: ARG001 - as above
 ) -> None:
     """Commit the tensors of a file as a full version. A writer that is open elsewhere is fenced."""
     options = _table_options(exact, bits, max_error)
@@ -114,8 +111,18 @@ def import_(
             store, path if source is None else source.tensors, step=step, tables=table, options=options,
             scalars=None if source is None else source.scalars, replace=replace, progress=partial(progress, "import"),
         )  # fmt: skip
-        document = documents.import_document(report, store.url, () if source is None else source.ignored)
-    emit(document, render.imported, as_json=json)
+    names = {
+        "tables": report.tables, "dense": report.dense, "dropped": report.dropped,
+        "ignored": () if source is None else source.ignored,
+    }  # fmt: skip
+    committed = f"committed version {report.version} (full, step {report.step}), {size_text(report.size_bytes)}"
+    listed = (
+        f"{key} ({len(found)}): {', '.join(found[:20])}{', ...' if len(found) > 20 else ''}"
+        for key, found in names.items()
+        if found
+    )
+    document = {"url": store.url, **to_document(report), "ignored": names["ignored"]}
+    emit(document, (f"{store.url}: {committed}", *listed), as_json=json)
 
 
 def _open_or_create(url: str, storage_option: list[str] | None, *, create: bool) -> Store:

@@ -12,7 +12,7 @@ from cnr_store_tools.demo.click_log import ClickLog
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class ClickBatch:
     """Samples of one training step, CPU tensors that share memory with the log.
 
     Attributes
@@ -66,17 +66,17 @@ class TimeOrderedBatches:
     def __len__(self) -> int:
         return self._num_batches
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[ClickBatch]:
         while self._next_batch < self._num_batches:
             batch = self.batch(self._next_batch)
             # Advance before handing out: a state taken while this batch is being trained points behind it.
             self._next_batch += 1
             yield batch
 
-    def batch(self, index: int) -> Batch:
+    def batch(self, index: int) -> ClickBatch:
         """Return batch ``index`` as views of the log, without moving the position."""
         start, stop = index * self.batch_size, (index + 1) * self.batch_size
-        return Batch(self._ids[start:stop], self._dense[start:stop], self._labels[start:stop])
+        return ClickBatch(self._ids[start:stop], self._dense[start:stop], self._labels[start:stop])
 
     def state_dict(self) -> dict[str, int]:
         """Return the position as plain integers (JSON data)."""

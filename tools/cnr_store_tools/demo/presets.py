@@ -1,15 +1,12 @@
-"""The two sizes in which the model is trained: the demonstration and the trace of the benchmarks."""
+"""One training run: its data, its model and its learning rates; and the run of the demonstration."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cnr_store_tools.demo.click_log import ClickLog
 from cnr_store_tools.demo.model import ModelConfig
 from cnr_store_tools.demo.traffic import TrafficConfig
-
-MIN_BATCH_SIZE = 16
-MAX_BATCH_SIZE = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,30 +61,6 @@ class RunConfig:
         )
 
 
-def trace_config(*, steps: int = 1800, seed: int = 0) -> RunConfig:
-    """Return the DLRM trace that delta sizes are measured on: 376,000 rows x 32 in six tables.
-
-    About 40 % of the rows are touched in each interval of 150 steps of 2,048 samples.
-    """
-    batch_size, test_share = 2048, 0.05
-    return RunConfig(
-        traffic=TrafficConfig(
-            table_rows=(200_000, 100_000, 50_000, 20_000, 5_000, 1_000),
-            num_samples=round(steps * batch_size / (1.0 - test_share)) + batch_size,
-            zipf_exponent=1.05,
-            drift_every=16 * batch_size,
-            drift_share=0.01,
-            seed=seed,
-        ),
-        steps=steps,
-        batch_size=batch_size,
-        save_every=150,
-        test_share=test_share,
-        dim=32,
-        seed=seed,
-    )
-
-
 def demo_config(*, seed: int = 0) -> RunConfig:
     """Return the run of ``cnr demo`` on generated traffic: 85,000 rows x 16 in four tables, 360 steps."""
     batch_size, steps, test_share = 1024, 360, 0.15
@@ -105,14 +78,3 @@ def demo_config(*, seed: int = 0) -> RunConfig:
         dim=16,
         seed=seed,
     )
-
-
-def file_config(num_train_samples: int, *, seed: int = 0) -> RunConfig:
-    """Return the run of ``cnr demo`` on a file: one pass over it in about as many steps as the generated one.
-
-    Small files get small batches and large files more steps up to a fixed number, after which training stops.
-    """
-    demo = demo_config(seed=seed)
-    batch_size = min(max(num_train_samples // demo.steps, MIN_BATCH_SIZE), MAX_BATCH_SIZE)
-    steps = min(demo.steps, num_train_samples // batch_size)
-    return replace(demo, traffic=None, batch_size=batch_size, steps=steps, save_every=max(1, round(steps / 9)))

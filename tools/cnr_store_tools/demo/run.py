@@ -1,4 +1,4 @@
-"""The demonstration: train, kill in the middle of a save, restore, finish, compare with a run that nobody killed."""
+"""``cnr demo``: train, kill in the middle of a save, restore, finish, compare with a run that nobody killed."""
 
 from __future__ import annotations
 
@@ -6,20 +6,117 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from cnr_store import CnrStoreError, NotAStore, Store, StoreExists, fp32_bytes
-from cnr_store_tools.demo.children import Child
-from cnr_store_tools.demo.kill import kill_during_save
-from cnr_store_tools.demo.records import DEMO_TAG, Checkpoint, DemoOptions, DemoReport, Kill, RunQuality
+from cnr_store_tools.demo.kill import KilledSave, kill_during_save
+from cnr_store_tools.demo.processes import WorkerProcess
+
+DEMO_TAG = "demo"
+"""The tag by which a demonstration knows a store that an earlier one left, and may replace."""
 
 KILL_AFTER_COMMITS = 4
 """The training is killed in the first save after so many that it can be caught in."""
 
+TRAINING_S = 3600.0
+"""Most seconds for one training."""
+
 Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """What the caller chose.
+
+    Attributes
+    ----------
+    store
+        Where the store is left; a folder or URL.
+    is_exact
+        Keep tables and slots bit for bit; then the resumed run equals the uninterrupted one.
+    bits
+        Precision of the tables otherwise: 2, 3, 4 or 8.
+    policy
+        See `cnr_store.write.policy`.
+    steps
+        Training steps; None for the default.
+    force
+        Replace a store that no demonstration left behind.
+    seed
+        Of the data and the model.
+    """
+
+    store: str = "./demo-store"
+    is_exact: bool = False
+    bits: Literal[2, 3, 4, 8] = 4
+    policy: Literal["full", "consecutive", "one_shot", "intermittent"] = "consecutive"
+    steps: int | None = None
+    force: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DemoCheckpoint:
+    """One committed checkpoint. ``stall_s`` is None when the training died before it could report it.
+
+    ``ratio`` is how many times smaller it is than a full fp32 checkpoint of the same state.
+    """
+
+    version: int
+    step: int
+    kind: str
+    rows: int
+    size_bytes: int
+    ratio: float
+    stall_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRun:
+    """A finished run, judged on samples that come after those it was trained on."""
+
+    steps: int
+    auc: float
+    logloss: float
+
+
+@dataclass(frozen=True, slots=True)
+class DemoReport:
+    """What a demonstration found.
+
+    Attributes
+    ----------
+    checkpoints
+        In the order of the log, before the kill and after it.
+    restored_step, restored_version, restore_s
+        What the second process continued from.
+    fp32_bytes
+        A full checkpoint of the same state with every table and slot in fp32.
+    uninterrupted, resumed
+        The run that nobody saved or killed, and the one that was killed.
+    max_weight_difference
+        Largest absolute difference of any weight between the two.
+    """
+
+    options: DemoOptions
+    num_samples: int
+    table_rows: int
+    dim: int
+    checkpoints: tuple[DemoCheckpoint, ...]
+    kill: KilledSave
+    restored_step: int
+    restored_version: int
+    restore_s: float
+    fp32_bytes: int
+    uninterrupted: FinishedRun
+    resumed: FinishedRun
+    max_weight_difference: float
+    seconds: float
 
 
 def run_demo(options: DemoOptions, tell: Tell = lambda _: None) -> DemoReport:
@@ -34,74 +131,53 @@ def run_demo(options: DemoOptions, tell: Tell = lambda _: None) -> DemoReport:
     ------
     StoreExists
         There is a store that no demonstration left, and ``force`` is not set.
-    BadInput, NotFound
-        The data cannot be read.
     CnrStoreError
         A training process failed, or was never caught in the middle of a save.
     """
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="cnr-demo-") as folder:
-        weights = {name: str(Path(folder, f"{name}.npz")) for name in ("reference", "resumed")}
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cnr-demo-"))
+        store = stack.enter_context(make_store(options.store, force=options.force))
+        weights = [str(Path(folder, name)) for name in ("uninterrupted.npz", "resumed.npz")]
+        places = (None, options.store)
+        reference, training = (
+            WorkerProcess("training", _task(options, place, file)) for place, file in zip(places, weights, strict=True)
+        )
+        stack.callback(reference.stop)
+        stack.callback(training.stop)
         tell("training without interruption, for comparison")
-        reference = Child(_order(options, None, weights["reference"]))
-        try:
-            loaded = reference.wait_for("loaded")
-            store = make_store(options)
-            try:
-                tell(f"training, saving to {options.store}, and waiting for a save to kill it in")
-                killed, kill = _train_and_kill(options, store, weights["resumed"])
-                tell(f"killed in the middle of a save ({kill.objects} objects, no commit record); restoring")
-                resumed = _finish(options, weights["resumed"])
-                uninterrupted = reference.wait_for("finished")
-                _move_tag(store)
-                saves = [event for event in (*killed, *resumed) if event["event"] == "saved"]
-                checkpoints, full = _checkpoints(store, saves)
-            finally:
-                store.close()
-        finally:
-            reference.stop()
-        difference = _max_difference(weights["reference"], weights["resumed"])
-    restored = next(event for event in resumed if event["event"] == "restored")
-    finished = next(event for event in resumed if event["event"] == "finished")
-    return DemoReport(
-        options=options, num_samples=loaded["num_samples"], table_rows=loaded["table_rows"], dim=loaded["dim"],
-        checkpoints=checkpoints, kill=kill, restored_step=restored["step"], restored_version=restored["version"],
-        restore_s=restored["seconds"], fp32_bytes=full, uninterrupted=_quality(uninterrupted),
-        resumed=_quality(finished), max_weight_difference=difference, seconds=time.perf_counter() - started,
-    )  # fmt: skip
+        reference.start()
+        loaded = reference.wait_for("ready", TRAINING_S)
+        tell(f"training, saving to {options.store}, and waiting for a save to kill it in")
+        training.start()
+        kill = kill_during_save(store, training, after_commits=KILL_AFTER_COMMITS)
+        if kill is None:
+            training.wait_for("finished", TRAINING_S)  # raises what went wrong
+            raise CnrStoreError("the training ended before it could be killed in the middle of a save; try more steps")
+        tell(f"killed in the middle of a save ({kill.objects} objects, no commit record); restoring")
+        training.start()
+        resumed = training.wait_for("finished", TRAINING_S)
+        uninterrupted = reference.wait_for("finished", TRAINING_S)
+        restored = training.facts_of("restored")[0]
+        _move_tag(store)
+        full = fp32_bytes(store.snapshot().manifests[-1])
+        return DemoReport(
+            options=options, num_samples=loaded["num_samples"], table_rows=loaded["table_rows"], dim=loaded["dim"],
+            checkpoints=_checkpoints(store, training, full), kill=kill, restored_step=restored["step"],
+            restored_version=restored["version"], restore_s=restored["seconds"], fp32_bytes=full,
+            uninterrupted=FinishedRun(**uninterrupted), resumed=FinishedRun(**resumed),
+            max_weight_difference=_max_difference(*weights), seconds=time.perf_counter() - started,
+        )  # fmt: skip
 
 
-def _order(options: DemoOptions, store: str | None, weights: str) -> dict[str, Any]:
+def _task(options: DemoOptions, store: str | None, weights: str) -> Mapping[str, Any]:
     return {
-        "data": None if options.data is None else str(options.data), "steps": options.steps, "seed": options.seed,
-        "store": store, "policy": options.policy, "bits": options.bits, "is_exact": options.is_exact,
-        "weights": weights,
+        "module": "cnr_store_tools.demo.trainer", "steps": options.steps, "seed": options.seed, "store": store,
+        "policy": options.policy, "bits": options.bits, "is_exact": options.is_exact, "weights": weights,
     }  # fmt: skip
 
 
-def _train_and_kill(options: DemoOptions, store: Store, weights: str) -> tuple[list[dict[str, Any]], Kill]:
-    child = Child(_order(options, options.store, weights))
-    try:
-        kill = kill_during_save(store, child.process, after_commits=KILL_AFTER_COMMITS)
-        if kill is None:
-            if child.process.wait() != 0:
-                child.wait_for("finished")  # raises what went wrong
-            raise CnrStoreError("the training ended before it could be killed in the middle of a save; try more steps")
-    finally:
-        child.stop()
-    return child.events, kill
-
-
-def _finish(options: DemoOptions, weights: str) -> list[dict[str, Any]]:
-    child = Child(_order(options, options.store, weights))
-    try:
-        child.wait_for("finished")
-    finally:
-        child.stop()
-    return child.events
-
-
-def make_store(options: DemoOptions) -> Store:
+def make_store(url: str, *, force: bool) -> Store:
     """Return an empty store with our tag; replaces what an earlier demonstration left.
 
     Raises
@@ -109,55 +185,47 @@ def make_store(options: DemoOptions) -> Store:
     StoreExists
         Something else is there, and stays.
     """
-    is_local = "://" not in options.store
+    is_local = "://" not in url
     try:
-        old = Store.open(options.store)
+        old = Store.open(url)
     except NotAStore:
-        if is_local and Path(options.store).exists() and any(Path(options.store).iterdir()):
-            raise StoreExists(
-                f"{options.store} holds other files; choose another place with --store", path=options.store
-            ) from None
+        if is_local and Path(url).exists() and any(Path(url).iterdir()):
+            raise StoreExists(f"{url} holds other files; choose another place with --store", path=url) from None
     else:
-        if DEMO_TAG not in old.tags() and not options.force:
-            old.close()
-            raise StoreExists(
-                f"{options.store} holds a store that no demonstration left; choose another place with --store, or "
-                "replace it with --force",
-                path=options.store,
-            )
-        if not is_local:
-            old.storage.delete([found.key for found in old.storage.list_objects("")])
-        old.close()
+        with old:
+            if DEMO_TAG not in old.tags() and not force:
+                raise StoreExists(
+                    f"{url} holds a store that no demonstration left; choose another place with --store, or replace "
+                    "it with --force",
+                    path=url,
+                )
+            if not is_local:
+                old.storage.delete([found.key for found in old.storage.list_objects("")])
         if is_local:
-            shutil.rmtree(options.store)
-    store = Store.create(options.store)
+            shutil.rmtree(url)
+    store = Store.create(url)
     store.tag(DEMO_TAG)
     return store
 
 
 def _move_tag(store: Store) -> None:
-    """Let the tag name the finished state: until here it only said whose store it is."""
+    """Let the tag name the finished state; until here it only marked the store as ours."""
     head = store.head().record
     store.untag(DEMO_TAG)
     store.tag(DEMO_TAG, head.v)
 
 
-def _checkpoints(store: Store, saves: list[dict[str, Any]]) -> tuple[tuple[Checkpoint, ...], int]:
-    stalls: Mapping[int, float] = {event["version"]: event["stall_s"] for event in saves}
-    full = fp32_bytes(store.snapshot().manifests[-1])
+def _checkpoints(store: Store, training: WorkerProcess, full_bytes: int) -> tuple[DemoCheckpoint, ...]:
+    stalls = {facts["version"]: facts["stall_s"] for facts in training.facts_of("saved")}
     found = [
-        Checkpoint(
+        DemoCheckpoint(
             version=record.v, step=record.step, kind=record.kind, rows=record.chain[-1].rows,
-            size_bytes=record.chain[-1].bytes, ratio=full / record.chain[-1].bytes, stall_s=stalls.get(record.v),
+            size_bytes=record.chain[-1].bytes, ratio=full_bytes / record.chain[-1].bytes, stall_s=stalls.get(record.v),
         )
         for record in store.log()
         if record.kind in ("full", "delta")
     ]  # fmt: skip
-    return tuple(reversed(found)), full
-
-
-def _quality(event: Mapping[str, Any]) -> RunQuality:
-    return RunQuality(event["steps"], event["auc"], event["logloss"])
+    return tuple(reversed(found))
 
 
 def _max_difference(one: str, other: str) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ from torch.nn import functional
 
 from cnr_store_tools.demo import metrics
 from cnr_store_tools.demo.adagrad import RowWiseAdagrad
-from cnr_store_tools.demo.batches import Batch
+from cnr_store_tools.demo.batches import ClickBatch
 from cnr_store_tools.demo.click_log import ClickLog
 from cnr_store_tools.demo.model import SmallDLRM
 
@@ -39,7 +38,7 @@ def make_optimizers(
     return tables, dense
 
 
-def train_step(model: SmallDLRM, optimizers: Sequence[torch.optim.Optimizer], batch: Batch) -> float:
+def train_step(model: SmallDLRM, optimizers: Sequence[torch.optim.Optimizer], batch: ClickBatch) -> float:
     """Train on one batch in place and return its mean loss before the step.
 
     Bit-deterministic on the CPU for equal state, batch and ``torch.set_num_threads``.
@@ -79,16 +78,3 @@ def evaluate(model: SmallDLRM, log: ClickLog) -> Quality:
     """
     probabilities = predict(model, log)
     return Quality(metrics.auc(log.labels, probabilities), metrics.logloss(log.labels, probabilities))
-
-
-def max_weight_difference(model: SmallDLRM, other: SmallDLRM) -> float:
-    """Return the largest absolute difference between equally named parameters.
-
-    It is 0.0 only if all values are equal; where a value is NaN it is infinite.
-    """
-    others = dict(other.named_parameters())
-    differences = [
-        (parameter.detach() - others[name].detach()).abs().nan_to_num(nan=math.inf).max()
-        for name, parameter in model.named_parameters()
-    ]
-    return max(float(difference) for difference in differences)

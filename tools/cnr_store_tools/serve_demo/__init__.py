@@ -1,7 +1,6 @@
 """``cnr serve-demo``: a trainer, maintenance, two inference processes and an online training on one store, with kills.
 
-``run`` orchestrates: ``schedule`` says who is killed when, ``supervised`` starts, kills and restarts processes and
-reads what they tell, ``tally`` makes figures and a verdict of that, ``report`` prints. The processes are ``saving``,
-``maintaining``, ``inferring`` and ``learning``, all started through ``worker``. ``witness`` is how a lookup proves that
-it saw one version.
+Open ``run`` first: it starts, kills and restarts the processes ``saving``, ``maintaining``, ``inferring`` and
+``learning``. ``report`` makes figures and a verdict of their events. ``witness`` is how a lookup proves that it saw one
+version.
 """

@@ -1,166 +1,307 @@
-"""How a serving demonstration stands and what it found, as tables for a terminal and lines for everything else."""
+"""What a serving demonstration found: figures and a verdict, from the events of its processes and the log. No I/O."""
 
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from rich import box
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.markup import escape
-from rich.table import Table
+import numpy as np
 
-from cnr_store_tools.serve_demo.records import Progress, ServeReport, Spread
-from cnr_store_tools.text import one_line, size_text
+from cnr_store_tools.demo.processes import Event, WorkerProcess
+from cnr_store_tools.serve_demo.maintaining import POLICY
 
-MAX_NEWS = 8
-LINE_EVERY_S = 5.0
+TRAINER, MAINTENANCE, ONLINE = "trainer", "maintenance", "online training"
+INFERENCE = ("inference 1", "inference 2")
+NAMES = (TRAINER, MAINTENANCE, *INFERENCE, ONLINE)
+"""The processes, in the order in which they start and are shown."""
 
-Watch = Callable[[Progress], None]
-
-
-@contextmanager
-def progress_shown() -> Iterator[Watch]:
-    """Yield a function that shows how a run stands, on stderr: in place on a terminal, else line by line."""
-    if sys.stderr.isatty():
-        with Live(console=Console(stderr=True), transient=True) as live:
-            yield lambda progress: live.update(progress_view(progress))
-        return
-    told = Lines()
-    yield told.show
+MAX_EXAMPLES = 3
+"""Of each kind of tear: more would report the same."""
 
 
-class Lines:
-    """Progress as lines: news at once, how things stand every few seconds."""
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What the caller chose.
 
-    def __init__(self) -> None:
-        self._news = 0
-        self._phase = ""
-        self._next_s = 0.0
-
-    def show(self, progress: Progress) -> None:
-        """Write what is new."""
-        lines = [*progress.news[self._news :]]
-        self._news = len(progress.news)
-        if progress.phase != self._phase or progress.elapsed_s >= self._next_s:
-            self._phase = progress.phase
-            self._next_s = progress.elapsed_s + LINE_EVERY_S
-            lines.append(progress_line(progress))
-        for line in lines:
-            sys.stderr.write(f"{one_line(line)}\n")
-        sys.stderr.flush()
-
-
-def phase_text(progress: Progress) -> str:
-    """Return what a run is at. Pure."""
-    if progress.phase == "running":
-        return f"{progress.elapsed_s:.0f} of {progress.seconds:.0f} s"
-    return progress.phase
-
-
-def progress_line(progress: Progress) -> str:
-    """Return how a run stands as one line. Pure."""
-    served = ", ".join(f"v{version}" if version >= 0 else "-" for _, version in progress.served)
-    return (
-        f"{phase_text(progress)}: {progress.versions} versions, {progress.folds} folds, "
-        f"serving {served}, {progress.lookups:,} lookups, {progress.torn} torn, "
-        f"publish to served p50 {time_text(progress.publish_to_served_s.p50)}"
-    )
-
-
-def progress_view(progress: Progress) -> RenderableType:
-    """Return how a run stands, to be drawn in place of the one before. Pure."""
-    table = _figures(phase_text(progress))
-    for name, state in progress.states:
-        version = dict(progress.served).get(name, -1)
-        table.add_row(name, state if version < 0 else f"{state}, serving version {version}")
-    table.add_section()
-    table.add_row("versions saved, folds", f"{progress.versions}, {progress.folds}")
-    table.add_row("lookups, torn", f"{progress.lookups:,}, {progress.torn}")
-    table.add_row("publish to served", spread_text(progress.publish_to_served_s))
-    table.add_row("apply", spread_text(progress.apply_s))
-    table.add_row("rows learned from the change stream", f"{progress.learned_rows:,}")
-    return Group(table, *(escape(line) for line in progress.news[-MAX_NEWS:]))
-
-
-def render(report: ServeReport, console: Console) -> None:
-    """Print what was found, and the verdict."""
-    console.print(report_table(report))
-    for final in report.finals:
-        same = "equal bit for bit" if not final.different_rows else f"{final.different_rows} ROWS DIFFER"
-        console.print(f"{final.name}: all {final.rows:,} rows against the snapshot of version {final.version}: {same}")
-    for problem in report.problems:
-        console.print(f"[red]problem:[/red] {escape(problem)}")
-    if not report.problems:
-        console.print("[green]Nothing torn, nothing lost, every copy equal, and everything moved on.[/green]")
-    store = escape(report.options.store)
-    console.print(
-        f"The store is left at [bold]{store}[/bold]: [cyan]cnr log {store}[/cyan], [cyan]cnr show {store}[/cyan]"
-    )
-
-
-def report_table(report: ServeReport) -> Table:
-    """Return the table of figures. Pure."""
-    saving, serving, learning = report.saving, report.serving, report.learning
-    options = report.options
-    table = _figures(f"{options.rows:,} rows, {options.seconds:.0f} s together, seed {options.seed}")
-    for one in report.processes:
-        ready = f"ready after {time_text(one.ready_s.p50)}"
-        table.add_row(one.name, f"{one.starts} starts, {one.kills} kills, {one.crashes} ended by itself; {ready}")
-    table.add_section()
-    table.add_row("versions saved", f"{saving.versions}, {saving.steps:,} steps, {size_text(saving.saved_bytes)}")
-    table.add_row("acknowledged saves, lost", f"{saving.acknowledged}, {saving.lost}")
-    table.add_row(
-        "folds", f"{saving.folds}, {size_text(saving.folded_bytes)} written, {size_text(saving.deleted_bytes)} deleted"
-    )
-    table.add_section()
-    table.add_row("lookups", f"{serving.lookups:,} of {serving.rows:,} rows")
-    table.add_row("torn reads", str(serving.torn))
-    table.add_row("repeated lookups", f"{serving.retries:,}")
-    table.add_row("publish to served", spread_text(serving.publish_to_served_s))
-    table.add_row("staleness", spread_text(serving.staleness_s))
-    table.add_row(
-        "apply",
-        f"{spread_text(serving.apply_s)}; {serving.applied_rows:,} rows, {size_text(serving.applied_bytes)}",
-    )
-    table.add_row(
-        "rows compared with snapshots", f"{serving.compared_rows:,}, {serving.different_rows} of them different"
-    )
-    table.add_row("polls that failed", str(serving.errors))
-    table.add_section()
-    table.add_row(
-        "change stream", f"{learning.rows:,} rows in {learning.batches:,} batches, {learning.versions_seen} versions"
-    )
-    table.add_row(
-        "online training",
-        f"{learning.steps:,} steps, {learning.warm_starts} starts from a snapshot, {learning.resumes} from its cursor",
-    )
-    return table
-
-
-def spread_text(spread: Spread) -> str:
-    """Return median, 99th percentile and how many values they are of. Pure."""
-    if not spread.count:
-        return "-"
-    return f"p50 {time_text(spread.p50)}, p99 {time_text(spread.p99)} ({spread.count:,})"
-
-
-def time_text(seconds: float) -> str:
-    """Return a short time.
-
-    >>> time_text(0.0123), time_text(2.5), time_text(float("nan"))
-    ('12.3 ms', '2.50 s', '-')
+    Attributes
+    ----------
+    store
+        Where the store is left; a folder or URL.
+    seconds
+        How long the processes run together, from the moment when all of them are ready.
+    seed
+        Of traffic, model and the times of the kills.
+    kills
+        How many processes are killed.
+    rows
+        Rows of all tables together.
+    force
+        Replace a store that no demonstration left behind.
     """
-    if math.isnan(seconds):
-        return "-"
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
+
+    store: str = "./serve-demo-store"
+    seconds: float = 60.0
+    seed: int = 0
+    kills: int = 10
+    rows: int = 100_000
+    force: bool = False
 
 
-def _figures(title: str) -> Table:
-    table = Table(title=title, box=box.SIMPLE_HEAD, show_header=False, padding=(0, 1, 0, 0))
-    table.add_column("", no_wrap=True)
-    table.add_column("")
-    return table
+@dataclass(frozen=True, slots=True)
+class LoggedVersion:
+    """What the figures need of a commit record."""
+
+    version: int
+    kind: str
+    step: int
+    time_ms: int
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the trainer saved it."""
+        return self.kind in ("full", "delta")
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Median and 99th percentile of ``count`` values; NaN of none."""
+
+    count: int
+    p50: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessReport:
+    """One process over all its lives; ``crashes`` are the reasons of those that ended by themselves."""
+
+    name: str
+    starts: int
+    kills: int
+    crashes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyReport:
+    """A consumer's whole copy against the last snapshot, bit for bit."""
+
+    name: str
+    version: int
+    rows: int
+    different_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServeReport:
+    """What a serving demonstration found.
+
+    Attributes
+    ----------
+    versions, steps, compactions, deleted_bytes
+        What the log has, and what garbage collection freed.
+    acknowledged, lost
+        Saves that were reported to the trainer as committed, and how many of these the log or a restore did not have.
+    lookups, torn, retries
+        Batches looked up, those that showed another version than they named, and those that were looked up anew.
+    publish_to_served_s
+        From the time in a commit record to the first lookup that saw it or a newer one.
+    staleness_s
+        Sampled: for how long the oldest save that was not served yet had been there; 0 if there was none.
+    apply_s
+        Time that the loader took to fetch and apply what was new.
+    compared_rows, different_rows
+        Rows of lookups that were compared bit for bit with the snapshot of the version that they named.
+    learned_rows, warm_starts, resumes
+        Rows of the change stream; starts of the online training from a snapshot, and from its own copy and cursor.
+    copies
+        Each consumer's whole copy at the end.
+    problems
+        One line each; empty if all is well.
+    """
+
+    options: ServeOptions
+    seconds: float
+    last_version: int
+    processes: tuple[ProcessReport, ...]
+    versions: int
+    steps: int
+    compactions: int
+    deleted_bytes: int
+    acknowledged: int
+    lost: int
+    lookups: int
+    torn: int
+    retries: int
+    failed_polls: int
+    publish_to_served_s: Spread
+    staleness_s: Spread
+    apply_s: Spread
+    compared_rows: int
+    different_rows: int
+    learned_rows: int
+    warm_starts: int
+    resumes: int
+    copies: tuple[CopyReport, ...]
+    problems: tuple[str, ...]
+
+
+def make_report(
+    options: ServeOptions,
+    log: Sequence[LoggedVersion],
+    processes: Mapping[str, WorkerProcess],
+    *,
+    seconds: float = 0.0,
+    since_ms: float = 0.0,
+    last_version: int = -1,
+) -> ServeReport:
+    """Return the figures of everything, times only of what happened since ``since_ms``, and the verdict."""
+    served = [processes[name] for name in INFERENCE]
+    saved = [one for one in log if one.is_saved]
+    timed = [one for one in saved if one.time_ms >= since_ms]
+    ticks, applied, compared = (
+        [facts for process in served for facts in process.facts_of(event)] for event in ("tick", "applied", "compared")
+    )
+    maintained, opened = processes[MAINTENANCE].facts_of("maintained"), processes[ONLINE].facts_of("opened")
+    copies = tuple(
+        CopyReport(name, facts["version"], facts["rows"], facts["different"])
+        for name in (*INFERENCE, ONLINE)
+        for facts in processes[name].facts_of("finished")[-1:]
+    )
+    figures = {
+        "versions": len(saved),
+        "steps": max((one.step for one in saved), default=0),
+        "compactions": sum(one.kind == "compact" for one in log),
+        "deleted_bytes": sum(facts["deleted_bytes"] for facts in maintained),
+        "acknowledged": len(processes[TRAINER].facts_of("saved")),
+        "lost": lost_saves(saved, processes[TRAINER].events),
+        "lookups": sum(counted(process, "lookups") for process in served),
+        "torn": sum(len(process.facts_of("torn")) for process in served),
+        "retries": sum(counted(process, "retries") for process in served),
+        "failed_polls": sum(len(process.facts_of("poll_failed")) for process in served),
+        "compared_rows": sum(facts["rows"] for facts in compared),
+        "different_rows": sum(facts["different"] for facts in compared),
+        "learned_rows": sum(facts["rows"] for facts in processes[ONLINE].facts_of("moved")),
+        "warm_starts": sum(facts["how"] == "snapshot" for facts in opened),
+        "resumes": sum(facts["how"] == "cursor" for facts in opened),
+    }
+    return ServeReport(
+        options=options, seconds=seconds, last_version=last_version,
+        processes=tuple(
+            ProcessReport(process.name, process.starts, process.kills, tuple(process.crashes))
+            for process in processes.values()
+        ),
+        publish_to_served_s=spread_of(
+            value for process in served for value in publish_to_served(timed, process.events)
+        ),
+        staleness_s=spread_of(
+            staleness(saved, facts["version"], facts["at_ms"]) for facts in ticks if facts["at_ms"] >= since_ms
+        ),
+        apply_s=spread_of(facts["seconds"] for facts in applied if facts["at_ms"] >= since_ms),
+        copies=copies, problems=tuple(find_problems(options, figures, processes, copies, last_version)), **figures,
+    )  # fmt: skip
+
+
+def spread_of(values: Iterable[float]) -> Spread:
+    """Return median and 99th percentile.
+
+    >>> spread_of([1.0, 2.0, 3.0]).p50
+    2.0
+    """
+    given = np.fromiter(values, np.float64)
+    if not len(given):
+        return Spread(0, math.nan, math.nan)
+    p50, p99 = np.quantile(given, [0.5, 0.99])
+    return Spread(len(given), float(p50), float(p99))
+
+
+def counted(process: WorkerProcess, count: str) -> int:
+    """Return a count of the ticks over all lives; the last tick of a life has the sum of that life."""
+    last = {event.life: event.facts[count] for event in process.events if event.name == "tick"}
+    return sum(last.values())
+
+
+def publish_to_served(saved: Sequence[LoggedVersion], events: Iterable[Event]) -> list[float]:
+    """Return, for each save published in a life, the seconds until a lookup saw it or a newer one.
+
+    What was there before a life began is not counted: that is the time of a start, not of a publication.
+    """
+    versions = [one.version for one in saved]
+    found: list[float] = []
+    served: dict[int, int] = {}
+    for event in events:
+        if event.name not in ("ready", "seen"):
+            continue
+        version = event.facts["version"]
+        before = served.get(event.life)
+        if event.name == "seen" and before is not None:
+            new = saved[bisect_right(versions, before) : bisect_right(versions, version)]
+            found += [(event.facts["at_ms"] - one.time_ms) / 1000 for one in new]
+        served[event.life] = version if before is None else max(before, version)
+    return found
+
+
+def staleness(saved: Sequence[LoggedVersion], version: int, at_ms: float) -> float:
+    """Return for how many seconds the oldest save that is not in ``version`` had been there; 0 without one."""
+    place = bisect_right(saved, version, key=lambda one: one.version)
+    return max(0.0, (at_ms - saved[place].time_ms) / 1000) if place < len(saved) else 0.0
+
+
+def lost_saves(saved: Sequence[LoggedVersion], events: Iterable[Event]) -> int:
+    """Return how many acknowledged saves are not in the log, or were not in a later restore of the trainer."""
+    in_log = {(one.version, one.step) for one in saved}
+    acknowledged, lost = -1, 0
+    for event in events:
+        if event.name == "saved":
+            acknowledged = max(acknowledged, event.facts["step"])
+            lost += (event.facts["version"], event.facts["step"]) not in in_log
+        elif event.name == "restored":
+            lost += event.facts["step"] < acknowledged
+    return lost
+
+
+def find_problems(
+    options: ServeOptions,
+    figures: Mapping[str, int],
+    processes: Mapping[str, WorkerProcess],
+    copies: Sequence[CopyReport],
+    last_version: int,
+) -> list[str]:
+    """Return what is wrong, one line each; none if nothing is torn, lost or different and everything made progress."""
+    found = [f"{name} ended by itself: {reason}" for name in processes for reason in processes[name].crashes]
+    for name in INFERENCE:
+        for event, what in (("torn", "torn"), ("went_back", "an older version than before")):
+            for facts in processes[name].facts_of(event)[:MAX_EXAMPLES]:
+                found.append(f"{name}, version {facts['version']}: {facts.get('found', what)}")
+        if not counted(processes[name], "lookups"):
+            found.append(f"{name} served no lookup")
+        if not processes[name].facts_of("applied"):
+            found.append(f"{name} never moved to another version")
+    if figures["torn"]:
+        found.append(f"{figures['torn']} of {figures['lookups']} lookups are torn")
+    if figures["different_rows"]:
+        found.append(
+            f"{figures['different_rows']} of {figures['compared_rows']} rows differ from their version's snapshot"
+        )
+    if figures["lost"]:
+        found.append(f"{figures['lost']} acknowledged saves are lost")
+    if figures["versions"] < 2:
+        found.append(f"only {figures['versions']} versions were saved")
+    if not figures["compactions"] and figures["versions"] > 2 * POLICY.max_chain:
+        found.append(f"{figures['versions']} versions were saved, and nothing was compacted")
+    if not figures["learned_rows"]:
+        found.append("the change stream gave no row")
+    errors = (facts["error"] for facts in processes[MAINTENANCE].facts_of("maintained"))
+    found += [f"maintenance: {error}" for error in errors if error is not None]
+    compared = {copy.name for copy in copies}
+    found += [f"{name} did not compare its copy at the end" for name in (*INFERENCE, ONLINE) if name not in compared]
+    for copy in copies:
+        if copy.version < last_version:
+            found.append(f"{copy.name} reached version {copy.version} of {last_version}")
+        if copy.different_rows:
+            found.append(f"{copy.name}: {copy.different_rows} of {copy.rows} rows differ from the last snapshot")
+    kills = sum(process.kills for process in processes.values())
+    if kills < options.kills:
+        found.append(f"only {kills} of {options.kills} kills were carried out")
+    return found

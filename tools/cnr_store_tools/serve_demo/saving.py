@@ -3,74 +3,89 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-import msgspec
 import torch
 
 from cnr_store import TableOptions
 from cnr_store.training import CheckpointManager
-from cnr_store_tools.demo.batches import Batch, TimeOrderedBatches
-from cnr_store_tools.demo.model import SmallDLRM
+from cnr_store_tools.demo.batches import ClickBatch, TimeOrderedBatches
+from cnr_store_tools.demo.model import ModelConfig, SmallDLRM
+from cnr_store_tools.demo.traffic import TrafficConfig, generate_clicks
 from cnr_store_tools.demo.train import make_optimizers, train_step
-from cnr_store_tools.serve_demo.channel import Channel
-from cnr_store_tools.serve_demo.clicks import BATCH_SIZE, make_clicks, make_model_config
-from cnr_store_tools.serve_demo.tables import make_tables, parameter_of
-from cnr_store_tools.serve_demo.witness import NUM_WITNESSES, witness_row
+from cnr_store_tools.demo.trainer import tell_saves
+from cnr_store_tools.demo.worker import Channel
+from cnr_store_tools.serve_demo.witness import DIM, NUM_WITNESSES, SHARES, make_tables, witness_row
 
 PAUSE_S = 0.03
 """Between two steps: the machine may have two cores, and five processes share them."""
 
+NUM_DENSE = 4
+BATCH_SIZE = 256
+NUM_SAMPLES = 400 * BATCH_SIZE
 
-def play(order: Mapping[str, Any], channel: Channel) -> None:
-    """Train from where the store stands until an order comes; then save once more. Keys: ``store``, ``rows``, ..."""
-    tables = make_tables(order["rows"])
-    torch.set_num_threads(1)
-    model = SmallDLRM(make_model_config(tables, order["seed"]))
-    optimizers = make_optimizers(model)
-    batches = TimeOrderedBatches(make_clicks(tables, order["seed"]), BATCH_SIZE)
-    manager = CheckpointManager(
-        order["store"], model=model, optimizer=optimizers, reader=batches, options=TableOptions(bits=8),
-        every_seconds=order["save_every_s"], first_full="copy", assume={"RowWiseAdagrad": "touched"},
+
+def make_model(tables: Mapping[str, int], seed: int) -> SmallDLRM:
+    """Return the model that fits the tables with their witnesses."""
+    config = ModelConfig(
+        table_rows=tuple(count + NUM_WITNESSES for count in tables.values()), table_names=tuple(SHARES), dim=DIM,
+        num_dense=NUM_DENSE, bottom_hidden=(16,), top_hidden=(32,), seed=seed,
     )  # fmt: skip
-    restored = manager.restore()
-    if restored is None:
-        write_witnesses(model, manager, tables.rows, 0)
-        manager.save()
-    else:
-        channel.tell("restored", version=restored.version, step=restored.step, fallback_from=restored.fallback_from)
-    channel.tell("ready")
-    told = 0
-    for batch in endless(batches):
-        told = _tell_saves(manager, channel, told)
-        if channel.order(PAUSE_S) is not None:
-            break
-        train_step(model, optimizers, batch)
-        write_witnesses(model, manager, tables.rows, manager.current_step + 1)
-        manager.step()
-    last = manager.save()
-    _tell_saves(manager, channel, told)
-    manager.close()
-    channel.tell("finished", version=None if last is None else last.version, step=manager.current_step)
+    return SmallDLRM(config)
 
 
-def write_witnesses(model: SmallDLRM, manager: CheckpointManager, rows: Mapping[str, int], step: int) -> None:
-    """Write ``step`` into the witnesses of every table, and say so to the tracker."""
-    for name, count in rows.items():
-        weight = model.get_parameter(parameter_of(name))
-        with torch.no_grad():
-            weight[count:] = torch.from_numpy(witness_row(step, weight.shape[1]))
-        manager.tracker.mark(parameter_of(name), torch.arange(count, count + NUM_WITNESSES))
+def make_batches(tables: Mapping[str, int], seed: int) -> TimeOrderedBatches:
+    """Return the traffic: popular ids that drift, and clicks that a model can learn."""
+    traffic = TrafficConfig(
+        table_rows=tuple(tables.values()), num_samples=NUM_SAMPLES, num_dense=NUM_DENSE, drift_every=16 * BATCH_SIZE,
+        seed=seed,
+    )  # fmt: skip
+    return TimeOrderedBatches(replace(generate_clicks(traffic), names=list(SHARES)), BATCH_SIZE)
 
 
-def endless(batches: TimeOrderedBatches) -> Iterator[Batch]:
-    """Yield the batches again and again; their saved position says where to go on."""
+def repeated(batches: TimeOrderedBatches) -> Iterator[ClickBatch]:
+    """Yield the batches again and again; a saved position says where to go on."""
     while True:
         yield from batches
         batches.load_state_dict({**batches.state_dict(), "next_batch": 0})
 
 
-def _tell_saves(manager: CheckpointManager, channel: Channel, told: int) -> int:
-    for report in manager.history[told:]:
-        channel.tell("saved", **msgspec.to_builtins(report))
-    return len(manager.history)
+def play(task: Mapping[str, Any], channel: Channel) -> None:
+    """Train from where the store stands until an order comes; then save once more."""
+    tables = make_tables(task["rows"])
+    torch.set_num_threads(1)
+    model, batches = make_model(tables, task["seed"]), make_batches(tables, task["seed"])
+    optimizers = make_optimizers(model)
+    manager = CheckpointManager(
+        task["store"], model=model, optimizer=optimizers, reader=batches, options=TableOptions(bits=8),
+        every_seconds=task["save_every_s"], first_full="copy", assume={"RowWiseAdagrad": "touched"},
+    )  # fmt: skip
+    restored = manager.restore()
+    if restored is None:
+        write_witnesses(model, manager, tables, 0)
+        manager.save()
+    else:
+        channel.tell("restored", version=restored.version, step=restored.step)
+    channel.tell("ready")
+    told = 0
+    for batch in repeated(batches):
+        told = tell_saves(manager, channel, told)
+        if channel.order(PAUSE_S) is not None:
+            break
+        train_step(model, optimizers, batch)
+        write_witnesses(model, manager, tables, manager.current_step + 1)
+        manager.step()
+    manager.save()
+    tell_saves(manager, channel, told)
+    manager.close()
+    channel.tell("finished")
+
+
+def write_witnesses(model: SmallDLRM, manager: CheckpointManager, tables: Mapping[str, int], step: int) -> None:
+    """Write ``step`` into the witnesses of every table, and mark these rows as changed."""
+    for name, count in tables.items():
+        weight = model.get_parameter(name)
+        with torch.no_grad():
+            weight[count:] = torch.from_numpy(witness_row(step, weight.shape[1]))
+        manager.tracker.mark(name, torch.arange(count, count + NUM_WITNESSES))

@@ -1,23 +1,45 @@
-"""Rows that say at which training step they were written, so that a lookup can prove that it saw one version.
+"""The tables of the demonstration, and their rows that show at which training step they were written. Loads no torch.
 
 Every table ends with `NUM_WITNESSES` rows that no traffic looks up. The trainer writes its step into each of them, in
-every column, before each save. A batch that shows two steps, or another one than it says that it is of, is torn; so is
-an element that is no digit.
+every column, before each save. A batch is torn if it shows two steps, another step than its own, or no digit.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
+DIM = 16
+SHARES = {"user": 0.6, "item": 0.3, "place": 0.1}
 NUM_WITNESSES = 32
 NUM_DIGITS = 5
 BASE = 16
 SPACING = np.float32(1 / 32)
-"""Between two digits. A table of the demonstration is stored far finer, so rounding never makes one into another."""
+"""Between two digits. The tables are stored far finer, so rounding never makes one digit into another."""
 
 MAX_STEP = BASE**NUM_DIGITS - 1
 GARBLED = -1
+
+
+def make_tables(rows: int) -> dict[str, int]:
+    """Return, by the name of a table in the store, how many of its rows the traffic looks up; witnesses come behind.
+
+    >>> make_tables(1000)
+    {'tables.user.weight': 600, 'tables.item.weight': 300, 'tables.place.weight': 100}
+    """
+    return {f"tables.{name}.weight": max(1, round(rows * share)) for name, share in SHARES.items()}
+
+
+def different_rows(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
+    """Return how many rows of two float32 arrays (n, dim) differ in a bit.
+
+    >>> different_rows(np.array([[0.0], [1.0]], np.float32), np.array([[-0.0], [1.0]], np.float32))
+    1
+    """
+    first, second = (np.ascontiguousarray(array).view(np.uint32) for array in (one, other))
+    return int((first != second).any(axis=1).sum())
 
 
 def witness_row(step: int, dim: int) -> npt.NDArray[np.float32]:

@@ -1,4 +1,4 @@
-"""Readers for ``cnr demo --data``: RecBole ``.inter``, Criteo CSV and TSV, Parquet, all into a ClickLog.
+"""Readers for the benchmarks: RecBole ``.inter``, Criteo CSV and TSV, Parquet, all into a ClickLog.
 
 Each reader is bounded by ``max_samples``, so a file of any size can be pointed at.
 """
@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from click_columns import floats, read_delimited, row_numbers, table_names, take
 from pyarrow import csv, parquet
 
 from cnr_store.errors import BadInput, NotFound
 from cnr_store_tools.demo.click_log import ClickLog
-from cnr_store_tools.demo.columns import floats, read_delimited, row_numbers, table_names, take
 
 DEFAULT_MAX_SAMPLES = 500_000
 CRITEO_INTEGERS = 13
