@@ -100,7 +100,8 @@ def compact(
     policy = CompactionPolicy(max_chain=max_chain, max_restore_ratio=max_restore_ratio, fanout=fanout)
     with open_store(url, storage_option, branch) as store, progress_bars(in_bytes=False) as progress:
         reports = compact_chain(
-            store, policy=policy, engine=_engine(engine), workers=workers, bytes_per_s=optional_size(bandwidth, "--bandwidth"),
+            store, policy=policy, engine=_engine(engine), workers=workers,
+            bytes_per_s=optional_size(bandwidth, "--bandwidth"),
             deadline_s=optional_duration(budget, "--budget"), force=force, dry_run=dry_run, progress=progress,
         )  # fmt: skip
     last = reports[-1].outcome
@@ -179,7 +180,8 @@ def maintain_(
             report = maintain(
                 store, compaction=policy, retention=retention, grace_s=parse_duration(grace, "--grace"),
                 orphan_age_s=parse_duration(orphan_age, "--orphan-age"), budget_s=optional_duration(budget, "--budget"),
-                engine=_engine(engine), workers=workers, bytes_per_s=optional_size(bandwidth, "--bandwidth"), force=force,
+                engine=_engine(engine), workers=workers,
+                bytes_per_s=optional_size(bandwidth, "--bandwidth"), force=force,
                 dry_run=dry_run, progress=progress,
             )  # fmt: skip
         finally:
