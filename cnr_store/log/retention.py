@@ -98,7 +98,7 @@ class RetentionPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _StateSpan:
     """Adjacent versions of one state: all have the same chain. Positions [start, stop) of the live versions."""
 
     start: int
@@ -161,20 +161,20 @@ def plan_retention(
     return RetentionPlan(floor, kept, tuple(verdicts))
 
 
-def _runs(versions: Sequence[LiveVersion]) -> list[_Run]:
-    runs: list[_Run] = []
+def _runs(versions: Sequence[LiveVersion]) -> list[_StateSpan]:
+    runs: list[_StateSpan] = []
     start = 0
     for position in range(1, len(versions) + 1):
         if position < len(versions):
             before, here = versions[position - 1], versions[position]
             if here.version == before.version + 1 and here.chain == before.chain:
                 continue
-        runs.append(_Run(start, position))
+        runs.append(_StateSpan(start, position))
         start = position
     return runs
 
 
-def _newest_runs(versions: Sequence[LiveVersion], runs: Sequence[_Run]) -> dict[int, int]:
+def _newest_runs(versions: Sequence[LiveVersion], runs: Sequence[_StateSpan]) -> dict[int, int]:
     """Checkpoint (``logical``) to the newest run that shows it; newest checkpoint first."""
     newest: dict[int, int] = {}
     for index in reversed(range(len(runs))):
@@ -186,7 +186,7 @@ def _newest_runs(versions: Sequence[LiveVersion], runs: Sequence[_Run]) -> dict[
 
 def _policy_reasons(
     versions: Sequence[LiveVersion],
-    runs: Sequence[_Run],
+    runs: Sequence[_StateSpan],
     newest: Mapping[int, int],
     policy: RetentionPolicy,
     now_ms: int,
@@ -217,7 +217,7 @@ def _names(head: CommitRecord) -> dict[int, str]:
     return names | {version: f"tag {name!r}" for name, version in head.tags.items()}
 
 
-def _floor(versions: Sequence[LiveVersion], runs: Sequence[_Run], reasons: Mapping[int, str]) -> int:
+def _floor(versions: Sequence[LiveVersion], runs: Sequence[_StateSpan], reasons: Mapping[int, str]) -> int:
     """The first version of the newest stretch that stays without a gap."""
     index = len(runs) - 1
     while index > 0 and index - 1 in reasons:

@@ -6,6 +6,7 @@ Never commits a version of its own and never changes the source. Open `relay` fi
 from __future__ import annotations
 
 from cnr_store.relay.assigning import assign_shards
-from cnr_store.relay.relay import Relay, RelayReport
+from cnr_store.relay.relay import Relay
+from cnr_store.relay.report import RelayReport
 
 __all__ = ["Relay", "RelayReport", "assign_shards"]

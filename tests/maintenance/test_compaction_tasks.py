@@ -16,8 +16,8 @@ from cnr_store.format.records import ArrayEntry, ChainEntry, Manifest, PartEntry
 from cnr_store.maintenance.compaction.plan import Run
 from cnr_store.maintenance.compaction.tasks import (
     PIECE_CHUNKS,
+    FoldPiece,
     FoldTask,
-    Piece,
     check_pieces,
     check_states,
     foldable_run,
@@ -97,7 +97,7 @@ def test_small_tables_share_a_task() -> None:
 
     tasks = plan_tasks(manifests, everything(manifests))
 
-    assert tasks == (FoldTask(0, tuple(Piece(name, Rectangle((0, 10), (0, 4))) for name in "abc")),)
+    assert tasks == (FoldTask(0, tuple(FoldPiece(name, Rectangle((0, 10), (0, 4))) for name in "abc")),)
 
 
 def test_a_large_table_is_cut_at_chunks_into_pieces_of_about_the_same_size() -> None:
@@ -282,7 +282,7 @@ def entry(name: str, sha256: str = "0" * 64) -> ChainEntry:
 
 
 def test_a_plan_is_named_by_its_inputs_and_its_tasks() -> None:
-    tasks = (FoldTask(0, (Piece("t", Rectangle((0, 1), (0, 2))),)),)
+    tasks = (FoldTask(0, (FoldPiece("t", Rectangle((0, 1), (0, 2))),)),)
     plan = ([entry("a"), entry("b")], "compact", tasks)
     digests = [
         plan_digest(*plan),  # type: ignore[arg-type]
@@ -298,7 +298,7 @@ def test_a_plan_is_named_by_its_inputs_and_its_tasks() -> None:
 
 
 def test_parts_that_were_not_planned_are_refused() -> None:
-    task = FoldTask(3, (Piece("t", Rectangle((0, 4), (0, 2))), Piece("t", Rectangle((4, 8), (0, 2)))))
+    task = FoldTask(3, (FoldPiece("t", Rectangle((0, 4), (0, 2))), FoldPiece("t", Rectangle((4, 8), (0, 2)))))
     parts = [part_of("t", ((0, 4), (0, 2))), part_of("t", ((4, 8), (0, 2)))]
 
     check_pieces(task, parts)

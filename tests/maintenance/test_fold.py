@@ -14,7 +14,7 @@ from cnr_store import CorruptStore, Store, TableOptions
 from cnr_store.format.layout import segment_prefix, writer_folder
 from cnr_store.format.records import PartEntry
 from cnr_store.maintenance.compaction.fold import fold_piece
-from cnr_store.maintenance.compaction.tasks import Piece
+from cnr_store.maintenance.compaction.tasks import FoldPiece
 from cnr_store.runtime.threads import Throttle, Workers
 from cnr_store.segment.reader import Scratch, SegmentReader
 from cnr_store.segment.writer import SegmentWriter
@@ -53,9 +53,9 @@ def write(store: Store, *saves: Any, table: str = "t") -> tuple[SegmentReader, .
     return store.snapshot().readers
 
 
-def whole(rows: Any, columns: tuple[int, int] | int, table: str = "t") -> Piece:
+def whole(rows: Any, columns: tuple[int, int] | int, table: str = "t") -> FoldPiece:
     rows = (0, rows) if isinstance(rows, int) else rows
-    return Piece(table, Rectangle(rows, (0, columns) if isinstance(columns, int) else columns))
+    return FoldPiece(table, Rectangle(rows, (0, columns) if isinstance(columns, int) else columns))
 
 
 def rows_of(reader: SegmentReader, part: PartEntry, operation: str) -> list[int]:
@@ -456,7 +456,7 @@ def test_neither_threads_nor_the_cache_change_a_byte(store: Store) -> None:
 # ---- what is refused ---------------------------------------------------------------------------------------------
 
 
-def refused(store: Store, readers: Any, run: tuple[int, int], piece: Piece, workers: Workers) -> None:
+def refused(store: Store, readers: Any, run: tuple[int, int], piece: FoldPiece, workers: Workers) -> None:
     out = SegmentWriter(
         store.storage, NAME, profile="compact", folder=writer_folder(0, "0" * 8), workers=workers,
         throttle=Throttle(None),

@@ -49,7 +49,8 @@ from cnr_store.format.records import Hint, RelayTrims
 from cnr_store.log.clock import wall_ms
 from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.log.leases import read_cursors, read_leases
-from cnr_store.relay.relay import Relay, RelayReport
+from cnr_store.relay.relay import Relay
+from cnr_store.relay.report import RelayReport
 from cnr_store.serving import Loader
 from cnr_store.storage import Storage, open_storage, storage_from_filesystem
 from cnr_store.storage.base import TEMPORARY_PREFIX
@@ -938,9 +939,9 @@ def test_a_relay_that_trims_nothing_does_not_grow(store: Store, files: IsolatedM
     another.advance()
 
     for one in (relay, another):
-        assert set(one._held) <= {versions[0], store.latest_version()}
-        assert len(one._entries) <= 2
-        assert len(one._present) <= 2
+        assert set(one._held._versions) <= {versions[0], store.latest_version()}
+        assert len(one._held._entries) <= 2
+        assert len(one._held.present) <= 2
     assert len(target.calls) < 12
     save(store, 12)
     assert another.advance().segments == 1

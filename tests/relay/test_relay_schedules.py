@@ -27,7 +27,7 @@ from cnr_store import (
     verify_store,
 )
 from cnr_store.log.commit_log import RetryPolicy
-from cnr_store.relay import relay as relay_module
+from cnr_store.relay import target as target_module
 from cnr_store.relay.relay import Relay
 from cnr_store.storage import storage_from_filesystem
 from tests.support.faulty import Call, Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem, SimulatedCrash
@@ -179,7 +179,7 @@ class World:
 @contextmanager
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
-        patch.setattr(relay_module, "_FIRST_PAUSE_S", 0.0)
+        patch.setattr(target_module, "_FIRST_PAUSE_S", 0.0)
         yield
 
 

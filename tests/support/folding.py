@@ -13,7 +13,7 @@ from cnr_store.encodings.widths import carrier
 from cnr_store.format import layout
 from cnr_store.format.records import MAJOR, ChainEntry, Manifest
 from cnr_store.maintenance.compaction.fold import fold_piece
-from cnr_store.maintenance.compaction.tasks import Piece
+from cnr_store.maintenance.compaction.tasks import FoldPiece
 from cnr_store.read.plan import plan_table
 from cnr_store.read.replay import finish, replay, replay_hashed
 from cnr_store.runtime.threads import Throttle, Workers
@@ -26,7 +26,7 @@ from cnr_store.types import Profile, Rectangle
 Array = np.ndarray[Any, Any]
 
 
-def pieces_of(manifests: Sequence[Manifest], start: int, rng: np.random.Generator) -> list[Piece] | None:
+def pieces_of(manifests: Sequence[Manifest], start: int, rng: np.random.Generator) -> list[FoldPiece] | None:
     """Pieces of a run [start, end of ``manifests``): any row cuts for a baseline, the last parts for a delta.
 
     None where columns of a table are cut in more ways than one within a run of deltas.
@@ -36,13 +36,13 @@ def pieces_of(manifests: Sequence[Manifest], start: int, rng: np.random.Generato
     for table, schema in last.tables.items():
         whole = Rectangle((0, schema.num_rows), (0, schema.dim))
         if schema.keys == "hashed":
-            pieces.append(Piece(table, whole))
+            pieces.append(FoldPiece(table, whole))
         elif start == 0:
             has_row_slots = any(slot.kind == "row" for slot in schema.slots.values())
             for columns in _cut_columns(plan_table(manifests, table).stored, rng, cuts=not has_row_slots):
                 cuts = sorted({0, schema.num_rows, *rng.integers(0, schema.num_rows + 1, 2).tolist()})
                 rows = list(pairwise(cuts)) or [(0, 0)]
-                pieces += [Piece(table, Rectangle(one, columns)) for one in rows]
+                pieces += [FoldPiece(table, Rectangle(one, columns)) for one in rows]
         else:
             ranges = {
                 part.columns
@@ -54,7 +54,7 @@ def pieces_of(manifests: Sequence[Manifest], start: int, rng: np.random.Generato
             if any(right[0] < left[1] for left, right in pairwise(sorted(ranges))):
                 return None
             parts = [part for part in last.parts if part.table == table]
-            pieces += [Piece(table, Rectangle(part.rows, part.columns)) for part in parts]
+            pieces += [FoldPiece(table, Rectangle(part.rows, part.columns)) for part in parts]
     return pieces
 
 
@@ -71,7 +71,7 @@ def fold(
     storage: Storage,
     readers: Sequence[SegmentReader],
     run: tuple[int, int],
-    pieces: Sequence[Piece],
+    pieces: Sequence[FoldPiece],
     workers: Workers,
     *,
     profile: Profile = "portable",

@@ -111,14 +111,14 @@ class Bench:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class FoldedTask:
     """A task whose receipt is there: the sha256 of the receipt."""
 
     index: int
     receipt: str
 
 
-def fold_task(job: Job, task: FoldTask, bench: Bench) -> Done:
+def fold_task(job: Job, task: FoldTask, bench: Bench) -> FoldedTask:
     """Fold the pieces of a task and put its receipt. Blocks; memory as `fold_piece`, one piece at a time."""
     out = bench.writer(job, task.index)
     run = (job.run.start, job.run.stop)
@@ -126,7 +126,7 @@ def fold_task(job: Job, task: FoldTask, bench: Bench) -> Done:
     receipt = out.finish(
         txn=job.txn, rank=task.index, world=job.world, attempt=job.attempt, base=job.base, l0=job.l0, parts=parts
     )
-    return Done(task.index, out.put_receipt(receipt))
+    return FoldedTask(task.index, out.put_receipt(receipt))
 
 
 def check_engine(engine: Engine, storage: Storage, workers: int | None) -> None:
@@ -160,7 +160,7 @@ def run_tasks(
     workers: int | None,
     bytes_per_s: float | None,
     is_over: Callable[[], bool],
-) -> Generator[Done]:
+) -> Generator[FoldedTask]:
     """Fold tasks and yield each as it gets done, in any order; the first error ends it. Blocks.
 
     Parameters
@@ -193,7 +193,7 @@ def run_tasks(
                 return
             finished, pending = pool.wait(pending)
             for index, receipt in finished:
-                yield Done(index, receipt)
+                yield FoldedTask(index, receipt)
     finally:
         pool.stop(pending)
 

@@ -18,7 +18,7 @@ from cnr_store.format.manifest import stated_digest
 from cnr_store.format.records import Manifest, PartEntry
 from cnr_store.maintenance.compaction.folded_rows import FoldedRows, write_folded
 from cnr_store.maintenance.compaction.statuses import replay_statuses
-from cnr_store.maintenance.compaction.tasks import Piece
+from cnr_store.maintenance.compaction.tasks import FoldPiece
 from cnr_store.read.plan import OPERATIONS, Operation, TablePlan, by_columns, plan_table
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.codes import array_specs
@@ -36,7 +36,7 @@ _BASELINE: tuple[Operation, ...] = ("set", "escape")
 def fold_piece(
     readers: Sequence[SegmentReader],
     run: tuple[int, int],
-    piece: Piece,
+    piece: FoldPiece,
     out: SegmentWriter,
     workers: Workers,
     *,
@@ -99,7 +99,7 @@ def fold_piece(
     )
 
 
-def _plan(manifests: Sequence[Manifest], start: int, piece: Piece) -> TablePlan:
+def _plan(manifests: Sequence[Manifest], start: int, piece: FoldPiece) -> TablePlan:
     """The plan of the run's part in the piece; its segments are counted in the chain, as in messages."""
     first, stop = piece.rectangle.rows
     plan = _counted_from(
@@ -135,7 +135,7 @@ def _rows_before(manifests: Sequence[Manifest], start: int, plan: TablePlan) -> 
     return held.num_rows
 
 
-def _base_digest(manifests: Sequence[Manifest], start: int, piece: Piece) -> str | None:
+def _base_digest(manifests: Sequence[Manifest], start: int, piece: FoldPiece) -> str | None:
     """What a run of deltas starts from, as its first segment states it, if the table was there and in the same unit.
 
     A rectangle at the end of a table that is resized starts from all rows that were there (spec, CNR-DOC-10), so a
@@ -152,7 +152,7 @@ def _base_digest(manifests: Sequence[Manifest], start: int, piece: Piece) -> str
     return None if found is None else _hex(found)
 
 
-def _stated(last: Manifest, piece: Piece) -> str | None:
+def _stated(last: Manifest, piece: FoldPiece) -> str | None:
     found = stated_digest((part for part in last.parts if part.table == piece.table), piece.rectangle)
     return None if found is None else _hex(found)
 

@@ -97,7 +97,7 @@ def write_folded(out: SegmentWriter, path: str, rows: FoldedRows, cache_bytes: i
     attributes = list_attributes(plan.table, plan.schema, rows.operation)
     tries = 0
     while True:
-        attempt = _Attempt(rows, plan, specs, dtypes, cache_bytes)
+        attempt = _TypedRows(rows, plan, specs, dtypes, cache_bytes)
         order = order_of(rows.operation, specs, dtypes, rows.count, out.profile)
         row_list = replace(attempt.row_list, order=order)
         place = f"{path}-{tries}" if tries else path
@@ -111,7 +111,7 @@ def write_folded(out: SegmentWriter, path: str, rows: FoldedRows, cache_bytes: i
             tries += 1
 
 
-class _Attempt:
+class _TypedRows:
     """The row list with arrays of given dtypes, and the chunks that its own chunks share."""
 
     def __init__(

@@ -20,7 +20,7 @@ from cnr_store.format.commit_record import LogEntry
 from cnr_store.format.records import ChainEntry, Manifest, SegmentKind
 from cnr_store.log.author import writer_info
 from cnr_store.log.rebase import draft_after, rebase_compact, replace_run
-from cnr_store.maintenance.compaction.engines import Bench, Done, Engine, Job, check_engine, run_tasks
+from cnr_store.maintenance.compaction.engines import Bench, Engine, FoldedTask, Job, check_engine, run_tasks
 from cnr_store.maintenance.compaction.lease import (
     HeldLease,
     LeasePlace,
@@ -188,8 +188,10 @@ def compact(
         if dry_run:
             report = plan.describe(report, "planned")
         else:
-            start = _Start(engine, workers, bytes_per_s, _is_over(started, deadline_s), progress or _say_nothing)
-            report = _take_up(store, report, plan, start, lease_s, force=force, is_bound=run is not None)
+            options = _WorkOptions(
+                engine, workers, bytes_per_s, _is_over(started, deadline_s), progress or _say_nothing
+            )
+            report = _take_up(store, report, plan, options, lease_s, force=force, is_bound=run is not None)
     return replace(report, seconds=time.monotonic() - started)
 
 
@@ -228,7 +230,7 @@ class _Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Start:
+class _WorkOptions:
     """How the work is to be done."""
 
     engine: Engine
@@ -256,7 +258,14 @@ def _plan_of(store: Store, head: LogEntry, readers: tuple[SegmentReader, ...], r
 
 
 def _take_up(
-    store: Store, report: CompactionReport, plan: _Plan, start: _Start, lease_s: float, *, force: bool, is_bound: bool
+    store: Store,
+    report: CompactionReport,
+    plan: _Plan,
+    options: _WorkOptions,
+    lease_s: float,
+    *,
+    force: bool,
+    is_bound: bool,
 ) -> CompactionReport:
     """Go on with what an earlier compaction has left, or begin anew, unless somebody is at work.
 
@@ -277,7 +286,7 @@ def _take_up(
         note = new_lease(plan.names, plan.head.record.v, plan.digest, writer_info().host)
     held = place.hold(note, lease_s)
     try:
-        return _Work(store, plan, held, start).carry_out(report)
+        return _Work(store, plan, held, options).carry_out(report)
     finally:
         held.release()
 
@@ -285,16 +294,16 @@ def _take_up(
 class _Work:
     """The work on one plan, under one lease."""
 
-    def __init__(self, store: Store, plan: _Plan, held: HeldLease, start: _Start) -> None:
+    def __init__(self, store: Store, plan: _Plan, held: HeldLease, options: _WorkOptions) -> None:
         note = held.lease
-        self._store, self._plan, self._held, self._start = store, plan, held, start
+        self._store, self._plan, self._held, self._options = store, plan, held, options
         self._job = Job(
             segment=note.segment, txn=note.txn, base=note.base, l0=plan.entries[0].l0, attempt=plan.digest[:8],
             world=len(plan.tasks) + 1, profile=store.identity.profile,
             chain=plan.head.record.chain[: plan.run.stop], run=plan.run,
         )  # fmt: skip
         self._head = plan.head
-        self._done: dict[int, Done] = {}
+        self._done: dict[int, FoldedTask] = {}
         self._reused = 0
 
     def carry_out(self, report: CompactionReport) -> CompactionReport:
@@ -331,20 +340,20 @@ class _Work:
 
     def _fold(self) -> bool:
         """Do all tasks and the rest; False if the time was over before."""
-        start, rest = self._start, len(self._plan.tasks)
+        options, rest = self._options, len(self._plan.tasks)
         with self._workers() as workers:
             self._reuse(workers)
-            start.progress("tasks", self._reused, rest)
-            bench = Bench(self._store.storage, self._plan.readers, workers, Throttle(start.bytes_per_s))
+            options.progress("tasks", self._reused, rest)
+            bench = Bench(self._store.storage, self._plan.readers, workers, Throttle(options.bytes_per_s))
             todo = [task for task in self._plan.tasks if task.index not in self._done]
             done = run_tasks(
-                start.engine, self._job, todo, bench,
-                workers=start.workers, bytes_per_s=start.bytes_per_s, is_over=start.is_over,
+                options.engine, self._job, todo, bench,
+                workers=options.workers, bytes_per_s=options.bytes_per_s, is_over=options.is_over,
             )  # fmt: skip
             with closing(done):  # whatever ends this, no task is left at work behind it
                 for count, one in enumerate(done, start=self._reused + 1):
                     self._note(one)
-                    start.progress("tasks", count, rest)
+                    options.progress("tasks", count, rest)
                     self._follow()
             if any(task.index not in self._done for task in todo):
                 return False
@@ -354,20 +363,20 @@ class _Work:
 
     def _workers(self) -> AbstractContextManager[Workers]:
         """The threads of this process's part of the work: the store's, unless a number was asked for."""
-        if self._start.engine == "threads" and self._start.workers is not None:
-            return Workers(self._start.workers, name="cnr-compact")
+        if self._options.engine == "threads" and self._options.workers is not None:
+            return Workers(self._options.workers, name="cnr-compact")
         return nullcontext(self._store.internals.workers)
 
     def _reuse(self, workers: Workers) -> None:
         """Take what an earlier compaction has noted as done, if every object of it is as its receipt says."""
         for index, digest in receipts_of(self._held.lease).items():
-            one = Done(index, digest)
+            one = FoldedTask(index, digest)
             if index < self._job.world and verified(self._store.storage, self._job, one, workers) is not None:
                 self._done[index] = one
             self._held.keep()
         self._reused = sum(index < len(self._plan.tasks) for index in self._done)
 
-    def _note(self, done: Done) -> None:
+    def _note(self, done: FoldedTask) -> None:
         self._done[done.index] = done
         self._held.note_done(done.index, done.receipt)
 

@@ -27,7 +27,7 @@ PIECE_CHUNKS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FoldPiece:
     """One part of the result: a rectangle of a table. Of a hashed table it is the whole table."""
 
     table: str
@@ -39,7 +39,7 @@ class FoldTask:
     """Pieces that one worker folds into one folder with one receipt; ``index`` is the task's rank in the segment."""
 
     index: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FoldPiece, ...]
 
 
 def foldable_run(manifests: Sequence[Manifest], run: Run) -> Run:
@@ -86,10 +86,10 @@ def plan_tasks(manifests: Sequence[Manifest], run: Run) -> tuple[FoldTask, ...]:
         Those of the chain, to the end of the run at least.
     """
     upto = manifests[: run.stop]
-    weighed: list[tuple[Piece, int]] = []
+    weighed: list[tuple[FoldPiece, int]] = []
     for table in sorted(upto[-1].tables):
         weighed += _baseline_pieces(upto, table) if run.kind == "baseline" else _delta_pieces(upto[run.start :], table)
-    dealt: list[list[Piece]] = []
+    dealt: list[list[FoldPiece]] = []
     room = 0
     for piece, chunks in weighed:
         if not dealt or chunks > room:
@@ -174,12 +174,12 @@ def _column_ranges(manifest: Manifest, table: str) -> set[tuple[int, int]]:
     return {part.columns for part in manifest.parts if part.table == table and part.rows[0] < part.rows[1]}
 
 
-def _baseline_pieces(manifests: Sequence[Manifest], table: str) -> Iterator[tuple[Piece, int]]:
+def _baseline_pieces(manifests: Sequence[Manifest], table: str) -> Iterator[tuple[FoldPiece, int]]:
     """The parts of a table in a new baseline and their chunks, by column interval and rows."""
     last = manifests[-1]
     schema = last.tables[table]
     if schema.keys == "hashed" or schema.num_rows == 0:
-        yield Piece(table, whole_of(schema)), sum(_chunks_of(manifest, table) for manifest in manifests)
+        yield FoldPiece(table, whole_of(schema)), sum(_chunks_of(manifest, table) for manifest in manifests)
         return
     ends = [part for part in last.parts if part.table == table]
     plan = plan_table(manifests, table)
@@ -194,7 +194,7 @@ def _baseline_pieces(manifests: Sequence[Manifest], table: str) -> Iterator[tupl
 
 def _row_pieces(
     table: str, schema: TableSchema, columns: tuple[int, int], rows: tuple[int, int], times: int
-) -> Iterator[tuple[Piece, int]]:
+) -> Iterator[tuple[FoldPiece, int]]:
     """The rows in pieces of about the same size, cut where a part of all these rows would have chunks end.
 
     ``times``: how many rows there are to one that is stored.
@@ -205,19 +205,19 @@ def _row_pieces(
     chunks_each = -(-chunks // -(-chunks // PIECE_CHUNKS))
     for low in range(start, stop, chunks_each * chunk_rows):
         high = min(low + chunks_each * chunk_rows, stop)
-        yield Piece(table, Rectangle((low, high), columns)), -(-(high - low) // chunk_rows)
+        yield FoldPiece(table, Rectangle((low, high), columns)), -(-(high - low) // chunk_rows)
 
 
-def _delta_pieces(manifests: Sequence[Manifest], table: str) -> Iterator[tuple[Piece, int]]:
+def _delta_pieces(manifests: Sequence[Manifest], table: str) -> Iterator[tuple[FoldPiece, int]]:
     """The parts of a table in a new delta and, as a measure of the work, the chunks that are read for them."""
     last = manifests[-1]
     schema = last.tables[table]
     if schema.keys == "hashed":
-        yield Piece(table, whole_of(schema)), sum(_chunks_of(manifest, table) for manifest in manifests)
+        yield FoldPiece(table, whole_of(schema)), sum(_chunks_of(manifest, table) for manifest in manifests)
         return
     rectangles = [Rectangle(part.rows, part.columns) for part in last.parts if part.table == table]
     for rectangle in dict.fromkeys(rectangles):
-        yield Piece(table, rectangle), sum(_chunks_of(manifest, table, rectangle) for manifest in manifests)
+        yield FoldPiece(table, rectangle), sum(_chunks_of(manifest, table, rectangle) for manifest in manifests)
 
 
 def _chunks_of(manifest: Manifest, table: str, rectangle: Rectangle | None = None) -> int:

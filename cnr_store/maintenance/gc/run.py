@@ -143,7 +143,7 @@ def collect_garbage(
     store.internals.check_not_relay()
     store.internals.check_begun()
     started = time.monotonic()
-    run = _Run(
+    run = _Collection(
         store, RetentionPolicy() if policy is None else policy,
         grace_ms=int(grace_s * 1000), orphan_age_ms=int(orphan_age_s * 1000), batch=batch,
         despite_damage=despite_damage,
@@ -183,7 +183,7 @@ class _Overtaken(Exception):
     """A segment is gone that was needed when the logs were read, and they have gone on since: look again."""
 
 
-class _Run:
+class _Collection:
     """One collection. Keeps the records that it has read, since it may have to plan several times."""
 
     def __init__(

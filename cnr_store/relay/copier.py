@@ -1,0 +1,173 @@
+"""Copies one version after another: segments first, then side objects, then records from the newest downwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cnr_store.errors import CorruptStore, MissingObject
+from cnr_store.format.commit_record import LogEntry
+from cnr_store.format.records import ChainEntry, CommitRecord
+from cnr_store.relay.copying import copy_segment, copy_side_object, has_segment
+from cnr_store.relay.held_versions import HeldVersions
+from cnr_store.relay.mirroring import Descent, next_live, segments_to_copy, versions_to_hold
+from cnr_store.relay.report import RelayReport
+from cnr_store.relay.source import RelaySource
+from cnr_store.relay.target import RelayTarget
+from cnr_store.runtime.threads import Throttle
+
+
+class Copier:
+    """Copies from a source to a target. Blocks; runs on the source's threads.
+
+    Every method that copies counts it in the report that it is given.
+    """
+
+    def __init__(
+        self,
+        source: RelaySource,
+        target: RelayTarget,
+        held: HeldVersions,
+        throttle: Throttle,
+        clock_ms: Callable[[], int],
+    ) -> None:
+        self._source = source
+        self._target = target
+        self._held = held
+        self._throttle = throttle
+        self._clock_ms = clock_ms
+        self._damaged: dict[str, CorruptStore] = {}
+
+    def forget_damage(self) -> None:
+        """Try segments that were damaged at the source again: this begins another look."""
+        self._damaged.clear()
+
+    def copy_version(self, version: int, report: RelayReport) -> LogEntry:
+        """Copy the first version from ``version`` on that can still be had, and the records up to it; return it.
+
+        Raises
+        ------
+        CorruptStore
+            Of the source, and there is nothing newer. Nothing of it becomes visible.
+        AccessDenied, StorageFailure
+        """
+        entry = self._hold_next(version, report)
+        head = self._target.head
+        bottom = self._target.first if head is None else head.record.v + 1
+        self._copy_records(entry, bottom)
+        report.skipped += entry.record.v - bottom
+        report.versions += 1
+        report.delay_s = (self._clock_ms() - entry.record.ts_ms) / 1000
+        self._held.remember(entry)
+        return entry
+
+    def mend(self, held: LogEntry, report: RelayReport) -> None:
+        """Copy again what the newest version lacks, should something have deleted it here. A GET for each segment.
+
+        Raises
+        ------
+        CorruptStore, AccessDenied, StorageFailure
+        """
+        if held.record.kind == "close":
+            return
+        try:
+            self._copy_segments(held.record.chain, report)
+        except MissingObject:
+            if not self._source.is_gone(held.record.v):
+                raise
+
+    def copy_segment(self, item: ChainEntry, report: RelayReport) -> None:
+        """Copy one segment, whatever of it is there.
+
+        Raises
+        ------
+        CorruptStore, AccessDenied, StorageFailure
+        """
+        if item.seg in self._damaged:
+            raise self._damaged[item.seg]
+        try:
+            copied = copy_segment(
+                self._source.store.storage, self._target.storage, item, self._source.workers, self._throttle
+            )
+        except CorruptStore as error:
+            self._damaged[item.seg] = error
+            raise
+        report.segments += 1
+        report.objects += copied.objects
+        report.bytes += copied.size_bytes
+        report.reused_objects += copied.reused_objects
+
+    def _hold_next(self, version: int, report: RelayReport) -> LogEntry:
+        """Copy the segments of the first version from ``version`` on that is live, and of what its channels name."""
+        while True:
+            newest = self._source.newest
+            assert newest is not None
+            version = next_live(newest.record, version)
+            entry = newest if version >= newest.record.v else self._source.entry(version)
+            try:
+                if entry.record.state is not None:
+                    raise MissingObject(f"the side objects of commit record {version} were collected", version=version)
+                reused = self._copy_segments(entry.record.chain, report) if newest.record.kind != "close" else []
+                reused += self._copy_named(entry.record, report)
+            except CorruptStore as error:
+                version = self._pass_over(entry.record.v, error, report)
+                continue
+            # Once more: another relay of this target may have been about to delete what nothing needed till now.
+            for item in reused:
+                if not has_segment(self._target.storage, item):
+                    self.copy_segment(item, report)
+            return entry
+
+    def _copy_named(self, record: CommitRecord, report: RelayReport) -> list[ChainEntry]:
+        """Copy the segments of the versions that a record's channels name, as far as these have not expired."""
+        reused = []
+        for named in versions_to_hold(record, self._target.first):
+            try:
+                if named not in self._held:
+                    self._held.remember(self._source.entry(named))
+                reused += self._copy_segments(self._held.chain_of(named), report)
+            except MissingObject:
+                if not self._source.is_gone(named):
+                    raise
+        return reused
+
+    def _pass_over(self, version: int, error: CorruptStore, report: RelayReport) -> int:
+        """Return where to go on behind a version that cannot be had; raises ``error`` where nothing newer is there."""
+        if not (isinstance(error, MissingObject) and self._source.is_gone(version)):
+            newest = self._source.look()
+            if version >= newest.record.v or any(item.seg in self._damaged for item in newest.record.chain):
+                raise error
+            # Damage that a repair went back from, or a new baseline left behind, must not end the relay.
+            report.problem = error.message
+        if self._source.store.relay is None:
+            return version + 1
+        # A source that is a relay itself lets versions go that its records call live.
+        assert self._source.newest is not None
+        return self._source.newest.record.v
+
+    def _copy_segments(self, chain: tuple[ChainEntry, ...], report: RelayReport) -> list[ChainEntry]:
+        """Copy what is missing of a chain; returns what another look or relay had copied."""
+        reused = []
+        for item in segments_to_copy([chain], self._held.present):
+            if has_segment(self._target.storage, item):
+                reused.append(item)
+            else:
+                self.copy_segment(item, report)
+            self._held.present.add(item.seg)
+        return reused
+
+    def _copy_records(self, newest: LogEntry, bottom: int) -> None:
+        """Create the positions from that of ``newest`` down to ``bottom``, in this order, its side objects before it.
+
+        Upwards, a reader could find a record at the end of the log whose segments are not here. Downwards it finds the
+        one before ``bottom``, or ``newest``, until the last of them joins the two. Only those need their side objects.
+        """
+        head = self._target.head
+        there = () if head is None else head.side_objects
+        for digest in newest.side_objects:
+            if digest not in there:
+                copy_side_object(self._source.store.storage, self._target.storage, digest, self._throttle)
+        descent = Descent(newest)
+        for raw in self._source.records_down(newest.record.v, bottom, descent):
+            if raw.version == bottom:
+                descent.check_meets(head)
+            self._target.create_position(raw)

@@ -1,0 +1,70 @@
+"""What a relay remembers of the versions that it holds, so that it can tell which segments they need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from cnr_store.format.commit_record import LogEntry, is_live
+from cnr_store.format.records import ChainEntry, CommitRecord
+from cnr_store.log.retention import LiveVersion
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldVersion:
+    logical: int
+    ts_ms: int
+    chain: tuple[ChainEntry, ...] = field(repr=False)
+
+
+class HeldVersions:
+    """The versions that a relay holds. No I/O.
+
+    Attributes
+    ----------
+    present
+        Segments that are known to be at the target, whole.
+    """
+
+    def __init__(self) -> None:
+        self.present: set[str] = set()
+        self._versions: dict[int, _HeldVersion] = {}
+        self._entries: dict[str, ChainEntry] = {}  # one object for each segment, whoever's chain it is in
+
+    def __contains__(self, version: int) -> bool:
+        return version in self._versions
+
+    def remember(self, entry: LogEntry) -> None:
+        """Take a version as held."""
+        record = entry.record
+        chain = tuple(self._entries.setdefault(item.seg, item) for item in record.chain)
+        self._versions[record.v] = _HeldVersion(record.logical, record.ts_ms, chain)
+
+    def chain_of(self, version: int) -> tuple[ChainEntry, ...]:
+        """Return the chain of a version that is held."""
+        return self._versions[version].chain
+
+    def live(self, head: CommitRecord) -> list[LiveVersion]:
+        """Forget what has expired by the newest record; return the rest, ascending."""
+        self._versions = {version: one for version, one in sorted(self._versions.items()) if is_live(head, version)}
+        return [
+            LiveVersion(version, one.logical, one.ts_ms, tuple(item.seg for item in one.chain))
+            for version, one in self._versions.items()
+        ]
+
+    def let_go(self, versions: Iterable[int], doomed: Iterable[str]) -> None:
+        """Forget versions, and that segments which wait for deletion are here."""
+        for version in versions:
+            del self._versions[version]
+        self.present.difference_update(doomed)
+        self._forget_entries()
+
+    def keep_only(self, versions: Iterable[int]) -> None:
+        """Forget all but these versions and their segments: without trimming a relay would remember for years."""
+        kept = set(versions)
+        self._versions = {version: one for version, one in self._versions.items() if version in kept}
+        self._forget_entries()
+        self.present &= self._entries.keys()
+
+    def _forget_entries(self) -> None:
+        self._entries = {item.seg: item for one in self._versions.values() for item in one.chain}

@@ -1,0 +1,165 @@
+"""The log that a relay copies, as far as the relay has to know it. Reads only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from cnr_store.errors import CorruptRecord, CorruptStore, MissingObject
+from cnr_store.format import layout
+from cnr_store.format.commit_record import LogEntry, decode_record, is_live
+from cnr_store.format.documents import decode_document, sha256
+from cnr_store.format.identity import decode_identity
+from cnr_store.format.limits import MAX_SMALL_BYTES
+from cnr_store.log.log_reader import position_bytes
+from cnr_store.relay.mirroring import Descent, RawRecord
+from cnr_store.runtime.threads import blocks
+from cnr_store.store import Store
+
+BATCH = 64
+"""Records read at once when many positions are copied; at most 4 MiB."""
+
+
+class RelaySource:
+    """Reads records of the source, and keeps the newest one that was seen.
+
+    Attributes
+    ----------
+    newest
+        The source's newest record as it was seen last; None before the first look.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.log = store.internals.log
+        self.workers = store.internals.workers
+        self.newest: LogEntry | None = None
+
+    def look(self) -> LogEntry:
+        """Read the newest record. A few GETs.
+
+        Raises
+        ------
+        VersionNotFound, CorruptStore, StorageFailure
+        """
+        self.newest = self.store.head()
+        return self.newest
+
+    def look_behind(self, seen: LogEntry) -> LogEntry:
+        """Read the newest record unless one as new as ``seen`` is known; if it is torn, take ``seen``.
+
+        Raises
+        ------
+        CorruptRecord
+            The newest is torn, and ``seen`` is too old to tell what is live.
+        CorruptStore, StorageFailure
+        """
+        if self.newest is None or self.newest.record.v < seen.record.v:
+            try:
+                self.newest = self.store.head()
+            except CorruptRecord:
+                if seen.record.state is not None:
+                    raise
+                self.newest = seen
+        return self.newest
+
+    def entry(self, version: int) -> LogEntry:
+        """Return the record of a version, or the one that superseded it. One GET.
+
+        Raises
+        ------
+        CorruptStore, StorageFailure
+        """
+        entry = self.log.read_standing(version)
+        if entry is None:
+            raise CorruptStore(
+                f"log position {version} of {self.store.url} is empty although the log goes on; run `cnr verify`",
+                version=version, path=self._key(version),
+            )  # fmt: skip
+        return entry
+
+    def is_gone(self, version: int) -> bool:
+        """Return whether the source does not have a version's data any more, by its newest record. A few GETs.
+
+        Raises
+        ------
+        CorruptStore, StorageFailure
+        """
+        newest = self.look()
+        if version == newest.record.v:
+            return newest.record.kind == "close"
+        return self.store.relay is not None or not is_live(newest.record, version)
+
+    def records_down(self, top: int, bottom: int, descent: Descent) -> Iterator[RawRecord]:
+        """Yield the checked bytes of the positions from ``top`` down to ``bottom``. A GET for each, many at once.
+
+        Raises
+        ------
+        CorruptRecord, StorageFailure
+        """
+        for start, stop in blocks(top + 1 - bottom, BATCH):
+            versions = range(top - start, top - stop, -1)
+            found = self.workers.run(partial(self._bytes_at, version) for version in versions)
+            for version, data in zip(versions, found, strict=True):
+                if data is None:
+                    raise CorruptRecord(
+                        f"log position {version} of {self.store.url} is empty although the log goes on; run "
+                        "`cnr verify` there",
+                        version=version, path=self._key(version),
+                    )  # fmt: skip
+                yield descent.take(data)
+
+    def check_history(self, held: LogEntry, target_url: str) -> None:
+        """Refuse a source without the relay's newest record: its log was rewritten or restored from a backup. One GET.
+
+        Raises
+        ------
+        CorruptStore, StorageFailure
+        """
+        version = held.record.v
+        data = self._bytes_at(version)
+        if data is None or sha256(data) != held.digest:
+            raise CorruptStore(
+                f"the source {self.store.url} has {'no' if data is None else 'another'} record at position "
+                f"{version}, which the relay {target_url} has copied: its log was rewritten or restored from a "
+                "backup; begin a relay in an empty place",
+                version=version, path=self._key(version), expected=held.digest,
+            )  # fmt: skip
+
+    def read_identity(self) -> bytes:
+        """Return the source's ``cnr.json``, bound by the record that was written behind it, where that is there.
+
+        Raises
+        ------
+        MissingObject, CorruptStore, StorageFailure
+        """
+        storage, where = self.store.storage, f"{self.store.url}/{layout.IDENTITY}"
+        data = storage.read_document(layout.IDENTITY, MAX_SMALL_BYTES)
+        if data is None:
+            raise MissingObject(f"{where} is missing; restore it from a backup", path=layout.IDENTITY)
+        first = position_bytes(storage, 0)
+        expected = None if first is None else decode_record(first, 0).record.parent_digest
+        if decode_identity(data, where) != self.store.identity or expected not in (None, sha256(data)):
+            raise CorruptStore(
+                f"{where} is not the one that the store began with; run `cnr verify` there",
+                path=layout.IDENTITY, expected=expected, found=sha256(data),
+            )  # fmt: skip
+        return data
+
+    def read_root(self) -> bytes | None:
+        """Return the source's Zarr group document, if it has one. One GET.
+
+        Raises
+        ------
+        CorruptStore, StorageFailure
+        """
+        root = self.store.storage.read_document(layout.ROOT_GROUP, MAX_SMALL_BYTES)
+        if root is not None:
+            decode_document(root, dict, f"{self.store.url}/{layout.ROOT_GROUP}")  # not one that was cut on its way
+        return root
+
+    def _bytes_at(self, version: int) -> bytes | None:
+        return position_bytes(self.store.storage, version, self.log.prefix)
+
+    def _key(self, version: int) -> str:
+        return layout.commit_key(version, self.log.prefix)

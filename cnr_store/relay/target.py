@@ -1,0 +1,232 @@
+"""The place that a relay fills: its marker, records, hint and notes. Creates positions; deletes nothing."""
+
+from __future__ import annotations
+
+import random
+import time
+
+from cnr_store.errors import CorruptRecord, CorruptStore, StorageFailure, StoreExists
+from cnr_store.format import layout
+from cnr_store.format.commit_record import LogEntry
+from cnr_store.format.documents import canonical_json, decode_document, sha256
+from cnr_store.format.identity import decode_identity, decode_relay_marker
+from cnr_store.format.limits import MAX_LISTS_BYTES, MAX_RECORD_BYTES, MAX_SMALL_BYTES
+from cnr_store.format.records import Hint, RelayMarker, RelayTrims
+from cnr_store.log.author import LIBRARY
+from cnr_store.log.log_reader import LogReader, position_bytes
+from cnr_store.relay.mirroring import RawRecord
+from cnr_store.storage import CreateOutcome, Storage
+from cnr_store.store import Store
+
+_CREATE_ATTEMPTS = 6
+_FIRST_PAUSE_S = 0.05
+
+
+class RelayTarget:
+    """Reads and creates what a relay of one log has at its target. Whatever it creates, every relay of it creates so.
+
+    Attributes
+    ----------
+    first
+        The first version that the relay holds; 0 before one was begun, since none holds version 0.
+    head
+        The relay's newest record; None before there is one.
+    """
+
+    def __init__(self, storage: Storage, source: Store) -> None:
+        self.storage = storage
+        self.log = LogReader(storage, source.uuid)
+        self.first = 0
+        self.head: LogEntry | None = None
+        self._source = source
+
+    def has_begun(self, identity: bytes) -> bool:
+        """Return whether there is something to open: the ``cnr.json`` of the source. One GET, or two.
+
+        Raises
+        ------
+        StoreExists
+            There is a store, or a relay of another log.
+        CorruptStore, StorageFailure
+        """
+        found = self.storage.read_document(layout.IDENTITY, MAX_SMALL_BYTES)
+        marker = self.read_marker()
+        if found is not None and (marker is None or found != identity):
+            decode_identity(found, f"{self.storage.url}/{layout.IDENTITY}")  # a reply that was cut is no other store
+            raise StoreExists(
+                f"{self.storage.url} holds a store that is no relay of {self._source.url}; give an empty place",
+                path=self.storage.url,
+            )
+        self.first = 0 if marker is None else marker.first
+        return found is not None
+
+    def read_marker(self) -> RelayMarker | None:
+        """Return what the target says of itself; None if nothing. One GET.
+
+        Raises
+        ------
+        StoreExists, CorruptStore, StorageFailure
+        """
+        data = self.storage.read_document(layout.RELAY, MAX_SMALL_BYTES)
+        if data is None:
+            return None
+        marker = decode_relay_marker(data, self._source.uuid, f"{self.storage.url}/{layout.RELAY}")
+        branch = self._source.internals.branch_uuid
+        if marker.branch != branch:
+            raise StoreExists(
+                f"{self.storage.url} is a relay of another log of the store (branch {marker.branch or 'none'!r}); give "
+                "an empty place",
+                path=self.storage.url, expected=branch, found=marker.branch,
+            )  # fmt: skip
+        return marker
+
+    def create_marker(self, first: int, now_ms: int) -> None:
+        """Begin a relay at version ``first``, or take part in one that another has begun meanwhile.
+
+        Raises
+        ------
+        StoreExists, UnsafeBackend, StorageFailure
+        """
+        if self.storage.is_exclusive:
+            self.storage.probe()
+        marker = RelayMarker(
+            store_uuid=self._source.uuid, branch=self._source.internals.branch_uuid, first=first,
+            source=self._source.url, library=LIBRARY, created_ms=now_ms,
+        )  # fmt: skip
+        if self.storage.create(layout.RELAY, canonical_json(marker)) is not CreateOutcome.CREATED:
+            found = self.read_marker()  # that of another relay, or ours
+            if found is None:
+                raise StorageFailure(f"{self.storage.url} did not take {layout.RELAY}; try again", path=layout.RELAY)
+            marker = found
+        self.first = marker.first
+
+    def put_root(self, root: bytes | None, identity: bytes) -> None:
+        """Put the Zarr group, and create ``cnr.json`` last: until then there is nothing to open.
+
+        Raises
+        ------
+        CorruptStore, StorageFailure
+        """
+        if root is not None:
+            self.storage.put(layout.ROOT_GROUP, root)
+            self.storage.sync_folders([layout.ROOT_GROUP])
+        self._create(layout.IDENTITY, identity)
+
+    def find_head(self) -> LogEntry:
+        """Find the last record without a gap before it. A gallop would pass over a gap that is being filled.
+
+        The hint is put behind a filled gap, so from there on it is a GET for each position.
+
+        Raises
+        ------
+        CorruptStore, StorageFailure
+        """
+        version = self.first
+        try:
+            data = self.storage.read_document(layout.hint_key(), MAX_SMALL_BYTES)
+            hint = 0 if data is None else decode_document(data, Hint, layout.hint_key()).version
+        except CorruptStore:
+            hint = 0
+        if hint > version and self.is_occupied(hint):
+            version = hint
+        if not self.is_occupied(version):
+            raise CorruptStore(
+                f"position {version} of the relay {self.storage.url} is empty, where it began: part of it was deleted; "
+                "begin anew in an empty place",
+                version=version, path=layout.commit_key(version),
+            )  # fmt: skip
+        while self.is_occupied(version + 1):
+            version += 1
+        self.head = self.log.read(version)
+        assert self.head is not None
+        return self.head
+
+    def is_occupied(self, version: int) -> bool:
+        """Return whether there is something at a position. A small GET."""
+        return version <= 10**18 and self.storage.read(layout.commit_key(version), stop=1) is not None
+
+    def read(self, version: int) -> LogEntry | None:
+        """Return the record at a position; None if it is empty or was superseded. One GET.
+
+        Raises
+        ------
+        CorruptStore, StorageFailure
+        """
+        try:
+            return self.log.read(version)
+        except CorruptRecord:
+            return None
+
+    def create_position(self, raw: RawRecord) -> None:
+        """Create a position with the bytes of the source, which the record behind them vouches for.
+
+        Raises
+        ------
+        CorruptStore
+            It has other bytes.
+        StorageFailure
+        """
+        key = layout.commit_key(raw.version)
+        if len(raw.data) <= MAX_RECORD_BYTES:
+            self._create(key, raw.data)
+            return
+        # Torn and superseded, and too long to be created: every relay puts the same bytes, in whatever order.
+        found = position_bytes(self.storage, raw.version)
+        if found is not None and found != raw.data:
+            raise self._other_bytes(key, raw.data, found)
+        self.storage.put(key, raw.data)
+        self.storage.sync_folders([key])
+
+    def go_to(self, entry: LogEntry) -> None:
+        """Take an entry whose position was created as the newest, and say so in the hint. One PUT."""
+        self.head = entry
+        self.storage.put(layout.hint_key(), canonical_json(Hint(entry.record.v)))
+
+    def read_notes(self) -> RelayTrims:
+        """Return what was noted of versions and segments that are let go. One GET.
+
+        Raises
+        ------
+        CorruptStore, StorageFailure
+        """
+        data = self.storage.read_document(layout.RELAY_TRIMS, MAX_LISTS_BYTES)
+        if data is None:
+            return RelayTrims()
+        return decode_document(data, RelayTrims, f"{self.storage.url}/{layout.RELAY_TRIMS}")
+
+    def put_notes(self, notes: RelayTrims) -> None:
+        """Note what is let go; durable when this returns.
+
+        Raises
+        ------
+        BadInput, StorageFailure
+        """
+        self.storage.put_document(layout.RELAY_TRIMS, canonical_json(notes), MAX_LISTS_BYTES)
+        self.storage.sync_folders([layout.RELAY_TRIMS])
+
+    def _create(self, key: str, data: bytes) -> None:
+        """Create an object that any relay of this log would create with these bytes."""
+        pause_s, found = _FIRST_PAUSE_S, None
+        for attempt in range(_CREATE_ATTEMPTS):
+            if attempt:
+                time.sleep(pause_s * random.uniform(0.5, 1.0))
+                pause_s *= 2
+            try:
+                if self.storage.create(key, data) is CreateOutcome.CREATED:
+                    return
+            except StorageFailure:
+                if attempt == _CREATE_ATTEMPTS - 1:
+                    raise
+            found = self.storage.read(key, stop=len(data) + 1)
+            if found == data:
+                return
+        if found is None:
+            raise StorageFailure(f"{self.storage.url} did not take {key}; try again", path=key)
+        raise self._other_bytes(key, data, found)
+
+    def _other_bytes(self, key: str, expected: bytes, found: bytes) -> CorruptStore:
+        return CorruptStore(
+            f"{key} at the relay {self.storage.url} has other bytes than at its source: two stores were mixed, or it "
+            "was altered; begin a relay in an empty place",
+            path=key, expected=sha256(expected), found=sha256(found),
+        )  # fmt: skip

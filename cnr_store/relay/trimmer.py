@@ -1,0 +1,138 @@
+"""Lets versions go that a relay need not hold any more, and deletes their segments when readers are done with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cnr_store.errors import CorruptStore, StorageFailure
+from cnr_store.format import layout
+from cnr_store.format.commit_record import LogEntry
+from cnr_store.log.clock import check_clock, wall_ms
+from cnr_store.log.leases import delete_ended_holds, is_held, read_cursors, read_leases
+from cnr_store.log.retention import Holds, RetentionPolicy
+from cnr_store.log.side_objects import delete_found, find_unneeded
+from cnr_store.relay.copier import Copier
+from cnr_store.relay.copying import delete_segment
+from cnr_store.relay.held_versions import HeldVersions
+from cnr_store.relay.report import RelayReport
+from cnr_store.relay.target import RelayTarget
+from cnr_store.relay.trimming import plan_trim
+
+_TIDY_EVERY_MS = 86_400_000
+_LEFTOVER_S = 3600.0
+"""A file that is not whole after so long is nobody's any more."""
+
+
+class Trimmer:
+    """Trims a target by `trimming.plan_trim`. Blocks.
+
+    Parameters
+    ----------
+    copier
+        Puts again what a relay beside this one needs of what was deleted.
+    """
+
+    def __init__(
+        self,
+        target: RelayTarget,
+        held: HeldVersions,
+        copier: Copier,
+        policy: RetentionPolicy,
+        grace_ms: int,
+        clock_ms: Callable[[], int],
+    ) -> None:
+        self._target = target
+        self._held = held
+        self._copier = copier
+        self._policy = policy
+        self._grace_ms = grace_ms
+        self._clock_ms = clock_ms
+        self._next_trim_ms: int | None = 0
+        self._next_tidy_ms = 0
+
+    def let_go(self, report: RelayReport) -> str | None:
+        """Trim if that is due; returns why it could not be done. What was copied stands, and the next look tries it."""
+        is_due = self._next_trim_ms is not None and self._next_trim_ms <= self._clock_ms()
+        if not (report.versions or is_due):
+            return None
+        try:
+            self._trim(report)
+        except (StorageFailure, CorruptStore) as error:
+            self._next_trim_ms = 0
+            return error.message
+        return None
+
+    def _trim(self, report: RelayReport) -> None:
+        """Let versions go, and delete segments that were doomed so long ago that no reader is at them."""
+        assert self._target.head is not None
+        entry = self._target.head
+        head, storage = entry.record, self._target.storage
+        if head.kind == "close":
+            self._next_trim_ms = None
+            return
+        now_ms = self._clock_ms()
+        if self._next_tidy_ms <= now_ms:
+            self._tidy(entry, now_ms)
+        versions = self._held.live(head)
+        notes = self._target.read_notes()
+        holds, leased = self._read_holds(now_ms)
+        listed = [name for name in storage.list_folders(layout.DATA) if layout.is_segment_name(name)]
+        plan = plan_trim(head, versions, self._policy, holds, notes, listed, leased, now_ms, self._grace_ms)
+        if plan.notes != notes:
+            # Before anything is deleted: a relay that is started again has to know since when a segment is doomed.
+            self._target.put_notes(plan.notes)
+        self._held.let_go(plan.going, plan.notes.doomed)
+        self._next_trim_ms = min((due_ms for due_ms in plan.notes.doomed.values() if due_ms > now_ms), default=None)
+        if plan.due:
+            if self._clock_ms is wall_ms:
+                check_clock(storage, now_ms)
+            self._delete(plan.due, head.v + 1, report)
+
+    def _tidy(self, head: LogEntry, now_ms: int) -> None:
+        """Delete what readers and relays that died left: garbage collection does not come here."""
+        storage = self._target.storage
+        delete_ended_holds(storage, now_ms)
+        unneeded = find_unneeded(
+            storage, head.side_objects, age_ms=max(self._grace_ms, int(_LEFTOVER_S * 1000)),
+            is_left=lambda _, version: version <= head.record.v,
+        )  # fmt: skip
+        delete_found(storage, unneeded)
+        for folder in (layout.DATA, layout.COMMITS, layout.STATE, layout.LEASES):
+            storage.sweep(folder, older_than_s=max(self._grace_ms / 1000, _LEFTOVER_S))
+        self._next_tidy_ms = now_ms + _TIDY_EVERY_MS
+
+    def _delete(self, due: tuple[str, ...], following: int, report: RelayReport) -> None:
+        """Delete segments, unless another relay of this target is ahead: what it has copied may need them again."""
+        if self._target.is_occupied(following):
+            self._next_trim_ms = 0
+            return
+        for name in due:
+            size_bytes = delete_segment(self._target.storage, name, self._clock_ms() - self._grace_ms)
+            if size_bytes is None:
+                continue
+            report.trimmed_bytes += size_bytes
+            report.trimmed_segments += 1
+        # It may have come between: what its records need of these is put again, whatever of it is left.
+        while (entry := self._target.log.read_standing(following)) is not None:
+            for item in entry.record.chain:
+                if item.seg in due:
+                    self._copier.copy_segment(item, report)
+            following = entry.record.v + 1
+
+    def _read_holds(self, now_ms: int) -> tuple[Holds, set[str]]:
+        """What readers of the relay hold, and the segments of leased versions that it would not keep otherwise."""
+        leases: dict[int, str] = {}
+        leased: set[str] = set()
+        for lease in read_leases(self._target.storage).values():
+            if lease.branch or not is_held(lease.expires_ms, now_ms):
+                continue
+            leases[lease.version] = f"leased by {lease.holder}"
+            if lease.version not in self._held:
+                entry = self._target.read(lease.version)
+                leased |= set() if entry is None else {item.seg for item in entry.record.chain}
+        cursors = {
+            name: cursor.version
+            for name, cursor in read_cursors(self._target.storage).items()
+            if not cursor.branch and is_held(cursor.expires_ms, now_ms)
+        }
+        return Holds(leases, cursors), leased
