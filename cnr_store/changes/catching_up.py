@@ -38,7 +38,7 @@ HeldRows = HeldArrays | Callable[[int, int], HeldArrays]
 HeldKeys = tuple[Array, HeldArrays] | Callable[[int, int], tuple[Array, HeldArrays]]
 """A hashed table: keys and arrays, or those of the keys from a first to a last, inclusive, on demand."""
 
-HeldTable = HeldRows | HeldKeys
+ConsumerTable = HeldRows | HeldKeys
 
 _PIECE_ROWS = 65_536
 _TRIES = 5
@@ -47,7 +47,7 @@ _MOST_ROWS = 1 << 48
 
 def catch_up(
     store: Store,
-    held: Mapping[str, HeldTable],
+    held: Mapping[str, ConsumerTable],
     *,
     tables: Collection[str] | None = None,
     cursor: str | None = None,
@@ -120,7 +120,7 @@ class CatchUp:
     def __init__(
         self,
         snapshot: Snapshot,
-        held: Mapping[str, HeldTable],
+        held: Mapping[str, ConsumerTable],
         tables: Sequence[str],
         end: ChangeCursor,
         max_batch_rows: int,
@@ -150,7 +150,7 @@ class CatchUp:
         return next(self._batches)
 
     def _compare(
-        self, snapshot: Snapshot, held: Mapping[str, HeldTable], tables: Sequence[str], max_batch_rows: int
+        self, snapshot: Snapshot, held: Mapping[str, ConsumerTable], tables: Sequence[str], max_batch_rows: int
     ) -> Iterator[pa.RecordBatch]:
         for table in tables:
             copy = _copy_of(table, held.get(table))
@@ -190,7 +190,7 @@ class _Widened:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _ReadableCopy:
     """What a consumer holds of one table, whichever way it was given.
 
     Attributes
@@ -220,7 +220,7 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class _HeldCopy:
-    held: _Held
+    held: _ReadableCopy
     names: tuple[str, ...]
 
     def spans(self) -> list[Span]:
@@ -233,10 +233,10 @@ class _HeldCopy:
         return RowBlock(rows, {name: arrays[name] for name in self.names})
 
 
-def _copy_of(table: str, held: HeldTable | None) -> _Held:
+def _copy_of(table: str, held: ConsumerTable | None) -> _ReadableCopy:
     if held is None:
         nothing = np.empty(0, np.int64)
-        return _Held(frozenset(), 1, False, (), lambda _first, _last: (nothing, {}))
+        return _ReadableCopy(frozenset(), 1, False, (), lambda _first, _last: (nothing, {}))
     if callable(held):
         sample = held(0, 0)
         if isinstance(sample, tuple):
@@ -245,7 +245,7 @@ def _copy_of(table: str, held: HeldTable | None) -> _Held:
     return _keys_at_hand(table, *held) if isinstance(held, tuple) else _rows_at_hand(table, held)
 
 
-def _rows_at_hand(table: str, given: HeldArrays) -> _Held:
+def _rows_at_hand(table: str, given: HeldArrays) -> _ReadableCopy:
     arrays = _arrays_of(table, given, None)
     size = len(arrays["codes"])
 
@@ -253,10 +253,10 @@ def _rows_at_hand(table: str, given: HeldArrays) -> _Held:
         start, stop = rows_of((first, last), size)
         return np.arange(start, stop, dtype=np.int64), _cut(arrays, slice(start, stop))
 
-    return _Held(frozenset(arrays), arrays["codes"].shape[1], False, _pieces(size), read)
+    return _ReadableCopy(frozenset(arrays), arrays["codes"].shape[1], False, _pieces(size), read)
 
 
-def _rows_on_demand(table: str, held: Callable[[int, int], Any], sample: HeldArrays) -> _Held:
+def _rows_on_demand(table: str, held: Callable[[int, int], Any], sample: HeldArrays) -> _ReadableCopy:
     arrays = _arrays_of(table, sample, None)
 
     def has(row: int) -> bool:
@@ -268,10 +268,10 @@ def _rows_on_demand(table: str, held: Callable[[int, int], Any], sample: HeldArr
         start, stop = rows_of((first, last), size)
         return np.arange(start, stop, dtype=np.int64), _arrays_of(table, held(start, stop), stop - start)
 
-    return _Held(frozenset(arrays), arrays["codes"].shape[1], False, _pieces(size), read)
+    return _ReadableCopy(frozenset(arrays), arrays["codes"].shape[1], False, _pieces(size), read)
 
 
-def _keys_at_hand(table: str, keys: Array, given: HeldArrays) -> _Held:
+def _keys_at_hand(table: str, keys: Array, given: HeldArrays) -> _ReadableCopy:
     keys = np.asarray(keys)
     if keys.ndim != 1 or (keys.dtype.kind not in "iu" and len(keys)):
         raise BadInput(
@@ -291,17 +291,17 @@ def _keys_at_hand(table: str, keys: Array, given: HeldArrays) -> _Held:
         low, high = np.searchsorted(rows, first, side="left"), np.searchsorted(rows, last, side="right")
         return rows[low:high], _cut(arrays, order[low:high])
 
-    return _Held(frozenset(arrays), arrays["codes"].shape[1], True, tuple(pieces), read)
+    return _ReadableCopy(frozenset(arrays), arrays["codes"].shape[1], True, tuple(pieces), read)
 
 
-def _keys_on_demand(table: str, held: Callable[[int, int], Any], sample: tuple[Array, HeldArrays]) -> _Held:
+def _keys_on_demand(table: str, held: Callable[[int, int], Any], sample: tuple[Array, HeldArrays]) -> _ReadableCopy:
     arrays = _arrays_of(table, sample[1], len(sample[0]))
 
     def read(first: int, last: int) -> tuple[RowIds, dict[str, Array]]:
         found = _keys_at_hand(table, *held(first, last))
         return found.read(first, last)
 
-    return _Held(frozenset(arrays), arrays["codes"].shape[1], True, (), read)
+    return _ReadableCopy(frozenset(arrays), arrays["codes"].shape[1], True, (), read)
 
 
 def _arrays_of(table: str, given: HeldArrays, rows: int | None) -> dict[str, Array]:
@@ -355,7 +355,7 @@ def _size(table: str, has: Callable[[int], bool]) -> int:
     return high
 
 
-def _schema_of_nothing(copy: _Held) -> TableSchema:
+def _schema_of_nothing(copy: _ReadableCopy) -> TableSchema:
     """A table that the snapshot does not have: only its rows can be told, as deleted."""
     return TableSchema(
         num_rows=0, dim=copy.dim, dtype="float32", keys="hashed" if copy.is_hashed else "dense", encoding=Raw()

@@ -81,7 +81,7 @@ class Compared:
     """Any row may differ."""
 
 
-TableChange = Listed | Compared
+RowChange = Listed | Compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Segment:
 
 def plan_table_change(
     table: str, common: Manifest, old: Sequence[Segment], new: Sequence[Segment], *, since: int
-) -> TableChange:
+) -> RowChange:
     """Return which rows of a table can differ between two states that go on from a common one. Pure, no I/O.
 
     Parameters

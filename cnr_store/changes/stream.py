@@ -8,53 +8,32 @@ on from its cursor misses nothing and sees at most one version twice. Values are
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import chain as chained
-from types import TracebackType
 from typing import Literal
 
 import numpy as np
 import pyarrow as pa
 
-from cnr_store.changes.arrow import RowBlock, change_batches
 from cnr_store.changes.cursor import ChangeCursor
-from cnr_store.changes.differences import (
-    Compared,
-    Nothing,
-    Segment,
-    TableChange,
-    are_comparable,
-    compared_rows,
-    listed_rows,
-    plan_table_change,
-)
-from cnr_store.changes.stream_copy import StreamCopy
-from cnr_store.changes.table_rows import TableRows
+from cnr_store.changes.stream_hold import StreamHold
+from cnr_store.changes.stream_path import StreamPath
+from cnr_store.changes.version_reader import VersionReader, names_of, segment_of
 from cnr_store.errors import (
     BadInput,
     BranchNotFound,
     CursorExpired,
     MissingObject,
     TableNotFound,
-    VersionExpired,
     VersionNotFound,
 )
 from cnr_store.format.commit_record import LogEntry, is_live
-from cnr_store.format.layout import DATA
-from cnr_store.format.records import ChainEntry, Manifest, TableSchema
-from cnr_store.read.replay import ChunkReader
-from cnr_store.read.snapshot import Snapshot
 from cnr_store.runtime.arguments import checked_count, checked_number
-from cnr_store.segment.chunk_cache import ChunkLru
-from cnr_store.segment.reader import SegmentReader
-from cnr_store.serving.update.update_plan import Apply, Compare, Move, Reread, Same, plan_move, plan_path
 from cnr_store.store import Store
 
 MAX_BATCH_ROWS = 65_536
 CACHE_BYTES = 256 * 1024 * 1024
-_RENEWALS_PER_TTL = 3
 
 
 def changes(
@@ -204,22 +183,18 @@ class ChangeStream:
         self._cursor = since
         self._only = None if tables is None else frozenset(tables)
         self._follow, self._poll_interval_s = follow, poll_interval_s
-        self._slots, self._slots_rule = slots, slots_rule
-        self._name, self._ttl_s = cursor, ttl_s
-        self._max_batch_rows = max_batch_rows
-        self._cache = ChunkLru(cache_bytes) if cache_bytes else None
-        self._copy = StreamCopy(self._is_wanted, is_asked=self._only is not None) if mirror == "memory" else None
+        self._slots = slots
+        self._hold = StreamHold(store, cursor, ttl_s)
+        self._reader = VersionReader(
+            store, self._only, slots=slots, slots_rule=slots_rule, max_batch_rows=max_batch_rows,
+            cache_bytes=cache_bytes, has_copy=mirror == "memory",
+        )  # fmt: skip
         self._closed = threading.Event()
         self._is_over = False
         self._flat: Iterator[pa.RecordBatch] | None = None
-        # The first has the state consumed; those behind it have expired, and were not told.
-        self._path: list[LogEntry] = []
-        self._has_moved = False
+        self._path = StreamPath()
         self._begun: LogEntry | None = None
         self._head: LogEntry | None = None
-        self._readers: dict[str, SegmentReader] = {}
-        self._registered: int | None = None
-        self._registered_at_s = 0.0
 
     @property
     def cursor(self) -> ChangeCursor | None:
@@ -244,9 +219,7 @@ class ChangeStream:
     def __enter__(self) -> ChangeStream:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -303,7 +276,7 @@ class ChangeStream:
             except _TargetGone:
                 self._pass_by(target)
                 continue
-            told = _Told(batches)
+            told = _VersionBatches(batches)
             yield VersionChanges(target.record.v, target.record.step, told)
             if told.is_open:
                 if self._closed.is_set():
@@ -340,11 +313,8 @@ class ChangeStream:
             )
         if entry.record.state is None:  # else which tables it had is not known here
             self._check_tables(entry.record.tables.keys() | self._head.record.tables.keys())
-        self._hold(version)
-        self._path = [entry]
-
-    def _is_wanted(self, table: str) -> bool:
-        return self._only is None or table in self._only
+        self._hold.put(version)
+        self._path.restart(entry)
 
     def _check_tables(self, known: Collection[str]) -> None:
         missing = sorted((self._only or frozenset()) - frozenset(known))
@@ -364,7 +334,7 @@ class ChangeStream:
             self._arrive(first)  # Nothing was saved yet: there is no state to tell.
         last = self._head.record.v
         while not self._closed.is_set():
-            newest = self._path[-1]
+            newest = self._path.newest
             if not self._follow and newest.record.v >= last:
                 self._settle_hold()
                 return None
@@ -379,75 +349,35 @@ class ChangeStream:
                 raise BranchNotFound(f"the branch of this stream was dropped at version {entry.record.v}")
             if entry.record.v > self._head.record.v:
                 self._head = entry
-            if self._is_target(entry):
+            held = self._path.held
+            step = self._path.take(entry, self._head.record)
+            if step == "told":
                 return entry
+            if step == "same":
+                self._reader.follow(held, entry)
+            if not self._path.has_changed:
+                self._cursor = ChangeCursor.at(self._store, entry.record.v)
         return None
 
-    def _is_target(self, entry: LogEntry) -> bool:
-        """Whether the record's changes are to be told; takes it into the path if not."""
-        assert self._head is not None
-        step = plan_move(self._path[-1], entry)
-        if not is_live(self._head.record, entry.record.v):
-            self._pass_by(entry, is_same=isinstance(step, Same))
-            return False
-        is_same = isinstance(plan_path([*self._path, entry]) if self._has_moved else step, Same)
-        if not is_same:
-            return True
-        if self._copy is not None and self._copy.has(self._path[0]):
-            self._copy.follow(entry)
-        self._path, self._has_moved = [entry], False
-        self._cursor = ChangeCursor.at(self._store, entry.record.v)
-        return False
-
-    def _pass_by(self, entry: LogEntry, *, is_same: bool = False) -> None:
-        """Go past a version that is not told; the cursor goes along while the state is the same."""
-        if not self._path:
+    def _pass_by(self, entry: LogEntry) -> None:
+        """Go past a version that expired before it was told."""
+        if self._path:
+            self._path.pass_by(entry)
+        else:
             self._head = None  # The first one: begin again with the newest.
             self._begin()
-            return
-        self._path.append(entry)
-        self._has_moved = self._has_moved or not is_same
-        if not self._has_moved:
-            self._cursor = ChangeCursor.at(self._store, entry.record.v)
 
     def _arrive(self, target: LogEntry) -> None:
         """The consumer has everything up to ``target``."""
-        self._begun, self._path, self._has_moved = None, [target], False
-        if self._copy is not None:
-            self._copy.settle()
+        self._begun = None
+        self._path.restart(target)
+        self._reader.settle(target)
         self._cursor = ChangeCursor.at(self._store, target.record.v)
-        chain = {entry.seg for entry in target.record.chain}
-        self._readers = {name: reader for name, reader in self._readers.items() if name in chain}
         self._settle_hold()
 
-    # ---- what the store is told
-
-    def _hold(self, version: int) -> bool:
-        """Register the cursor at ``version``, if it is to be; returns whether the version is still there."""
-        if self._name is None:
-            return True
-        try:
-            self._store.register_cursor(self._name, version, ttl_s=self._ttl_s)
-        except VersionExpired:
-            return False
-        self._registered, self._registered_at_s = version, time.monotonic()
-        return True
-
     def _settle_hold(self) -> None:
-        """Move the registered cursor to where the consumer is, or renew it in time."""
-        if self._name is None or self._cursor is None:
-            return
-        if self._registered != self._cursor.version or self._is_renewal_due():
-            self._hold(self._cursor.version)
-
-    def _renew_hold(self) -> None:
-        """Keep what is held while a version is being told: a consumer may take longer for it than ``ttl_s``."""
-        if self._registered is not None and self._is_renewal_due():
-            self._hold(self._registered)
-
-    def _is_renewal_due(self) -> bool:
-        age_s = time.monotonic() - self._registered_at_s
-        return self._ttl_s is not None and age_s * _RENEWALS_PER_TTL > self._ttl_s
+        if self._cursor is not None:
+            self._hold.settle(self._cursor.version)
 
     # ---- what a version changes
 
@@ -460,10 +390,10 @@ class ChangeStream:
             The version expired before anything of it was told.
         """
         was_begun = self._begun is not None
-        if self._registered is None and not self._hold(target.record.v):
+        if not self._hold.is_registered and not self._hold.put(target.record.v):
             self._refuse_begun(was_begun, target, None)
             raise _TargetGone
-        batches = self._guarded(self._read_changes(target), target, is_begun=was_begun)
+        batches = self._guarded(self._reader.batches(self._path, target), target, is_begun=was_begun)
         first = next(batches, None)
         self._begun = target
         return chained([] if first is None else [first], batches)
@@ -476,17 +406,17 @@ class ChangeStream:
             for batch in batches:
                 yield batch
                 is_begun = True
-                self._renew_hold()
+                self._hold.renew()
         except MissingObject as missing:
             newest = self._store.head()
             self._head = newest
-            segment = _segment_of(missing)
-            if segment in _names(target):
+            segment = segment_of(missing)
+            if segment in names_of(target):
                 if is_live(newest.record, target.record.v):
                     raise
                 self._refuse_begun(is_begun, target, missing)
                 raise _TargetGone from missing
-            held = self._path[0]
+            held = self._path.held
             if is_live(newest.record, held.record.v):
                 raise
             raise CursorExpired(
@@ -506,139 +436,8 @@ class ChangeStream:
                 version=target.record.v,
             ) from missing
 
-    def _read_changes(self, target: LogEntry) -> Iterator[pa.RecordBatch]:
-        """Yield the batches of a version."""
-        after = self._snapshot(target)
-        copy = self._prepared_copy(after, target)
-        tables_before = self._tables_before() if copy is None else copy.schemas
-        for table in sorted(tables_before.keys() | after.tables.keys()):
-            if not self._is_wanted(table):
-                continue
-            schema = after.tables.get(table) or tables_before[table]
-            slots = sorted(schema.slots) if self._slots else []
-            blocks = (
-                self._blocks(table, tables_before.get(table), after, target) if copy is None else copy.changed(table)
-            )
-            for block in blocks:
-                yield from change_batches(
-                    table, schema, slots, block, target.record.v, target.record.step, self._max_batch_rows
-                )
 
-    def _ways_to(self, target: LogEntry) -> list[Move]:
-        """How the state consumed becomes the target's, the best way first; the last one needs nothing but the two."""
-        if not self._path:
-            return [Compare()]
-        between_ends = plan_move(self._path[0], target)
-        if isinstance(between_ends, Apply):  # of the target's own segments, which stay as long as it does
-            return [between_ends]
-        by_path = plan_path([*self._path, target])
-        return [between_ends] if by_path == between_ends else [by_path, between_ends]
-
-    def _tables_before(self) -> dict[str, TableSchema]:
-        held = self._path[0].record.chain if self._path else ()
-        return dict(self._end_of(held).tables) if held else {}
-
-    def _prepared_copy(self, after: Snapshot, target: LogEntry) -> StreamCopy | None:
-        """The copy with the version's changes beside it; None where there is none of the state consumed."""
-        if self._copy is None:
-            return None
-        if self._path and not self._copy.has(self._path[0]):
-            try:
-                self._copy.load(self._snapshot(self._path[0]))
-            except MissingObject:
-                self._copy.load(after)  # for the next version; this one is told from the store
-                return None
-        self._copy.prepare(after, self._ways_to(target)[0])
-        return self._copy
-
-    def _blocks(self, table: str, before: TableSchema | None, after: Snapshot, target: LogEntry) -> Iterator[RowBlock]:
-        """The rows of a table that may differ. A delta that was folded on the way may go at any time: then another way.
-
-        What comes then goes on behind the rows that were told: up to there nothing was left out.
-        """
-        ways, last = self._ways_to(target), None
-        while True:
-            move = ways.pop(0)
-            try:
-                for block in self._blocks_by(move, table, before, after, target):
-                    rest = (
-                        block
-                        if last is None
-                        else block.take(slice(int(np.searchsorted(block.rows, last, side="right")), None))
-                    )
-                    if len(rest.rows):
-                        yield rest
-                        last = int(rest.rows[-1])
-                return
-            except MissingObject as missing:
-                if not ways or _segment_of(missing) in _names(target):
-                    raise
-
-    def _blocks_by(
-        self, move: Move, table: str, before: TableSchema | None, after: Snapshot, target: LogEntry
-    ) -> Iterator[RowBlock]:
-        schema = after.tables.get(table)
-        names = [] if schema is None else self._names(schema)
-        if schema is not None and self._only is None and (before is None or before.num_rows < schema.num_rows):
-            after.table(table).check_stored("name the table in tables=", slots=self._slots)
-        new_rows: TableRows | Nothing = (
-            Nothing() if schema is None else TableRows(after, table, names, self._slots_rule)
-        )
-        if before is None:
-            return compared_rows(Nothing(), new_rows)
-        if schema is not None and isinstance(new_rows, TableRows) and isinstance(move, Apply | Reread):
-            change = self._plan_table(table, target, move)
-            if not isinstance(change, Compared):
-                return listed_rows(new_rows, change, self._reader, self._store.internals.workers)
-        held = self._snapshot(self._path[0])
-        is_comparable = schema is not None and are_comparable(before, schema) and self._names(before) == names
-        old_rows = TableRows(held, table, names if is_comparable else [], self._slots_rule)
-        return compared_rows(old_rows, new_rows)
-
-    def _plan_table(self, table: str, target: LogEntry, move: Apply | Reread) -> TableChange:
-        if isinstance(move, Reread):
-            common = self._end_of(move.common)
-            return plan_table_change(
-                table, common, self._segments(move.old), self._segments(move.new), since=len(move.common)
-            )
-        count = len(move.segments)
-        # Deltas that were folded on the way are not in the target's chain: nothing is settled there without the rest.
-        is_tail = target.record.chain[-count:] == move.segments
-        since = len(target.record.chain) - count if is_tail else 0
-        return plan_table_change(
-            table, self._end_of(self._path[0].record.chain), (), self._segments(move.segments), since=since
-        )
-
-    def _names(self, schema: TableSchema) -> list[str]:
-        """The arrays that are told of."""
-        return ["codes", *(f"slots/{slot}" for slot in sorted(schema.slots) if self._slots)]
-
-    # ---- segments, opened once
-
-    def _snapshot(self, entry: LogEntry) -> Snapshot:
-        snapshot = Snapshot(
-            self._store.storage, entry, self._store.internals.workers, known=self._readers, cache=self._cache
-        )
-        self._readers.update(snapshot.known_readers)
-        return snapshot
-
-    def _segments(self, chain: Sequence[ChainEntry]) -> list[Segment]:
-        return [Segment(entry.seg, self._open(entry).manifest) for entry in chain]
-
-    def _end_of(self, chain: Sequence[ChainEntry]) -> Manifest:
-        return self._open(chain[-1]).manifest
-
-    def _open(self, entry: ChainEntry) -> SegmentReader:
-        if entry.seg not in self._readers:
-            self._readers[entry.seg] = SegmentReader.open(self._store.storage, entry)
-        return self._readers[entry.seg]
-
-    def _reader(self, name: str) -> ChunkReader:
-        reader = self._readers[name]
-        return reader if self._cache is None else self._cache.over([reader])[0]
-
-
-class _Told:
+class _VersionBatches:
     """The batches of a version, and whether its consumer has seen that there are no more."""
 
     def __init__(self, batches: Iterator[pa.RecordBatch]) -> None:
@@ -654,12 +453,3 @@ class _Told:
         except StopIteration:
             self.is_open = False
             raise
-
-
-def _segment_of(missing: MissingObject) -> str:
-    """The segment that the object was of."""
-    return (missing.path or "").removeprefix(DATA).partition("/")[0]
-
-
-def _names(entry: LogEntry) -> set[str]:
-    return {link.seg for link in entry.record.chain}

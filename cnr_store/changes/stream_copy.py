@@ -21,8 +21,8 @@ from cnr_store.runtime.threads import blocks
 from cnr_store.serving.rows.folding import fold_into, fold_target
 from cnr_store.serving.rows.memory import ANONYMOUS
 from cnr_store.serving.rows.served_table import HeldTable, Overlay, ServedTable
-from cnr_store.serving.update.update_plan import Compare, Move
-from cnr_store.serving.update.update_tables import Holding, Moved, move_tables
+from cnr_store.serving.update.update_plan import Compare, UpdatePlan
+from cnr_store.serving.update.update_tables import HeldAs, TableUpdates, update_tables
 from cnr_store.types import RowIds
 
 Wanted = Callable[[str], bool]
@@ -37,7 +37,7 @@ class StreamCopy:
         self._tables: dict[str, ServedTable] = {}
         self._stated: dict[str, int | None] = {}
         self._version: int | None = None
-        self._next: tuple[int, Moved] | None = None
+        self._next: tuple[int, TableUpdates] | None = None
 
     def has(self, entry: LogEntry) -> bool:
         """Whether this is the state of ``entry``; `follow` says so of a version without changes."""
@@ -53,7 +53,7 @@ class StreamCopy:
         self._version = entry.record.v
 
     def load(self, snapshot: Snapshot) -> None:
-        """Hold the state of a snapshot, whatever was held. Blocks; memory as `move_tables`.
+        """Hold the state of a snapshot, whatever was held. Blocks; memory as `update_tables`.
 
         Raises
         ------
@@ -63,7 +63,7 @@ class StreamCopy:
         self.prepare(snapshot, Compare())
         self.settle()
 
-    def prepare(self, snapshot: Snapshot, move: Move) -> None:
+    def prepare(self, snapshot: Snapshot, plan: UpdatePlan) -> None:
         """Build what makes the copy that of the snapshot; a second call for the same version does nothing. Blocks.
 
         Raises
@@ -73,8 +73,8 @@ class StreamCopy:
         """
         if self._next is None or self._next[0] != snapshot.version:
             self._next = None
-            moved = move_tables(snapshot, move, self._tables, self._hold, self._stated)
-            self._next = snapshot.version, moved
+            updates = update_tables(snapshot, plan, self._tables, self._hold, self._stated)
+            self._next = snapshot.version, updates
 
     def changed(self, table: str) -> Iterator[RowBlock]:
         """Yield the rows of a table that differ in the version prepared, in order, as they are there."""
@@ -98,12 +98,12 @@ class StreamCopy:
         """Make the version prepared the one that is held."""
         if self._next is None:
             return
-        version, moved = self._next
-        for table, change in moved.changes.items():
+        version, updates = self._next
+        for table, change in updates.changes.items():
             if change is None:
                 self._tables.pop(table, None)
                 continue
-            escapes = moved.escapes.get(table)
+            escapes = updates.escapes.get(table)
             if isinstance(change, HeldTable):
                 held = change
             else:
@@ -111,11 +111,11 @@ class StreamCopy:
                 fold_into(target, change)
                 held = target.held
             self._tables[table] = ServedTable(held) if escapes is None else ServedTable(held, None, escapes)
-        self._stated, self._version, self._next = moved.stated, version, None
+        self._stated, self._version, self._next = updates.stated, version, None
 
-    def _hold(self, table: str, schema: TableSchema) -> Holding | None:
+    def _hold(self, table: str, schema: TableSchema) -> HeldAs | None:
         del schema
-        return Holding(is_asked=self._is_asked) if self._is_wanted(table) else None
+        return HeldAs(is_asked=self._is_asked) if self._is_wanted(table) else None
 
 
 class _HeldRows:

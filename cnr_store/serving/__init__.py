@@ -16,19 +16,21 @@ from __future__ import annotations
 
 from cnr_store.serving.candidate import Candidate
 from cnr_store.serving.loader import Loader
-from cnr_store.serving.metrics import LoaderMetrics, Poll
+from cnr_store.serving.loader_options import LoaderOptions
+from cnr_store.serving.metrics import LoaderMetrics, PollResult
 from cnr_store.serving.rows.attached import AttachedTables
 from cnr_store.serving.rows.shards import HashShard
-from cnr_store.serving.rows.views import Batch
+from cnr_store.serving.rows.views import LookupBatch
 from cnr_store.types import RowRange
 
 __all__ = [
     "Loader",
+    "LoaderOptions",
     "AttachedTables",
     "Candidate",
-    "Poll",
+    "PollResult",
     "LoaderMetrics",
-    "Batch",
+    "LookupBatch",
     "RowRange",
     "HashShard",
 ]

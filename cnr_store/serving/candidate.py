@@ -10,7 +10,7 @@ import numpy.typing as npt
 from cnr_store.errors import VersionRefused
 from cnr_store.format.records import TableSchema
 from cnr_store.segment.codes import Array
-from cnr_store.serving.rows.views import Batch, View, lookup_in
+from cnr_store.serving.rows.views import LookupBatch, View, lookup_in
 
 
 class Candidate:
@@ -49,7 +49,7 @@ class Candidate:
         """
         return self.lookup_many({table: row_ids}).rows[table]
 
-    def lookup_many(self, row_ids: Mapping[str, npt.ArrayLike], dense: Sequence[str] = ()) -> Batch:
+    def lookup_many(self, row_ids: Mapping[str, npt.ArrayLike], dense: Sequence[str] = ()) -> LookupBatch:
         """Return rows of several tables, and dense tensors."""
         return lookup_in(self._view, row_ids, dense)
 

@@ -1,4 +1,4 @@
-"""Which version a loader serves next, and when it looks again: decided from records and counts. Pure, no I/O."""
+"""Which version a loader serves next, and how it gets there: decided from records. Pure, no I/O."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from cnr_store.errors import BadInput, BranchNotFound, ChannelNotFound, TagNotFo
 from cnr_store.format.commit_record import LogEntry, is_live
 from cnr_store.format.records import CommitRecord
 from cnr_store.log.rebase import leaves_state
-from cnr_store.serving.update.update_plan import Move, is_directly_behind, plan_move, plan_path
-
-LONGEST_BACKOFF_S = 10.0
-"""A store that cannot be read is asked this often at the least."""
+from cnr_store.serving.update.update_plan import UpdatePlan, is_directly_behind, plan_path, plan_update
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ServeTarget:
     """What a loader was told to serve: a version, what a tag or a channel points to, or, with none of them, the newest.
 
     Raises
@@ -40,7 +37,7 @@ class Target:
         return self.version is None and self.tag is None and self.channel is None
 
 
-def wanted_version(target: Target, newest: CommitRecord) -> int:
+def wanted_version(target: ServeTarget, newest: CommitRecord) -> int:
     """Return the version that the target means, by the newest record that is known.
 
     Raises
@@ -86,7 +83,7 @@ def repeats(entry: LogEntry, refused: LogEntry) -> bool:
     return is_directly_behind(refused, entry) and leaves_state(entry.record)
 
 
-def plan_between(held: LogEntry, target: LogEntry, known: Sequence[LogEntry]) -> Move:
+def plan_between(held: LogEntry, target: LogEntry, known: Sequence[LogEntry]) -> UpdatePlan:
     """Return how the state of ``held`` becomes that of ``target``, with what the records between them tell.
 
     Parameters
@@ -95,23 +92,4 @@ def plan_between(held: LogEntry, target: LogEntry, known: Sequence[LogEntry]) ->
         Records that were read, oldest first; of any number of them, gaps do no harm.
     """
     between = [entry for entry in known if held.record.v < entry.record.v < target.record.v]
-    return plan_path([held, *between, target]) if between else plan_move(held, target)
-
-
-def pause_s(interval_s: float, failures: int, chance: float) -> float:
-    """Return how long to wait before the next look, in seconds.
-
-    Parameters
-    ----------
-    interval_s
-        The time between two looks where nothing fails.
-    failures
-        Looks in a row that failed: the time doubles with each, up to `LONGEST_BACKOFF_S` or the interval.
-    chance
-        A random number in [0, 1): the pause is 75 to 100 % of the time without failures, 50 to 100 % with them, so that
-        many loaders do not ask at once.
-    """
-    if failures == 0:
-        return interval_s * (0.75 + 0.25 * chance)
-    longest = max(interval_s, LONGEST_BACKOFF_S)
-    return min(longest, max(interval_s, 0.05) * 2.0 ** min(failures, 20)) * (0.5 + 0.5 * chance)
+    return plan_path([held, *between, target]) if between else plan_update(held, target)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Poll:
+class PollResult:
     """What one look at the store did.
 
     Attributes
@@ -15,7 +15,7 @@ class Poll:
         What is served behind it; with ``publish="apply"`` what is served until `Loader.apply`.
     staged
         The version that waits for `Loader.apply`, or None.
-    moved
+    is_updated
         Whether another version is served, or staged, than before.
     rows, bytes
         Changed rows that were put into the tables, and the bytes that were stored for them.
@@ -29,16 +29,16 @@ class Poll:
     version: int
     step: int
     staged: int | None
-    moved: bool
+    is_updated: bool
     rows: int
     bytes: int
     apply_s: float
     error: Exception | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LoaderMetrics:
-    """Counts of a loader since it was opened, and its state now.
+    """Counts of a loader since it was opened, and its state now. A loader counts in one of its own, and returns copies.
 
     Attributes
     ----------
@@ -59,10 +59,10 @@ class LoaderMetrics:
     load_s
         How long the first load took.
     apply_s
-        How long the last move to another version took, reading included.
+        How long the last update to another version took, reading included.
     polls
         Looks at the store.
-    moves
+    updates
         Versions that were published after the first.
     rows, bytes
         Changed rows that were put into the tables, and the bytes that were stored for them.
@@ -75,40 +75,25 @@ class LoaderMetrics:
     lookups, retries
         Lookups of this process, and how often one began anew because its view was folded meanwhile.
     error
-        What `Poll.error` of the last look was, as text; None if all is well.
+        What `PollResult.error` of the last look was, as text; None if all is well.
     """
 
-    version: int
-    step: int
-    staged: int | None
-    staleness_s: float
-    age_s: float
-    checked_s: float
-    cursor: int | None
-    load_s: float
-    apply_s: float
-    polls: int
-    moves: int
-    rows: int
-    bytes: int
-    errors: int
-    failures: int
-    refused: int
-    lookups: int
-    retries: int
-    error: str | None
-
-
-@dataclass(slots=True)
-class Tally:
-    """The counts of `LoaderMetrics` while they grow; whoever changes them holds the loader's lock."""
-
+    version: int = 0
+    step: int = 0
+    staged: int | None = None
+    staleness_s: float = 0.0
+    age_s: float = 0.0
+    checked_s: float = 0.0
+    cursor: int | None = None
     load_s: float = 0.0
     apply_s: float = 0.0
     polls: int = 0
-    moves: int = 0
+    updates: int = 0
     rows: int = 0
     bytes: int = 0
     errors: int = 0
     failures: int = 0
     refused: int = 0
+    lookups: int = 0
+    retries: int = 0
+    error: str | None = None

@@ -1,4 +1,4 @@
-"""What a sink's feed reads: the views of a loader, as the `RowSource` that it asks for.
+"""What a sink's feed reads: the views of a loader, as the `SinkSource` that it asks for.
 
 Values never come from the store; the row ids of what changed before the loader was there do, once.
 """
@@ -20,7 +20,7 @@ from cnr_store.serving.rows.shards import rows_in_shard
 from cnr_store.serving.rows.views import Lookups, Publisher, View
 from cnr_store.serving.sinks import Published, SinkState, SinkTable, SourceRows
 from cnr_store.serving.update.comparing import rows_that_may_differ
-from cnr_store.serving.update.update_plan import Apply, Compare, Same, plan_move, plan_path
+from cnr_store.serving.update.update_plan import Apply, Compare, Same, plan_path, plan_update
 from cnr_store.store import Store
 from cnr_store.types import Float32s, RowIds
 
@@ -50,7 +50,7 @@ class LoaderSource:
         self._store, self._branch, self._scope = store, branch, scope
 
     def published(self) -> Published | None:
-        """See `RowSource.published`."""
+        """See `SinkSource.published`."""
         view = self._publisher.view
         return None if view is None else self.described(view)
 
@@ -64,7 +64,7 @@ class LoaderSource:
         return Published(state, tables)
 
     def row_ids(self, table: str) -> Sequence[int] | RowIds:
-        """See `RowSource.row_ids`."""
+        """See `SinkSource.row_ids`."""
         while True:
             view, board = self._publisher.newest_view()
             served = view.table(table)
@@ -77,7 +77,7 @@ class LoaderSource:
                 return ids
 
     def read_rows(self, row_ids: Mapping[str, RowIds]) -> SourceRows:
-        """See `RowSource.read_rows`."""
+        """See `SinkSource.read_rows`."""
         lookups = _LookupsOfAView(self._publisher)
         batch = lookups.lookup(row_ids)
         view = lookups.view  # not the newest one, whose tables may be others by now
@@ -91,7 +91,7 @@ class LoaderSource:
         return SourceRows(batch.version, tables)
 
     def changed_since(self, held: SinkState) -> Mapping[str, RowIds] | None:
-        """See `RowSource.changed_since`: reads the row ids of the segments between the two, and no values."""
+        """See `SinkSource.changed_since`: reads the row ids of the segments between the two, and no values."""
         view = self._publisher.view
         return None if view is None or self._opened is None else rows_between(self._opened, held.version, view)
 
@@ -139,14 +139,14 @@ def rows_between(store: Store, held: int, view: View) -> dict[str, RowIds] | Non
         entries = [entry for entry in map(log.read_standing, versions) if entry is not None]
         if len(entries) < 1 or (entries[0].record.v, entries[-1].record.v) != (held, view.version):
             return None
-        move = plan_path(entries) if held <= view.version else plan_move(entries[0], entries[-1])
-        if isinstance(move, Same):
+        plan = plan_path(entries) if held <= view.version else plan_update(entries[0], entries[-1])
+        if isinstance(plan, Same):
             return {}
-        if isinstance(move, Compare):
+        if isinstance(plan, Compare):
             return None
         snapshot = store.snapshot(view.version)
-        common = snapshot.open_segment(entries[0].record.chain[-1] if isinstance(move, Apply) else move.common[-1])
-        chains = (move.segments,) if isinstance(move, Apply) else (move.old, move.new)
+        common = snapshot.open_segment(entries[0].record.chain[-1] if isinstance(plan, Apply) else plan.common[-1])
+        chains = (plan.segments,) if isinstance(plan, Apply) else (plan.old, plan.new)
         sides = [[snapshot.open_segment(entry) for entry in chain] for chain in chains]
         shapes = {name: _shape(snapshot.tables[name]) for name in snapshot.tables}
         for reader in (common, *(reader for side in sides for reader in side)):

@@ -7,8 +7,8 @@ import time
 from random import random
 
 from cnr_store.errors import VersionRefused
-from cnr_store.serving.following import pause_s
-from cnr_store.serving.metrics import Tally
+from cnr_store.runtime.repeating import pause_s
+from cnr_store.serving.metrics import LoaderMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +25,12 @@ class Trouble:
         Why the last look left things as they are; None if all is well.
     """
 
-    def __init__(self, where: str, interval_s: float, tally: Tally) -> None:
-        """``where`` begins every line in the log; ``tally`` gets the counts."""
+    def __init__(self, where: str, interval_s: float, metrics: LoaderMetrics) -> None:
+        """``where`` begins every line in the log; ``metrics`` gets the counts."""
         self.error: Exception | None = None
         self._where = where
         self._interval_s = interval_s
-        self._tally = tally
+        self._metrics = metrics
         self._said: set[str] = set()
         self._retry_at_s = 0.0
 
@@ -41,7 +41,7 @@ class Trouble:
 
     def note(self, error: Exception | None, version: int) -> None:
         """Take the outcome of a look, behind which ``version`` is served."""
-        tally = self._tally
+        metrics = self._metrics
         if error is None:
             if self.error is not None:
                 logger.info("%s: all is well again, version %d is served", self._where, version)
@@ -52,11 +52,11 @@ class Trouble:
             self.error = error.with_traceback(None)
             self.say(error, f"version {version} stays")
         if error is None or isinstance(error, VersionRefused):
-            tally.failures, self._retry_at_s = 0, 0.0
+            metrics.failures, self._retry_at_s = 0, 0.0
             return
-        tally.errors += 1
-        tally.failures += 1
-        self._retry_at_s = time.monotonic() + pause_s(self._interval_s, tally.failures, random())
+        metrics.errors += 1
+        metrics.failures += 1
+        self._retry_at_s = time.monotonic() + pause_s(self._interval_s, metrics.failures, random())
 
     def say(self, error: Exception, so: str) -> None:
         """Log an error if it was not logged since all was well last."""

@@ -36,7 +36,7 @@ from cnr_store.format.layout import segment_key
 from cnr_store.format.records import ArrayEntry, RowListEntry
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.reader import SegmentReader
-from cnr_store.serving import AttachedTables, Loader
+from cnr_store.serving import AttachedTables, Loader, LoaderOptions
 from cnr_store.serving.rows.served_table import Holds, row_kind
 from cnr_store.serving.rows.views import Publisher
 from cnr_store.serving.update.applying import apply_segment
@@ -196,9 +196,9 @@ class Steps:
     def __init__(self, url: str, versions: Sequence[int]) -> None:
         self.url, self.versions = url, versions
 
-    def loader(self, **options: Any) -> Loader:
+    def loader(self, options: LoaderOptions = LoaderOptions(), **arguments: Any) -> Loader:  # noqa: B008 (frozen)
         """Return a loader that stands at the first version."""
-        return Loader(self.url, version=self.versions[0], **options)
+        return Loader(self.url, options=options, version=self.versions[0], **arguments)
 
     def move(self, loader: Loader, version: int) -> None:
         """Have the loader apply what leads to ``version``."""
@@ -300,7 +300,7 @@ def measure_apply(report: harness.Report, folder: Path, size: Size) -> None:
     versions = write_deltas(url, size.rows, size.applied + 1)
     steps = Steps(url, versions)
     for holds in get_args(Holds):
-        with steps.loader(holds=holds, threads=1) as loader, closing(Workers(1)) as workers:
+        with steps.loader(LoaderOptions(holds=holds), threads=1) as loader, closing(Workers(1)) as workers:
             bare = Bare(url, versions[0], holds)
             segments = Segments(loader.store, versions[0], holds, workers)
             steps.move(loader, versions[1])
@@ -442,7 +442,7 @@ def peak_memory(url: str, versions: list[int], holds: str) -> dict[str, int]:
     """Load and apply one delta in this process; returns the peaks beyond what it held before, in bytes."""
     peak = harness.PeakMemory()
     steps = Steps(url, versions)
-    with steps.loader(holds=holds) as loader:
+    with steps.loader(LoaderOptions(holds=holds)) as loader:
         loaded = peak.beyond_bytes
         loader.lookup(TABLE, np.arange(1000))
         steps.move(loader, versions[1])
@@ -463,7 +463,7 @@ def measure_torn(report: harness.Report, folder: Path, size: Size) -> None:
     url = str(folder / "store")
     with harness.data_folder("/dev/shm") as shared, Partner(STORES, "write_steps", url=url) as writer:
         first = writer.hear()["version"]
-        with Loader(url, shared=shared, poll_interval_s=0.01) as loader:
+        with Loader(url, shared=shared, options=LoaderOptions(poll_interval_s=0.01)) as loader:
             loader.start()
             each = size.torn_lookups // (TORN_THREADS + TORN_PROCESSES)
             readers = [
@@ -492,7 +492,7 @@ def measure_torn(report: harness.Report, folder: Path, size: Size) -> None:
     retries = metrics.retries + sum(one.get("retries", 0) for one in found)
     report.note(
         f"      {total / seconds:,.0f} lookups per second of {2 * TORN_IDS} rows, {TORN_THREADS} threads and "
-        f"{TORN_PROCESSES} processes; {last['step']} deltas written in {seconds:.0f} s, {metrics.moves} moves from "
+        f"{TORN_PROCESSES} processes; {last['step']} deltas written in {seconds:.0f} s, {metrics.updates} updates from "
         f"version {first} on, {sum(one['versions'] for one in found)} of them seen; {retries} lookups repeated; "
         f"threads switch every {1e6 * SWITCH_S:.0f} us"
     )

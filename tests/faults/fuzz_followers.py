@@ -9,7 +9,7 @@ from pathlib import Path
 from cnr_store import CnrStoreError, RetentionPolicy, VersionNotFound
 from cnr_store.changes import changes
 from cnr_store.relay import Relay
-from cnr_store.serving import Loader
+from cnr_store.serving import Loader, LoaderOptions
 from tests.faults.fuzz_doors import READING, WRITING, Visit, Wrong, raise_first
 from tests.faults.fuzz_stores import opened, put_all
 from tests.support.change_copy import ChangeCopy, content_of
@@ -66,7 +66,10 @@ class FollowedVisit(Visit):
         root, grow = (self.fresh(), None) if self.chance.random() < 0.3 else self._grown()
         holds = self.chance.choice(["auto", "values", "codes"])
         served = self.chance.choice([None, None, "int8", "float16"])
-        with opened(root) as store, Loader(store, holds=holds, served=served, threads=1) as loader:
+        with (
+            opened(root) as store,
+            Loader(store, threads=1, options=LoaderOptions(holds=holds, served=served)) as loader,
+        ):
             version = loader.version
             if grow is not None:
                 grow()

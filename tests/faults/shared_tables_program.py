@@ -26,7 +26,7 @@ from cnr_store.serving.rows.key_index import KeyIndex
 from cnr_store.serving.rows.memory import Memory
 from cnr_store.serving.rows.served_table import HeldTable, Overlay, row_kind
 from cnr_store.serving.rows.shared_memory import SharedMemory
-from cnr_store.serving.rows.views import Batch, Lookups, Publisher, ViewSource
+from cnr_store.serving.rows.views import LookupBatch, Lookups, Publisher, ViewSource
 from cnr_store.types import Lattice, RowIds
 
 ROWS = 3000
@@ -85,7 +85,7 @@ def publish(publisher: Publisher, memory: Memory, version: int, before: int) -> 
     publisher.publish(version, version, overlays(version, before, publisher, memory), dense)
 
 
-def is_mixed(batch: Batch) -> bool:
+def is_mixed(batch: LookupBatch) -> bool:
     """Whether anything in a batch is not of the version that it says it is of."""
     version = batch.version
     bfloat16 = np.uint16(np.float32(version % 256).view(np.uint32) >> 16)
@@ -97,7 +97,7 @@ def is_mixed(batch: Batch) -> bool:
     )
 
 
-def hashed_are_of(batch: Batch, version: int) -> bool:
+def hashed_are_of(batch: LookupBatch, version: int) -> bool:
     """The keys asked for are around some version's; those of this version are there, and no others."""
     keys = batch.rows["asked"][:, 0] if "asked" in batch.rows else None
     missing = batch.missing["hashed"]
@@ -127,7 +127,7 @@ class Counts:
         keys = self.random.integers(low - KEYS_PER_VERSION, low + 2 * KEYS_PER_VERSION, 60)
         ids = {"dense": self.random.integers(0, ROWS, 120), CODES: self.random.integers(0, ROWS, 60), "hashed": keys}
         batch = self.lookups.lookup(ids, dense=["version"])
-        asked = Batch(
+        asked = LookupBatch(
             batch.version, batch.step, batch.epoch, {**batch.rows, "asked": keys[:, None]}, batch.dense, batch.missing
         )
         self.done += 1

@@ -19,6 +19,7 @@ from cnr_store.serving import Loader
 from cnr_store.storage import storage_from_filesystem
 from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem, SimulatedCrash
 from tests.support.inline_workers import InlineWorkers
+from tests.support.loader_checks import opened_loader
 from tests.support.store_oracle import same_bits
 
 ROWS, DIM = 12, 2
@@ -165,7 +166,7 @@ class Process(FaultyFileSystem):
 def opened(fs: Process, **options: Any) -> Loader:
     store = Store.open_on(storage_from_filesystem(fs, "/root"), threads=1)
     store.internals.workers = store.internals.read_workers = InlineWorkers()
-    return Loader(store, **options)
+    return opened_loader(store, **options)
 
 
 def live(world: World, fault: Fault | None, options: dict[str, Any]) -> Process:

@@ -56,7 +56,7 @@ PUBLIC = {
         LatticeCodes
     """,
     "cnr_store.serving": """
-        Loader AttachedTables Candidate Poll LoaderMetrics Batch RowRange HashShard
+        Loader LoaderOptions AttachedTables Candidate PollResult LoaderMetrics LookupBatch RowRange HashShard
     """,
     "cnr_store.changes": """
         changes ChangeStream VersionChanges ChangeCursor change_schema catch_up CatchUp
@@ -65,7 +65,7 @@ PUBLIC = {
     "cnr_store.relay": "Relay RelayReport assign_shards",
     "cnr_store.serving.sinks": """
         FusedRows SinkFeed PushResult SinkMetrics
-        RowSink RowSource Published SinkState SinkTable SourceRows
+        RowSink SinkSource Published SinkState SinkTable SourceRows
     """,
     "cnr_store.integrations": "StateDict load_state_dict",
     "cnr_store.integrations.redis": "RedisSink RedisRows RedisBatch",

@@ -51,7 +51,7 @@ from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.log.leases import read_cursors, read_leases
 from cnr_store.relay.relay import Relay
 from cnr_store.relay.report import RelayReport
-from cnr_store.serving import Loader
+from cnr_store.serving import Loader, LoaderOptions
 from cnr_store.storage import Storage, open_storage, storage_from_filesystem
 from cnr_store.storage.base import TEMPORARY_PREFIX
 from cnr_store.write.commit import CommitKind
@@ -1118,7 +1118,7 @@ def test_a_loader_follows_a_relay_through_all_that_happens_at_the_source(
     relay = Relay(store, place(files), policy=RetentionPolicy(keep_last=1), grace_s=0)
     relay.advance()
     newest, pointed, staged = Loader(near(files)), Loader(near(files), channel="serving"), Loader(near(files))
-    loaders = [newest, pointed, Loader(near(files), publish="apply", holds="codes")]
+    loaders = [newest, pointed, Loader(near(files), publish="apply", options=LoaderOptions(holds="codes"))]
     seen: list[int] = []
     events: list[Callable[[], object]] = [
         lambda: save(store, 2, 3),

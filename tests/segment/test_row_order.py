@@ -22,9 +22,9 @@ from cnr_store.read.prefetch import wanted_objects
 from cnr_store.segment.codes import array_specs
 from cnr_store.segment.reader import Scratch, SegmentReader
 from cnr_store.segment.row_order import LEAST_CODES, order_of
-from cnr_store.serving import Loader
 from cnr_store.types import Float32s, Lattice, Profile, Rectangle
 from format_spec.reader.compare import compare
+from tests.support.loader_checks import opened_loader
 from tests.support.store_oracle import same_bits
 
 ROWS, DIM, STEP = 6000, 16, 0.25
@@ -317,13 +317,13 @@ def test_a_loader_follows_deltas_in_order(store: Store, way: dict[str, Any]) -> 
     table, every = Table(), np.arange(ROWS)
     with store.writer() as writer:
         save(writer, table)
-        with Loader(store.url, threads=2, **way) as loader:
+        with opened_loader(store.url, threads=2, **way) as loader:
             save(writer, table, table.step())
             assert add_list(store).arrays["codes"].order is not msgspec.UNSET
 
             assert loader.poll().error is None
 
-            with Loader(store.url, threads=2, **way) as fresh:
+            with opened_loader(store.url, threads=2, **way) as fresh:
                 assert loader.version == fresh.version == store.latest_version()
                 assert same_bits(loader.lookup("t", every), fresh.lookup("t", every))
             if "served" not in way:

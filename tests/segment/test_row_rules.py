@@ -22,7 +22,7 @@ from cnr_store.changes.stream import changes
 from cnr_store.serving.rows.served_table import row_kind
 from cnr_store.serving.rows.shards import HashShard
 from cnr_store.serving.update.loading import load_table
-from cnr_store.serving.update.update_tables import Holding
+from cnr_store.serving.update.update_tables import HeldAs
 from format_spec import vectors
 from tests.support.consumers import Consumer
 
@@ -119,13 +119,13 @@ def restore_a_writer(at: Damaged) -> None:
     at.store.writer().restore()
 
 
-def load_a_table(at: Damaged, holding: Holding) -> None:
+def load_a_table(at: Damaged, holding: HeldAs) -> None:
     snapshot = at.store.snapshot(version=at.version)
     kind = row_kind(snapshot.tables[TABLE], holding.served, holding.holds)
     load_table(snapshot.readers, TABLE, kind, snapshot.workers, shard=holding.shard)
 
 
-def apply_the_delta(at: Damaged, holding: Holding) -> None:
+def apply_the_delta(at: Damaged, holding: HeldAs) -> None:
     consumer = Consumer(holding, np.random.default_rng(0))
     entries = [at.store.internals.log.read(version) for version in range(2, at.version + 1)]
     for entry in entries[:-1]:
@@ -153,7 +153,7 @@ READERS: list[Callable[[Damaged], None]] = [
     look_up, look_up_through_a_cache, read_the_row_as_a_range, read_the_table, restore_a_writer,
     stream_the_change, stream_the_change_through_a_mirror, stream_the_whole_table, fold_from_the_baseline,
 ]  # fmt: skip
-HOLDINGS = [Holding(), Holding(holds="codes"), Holding("float16"), Holding(shard=HashShard(0, 1))]
+HOLDINGS = [HeldAs(), HeldAs(holds="codes"), HeldAs("float16"), HeldAs(shard=HashShard(0, 1))]
 
 
 @pytest.mark.parametrize("read", READERS, ids=lambda read: read.__name__)
@@ -171,7 +171,7 @@ def test_a_reader_of_a_slot_alone_refuses_such_a_row_too(damaged: Damaged) -> No
 @pytest.mark.parametrize("holding", HOLDINGS, ids=str)
 @pytest.mark.parametrize("act", [load_a_table, apply_the_delta], ids=lambda act: act.__name__)
 def test_a_loader_refuses_a_row_that_breaks_a_rule(
-    damaged: Damaged, act: Callable[[Damaged, Holding], None], holding: Holding
+    damaged: Damaged, act: Callable[[Damaged, HeldAs], None], holding: HeldAs
 ) -> None:
     with pytest.raises(CorruptStore, match=damaged.says):
         act(damaged, holding)

@@ -26,8 +26,8 @@ from cnr_store.serving.update.adding import LARGEST_CODE, add_reference, add_to_
 from cnr_store.serving.update.applying import Applied, apply_segment, check_base
 from cnr_store.serving.update.content import CodesTooWide
 from cnr_store.serving.update.loading import load_table
-from cnr_store.serving.update.update_plan import Apply, Reread, plan_move
-from cnr_store.serving.update.update_tables import Holding, move_tables
+from cnr_store.serving.update.update_plan import Apply, Reread, plan_update
+from cnr_store.serving.update.update_tables import HeldAs, update_tables
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import FloatBits, Lattice, RowRange
 from tests.support.consumers import HOLDINGS, Consumer, TrackedMemory
@@ -153,7 +153,7 @@ def train(store: Store, kind: str, seed: int, *, deltas: int = 1) -> None:
                 txn.delete_rows("t", gone)
 
 
-def held_before(store: Store, holding: Holding, *, last: int = -1) -> tuple[ServedTable, SegmentReader]:
+def held_before(store: Store, holding: HeldAs, *, last: int = -1) -> tuple[ServedTable, SegmentReader]:
     """The table before the last segment of the head's chain, and that segment."""
     snapshot = store.snapshot()
     readers = snapshot.readers[: len(snapshot.readers) + last]
@@ -179,7 +179,7 @@ def content(applied: Applied) -> Any:
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), holding=st.sampled_from(HOLDINGS), chunk_bytes=st.sampled_from([64, 1 << 20]))
-def test_the_quick_way_is_the_plain_way(kind: str, seed: int, holding: Holding, chunk_bytes: int) -> None:
+def test_the_quick_way_is_the_plain_way(kind: str, seed: int, holding: HeldAs, chunk_bytes: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cnr_store.format.arrays.CHUNK_BYTES", chunk_bytes)
         store = new_store()
@@ -202,7 +202,7 @@ def test_differences_to_rows_that_are_not_coded_here_are_left_to_the_chain() -> 
             txn.write_table("t", np.ones((6, 2), np.float32), options=TableOptions(scale=0.5))
         with writer.begin(2) as txn:
             txn.write_rows("t", np.arange(6), np.full((6, 2), 2, np.float32))
-    served, reader = held_before(store, Holding())
+    served, reader = held_before(store, HeldAs())
     held = served.held.with_status()
     assert held.status is not None
     held.status[[2, 4]] = ABSENT, ESCAPED
@@ -220,7 +220,7 @@ def test_codes_that_outgrow_int16_are_told() -> None:
             txn.write_table("t", np.ones((6, 2), np.float32), options=TableOptions(scale=0.5))
         with writer.begin(2) as txn:
             txn.write_rows("t", np.array([3]), np.full((1, 2), 32_000, np.float32))
-    served, reader = held_before(store, Holding(holds="codes"))
+    served, reader = held_before(store, HeldAs(holds="codes"))
     for reference in (False, True):
         with pytest.raises(CodesTooWide):
             apply_segment(reader, served, store.internals.workers, reference=reference)
@@ -241,7 +241,7 @@ def test_a_row_in_two_lists_is_corrupt(shard: Any) -> None:
             txn.write_table("t", np.ones((6, 2), np.float32), options=TableOptions(encoding="raw"))
         with writer.begin(2) as txn:
             txn.write_rows("t", np.array([1, 3, 4]), np.full((3, 2), 2, np.float32))
-    served, reader = held_before(store, Holding(shard=shard))
+    served, reader = held_before(store, HeldAs(shard=shard))
     (part,) = reader.manifest.parts
     row_list = part.set or part.add
     twice = altered(reader, set=row_list, delete=row_list)
@@ -265,7 +265,7 @@ def entries(store: Store) -> list[LogEntry]:
     return [entry for entry in found if entry is not None]
 
 
-def consumer_at(store: Store, entry: LogEntry, holding: Holding = Holding()) -> Consumer:  # noqa: B008 (frozen)
+def consumer_at(store: Store, entry: LogEntry, holding: HeldAs = HeldAs()) -> Consumer:  # noqa: B008 (frozen)
     consumer = Consumer(holding, np.random.default_rng(0))
     consumer.go(store, [entry])
     return consumer
@@ -352,8 +352,8 @@ def failure_of(consumer: Consumer, store: Store, target: LogEntry) -> CorruptSto
     return None
 
 
-@pytest.mark.parametrize("holding", [Holding(), Holding(holds="codes"), Holding("bfloat16", shard=HashShard(1, 2))])
-def test_objects_that_are_gone_or_damaged_leave_what_is_held_alone(store: Store, holding: Holding) -> None:
+@pytest.mark.parametrize("holding", [HeldAs(), HeldAs(holds="codes"), HeldAs("bfloat16", shard=HashShard(1, 2))])
+def test_objects_that_are_gone_or_damaged_leave_what_is_held_alone(store: Store, holding: HeldAs) -> None:
     train(store, "lattice", 3, deltas=2)
     log = entries(store)
     memory = TrackedMemory()
@@ -390,7 +390,7 @@ def test_old_segments_may_be_gone(store: Store) -> None:
     log = entries(store)
     target = next(entry for entry in log if len(entry.record.chain) == 2)
     consumer = consumer_at(store, log[-1])
-    assert isinstance(plan_move(log[-1], target), Reread)
+    assert isinstance(plan_update(log[-1], target), Reread)
     last = segment_prefix(log[-1].record.chain[-1].seg)
     rows = [stat.key for stat in store.storage.list_objects(last) if "/rows/c/" in stat.key]
     store.storage.delete(rows)
@@ -416,21 +416,21 @@ def test_only_what_is_needed_is_read() -> None:
     log = entries(store)
     before = next(entry for entry in log if len(entry.record.chain) == 1)
     reads = {}
-    for holding in (Holding(), Holding(shard=RowRange(100, 120))):
+    for holding in (HeldAs(), HeldAs(shard=RowRange(100, 120))):
         consumer = consumer_at(store, before, holding)
         start = len(files.calls)
         snapshot = Snapshot(store.storage, log[-1], store.internals.workers, known=consumer.known, opens=False)
-        move = plan_move(before, log[-1])
+        move = plan_update(before, log[-1])
         assert isinstance(move, Apply)
-        moved = move_tables(snapshot, move, consumer.tables, consumer.hold, consumer.stated)
+        updates = update_tables(snapshot, move, consumer.tables, consumer.hold, consumer.stated)
         paths = [call.path for call in files.calls[start:] if call.operation == "read"]
         reads[holding] = paths
         sizes = [len(store.storage.read(path.split("/root/", 1)[1]) or b"") for path in paths]
         assert sum("_segment.json" in path for path in paths) == 1
         assert not any("slots" in path for path in paths)
-        assert moved.rows == (200 if holding.shard is None else 10)
+        assert updates.rows == (200 if holding.shard is None else 10)
         if holding.shard is None:
-            assert moved.bytes == sum(sizes) - sizes[0]
+            assert updates.bytes == sum(sizes) - sizes[0]
             assert len(paths) == 1 + 2 * 50
         else:
             # Chunks with rows of the range, and no others.
@@ -438,8 +438,8 @@ def test_only_what_is_needed_is_read() -> None:
     store.close()
 
 
-@pytest.mark.parametrize("holding", [Holding(), Holding(holds="codes"), Holding(holds="codes", shard=HashShard(0, 2))])
-def test_a_finer_unit_and_wider_codes_are_followed(store: Store, holding: Holding) -> None:
+@pytest.mark.parametrize("holding", [HeldAs(), HeldAs(holds="codes"), HeldAs(holds="codes", shard=HashShard(0, 2))])
+def test_a_finer_unit_and_wider_codes_are_followed(store: Store, holding: HeldAs) -> None:
     rng = np.random.default_rng(5)
     values = rng.standard_normal((40, DIM)).astype(np.float32)
     with store.writer() as writer:
@@ -450,15 +450,15 @@ def test_a_finer_unit_and_wider_codes_are_followed(store: Store, holding: Holdin
         with writer.begin(2) as txn:
             txn.refine_scale("t", 3)
             txn.write_rows("t", np.arange(0, 40, 3), values[::3] + np.float32(0.1))
-        moved = consumer.go(store, [store.head()])
+        updates = consumer.go(store, [store.head()])
         is_anew = holding.holds == "codes"
-        assert isinstance(moved.changes["t"], HeldTable if is_anew else Overlay)
+        assert isinstance(updates.changes["t"], HeldTable if is_anew else Overlay)
         with writer.begin(3) as txn:
             txn.write_rows("t", np.arange(1, 40, 3), values[1::3] * np.float32(9_000))
-        moved = consumer.go(store, [store.head()])
-        assert isinstance(moved.changes["t"], HeldTable if is_anew else Overlay)
+        updates = consumer.go(store, [store.head()])
+        assert isinstance(updates.changes["t"], HeldTable if is_anew else Overlay)
         assert consumer.tables["t"].held.rows.dtype == (np.int32 if is_anew else np.float32)
         with writer.begin(4) as txn:
             txn.write_rows("t", np.arange(2, 40, 3), values[2::3])
         assert isinstance(consumer.go(store, [store.head()]).changes["t"], Overlay)
-    assert consumer.moves == ["Compare", "Apply", "Apply", "Apply"]
+    assert consumer.plans == ["Compare", "Apply", "Apply", "Apply"]

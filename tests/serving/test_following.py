@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cnr_store import (
     BadInput,
@@ -27,7 +25,7 @@ from cnr_store import (
     compact,
 )
 from cnr_store.format.commit_record import LogEntry
-from cnr_store.serving.following import LONGEST_BACKOFF_S, Target, pause_s, plan_between, repeats, wanted_version
+from cnr_store.serving.following import ServeTarget, plan_between, repeats, wanted_version
 from cnr_store.serving.update.update_plan import Apply, Compare, Same
 from cnr_store.storage import storage_from_filesystem
 from tests.support.faulty import IsolatedMemoryFileSystem
@@ -72,35 +70,35 @@ def life() -> Life:
 
 def test_the_newest_is_the_last_record_whatever_it_is(life: Life) -> None:
     saved = life.save()
-    assert wanted_version(Target(), saved.record) == saved.record.v
+    assert wanted_version(ServeTarget(), saved.record) == saved.record.v
 
     tagged = life.do(lambda store: store.tag("a"))
 
-    assert wanted_version(Target(), tagged.record) == tagged.record.v
-    assert wanted_version(Target(tag="a"), tagged.record) == saved.record.v
-    assert wanted_version(Target(version=1), tagged.record) == 1
+    assert wanted_version(ServeTarget(), tagged.record) == tagged.record.v
+    assert wanted_version(ServeTarget(tag="a"), tagged.record) == saved.record.v
+    assert wanted_version(ServeTarget(version=1), tagged.record) == 1
 
 
 def test_a_channel_is_followed_forth_and_back(life: Life) -> None:
     first, second = life.save().record.v, life.save().record.v
     moved = life.do(lambda store: store.set_channel("prod", second))
-    assert wanted_version(Target(channel="prod"), moved.record) == second
+    assert wanted_version(ServeTarget(channel="prod"), moved.record) == second
 
     back = life.do(lambda store: store.set_channel("prod", first))
 
-    assert wanted_version(Target(channel="prod"), back.record) == first
+    assert wanted_version(ServeTarget(channel="prod"), back.record) == first
 
 
 @pytest.mark.parametrize(
     ("target", "error"),
     [
-        (Target(channel="prod"), ChannelNotFound),
-        (Target(tag="prod"), TagNotFound),
-        (Target(version=99), VersionNotFound),
-        (Target(version=-1), VersionNotFound),
+        (ServeTarget(channel="prod"), ChannelNotFound),
+        (ServeTarget(tag="prod"), TagNotFound),
+        (ServeTarget(version=99), VersionNotFound),
+        (ServeTarget(version=-1), VersionNotFound),
     ],
 )
-def test_what_is_not_there_is_an_error(life: Life, target: Target, error: type[CnrStoreError]) -> None:
+def test_what_is_not_there_is_an_error(life: Life, target: ServeTarget, error: type[CnrStoreError]) -> None:
     newest = life.save().record
 
     with pytest.raises(error):
@@ -112,11 +110,11 @@ def test_a_dropped_channel_is_an_error_until_it_is_back(life: Life) -> None:
     life.do(lambda store: store.set_channel("prod"))
     gone = life.do(lambda store: store.drop_channel("prod"))
     with pytest.raises(ChannelNotFound):
-        wanted_version(Target(channel="prod"), gone.record)
+        wanted_version(ServeTarget(channel="prod"), gone.record)
 
     again = life.do(lambda store: store.set_channel("prod", saved))
 
-    assert wanted_version(Target(channel="prod"), again.record) == saved
+    assert wanted_version(ServeTarget(channel="prod"), again.record) == saved
 
 
 def test_an_expired_pin_is_an_error(life: Life) -> None:
@@ -128,8 +126,8 @@ def test_an_expired_pin_is_an_error(life: Life) -> None:
     newest = life.look().record
 
     with pytest.raises(VersionExpired):
-        wanted_version(Target(version=first), newest)
-    assert wanted_version(Target(), newest) == newest.v
+        wanted_version(ServeTarget(version=first), newest)
+    assert wanted_version(ServeTarget(), newest) == newest.v
 
 
 def test_the_end_of_a_branch_is_an_error(life: Life) -> None:
@@ -141,14 +139,14 @@ def test_the_end_of_a_branch_is_an_error(life: Life) -> None:
 
     assert closed.kind == "close"
     with pytest.raises(BranchNotFound):
-        wanted_version(Target(), closed)
+        wanted_version(ServeTarget(), closed)
 
 
 def test_only_one_of_version_tag_and_channel() -> None:
     with pytest.raises(BadInput):
-        Target(version=1, tag="a")
-    assert Target().is_newest
-    assert not Target(channel="prod").is_newest
+        ServeTarget(version=1, tag="a")
+    assert ServeTarget().is_newest
+    assert not ServeTarget(channel="prod").is_newest
 
 
 def test_what_was_refused_is_known_again_when_it_comes_back(life: Life) -> None:
@@ -180,21 +178,7 @@ def test_records_between_tell_what_the_two_ends_do_not(life: Life) -> None:
     assert plan_between(held, held, life.entries) == Same()
 
 
-@given(
-    interval=st.floats(0.0, 100.0),
-    failures=st.integers(0, 10**6),
-    chance=st.floats(0.0, 1.0, exclude_max=True),
-)
-def test_pauses_grow_and_stay_bounded(interval: float, failures: int, chance: float) -> None:
-    pause = pause_s(interval, failures, chance)
-
-    assert 0 <= pause <= max(interval, LONGEST_BACKOFF_S)
-    assert pause_s(interval, failures + 1, chance) >= 0.5 * pause
-    if not failures:
-        assert pause >= 0.75 * interval
-
-
 def test_a_head_with_unknown_fields_is_read_all_the_same(life: Life) -> None:
     record = msgspec.structs.replace(life.save().record, user={"x": 1})
 
-    assert wanted_version(Target(), record) == record.v
+    assert wanted_version(ServeTarget(), record) == record.v

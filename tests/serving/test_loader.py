@@ -42,12 +42,12 @@ from cnr_store import (
 )
 from cnr_store.format.layout import commit_key
 from cnr_store.relay import Relay
-from cnr_store.serving import AttachedTables, Candidate, HashShard, Loader, RowRange
+from cnr_store.serving import AttachedTables, Candidate, HashShard, Loader, LoaderOptions, RowRange
 from cnr_store.serving.rows.shards import rows_in_shard
 from cnr_store.serving.sinks import SinkState
 from cnr_store.storage import storage_from_filesystem
 from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
-from tests.support.loader_checks import check_is_snapshot, served
+from tests.support.loader_checks import check_is_snapshot, opened_loader, served
 from tests.support.store_oracle import same_bits
 
 ROWS, DIM = 50, 4
@@ -145,7 +145,7 @@ def test_the_newest_state_is_served_and_followed(training: Training) -> None:
             version = training.save()
             caught_up(loader, training.store)
             assert loader.version == version
-        assert loader.metrics().moves == 3
+        assert loader.metrics().updates == 3
 
 
 def test_a_loader_behind_a_deleted_record_says_so_within_60_looks(training: Training) -> None:
@@ -190,7 +190,7 @@ def test_a_lookup_takes_any_ids_and_fills_what_is_given(training: Training) -> N
 
 def test_bfloat16_rows_are_looked_up_into_a_tensor(training: Training) -> None:
     training.save()
-    with Loader(training.open(), ["user"], served="bfloat16") as loader:
+    with Loader(training.open(), ["user"], options=LoaderOptions(served="bfloat16")) as loader:
         tensor = torch.empty((2, DIM), dtype=torch.bfloat16)
         loader.lookup("user", [1, 0], tensor)
         assert tensor.tolist() == [[1.0] * DIM, [0.0] * DIM]
@@ -203,21 +203,21 @@ def test_bfloat16_rows_are_looked_up_into_a_tensor(training: Training) -> None:
 @pytest.mark.parametrize("served_as", ["float32", "float16", "bfloat16", "int8", None])
 @pytest.mark.parametrize("holds", ["auto", "codes"])
 def test_served_rows_are_the_same_after_deltas_as_after_a_load(training: Training, served_as: Any, holds: Any) -> None:
-    with Loader(training.open(), served=served_as, holds=holds) as loader:
+    with Loader(training.open(), options=LoaderOptions(served=served_as, holds=holds)) as loader:
         for _ in range(3):
             training.save()
             assert loader.poll().error is None
-            with Loader(training.open(), served=served_as, holds=holds) as fresh:
+            with Loader(training.open(), options=LoaderOptions(served=served_as, holds=holds)) as fresh:
                 assert all(same_bits(rows, served(fresh)[name]) for name, rows in served(loader).items())
 
 
 def test_some_tables_and_tensors_are_held_and_no_others(training: Training) -> None:
-    with Loader(training.open(), ["item"], dense=[]) as loader:
+    with Loader(training.open(), ["item"], options=LoaderOptions(dense=[])) as loader:
         assert set(loader.tables) == {"item"}
         assert not loader.dense
         training.save(table="user")
         poll = loader.poll()
-        assert (poll.moved, poll.rows, poll.error) == (True, 0, None)
+        assert (poll.is_updated, poll.rows, poll.error) == (True, 0, None)
         training.save(table="item")
         assert loader.poll().rows == 3
         assert training.value(loader, table="item") == 2
@@ -228,7 +228,7 @@ def test_some_tables_and_tensors_are_held_and_no_others(training: Training) -> N
 def test_shards_hold_their_rows_and_refuse_others(training: Training) -> None:
     training.save()
     every = np.arange(ROWS)
-    with Loader(training.open(), shard=RowRange(5, 31)) as loader:
+    with Loader(training.open(), options=LoaderOptions(shard=RowRange(5, 31))) as loader:
         training.save((4, 5, 30, 31))
         assert loader.poll().rows == 2
         assert loader.lookup("user", [5, 30, 7])[:, 0].tolist() == [2, 2, 1]
@@ -238,7 +238,7 @@ def test_shards_hold_their_rows_and_refuse_others(training: Training) -> None:
     shards = [HashShard(index, 3) for index in range(3)]
     found = []
     for shard in shards:
-        with Loader(training.open(), shard={"user": shard}) as loader:
+        with Loader(training.open(), options=LoaderOptions(shard={"user": shard})) as loader:
             training.save(tuple(range(0, ROWS, 7)))
             assert loader.poll().error is None
             mine = rows_in_shard(shard, every)
@@ -249,7 +249,7 @@ def test_shards_hold_their_rows_and_refuse_others(training: Training) -> None:
                 loader.lookup("user", np.setdiff1d(every, mine)[:1])
     assert sorted(found) == every.tolist()
     with pytest.raises(BadInput):
-        Loader(training.open(), shard=HashShard(3, 3))
+        Loader(training.open(), options=LoaderOptions(shard=HashShard(3, 3)))
 
 
 def test_a_store_without_a_save_is_waited_for() -> None:
@@ -296,19 +296,19 @@ def test_a_version_a_tag_and_a_channel_are_served(training: Training) -> None:
         assert [one.version for one in (fixed, tagged, channel)] == [first, first, first]
         training.save()
         training.store.set_channel("prod", second)
-        assert not fixed.poll().moved
-        assert not tagged.poll().moved
-        assert channel.poll().moved
+        assert not fixed.poll().is_updated
+        assert not tagged.poll().is_updated
+        assert channel.poll().is_updated
         assert channel.version == second
         training.store.set_channel("prod", first)
         assert channel.poll().version == first  # a channel may move back
         check_is_snapshot(channel, training.store.snapshot(first))
-        assert not still.poll().moved
+        assert not still.poll().is_updated
         still.unpin()
         caught_up(still, training.store)
     for wrong, error in (({"channel": "no"}, ChannelNotFound), ({"version": 99}, VersionNotFound)):
         with pytest.raises(error):
-            Loader(training.open(), **wrong)
+            opened_loader(training.open(), **wrong)
     with pytest.raises(BadInput):
         Loader(training.open(), version=1, tag="good")
 
@@ -349,7 +349,7 @@ def test_a_record_that_changes_nothing_costs_one_request_more_and_reads_nothing(
     with Loader(training.open(fs)) as loader:
         training.fold()
         before = len(fs.calls)
-        assert loader.poll().moved
+        assert loader.poll().is_updated
         assert [call.operation for call in fs.calls[before:]] == ["read", "read"]
         assert all("/commits/" in call.path for call in fs.calls[before:])
 
@@ -357,7 +357,7 @@ def test_a_record_that_changes_nothing_costs_one_request_more_and_reads_nothing(
 def test_a_poll_without_news_is_one_request(training: Training, fs: Flaky) -> None:
     training.save()
     for options in ({}, {"version": 2}, {"publish": "apply"}, {"cursor": "me"}, {"follow": False}):
-        with Loader(training.open(fs), **options) as loader:
+        with opened_loader(training.open(fs), **options) as loader:
             for _ in range(3):
                 before = len(fs.calls)
                 loader.poll()
@@ -382,11 +382,11 @@ def test_one_far_behind_goes_to_the_newest_at_once(training: Training, fs: Flaky
         training.fold()
         training.forget()
         caught_up(loader, training.store)
-        assert loader.metrics().moves == 1
+        assert loader.metrics().updates == 1
         for _ in range(5):
             training.save()
         caught_up(loader, training.store)
-        assert loader.metrics().moves == 6
+        assert loader.metrics().updates == 6
 
 
 def test_what_expired_and_was_deleted_on_the_way_is_passed_over(training: Training) -> None:
@@ -404,7 +404,7 @@ def test_versions_are_pinned_rolled_back_and_followed_again(training: Training) 
         loader.rollback(first)
         assert (loader.version, training.value(loader), loader.staleness_s) == (first, 1, 0)
         training.save()
-        assert not loader.poll().moved
+        assert not loader.poll().is_updated
         loader.pin(second)
         check_is_snapshot(loader, training.store.snapshot(second))
         with pytest.raises(BadInput):
@@ -412,13 +412,13 @@ def test_versions_are_pinned_rolled_back_and_followed_again(training: Training) 
         with pytest.raises(VersionNotFound):
             loader.pin(99)
         assert loader.version == second
-        assert not loader.poll().moved
+        assert not loader.poll().is_updated
         loader.unpin()
         caught_up(loader, training.store)
         assert training.value(loader) == 4
         loader.pin()
         training.save()
-        assert not loader.poll().moved
+        assert not loader.poll().is_updated
 
 
 @pytest.mark.parametrize("holds", ["auto", "codes"])
@@ -429,7 +429,7 @@ def test_a_rollback_to_before_a_finer_scale_reads_the_coarser_codes(training: Tr
     with training.writer.begin(9) as txn:
         txn.refine_scale("user")
         txn.write_rows("user", np.asarray([4]), np.full((1, DIM), 8, np.float32))
-    with Loader(training.open(), holds=holds) as loader:
+    with Loader(training.open(), options=LoaderOptions(holds=holds)) as loader:
         assert loader.tables["user"].shift == 1
         loader.rollback(before)
         check_is_snapshot(loader, training.store.snapshot(before))
@@ -468,7 +468,7 @@ def test_staged_versions_wait_for_apply_and_become_one(training: Training) -> No
         assert loader.apply() == first
         second = training.save((2, 3))
         poll = loader.poll()
-        assert (poll.version, poll.staged, poll.moved) == (first, second, True)
+        assert (poll.version, poll.staged, poll.is_updated) == (first, second, True)
         third = training.save((3, 4))
         assert loader.poll().staged == third
         assert loader.staleness_s >= 0
@@ -517,7 +517,7 @@ def test_a_refused_version_is_passed_over_and_not_asked_about_again(training: Tr
         return bool(candidate.lookup("user", [1])[0, 0] != 2)
 
     first = training.save()
-    with Loader(training.open(), validate=validate) as loader:
+    with Loader(training.open(), options=LoaderOptions(validate=validate)) as loader:
         refused = training.save()
         poll = loader.poll()
         assert isinstance(poll.error, VersionRefused)
@@ -540,7 +540,7 @@ def test_a_refused_version_is_passed_over_and_not_asked_about_again(training: Tr
 def test_a_refused_rollback_does_not_bring_a_refused_version_back(training: Training) -> None:
     allowed = True
     first = training.save()
-    with Loader(training.open(), validate=lambda _: allowed) as loader:
+    with Loader(training.open(), options=LoaderOptions(validate=lambda _: allowed)) as loader:
         second = training.save()
         loader.poll()
         allowed = False
@@ -560,13 +560,13 @@ def test_a_check_that_raises_refuses_and_its_error_is_the_cause(training: Traini
         if candidate.serving is not None:
             raise RuntimeError("no")
 
-    with Loader(training.open(), validate=broken) as loader:
+    with Loader(training.open(), options=LoaderOptions(validate=broken)) as loader:
         training.save()
         error = loader.poll().error
         assert isinstance(error, VersionRefused)
         assert isinstance(error.__cause__, RuntimeError)
     with pytest.raises(VersionRefused):
-        Loader(training.open(), validate=lambda _: False)
+        Loader(training.open(), options=LoaderOptions(validate=lambda _: False))
 
 
 @pytest.mark.parametrize("publish", ["poll", "apply"])
@@ -579,7 +579,7 @@ def test_a_check_that_calls_its_loader_shows_nobody_the_version(training: Traini
             call()
         return candidate.step != 1
 
-    with Loader(training.open(), validate=validate, publish=publish) as loader:
+    with Loader(training.open(), publish=publish, options=LoaderOptions(validate=validate)) as loader:
         before = loader.version
         training.save()
         calls = [loader.apply]
@@ -610,11 +610,11 @@ def test_a_candidate_is_read_before_anybody_is_served_it(training: Training) -> 
         assert set(candidate.dense) == {"w"}
 
     first = training.save()
-    with Loader(training.open(), warm_up=warm_up) as loader:
+    with Loader(training.open(), options=LoaderOptions(warm_up=warm_up)) as loader:
         training.save()
         loader.poll()
         assert seen == [(first, 1, 1, ROWS)]
-    with Loader(training.open(), warm_up=warm_up, warm_up_each=True) as loader:
+    with Loader(training.open(), options=LoaderOptions(warm_up=warm_up, warm_up_each=True)) as loader:
         third = training.save()
         loader.poll()
         assert seen[-1] == (third, 3, 3, ROWS)
@@ -625,13 +625,13 @@ def test_a_candidate_is_read_before_anybody_is_served_it(training: Training) -> 
 
 def test_a_cursor_goes_along_and_keeps_what_is_needed(training: Training) -> None:
     training.save()
-    with Loader(training.open(), cursor="server") as loader:
+    with Loader(training.open(), options=LoaderOptions(cursor="server")) as loader:
         assert training.store.cursors()["server"].version == loader.version
         version = training.save()
         loader.poll()
         assert training.store.cursors()["server"].version == version == loader.metrics().cursor
     with pytest.raises(BadInput):
-        Loader(training.open(), cursor="no\nname")
+        Loader(training.open(), options=LoaderOptions(cursor="no\nname"))
 
 
 class NotToBeWritten(Flaky):
@@ -643,7 +643,7 @@ def test_a_store_that_may_not_be_written_is_served_all_the_same(
     training: Training, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = NotToBeWritten(training.files)
-    with Loader(training.open(files), cursor="server") as loader:
+    with Loader(training.open(files), options=LoaderOptions(cursor="server")) as loader:
         for _ in range(3):
             training.save()
             caught_up(loader, training.store)
@@ -687,10 +687,12 @@ def test_other_processes_look_up_in_its_memory(training: Training, tmp_path: Pat
 def test_a_refused_or_failed_version_leaves_nothing_in_shared_memory(
     training: Training, fs: Flaky, tmp_path: Path
 ) -> None:
-    with Loader(training.open(fs), shared=tmp_path / "m", validate=lambda c: c.step != 2) as loader:
+    with Loader(
+        training.open(fs), shared=tmp_path / "m", options=LoaderOptions(validate=lambda c: c.step != 2)
+    ) as loader:
         training.save()
         loader.poll()
-        loader._serving.fold()
+        loader._queue.fold()
         before = sorted(path.name for path in (tmp_path / "m").rglob("*"))
         training.save()
         assert isinstance(loader.poll().error, VersionRefused)
@@ -709,7 +711,7 @@ def test_what_changed_is_forgotten_when_it_is_shown(training: Training, tmp_path
     with Loader(training.open(), shared=tmp_path / "m") as loader:
         training.save()
         loader.poll()
-        loader._serving.fold()
+        loader._queue.fold()
         gc.collect()
         gone = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
         assert gone
@@ -720,7 +722,7 @@ FORKED = """
 import os, signal, sys
 import numpy as np
 from cnr_store import CnrStoreError, Store
-from cnr_store.serving import AttachedTables, Loader
+from cnr_store.serving import AttachedTables, Loader, LoaderOptions
 store, shared = Store.create("memory://forked"), sys.argv[1] or None
 writer = store.writer()
 
@@ -730,7 +732,7 @@ def save(step):
             "t", np.arange(9), np.full((9, 2), step, np.float32))
 
 save(0)
-loader = Loader(store, shared=shared, poll_interval_s=0.001)
+loader = Loader(store, shared=shared, options=LoaderOptions(poll_interval_s=0.001))
 loader.start()
 readable, writable = os.pipe()
 child = os.fork()
@@ -750,7 +752,7 @@ loader.stop()
 for step in (1, 2, 3):
     save(step)
     loader.poll()
-    loader._serving.fold()
+    loader._queue.fold()
 os.write(writable, b"x")
 assert os.waitpid(child, 0)[1] == 0
 save(4)
@@ -807,7 +809,7 @@ class Rows:
 @pytest.mark.parametrize("options", [{}, {"served": "bfloat16"}, {"shard": HashShard(0, 2)}, {"publish": "apply"}])
 def test_a_sink_gets_what_changed_and_a_rollback_too(training: Training, options: dict[str, Any]) -> None:
     sink = Rows()
-    with Loader(training.open(), **options) as loader:
+    with opened_loader(training.open(), **options) as loader:
         feed = loader.add_sink(sink, start=False)
         first = feed.push()
         assert first is not None
@@ -822,7 +824,7 @@ def test_a_sink_gets_what_changed_and_a_rollback_too(training: Training, options
             assert sink.shown.version == loader.version
             for table, rows in sink.rows.items():
                 ids = sorted(rows)
-                assert len(ids) == len(loader._serving.view.table(table).row_ids())
+                assert len(ids) == len(loader._queue.view.table(table).row_ids())
                 values = training.store.snapshot(loader.version).table(table).read_rows(np.asarray(ids))
                 assert [rows[row] for row in ids] == values.tolist()
         assert feed.metrics().full_pushes <= 2
@@ -844,7 +846,7 @@ def test_a_loader_reads_from_a_relay(training: Training, tmp_path: Path) -> None
     training.save()
     relay = Relay(training.store, str(tmp_path / "near"))
     relay.advance()
-    with Loader(tmp_path / "near", cursor="server") as loader:
+    with Loader(tmp_path / "near", options=LoaderOptions(cursor="server")) as loader:
         for act in (training.save, training.full, training.save):
             act()
             relay.advance()
@@ -896,34 +898,37 @@ def test_a_damaged_delta_leaves_what_is_served_until_a_way_past_it(training: Tra
 
 def test_the_thread_asks_for_news_but_lets_what_failed_rest(training: Training, fs: Flaky) -> None:
     training.save()
-    with Loader(training.open(fs), poll_interval_s=60) as loader:
+    with Loader(training.open(fs), options=LoaderOptions(poll_interval_s=60)) as loader:
         before = set(training.files.find("/root/data"))
         training.save()
         (codes,) = [path for path in set(training.files.find("/root/data")) - before if "/codes/c" in path]
         training.files.pipe_file(codes, b"")
-        failed = loader._look(is_patient=True)
+        failed = loader._follower.look(is_patient=True)
         assert isinstance(failed.error, CorruptObject)
         calls = len(fs.calls)
-        rested = loader._look(is_patient=True)
+        rested = loader._follower.look(is_patient=True)
         assert len(fs.calls) == calls + 1
         assert rested.error is failed.error
         assert loader.metrics().failures == 1
         training.full()
-        assert loader._look(is_patient=True).error is None
+        assert loader._follower.look(is_patient=True).error is None
         check_is_snapshot(loader, training.store.snapshot())
 
 
 def test_staleness_counts_from_the_first_version_that_is_lacked(training: Training, monkeypatch: Any) -> None:
     refused: set[int] = set()
     training.save()
-    with Loader(training.open(), validate=lambda candidate: candidate.step not in refused) as loader:
+    with Loader(
+        training.open(), options=LoaderOptions(validate=lambda candidate: candidate.step not in refused)
+    ) as loader:
         assert loader.staleness_s == 0
         refused |= {2, 3}
         first = training.store.record(training.save()).ts_ms
         loader.poll()
         training.save()
         loader.poll()
-        monkeypatch.setattr("cnr_store.serving.loader.wall_ms", lambda: first + 90_000)
+        for module in ("loader", "version_follower"):
+            monkeypatch.setattr(f"cnr_store.serving.{module}.wall_ms", lambda: first + 90_000)
         assert loader.staleness_s == 90
         served_ms = training.store.record(loader.version).ts_ms
         assert loader.metrics().age_s == (first + 90_000 - served_ms) / 1000
@@ -956,7 +961,7 @@ def test_readers_on_threads_see_one_version_at_a_time(training: Training) -> Non
             txn.put_dense({"w": np.full(3, training.step, np.float32)})
 
     save_all()
-    with Loader(training.open(), poll_interval_s=0.001) as loader:
+    with Loader(training.open(), options=LoaderOptions(poll_interval_s=0.001)) as loader:
         readers = [threading.Thread(target=read, args=(number,)) for number in range(2)]
         for reader in readers:
             reader.start()
@@ -998,7 +1003,7 @@ def test_a_closed_loader_says_so(training: Training) -> None:
 @pytest.mark.parametrize("wrong", [{"publish": "now"}, {"poll_interval_s": 0}, {"served": "float8"}, {"holds": "all"}])
 def test_misuse_is_refused(training: Training, wrong: dict[str, Any]) -> None:
     with pytest.raises(BadInput):
-        Loader(training.open(), **wrong)
+        opened_loader(training.open(), **wrong)
 
 
 # Behind the caller.
@@ -1015,7 +1020,7 @@ def until(loader: Loader, what: Callable[[], bool]) -> None:
 
 
 def test_the_thread_follows_and_ends_when_told(training: Training) -> None:
-    with Loader(training.open(), poll_interval_s=0.01) as loader:
+    with Loader(training.open(), options=LoaderOptions(poll_interval_s=0.01)) as loader:
         loader.start()
         loader.start()
         assert sum(thread.name == "cnr-loader" for thread in threading.enumerate()) == 1
@@ -1029,21 +1034,21 @@ def test_the_thread_follows_and_ends_when_told(training: Training) -> None:
         loader.start()
         until(loader, lambda: loader.version == version)
         # An overlay that nothing newer follows is folded behind it.
-        until(loader, lambda: not loader._serving.view.has_overlays)
+        until(loader, lambda: not loader._queue.view.has_overlays)
         check_is_snapshot(loader, training.store.snapshot())
     assert not any(thread.name == "cnr-loader" for thread in threading.enumerate())
 
 
 def test_the_thread_lives_through_errors_and_bugs(training: Training, fs: Flaky, monkeypatch: Any) -> None:
     first = training.save()
-    with Loader(training.open(fs), poll_interval_s=0.01) as loader:
+    with Loader(training.open(fs), options=LoaderOptions(poll_interval_s=0.01)) as loader:
         fs.fails()
         loader.start()
         until(loader, lambda: loader.metrics().errors >= 2)
         assert loader.version == first
         fs.arm(None)
         until(loader, lambda: loader.metrics().failures == 0)
-        monkeypatch.setattr(loader, "_follow", lambda **_: 1 / 0)
+        monkeypatch.setattr(loader._follower, "_follow", lambda **_: 1 / 0)
         errors = loader.metrics().errors
         until(loader, lambda: loader.metrics().errors >= errors + 2)
         assert "ZeroDivisionError" in str(loader.metrics().error)
@@ -1053,7 +1058,7 @@ def test_the_thread_lives_through_errors_and_bugs(training: Training, fs: Flaky,
 
 
 def test_the_thread_ends_with_the_loader(training: Training) -> None:
-    loader = Loader(training.open(), poll_interval_s=0.01)
+    loader = Loader(training.open(), options=LoaderOptions(poll_interval_s=0.01))
     loader.start()
     (thread,) = [thread for thread in threading.enumerate() if thread.name == "cnr-loader"]
     gone = weakref.ref(loader)
@@ -1087,7 +1092,7 @@ def test_counts_add_up(training: Training) -> None:
         loader.lookup("user", [1])
         loader.lookup_many({"user": [1]})
         metrics = loader.metrics()
-        assert (metrics.polls, metrics.moves, metrics.rows) == (3, 3, 9)
+        assert (metrics.polls, metrics.updates, metrics.rows) == (3, 3, 9)
         assert (metrics.lookups, metrics.errors, metrics.refused, metrics.error) == (2, 0, 0, None)
         assert metrics.load_s > 0
         assert metrics.bytes > 0

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from cnr_store import BadInput, BadShape, Store, TableNotFound, TableOptions, VersionRefused
-from cnr_store.serving import HashShard, Loader, RowRange, binding
+from cnr_store.serving import HashShard, Loader, LoaderOptions, RowRange, binding
 from cnr_store.storage import storage_from_filesystem
 from tests.support.faulty import IsolatedMemoryFileSystem
+from tests.support.loader_checks import opened_loader
 
 ROWS, DIM = 40, 4
 
@@ -92,7 +93,7 @@ def test_parameters_change_in_apply_alone(training: Training) -> None:
         for full in (False, False, True, False):
             before, step = training.values.copy(), training.step
             training.save(full=full)
-            assert loader.poll().moved
+            assert loader.poll().is_updated
             check_shows(model, training, step, before)
             loader.apply()
             check_shows(model, training, training.step)
@@ -111,7 +112,7 @@ def test_a_parameter_on_the_cpu_is_the_held_rows(training: Training) -> None:
             training.save()
             loader.poll()
             loader.apply()
-            held = loader._serving.view.table("user.weight").held.rows
+            held = loader._queue.view.table("user.weight").held.rows
             assert model.user.weight is parameter
             assert parameter.data_ptr() == held.ctypes.data
     assert np.array_equal(parameter.detach().numpy(), training.values)  # it outlives the loader
@@ -153,7 +154,7 @@ def test_parameters_on_another_device_follow_by_changed_rows(training: Training)
 @pytest.mark.parametrize(("served", "dtype"), [("float16", torch.float16), ("bfloat16", torch.bfloat16)])
 def test_rows_held_as_codes_are_copied(training: Training, served: Any, dtype: torch.dtype) -> None:
     model = Model(dtype=dtype)
-    with Loader(training.store, publish="apply", served=served) as loader:
+    with Loader(training.store, publish="apply", options=LoaderOptions(served=served)) as loader:
         loader.bind(model)
         for _ in range(3):
             training.save()
@@ -178,7 +179,7 @@ def test_a_bfloat16_table_is_adopted_bit_for_bit() -> None:
             loader.poll()
             loader.apply()
             assert torch.equal(embedding.weight, bits)
-            held = loader._serving.view.table("weight").held.rows
+            held = loader._queue.view.table("weight").held.rows
             assert embedding.weight.data_ptr() == held.ctypes.data
 
 
@@ -198,7 +199,7 @@ def test_a_parameter_that_is_part_of_another_tensor_is_copied_into(training: Tra
 def test_a_shard_shows_its_rows(training: Training) -> None:
     training.save((3, 9, 25))
     model = Model(rows=20)
-    with Loader(training.store, publish="apply", shard=RowRange(5, 25)) as loader:
+    with Loader(training.store, publish="apply", options=LoaderOptions(shard=RowRange(5, 25))) as loader:
         loader.bind(model)
         training.save((4, 5, 24, 25))
         loader.poll()
@@ -225,7 +226,7 @@ def test_what_cannot_be_bound_is_refused(training: Training) -> None:
     with Loader(training.store) as loader, pytest.raises(BadInput, match="apply"):
         loader.bind(model)
     for options in ({"shard": HashShard(0, 2)}, {"served": "int8"}):
-        with Loader(training.store, publish="apply", **options) as loader, pytest.raises(BadInput):
+        with opened_loader(training.store, publish="apply", **options) as loader, pytest.raises(BadInput):
             loader.bind(model)
     with Loader(training.store, publish="apply") as loader:
         with pytest.raises(BadShape):

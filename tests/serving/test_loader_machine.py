@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from cnr_store import BranchNotFound, ChannelNotFound, NotFound, VersionExpired
-from cnr_store.serving import Loader
+from cnr_store.serving import Loader, LoaderOptions
 from tests.maintenance.test_maintained_store_machine import Line, MaintainedStoreMachine
 from tests.store.test_store_machine import Flaky, State, run
 from tests.support.faulty import Fault, FaultKind, SimulatedCrash
@@ -91,7 +91,7 @@ class LoaderMachine(MaintainedStoreMachine):
     def serve(self, line: Line, channel: str | None, publish: Any, holds: Any) -> None:
         fs = ReadOnly(self.inner)
         store = self.open_line(line, fs)
-        loader = Loader(store, channel=channel, publish=publish, holds=holds)
+        loader = Loader(store, channel=channel, publish=publish, options=LoaderOptions(holds=holds))
         self.followers.append(Follower(loader, line, fs, channel, publish, loader.version))
 
     def drop(self, follower: Follower) -> None:
@@ -129,10 +129,10 @@ class LoaderMachine(MaintainedStoreMachine):
             assert poll.error is None
             assert loader.version == wanted
             assert loader.staleness_s == 0
-        assert poll.moved or (poll.rows, poll.bytes) == (0, 0)
+        assert poll.is_updated or (poll.rows, poll.bytes) == (0, 0)
         before = len(follower.fs.calls)
         again = loader.poll()
-        assert not again.moved
+        assert not again.is_updated
         assert len(follower.fs.calls) == before + 1 or again.error is not None
 
     def wanted(self, follower: Follower) -> int | None:
@@ -165,7 +165,7 @@ class LoaderMachine(MaintainedStoreMachine):
         finally:
             follower.fs.arm(None)
         assert poll.version == loader.version
-        assert loader.version == before or poll.moved
+        assert loader.version == before or poll.is_updated
         self.check_follower(follower)
         self.catches_up(follower)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cnr_store import CompactionPolicy, Store, TableOptions, compact
-from cnr_store.serving import HashShard, Loader, RowRange
+from cnr_store.serving import HashShard, Loader, LoaderOptions, RowRange
 from cnr_store.serving.rows.fused_reference import fuse_rows
 from cnr_store.serving.rows.views import Lookups
 from cnr_store.serving.sinks import FusedRows, SinkState, SinkTable
@@ -100,12 +100,12 @@ def test_each_version_and_rollback_reaches_the_sink(store: Store) -> None:
 @pytest.mark.parametrize("shard", [None, RowRange(5, 15)])
 def test_a_restarted_loader_sends_what_changed_meanwhile(store: Store, shard: RowRange | None) -> None:
     sink, rows = Rows(), range(ROWS) if shard is None else range(5, 15)
-    with Loader(store, shard=shard) as loader:
+    with Loader(store, options=LoaderOptions(shard=shard)) as loader:
         loader.add_sink(sink, start=False).push()
     save(store, 1, [3, 7])
     version = save(store, 2, [7, 12])
 
-    with Loader(store, shard=shard) as loader:
+    with Loader(store, options=LoaderOptions(shard=shard)) as loader:
         loader.add_sink(sink, start=False).push()
         assert_holds(sink, store, version, rows)
         assert sink.batches[-1] == (False, 3 if shard is None else 2)
@@ -114,7 +114,7 @@ def test_a_restarted_loader_sends_what_changed_meanwhile(store: Store, shard: Ro
         loader.add_sink(sink, start=False).push()
         assert sink.batches[-1] == (False, 1)
 
-    with Loader(store, shard=shard, version=version - 1, follow=False) as older:
+    with Loader(store, version=version - 1, follow=False, options=LoaderOptions(shard=shard)) as older:
         older.add_sink(sink, start=False).push()
         assert_holds(sink, store, version - 1, rows)
         assert sink.batches[-1] == (False, 1)
@@ -173,7 +173,7 @@ def test_a_loader_that_serves_another_dtype_sends_everything(store: Store) -> No
     sink = Rows()
     served: Any
     for served in ("bfloat16", None, "float32", {"user": "float16"}, {"user": None}, {}):
-        with Loader(store, served=served) as loader:
+        with Loader(store, options=LoaderOptions(served=served)) as loader:
             loader.add_sink(sink, start=False).push()
     assert sink.batches == [(True, ROWS)] * 5  # the last two serve alike
 
@@ -195,7 +195,7 @@ def test_a_scope_is_the_choice_and_not_its_words() -> None:
 
 def test_rows_are_read_as_what_they_were_served_as(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     # Between a feed's lookup and the widening of its rows a version with a wider table becomes visible.
-    with Loader(store, served="int8") as loader:
+    with Loader(store, options=LoaderOptions(served="int8")) as loader:
         feed = loader.add_sink(Rows(), start=False)
         expected = loader._source.read_rows({"user": np.arange(3)})
         with store.writer() as writer:
@@ -277,7 +277,7 @@ def test_deleted_rows_of_a_dense_table_have_its_fill_in_full_pushes_too(
         with writer.begin(1) as txn:
             txn.write_table("filled", np.ones((ROWS, DIM), np.float32), options=TableOptions(scale=0.25, fill=7.0))
     fresh, kept = Rows(), Rows()
-    with Loader(store, shard=shard) as loader:
+    with Loader(store, options=LoaderOptions(shard=shard)) as loader:
         feed = loader.add_sink(kept, start=False)
         feed.push()
         with store.writer() as writer:

@@ -19,7 +19,7 @@ from cnr_store.segment.reader import SegmentReader
 from cnr_store.serving.rows.served_table import ServedTable, row_kind
 from cnr_store.serving.rows.shards import HashShard, rows_in_shard
 from cnr_store.serving.update.loading import load_table
-from cnr_store.serving.update.update_tables import Holding
+from cnr_store.serving.update.update_tables import HeldAs
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import FloatBits, Lattice, RowRange
 from tests.support.consumers import HOLDINGS, Consumer, expected_rows
@@ -40,14 +40,14 @@ def spoiled(kind: str, values: Array, rows: Array) -> Array:
     return values
 
 
-def load(snapshot: Snapshot, holding: Holding, table: str = "t") -> ServedTable:
+def load(snapshot: Snapshot, holding: HeldAs, table: str = "t") -> ServedTable:
     schema = snapshot.tables[table]
     holds = holding.holds if isinstance(schema.encoding, Lattice | FloatBits) else "auto"
     kind = row_kind(schema, holding.served, holds)
     return load_table(snapshot.readers, table, kind, snapshot.workers, shard=holding.shard)
 
 
-def check(snapshot: Snapshot, served: ServedTable, holding: Holding, status: Array | None = None) -> None:
+def check(snapshot: Snapshot, served: ServedTable, holding: HeldAs, status: Array | None = None) -> None:
     ids, values = expected_rows(snapshot, served.name, holding)
     out = np.empty((len(ids), served.kind.served_width), served.kind.served_dtype)
     expected = np.empty_like(out)
@@ -62,9 +62,7 @@ def check(snapshot: Snapshot, served: ServedTable, holding: Holding, status: Arr
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), holding=st.sampled_from(HOLDINGS), window_bytes=st.sampled_from([50, 1 << 20]))
-def test_a_table_is_loaded_as_it_is_with_every_status(
-    kind: str, seed: int, holding: Holding, window_bytes: int
-) -> None:
+def test_a_table_is_loaded_as_it_is_with_every_status(kind: str, seed: int, holding: HeldAs, window_bytes: int) -> None:
     rng = np.random.default_rng(seed)
     store = new_store("compact" if seed % 2 else "portable")
     status = np.zeros(ROWS, np.uint8)
@@ -100,7 +98,7 @@ def test_hash_shards_are_the_table_together() -> None:
     with store.writer() as writer, writer.begin(1, "full") as txn:
         txn.write_table("t", values, options=TableOptions.exact())
 
-    shards = [load(store.snapshot(), Holding(shard=HashShard(index, 4))) for index in range(4)]
+    shards = [load(store.snapshot(), HeldAs(shard=HashShard(index, 4))) for index in range(4)]
 
     ids = [shard.row_ids() for shard in shards]
     assert np.array_equal(np.sort(np.concatenate(ids)), np.arange(300))
@@ -112,9 +110,9 @@ def test_hash_shards_are_the_table_together() -> None:
 
 
 @pytest.mark.parametrize(
-    "holding", [Holding(holds="codes"), Holding("bfloat16"), Holding("float16", shard=HashShard(0, 2))]
+    "holding", [HeldAs(holds="codes"), HeldAs("bfloat16"), HeldAs("float16", shard=HashShard(0, 2))]
 )
-def test_codes_beyond_int16_are_held_in_int32(holding: Holding) -> None:
+def test_codes_beyond_int16_are_held_in_int32(holding: HeldAs) -> None:
     store = new_store()
     values = np.full((20, DIM), 3, np.float32)
     values[7] = 50_000
@@ -142,10 +140,10 @@ def test_a_hashed_table_has_each_key_once_as_its_newest_segment_has_it() -> None
             txn.delete_rows("h", np.array([9]))
 
     for holding in (
-        Holding(),
-        Holding(holds="codes"),
-        Holding("bfloat16", shard=HashShard(1, 2)),
-        Holding(shard=RowRange(-9, 9)),
+        HeldAs(),
+        HeldAs(holds="codes"),
+        HeldAs("bfloat16", shard=HashShard(1, 2)),
+        HeldAs(shard=RowRange(-9, 9)),
     ):
         served = load(store.snapshot(), holding, "h")
         keys = rows_in_shard(holding.shard, np.array([-(2**63), -4, 7, 8, 2**63 - 1]))
@@ -160,7 +158,7 @@ def test_int8_rows_of_a_set_only_table_are_fused_and_must_be_finite() -> None:
     with store.writer() as writer:
         with writer.begin(1, "full") as txn:
             txn.write_table("t", values, options=TableOptions(encoding="raw", nonfinite="escape"))
-        consumer = Consumer(Holding("int8"), np.random.default_rng(0))
+        consumer = Consumer(HeldAs("int8"), np.random.default_rng(0))
         consumer.go(store, [store.head()])
         assert consumer.tables["t"].held.rows.shape == (10, 12)
         with writer.begin(2) as txn:
@@ -174,7 +172,7 @@ def test_int8_rows_of_a_set_only_table_are_fused_and_must_be_finite() -> None:
         consumer.go(store, [store.head()])
     assert consumer.frozen() == before
     with pytest.raises(NonFiniteValues, match="row 4 of table 't'"):
-        load(store.snapshot(), Holding("int8"))
+        load(store.snapshot(), HeldAs("int8"))
 
 
 @pytest.mark.parametrize("holds", ["values", "codes"])
@@ -209,12 +207,10 @@ def test_an_empty_table_is_a_table() -> None:
             assert len(load(store.snapshot(), holding, table).row_ids()) == 0
 
 
-@pytest.mark.parametrize(
-    "holding", [Holding(), Holding(holds="codes"), Holding("bfloat16"), Holding("float16", "codes")]
-)
+@pytest.mark.parametrize("holding", [HeldAs(), HeldAs(holds="codes"), HeldAs("bfloat16"), HeldAs("float16", "codes")])
 @pytest.mark.parametrize("deltas", [0, 2])
 def test_a_load_takes_one_copy_and_what_is_in_flight(
-    holding: Holding, deltas: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    holding: HeldAs, deltas: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cnr_store.format.arrays.CHUNK_BYTES", 1 << 18)
     rows, dim = 60_000, 32
@@ -250,7 +246,7 @@ def test_slots_that_count_in_the_digest_leave_it_unchecked() -> None:
     with store.writer() as writer, writer.begin(1, "full") as txn:
         slots = {"m": np.ones(20, np.float32)}
         txn.write_table("t", np.ones((20, DIM), np.float32), slots=slots, options=TableOptions.exact())
-    check(store.snapshot(), load(store.snapshot(), Holding()), Holding())
+    check(store.snapshot(), load(store.snapshot(), HeldAs()), HeldAs())
 
 
 def test_schemas_are_those_of_the_last_segment() -> None:
@@ -260,9 +256,9 @@ def test_schemas_are_those_of_the_last_segment() -> None:
             txn.write_table("t", np.ones((20, DIM), np.float32), options=TableOptions(scale=0.5, fill=7.0))
         with writer.begin(2) as txn:
             txn.resize_table("t", 30)
-    served = load(store.snapshot(), Holding("bfloat16", "codes"))
+    served = load(store.snapshot(), HeldAs("bfloat16", "codes"))
     schema: TableSchema = store.snapshot().tables["t"]
 
     assert served.schema == schema
     assert schema.num_rows == 30
-    check(store.snapshot(), served, Holding("bfloat16", "codes"), np.r_[np.zeros(20), np.ones(10)].astype(np.uint8))
+    check(store.snapshot(), served, HeldAs("bfloat16", "codes"), np.r_[np.zeros(20), np.ones(10)].astype(np.uint8))

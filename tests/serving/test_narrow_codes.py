@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cnr_store import CompactionPolicy, Store, TableOptions, compact
-from cnr_store.serving import Loader
+from tests.support.loader_checks import opened_loader
 from tests.support.store_oracle import same_bits
 
 ROWS, DIM, STEP = 4000, 18, 0.25
@@ -36,11 +36,11 @@ def test_a_loader_follows_a_table_with_int8_codes(
         baseline = store.snapshot().manifests[0].parts[0].set
         assert baseline is not None
         assert baseline.arrays["codes"].dtype == "int8"
-        with Loader(url, threads=2, **way) as loader:
+        with opened_loader(url, threads=2, **way) as loader:
 
             def held() -> Any:
                 assert loader.poll().error is None
-                with Loader(url, threads=2, **way) as fresh:
+                with opened_loader(url, threads=2, **way) as fresh:
                     same = same_bits(loader.lookup("t", every), fresh.lookup("t", every))
                 return same and loader.version == store.latest_version()
 

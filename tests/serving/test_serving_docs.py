@@ -8,11 +8,12 @@ import runpy
 import shutil
 import uuid
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from cnr_store.serving import Loader
+from cnr_store.serving import Loader, LoaderOptions
 
 DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
 STORE, *BLOCKS = re.findall(r"^```python\n(.*?)^```", DOCS.read_text(), flags=re.DOTALL | re.MULTILINE)
@@ -40,6 +41,7 @@ def test_every_argument_is_in_the_table() -> None:
     rows = [line for line in section.splitlines() if line.startswith("| `")]
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
 
-    parameters = set(inspect.signature(Loader).parameters) - {"branch", "storage_options", "warm_up_each"}
+    options = {one.name for one in fields(LoaderOptions)} - {"warm_up_each"}
+    parameters = (options | set(inspect.signature(Loader).parameters)) - {"options", "branch", "storage_options"}
 
     assert named == parameters

@@ -20,7 +20,7 @@ from cnr_store.serving.rows import attached as attached_module
 from cnr_store.serving.rows import shared_memory as shared_memory_module
 from cnr_store.serving.rows.attached import AttachedTables
 from cnr_store.serving.rows.board import BOARD_BYTES
-from cnr_store.serving.rows.shared_memory import BOARD_FILE, CURRENT_FILE, LOCK_FILE, Current, SharedMemory
+from cnr_store.serving.rows.shared_memory import BOARD_FILE, CURRENT_FILE, LOCK_FILE, CurrentGeneration, SharedMemory
 from cnr_store.serving.rows.view_file import MAGIC, ArrayRef, check_file_name, check_ref, encode_view, parse_view
 from cnr_store.serving.rows.views import Publisher
 from tests.support.served_rows import SCALE, held_table, overlay_of, schema_of
@@ -330,7 +330,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 def test_a_generation_of_a_newer_library_is_refused(memory: SharedMemory) -> None:
     served(memory)
-    (memory.folder / CURRENT_FILE).write_bytes(msgspec.json.encode(Current(2, memory.generation)))
+    (memory.folder / CURRENT_FILE).write_bytes(msgspec.json.encode(CurrentGeneration(2, memory.generation)))
 
     with pytest.raises(NewerFormat, match="format 2; this library knows 1"):
         AttachedTables(memory.folder)

@@ -464,8 +464,8 @@ def test_an_idle_feed_that_was_taken_over_ends() -> None:
     feed.start()
     thread = feed._thread
     assert thread is not None
-    thread.join(60)
-    assert not thread.is_alive()
+    thread._thread.join(60)
+    assert not thread.is_running
     assert feed.metrics().is_fenced
     assert sink.log[2 + 2 :] == ["commit", "begin", "begin", "begin"]
 

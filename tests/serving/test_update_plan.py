@@ -17,8 +17,8 @@ from cnr_store.serving.update.update_plan import (
     Reread,
     Same,
     is_directly_behind,
-    plan_move,
     plan_path,
+    plan_update,
 )
 
 WRITER = WriterInfo(host="h", lib="l", run_id="r")
@@ -50,7 +50,7 @@ def log(*records: tuple[Any, str], first: int = 0) -> list[LogEntry]:
 
 def move_of(held: tuple[Any, str], *then: tuple[Any, str]) -> Any:
     entries = log(held, *then)
-    return plan_move(entries[0], entries[-1])
+    return plan_update(entries[0], entries[-1])
 
 
 def test_the_same_chain_is_the_same_state_however_far_the_records_are_apart() -> None:
@@ -102,20 +102,20 @@ def test_a_rollback_and_a_delta_of_the_same_logical_count_are_not_the_delta_held
     entries = log(("delta", "Bab"), ("rollback", "Ba"), ("delta", "Bac"))
 
     assert entries[0].record.logical == entries[2].record.logical
-    assert plan_move(entries[0], entries[2]) == Reread(chain("Ba"), chain("Bab")[2:], chain("Bac")[2:])
+    assert plan_update(entries[0], entries[2]) == Reread(chain("Ba"), chain("Bab")[2:], chain("Bac")[2:])
 
 
 def test_forth_and_back_is_the_same_state_again() -> None:
     entries = log(("delta", "Bab"), ("rollback", "B"), ("rollback", "Bab"))
 
-    assert plan_move(entries[0], entries[1]) == Reread(chain("B"), chain("Bab")[1:], ())
-    assert plan_move(entries[1], entries[2]) == Apply(chain("Bab")[1:])
-    assert plan_move(entries[0], entries[2]) == Same()
+    assert plan_update(entries[0], entries[1]) == Reread(chain("B"), chain("Bab")[1:], ())
+    assert plan_update(entries[1], entries[2]) == Apply(chain("Bab")[1:])
+    assert plan_update(entries[0], entries[2]) == Same()
 
 
 def test_going_back_to_an_older_version_is_a_move_like_any_other() -> None:
     entries = log(("full", "B"), ("delta", "Ba"), ("delta", "Bab"))
-    assert plan_move(entries[2], entries[0]) == Reread(chain("B"), chain("Bab")[1:], ())
+    assert plan_update(entries[2], entries[0]) == Reread(chain("B"), chain("Bab")[1:], ())
 
 
 def test_the_first_full_of_an_empty_store_and_the_way_back_are_compared() -> None:
@@ -128,8 +128,8 @@ def test_a_branch_begins_with_the_state_of_its_fork_point() -> None:
     (first, then) = log(("fork", "Ba"), ("delta", "Bax"))
 
     assert not is_directly_behind(point, first)
-    assert plan_move(point, first) == Same()
-    assert plan_move(point, then) == Apply(chain("Bax")[2:])
+    assert plan_update(point, first) == Same()
+    assert plan_update(point, then) == Apply(chain("Bax")[2:])
 
 
 def test_records_of_the_same_positions_in_another_log_are_not_directly_behind() -> None:
@@ -138,8 +138,8 @@ def test_records_of_the_same_positions_in_another_log_are_not_directly_behind() 
 
     stranger = LogEntry(msgspec.structs.replace(other.record, parent_digest=held.digest, store_uuid="t"), "x")
 
-    assert plan_move(held, other) == Compare()
-    assert plan_move(held, stranger) == Compare()
+    assert plan_update(held, other) == Compare()
+    assert plan_update(held, stranger) == Compare()
 
 
 def test_torn_positions_between_two_records_do_not_count() -> None:
@@ -148,14 +148,14 @@ def test_torn_positions_between_two_records_do_not_count() -> None:
     target = LogEntry(msgspec.structs.replace(target.record, v=3, parent_digest="t2", supersedes=torn), "x")
 
     assert is_directly_behind(held, target)
-    assert plan_move(held, target) == Same()
+    assert plan_update(held, target) == Same()
 
 
 def test_a_segment_of_the_same_name_and_another_digest_is_not_shared() -> None:
     held, target = log(("delta", "Ba"), ("delta", "Bab"))
     altered = (segment("B", sha256="other"), *target.record.chain[1:])
     target = LogEntry(msgspec.structs.replace(target.record, chain=altered), target.digest)
-    assert plan_move(held, target) == Compare()
+    assert plan_update(held, target) == Compare()
 
 
 def test_a_path_tells_more_than_its_ends() -> None:
@@ -163,7 +163,7 @@ def test_a_path_tells_more_than_its_ends() -> None:
         ("delta", "Ba"), ("compact", "C"), ("delta", "Cb"), ("tag", "Cb"), ("delta", "Cbc"), ("compact", "D")
     )  # fmt: skip
 
-    assert plan_move(entries[0], entries[-1]) == Compare()
+    assert plan_update(entries[0], entries[-1]) == Compare()
     assert plan_path(entries) == Apply((chain("Cb")[1], chain("Cbc")[2]))
     assert plan_path(entries[:2]) == Same()
     assert plan_path(entries[:1]) == Same()
@@ -171,7 +171,7 @@ def test_a_path_tells_more_than_its_ends() -> None:
 
 def test_a_path_with_something_else_in_it_is_planned_from_the_last_chain_of_the_state_held() -> None:
     entries = log(("delta", "Ba"), ("compact", "C"), ("delta", "Cb"), ("delta", "Cc"))
-    assert plan_move(entries[0], entries[-1]) == Compare()
+    assert plan_update(entries[0], entries[-1]) == Compare()
     assert plan_path(entries) == Apply(chain("Cc")[1:])
     assert plan_path(log(("delta", "Ba"), ("delta", "Bab"), ("full", "X"))) == Compare()
 
@@ -188,6 +188,6 @@ def test_every_path_of_deltas_and_compactions_is_its_steps_one_after_another() -
     )  # fmt: skip
     for start in range(len(entries)):
         for stop in range(start + 1, len(entries) + 1):
-            steps = [plan_move(a, b) for a, b in pairwise(entries[start:stop])]
+            steps = [plan_update(a, b) for a, b in pairwise(entries[start:stop])]
             deltas = tuple(one for step in steps if isinstance(step, Apply) for one in step.segments)
             assert plan_path(entries[start:stop]) == (Apply(deltas) if deltas else Same())

@@ -16,6 +16,7 @@ from cnr_store.changes import catch_up, changes, recorded_cursor, write_parquet
 from cnr_store.relay import Relay
 from cnr_store.serving import AttachedTables, Loader, RowRange
 from cnr_store.serving.sinks import FusedRows
+from tests.support.loader_checks import opened_loader
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def store() -> Iterator[Store]:
 )
 def test_a_loader_refuses_arguments_that_would_mean_nothing(store: Store, arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(BadInput, match=said):
-        Loader(store, **arguments)
+        opened_loader(store, **arguments)
 
 
 def test_rows_go_into_an_array_or_a_tensor(store: Store) -> None:

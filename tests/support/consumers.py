@@ -19,22 +19,22 @@ from cnr_store.serving.rows.folding import fold_into, fold_target
 from cnr_store.serving.rows.memory import ANONYMOUS, Memory
 from cnr_store.serving.rows.served_table import HeldTable, Overlay, ServedTable
 from cnr_store.serving.rows.shards import HashShard, is_in_shard, rows_in_shard
-from cnr_store.serving.update.update_plan import Compare, Move, plan_move, plan_path
-from cnr_store.serving.update.update_tables import Holding, Moved, move_tables
+from cnr_store.serving.update.update_plan import Compare, UpdatePlan, plan_path, plan_update
+from cnr_store.serving.update.update_tables import HeldAs, TableUpdates, update_tables
 from cnr_store.types import FloatBits, Lattice, RowRange
 
 Array = np.ndarray[Any, Any]
 
 HOLDINGS = (
-    Holding(),
-    Holding(holds="codes"),
-    Holding("float32"),
-    Holding("float16"),
-    Holding("bfloat16", shard=RowRange(3, 11)),
-    Holding(shard=HashShard(1, 3)),
-    Holding("float32", "codes", HashShard(0, 2)),
-    Holding("bfloat16", "codes", RowRange(2, 7)),
-    Holding(shard=RowRange(-4, 5)),
+    HeldAs(),
+    HeldAs(holds="codes"),
+    HeldAs("float32"),
+    HeldAs("float16"),
+    HeldAs("bfloat16", shard=RowRange(3, 11)),
+    HeldAs(shard=HashShard(1, 3)),
+    HeldAs("float32", "codes", HashShard(0, 2)),
+    HeldAs("bfloat16", "codes", RowRange(2, 7)),
+    HeldAs(shard=RowRange(-4, 5)),
 )
 
 
@@ -105,56 +105,58 @@ class TrackedMemory:
 class Consumer:
     """Tables held as ``holding`` says, where it can be; ``folds`` draws whether overlays are put into the held rows."""
 
-    holding: Holding
+    holding: HeldAs
     random: np.random.Generator
     memory: Memory = ANONYMOUS
     tables: dict[str, ServedTable] = field(default_factory=dict)
     stated: dict[str, int | None] = field(default_factory=dict)
     entry: LogEntry | None = None
     known: dict[str, SegmentReader] = field(default_factory=dict)
-    moves: list[str] = field(default_factory=list)
+    plans: list[str] = field(default_factory=list)
 
-    def hold(self, _name: str, schema: TableSchema) -> Holding:
+    def hold(self, _name: str, schema: TableSchema) -> HeldAs:
         has_codes = isinstance(schema.encoding, Lattice | FloatBits)
         holds = self.holding.holds if has_codes else "auto"
-        return Holding(self.holding.served, holds, self.holding.shard)
+        return HeldAs(self.holding.served, holds, self.holding.shard)
 
-    def plan(self, path: Sequence[LogEntry]) -> Move:
+    def plan(self, path: Sequence[LogEntry]) -> UpdatePlan:
         """By way of ``path``, whose last entry is the target; or by the two ends alone."""
         if self.entry is None:
             return Compare()
-        return plan_path([self.entry, *path]) if self.random.random() < 0.5 else plan_move(self.entry, path[-1])
+        return plan_path([self.entry, *path]) if self.random.random() < 0.5 else plan_update(self.entry, path[-1])
 
-    def go(self, store: Store, path: Sequence[LogEntry]) -> Moved:
+    def go(self, store: Store, path: Sequence[LogEntry]) -> TableUpdates:
         """Move to the last entry of ``path``, and look at every row."""
         target = path[-1]
         snapshot = Snapshot(store.storage, target, store.internals.workers, known=self.known, opens=False)
         move = self.plan(path)
         known = set(self.memory.live) if isinstance(self.memory, TrackedMemory) else set()
-        moved = move_tables(snapshot, move, self.tables, self.hold, self.stated, memory=self.memory)
+        updates = update_tables(snapshot, move, self.tables, self.hold, self.stated, memory=self.memory)
         if isinstance(self.memory, TrackedMemory):
             assert set(self.memory.live) - known == self.memory.blocks_of(
-                array for change in moved.changes.values() for array in arrays_of(change)
+                array for change in updates.changes.values() for array in arrays_of(change)
             )
-        self.take(moved)
+        self.take(updates)
         if isinstance(self.memory, TrackedMemory):
             tables = self.tables.values()
             held = [array for table in tables for one in (table.held, table.overlay) for array in arrays_of(one)]
             self.memory.keep_only(self.memory.blocks_of(held))
-        self.stated, self.entry, self.known = moved.stated, target, snapshot.known_readers
-        self.moves.append(type(move).__name__)
+        self.stated, self.entry, self.known = updates.stated, target, snapshot.known_readers
+        self.plans.append(type(move).__name__)
         self.check(snapshot)
-        return moved
+        return updates
 
-    def take(self, moved: Moved) -> None:
+    def take(self, updates: TableUpdates) -> None:
         """What a publisher does with a move, without readers."""
-        for name, change in moved.changes.items():
+        for name, change in updates.changes.items():
             if change is None:
                 del self.tables[name]
             elif isinstance(change, HeldTable):
-                self.tables[name] = ServedTable(change, None, moved.escapes.get(name, EscapeRows()))
+                self.tables[name] = ServedTable(change, None, updates.escapes.get(name, EscapeRows()))
             else:
-                self.tables[name] = self.with_overlay(self.tables[name], change, moved.escapes.get(name, EscapeRows()))
+                self.tables[name] = self.with_overlay(
+                    self.tables[name], change, updates.escapes.get(name, EscapeRows())
+                )
 
     def with_overlay(self, table: ServedTable, change: Overlay, escapes: EscapeRows) -> ServedTable:
         if table.overlay is not None:
@@ -177,7 +179,7 @@ class Consumer:
             expected = np.empty_like(out)
             assert table.kind.serve(values, expected) < 0
             differ = (out.view(np.uint8) != expected.view(np.uint8)).any(axis=1) if len(ids) else np.zeros(0, np.bool_)
-            assert not differ.any(), (name, self.holding, ids[differ], out[differ], expected[differ], self.moves)
+            assert not differ.any(), (name, self.holding, ids[differ], out[differ], expected[differ], self.plans)
             if table.schema.keys == "hashed":
                 assert not missing.any()
                 assert np.array_equal(table.row_ids(), ids)
@@ -203,7 +205,7 @@ def arrays_of(part: HeldTable | Overlay | None) -> list[Array]:
     return [array for array in found if array is not None]
 
 
-def expected_rows(snapshot: Snapshot, name: str, holding: Holding) -> tuple[Array, Array]:
+def expected_rows(snapshot: Snapshot, name: str, holding: HeldAs) -> tuple[Array, Array]:
     """Ids and floats of the rows of a table that a consumer holds."""
     view = snapshot.table(name)
     if view.schema.keys == "hashed":

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
-from cnr_store import Snapshot
+from cnr_store import Snapshot, Store
 from cnr_store.encodings.widths import carrier
-from cnr_store.serving import Loader
+from cnr_store.serving import Loader, LoaderOptions
 from tests.support.store_oracle import same_bits
 
 Array = np.ndarray[Any, Any]
@@ -41,3 +43,10 @@ def check_is_snapshot(loader: Loader, snapshot: Snapshot) -> None:
     assert set(loader.dense) == set(snapshot.dense)
     for name in snapshot.dense:
         assert same_bits(loader.dense[name], snapshot.read_dense(name)), name
+
+
+def opened_loader(store: Store | str, tables: Sequence[str] | None = None, **given: Any) -> Loader:
+    """A loader of arguments and options given side by side."""
+    names = {one.name for one in fields(LoaderOptions)}
+    options = LoaderOptions(**{name: given.pop(name) for name in names & given.keys()})
+    return Loader(store, tables, options, **given)

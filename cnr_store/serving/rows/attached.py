@@ -26,7 +26,7 @@ from cnr_store.serving.rows.memory import Array
 from cnr_store.serving.rows.served_table import HeldTable
 from cnr_store.serving.rows.shared_memory import BOARD_FILE, current_generation, map_file
 from cnr_store.serving.rows.view_file import ArrayRef, HeldRef, check_file_name, check_ref, parse_view, view_of
-from cnr_store.serving.rows.views import Batch, Lookups, View, as_array
+from cnr_store.serving.rows.views import LookupBatch, Lookups, View, as_array
 
 if TYPE_CHECKING:
     import torch
@@ -118,7 +118,7 @@ class AttachedTables:
         row_ids: Mapping[str, npt.ArrayLike],
         dense: Sequence[str] = (),
         out: Mapping[str, Array] | None = None,
-    ) -> Batch:
+    ) -> LookupBatch:
         """Return rows of several tables, and dense tensors, all of the newest version; as `Loader.lookup_many`.
 
         Raises

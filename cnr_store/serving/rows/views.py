@@ -72,7 +72,7 @@ class View:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class LookupBatch:
     """The rows of one lookup, all of one version.
 
     Attributes
@@ -455,7 +455,7 @@ class Lookups:
         ids: Mapping[str, npt.ArrayLike],
         dense: Sequence[str] = (),
         out: Mapping[str, Array] | None = None,
-    ) -> Batch:
+    ) -> LookupBatch:
         """Return rows of some tables and dense tensors, all of one version, the newest.
 
         Parameters
@@ -523,7 +523,7 @@ def lookup_in(
     ids: Mapping[str, npt.ArrayLike],
     dense: Sequence[str] = (),
     out: Mapping[str, Array] | None = None,
-) -> Batch:
+) -> LookupBatch:
     """Return rows of one given view as `Lookups.lookup` does, unchecked: a candidate's, on the publisher's thread."""
     rows: dict[str, Array] = {}
     missing: dict[str, npt.NDArray[np.bool_] | None] = {}
@@ -537,7 +537,9 @@ def lookup_in(
         absent = table.read(keys, into, flags)
         rows[name] = into
         missing[name] = flags if absent else None
-    return Batch(view.version, view.step, view.epoch, rows, {name: _tensor(view, name) for name in dense}, missing)
+    return LookupBatch(
+        view.version, view.step, view.epoch, rows, {name: _tensor(view, name) for name in dense}, missing
+    )
 
 
 def _tensor(view: View, name: str) -> Array:

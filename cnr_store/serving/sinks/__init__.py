@@ -1,7 +1,7 @@
 """Places outside a loader that serve its rows: fused row-wise tensors, remote caches.
 
 A `RowSink` takes absolute values in batches, one batch per version, and shows none of a batch before it is committed.
-A `SinkFeed` brings one sink to the version that a `RowSource` (a loader) has published, and keeps it there. Nothing
+A `SinkFeed` brings one sink to the version that a `SinkSource` (a loader) has published, and keeps it there. Nothing
 here is ever an increment: a batch that is written twice, or begun anew, ends in the same rows.
 
 ::
@@ -13,7 +13,7 @@ here is ever an increment: a batch that is written twice, or begun anew, ends in
 from __future__ import annotations
 
 from cnr_store.serving.sinks.fused import FusedRows
-from cnr_store.serving.sinks.protocol import Published, RowSink, RowSource, SinkState, SinkTable, SourceRows
+from cnr_store.serving.sinks.protocol import Published, RowSink, SinkSource, SinkState, SinkTable, SourceRows
 from cnr_store.serving.sinks.sink_feed import PushResult, SinkFeed, SinkMetrics
 
 __all__ = [
@@ -25,7 +25,7 @@ __all__ = [
     "SinkMetrics",
     # What a sink of one's own is made of.
     "RowSink",
-    "RowSource",
+    "SinkSource",
     "Published",
     "SinkState",
     "SinkTable",

@@ -76,8 +76,8 @@ class FusedRows:
         self._lock = threading.Lock()  # of what is committed and not applied; not of the tensors
         self._tensors: dict[str, torch.Tensor] = {}
         self._dims: dict[str, int] = {}
-        self._batch: _Batch | None = None
-        self._committed: list[_Batch] = []
+        self._batch: _FusedBatch | None = None
+        self._committed: list[_FusedBatch] = []
         self._state: SinkState | None = None
         self._shown: SinkState | None = None
 
@@ -133,7 +133,7 @@ class FusedRows:
                     table=table, expected=tuple(held.shape), found=(shape.num_rows, width),
                 )  # fmt: skip
         self._batch = (
-            _full_batch(tables, self.bits) if full else _Batch(dict(tables), {}, {table: [] for table in tables})
+            _full_batch(tables, self.bits) if full else _FusedBatch(dict(tables), {}, {table: [] for table in tables})
         )
 
     def put(self, table: str, row_ids: RowIds, values: Float32s) -> None:
@@ -189,7 +189,7 @@ class FusedRows:
         self._shown = shown
         return bool(batches)
 
-    def _scatter(self, batch: _Batch) -> None:
+    def _scatter(self, batch: _FusedBatch) -> None:
         import torch
 
         for table, rows in batch.whole.items():
@@ -207,7 +207,7 @@ class FusedRows:
             for row_ids, stored in pieces:
                 rows[row_ids] = stored
 
-    def _writing(self, table: str, row_ids: RowIds) -> _Batch:
+    def _writing(self, table: str, row_ids: RowIds) -> _FusedBatch:
         batch = self._batch
         if batch is None:
             raise BadInput(f"{self._name} has no batch to write to: begin() one", table=table)
@@ -226,7 +226,7 @@ class FusedRows:
 
 
 @dataclass(frozen=True, slots=True)
-class _Batch:
+class _FusedBatch:
     """Fused rows on their way: whole tables of a full batch, or changed rows in pieces, of which later ones count."""
 
     tables: dict[str, SinkTable]
@@ -240,15 +240,15 @@ class _Batch:
             self.changes[table].append((row_ids.copy(), stored))
 
 
-def _full_batch(tables: Mapping[str, SinkTable], bits: int) -> _Batch:
+def _full_batch(tables: Mapping[str, SinkTable], bits: int) -> _FusedBatch:
     whole = {
         name: np.zeros((table.num_rows or 0, fused_row_bytes(table.dim, bits)), np.uint8)
         for name, table in tables.items()
     }
-    return _Batch(dict(tables), whole, {})
+    return _FusedBatch(dict(tables), whole, {})
 
 
-def _joined(batches: list[_Batch]) -> _Batch:
+def _joined(batches: list[_FusedBatch]) -> _FusedBatch:
     """Return one batch that changes what these change, in order: a caller that does not apply must not fill memory."""
     first, *later = batches
     for batch in later:
@@ -264,4 +264,4 @@ def _joined(batches: list[_Batch]) -> _Batch:
             stored = np.concatenate([rows for _, rows in pieces])
             unique, last = np.unique(ids[::-1], return_index=True)
             first.changes[table] = [(unique, stored[::-1][last])]
-    return _Batch({**first.tables, **batches[-1].tables}, first.whole, first.changes)
+    return _FusedBatch({**first.tables, **batches[-1].tables}, first.whole, first.changes)

@@ -61,7 +61,7 @@ class SourceRows:
     tables: Mapping[str, tuple[Float32s, npt.NDArray[np.bool_]]]
 
 
-class RowSource(Protocol):
+class SinkSource(Protocol):
     """Where a feed takes rows from: a loader. All methods may be called from any thread."""
 
     def published(self) -> Published | None:

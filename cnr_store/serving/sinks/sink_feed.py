@@ -18,7 +18,8 @@ from functools import partial
 import numpy as np
 
 from cnr_store.errors import BadInput, CnrStoreError, Fenced, StorageFailure, TableNotFound
-from cnr_store.serving.sinks.protocol import Published, RowSink, RowSource, SinkState, SinkTable, SourceRows
+from cnr_store.runtime.repeating import Repeating, pause_s
+from cnr_store.serving.sinks.protocol import Published, RowSink, SinkSource, SinkState, SinkTable, SourceRows
 from cnr_store.types import RowIds
 
 CHUNK_ROWS = 65_536
@@ -41,7 +42,6 @@ _RESTARTS = 3
 _MOST_WAITING = 16
 _NOTICE_TIMEOUT_S = 30.0
 _FIRST_PAUSE_S = 0.1
-_LONGEST_PAUSE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class SinkFeed:
 
     def __init__(
         self,
-        source: RowSource,
+        source: SinkSource,
         sink: RowSink,
         *,
         chunk_rows: int = CHUNK_ROWS,
@@ -144,13 +144,16 @@ class SinkFeed:
         self._due = _Due()  # since `_shown`, and what `_attempt` took of it
         self._is_open = False
         self._shown: SinkState | None = None
-        self._attempt: _Attempt | None = None  # the batch on its way, or the one that failed
+        self._attempt: _PushAttempt | None = None  # the batch on its way, or the one that failed
         self._behind_since: float | None = None
-        self._done = _Done()
+        self._done = _PushCounts()
         self._error: CnrStoreError | None = None
         self._is_fenced = False
         self._stops = False
-        self._thread: threading.Thread | None = None
+        self._failures = 0
+        self._retry_at_s = 0.0
+        self._check_at_s = 0.0
+        self._thread: Repeating | None = None
 
     def notice(self, published: Published, changed: Mapping[str, RowIds | None]) -> None:
         """Tell that the source shows another version now, and which rows may differ from the one told before.
@@ -177,6 +180,8 @@ class SinkFeed:
             if self._behind_since is None and self._shown != published.state:
                 self._behind_since = time.monotonic()
             self._changed.notify_all()
+            if self._thread is not None:
+                self._thread.wake()
 
     def push(self) -> PushResult | None:
         """Bring the sink to what the source shows; None if it is there already, or the source shows nothing. Blocks.
@@ -198,8 +203,8 @@ class SinkFeed:
         with self._changed:
             if self._thread is None:
                 self._stops = False
-                self._thread = threading.Thread(target=self._run, name=f"feed {self.sink.name}", daemon=True)
-                self._thread.start()
+                self._check_at_s = time.monotonic() + self._check_every_s
+                self._thread = Repeating(self, SinkFeed._push_again, name=f"feed {self.sink.name}")
 
     def stop(self, timeout_s: float | None = 30.0) -> None:
         """End the thread after the push it is at; a second call, or one without `start`, does nothing."""
@@ -208,7 +213,7 @@ class SinkFeed:
             self._stops = True
             self._changed.notify_all()
         if thread is not None:
-            thread.join(timeout_s)
+            thread.stop(timeout_s)
 
     def metrics(self) -> SinkMetrics:
         """Return how the sink is doing; no I/O."""
@@ -221,25 +226,28 @@ class SinkFeed:
                 self._is_fenced,
             )  # fmt: skip
 
-    def _run(self) -> None:
-        pause_s = _FIRST_PAUSE_S
-        while True:
-            with self._changed:
-                is_due = self._changed.wait_for(self._has_work, self._check_every_s)
-                if self._error is not None and not self._stops:
-                    # Jitter: the sinks of a hundred servers must not come back to a cache in step.
-                    self._changed.wait_for(lambda: self._stops, pause_s * (0.5 + random.random()))
-                if self._stops or self._is_fenced:
-                    return
-            try:
-                self._guarded(until_stop=True, checks=not is_due)
-            except CnrStoreError:  # told by metrics(); serving goes on, and the next attempt opens the sink anew
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-            else:
-                pause_s = _FIRST_PAUSE_S
-
-    def _has_work(self) -> bool:
-        return self._stops or self._error is not None or not self._is_current()
+    def _push_again(self) -> float | None:
+        """Push what is due, or ask an idle sink what it shows; return how long to rest, None where it is over."""
+        now = time.monotonic()
+        with self._changed:
+            if self._stops or self._is_fenced:
+                return None
+            if now < self._retry_at_s:  # whatever is told meanwhile
+                return self._retry_at_s - now
+            is_due = self._error is not None or not self._is_current()
+            if not is_due and now < self._check_at_s:
+                return self._check_at_s - now
+        try:
+            self._guarded(until_stop=True, checks=not is_due)
+        except CnrStoreError:  # told by metrics(); serving goes on, and the next attempt opens the sink anew
+            self._failures += 1
+            # Jitter: the sinks of a hundred servers must not come back to a cache in step.
+            rest_s = pause_s(_FIRST_PAUSE_S / 2, self._failures, random.random())
+            self._retry_at_s = time.monotonic() + rest_s
+            return rest_s
+        self._failures, self._retry_at_s = 0, 0.0
+        self._check_at_s = time.monotonic() + self._check_every_s
+        return 0.0  # something may have been told behind the push
 
     def _is_current(self) -> bool:
         return self._published is None or (self._is_open and self._shown == self._published.state)
@@ -292,7 +300,7 @@ class SinkFeed:
                     return None
                 published = self._published
                 full = self._shown is None or self._due.everything
-                self._attempt = attempt = _Attempt(published.tables, full, until_stop)
+                self._attempt = attempt = _PushAttempt(published.tables, full, until_stop)
                 if full:
                     self._due = _Due()
             self.sink.begin(published.tables, full=full)
@@ -342,7 +350,7 @@ class SinkFeed:
                 self._due.add(lacking or {})
         self._is_open = True
 
-    def _write(self, attempt: _Attempt) -> SinkState:
+    def _write(self, attempt: _PushAttempt) -> SinkState:
         """Write the batch, and return the state that it is."""
         if attempt.full:
             for table in attempt.tables:
@@ -369,7 +377,7 @@ class SinkFeed:
                 self._put(attempt, rows)
             return told.state
 
-    def _take(self, attempt: _Attempt) -> tuple[dict[str, RowIds], _Told]:
+    def _take(self, attempt: _PushAttempt) -> tuple[dict[str, RowIds], _Notice]:
         """Take what is due, and which state it leads to."""
         with self._changed:
             told = self._told(attempt)
@@ -379,22 +387,22 @@ class SinkFeed:
             attempt.taken_at = time.monotonic()
             return changed, told
 
-    def _told(self, attempt: _Attempt) -> _Told:
+    def _told(self, attempt: _PushAttempt) -> _Notice:
         """What was told last, while the lock is held; ends the batch if that is of other tables than the batch."""
         assert self._published is not None
         if self._due.everything or self._published.tables != attempt.tables:
             self._due.everything = True
             raise _TablesChanged
-        return _Told(self._notices, self._published.state)
+        return _Notice(self._notices, self._published.state)
 
-    def _row_ids(self, attempt: _Attempt, table: str) -> Sequence[int] | RowIds:
+    def _row_ids(self, attempt: _PushAttempt, table: str) -> Sequence[int] | RowIds:
         try:
             return self._source.row_ids(table)
         except TableNotFound:
             self._await_other_tables(attempt)
             raise
 
-    def _read(self, attempt: _Attempt, row_ids: Mapping[str, RowIds]) -> tuple[_Rows, _Told]:
+    def _read(self, attempt: _PushAttempt, row_ids: Mapping[str, RowIds]) -> tuple[_Rows, _Notice]:
         """Read rows as they are in the state told last, so that every later change of them will be told, or was."""
         deadline = time.monotonic() + _NOTICE_TIMEOUT_S
         while True:
@@ -417,20 +425,20 @@ class SinkFeed:
                         version=found.version, expected=told.state.version, found=found.version,
                     )  # fmt: skip
 
-    def _await_other_tables(self, attempt: _Attempt) -> None:
+    def _await_other_tables(self, attempt: _PushAttempt) -> None:
         """Wait until a version without a table of the batch is told too; that ends the batch."""
         with self._changed:
             if self._changed.wait_for(partial(self._has_other_tables, attempt), _NOTICE_TIMEOUT_S):
                 self._due.everything = True
                 raise _TablesChanged
 
-    def _has_other_tables(self, attempt: _Attempt) -> bool:
+    def _has_other_tables(self, attempt: _PushAttempt) -> bool:
         return self._published is not None and self._published.tables != attempt.tables
 
-    def _has_told_after(self, told: _Told) -> bool:
+    def _has_told_after(self, told: _Notice) -> bool:
         return self._notices > told.notices
 
-    def _put(self, attempt: _Attempt, rows: _Rows) -> None:
+    def _put(self, attempt: _PushAttempt, rows: _Rows) -> None:
         if attempt.until_stop and self._stops:
             raise _Stopped
         for table, row_ids in rows.row_ids.items():
@@ -469,7 +477,7 @@ class _TablesChanged(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _Notice:
     """How many notices there were, and the state of the last."""
 
     notices: int
@@ -508,7 +516,7 @@ class _Due:
 
 
 @dataclass(slots=True)
-class _Attempt:
+class _PushAttempt:
     """One batch: what it took of what was due, and what became of it."""
 
     tables: Mapping[str, SinkTable]
@@ -523,14 +531,14 @@ class _Attempt:
 
 
 @dataclass(slots=True)
-class _Done:
+class _PushCounts:
     pushes: int = 0
     full_pushes: int = 0
     failures: int = 0
     rows: int = 0
     deleted: int = 0
 
-    def add(self, attempt: _Attempt) -> None:
+    def add(self, attempt: _PushAttempt) -> None:
         self.pushes += 1
         self.full_pushes += attempt.full
         self.rows += attempt.rows

@@ -130,7 +130,7 @@ def _is_whole(plan: TablePlan) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunk:
+class _PlacedChunk:
     """A chunk's rows in the overlay: positions [start, stop). ``ids`` and where in the chunk they are, if not all."""
 
     step: Step
@@ -170,7 +170,7 @@ class _Application:
         exact = [(rows, values) for _, (rows, values) in found if len(rows)]
         return Applied(overlay, escapes_after(self._served, overlay, exact), unsure)
 
-    def _selected(self) -> list[_Chunk]:
+    def _selected(self) -> list[_PlacedChunk]:
         """The chunks that hold rows of the shard, and where their rows go; reads ids where not all rows count."""
         shard, held = self._served.held.shard, self._served.held
         steps = [step for batch in self._plan.batches for step in batch.steps]
@@ -190,10 +190,10 @@ class _Application:
             stop += step.num_rows if chosen is None else len(chosen[0])
             if stop > start:
                 ids, at = (None, None) if chosen is None else chosen
-                chunks.append(_Chunk(step, start, stop, ids, at))
+                chunks.append(_PlacedChunk(step, start, stop, ids, at))
         return chunks
 
-    def _apply(self, chunk: _Chunk) -> tuple[RowIds, tuple[RowIds, Array]]:
+    def _apply(self, chunk: _PlacedChunk) -> tuple[RowIds, tuple[RowIds, Array]]:
         """Write a chunk's rows; returns the rows that it could not know, and escape rows with their floats."""
         step, into = chunk.step, slice(chunk.start, chunk.stop)
         ids, rows, status = self._overlay.ids[into], self._overlay.rows[into], self._overlay.status[into]
@@ -342,7 +342,7 @@ def _apply_by_replay(
 
 
 @dataclass(frozen=True, slots=True)
-class _Moved:
+class _ColumnRows:
     """One column interval of the rows after a segment; ``touched`` says of which rows it named these columns."""
 
     codes: TableCodes
@@ -353,7 +353,7 @@ class _Moved:
 
 def _moved(
     reader: ChunkReader, piece: TablePlan, rows: RowIds, known: Array, before: Array, workers: Workers
-) -> _Moved:
+) -> _ColumnRows:
     low, high = piece.columns
     spec = array_specs(piece.schema, piece.columns)["codes"]
     codes = TableCodes(
@@ -367,10 +367,10 @@ def _moved(
     exact = np.zeros((len(rows), high - low), carrier(spec.dtype))
     if len(codes.escapes.rows):
         exact[codes.escapes.rows] = codes.escapes.values["codes"]
-    return _Moved(codes, touched, np.where(touched, codes.status, before).astype(np.uint8), exact)
+    return _ColumnRows(codes, touched, np.where(touched, codes.status, before).astype(np.uint8), exact)
 
 
-def _put_interval(overlay: Overlay, kind: RowKind, plan: TablePlan, one: _Moved, at: RowIds) -> None:
+def _put_interval(overlay: Overlay, kind: RowKind, plan: TablePlan, one: _ColumnRows, at: RowIds) -> None:
     """Write the columns of an interval of coded rows, as they are held."""
     low, high = one.codes.columns
     spec, codes = one.codes.specs["codes"], one.codes.arrays["codes"][at]

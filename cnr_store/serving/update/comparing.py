@@ -24,7 +24,7 @@ from cnr_store.serving.rows import gather
 from cnr_store.serving.rows.memory import ANONYMOUS, Memory
 from cnr_store.serving.rows.served_table import HeldTable, Overlay, RowKind, ServedTable
 from cnr_store.serving.rows.shards import dense_range, is_in_shard, rows_in_shard
-from cnr_store.serving.update.content import Assembly, CodesTooWide, Content, escapes_after, read_content
+from cnr_store.serving.update.content import CodesTooWide, Content, ContentBuilder, escapes_after, read_content
 from cnr_store.serving.update.keys import KeyedRows, newest_rows
 from cnr_store.serving.update.loading import load_table
 from cnr_store.types import RowIds, RowRange
@@ -233,7 +233,7 @@ def _compare_dense(readers: Sequence[ChunkReader], served: ServedTable, workers:
             ids, content = ids[at], Content(content.rows[at], status, EscapeRows(mine, values))
         found.put(ids, content)
 
-    read_codes(readers, plan, workers, Assembly(plan, kind, workers, place, compare).take)
+    read_codes(readers, plan, workers, ContentBuilder(plan, kind, workers, place, compare).take)
     if held.is_keyed:
         found.put_absent(vanished_rows(served, schema))
 

@@ -44,14 +44,14 @@ class Content:
 
 
 @dataclass(slots=True)
-class _Interval:
+class _ColumnEscapes:
     columns: Columns
     status: Status | None
     escapes: EscapeRows
 
 
 @dataclass(slots=True)
-class Assembly:
+class ContentBuilder:
     """Makes `Content` of the codes that `restore.read_codes` hands out: its ``take``.
 
     Attributes
@@ -71,7 +71,7 @@ class Assembly:
     done: Callable[[int, int, Content], None]
     _out: Array = field(default_factory=lambda: np.empty((0, 0)))
     _floats: Array = field(default_factory=lambda: np.empty((0, 0)))
-    _intervals: list[_Interval] = field(default_factory=list)
+    _intervals: list[_ColumnEscapes] = field(default_factory=list)
 
     def take(self, codes: TableCodes, with_digest: bool) -> int:
         """Take one column interval of a window; returns its state digest if that is wanted.
@@ -95,7 +95,7 @@ class Assembly:
         else:
             total = finish(codes, {"codes": self._floats[:, low:high]}, self.workers, with_digest=with_digest)
         escapes = EscapeRows(codes.escapes.rows - codes.start, dict(codes.escapes.values))
-        self._intervals.append(_Interval(codes.columns, codes.status, escapes))
+        self._intervals.append(_ColumnEscapes(codes.columns, codes.status, escapes))
         if high == self.kind.dim:
             self._end(codes.start, codes.stop)
         return total
@@ -222,8 +222,10 @@ def read_content(
     plan = plan_table([reader.manifest for reader in readers], table, rows=rows)
     out = np.empty((len(rows), kind.width), kind.dtype if dtype is None else dtype)
     found: list[Content] = []
-    assembly = Assembly(plan, kind, workers, lambda _start, _stop: out, lambda _start, _stop, one: found.append(one))
-    read_codes(readers, plan, workers, assembly.take, rows=rows)
+    builder = ContentBuilder(
+        plan, kind, workers, lambda _start, _stop: out, lambda _start, _stop, one: found.append(one)
+    )
+    read_codes(readers, plan, workers, builder.take, rows=rows)
     return found[0]
 
 

@@ -23,7 +23,7 @@ from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, TASK_ROWS, Array, Es
 from cnr_store.serving.rows.memory import ANONYMOUS, Memory
 from cnr_store.serving.rows.served_table import HeldTable, RowKind, ServedTable
 from cnr_store.serving.rows.shards import HashShard, Shard, dense_range, is_in_shard
-from cnr_store.serving.update.content import Assembly, CodesTooWide, Content, holds_codes_in_place
+from cnr_store.serving.update.content import CodesTooWide, Content, ContentBuilder, holds_codes_in_place
 from cnr_store.serving.update.keys import newest_rows
 from cnr_store.types import RowIds
 
@@ -112,9 +112,9 @@ def _load_range(
         # Values become their codes' memory: integers of the same width, or floats that are stored as such.
         return held.rows if kind.spec is not None else held.rows.view(array_specs(plan.schema)["codes"].held_dtype)
 
-    assembly = Assembly(plan, kind, workers, place, states.put)
+    builder = ContentBuilder(plan, kind, workers, place, states.put)
     is_in_place = holds_codes_in_place(plan, kind) and len(held.rows) > 0
-    read_codes(readers, plan, workers, assembly.take, memory=in_place if is_in_place else None)
+    read_codes(readers, plan, workers, builder.take, memory=in_place if is_in_place else None)
     return ServedTable(states.held, escapes=states.escapes)
 
 
@@ -154,7 +154,7 @@ def _load_hash_shard(
         at = np.flatnonzero(mine).astype(np.int64)
         keyed.put(at + start, content, at)
 
-    read_codes(readers, plan, workers, Assembly(plan, kind, workers, place, keep).take)
+    read_codes(readers, plan, workers, ContentBuilder(plan, kind, workers, place, keep).take)
     return keyed.table()
 
 

@@ -51,7 +51,7 @@ class Compare:
     """The records do not tell how the states are related: any row may differ."""
 
 
-Move = Same | Apply | Reread | Compare
+UpdatePlan = Same | Apply | Reread | Compare
 
 
 def is_directly_behind(held: LogEntry, target: LogEntry) -> bool:
@@ -62,7 +62,7 @@ def is_directly_behind(held: LogEntry, target: LogEntry) -> bool:
     )
 
 
-def plan_move(held: LogEntry, target: LogEntry) -> Move:
+def plan_update(held: LogEntry, target: LogEntry) -> UpdatePlan:
     """Return how the state of ``held`` becomes that of ``target``: any two records of one store and its branches.
 
     A record that leaves the training state alone (compaction, a tag, an expiry) is `Same` even where it has another
@@ -79,7 +79,7 @@ def plan_move(held: LogEntry, target: LogEntry) -> Move:
     return Reread(after[:count], before[count:], after[count:])
 
 
-def plan_path(entries: Sequence[LogEntry]) -> Move:
+def plan_path(entries: Sequence[LogEntry]) -> UpdatePlan:
     """Return how the state of the first record becomes that of the last, by way of those between them.
 
     Parameters
@@ -87,16 +87,16 @@ def plan_path(entries: Sequence[LogEntry]) -> Move:
     entries
         At least one; each directly behind the one before, or the plan is that of the first and the last alone. Knowing
         them all tells more than the two ends do: deltas that were folded on the way can still be applied one by one,
-        as long as their objects are there. Where they are not, `plan_move` of the two ends is the way.
+        as long as their objects are there. Where they are not, `plan_update` of the two ends is the way.
     """
     known = 0  # The last record that is known to have the state held.
     deltas: list[ChainEntry] = []
     for index, (held, target) in enumerate(pairwise(entries), start=1):
-        move = plan_move(held, target)
-        if isinstance(move, Apply):
-            deltas.extend(move.segments)
-        elif not isinstance(move, Same):
-            return plan_move(entries[known], entries[-1])
+        plan = plan_update(held, target)
+        if isinstance(plan, Apply):
+            deltas.extend(plan.segments)
+        elif not isinstance(plan, Same):
+            return plan_update(entries[known], entries[-1])
         elif not deltas:
             known = index
     return Apply(tuple(deltas)) if deltas else Same()

@@ -40,12 +40,12 @@ from cnr_store.serving.update.comparing import (
 from cnr_store.serving.update.content import CodesTooWide, check_escapes, escapes_after
 from cnr_store.serving.update.loading import load_table
 from cnr_store.serving.update.reshaping import reshaped
-from cnr_store.serving.update.update_plan import Apply, Compare, Move, Reread, Same
+from cnr_store.serving.update.update_plan import Apply, Compare, Reread, Same, UpdatePlan
 from cnr_store.types import RowIds
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class HeldAs:
     """How a consumer wants a table.
 
     Attributes
@@ -64,14 +64,14 @@ class Holding:
     is_asked: bool = False
 
 
-Hold = Callable[[str, TableSchema], Holding | None]
+Hold = Callable[[str, TableSchema], HeldAs | None]
 """Says of a version's table how it is held; None: not at all."""
 
 TableChange = Overlay | HeldTable | None
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class TableUpdates:
     """What makes the tables that are held those of a version: for `Publisher.stage`.
 
     Attributes
@@ -83,7 +83,7 @@ class Moved:
         Of tables that hold codes and appear in ``changes``: all their escape rows.
     stated
         By table: the state digest that the version names for it as a whole, None where it names none. To be given to
-        the next move: it tells a segment of another chain.
+        the next update: it tells a segment of another chain.
     rows
         Rows that were changed, or loaded.
     bytes
@@ -97,32 +97,32 @@ class Moved:
     bytes: int = 0
 
 
-def move_tables(
+def update_tables(
     snapshot: Snapshot,
-    move: Move,
+    plan: UpdatePlan,
     tables: Mapping[str, ServedTable],
     hold: Hold,
     stated: Mapping[str, int | None] | None = None,
     *,
     memory: Memory = ANONYMOUS,
-) -> Moved:
+) -> TableUpdates:
     """Return what makes ``tables`` the snapshot's; loads tables that are not held yet. Blocks; runs on its workers.
 
     Memory: the overlays and new tables that are returned, and as much again of the overlays where several segments are
-    put one on another; chunks in flight; 256 MiB at most beside. A table that several segments of one move resize is
+    put one on another; chunks in flight; 256 MiB at most beside. A table that several segments of one update resize is
     there a third time while it is copied.
 
     Parameters
     ----------
     snapshot
         The version to go to. It opens segments that are not ``known`` to it, so pass on those of the version before.
-    move
-        How its state follows from the one held: `moving.plan_move`, or `Compare`, which is always right. With no table
-        held any move loads.
+    plan
+        How its state follows from the one held: `plan_update`, or `Compare`, which is always right. With no
+        table held any plan loads.
     tables
         What is held now: the newest view's. An overlay that is not folded yet is read over, and not taken in.
     stated
-        What the move before returned; None checks nothing.
+        What the update before returned; None checks nothing.
     memory
         Where new tables and overlays go.
 
@@ -135,11 +135,11 @@ def move_tables(
     NonFiniteValues
         A row that is not finite has no int8 form.
     """
-    if isinstance(move, Same) and tables:
-        return Moved(stated=dict(stated or {}))
+    if isinstance(plan, Same) and tables:
+        return TableUpdates(stated=dict(stated or {}))
     with memory.attempt():
-        mover = _Mover(snapshot, move, stated or {}, memory)
-        result = Moved()
+        updater = _Updater(snapshot, plan, stated or {}, memory)
+        result = TableUpdates()
         rows = bytes_read = 0
         for name in sorted({*tables, *snapshot.tables}):
             schema = snapshot.tables.get(name)
@@ -149,8 +149,8 @@ def move_tables(
                     result.changes[name] = None
                 continue
             result.stated[name] = stated_whole(snapshot.manifests[-1], name)
-            found = mover.move(name, schema, holding, tables.get(name))
-            bytes_read += mover.bytes
+            found = updater.update(name, schema, holding, tables.get(name))
+            bytes_read += updater.bytes
             if found is None:
                 continue
             result.changes[name] = found.change
@@ -174,19 +174,19 @@ class _GoneSegment(Exception):
     """A segment is gone or damaged that the version does not need."""
 
 
-class _Mover:
-    """One move, table by table."""
+class _Updater:
+    """One update, table by table."""
 
-    def __init__(self, snapshot: Snapshot, move: Move, stated: Mapping[str, int | None], memory: Memory) -> None:
+    def __init__(self, snapshot: Snapshot, plan: UpdatePlan, stated: Mapping[str, int | None], memory: Memory) -> None:
         self.bytes = 0
         self._snapshot = snapshot
         self._readers = snapshot.readers
         self._workers: Workers = snapshot.workers
         self._stated = stated
         self._memory = memory
-        self._move, self._segments = self._opened(move)
+        self._plan, self._segments = self._opened(plan)
 
-    def move(self, name: str, schema: TableSchema, holding: Holding, served: ServedTable | None) -> Difference | None:
+    def update(self, name: str, schema: TableSchema, holding: HeldAs, served: ServedTable | None) -> Difference | None:
         """Return what changes a table, None where it stays as it is."""
         self.bytes = 0
         if not holding.is_asked and (served is None or served.schema.num_rows < schema.num_rows):
@@ -194,47 +194,47 @@ class _Mover:
         kind = row_kind(schema, holding.served, holding.holds)
         if served is None or _is_held_otherwise(served, schema, kind, holding.shard):
             return self._load(name, kind, holding.shard)
-        if not isinstance(self._move, Compare) and self._is_one_life(served, schema):
+        if not isinstance(self._plan, Compare) and self._is_one_life(served, schema):
             try:
                 with self._memory.attempt():
-                    if isinstance(self._move, Reread):
+                    if isinstance(self._plan, Reread):
                         return self._reread(served, schema, kind)
                     return self._apply(served, schema, holding)
             except (CodesTooWide, _GoneSegment):
                 pass
         return self._compare(served, schema, kind)
 
-    def _opened(self, move: Move) -> tuple[Move, tuple[list[SegmentReader], list[SegmentReader]]]:
-        """The segments that the move is about: (to apply or old, new). Where they are gone, all is compared."""
+    def _opened(self, plan: UpdatePlan) -> tuple[UpdatePlan, tuple[list[SegmentReader], list[SegmentReader]]]:
+        """The segments that the plan is about: (to apply or old, new). Where they are gone, all is compared."""
         known = {reader.name: reader for reader in self._readers}
         try:
-            if isinstance(move, Apply):
-                return move, ([self._snapshot.open_segment(e) for e in move.segments], [])
-            if isinstance(move, Reread):
-                old = [self._snapshot.open_segment(e) for e in move.old]
-                return move, (old, [known[e.seg] for e in move.new])
+            if isinstance(plan, Apply):
+                return plan, ([self._snapshot.open_segment(e) for e in plan.segments], [])
+            if isinstance(plan, Reread):
+                old = [self._snapshot.open_segment(e) for e in plan.old]
+                return plan, (old, [known[e.seg] for e in plan.new])
         except (CorruptStore, VersionExpired):
             # Of segments that the version does not have in its chain; what it has was opened before.
             return Compare(), ([], [])
-        return move, ([], [])
+        return plan, ([], [])
 
     def _is_one_life(self, served: ServedTable, schema: TableSchema) -> bool:
-        """Whether the table is there in all segments of the move, under the generation that is held.
+        """Whether the table is there in all segments of the plan, under the generation that is held.
 
         And in no coarser unit at its end: codes of a refined scale have no codes before it was.
         """
         if served.kind.holds == "codes" and schema.shift < served.schema.shift:
             return False
         readers = [*self._segments[0], *self._segments[1]]
-        if isinstance(self._move, Reread):
+        if isinstance(self._plan, Reread):
             readers.append(self._common)
         tables = [reader.manifest.tables.get(served.name) for reader in readers]
         return all(one is not None and is_one_life(served.schema, one) for one in tables)
 
     @property
     def _common(self) -> SegmentReader:
-        assert isinstance(self._move, Reread)
-        return self._readers[len(self._move.common) - 1]
+        assert isinstance(self._plan, Reread)
+        return self._readers[len(self._plan.common) - 1]
 
     def _load(self, name: str, kind: RowKind, shard: Shard | None) -> Difference:
         loaded = load_table(self._readers, name, kind, self._workers, shard=shard, memory=self._memory)
@@ -259,7 +259,7 @@ class _Mover:
         self._read_again(building, rows)
         return building.difference(schema)
 
-    def _apply(self, served: ServedTable, schema: TableSchema, holding: Holding) -> Difference | None:
+    def _apply(self, served: ServedTable, schema: TableSchema, holding: HeldAs) -> Difference | None:
         name = served.name
         building = _Building(served, self._workers, self._memory)
         stated = self._stated.get(name)
@@ -302,7 +302,7 @@ class _Mover:
 
 
 class _Building:
-    """A table on its way: what is held with the overlays of the move so far, or a copy that is nobody's yet."""
+    """A table on its way: what is held with the overlays of the update so far, or a copy that is nobody's yet."""
 
     def __init__(self, served: ServedTable, workers: Workers, memory: Memory) -> None:
         self.now = served

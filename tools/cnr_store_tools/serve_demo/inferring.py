@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store import MissingObject, NotFound, Store
-from cnr_store.serving import AttachedTables, Batch, Loader
+from cnr_store.serving import AttachedTables, Loader, LoaderOptions, LookupBatch
 from cnr_store_tools.demo.worker import Channel
 from cnr_store_tools.serve_demo.witness import NUM_WITNESSES, different_rows, make_tables, read_steps
 
@@ -25,7 +25,7 @@ COMPARE_ROWS = 8_192
 CATCH_UP_S = 60.0
 
 Ids = Mapping[str, npt.NDArray[np.int64]]
-Find = Callable[[Ids], Batch]
+Find = Callable[[Ids], LookupBatch]
 """Ids by table to rows."""
 
 
@@ -34,7 +34,7 @@ class LookupThread:
 
     def __init__(self, find: Find, rows: Mapping[str, int], channel: Channel, seed: int) -> None:
         self.lookups = 0
-        self.last: tuple[Batch, Ids] | None = None
+        self.last: tuple[LookupBatch, Ids] | None = None
         self._find, self._rows, self._channel = find, rows, channel
         self._random = np.random.default_rng(seed)
         self._version = -1
@@ -61,7 +61,7 @@ class LookupThread:
         return ids
 
 
-def describe_tear(batch: Batch, ids: Ids, rows: Mapping[str, int]) -> str | None:
+def describe_tear(batch: LookupBatch, ids: Ids, rows: Mapping[str, int]) -> str | None:
     """Return what is torn in a batch, None if nothing is: every witness must show the step that the batch is of."""
     for table, given in ids.items():
         steps = read_steps(np.asarray(batch.rows[table])[given >= rows[table]])
@@ -81,7 +81,8 @@ def play(task: Mapping[str, Any], channel: Channel) -> None:
     with (
         Store.open(task["store"]) as store,
         Loader(
-            store, holds="codes" if shared else "values", shared=shared, poll_interval_s=interval_s
+            store, shared=shared,
+            options=LoaderOptions(holds="codes" if shared else "values", poll_interval_s=interval_s),
         ) as loader,
         nullcontext() if shared is None else AttachedTables(shared) as attached,
     ):  # fmt: skip
@@ -122,7 +123,7 @@ def _tell_tick(
 def _follow(loader: Loader, channel: Channel, ends: threading.Event, interval_s: float) -> None:
     while True:
         poll = loader.poll()
-        if poll.moved:
+        if poll.is_updated:
             channel.tell("applied", version=poll.version, seconds=poll.apply_s, at_ms=time.time() * 1000)
         if poll.error is not None:
             channel.tell("poll_failed", message=str(poll.error))

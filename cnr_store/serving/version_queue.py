@@ -19,7 +19,7 @@ from cnr_store.format.records import DenseEntry
 from cnr_store.segment.codes import Array, EscapeRows
 from cnr_store.segment.reader import SegmentReader
 from cnr_store.serving.candidate import Candidate
-from cnr_store.serving.metrics import Tally
+from cnr_store.serving.metrics import LoaderMetrics
 from cnr_store.serving.rows.served_table import Overlay
 from cnr_store.serving.rows.views import Publisher, TableChange, View
 from cnr_store.serving.sinks.sink_feed import SinkFeed
@@ -34,7 +34,7 @@ Gate = Callable[[Candidate], None]
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class VersionState:
     """What is known of a version that is served or staged.
 
     Attributes
@@ -63,12 +63,12 @@ class State:
         """Its version."""
         return self.entry.record.v
 
-    def at(self, entry: LogEntry) -> State:
+    def at(self, entry: LogEntry) -> VersionState:
         """Return the same state under another record."""
         return replace(self, entry=entry, changed={}, changed_dense=frozenset())
 
 
-class Serving:
+class VersionQueue:
     """Versions on their way to the readers of a publisher.
 
     Attributes
@@ -81,15 +81,15 @@ class Serving:
         Whether a gate is asked about a version at this moment; a caller that holds the lock is called by it.
     """
 
-    def __init__(self, publisher: Publisher, source: LoaderSource, tally: Tally, *, waits: bool) -> None:
+    def __init__(self, publisher: Publisher, source: LoaderSource, metrics: LoaderMetrics, *, waits: bool) -> None:
         """With ``waits`` a version stays staged until `show`; else it is shown at once, as the first one always is."""
         self.publisher = publisher
         self.lock = threading.RLock()
-        self.states: list[State] = []
+        self.states: list[VersionState] = []
         self.is_asking = False
         self._source = source
-        self._tally = tally
-        self._waits = waits
+        self._metrics = metrics
+        self.waits = waits
         self._binding: ModuleBinding | None = None
         self._module_lags = False
         self._feeds: list[SinkFeed] = []
@@ -100,7 +100,7 @@ class Serving:
         return self.publisher.newest_view()[0]
 
     @property
-    def newest(self) -> State:
+    def newest(self) -> VersionState:
         """What was staged last, or is served."""
         return self.states[-1]
 
@@ -125,7 +125,7 @@ class Serving:
 
     def stage(
         self,
-        state: State,
+        state: VersionState,
         changes: Mapping[str, TableChange],
         escapes: Mapping[str, EscapeRows],
         dense: Mapping[str, Array] | None,
@@ -170,7 +170,7 @@ class Serving:
             shown = self.states[1:]
             # Without the ids of what changed: in shared memory they keep all of its overlay.
             self.states = [self.newest.at(self.newest.entry)]
-            self._tally.moves += len(shown)
+            self._metrics.updates += len(shown)
             # A union of many ids holds the interpreter for milliseconds, and lookups with it.
             changed = _union(shown) if self._binding is not None or self._feeds else {}
             for feed in self._feeds:
@@ -194,7 +194,7 @@ class Serving:
             self.publisher.discard()
             del self.states[1:]
 
-    def bind(self, make: Callable[[View, State], ModuleBinding]) -> None:
+    def bind(self, make: Callable[[View, VersionState], ModuleBinding]) -> None:
         """Let a module show what is served from now on."""
         with self.lock:
             binding = make(self.view, self.states[0])
@@ -224,7 +224,7 @@ class Serving:
             self.publisher.close()
 
     def _show_unless_it_waits(self) -> None:
-        if len(self.states) == 1 or not self._waits:
+        if len(self.states) == 1 or not self.waits:
             self.show()
 
     def _show_module(
@@ -240,7 +240,7 @@ class Serving:
         self._module_lags = False
 
     @staticmethod
-    def _check_binding(binding: ModuleBinding, view: View, state: State) -> None:
+    def _check_binding(binding: ModuleBinding, view: View, state: VersionState) -> None:
         try:
             binding.check(view.tables, state.dense)
         except CnrStoreError as error:
@@ -253,7 +253,7 @@ def _rows_of(change: TableChange) -> RowIds | None:
     return change.ids if isinstance(change, Overlay) else None
 
 
-def _union(states: Sequence[State]) -> dict[str, RowIds | None]:
+def _union(states: Sequence[VersionState]) -> dict[str, RowIds | None]:
     """The changed rows, sorted, of versions that become visible together."""
     union: dict[str, RowIds | None] = {}
     for state in states:

@@ -1,0 +1,227 @@
+"""Reads what a version changes, as Arrow record batches: from the store, or from a copy that is kept of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from cnr_store.changes.arrow import RowBlock, change_batches
+from cnr_store.changes.differences import (
+    Compared,
+    Nothing,
+    RowChange,
+    Segment,
+    are_comparable,
+    compared_rows,
+    listed_rows,
+    plan_table_change,
+)
+from cnr_store.changes.stream_copy import StreamCopy
+from cnr_store.changes.stream_path import StreamPath
+from cnr_store.changes.table_rows import TableRows
+from cnr_store.errors import MissingObject
+from cnr_store.format.commit_record import LogEntry
+from cnr_store.format.layout import DATA
+from cnr_store.format.records import ChainEntry, Manifest, TableSchema
+from cnr_store.read.replay import ChunkReader
+from cnr_store.read.snapshot import Snapshot
+from cnr_store.segment.chunk_cache import ChunkLru
+from cnr_store.segment.reader import SegmentReader
+from cnr_store.serving.update.update_plan import Apply, Reread, UpdatePlan
+from cnr_store.store import Store
+from cnr_store.types import SlotsRule
+
+
+class VersionReader:
+    """Reads versions one after another; keeps the segments of the last one open. For one thread.
+
+    Parameters
+    ----------
+    tables
+        Those to tell of; None is all.
+    slots, slots_rule, max_batch_rows
+        As in `changes`.
+    cache_bytes
+        Bound on decoded chunks that are kept; 0 keeps none.
+    has_copy
+        Whether a copy of the tables is kept in memory, from which values come.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        tables: frozenset[str] | None,
+        *,
+        slots: bool,
+        slots_rule: SlotsRule,
+        max_batch_rows: int,
+        cache_bytes: int,
+        has_copy: bool,
+    ) -> None:
+        self._store = store
+        self._only = tables
+        self._slots, self._slots_rule = slots, slots_rule
+        self._max_batch_rows = max_batch_rows
+        self._cache = ChunkLru(cache_bytes) if cache_bytes else None
+        self._copy = StreamCopy(self._is_wanted, is_asked=tables is not None) if has_copy else None
+        self._readers: dict[str, SegmentReader] = {}
+
+    def batches(self, path: StreamPath, target: LogEntry) -> Iterator[pa.RecordBatch]:
+        """Yield what makes the state that the path holds the target's; blocks for reads.
+
+        Raises
+        ------
+        MissingObject, TableNotFound, CorruptStore, StorageFailure, Unsupported
+        """
+        after = self._snapshot(target)
+        copy = self._prepared_copy(path, after, target)
+        tables_before = self._tables_before(path) if copy is None else copy.schemas
+        for table in sorted(tables_before.keys() | after.tables.keys()):
+            if not self._is_wanted(table):
+                continue
+            schema = after.tables.get(table) or tables_before[table]
+            slots = sorted(schema.slots) if self._slots else []
+            before = tables_before.get(table)
+            blocks = self._blocks(table, before, after, path, target) if copy is None else copy.changed(table)
+            for block in blocks:
+                yield from change_batches(
+                    table, schema, slots, block, target.record.v, target.record.step, self._max_batch_rows
+                )
+
+    def follow(self, held: LogEntry, entry: LogEntry) -> None:
+        """Take note that ``entry`` has the state of ``held``."""
+        if self._copy is not None and self._copy.has(held):
+            self._copy.follow(entry)
+
+    def settle(self, target: LogEntry) -> None:
+        """Take note that the consumer has the target, and forget segments that it does not have."""
+        if self._copy is not None:
+            self._copy.settle()
+        chain = names_of(target)
+        self._readers = {name: reader for name, reader in self._readers.items() if name in chain}
+
+    def _is_wanted(self, table: str) -> bool:
+        return self._only is None or table in self._only
+
+    def _tables_before(self, path: StreamPath) -> dict[str, TableSchema]:
+        held = path.held.record.chain if path else ()
+        return dict(self._end_of(held).tables) if held else {}
+
+    def _prepared_copy(self, path: StreamPath, after: Snapshot, target: LogEntry) -> StreamCopy | None:
+        """The copy with the version's changes beside it; None where there is none of the state consumed."""
+        if self._copy is None:
+            return None
+        if path and not self._copy.has(path.held):
+            try:
+                self._copy.load(self._snapshot(path.held))
+            except MissingObject:
+                self._copy.load(after)  # for the next version; this one is told from the store
+                return None
+        self._copy.prepare(after, path.ways_to(target)[0])
+        return self._copy
+
+    def _blocks(
+        self, table: str, before: TableSchema | None, after: Snapshot, path: StreamPath, target: LogEntry
+    ) -> Iterator[RowBlock]:
+        """The rows of a table that may differ. A delta that was folded on the way may go at any time: then another way.
+
+        What comes then goes on behind the rows that were told: up to there nothing was left out.
+        """
+        ways, last = path.ways_to(target), None
+        while True:
+            plan = ways.pop(0)
+            try:
+                for block in self._blocks_by(plan, table, before, after, path, target):
+                    rest = (
+                        block
+                        if last is None
+                        else block.take(slice(int(np.searchsorted(block.rows, last, side="right")), None))
+                    )
+                    if len(rest.rows):
+                        yield rest
+                        last = int(rest.rows[-1])
+                return
+            except MissingObject as missing:
+                if not ways or segment_of(missing) in names_of(target):
+                    raise
+
+    def _blocks_by(
+        self,
+        plan: UpdatePlan,
+        table: str,
+        before: TableSchema | None,
+        after: Snapshot,
+        path: StreamPath,
+        target: LogEntry,
+    ) -> Iterator[RowBlock]:
+        schema = after.tables.get(table)
+        names = [] if schema is None else self._names(schema)
+        if schema is not None and self._only is None and (before is None or before.num_rows < schema.num_rows):
+            after.table(table).check_stored("name the table in tables=", slots=self._slots)
+        new_rows: TableRows | Nothing = (
+            Nothing() if schema is None else TableRows(after, table, names, self._slots_rule)
+        )
+        if before is None:
+            return compared_rows(Nothing(), new_rows)
+        if schema is not None and isinstance(new_rows, TableRows) and isinstance(plan, Apply | Reread):
+            change = self._plan_table(table, path, target, plan)
+            if not isinstance(change, Compared):
+                return listed_rows(new_rows, change, self._reader, self._store.internals.workers)
+        held = self._snapshot(path.held)
+        is_comparable = schema is not None and are_comparable(before, schema) and self._names(before) == names
+        old_rows = TableRows(held, table, names if is_comparable else [], self._slots_rule)
+        return compared_rows(old_rows, new_rows)
+
+    def _plan_table(self, table: str, path: StreamPath, target: LogEntry, plan: Apply | Reread) -> RowChange:
+        if isinstance(plan, Reread):
+            common = self._end_of(plan.common)
+            return plan_table_change(
+                table, common, self._segments(plan.old), self._segments(plan.new), since=len(plan.common)
+            )
+        count = len(plan.segments)
+        # Deltas that were folded on the way are not in the target's chain: nothing is settled there without the rest.
+        is_tail = target.record.chain[-count:] == plan.segments
+        since = len(target.record.chain) - count if is_tail else 0
+        return plan_table_change(
+            table, self._end_of(path.held.record.chain), (), self._segments(plan.segments), since=since
+        )
+
+    def _names(self, schema: TableSchema) -> list[str]:
+        """The arrays that are told of."""
+        return ["codes", *(f"slots/{slot}" for slot in sorted(schema.slots) if self._slots)]
+
+    # ---- segments, opened once
+
+    def _snapshot(self, entry: LogEntry) -> Snapshot:
+        snapshot = Snapshot(
+            self._store.storage, entry, self._store.internals.workers, known=self._readers, cache=self._cache
+        )
+        self._readers.update(snapshot.known_readers)
+        return snapshot
+
+    def _segments(self, chain: Sequence[ChainEntry]) -> list[Segment]:
+        return [Segment(entry.seg, self._open(entry).manifest) for entry in chain]
+
+    def _end_of(self, chain: Sequence[ChainEntry]) -> Manifest:
+        return self._open(chain[-1]).manifest
+
+    def _open(self, entry: ChainEntry) -> SegmentReader:
+        if entry.seg not in self._readers:
+            self._readers[entry.seg] = SegmentReader.open(self._store.storage, entry)
+        return self._readers[entry.seg]
+
+    def _reader(self, name: str) -> ChunkReader:
+        reader = self._readers[name]
+        return reader if self._cache is None else self._cache.over([reader])[0]
+
+
+def segment_of(missing: MissingObject) -> str:
+    """Return the segment that the object was of."""
+    return (missing.path or "").removeprefix(DATA).partition("/")[0]
+
+
+def names_of(entry: LogEntry) -> set[str]:
+    """Return the segments of a version."""
+    return {link.seg for link in entry.record.chain}

@@ -1,0 +1,100 @@
+"""How a loader holds its tables, what it asks before it serves a version, and how often it looks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from cnr_store.errors import BadInput
+from cnr_store.format.layout import check_name
+from cnr_store.runtime.arguments import checked_number
+from cnr_store.serving.candidate import Check
+from cnr_store.serving.rows.served_table import Holds, Served
+from cnr_store.serving.rows.shards import Shard, check_shard
+from cnr_store.serving.update.update_tables import HeldAs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderOptions:
+    """Options of a `Loader`. What is given by table may name only tables that the loader is asked to hold.
+
+    Attributes
+    ----------
+    dense
+        Names of the dense tensors to hold, where the version has them; None holds all.
+    shard
+        Which rows: a `RowRange`, a `HashShard`, or one of them (None for all rows) by table.
+    served
+        What lookups return: ``float32``, ``float16``, ``bfloat16`` (its bits, uint16) or ``int8`` (fused 8-bit rows);
+        None is each table's own dtype. One for all tables, or by table.
+    holds
+        ``values`` or ``codes``; ``auto`` holds values wherever differences can be applied to them. Codes of a float32
+        lattice table take half the memory and are decoded as they are looked up. One for all tables, or by table.
+    validate
+        Called with a `Candidate` before a version is published; False or an exception refuses it for good.
+    warm_up
+        Called with the `Candidate` of the first version, or with ``warm_up_each`` of every one, after ``validate``.
+    cursor
+        Name of a registered cursor that follows the version served: expiry and compaction leave what this loader still
+        needs. It counts for a day after its last change.
+    poll_interval_s
+        How often the thread of `Loader.start` looks, in seconds.
+
+    Raises
+    ------
+    BadInput
+    """
+
+    dense: Sequence[str] | None = None
+    shard: Shard | Mapping[str, Shard | None] | None = None
+    served: Served | Mapping[str, Served | None] | None = None
+    holds: Literal["auto"] | Holds | Mapping[str, Literal["auto"] | Holds] = "auto"
+    validate: Check | None = None
+    warm_up: Check | None = None
+    warm_up_each: bool = False
+    cursor: str | None = None
+    poll_interval_s: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_names("dense", self.dense)
+        for one in self.shard.values() if isinstance(self.shard, Mapping) else (self.shard,):
+            check_shard(one)
+        checked_number("poll_interval_s", self.poll_interval_s, above=0)
+        if self.cursor is not None:
+            check_name(self.cursor)
+
+    def check_tables(self, tables: Collection[str]) -> None:
+        """Refuse options by table for a table that is not one of ``tables``. Pure.
+
+        Raises
+        ------
+        BadInput
+        """
+        for argument, by_table in (("shard", self.shard), ("served", self.served), ("holds", self.holds)):
+            strange = sorted(by_table.keys() - set(tables)) if isinstance(by_table, Mapping) else []
+            if strange:
+                raise BadInput(
+                    f"{argument} names {strange[0]!r}, not one of the tables to hold: {sorted(set(tables))}",
+                    found=strange[0],
+                )
+
+    def held_as(self, table: str, *, is_asked: bool) -> HeldAs:
+        """Return how a table is held; ``is_asked``: it was named. Pure."""
+        return HeldAs(
+            self.served.get(table) if isinstance(self.served, Mapping) else self.served,
+            self.holds.get(table, "auto") if isinstance(self.holds, Mapping) else self.holds,
+            self.shard.get(table) if isinstance(self.shard, Mapping) else self.shard,
+            is_asked=is_asked,
+        )
+
+
+def check_names(argument: str, names: Sequence[str] | None) -> None:
+    """Refuse one name where a list of names is taken.
+
+    Raises
+    ------
+    BadInput
+    """
+    if isinstance(names, str):
+        raise BadInput(f"{argument} takes a list of names, found {names!r}; give [{names!r}]", found=names)

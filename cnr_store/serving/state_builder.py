@@ -1,0 +1,139 @@
+"""Reads what makes the state that a loader holds that of another version. Publishes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from cnr_store.errors import CorruptStore, TableNotFound
+from cnr_store.format.commit_record import LogEntry
+from cnr_store.format.records import DenseEntry, TableSchema
+from cnr_store.read.snapshot import Snapshot
+from cnr_store.runtime.threads import Workers
+from cnr_store.segment.codes import Array
+from cnr_store.serving.loader_options import LoaderOptions
+from cnr_store.serving.rows.memory import Memory
+from cnr_store.serving.rows.views import View
+from cnr_store.serving.update.update_plan import Compare, UpdatePlan
+from cnr_store.serving.update.update_tables import HeldAs, TableUpdates, update_tables
+from cnr_store.serving.version_queue import VersionState
+from cnr_store.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltVersion:
+    """What `VersionQueue.stage` takes.
+
+    Attributes
+    ----------
+    dense
+        All dense tensors that are held, or None where they are those of the state before.
+    """
+
+    state: VersionState
+    tables: TableUpdates
+    dense: Mapping[str, Array] | None
+
+
+class StateBuilder:
+    """Builds the states of a loader, each from the one before.
+
+    Parameters
+    ----------
+    tables
+        Those to hold; None is all.
+    memory
+        Where rows go.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        workers: Workers | None,
+        tables: Sequence[str] | None,
+        options: LoaderOptions,
+        memory: Memory,
+    ) -> None:
+        """Without ``workers`` it reads on those of the store."""
+        self._store = store
+        self._own_workers = workers
+        self._tables = tables
+        self._options = options
+        self._names = None if options.dense is None else frozenset(options.dense)
+        self._memory = memory
+
+    def open(self, entry: LogEntry, last: VersionState | None) -> Snapshot:
+        """Return the snapshot of a version; opens the segments that ``last`` does not have.
+
+        Raises
+        ------
+        TableNotFound
+            It lacks a table that was asked for. A version before anything was saved lacks none.
+        VersionExpired, CorruptStore, StorageFailure
+        """
+        workers = self._store.internals.workers if self._own_workers is None else self._own_workers
+        snapshot = Snapshot(
+            self._store.storage, entry, workers, known={} if last is None else last.readers,
+            if_missing=partial(self._store.internals.tell_of_expiry, entry.record.v),
+        )  # fmt: skip
+        missing = [] if snapshot.is_empty else [name for name in self._tables or () if name not in snapshot.tables]
+        if missing:
+            raise TableNotFound(
+                f"version {snapshot.version} has no table {missing[0]!r}; it has {sorted(snapshot.tables)}",
+                table=missing[0], version=snapshot.version,
+            )  # fmt: skip
+        return snapshot
+
+    def build(
+        self, entry: LogEntry, snapshot: Snapshot, plan: UpdatePlan, last: VersionState | None, view: View | None
+    ) -> BuiltVersion:
+        """Read what makes ``last``, shown by ``view``, the snapshot; everything where they are None. Blocks.
+
+        Raises
+        ------
+        CorruptStore, MissingObject, StorageFailure, NonFiniteValues, BadInput
+            As `update_tables`; what is held is as it was.
+        """
+        dense, changed_dense = self._read_dense(snapshot, last, view)
+        update = partial(
+            update_tables, snapshot, tables={} if view is None else view.tables, hold=self._held_as,
+            stated=None if last is None else last.stated, memory=self._memory,
+        )  # fmt: skip
+        try:
+            tables = update(plan)
+        except CorruptStore as error:
+            if isinstance(plan, Compare) or type(error) is not CorruptStore:
+                raise
+            tables = update(Compare())  # the segments go on from another state than the one held
+        entries = self._dense_of(snapshot)
+        state = VersionState(entry, snapshot.known_readers, entries, tables.stated, changed_dense=changed_dense)
+        return BuiltVersion(state, tables, dense)
+
+    def _held_as(self, table: str, schema: TableSchema) -> HeldAs | None:
+        del schema
+        if self._tables is not None and table not in self._tables:
+            return None
+        return self._options.held_as(table, is_asked=self._tables is not None)
+
+    def _dense_of(self, snapshot: Snapshot) -> dict[str, DenseEntry]:
+        return {name: entry for name, entry in snapshot.dense.items() if self._names is None or name in self._names}
+
+    def _read_dense(
+        self, snapshot: Snapshot, last: VersionState | None, view: View | None
+    ) -> tuple[dict[str, Array] | None, frozenset[str]]:
+        """All dense tensors, of which those that changed are read, or None if none did; and which changed."""
+        entries = self._dense_of(snapshot)
+        before = {} if last is None else last.dense
+        changed = frozenset(name for name, entry in entries.items() if not _is_same(entry, before.get(name)))
+        if view is not None and not changed and entries.keys() == before.keys():
+            return None, changed
+        return {n: snapshot.read_dense(n) if n in changed or view is None else view.dense[n] for n in entries}, changed
+
+
+def _is_same(entry: DenseEntry, before: DenseEntry | None) -> bool:
+    return before is not None and (entry.digest, entry.dtype, entry.shape) == (
+        before.digest,
+        before.dtype,
+        before.shape,
+    )
