@@ -28,7 +28,7 @@ from cnr_store.runtime.repeating import Repeating, pause_s
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.codes import Array
 from cnr_store.serving.following import ServeTarget
-from cnr_store.serving.loader_options import LoaderOptions, check_names
+from cnr_store.serving.loader_options import LoaderOptions, check_by_table, check_names
 from cnr_store.serving.metrics import LoaderMetrics, PollResult
 from cnr_store.serving.rows.memory import ANONYMOUS
 from cnr_store.serving.rows.shared_memory import SharedMemory
@@ -113,7 +113,7 @@ class Loader:
         target = ServeTarget(version, tag, channel)
         check_names("tables", tables)
         if tables:
-            options.check_tables(tables)
+            check_by_table(options, tables)
         checked_choice("publish", publish, ("poll", "apply"))
         tables = None if tables is None else tuple(dict.fromkeys(tables))
         self._owns_store = not isinstance(store, Store)

@@ -12,7 +12,6 @@ from cnr_store.runtime.arguments import checked_number
 from cnr_store.serving.candidate import Check
 from cnr_store.serving.rows.served_table import Holds, Served
 from cnr_store.serving.rows.shards import Shard, check_shard
-from cnr_store.serving.update.update_tables import HeldAs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,29 +63,21 @@ class LoaderOptions:
         if self.cursor is not None:
             check_name(self.cursor)
 
-    def check_tables(self, tables: Collection[str]) -> None:
-        """Refuse options by table for a table that is not one of ``tables``. Pure.
 
-        Raises
-        ------
-        BadInput
-        """
-        for argument, by_table in (("shard", self.shard), ("served", self.served), ("holds", self.holds)):
-            strange = sorted(by_table.keys() - set(tables)) if isinstance(by_table, Mapping) else []
-            if strange:
-                raise BadInput(
-                    f"{argument} names {strange[0]!r}, not one of the tables to hold: {sorted(set(tables))}",
-                    found=strange[0],
-                )
+def check_by_table(options: LoaderOptions, tables: Collection[str]) -> None:
+    """Refuse options by table for a table that is not one of ``tables``. Pure.
 
-    def held_as(self, table: str, *, is_asked: bool) -> HeldAs:
-        """Return how a table is held; ``is_asked``: it was named. Pure."""
-        return HeldAs(
-            self.served.get(table) if isinstance(self.served, Mapping) else self.served,
-            self.holds.get(table, "auto") if isinstance(self.holds, Mapping) else self.holds,
-            self.shard.get(table) if isinstance(self.shard, Mapping) else self.shard,
-            is_asked=is_asked,
-        )
+    Raises
+    ------
+    BadInput
+    """
+    for argument, by_table in (("shard", options.shard), ("served", options.served), ("holds", options.holds)):
+        strange = sorted(by_table.keys() - set(tables)) if isinstance(by_table, Mapping) else []
+        if strange:
+            raise BadInput(
+                f"{argument} names {strange[0]!r}, not one of the tables to hold: {sorted(set(tables))}",
+                found=strange[0],
+            )
 
 
 def check_names(argument: str, names: Sequence[str] | None) -> None:

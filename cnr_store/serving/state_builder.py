@@ -114,7 +114,13 @@ class StateBuilder:
         del schema
         if self._tables is not None and table not in self._tables:
             return None
-        return self._options.held_as(table, is_asked=self._tables is not None)
+        served, holds, shard = self._options.served, self._options.holds, self._options.shard
+        return HeldAs(
+            served.get(table) if isinstance(served, Mapping) else served,
+            holds.get(table, "auto") if isinstance(holds, Mapping) else holds,
+            shard.get(table) if isinstance(shard, Mapping) else shard,
+            is_asked=self._tables is not None,
+        )
 
     def _dense_of(self, snapshot: Snapshot) -> dict[str, DenseEntry]:
         return {name: entry for name, entry in snapshot.dense.items() if self._names is None or name in self._names}
