@@ -17,7 +17,7 @@ from cnr_store.runtime.threads import Throttle
 
 
 class Copier:
-    """Copies from a source to a target. Blocks; runs on the source's threads.
+    """Copies from a source to a target. Blocks; runs on the source's threads. Raises what both of them raise.
 
     Every method that copies counts it in the report that it is given.
     """
@@ -61,12 +61,7 @@ class Copier:
         return entry
 
     def mend(self, held: LogEntry, report: RelayReport) -> None:
-        """Copy again what the newest version lacks, should something have deleted it here. A GET for each segment.
-
-        Raises
-        ------
-        CorruptStore, AccessDenied, StorageFailure
-        """
+        """Copy again what the newest version lacks, should something have deleted it here. A GET for each segment."""
         if held.record.kind == "close":
             return
         try:
@@ -76,12 +71,7 @@ class Copier:
                 raise
 
     def copy_segment(self, item: ChainEntry, report: RelayReport) -> None:
-        """Copy one segment, whatever of it is there.
-
-        Raises
-        ------
-        CorruptStore, AccessDenied, StorageFailure
-        """
+        """Copy one segment, whatever of it is there."""
         if item.seg in self._damaged:
             raise self._damaged[item.seg]
         try:

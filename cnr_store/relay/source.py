@@ -21,7 +21,7 @@ BATCH = 64
 
 
 class RelaySource:
-    """Reads records of the source, and keeps the newest one that was seen.
+    """Reads records of the source, and keeps the newest one that was seen. Calls block, and raise what the log raises.
 
     Attributes
     ----------
@@ -36,12 +36,7 @@ class RelaySource:
         self.newest: LogEntry | None = None
 
     def look(self) -> LogEntry:
-        """Read the newest record. A few GETs.
-
-        Raises
-        ------
-        VersionNotFound, CorruptStore, StorageFailure
-        """
+        """Read the newest record. A few GETs."""
         self.newest = self.store.head()
         return self.newest
 
@@ -64,12 +59,7 @@ class RelaySource:
         return self.newest
 
     def entry(self, version: int) -> LogEntry:
-        """Return the record of a version, or the one that superseded it. One GET.
-
-        Raises
-        ------
-        CorruptStore, StorageFailure
-        """
+        """Return the record of a version, or the one that superseded it. One GET."""
         entry = self.log.read_standing(version)
         if entry is None:
             raise CorruptStore(
@@ -79,24 +69,14 @@ class RelaySource:
         return entry
 
     def is_gone(self, version: int) -> bool:
-        """Return whether the source does not have a version's data any more, by its newest record. A few GETs.
-
-        Raises
-        ------
-        CorruptStore, StorageFailure
-        """
+        """Return whether the source does not have a version's data any more, by its newest record. A few GETs."""
         newest = self.look()
         if version == newest.record.v:
             return newest.record.kind == "close"
         return self.store.relay is not None or not is_live(newest.record, version)
 
     def records_down(self, top: int, bottom: int, descent: Descent) -> Iterator[RawRecord]:
-        """Yield the checked bytes of the positions from ``top`` down to ``bottom``. A GET for each, many at once.
-
-        Raises
-        ------
-        CorruptRecord, StorageFailure
-        """
+        """Yield the checked bytes of the positions from ``top`` down to ``bottom``. A GET for each, many at once."""
         for start, stop in blocks(top + 1 - bottom, BATCH):
             versions = range(top - start, top - stop, -1)
             found = self.workers.run(partial(self._bytes_at, version) for version in versions)
@@ -110,12 +90,7 @@ class RelaySource:
                 yield descent.take(data)
 
     def check_history(self, held: LogEntry, target_url: str) -> None:
-        """Refuse a source without the relay's newest record: its log was rewritten or restored from a backup. One GET.
-
-        Raises
-        ------
-        CorruptStore, StorageFailure
-        """
+        """Refuse a source without the relay's newest record: its log was rewritten, or restored. One GET."""
         version = held.record.v
         data = self._bytes_at(version)
         if data is None or sha256(data) != held.digest:
@@ -127,12 +102,7 @@ class RelaySource:
             )  # fmt: skip
 
     def read_identity(self) -> bytes:
-        """Return the source's ``cnr.json``, bound by the record that was written behind it, where that is there.
-
-        Raises
-        ------
-        MissingObject, CorruptStore, StorageFailure
-        """
+        """Return the source's ``cnr.json``, bound by the record that was written behind it, where that is there."""
         storage, where = self.store.storage, f"{self.store.url}/{layout.IDENTITY}"
         data = storage.read_document(layout.IDENTITY, MAX_SMALL_BYTES)
         if data is None:
@@ -147,12 +117,7 @@ class RelaySource:
         return data
 
     def read_root(self) -> bytes | None:
-        """Return the source's Zarr group document, if it has one. One GET.
-
-        Raises
-        ------
-        CorruptStore, StorageFailure
-        """
+        """Return the source's Zarr group document, if it has one. One GET."""
         root = self.store.storage.read_document(layout.ROOT_GROUP, MAX_SMALL_BYTES)
         if root is not None:
             decode_document(root, dict, f"{self.store.url}/{layout.ROOT_GROUP}")  # not one that was cut on its way

@@ -25,6 +25,8 @@ _FIRST_PAUSE_S = 0.05
 class RelayTarget:
     """Reads and creates what a relay of one log has at its target. Whatever it creates, every relay of it creates so.
 
+    Calls block, and raise what the log and the storage raise.
+
     Attributes
     ----------
     first
@@ -61,12 +63,7 @@ class RelayTarget:
         return found is not None
 
     def read_marker(self) -> RelayMarker | None:
-        """Return what the target says of itself; None if nothing. One GET.
-
-        Raises
-        ------
-        StoreExists, CorruptStore, StorageFailure
-        """
+        """Return what the target says of itself; None if nothing. One GET."""
         data = self.storage.read_document(layout.RELAY, MAX_SMALL_BYTES)
         if data is None:
             return None
@@ -81,12 +78,7 @@ class RelayTarget:
         return marker
 
     def create_marker(self, first: int, now_ms: int) -> None:
-        """Begin a relay at version ``first``, or take part in one that another has begun meanwhile.
-
-        Raises
-        ------
-        StoreExists, UnsafeBackend, StorageFailure
-        """
+        """Begin a relay at version ``first``, or take part in one that another has begun meanwhile."""
         if self.storage.is_exclusive:
             self.storage.probe()
         marker = RelayMarker(
@@ -101,12 +93,7 @@ class RelayTarget:
         self.first = marker.first
 
     def put_root(self, root: bytes | None, identity: bytes) -> None:
-        """Put the Zarr group, and create ``cnr.json`` last: until then there is nothing to open.
-
-        Raises
-        ------
-        CorruptStore, StorageFailure
-        """
+        """Put the Zarr group, and create ``cnr.json`` last: until then there is nothing to open."""
         if root is not None:
             self.storage.put(layout.ROOT_GROUP, root)
             self.storage.sync_folders([layout.ROOT_GROUP])
@@ -116,10 +103,6 @@ class RelayTarget:
         """Find the last record without a gap before it. A gallop would pass over a gap that is being filled.
 
         The hint is put behind a filled gap, so from there on it is a GET for each position.
-
-        Raises
-        ------
-        CorruptStore, StorageFailure
         """
         version = self.first
         try:
@@ -146,12 +129,7 @@ class RelayTarget:
         return version <= 10**18 and self.storage.read(layout.commit_key(version), stop=1) is not None
 
     def read(self, version: int) -> LogEntry | None:
-        """Return the record at a position; None if it is empty or was superseded. One GET.
-
-        Raises
-        ------
-        CorruptStore, StorageFailure
-        """
+        """Return the record at a position; None if it is empty or was superseded. One GET."""
         try:
             return self.log.read(version)
         except CorruptRecord:
@@ -183,24 +161,14 @@ class RelayTarget:
         self.storage.put(layout.hint_key(), canonical_json(Hint(entry.record.v)))
 
     def read_notes(self) -> RelayTrims:
-        """Return what was noted of versions and segments that are let go. One GET.
-
-        Raises
-        ------
-        CorruptStore, StorageFailure
-        """
+        """Return what was noted of versions and segments that are let go. One GET."""
         data = self.storage.read_document(layout.RELAY_TRIMS, MAX_LISTS_BYTES)
         if data is None:
             return RelayTrims()
         return decode_document(data, RelayTrims, f"{self.storage.url}/{layout.RELAY_TRIMS}")
 
     def put_notes(self, notes: RelayTrims) -> None:
-        """Note what is let go; durable when this returns.
-
-        Raises
-        ------
-        BadInput, StorageFailure
-        """
+        """Note what is let go; durable when this returns."""
         self.storage.put_document(layout.RELAY_TRIMS, canonical_json(notes), MAX_LISTS_BYTES)
         self.storage.sync_folders([layout.RELAY_TRIMS])
 

@@ -36,7 +36,7 @@ READ_THREADS = 8
 
 
 class StoreInternals:
-    """The log that a store was opened on, with its threads.
+    """The log that a store was opened on, with its threads. Calls block, and raise what the log and storage raise.
 
     Attributes
     ----------
@@ -79,12 +79,7 @@ class StoreInternals:
     # ---- which log this is
 
     def find_log(self) -> None:
-        """Find out whether the root holds a store or a relay. One GET, or two.
-
-        Raises
-        ------
-        CorruptStore, StorageFailure
-        """
+        """Find out whether the root holds a store or a relay. One GET, or two."""
         if beginning.has_begun(self.storage):
             return
         data = self.storage.read_document(layout.RELAY, MAX_SMALL_BYTES)
@@ -96,23 +91,13 @@ class StoreInternals:
             self.main = self.log = self.main.starting_at(marker.first)
 
     def enter(self, main: CommitLog, branch: Branch) -> None:
-        """Go over to a branch of the store whose own log is ``main``. One GET.
-
-        Raises
-        ------
-        CorruptStore, StorageFailure
-        """
+        """Go over to a branch of the store whose own log is ``main``. One GET."""
         self.main, self.branch = main, branch
         self.log = branches.log_of(main, branch)
         self._has_first = branches.has_first(self.log, branch)
 
     def find_branch(self, name: str) -> Branch:
-        """Return the branch of this name, by the store's own log.
-
-        Raises
-        ------
-        BranchNotFound, VersionExpired, ReadOnlyStore, CorruptStore, StorageFailure
-        """
+        """Return the branch of this name, by the store's own log."""
         if self.relay is not None:
             raise self.relay.no_branches()
         branch = branches.find_branch(_newest_or_warn(self.main).record, name)
@@ -171,12 +156,7 @@ class StoreInternals:
         return head
 
     def entry(self, version: int, *, or_superseding: bool = False) -> LogEntry:
-        """Return the entry of a version, or of the record that superseded it. One GET, and one per new side object.
-
-        Raises
-        ------
-        BadInput, VersionNotFound, VersionExpired, CorruptStore, StorageFailure
-        """
+        """Return the entry of a version, or of the record that superseded it. One GET, and one per new side object."""
         version = checked_count("a version", version, least=None)
         read = self.log.read_standing if or_superseding else self.log.read
         entry = read(version) if version >= 0 else None
@@ -189,12 +169,7 @@ class StoreInternals:
     # ---- before something is written
 
     def check_not_relay(self) -> None:
-        """Refuse what changes a store where this is only a copy of one. No I/O.
-
-        Raises
-        ------
-        ReadOnlyStore
-        """
+        """Refuse what changes a store where this is only a copy of one. No I/O."""
         if self.relay is not None:
             raise self.relay.read_only()
 
@@ -213,10 +188,6 @@ class StoreInternals:
         """Write the first record for a process that died before it, as a writer, a tag or a fork does. No I/O else.
 
         Nothing that only reads writes it. Never in a log that was begun before and has lost its beginning.
-
-        Raises
-        ------
-        CorruptStore, CommitStateUnknown, WrongClock, StorageFailure
         """
         if self._has_first:
             return
@@ -228,12 +199,7 @@ class StoreInternals:
         self._has_first = True
 
     def settled_head(self) -> LogEntry:
-        """Return the newest entry, which something may follow, once an earlier append of this store is known.
-
-        Raises
-        ------
-        ReadOnlyStore, BranchNotFound, CommitStateUnknown, CorruptStore, StorageFailure
-        """
+        """Return the newest entry, which something may follow, once an earlier append of this store is known."""
         self.check_not_relay()
         self.finish_creation()
         self.log.resolve()
@@ -248,12 +214,7 @@ class StoreInternals:
         return head
 
     def writable_head(self) -> LogEntry:
-        """Return the newest entry if something may be written behind it, and probe the backend.
-
-        Raises
-        ------
-        ReadOnlyStore, UnsafeBackend, CommitStateUnknown
-        """
+        """Return the newest entry if something may be written behind it, and probe the backend."""
         self.log.check_exclusive()
         head = self.settled_head()
         if self.storage.is_exclusive:
@@ -280,12 +241,7 @@ class StoreInternals:
             raise self.relay.not_held(version)
 
     def check_live(self, head: CommitRecord, version: int) -> None:
-        """Refuse a version that has expired by the newest record. Pure.
-
-        Raises
-        ------
-        VersionExpired
-        """
+        """Refuse a version that has expired by the newest record. Pure."""
         if not is_live(head, version):
             raise self._expired(head, version)
 

@@ -46,12 +46,7 @@ class RelayGuard:
         )
 
     def check_same(self, seen: LogEntry) -> None:
-        """Refuse a relay that was begun anew since ``seen`` was read there. One GET.
-
-        Raises
-        ------
-        CorruptStore, StorageFailure
-        """
+        """Refuse a relay that was begun anew since ``seen`` was read there. One GET."""
         version = seen.record.v
         data = position_bytes(self._storage, version)
         if data is None or sha256(data) != seen.digest:

@@ -22,7 +22,10 @@ from cnr_store.store.internals import StoreInternals
 
 
 class Versions:
-    """The versions of one log: finds, opens and holds them. What takes a head answers by it."""
+    """The versions of one log: finds, opens and holds them. What takes a head answers by it.
+
+    Calls block, and raise what `Store.snapshot` raises.
+    """
 
     def __init__(self, internals: StoreInternals) -> None:
         self._internals = internals
@@ -37,12 +40,7 @@ class Versions:
         channel: str | None = None,
         time: dt.datetime | None = None,
     ) -> LogEntry:
-        """Return the entry that is asked for, the head's if nothing is; see `Store.snapshot`.
-
-        Raises
-        ------
-        BadInput, VersionNotFound, VersionExpired, TagNotFound, ChannelNotFound, CorruptStore, StorageFailure
-        """
+        """Return the entry that is asked for, the head's if nothing is; see `Store.snapshot`."""
         given = [value for value in (version, step, tag, channel, time) if value is not None]
         if len(given) > 1:
             raise BadInput("give at most one of version, step, tag, channel and time", found=len(given))
@@ -57,12 +55,7 @@ class Versions:
         return self.by_number(head, version)
 
     def by_number(self, head: LogEntry, version: int | None) -> LogEntry:
-        """Return the entry of a version, the head's if None. One GET.
-
-        Raises
-        ------
-        BadInput, VersionNotFound, VersionExpired, CorruptStore, StorageFailure
-        """
+        """Return the entry of a version, the head's if None. One GET."""
         if version is None:
             return head
         version = checked_count("a version", version, least=None)
@@ -71,12 +64,7 @@ class Versions:
         return head if version == head.record.v else self._internals.entry(version)
 
     def by_step(self, head: LogEntry, step: int) -> LogEntry:
-        """Return the newest version of the newest checkpoint of that step, or an older one where only that is live.
-
-        Raises
-        ------
-        BadInput, VersionNotFound, CorruptStore, StorageFailure
-        """
+        """Return the newest version of the newest checkpoint of that step, or an older one where only that is live."""
         step = checked_count("a step", step, least=None)
         newest: LogEntry | None = None
         for entry in self._internals.log.walk(head):
@@ -98,12 +86,7 @@ class Versions:
         return newest
 
     def by_time(self, head: LogEntry, time_ms: int) -> LogEntry:
-        """Return the last version committed at or before a time in milliseconds since 1970.
-
-        Raises
-        ------
-        VersionNotFound, VersionExpired, CorruptStore, StorageFailure
-        """
+        """Return the last version committed at or before a time in milliseconds since 1970."""
         log, relay = self._internals.log, self._internals.relay
         found = newest_at(time_ms, head, log.first, partial(self._internals.entry, or_superseding=True), log.walk)
         if found is None:
@@ -115,23 +98,13 @@ class Versions:
         return found
 
     def live(self, head: LogEntry, version: int | None) -> LogEntry:
-        """Return the entry of a version, the head's if None, whose segments can be opened.
-
-        Raises
-        ------
-        BadInput, VersionNotFound, VersionExpired, CorruptStore, StorageFailure
-        """
+        """Return the entry of a version, the head's if None, whose segments can be opened."""
         entry = self.by_number(head, version)
         tables = self.open(head.record, entry).generations
         return replace(entry, record=msgspec.structs.replace(entry.record, tables=tables))
 
     def open(self, head: CommitRecord, entry: LogEntry, cache: ChunkLru | None = None) -> Snapshot:
-        """Open the snapshot of an entry that is live by the newest record.
-
-        Raises
-        ------
-        VersionExpired, CorruptStore, StorageFailure
-        """
+        """Open the snapshot of an entry that is live by the newest record."""
         internals, version = self._internals, entry.record.v
         internals.check_live(head, version)
         if_missing = partial(internals.tell_of_expiry, version)
@@ -159,24 +132,14 @@ class Versions:
 
 
 def version_of_tag(head: CommitRecord, name: str) -> int:
-    """Return the version that a tag names. Pure.
-
-    Raises
-    ------
-    BadInput, TagNotFound
-    """
+    """Return the version that a tag names. Pure."""
     if checked_text("a tag", name) not in head.tags:
         raise TagNotFound(f"no tag {name!r}; there are {sorted(head.tags)}", found=name)
     return head.tags[name]
 
 
 def version_of_channel(head: CommitRecord, name: str) -> int:
-    """Return the version that a channel points to. Pure.
-
-    Raises
-    ------
-    BadInput, ChannelNotFound
-    """
+    """Return the version that a channel points to. Pure."""
     if checked_text("a channel", name) not in head.channels:
         raise ChannelNotFound(f"no channel {name!r}; there are {sorted(head.channels)}", found=name)
     return head.channels[name]
