@@ -15,12 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cnr_store import Store, TableOptions, repair_store
+from cnr_store import Store, TableOptions, Writer, repair_store
 from cnr_store.format.documents import canonical_json
 from cnr_store.format.layout import commit_key
 from cnr_store.relay.relay import Relay
 from cnr_store.storage import open_storage
-from cnr_store.store import Writer
 from format_spec import vectors
 from format_spec.reader import cnr_read
 from format_spec.reader.compare import compare

@@ -39,7 +39,7 @@ from cnr_store.format.manifest import decode_manifest
 from cnr_store.log import sent_record
 from cnr_store.log.leases import put_cursor, read_leases, take_lease
 from cnr_store.relay import Relay
-from cnr_store.segment import segment
+from cnr_store.segment import writer as segment_writer
 from cnr_store.storage.local import LocalStorage
 from tests.support.snapshot_bytes import bytes_of
 from tests.tools.sample_store import build_store
@@ -276,7 +276,7 @@ def test_a_manifest_too_large_for_readers_is_refused_when_written(root: Path, mo
     store, _ = opened(root)
     with store, store.writer() as writer:
         writer.restore()
-        monkeypatch.setattr(segment, "MAX_MANIFEST_BYTES", 100)
+        monkeypatch.setattr(segment_writer, "MAX_MANIFEST_BYTES", 100)
         before = store.head()
 
         with pytest.raises(BadInput, match=r"_segment\.json"), writer.begin(step=50) as txn:
