@@ -239,7 +239,7 @@ class Relay:
             versions += (one for one in notes.kept if one < notes.floor)
             versions += range(max(notes.floor, self._target.first), head.record.v)
         for start, stop in blocks(len(versions), BATCH):
-            reads = [partial(self._target.read, version) for version in versions[start:stop]]
+            reads = [partial(self._target.read_record, version) for version in versions[start:stop]]
             for entry in self._source.workers.run(reads):
                 if entry is not None and is_live(head.record, entry.record.v):
                     self._held.remember(entry)

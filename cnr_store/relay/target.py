@@ -128,7 +128,7 @@ class RelayTarget:
         """Return whether there is something at a position. A small GET."""
         return version <= 10**18 and self.storage.read(layout.commit_key(version), stop=1) is not None
 
-    def read(self, version: int) -> LogEntry | None:
+    def read_record(self, version: int) -> LogEntry | None:
         """Return the record at a position; None if it is empty or was superseded. One GET."""
         try:
             return self.log.read(version)

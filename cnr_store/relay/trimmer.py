@@ -128,7 +128,7 @@ class Trimmer:
                 continue
             leases[lease.version] = f"leased by {lease.holder}"
             if lease.version not in self._held:
-                entry = self._target.read(lease.version)
+                entry = self._target.read_record(lease.version)
                 leased |= set() if entry is None else {item.seg for item in entry.record.chain}
         cursors = {
             name: cursor.version
