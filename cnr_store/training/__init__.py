@@ -17,6 +17,7 @@ from cnr_store.training.carrying_reader import CarriedBatch, CarryingReader
 from cnr_store.training.checkpoint_manager import CheckpointManager
 from cnr_store.training.granted_reader import GrantedReader
 from cnr_store.training.loading import LoadedState, RestoredState, load
+from cnr_store.training.options import PrecisionPolicy, SavePolicy, StoreOptions, TrackingOptions
 from cnr_store.training.precision.calibrating import Calibration, Trial, calibrate
 from cnr_store.training.precision.rate_status import RateStatus, ScaleChange, TableRate
 from cnr_store.training.ranks import ProcessRanks
@@ -25,6 +26,10 @@ from cnr_store.write.rate import TargetStatus
 
 __all__ = [
     "CheckpointManager",
+    "SavePolicy",
+    "TrackingOptions",
+    "PrecisionPolicy",
+    "StoreOptions",
     "RestoredState",
     "load",
     "LoadedState",

@@ -1,89 +1,18 @@
-"""The choices that a caller of the manager makes, and what they are turned into."""
+"""What a manager's arguments become: options by table, and an open store."""
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-from collections.abc import Callable, Collection, Mapping
-from types import FrameType
-from typing import Any, Literal, get_args
+from collections.abc import Collection, Mapping
 
 from cnr_store.errors import BadInput, NotAStore
-from cnr_store.runtime.arguments import checked_choice, checked_count, checked_number
-from cnr_store.runtime.threads import check_rate
+from cnr_store.runtime.ranks import Ranks, rank_zero
 from cnr_store.store import Store
+from cnr_store.training.options import StoreOptions
 from cnr_store.types import TableDtype
 from cnr_store.write.mirrors import MirrorMode
 from cnr_store.write.policy import Policy
 from cnr_store.write.schema_choice import check_options
 from cnr_store.write.table_options import TableOptions
-from cnr_store_gpu import Movement
-
-WhenBusy = Literal["wait", "skip", "refuse"]
-"""What a save that is due does while one is under way: wait for it, leave its rows to the next one, or raise."""
-
-OnError = Literal["raise", "warn"]
-"""What a failed save does at the next `step`: stop the training or warn. Its rows stay dirty either way."""
-
-FirstFull = Literal["stall", "copy"]
-"""How a table that must be read whole is read: the training stalls until it is written, or a copy is made."""
-
-Schedule = Literal["constant", "loss"]
-"""Whether scales stay as they were chosen, or become finer as the loss falls (`CheckpointManager.report_loss`)."""
-
-Moves = Literal["touched", "ever_touched", "all"]
-"""Which rows a step of an optimizer changes: those looked up, those ever looked up, or all."""
-
-
-_CHOICES: dict[str, tuple[object, ...]] = {
-    "policy": get_args(Policy),
-    "first_full": get_args(FirstFull),
-    "when_busy": get_args(WhenBusy),
-    "on_error": get_args(OnError),
-    "mirror": get_args(MirrorMode),
-    "on_bypass": ("warn", "raise"),
-    "in_flight": ("refuse", "remark"),
-    "schedule": get_args(Schedule),
-    "save_on_sigterm": (False, True, "flag"),
-}
-
-
-def check_choices(**given: object) -> None:
-    """Return if each of a manager's arguments, by name, is one of its choices.
-
-    Raises
-    ------
-    BadInput
-    """
-    for name, value in given.items():
-        checked_choice(name, value, _CHOICES[name])
-
-
-def check_numbers(
-    every_steps: object, every_seconds: object, bytes_per_s: float | None, threads: object, verify_rows: object
-) -> None:
-    """Return if the numbers that a manager is given can be meant; None is "not given".
-
-    Raises
-    ------
-    BadInput
-    """
-    if every_steps is not None:
-        checked_count("every_steps", every_steps, least=1)
-    if every_seconds is not None:
-        checked_number("every_seconds", every_seconds, above=0)
-    check_rate(bytes_per_s)
-    if threads is not None:
-        checked_count("threads", threads, least=1)
-    checked_count("verify_rows", verify_rows)
-
-
-def movements_of(assume: Mapping[str, Moves]) -> dict[str, Movement]:
-    """Return what the caller says of optimizers in the tracker's words."""
-    for name, moves in assume.items():
-        checked_choice(f"assume[{name!r}]", moves, ("touched", "ever_touched", "all"))
-    return {name: Movement[moves.upper()] for name, moves in assume.items()}
 
 
 def options_by_table(
@@ -128,39 +57,27 @@ def check_table_options(
             check_options(table, one, dtypes[table], has_mirror=mirror != "none")
 
 
-def open_or_create(
-    url: str, storage_options: Mapping[str, Any] | None, threads: int | None, branch: str | None = None
-) -> Store:
-    """Return the store at a URL, created if there is none; or the branch of that name, which must be there. Blocks."""
-    try:
-        store = Store.open(url, branch=branch, storage_options=storage_options, threads=threads)
-    except NotAStore:
-        if branch is not None:
-            raise
-        return Store.create(url, storage_options=storage_options, threads=threads)
-    store.internals.finish_creation()
-    return store
+def open_or_create(url: str, options: StoreOptions, ranks: Ranks) -> Store:
+    """Return the store at a URL, created if there is none; or its branch, which must be there.
 
-
-def catch_sigterm(handler: Callable[[int, FrameType | None], None]) -> Any:
-    """Install a handler and return the one before. Forked children inherit it and can be ended as without it.
-
-    Raises
-    ------
-    BadInput
-        Outside the main thread, where Python takes no handlers.
+    Blocks; all ranks call it, and rank 0 opens it first.
     """
-    if threading.current_thread() is not threading.main_thread():
-        raise BadInput("save_on_sigterm works in the main thread only; set manager.should_stop yourself")
-    process = os.getpid()
+    opened: list[Store] = []
 
-    def on_sigterm(number: int, frame: FrameType | None) -> None:
-        if os.getpid() == process:
-            handler(number, frame)
-            return
-        # A forked child has no training to save. None: the handler before was not Python's, and cannot be put back.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
-        signal.raise_signal(signal.SIGTERM)
+    def open_here() -> None:
+        try:
+            store = Store.open(
+                url, branch=options.branch, storage_options=options.storage_options, threads=options.threads
+            )
+        except NotAStore:
+            if options.branch is not None:
+                raise
+            store = Store.create(url, storage_options=options.storage_options, threads=options.threads)
+        else:
+            store.internals.finish_creation()
+        opened.append(store)
 
-    previous = signal.signal(signal.SIGTERM, on_sigterm)
-    return previous
+    rank_zero(ranks, open_here)  # it may have to create it, which only one can
+    if not opened:
+        open_here()
+    return opened[0]

@@ -30,7 +30,7 @@ from cnr_store_gpu import Staged, Taken
 logger = logging.getLogger(__name__)
 
 
-class Outcome(Enum):
+class SaveOutcome(Enum):
     """What became of a save."""
 
     WON = "won"
@@ -154,7 +154,7 @@ class Finished:
     """A save that is over: its job, what became of it, and its error if there was one."""
 
     job: SaveJob
-    outcome: Outcome
+    outcome: SaveOutcome
     error: BaseException | None = None
 
 
@@ -264,9 +264,9 @@ class BackgroundSave:
         job, self._job, self._future = self._job, None, None
         if job.transaction.version is not None:
             # Also when something failed behind the commit: what has won is not saved again.
-            return Finished(job, Outcome.WON, error)
+            return Finished(job, SaveOutcome.WON, error)
         unknown = isinstance(error, CommitStateUnknown)
-        return Finished(job, Outcome.UNKNOWN if unknown else Outcome.LOST, error)
+        return Finished(job, SaveOutcome.UNKNOWN if unknown else SaveOutcome.LOST, error)
 
     def close(self) -> None:
         """Wait for the thread and end it."""

@@ -19,7 +19,7 @@ from cnr_store.store import Store
 
 
 @dataclass(slots=True, eq=False)
-class Succession:
+class TakeOver:
     """How a writer comes to its epoch, once it goes on from a version: see `cnr_store.write.writer_state.Succession`.
 
     Parameters

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from cnr_store.errors import CommitStateUnknown, Fenced, RankLost
+import warnings
+from dataclasses import dataclass
+
+from cnr_store.errors import BackgroundSaveFailed, CommitStateUnknown, Fenced, RankLost
+from cnr_store.runtime.ranks import Ranks, together
+from cnr_store.training.options import OnError
 
 
 def failure_message(error: BaseException) -> str:
@@ -14,3 +19,49 @@ def failure_message(error: BaseException) -> str:
     if isinstance(error, Fenced):
         return f"a checkpoint was not saved, nor will a later one of this training be: {error}"
     return f"a checkpoint was not saved ({error}); its rows are saved with the next one"
+
+
+def raise_failure(error: BaseException | None) -> None:
+    """Raise what became of a failed save; return if there is no error.
+
+    Raises
+    ------
+    BackgroundSaveFailed
+        With its cause. What is no `Exception` (Ctrl-C) is raised as it is.
+    """
+    if error is None:
+        return
+    if not isinstance(error, Exception):
+        raise error
+    raise BackgroundSaveFailed(failure_message(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class FailureReports:
+    """Tells the training of failed saves, as ``on_error`` says."""
+
+    ranks: Ranks
+    on_error: OnError
+
+    def report(self, error: BaseException | None) -> None:
+        """Raise or warn on this rank alone."""
+        try:
+            raise_failure(error)
+        except BackgroundSaveFailed as failure:
+            self._raise_or_warn(failure)
+
+    def report_together(self, error: BaseException | None) -> None:
+        """As `report`, on all ranks what one has to tell: they save next, or not, together."""
+        try:
+            self.raise_together(error)
+        except BackgroundSaveFailed as failure:
+            self._raise_or_warn(failure)
+
+    def raise_together(self, error: BaseException | None) -> None:
+        """Raise on all ranks what one has to tell, whatever ``on_error`` says."""
+        together(self.ranks, lambda: raise_failure(error))
+
+    def _raise_or_warn(self, failure: BackgroundSaveFailed) -> None:
+        if self.on_error == "raise":
+            raise failure
+        warnings.warn(str(failure), RuntimeWarning, stacklevel=4)

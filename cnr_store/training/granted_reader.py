@@ -172,7 +172,7 @@ class GrantedReader(Generic[T]):
     def _is_drained(self) -> bool:
         return self._in_flight == 0 and not (self._is_open and self._left > 0)
 
-    def _begin(self) -> _Interval[T]:
+    def _begin(self) -> _IntervalBatches[T]:
         with self._lock:
             if self._in_flight:
                 raise BadInput(
@@ -189,7 +189,7 @@ class GrantedReader(Generic[T]):
                 self._left = self._micro_batches if self._save_waits else self.grant
             self._serial += 1
             self._is_open, self._was_asked = True, False
-            return _Interval(self, self._serial)
+            return _IntervalBatches(self, self._serial)
 
     def _fetch(self, serial: int) -> T:
         """Fetch one batch; it counts as in flight before it is read, so that no state is taken meanwhile."""
@@ -213,7 +213,7 @@ class GrantedReader(Generic[T]):
             raise
 
 
-class _Interval(Iterator[T]):
+class _IntervalBatches(Iterator[T]):
     """What is left of a grant; ends with it, with the epoch, and when another interval has begun."""
 
     def __init__(self, reader: GrantedReader[T], serial: int) -> None:

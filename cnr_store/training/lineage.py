@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cnr_store.training.background import SaveJob
-from cnr_store.training.shard_ownership import Holding
+from cnr_store.training.shard_ownership import RankShard
 from cnr_store.types import RowIds
 from cnr_store.write.policy import CheckpointSize
 from cnr_store_gpu import Cumulative
@@ -32,7 +32,7 @@ class Lineage:
             self.changed.add(job.taken)
 
     def restored(
-        self, sizes: list[CheckpointSize], changed: Mapping[str, RowIds], holdings: Mapping[str, Holding]
+        self, sizes: list[CheckpointSize], changed: Mapping[str, RowIds], holdings: Mapping[str, RankShard]
     ) -> None:
         """Begin anew behind a restore; ``changed`` are row ids of whole tables, ``holdings`` this rank's shards."""
         self.sizes = sizes

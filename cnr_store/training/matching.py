@@ -17,7 +17,7 @@ from cnr_store.errors import BadDtype, BadInput, BadShape, CorruptStore
 from cnr_store.format.records import DenseEntry, SlotSchema, TableSchema
 from cnr_store.segment.shards import Shard
 from cnr_store.training.document import TRAINER, OptimizerDocument, SlotDocument, TrainerDocument
-from cnr_store.training.shard_ownership import Holding, Holdings
+from cnr_store.training.shard_ownership import Holdings, RankShard
 from cnr_store.training.shards import LocalShard
 from cnr_store.training.state import Optimized, StatePlan, dense_tensors, live_slots, optimizer_tensor_name
 from cnr_store.training.tensors import table_dtype_name
@@ -35,7 +35,7 @@ class ShardRestore:
     """
 
     stored: str
-    holding: Holding
+    holding: RankShard
     schema: TableSchema
     owner: Optimized | None
     slots: dict[str, tuple[SlotSchema, tuple[int, ...], str]]
@@ -267,7 +267,7 @@ def _match_optimizers(
 def _plan_shard(
     schema: TableSchema,
     stored: str,
-    holding: Holding,
+    holding: RankShard,
     plan: StatePlan,
     documents: Sequence[OptimizerDocument | None],
     layouts: Mapping[str, SlotDocument],

@@ -22,7 +22,7 @@ _HANG_UP = dt.timedelta(milliseconds=1)
 
 
 @dataclass(slots=True)
-class _Lines:
+class _Connections:
     """All lines of one rank: when one breaks, all do."""
 
     groups: list[dist.ProcessGroup] = field(default_factory=list)
@@ -52,7 +52,7 @@ class ProcessRanks:
             raise BadInput("this process is not in the group that it was given")
         self._members = dist.get_process_group_ranks(group)
         self._timeout_s = timeout_s
-        self._lines = _Lines()
+        self._lines = _Connections()
         self._line = dist.new_group(
             self._members,
             timeout=dt.timedelta(seconds=timeout_s),

@@ -24,7 +24,7 @@ from cnr_store.types import Rectangle
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Holding:
+class RankShard:
     """One shard on this rank. ``is_owner``: this rank saves it, and has its mirror."""
 
     shard: LocalShard
@@ -58,13 +58,13 @@ class Holdings:
         What the writer of this rank holds; None where it holds every table whole.
     """
 
-    by_name: Mapping[str, Holding]
+    by_name: Mapping[str, RankShard]
     tables: Mapping[str, tuple[int, int]]
     replicated: tuple[str, ...]
     placement: Placement | None
 
     @property
-    def owned(self) -> dict[str, Holding]:
+    def owned(self) -> dict[str, RankShard]:
         """The shards that this rank saves, by name."""
         return {name: holding for name, holding in self.by_name.items() if holding.is_owner}
 
@@ -101,7 +101,7 @@ def hold(shards: Sequence[LocalShard], ranks: Ranks) -> Holdings:
         Copies of a table have different shapes.
     """
     answers = together(ranks, lambda: [_described(shard) for shard in shards])
-    known = [[_Known(**item) for item in answer] for answer in answers]
+    known = [[_ShardInfo(**item) for item in answer] for answer in answers]
     shapes: dict[str, tuple[int, int]] = {}
     copies: dict[str, list[int]] = {}
     loads = [0] * ranks.world
@@ -119,11 +119,11 @@ def hold(shards: Sequence[LocalShard], ranks: Ranks) -> Holdings:
                 loads[rank] += item.elements
     owners = _owners(shapes, copies, loads)
     needs_place = ranks.world > 1 or not all(shard.is_whole for shard in shards)
-    held: dict[str, Holding] = {}
+    held: dict[str, RankShard] = {}
     for shard in shards:
         rectangle = Rectangle(shard.rows, shard.columns)
         is_owner = not shard.is_replicated or owners[shard.table] == ranks.rank
-        held[shard.name] = Holding(shard, Shard(shard.table, rectangle if needs_place else None), is_owner)
+        held[shard.name] = RankShard(shard, Shard(shard.table, rectangle if needs_place else None), is_owner)
     placement: dict[str, list[Rectangle]] = {}
     for holding in held.values():
         if holding.is_owner:
@@ -177,7 +177,7 @@ def _owners(
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _ShardInfo:
     """What other ranks need to know of a shard."""
 
     table: str

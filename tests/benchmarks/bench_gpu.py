@@ -21,7 +21,7 @@ import torch
 from harness import DATA_FOLDER, Report, Timings, alternating, data_folder, spread, timed
 from torch import nn
 
-from cnr_store.training import CheckpointManager
+from cnr_store.training import CheckpointManager, SavePolicy, TrackingOptions
 from cnr_store_gpu import RowTracker, kernels
 
 DIM, FEATURES, BATCH = 64, 26, 65_536
@@ -342,7 +342,11 @@ def bench_saves(report: Report, device: torch.device, rows: int, batch: int, fol
         side = Side(rows, batches, is_tracked=False)
         with data_folder(folder) as place:
             manager = CheckpointManager(
-                str(place), model=side.model, optimizer=side.optimizer, quantize_on_device=with_codes, rng=False
+                str(place),
+                model=side.model,
+                optimizer=side.optimizer,
+                tracking=TrackingOptions(quantize_on_device=with_codes),
+                save_policy=SavePolicy(rng=False),
             )
             side.train()
             full_s = timed(manager.save)

@@ -27,7 +27,7 @@ from trainee import Trainee
 from cnr_store import CompactionPolicy, Store, TableOptions
 from cnr_store.maintenance.compaction.plan import DEFAULT_POLICY
 from cnr_store.maintenance.maintain import compact_chain
-from cnr_store.training import CheckpointManager
+from cnr_store.training import CheckpointManager, SavePolicy, StoreOptions, TrackingOptions
 from cnr_store.types import AffineBits, Lattice
 
 Wait = Callable[[], object]
@@ -267,10 +267,14 @@ class Cnr(_Saved):
         """Go on in a manager that knows nothing yet, as a training that was started again."""
         self.leave()
         self.manager = CheckpointManager(
-            self.url, model=self.trainee.model, optimizer=self.trainee.optimizers, options=self.options,
-            first_full="copy" if self.copies_first else "stall", assume={"RowWiseAdagrad": "touched"},
-            storage_options=self.place.options or None, rng=False,
-        )  # fmt: skip
+            self.url,
+            model=self.trainee.model,
+            optimizer=self.trainee.optimizers,
+            options=self.options,
+            save_policy=SavePolicy(first_full="copy" if self.copies_first else "stall", rng=False),
+            tracking=TrackingOptions(assume={"RowWiseAdagrad": "touched"}),
+            store_options=StoreOptions(storage_options=self.place.options or None),
+        )
         return self.manager
 
     def touch(self, share: float) -> None:

@@ -20,7 +20,7 @@ from click_cases import Case, Source, load
 
 from cnr_store import TableOptions, Threshold, segment_sizes
 from cnr_store.maintenance.compaction import compact
-from cnr_store.training import CheckpointManager
+from cnr_store.training import CheckpointManager, StoreOptions, TrackingOptions
 from cnr_store.types import AffineBits
 from cnr_store.write.schema_choice import choose_table_scale
 from cnr_store_tools.demo import metrics
@@ -155,10 +155,15 @@ def run(order: Order, folder: str | None = None) -> Outcome:
     with (
         tempfile.TemporaryDirectory(prefix="cnr-bench-", dir=folder) as made,
         CheckpointManager(
-            f"{made}/store", model=model, optimizer=optimizers, reader=batches, threads=1,
-            options=options_of(order.source, order.seed, order.setting), assume={"RowWiseAdagrad": "touched"},
+            f"{made}/store",
+            model=model,
+            optimizer=optimizers,
+            reader=batches,
+            options=options_of(order.source, order.seed, order.setting),
+            store_options=StoreOptions(threads=1),
+            tracking=TrackingOptions(assume={"RowWiseAdagrad": "touched"}),
         ) as manager,
-    ):  # fmt: skip
+    ):
         for step, batch in enumerate(batches, start=1):
             train_step(model, optimizers, batch)
             manager.step()

@@ -24,7 +24,7 @@ from restored_runs import Order, Setting, cross_entropy, options_of, prepared, r
 
 from cnr_store import TableOptions
 from cnr_store.errors import BadInput
-from cnr_store.training import CheckpointManager
+from cnr_store.training import CheckpointManager, TrackingOptions
 from cnr_store.types import Lattice
 from cnr_store_tools.demo.train import train_step
 
@@ -99,9 +99,12 @@ def test_scales_are_those_that_bits_chooses_in_the_first_save():
     for step in range(schedule(len(batches), 1)[0][0]):
         train_step(model, optimizers, batches.batch(step))
     manager = CheckpointManager(
-        "memory://quality-scales", model=model, optimizer=optimizers, options=TableOptions(bits=4),
-        assume={"RowWiseAdagrad": "touched"},
-    )  # fmt: skip
+        "memory://quality-scales",
+        model=model,
+        optimizer=optimizers,
+        options=TableOptions(bits=4),
+        tracking=TrackingOptions(assume={"RowWiseAdagrad": "touched"}),
+    )
     manager.save()
     stored = {name: schema.encoding for name, schema in manager.store.snapshot().tables.items()}
     manager.close()

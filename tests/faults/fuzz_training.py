@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cnr_store import TableOptions
-from cnr_store.training import CheckpointManager, load
+from cnr_store.training import CheckpointManager, TrackingOptions, load
 from tests.faults.fuzz_doors import Visit, Wrong
 from tests.faults.fuzz_stores import Sample, held_by, opened, read_all, same_names
 from tests.training.runs import Training
@@ -33,9 +33,14 @@ class Reader:
 
 def manager_of(root: Path, training: Training, reader: Reader) -> CheckpointManager:
     return CheckpointManager(
-        str(root), model=training.model, optimizer=training.optimizers, reader=reader, options=TableOptions.exact(),
-        assume={"RowWiseAdagrad": "touched"}, extras={"more": Reader()},
-    )  # fmt: skip
+        str(root),
+        model=training.model,
+        optimizer=training.optimizers,
+        reader=reader,
+        options=TableOptions.exact(),
+        extras={"more": Reader()},
+        tracking=TrackingOptions(assume={"RowWiseAdagrad": "touched"}),
+    )
 
 
 def trained(folder: Path, kind: str) -> Sample:

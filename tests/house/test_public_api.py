@@ -71,8 +71,8 @@ PUBLIC = {
     "cnr_store.integrations.redis": "RedisSink RedisRows RedisBatch",
     "cnr_store.testing": "",
     "cnr_store.training": """
-        CheckpointManager RestoredState load LoadedState SaveReport ScaleChange RateStatus TableRate TargetStatus
-        ProcessRanks
+        CheckpointManager SavePolicy TrackingOptions PrecisionPolicy StoreOptions RestoredState load LoadedState
+        SaveReport ScaleChange RateStatus TableRate TargetStatus ProcessRanks
         calibrate Calibration Trial
         CarriedBatch CarryingReader GrantedReader IntervalReader reader_states_for
     """,

@@ -38,7 +38,7 @@ from cnr_store.errors import CnrStoreError, RankLost
 from cnr_store.runtime.ranks import OneRank
 from cnr_store.segment.codes import TableCodes
 from cnr_store.storage.local import LocalStorage
-from cnr_store.training import CheckpointManager
+from cnr_store.training import CheckpointManager, SavePolicy, StoreOptions, TrackingOptions
 from cnr_store.training.ranks import ProcessRanks
 from cnr_store.training.shards import Handle, LocalShard, ShardingLibrary, register_library, whole_shard
 from cnr_store_gpu import RowTracker
@@ -273,10 +273,15 @@ def run_rank(job: dict[str, Any], rank: int, world: int) -> int:
     training = RankTraining(rank, world)
     timeout_s = job.get("timeout_s", DEADLINE_S)
     manager = CheckpointManager(
-        f"{job['folder']}/store", model=training.model, optimizer=training.optimizers, options=TableOptions.exact(),
-        policy=job.get("policy", "consecutive"), every_steps=1, threads=1, assume={"RowWiseAdagrad": "touched"},
-        ranks=ProcessRanks(timeout_s=timeout_s),
-    )  # fmt: skip
+        f"{job['folder']}/store",
+        model=training.model,
+        optimizer=training.optimizers,
+        options=TableOptions.exact(),
+        every_steps=1,
+        save_policy=SavePolicy(policy=job.get("policy", "consecutive")),
+        store_options=StoreOptions(threads=1, ranks=ProcessRanks(timeout_s=timeout_s)),
+        tracking=TrackingOptions(assume={"RowWiseAdagrad": "touched"}),
+    )
     ended = 0
     acknowledged = 0
     try:
@@ -316,7 +321,7 @@ def damaged_mirror_is_refused(
     manager.wait()
     before = manager.store.latest_version()
     if training.rank == 2:
-        writer = manager._writer
+        writer = manager._saver.writer.current
         assert writer is not None
         (shard,) = writer.shards(["user.weight"])["user.weight"]
         codes = writer.mirrors.get(shard)
@@ -388,9 +393,13 @@ def load_kernels() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(2):
             manager = CheckpointManager(
-                f"{folder}/store", model=training.model, optimizer=training.optimizers, options=TableOptions.exact(),
-                threads=1, assume={"RowWiseAdagrad": "touched"}, ranks=OneRank(),
-            )  # fmt: skip
+                f"{folder}/store",
+                model=training.model,
+                optimizer=training.optimizers,
+                options=TableOptions.exact(),
+                store_options=StoreOptions(threads=1, ranks=OneRank()),
+                tracking=TrackingOptions(assume={"RowWiseAdagrad": "touched"}),
+            )
             manager.restore()
             for table in ("user.weight", "item.weight"):
                 manager.tracker.mark(table, torch.tensor([1, 2]))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import nn
 
+from cnr_store.training import PrecisionPolicy, SavePolicy, StoreOptions, TrackingOptions
 from cnr_store_tools.demo.adagrad import RowWiseAdagrad
 
 ROWS, DIM, BATCH = 300, 4, 24
@@ -81,6 +83,20 @@ class Training:
         if torch.cuda.is_initialized():
             found["rng/cuda"] = torch.cuda.get_rng_state()
         return found
+
+
+RECORDS = {
+    "save_policy": SavePolicy, "tracking": TrackingOptions, "precision": PrecisionPolicy, "store_options": StoreOptions
+}  # fmt: skip
+
+
+def grouped(**given: Any) -> dict[str, Any]:
+    """Arguments of a manager: options that belong to one of its records are put into that record."""
+    for name, record in RECORDS.items():
+        own = {one.name: given.pop(one.name) for one in fields(record) if one.name in given}
+        if own:
+            given[name] = record(**own)
+    return given
 
 
 def uninterrupted(kind: str, steps: int, **options: Any) -> dict[str, Any]:

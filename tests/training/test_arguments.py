@@ -9,7 +9,7 @@ import torch
 
 from cnr_store import BadInput, Store, TableOptions, Threshold
 from cnr_store.training import CheckpointManager
-from tests.training.runs import Training
+from tests.training.runs import Training, grouped
 
 
 @pytest.mark.parametrize(
@@ -48,8 +48,8 @@ def test_an_argument_that_cannot_be_meant_is_refused_at_once(given: dict[str, An
 
     with pytest.raises(BadInput, match=named):
         CheckpointManager(
-            "memory://never-made", model=training.model, optimizer=training.optimizers, **given
-        )  # fmt: skip
+            "memory://never-made", model=training.model, optimizer=training.optimizers, **grouped(**given)
+        )
 
     assert len(training.model.user._forward_hooks) == before
 

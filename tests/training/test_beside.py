@@ -35,7 +35,7 @@ from cnr_store.store.internals import StoreInternals
 from cnr_store.training import CheckpointManager
 from tests.support.faulty import Call, FaultyFileSystem, IsolatedMemoryFileSystem
 from tests.support.ranks import ThreadRank, thread_ranks
-from tests.training.runs import Training, assert_same, uninterrupted
+from tests.training.runs import Training, assert_same, grouped, uninterrupted
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 KIND = "rowwise_adagrad"
@@ -44,9 +44,12 @@ PROCESS = f"host {socket.gethostname()}, process {os.getpid()}, at 20"
 
 def manager_of(training: Training, url: str | Store, **options: Any) -> CheckpointManager:
     return CheckpointManager(
-        url, model=training.model, optimizer=training.optimizers, options=TableOptions.exact(),
-        assume={"RowWiseAdagrad": "touched"}, **options,
-    )  # fmt: skip
+        url,
+        model=training.model,
+        optimizer=training.optimizers,
+        options=TableOptions.exact(),
+        **grouped(assume={"RowWiseAdagrad": "touched"}, **options),
+    )
 
 
 def go_on(training: Training, manager: CheckpointManager, start: int, stop: int) -> None:
@@ -365,10 +368,10 @@ def test_all_ranks_go_on_or_are_told_who_did() -> None:
 
     def meet(training: Training, manager: CheckpointManager) -> list[str]:
         manager.restore()
-        if manager._ranks.rank == 0:
+        if manager._training.ranks.rank == 0:
             with Store.open_on(storage_from_filesystem(files, "/root"), threads=1) as store:
                 store.writer().close()
-        manager._ranks.exchange(b"")
+        manager._training.ranks.exchange(b"")
         told = []
         for _ in range(2):
             training.train(2)

@@ -14,8 +14,9 @@ from torch import nn
 
 from cnr_store import BadInput, Store, TableOptions
 from cnr_store.runtime.ranks import OneRank, Ranks
-from cnr_store.training import Calibration, CheckpointManager, calibrate
+from cnr_store.training import Calibration, CheckpointManager, StoreOptions, calibrate
 from tests.support.ranks import thread_ranks
+from tests.training.runs import grouped
 from tests.training.test_rate_control import on_ranks
 
 
@@ -79,11 +80,13 @@ def test_the_coarsest_scale_within_the_loss_is_taken(allowed: float, clicks: Cli
 def test_what_was_promised_is_what_a_restore_gives(clicks: Clicks, tmp_path: Path) -> None:
     found = calibrate(clicks.model, clicks.validate, max_quality_loss=1e-2, ranks=OneRank())
     with CheckpointManager(
-        str(tmp_path / "store"), model=clicks.model, options=found.options, ranks=OneRank()
+        str(tmp_path / "store"), model=clicks.model, options=found.options, store_options=StoreOptions(ranks=OneRank())
     ) as manager:
         manager.save()
     other = Clicks()
-    with CheckpointManager(str(tmp_path / "store"), model=other.model, options=found.options, ranks=OneRank()) as again:
+    with CheckpointManager(
+        str(tmp_path / "store"), model=other.model, options=found.options, store_options=StoreOptions(ranks=OneRank())
+    ) as again:
         again.restore()
 
     assert other.validate() == pytest.approx(found.trials[-1].metric, rel=1e-6)
@@ -182,12 +185,12 @@ def test_the_worst_rank_counts_and_all_take_the_same() -> None:
 def manager_of(url: str, clicks: Clicks, **options: Any) -> CheckpointManager:
     optimizer = torch.optim.SGD(clicks.model.parameters(), lr=0.01)
     chosen: dict[str, Any] = {"max_quality_loss": 0.01, "validate": clicks.validate, "on_bypass": "raise", **options}
-    return CheckpointManager(url, model=clicks.model, optimizer=optimizer, threads=1, **chosen)
+    return CheckpointManager(url, model=clicks.model, optimizer=optimizer, **grouped(threads=1, **chosen))
 
 
 def step(manager: CheckpointManager, clicks: Clicks) -> None:
     clicks.loss().backward()
-    for optimizer in manager._optimizers:
+    for optimizer in manager._training.optimizers:
         optimizer.step()
         optimizer.zero_grad()
     manager.step()
@@ -213,7 +216,9 @@ def test_a_manager_chooses_the_scales_before_its_first_save_and_never_again(tmp_
         torch.rand(1)
         return clicks.validate()
 
-    manager._quality = None if manager._quality is None else replace(manager._quality, validate=validate)
+    chain = manager._saver.chain
+    assert chain.quality is not None
+    chain.quality = replace(chain.quality, validate=validate)
     manager.save()
 
     called = clicks.calls

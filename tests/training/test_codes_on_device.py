@@ -11,13 +11,13 @@ from torch import nn
 
 from cnr_store import Store, TableOptions
 from cnr_store.storage import storage_from_filesystem
-from cnr_store.training import CheckpointManager
+from cnr_store.training import CheckpointManager, SavePolicy, TrackingOptions
 from cnr_store.training.background import SaveJob, run_save
 from cnr_store.training.devices import Launches, launches_of, rows_as_codes
 from cnr_store.training.shards import whole_shard
 from cnr_store.training.tensors import leaf_of, tensor_of
 from tests.support.faulty import IsolatedMemoryFileSystem
-from tests.training.runs import Training
+from tests.training.runs import Training, grouped
 
 LATTICE = TableOptions(encoding="lattice", scale=2.0**-12)
 
@@ -28,7 +28,7 @@ class Seen:
     def __init__(self, manager: CheckpointManager) -> None:
         self.codes: list[list[str]] = []
         self.host_bytes: list[int] = []
-        manager._background._run = self._run
+        manager._saver.background._run = self._run
 
     def _run(self, job: SaveJob) -> None:
         self.codes.append(sorted(job.staged.codes))
@@ -42,7 +42,7 @@ def memory_store() -> Store:
 
 def manager_of(store: Store, training: Training, **options: Any) -> CheckpointManager:
     chosen = {"options": LATTICE, "assume": {"RowWiseAdagrad": "touched"}, "rng": False, **options}
-    return CheckpointManager(store, model=training.model, optimizer=training.optimizers, **chosen)
+    return CheckpointManager(store, model=training.model, optimizer=training.optimizers, **grouped(**chosen))
 
 
 def newest(store: Store) -> dict[str, Any]:
@@ -182,10 +182,10 @@ def test_codes_that_were_not_committed_are_made_again() -> None:
         job.transaction.abort()
         raise OSError("no")
 
-    manager._background._run = fail
+    manager._saver.background._run = fail
     with pytest.raises(Exception, match="was not saved"):
         manager.save()
-    manager._background._run = run_save
+    manager._saver.background._run = run_save
     training.train(2)
     manager.save()
     manager.close()
@@ -222,7 +222,12 @@ def test_tables_on_a_gpu_are_stored_as_with_floats_and_half_the_bytes_come_to_th
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         store = memory_store()
         manager = CheckpointManager(
-            store, model=model, optimizer=optimizer, options=LATTICE, rng=False, quantize_on_device=quantize
+            store,
+            model=model,
+            optimizer=optimizer,
+            options=LATTICE,
+            save_policy=SavePolicy(rng=False),
+            tracking=TrackingOptions(quantize_on_device=quantize),
         )
         seen, found = Seen(manager), []
         for step in range(4):

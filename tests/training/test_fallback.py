@@ -16,7 +16,7 @@ from torch import nn
 from cnr_store import BadInput, CorruptRecord, CorruptStore, StorageFailure, Store, TableOptions, verify_store
 from cnr_store.format.layout import commit_key
 from cnr_store.storage import storage_from_filesystem
-from cnr_store.training import CheckpointManager, shards
+from cnr_store.training import CheckpointManager, SavePolicy, StoreOptions, TrackingOptions, shards
 from cnr_store.training.shards import LocalShard, ShardingLibrary, whole_shard
 from tests.support.faulty import IsolatedMemoryFileSystem
 from tests.support.ranks import ThreadRank, thread_ranks
@@ -28,9 +28,13 @@ STEPS = 5
 
 def manager_of(training: Training, url: Path | Store) -> CheckpointManager:
     return CheckpointManager(
-        url if isinstance(url, Store) else str(url), model=training.model, optimizer=training.optimizers,
-        options=TableOptions.exact(), every_steps=1, assume={"RowWiseAdagrad": "touched"},
-    )  # fmt: skip
+        url if isinstance(url, Store) else str(url),
+        model=training.model,
+        optimizer=training.optimizers,
+        options=TableOptions.exact(),
+        every_steps=1,
+        tracking=TrackingOptions(assume={"RowWiseAdagrad": "touched"}),
+    )
 
 
 def trained(root: Path) -> None:
@@ -128,7 +132,7 @@ def test_a_baseline_that_is_damaged_takes_its_deltas_along(tmp_path: Path) -> No
     training = Training(KIND)
     with manager_of(training, tmp_path) as manager:
         manager.restore()
-        manager._whole_next = set(manager._holdings.tables)
+        manager._saver.chain.whole_next = manager._training.tables
         go_on(training, manager, STEPS, STEPS + 3)
         assert [report.kind for report in manager.history] == ["full", "delta", "delta"]
         baseline = manager.store.head().record.chain[0].seg
@@ -258,9 +262,13 @@ class Job:
             with (
                 self.open() as store,
                 CheckpointManager(
-                    store, model=model, options=TableOptions(scale=1.0), rng=False, ranks=rank
+                    store,
+                    model=model,
+                    options=TableOptions(scale=1.0),
+                    save_policy=SavePolicy(rng=False),
+                    store_options=StoreOptions(ranks=rank),
                 ) as manager,
-            ):  # fmt: skip
+            ):
                 return act(rank.rank, manager, part)
 
         with ThreadPoolExecutor(2) as pool:

@@ -16,7 +16,7 @@ import pytest
 from cnr_store import Store, TableOptions
 from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.storage import storage_from_filesystem
-from cnr_store.training import CheckpointManager
+from cnr_store.training import CheckpointManager, SavePolicy, TrackingOptions
 from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem, SimulatedCrash
 from tests.training.runs import Training, assert_same, uninterrupted
 
@@ -33,9 +33,14 @@ def run(fs: FaultyFileSystem, policy: Any) -> Training:
     """Restore what there is and train to the end, saving every second step."""
     training = Training()
     manager = CheckpointManager(
-        open_on(fs), model=training.model, optimizer=training.optimizers, options=TableOptions.exact(), policy=policy,
-        every_steps=2, assume={"RowWiseAdagrad": "touched"},
-    )  # fmt: skip
+        open_on(fs),
+        model=training.model,
+        optimizer=training.optimizers,
+        options=TableOptions.exact(),
+        every_steps=2,
+        save_policy=SavePolicy(policy=policy),
+        tracking=TrackingOptions(assume={"RowWiseAdagrad": "touched"}),
+    )
     try:
         restored = manager.restore()
         for number in range(0 if restored is None else restored.step, STEPS):
@@ -122,9 +127,12 @@ def wait_for_commits(url: Path, count: int, child: subprocess.Popen[bytes]) -> N
 def continue_from(url: Path, steps: int) -> tuple[Training, int]:
     training = Training()
     manager = CheckpointManager(
-        str(url), model=training.model, optimizer=training.optimizers, options=TableOptions.exact(),
-        assume={"RowWiseAdagrad": "touched"},
-    )  # fmt: skip
+        str(url),
+        model=training.model,
+        optimizer=training.optimizers,
+        options=TableOptions.exact(),
+        tracking=TrackingOptions(assume={"RowWiseAdagrad": "touched"}),
+    )
     restored = manager.restore()
     assert restored is not None
     for number in range(restored.step, restored.step + steps):
@@ -162,9 +170,12 @@ def test_sigterm_can_leave_the_end_to_the_loop(tmp_path: Path) -> None:
     training = Training()
     before = signal.getsignal(signal.SIGTERM)
     manager = CheckpointManager(
-        str(tmp_path), model=training.model, optimizer=training.optimizers, assume={"RowWiseAdagrad": "touched"},
-        save_on_sigterm="flag",
-    )  # fmt: skip
+        str(tmp_path),
+        model=training.model,
+        optimizer=training.optimizers,
+        tracking=TrackingOptions(assume={"RowWiseAdagrad": "touched"}),
+        save_policy=SavePolicy(save_on_sigterm="flag"),
+    )
     training.train(0)
     assert manager.step() is False
     os.kill(os.getpid(), signal.SIGTERM)

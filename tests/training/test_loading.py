@@ -27,7 +27,7 @@ from cnr_store import (
 )
 from cnr_store.training import CheckpointManager, load
 from tests.support.ranks import ThreadRank, thread_ranks
-from tests.training.runs import Training, assert_same, uninterrupted
+from tests.training.runs import Training, assert_same, grouped, uninterrupted
 from tests.training.test_beside import KIND, files_of, go_on, manager_of
 from tests.training.test_fallback import Job, Part, value
 
@@ -198,7 +198,7 @@ class Growing:
 
     def manager(self, url: Path, **options: Any) -> CheckpointManager:
         chosen = {"options": TableOptions.exact(), **options}
-        return CheckpointManager(str(url), model=self.model, optimizer=self.optimizer, **chosen)
+        return CheckpointManager(str(url), model=self.model, optimizer=self.optimizer, **grouped(**chosen))
 
 
 @pytest.mark.parametrize(

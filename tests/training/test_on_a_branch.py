@@ -11,7 +11,7 @@ import torch
 from cnr_store import BadInput, BranchNotFound, NotAStore, Store, TableOptions
 from cnr_store.training import CheckpointManager
 from cnr_store.write.policy import Policy
-from tests.training.runs import Training, assert_same, uninterrupted
+from tests.training.runs import Training, assert_same, grouped, uninterrupted
 
 # torch's own Adagrad says so once in a process.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
@@ -21,7 +21,7 @@ STEPS, FORK = 12, 8
 
 def manager_of(store: str | Store, training: Training, **options: Any) -> CheckpointManager:
     chosen = {"options": TableOptions.exact(), "every_steps": 2, "assume": {"RowWiseAdagrad": "touched"}, **options}
-    return CheckpointManager(store, model=training.model, optimizer=training.optimizers, **chosen)
+    return CheckpointManager(store, model=training.model, optimizer=training.optimizers, **grouped(**chosen))
 
 
 class Run:

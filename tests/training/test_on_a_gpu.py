@@ -13,6 +13,7 @@ from cnr_store import Store, TableOptions
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.training import CheckpointManager
 from tests.support.faulty import IsolatedMemoryFileSystem
+from tests.training.runs import grouped
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,7 +41,9 @@ def store_in_memory() -> Store:
 
 
 def manager_of(store: Store, model: Model, optimizer: torch.optim.Optimizer, **options: Any) -> CheckpointManager:
-    return CheckpointManager(store, model=model, optimizer=optimizer, options=TableOptions.exact(), **options)
+    return CheckpointManager(
+        store, model=model, optimizer=optimizer, options=TableOptions.exact(), **grouped(**options)
+    )
 
 
 def train(model: Model, optimizer: torch.optim.Optimizer, number: int) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from cnr_store import Store, TableOptions, verify_store
 from cnr_store.runtime.ranks import OneRank
-from cnr_store.training import CheckpointManager
+from cnr_store.training import CheckpointManager, StoreOptions, TrackingOptions
 from tests.training.ranks_program import RankTraining, When, logged_state, noted
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -118,10 +118,14 @@ def check_what_is_stored(folder: Path, run: str) -> int:
         assert last.step >= max((step for _, step in acknowledged), default=0)
     training = RankTraining(0, 1)
     manager = CheckpointManager(
-        str(folder / "store"), model=training.model, optimizer=training.optimizers, options=TableOptions.exact(),
-        assume={"RowWiseAdagrad": "touched"}, ranks=OneRank(), redistribute=lambda states: states[:1],
-    )  # fmt: skip
-    restored = manager.restore()
+        str(folder / "store"),
+        model=training.model,
+        optimizer=training.optimizers,
+        options=TableOptions.exact(),
+        tracking=TrackingOptions(assume={"RowWiseAdagrad": "touched"}),
+        store_options=StoreOptions(ranks=OneRank()),
+    )
+    restored = manager.restore(redistribute=lambda states: states[:1])
     manager.close()
     assert restored is not None
     assert (restored.version, restored.step) == (last.version, last.step)

@@ -13,7 +13,7 @@ from torch import nn
 from cnr_store import StorageFailure, Store, TableOptions
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.storage import storage_from_filesystem
-from cnr_store.training import CheckpointManager, shards
+from cnr_store.training import CheckpointManager, SavePolicy, StoreOptions, shards
 from cnr_store.training.shards import LocalShard, ShardingLibrary, whole_shard
 from tests.support.faulty import IsolatedMemoryFileSystem
 from tests.support.ranks import ThreadRank, thread_ranks
@@ -45,7 +45,13 @@ def test_a_rank_that_cannot_open_its_commit_does_not_fail_the_next_save(monkeypa
         model = nn.ModuleDict({f"t{rank.rank}": part})
         with (
             Store.open_on(storage, threads=1) as store,
-            CheckpointManager(store, model=model, options=TableOptions(scale=1.0), rng=False, ranks=rank) as manager,
+            CheckpointManager(
+                store,
+                model=model,
+                options=TableOptions(scale=1.0),
+                save_policy=SavePolicy(rng=False),
+                store_options=StoreOptions(ranks=rank),
+            ) as manager,
         ):
             manager.save()
             if rank.rank == 1:

@@ -24,6 +24,7 @@ from cnr_store.training.tensors import tensor_of
 from cnr_store.types import Affine, FloatBits, Lattice
 from cnr_store.write.transaction import Transaction
 from tests.support.ranks import thread_ranks
+from tests.training.runs import grouped
 
 ROWS, DIM = 400, 8
 AUTO = TableOptions(bits="auto", expected_restores=1)
@@ -37,7 +38,7 @@ class Life:
         self.model = nn.Embedding(ROWS, DIM, sparse=True)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
         chosen: dict[str, Any] = {"options": AUTO, "ranks": ranks or OneRank(), "threads": 1, **options}
-        self.manager = CheckpointManager(url, model=self.model, optimizer=self.optimizer, **chosen)
+        self.manager = CheckpointManager(url, model=self.model, optimizer=self.optimizer, **grouped(**chosen))
         self.restored = self.manager.restore()
 
     def train(self, number: int) -> None:
@@ -502,8 +503,9 @@ def test_a_rank_that_lost_its_state_makes_all_write_anew_and_none_waits_for_it(u
         life.train(1)
         life.save()
         if ranks.rank == 0:
-            assert life.manager._writer is not None
-            life.manager._writer._session.forget()  # as where a commit won and its mirrors could not be moved
+            writer = life.manager._saver.writer.current
+            assert writer is not None
+            writer._session.forget()  # as where a commit won and its mirrors could not be moved
         return life.next(2).kind
 
     assert on_ranks(2, live) == ["full", "full"]

@@ -14,7 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from cnr_store import BadInput
 from cnr_store.training import CarryingReader, CheckpointManager
 from cnr_store.training.reader import reader_states_for
-from tests.training.runs import Training
+from tests.training.runs import Training, grouped
 
 SAMPLES, BATCH = 48, 4
 
@@ -34,9 +34,12 @@ def loader_of(workers: int) -> StatefulDataLoader:
 
 def manager_of(url: str, training: Training, reader: Any, **options: Any) -> CheckpointManager:
     return CheckpointManager(
-        url, model=training.model, optimizer=training.optimizers, reader=reader, assume={"RowWiseAdagrad": "touched"},
-        **options,
-    )  # fmt: skip
+        url,
+        model=training.model,
+        optimizer=training.optimizers,
+        reader=reader,
+        **grouped(assume={"RowWiseAdagrad": "touched"}, **options),
+    )
 
 
 def consume(manager: CheckpointManager, training: Training, loader: Any, *, stop: int | None) -> list[int]:

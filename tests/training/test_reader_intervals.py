@@ -27,7 +27,7 @@ from cnr_store.training import CheckpointManager
 from cnr_store.training.carrying_reader import CarriedBatch, CarryingReader
 from cnr_store.training.granted_reader import GrantedReader
 from cnr_store.training.reader import IntervalReader
-from tests.training.runs import Training
+from tests.training.runs import Training, grouped
 
 SAMPLES, BATCH, EPOCHS, DEPTH = 210, 24, 3, 3
 PER_EPOCH = 9
@@ -147,9 +147,12 @@ class Run:
         self.reader, self.training = reader, Training()
         self.seen: Batches = []
         self.manager = CheckpointManager(
-            url, model=self.training.model, optimizer=self.training.optimizers, reader=reader,
-            assume={"RowWiseAdagrad": "touched"}, **options,
-        )  # fmt: skip
+            url,
+            model=self.training.model,
+            optimizer=self.training.optimizers,
+            reader=reader,
+            **grouped(assume={"RowWiseAdagrad": "touched"}, **options),
+        )
         restored = self.manager.restore()
         self.start = 0 if restored is None else restored.step
 

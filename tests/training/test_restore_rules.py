@@ -14,9 +14,10 @@ from torch import nn
 
 from cnr_store import CorruptStore, TableOptions
 from cnr_store.format.records import Manifest
-from cnr_store.training import CheckpointManager
+from cnr_store.training import CheckpointManager, StoreOptions
 from cnr_store.write.mirrors import MirrorMode
 from tests.tools.sample_store import Forgery, forge_head
+from tests.training.runs import grouped
 
 ROWS = 30
 
@@ -43,7 +44,7 @@ def test_a_state_of_another_digest_is_not_resumed(mirror: MirrorMode, tmp_path: 
         manager.save()
         forge_head(manager.store, moved_by_one)
 
-    manager = CheckpointManager(url, model=other, mirror=mirror, mirror_folder=folder)
+    manager = CheckpointManager(url, model=other, store_options=StoreOptions(mirror=mirror, mirror_folder=folder))
     with pytest.raises(CorruptStore, match="state digest"):
         manager.restore()
     manager.close()
@@ -102,7 +103,7 @@ def test_slots_of_a_table_made_since_the_checkpoint_are_gone() -> None:
     optimizer = Lazy(table.parameters())
     options: dict[str, Any] = {"assume": {"Lazy": "ever_touched"}, "options": TableOptions.exact()}
     url = f"memory://rules-{uuid.uuid4().hex}"
-    with CheckpointManager(url, model=table, optimizer=optimizer, **options) as manager:
+    with CheckpointManager(url, model=table, optimizer=optimizer, **grouped(**options)) as manager:
         for number in range(4):
             optimizer.zero_grad()
             table(torch.tensor([number, 5])).sum().backward()

@@ -26,12 +26,12 @@ from cnr_store import (
 )
 from cnr_store.training import CheckpointManager, capture, shards, tensors
 from cnr_store.training.restoring import _put_tensor
-from tests.training.runs import ROWS, Training, assert_same, uninterrupted
+from tests.training.runs import ROWS, Training, assert_same, grouped, uninterrupted
 
 
 def manager_of(url: str, training: Training, **options: Any) -> CheckpointManager:
     chosen = {"options": TableOptions.exact(), "assume": {"RowWiseAdagrad": "touched"}, **options}
-    return CheckpointManager(url, model=training.model, optimizer=training.optimizers, **chosen)
+    return CheckpointManager(url, model=training.model, optimizer=training.optimizers, **grouped(**chosen))
 
 
 @pytest.fixture
@@ -404,7 +404,7 @@ def hostile(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
         change(document)
         return document
 
-    monkeypatch.setattr("cnr_store.training.checkpoint_manager.trainer_document", changed)
+    monkeypatch.setattr("cnr_store.training.save_staging.trainer_document", changed)
 
 
 def shape_of(*shape: int) -> Any:

@@ -14,7 +14,7 @@ from torch import nn
 from cnr_store import Store, TableOptions
 from cnr_store.training import CheckpointManager
 from cnr_store.write.policy import Policy
-from tests.training.runs import KINDS, Training, assert_same, uninterrupted
+from tests.training.runs import KINDS, Training, assert_same, grouped, uninterrupted
 
 # torch's own Adagrad says so once in a process.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
@@ -24,7 +24,7 @@ STEPS, STOP = 14, 9
 
 def manager_of(store: str | Store, training: Training, **options: Any) -> CheckpointManager:
     chosen = {"options": TableOptions.exact(), "every_steps": 2, "assume": {"RowWiseAdagrad": "touched"}, **options}
-    return CheckpointManager(store, model=training.model, optimizer=training.optimizers, **chosen)
+    return CheckpointManager(store, model=training.model, optimizer=training.optimizers, **grouped(**chosen))
 
 
 def interrupted(url: str, kind: str, *, dtype: torch.dtype = torch.float32, **options: Any) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from cnr_store.training import CheckpointManager
 from cnr_store_gpu import StagingBuffers
 from cnr_store_gpu.transfer import HostTransfer
 from tests.support.faulty import Call, FaultyFileSystem, IsolatedMemoryFileSystem
-from tests.training.runs import Training
+from tests.training.runs import Training, grouped
 
 
 class Backend(FaultyFileSystem):
@@ -77,7 +77,7 @@ def create(backend: Backend) -> Store:
 
 def manager_of(store: Store, training: Training, **options: Any) -> CheckpointManager:
     chosen = {"options": TableOptions.exact(), "assume": {"RowWiseAdagrad": "touched"}, **options}
-    return CheckpointManager(store, model=training.model, optimizer=training.optimizers, **chosen)
+    return CheckpointManager(store, model=training.model, optimizer=training.optimizers, **grouped(**chosen))
 
 
 def assert_stored(store: Store, training: Training) -> None:
@@ -341,7 +341,7 @@ def test_a_copied_first_full_holds_the_instant_of_its_step(backend: Backend) -> 
     manager = manager_of(store, training, first_full="copy")
     training.train(0)
     expected = training.model.user.weight.detach().clone()
-    manager._ready_writer()
+    manager._saver.ready_writer()
     backend.gate.clear()
     manager.save(wait=False)
     training.train(1)
@@ -664,8 +664,8 @@ def test_a_thread_that_does_not_start_takes_no_rows_along(
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(manager._background._pool, "_threads", set())
-    monkeypatch.setattr(manager._background._pool, "_idle_semaphore", threading.Semaphore(0))
+    monkeypatch.setattr(manager._saver.background._pool, "_threads", set())
+    monkeypatch.setattr(manager._saver.background._pool, "_idle_semaphore", threading.Semaphore(0))
     training.train(0)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
@@ -694,7 +694,7 @@ def test_a_staging_thread_that_does_not_start_fails_one_save(
     manager = manager_of(store, training, every_steps=1, on_error=on_error)
     manager.save()
     transfer = HostTransfer()
-    manager._buffers = StagingBuffers(transfer=transfer)  # a thread stages, as on an accelerator
+    manager._saver.stager.buffers = StagingBuffers(transfer=transfer)  # a thread stages, as on an accelerator
 
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -709,7 +709,7 @@ def test_a_staging_thread_that_does_not_start_fails_one_save(
             with pytest.warns(RuntimeWarning, match="can't start new thread"):
                 manager.step()
     transfer.close()
-    manager._buffers = StagingBuffers()
+    manager._saver.stager.buffers = StagingBuffers()
     training.train(1)
 
     report = manager.save()

@@ -15,6 +15,7 @@ from cnr_store import BadInput, Store, TableOptions, Threshold
 from cnr_store.runtime.ranks import OneRank, Ranks
 from cnr_store.training import CheckpointManager, SaveReport
 from tests.tools.cli_runner import cnr
+from tests.training.runs import grouped
 from tests.training.test_rate_control import on_ranks, rate_in, step_of
 
 ROWS, DIM = 3000, 16
@@ -37,9 +38,12 @@ class Life:
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.15)
         self.optimizer = optimizer
         self.manager = CheckpointManager(
-            url, model=self.model, optimizer=optimizer, every_steps=1, rng=False, threads=1, ranks=ranks or OneRank(),
-            target_bytes_per_checkpoint=target, **options,
-        )  # fmt: skip
+            url,
+            model=self.model,
+            optimizer=optimizer,
+            every_steps=1,
+            **grouped(rng=False, threads=1, ranks=ranks or OneRank(), target_bytes_per_checkpoint=target, **options),
+        )
         self.manager.restore()
 
     def train(self, steps: int) -> list[SaveReport]:

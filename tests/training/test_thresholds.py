@@ -12,7 +12,7 @@ from fsspec.exceptions import FSTimeoutError
 
 from cnr_store import BackgroundSaveFailed, BadInput, Store, TableOptions, Threshold
 from cnr_store.training import CheckpointManager
-from tests.training.runs import Training
+from tests.training.runs import Training, grouped
 from tests.training.test_saving import Backend, create
 
 SCALE = 2.0**-8
@@ -31,7 +31,7 @@ def manager_of(store: Store, training: Training, threshold: Threshold = THRESHOL
     chosen = {
         "options": TableOptions(scale=SCALE, threshold=threshold), "assume": {"RowWiseAdagrad": "touched"}, **options
     }  # fmt: skip
-    return CheckpointManager(store, model=training.model, optimizer=training.optimizers, **chosen)
+    return CheckpointManager(store, model=training.model, optimizer=training.optimizers, **grouped(**chosen))
 
 
 def errors(store: Store, training: Training) -> Any:

@@ -17,7 +17,7 @@ from cnr_store.errors import BadInput
 from cnr_store.format.limits import MAX_SHIFT, MAX_SHIFT_IN_CHAIN, MIN_SCALE
 from cnr_store.format.records import TableSchema
 from cnr_store.runtime.ranks import Ranks, together
-from cnr_store.training.shard_ownership import Holding, Holdings
+from cnr_store.training.shard_ownership import Holdings, RankShard
 from cnr_store.training.tensors import TensorRows, table_dtype_name
 from cnr_store.types import MAX_CODE, AffineBits, Lattice
 from cnr_store.write.schema_choice import choose_table_scale, encoding_name, table_dtype
@@ -101,7 +101,7 @@ class ScaleMeter:
         made = [(msgspec.to_builtins(one), elements) for one, elements in found]
         return {"choices": made, "halvings": self.room(writer, table), "refused": None}
 
-    def _mine(self, table: str) -> list[Holding]:
+    def _mine(self, table: str) -> list[RankShard]:
         return [holding for holding in self._holdings.owned.values() if holding.table == table]
 
 
@@ -118,7 +118,7 @@ def step_of(schema: TableSchema) -> float | None:
     return schema.encoding.scale * 0.5**schema.shift if isinstance(schema.encoding, Lattice) else None
 
 
-def _choice(holding: Holding, held: float | None, options: TableOptions) -> ScaleChoice:
+def _choice(holding: RankShard, held: float | None, options: TableOptions) -> ScaleChoice:
     """The scale that a shard asks for now, of its live rows."""
     rows = TensorRows(holding.shard.weight)
     dtype = table_dtype(rows, holding.table)
@@ -127,7 +127,7 @@ def _choice(holding: Holding, held: float | None, options: TableOptions) -> Scal
     return choice
 
 
-def _room(writer: Writer, holding: Holding, schema: TableSchema) -> int:
+def _room(writer: Writer, holding: RankShard, schema: TableSchema) -> int:
     """How often the scale of a shard could be halved in the next delta; `Transaction.refine_scale` checks it again."""
     mirror, scale = writer.mirrors.get(holding.key), step_of(schema)
     if mirror is None or scale is None:

@@ -15,8 +15,8 @@ from typing import Any
 from cnr_store.errors import BadInput
 from cnr_store.format.records import TableSchema
 from cnr_store.runtime.ranks import Ranks, together
-from cnr_store.training.arguments import Schedule
 from cnr_store.training.document import RateDocument
+from cnr_store.training.options import Schedule
 from cnr_store.training.precision.measuring import ScaleMeter, step_of
 from cnr_store.training.precision.rate_status import RateStatus, ScaleChange, TableRate
 from cnr_store.training.precision.targeting import SizeTarget

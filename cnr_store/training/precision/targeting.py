@@ -48,15 +48,10 @@ class SizeTarget:
     Raises
     ------
     BadInput
-        The target is no positive number of bytes, or other options rule over the scales.
+        Other options rule over the scales.
     """
 
     def __init__(self, target_bytes: int, options: Mapping[str, TableOptions], policy: Policy, schedule: str) -> None:
-        given: Any = target_bytes
-        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-            raise BadInput(
-                f"target_bytes_per_checkpoint is an integer of 1 or more, found {target_bytes!r}", found=target_bytes
-            )
         auto = sorted(table for table, one in options.items() if one.bits == "auto")
         if auto or schedule != "constant":
             other = f'bits="auto" of table {auto[0]!r}' if auto else f"schedule={schedule!r}"

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cnr_store import Store, TableOptions, Threshold
 from cnr_store.training import CheckpointManager
 from tests.training.ranks.scenarios import Place, State, changed_rows, copied, scenario
-from tests.training.runs import assert_same
+from tests.training.runs import assert_same, grouped
 
 SMALL, ROWS, DIM, BATCH = 24, 200, 4, 6
 """How many small tables; rows of the two others: each rank looks up its own share of them."""
@@ -95,7 +95,7 @@ class Run:
 
     def manager(self, store: str | Store, **options: object) -> CheckpointManager:
         given: dict[str, object] = {"options": EXACT} | options
-        return CheckpointManager(store, model=self.wrapped, optimizer=self.optimizers, **given)  # type: ignore[arg-type]
+        return CheckpointManager(store, model=self.wrapped, optimizer=self.optimizers, **grouped(**given))  # type: ignore[arg-type]
 
     def state(self) -> State:
         """Everything that training depends on but the generators."""

@@ -73,7 +73,7 @@ def a_failure_behind_the_training_is_told_to_all_at_the_same_step(place: Place) 
                 manager.wait()
                 storage.fails = place.rank == 1
             if number == 4 and place.rank == 0:
-                manager._background.wait()  # it is over here before the step, elsewhere perhaps not
+                manager._saver.background.wait()  # it is over here before the step, elsewhere perhaps not
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always", RuntimeWarning)
                 try:
@@ -84,7 +84,7 @@ def a_failure_behind_the_training_is_told_to_all_at_the_same_step(place: Place) 
                 told.append(number)
             if number == 4:
                 place.gather(None)
-                manager._background.wait()
+                manager._saver.background.wait()
                 storage.fails = False
         manager.wait()
         assert place.gather(told) == [told, told]
@@ -102,13 +102,14 @@ def what_one_rank_cannot_stage_no_rank_has_saved(place: Place) -> None:
     told: list[int] = []
     for number in range(8):
         if number == 3 and place.rank == 1:
-            gather, manager._buffers.gather = manager._buffers.gather, no_memory  # type: ignore[method-assign]
+            buffers = manager._saver.stager.buffers
+            gather, buffers.gather = buffers.gather, no_memory  # type: ignore[method-assign]
         try:
             run.train(number, manager)
         except (BackgroundSaveFailed, MemoryError):
             told.append(number)
         if number == 3 and place.rank == 1:
-            manager._buffers.gather = gather  # type: ignore[method-assign]
+            buffers.gather = gather  # type: ignore[method-assign]
     assert place.gather(told) == [[5], [3, 5]]
     manager.save()
     assert_saved(place, run, manager)

@@ -169,8 +169,8 @@ def another_number_of_readers_is_the_callers_matter(place: Place) -> None:
     assert_same(run.state(), before)
     assert manager.store.snapshot().step == 6
     manager.close()
-    manager = run.manager(place.url("readers"), reader=loader, redistribute=both)
-    assert manager.restore() is not None
+    manager = run.manager(place.url("readers"), reader=loader)
+    assert manager.restore(redistribute=both) is not None
     assert given == [2]
     seen = [int(number) for batch in loader for number in batch]
     assert place.kept("readers", 1) + seen == list(range(SAMPLES))[1::2]

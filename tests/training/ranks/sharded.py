@@ -17,7 +17,7 @@ import torch
 from cnr_store import Store, TableOptions, Unsupported
 from cnr_store.training import CheckpointManager, RestoredState
 from tests.training.ranks.scenarios import Place, State, WatchedStorage, copied, scenario
-from tests.training.runs import assert_same
+from tests.training.runs import assert_same, grouped
 from tests.training.torchrec.models import SHARDINGS, Built, Model, Sharding, build_model, fill, pieces, random_spec
 
 SEED = 3
@@ -44,7 +44,7 @@ def spoiled(built: Built) -> Built:
 
 def manager_of(store: str | Store, built: Built, **options: Any) -> CheckpointManager:
     return CheckpointManager(
-        store, model=built.dmp, optimizer=built.optimizer, **{"options": EXACT, "every_steps": 2} | options
+        store, model=built.dmp, optimizer=built.optimizer, **grouped(**{"options": EXACT, "every_steps": 2} | options)
     )
 
 

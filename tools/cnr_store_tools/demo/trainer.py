@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from cnr_store import TableOptions
-from cnr_store.training import CheckpointManager
+from cnr_store.training import CheckpointManager, SavePolicy, TrackingOptions
 from cnr_store_tools.demo.batches import TimeOrderedBatches
 from cnr_store_tools.demo.click_log import split_by_time
 from cnr_store_tools.demo.model import SmallDLRM
@@ -72,9 +72,10 @@ def _train_saved(
 ) -> None:
     # The six lines that a user writes:
     manager = CheckpointManager(
-        task["store"], model=model, optimizer=optimizers, reader=batches, policy=task["policy"],
+        task["store"], model=model, optimizer=optimizers, reader=batches, every_steps=config.save_every,
         options=TableOptions.exact() if task["is_exact"] else TableOptions(bits=task["bits"]),
-        every_steps=config.save_every, first_full="copy", assume={"RowWiseAdagrad": "touched"},
+        save_policy=SavePolicy(policy=task["policy"], first_full="copy"),
+        tracking=TrackingOptions(assume={"RowWiseAdagrad": "touched"}),
     )  # fmt: skip
     started = time.perf_counter()
     restored = manager.restore()

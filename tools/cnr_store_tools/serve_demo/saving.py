@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cnr_store import TableOptions
-from cnr_store.training import CheckpointManager
+from cnr_store.training import CheckpointManager, SavePolicy, TrackingOptions
 from cnr_store_tools.demo.batches import ClickBatch, TimeOrderedBatches
 from cnr_store_tools.demo.model import ModelConfig, SmallDLRM
 from cnr_store_tools.demo.traffic import TrafficConfig, generate_clicks
@@ -59,7 +59,8 @@ def play(task: Mapping[str, Any], channel: Channel) -> None:
     optimizers = make_optimizers(model)
     manager = CheckpointManager(
         task["store"], model=model, optimizer=optimizers, reader=batches, options=TableOptions(bits=8),
-        every_seconds=task["save_every_s"], first_full="copy", assume={"RowWiseAdagrad": "touched"},
+        save_policy=SavePolicy(every_seconds=task["save_every_s"], first_full="copy"),
+        tracking=TrackingOptions(assume={"RowWiseAdagrad": "touched"}),
     )  # fmt: skip
     restored = manager.restore()
     if restored is None:

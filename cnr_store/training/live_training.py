@@ -1,0 +1,149 @@
+"""What is trained: model, optimizers and reader, what of the tables this rank saves, and the hooks that watch them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from cnr_store.runtime.ranks import Ranks, together
+from cnr_store.training.arguments import check_table_options, options_by_table
+from cnr_store.training.devices import compile_kernels
+from cnr_store.training.options import SavePolicy, StoreOptions, TrackingOptions
+from cnr_store.training.reader import IntervalReader, Stateful
+from cnr_store.training.shard_ownership import Holdings, check_alike, find_local_shards, hold
+from cnr_store.training.shards import (
+    Handle,
+    LocalShard,
+    follow_lookups,
+    plain_optimizers,
+    unwrapped,
+    watched_shard,
+)
+from cnr_store.training.state import StatePlan, live_slots, mirror_estimate, plan_state
+from cnr_store.training.tensors import table_dtype_name
+from cnr_store.write.mirrors import MirrorMode, check_mirror_folder
+from cnr_store.write.table_options import TableOptions
+from cnr_store_gpu import RowTracker
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LiveTraining:
+    """The live objects of one training, on this rank.
+
+    Attributes
+    ----------
+    declared
+        Names of parameters that are tables besides the embeddings.
+    options
+        By table, of all tables, also those of other ranks.
+    ranks, control
+        The ranks that train together; ``control`` is a line of its own for what the manager asks them, beside saves.
+    """
+
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    reader: Stateful | None
+    extras: Mapping[str, Stateful]
+    declared: tuple[str, ...]
+    options: dict[str, TableOptions]
+    holdings: Holdings
+    tracker: RowTracker
+    lookups: list[Handle]
+    ranks: Ranks
+    control: Ranks
+
+    @property
+    def tables(self) -> set[str]:
+        """The names of all tables, also those of other ranks."""
+        return set(self.holdings.tables)
+
+    @property
+    def intervals(self) -> IntervalReader | None:
+        """The reader, if it says when its state is exact."""
+        return self.reader if isinstance(self.reader, IntervalReader) else None
+
+    def plan_state(self) -> StatePlan:
+        """Return where everything is that is saved, as of now."""
+        return plan_state(self.model, self.optimizers, self.holdings.shards, self.holdings.tables)
+
+    def detach(self) -> None:
+        """Take every hook off the model. A second call is harmless."""
+        self.tracker.detach()
+        while self.lookups:
+            self.lookups.pop().remove()
+
+
+def watch_training(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    reader: Stateful | None,
+    extras: Mapping[str, Stateful],
+    tables: Iterable[str],
+    options: TableOptions | Mapping[str, TableOptions] | None,
+    ranks: Ranks,
+    *,
+    save_policy: SavePolicy,
+    tracking: TrackingOptions,
+    store_options: StoreOptions,
+) -> LiveTraining:
+    """Find what is to be saved, agree on it with all ranks, and hook the tracker to the model. Blocks.
+
+    Raises
+    ------
+    BadInput, TableNotFound, BadDtype, Unsupported
+        On all ranks, also where only one cannot go on; no hook is left.
+    """
+    model = unwrapped(model)
+    optimizers = plain_optimizers([optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer))
+    declared = tuple(tables)
+    found: list[tuple[dict[str, nn.Parameter], list[LocalShard]]] = []
+    # Where one rank cannot go on the others hear of it now, rather than wait for it.
+    together(ranks, lambda: found.append(find_local_shards(model, optimizers, declared, ranks)))
+    plain, shards = found[0]
+    holdings = hold(shards, ranks)
+    by_table = options_by_table(options, holdings.tables)
+    # It refuses what cannot be saved, too.
+    check_alike(lambda: plan_state(model, optimizers, holdings.shards, holdings.tables), optimizers, ranks)
+    _log_memory(holdings, by_table, store_options.mirror)
+    trackers: list[RowTracker] = []
+    lookups: list[Handle] = []
+
+    def attach() -> None:
+        check_mirror_folder(store_options.mirror, store_options.mirror_folder)
+        dtypes = {shard.table: table_dtype_name(shard.weight, shard.table) for shard in shards}
+        check_table_options(by_table, dtypes, mirror=store_options.mirror, policy=save_policy.policy)
+        trackers.append(
+            RowTracker(
+                model, plain, optimizers=optimizers, allow_dense=tracking.allow_dense, assume=tracking.movements,
+                on_bypass=tracking.on_bypass, verify_rows=tracking.verify_rows, in_flight=tracking.in_flight,
+                shards=[watched_shard(shard) for shard in shards if shard.table not in plain],
+            )
+        )  # fmt: skip
+        lookups.extend(follow_lookups(model, trackers[0]))
+        compile_kernels(shards)
+
+    try:
+        together(ranks, attach)
+        control = ranks.another()
+    except BaseException:
+        for handle in lookups:
+            handle.remove()
+        for tracker in trackers:
+            tracker.detach()
+        raise
+    return LiveTraining(
+        model, optimizers, reader, dict(extras), declared, by_table, holdings, trackers[0], lookups, ranks, control
+    )
+
+
+def _log_memory(holdings: Holdings, options: Mapping[str, TableOptions], mirror: MirrorMode) -> None:
+    owned = [holding.shard for holding in holdings.owned.values()]
+    total = sum(mirror_estimate(one.weight, live_slots(one), options[one.table]) for one in owned)
+    where = {"memory": "in memory", "mmap": "on disk", "none": "not kept"}[mirror]
+    logger.info("%d shards of tables, code mirrors of about %.1f MiB (%s)", len(owned), total / 2**20, where)

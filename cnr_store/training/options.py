@@ -1,0 +1,184 @@
+"""The choices that a caller of the manager makes, in records that check themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from cnr_store.runtime.arguments import checked_choice, checked_count, checked_number
+from cnr_store.runtime.ranks import Ranks
+from cnr_store.runtime.threads import check_rate
+from cnr_store.write.mirrors import MirrorMode
+from cnr_store.write.policy import Policy
+from cnr_store_gpu import Movement
+from cnr_store_gpu.tracker import InFlight
+
+WhenBusy = Literal["wait", "skip", "refuse"]
+"""What a save that is due does while one is under way: wait for it, leave its rows to the next one, or raise."""
+
+OnError = Literal["raise", "warn"]
+"""What a failed save does at the next `step`: stop the training or warn. Its rows stay dirty either way."""
+
+FirstFull = Literal["stall", "copy"]
+"""How a table that must be read whole is read: the training stalls until it is written, or a copy is made."""
+
+Schedule = Literal["constant", "loss"]
+"""Whether scales stay as they were chosen, or become finer as the loss falls (`CheckpointManager.report_loss`)."""
+
+Moves = Literal["touched", "ever_touched", "all"]
+"""Which rows a step of an optimizer changes: those looked up, those ever looked up, or all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavePolicy:
+    """When a `CheckpointManager` saves, how much of the tables, and what a save that cannot be made does.
+
+    Attributes
+    ----------
+    policy
+        ``full``, ``consecutive``, ``one_shot`` or ``intermittent`` (`cnr_store.write.policy`).
+    every_seconds
+        A save is due so long after the last one, besides the manager's ``every_steps``. For trainings of one rank.
+    first_full
+        ``stall`` or ``copy``: how tables are read that must be written whole (the first save, or a new slot).
+    when_busy, on_error
+        See `WhenBusy` and `OnError`.
+    save_on_sigterm
+        On SIGTERM the next `step` saves and raises SystemExit(143); with ``"flag"`` it saves and returns True. Several
+        ranks do so together, at the next step that is a multiple of 16 after one of them got it.
+    rng
+        Whether the random generators of Python, numpy and torch are saved and restored.
+
+    Raises
+    ------
+    BadInput
+        A choice that is none, or a number that is not positive.
+    """
+
+    policy: Policy = "consecutive"
+    every_seconds: float | None = None
+    first_full: FirstFull = "stall"
+    when_busy: WhenBusy = "wait"
+    on_error: OnError = "raise"
+    save_on_sigterm: bool | Literal["flag"] = False
+    rng: bool = True
+
+    def __post_init__(self) -> None:
+        checked_choice("policy", self.policy, get_args(Policy))
+        checked_choice("first_full", self.first_full, get_args(FirstFull))
+        checked_choice("when_busy", self.when_busy, get_args(WhenBusy))
+        checked_choice("on_error", self.on_error, get_args(OnError))
+        checked_choice("save_on_sigterm", self.save_on_sigterm, (False, True, "flag"))
+        if self.every_seconds is not None:
+            checked_number("every_seconds", self.every_seconds, above=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackingOptions:
+    """How a `CheckpointManager` finds out which rows changed, and copies them.
+
+    Attributes
+    ----------
+    assume
+        What optimizers of your own do, by class name: ``touched``, ``ever_touched`` or ``all`` rows move in a step.
+    in_flight
+        As for `cnr_store_gpu.RowTracker`: ``remark`` where a pipeline always has batches between lookup and step.
+    allow_dense, on_bypass, verify_rows
+        As for `cnr_store_gpu.RowTracker`.
+    quantize_on_device
+        Turn the touched rows of tables that are stored as a lattice (``bits=``, ``max_error=``, ``scale=``) into codes
+        before they leave the device: 2 bytes per element cross to the host instead of 4, and the background has
+        divisions less to do. What is stored is the same. For tables on an accelerator; those with
+        ``nonfinite="escape"`` and rows with a code beyond 16 bits cross as floats as before.
+
+    Raises
+    ------
+    BadInput
+    """
+
+    assume: Mapping[str, Moves] = field(default_factory=dict)
+    in_flight: InFlight = "refuse"
+    allow_dense: bool = False
+    on_bypass: Literal["warn", "raise"] = "warn"
+    verify_rows: int = 0
+    quantize_on_device: bool = False
+
+    def __post_init__(self) -> None:
+        for name, moves in self.assume.items():
+            checked_choice(f"assume[{name!r}]", moves, get_args(Moves))
+        checked_choice("in_flight", self.in_flight, get_args(InFlight))
+        checked_choice("on_bypass", self.on_bypass, ("warn", "raise"))
+        checked_count("verify_rows", self.verify_rows)
+
+    @property
+    def movements(self) -> dict[str, Movement]:
+        """``assume`` in the tracker's words."""
+        return {name: Movement[moves.upper()] for name, moves in self.assume.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionPolicy:
+    """How exact a `CheckpointManager` stores tables as the run goes on; `TableOptions` say how exact they begin.
+
+    Attributes
+    ----------
+    schedule
+        ``loss``: lattices become finer as the loss that is given to `CheckpointManager.report_loss` falls, in powers
+        of two, in the first save after a restore, as far as codes have room (``mirror="none"`` has none).
+    target_bytes_per_checkpoint
+        What a delta is to come to (a full, with ``policy="full"``), of all ranks: fewer rows go out of tables with a
+        `Threshold`, then scales become coarser, down to 2-bit quality. `CheckpointManager.rate` says whether that is
+        enough. A threshold is then chosen anew in every save, whatever its ``refresh_every``.
+    max_quality_loss, validate
+        Choose the scales by `calibrate` before the first save, unless something was restored: ``validate()`` may become
+        so much larger, as a share. It must not train; it is called some ten times, while that save blocks the training,
+        with the model in evaluation mode and a host copy of the tables beside it.
+
+    Raises
+    ------
+    BadInput
+    """
+
+    schedule: Schedule = "constant"
+    target_bytes_per_checkpoint: int | None = None
+    max_quality_loss: float | None = None
+    validate: Callable[[], float] | None = None
+
+    def __post_init__(self) -> None:
+        checked_choice("schedule", self.schedule, get_args(Schedule))
+        if self.target_bytes_per_checkpoint is not None:
+            checked_count("target_bytes_per_checkpoint", self.target_bytes_per_checkpoint, least=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOptions:
+    """How a `CheckpointManager` opens its store and writes to it.
+
+    Attributes
+    ----------
+    branch, storage_options, threads
+        Only with a URL: the branch to train on (`Store.fork`), and as for `Store.open`.
+    mirror, mirror_folder, bytes_per_s
+        As for `Store.writer`.
+    ranks
+        The ranks that train together; None for all of ``torch.distributed``, or this process alone.
+
+    Raises
+    ------
+    BadInput
+    """
+
+    branch: str | None = None
+    storage_options: Mapping[str, Any] | None = None
+    threads: int | None = None
+    mirror: MirrorMode = "memory"
+    mirror_folder: str | None = None
+    bytes_per_s: float | None = None
+    ranks: Ranks | None = None
+
+    def __post_init__(self) -> None:
+        checked_choice("mirror", self.mirror, get_args(MirrorMode))
+        check_rate(self.bytes_per_s)
+        if self.threads is not None:
+            checked_count("threads", self.threads, least=1)

@@ -1,0 +1,210 @@
+"""Puts a checkpoint into the live training, and makes the saver go on from it. Nothing is written to the store."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+from cnr_store.errors import BadInput, CorruptStore, RankLost
+from cnr_store.runtime.arguments import checked_choice
+from cnr_store.runtime.ranks import rank_zero, together
+from cnr_store.store import Store
+from cnr_store.training.chain_state import ChainState
+from cnr_store.training.continuing import TakeOver
+from cnr_store.training.document import RateDocument
+from cnr_store.training.fallback import go_back
+from cnr_store.training.history import sizes_since_baseline
+from cnr_store.training.live_training import LiveTraining
+from cnr_store.training.loading import (
+    Planned,
+    RestoredState,
+    check_extras,
+    choose_start,
+    looking_again,
+    plan_loading,
+    stored_rng,
+)
+from cnr_store.training.matching import Resize
+from cnr_store.training.options import SavePolicy
+from cnr_store.training.position import TrainingPosition
+from cnr_store.training.reader import Redistribute, stored_reader_state
+from cnr_store.training.resizing import check_resizable, fill_new_rows
+from cnr_store.training.restoring import Loaded, Targets, apply_dense, finish_tables, read_dense, restore_targets
+from cnr_store.training.resuming import resume
+from cnr_store.training.rng import restore_rng
+from cnr_store.training.saver import Saver
+from cnr_store.types import RowIds, SlotsRule
+from cnr_store.write.policy import CheckpointSize
+from cnr_store.write.writer import Writer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreRequest:
+    """What the caller of `CheckpointManager.restore` asks for; see there.
+
+    Raises
+    ------
+    BadInput
+    """
+
+    version: int | None
+    step: int | None
+    tag: str | None
+    tables: Mapping[str, str] | None
+    strict: bool
+    resize: Resize | None
+    slots_rule: SlotsRule
+    fallback: bool
+    redistribute: Redistribute | None
+
+    def __post_init__(self) -> None:
+        if self.resize is not None:
+            checked_choice("resize", self.resize, get_args(Resize))
+        if self.fallback and not self.is_head:
+            raise BadInput("fallback= is for the head: leave out version=, step= and tag=, or fallback=")
+
+    @property
+    def is_head(self) -> bool:
+        """Whether the newest checkpoint is meant."""
+        return self.version is None and self.step is None and self.tag is None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ReadState:
+    """What a restore reads before the tables, and where those go."""
+
+    dense: Loaded
+    reader_state: Any
+    rng: dict[str, Any] | None
+    sizes: list[CheckpointSize]
+    changed: Mapping[str, RowIds]
+    targets: Targets
+
+
+@dataclass(slots=True, eq=False)
+class Restorer:
+    """Restores checkpoints in place. Call it from the thread that trains, on all ranks."""
+
+    training: LiveTraining
+    chain: ChainState
+    position: TrainingPosition
+    saver: Saver
+    store: Store
+    policy: SavePolicy
+
+    def restore(self, request: RestoreRequest) -> RestoredState | None:
+        """See `CheckpointManager.restore`."""
+        control = self.training.control
+        self.saver.reports.report_together(self.saver.collect(wait=True))
+        self.saver.settle()
+
+        def load() -> RestoredState | None:
+            chosen = rank_zero(control, lambda: choose_start(self.store, request.version, request.step, request.tag))
+            take_over = TakeOver(self.store, chosen["version"], chosen["newest"])
+            if chosen["is_empty"]:
+                self.saver.restored(self.saver.open_writer(take_over))
+                return None
+            return self._load(take_over, request)
+
+        try:
+            return looking_again(load, is_head=request.is_head)
+        except RankLost:
+            raise
+        except Exception as error:
+            if not request.fallback:
+                if request.is_head and isinstance(error, CorruptStore):
+                    error.message += "; restore(fallback=True) goes on from the newest version that is whole"
+                raise
+            back = go_back(control, self.store, error)
+        warnings.warn(str(back), RuntimeWarning, stacklevel=3)
+        restored = self._load(TakeOver(self.store, back.target, back.newest, back.torn), request)
+        return replace(restored, fallback_from=back.damaged, problem=back.problem)
+
+    def _load(self, take_over: TakeOver, request: RestoreRequest) -> RestoredState:
+        """Put a version in place, and go on from it at the next step or save; nothing is written before that."""
+        planned: list[Planned] = []
+        # On every rank before anything is changed on one.
+        together(self.training.control, lambda: planned.append(self._plan(take_over.version, request)))
+        restored = self._put_in_place(self.saver.open_writer(take_over), planned[0], request)
+        if not request.strict or request.slots_rule != "exact":
+            self.chain.whole_next |= self.training.tables  # what was left out is not what the mirrors hold
+        return restored
+
+    def _plan(self, version: int, request: RestoreRequest) -> Planned:
+        training = self.training
+        planned = plan_loading(
+            self.store, version, training.plan_state(), training.holdings, training.optimizers,
+            tables=request.tables, strict=request.strict, slots_rule=request.slots_rule, resize=request.resize,
+        )  # fmt: skip
+        check_resizable(planned.plan, training.holdings)
+        if request.strict:
+            check_extras(planned.trainer, training.extras)
+        return planned
+
+    def _put_in_place(self, writer: Writer, planned: Planned, request: RestoreRequest) -> RestoredState:
+        training, chain = self.training, self.chain
+        found: list[_ReadState] = []
+        together(training.control, lambda: found.append(self._read_all_but_tables(planned, request)))
+        read = found[0]
+        filled = writer.restore(read.targets.outputs, slots_rule=request.slots_rule)
+
+        def apply() -> None:
+            finish_tables(filled, read.targets, training.optimizers, request.slots_rule)
+            fill_new_rows(planned.plan, request.resize)
+            self._apply_state(planned, read)
+            self._begin_anew(writer, planned, read)
+
+        together(training.control, apply)
+        self.saver.restored(writer)
+        document = RateDocument() if planned.trainer is None else planned.trainer.rate
+        chain.rate.restored(training.control, writer, document, training.tables - chain.whole_next)
+        chain.quality = None
+        if self.policy.rng and read.rng is not None:
+            restore_rng(read.rng)  # last: nothing that restores may draw from what it set
+        plan, snapshot = planned.plan, planned.snapshot
+        return RestoredState(
+            snapshot.step, snapshot.version, read.reader_state, tuple(plan.renamed), plan.missing, plan.unexpected
+        )
+
+    def _read_all_but_tables(self, planned: Planned, request: RestoreRequest) -> _ReadState:
+        snapshot, plan, ranks = planned.snapshot, planned.plan, self.training.ranks
+        reader_state = stored_reader_state(snapshot, ranks, request.redistribute, strict=request.strict)
+        dense = read_dense(snapshot, plan)
+        rng = stored_rng(planned, ranks.rank)
+        if self.policy.policy in ("one_shot", "intermittent"):
+            sizes = sizes_since_baseline(self.policy.policy, self.store.log(snapshot.version))
+            mine = {own.table for own in self.training.holdings.by_name.values()}
+            changed = {
+                name: snapshot.table(stored).changed_rows() for name, stored in plan.renamed.items() if name in mine
+            }
+        else:
+            sizes, changed = sizes_since_baseline(self.policy.policy, [snapshot.record]), {}
+        return _ReadState(dense, reader_state, rng, sizes, changed, restore_targets(plan, self.training.optimizers))
+
+    def _apply_state(self, planned: Planned, read: _ReadState) -> None:
+        """Give dense tensors, optimizers, extras and the reader what was read."""
+        training, trainer = self.training, planned.trainer
+        apply_dense(planned.plan, read.dense, planned.snapshot.dense, planned.state, training.optimizers)
+        for name, extra in training.extras.items():
+            if trainer is not None and name in trainer.extras:
+                extra.load_state_dict(trainer.extras[name])
+        if training.reader is not None and read.reader_state is not None:
+            resume(training.reader, read.reader_state)
+
+    def _begin_anew(self, writer: Writer, planned: Planned, read: _ReadState) -> None:
+        """Forget what was trained and saved so far: what is known of the chain is what was restored."""
+        training, chain, plan, snapshot = self.training, self.chain, planned.plan, planned.snapshot
+        training.tracker.reset()
+        writer.mirrors.options.update(training.options)
+        chain.lineage.restored(read.sizes, read.changed, training.holdings.by_name)
+        chain.whole_next = {name for name in training.tables if plan.renamed.get(name) != name}
+        chain.whole_next |= chain.growing.restored(plan, training.holdings, self.policy.policy, training.tracker)
+        self.position.restored(snapshot.step, read.reader_state)
+        self.saver.schedule.mark(snapshot.step, time.monotonic())
+        logger.info("restored step %d from version %d of %s", snapshot.step, snapshot.version, self.store.url)

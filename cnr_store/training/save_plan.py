@@ -1,0 +1,105 @@
+"""What a save writes, decided by all ranks together: a full or a delta, and which tables whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cnr_store.format import document_tree
+from cnr_store.runtime.ranks import together
+from cnr_store.training.chain_state import ChainState
+from cnr_store.training.live_training import LiveTraining
+from cnr_store.training.shards import Slots
+from cnr_store.training.state import (
+    StatePlan,
+    fused_documents,
+    live_slots,
+    needs_new_schema,
+    slot_documents,
+    stepped_documents,
+)
+from cnr_store.training.tensors import leaf_of, tensor_of
+from cnr_store.write.policy import Decision, Policy, decide
+from cnr_store.write.writer import Writer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavePlan:
+    """What one save writes.
+
+    Attributes
+    ----------
+    state, slots
+        Of this rank: where everything is, and the slots by name of the shard.
+    decision
+        The same on all ranks.
+    tables
+        What the ranks know of the tables between them: ``slots``, ``fused`` and ``stepped``.
+    """
+
+    state: StatePlan
+    slots: Mapping[str, Slots]
+    decision: Decision
+    tables: Mapping[str, Any]
+
+
+def plan_save(training: LiveTraining, chain: ChainState, policy: Policy, writer: Writer) -> SavePlan:
+    """Decide on a save. Blocks; all ranks call it. Adds to ``chain.whole_next`` what must be written whole."""
+    found: list[tuple[StatePlan, dict[str, Slots], Decision]] = []
+
+    def share() -> dict[str, Any]:
+        state = training.plan_state()
+        slots = {name: live_slots(shard) for name, shard in state.shards.items()}
+        mine = _decide_here(training, chain, policy, writer, state, slots)
+        found.append((state, slots, mine))
+        known = {
+            "slots": slot_documents(state.shards, slots), "fused": fused_documents(state.shards.values()),
+            "stepped": stepped_documents(state, training.optimizers),
+        }  # fmt: skip
+        return {
+            "kind": mine.kind, "base": mine.base, "whole": sorted(chain.whole_next),
+            "tables": document_tree.encode(known, leaf_of),
+            "rate": chain.rate.proposal(chain.lineage.sizes, len(writer.head.record.chain)),
+        }  # fmt: skip
+
+    answers = together(training.control, share)
+    chain.whole_next.update(*(answer["whole"] for answer in answers))
+    known: dict[str, Any] = {"slots": {}, "fused": {}, "stepped": {}}
+    for answer in reversed(answers):
+        given = document_tree.decode(answer["tables"], tensor_of)
+        for name, of_tables in known.items():
+            of_tables.update(given[name])
+    state, slots, decision = found[0]
+    if any(answer["kind"] == "full" for answer in answers):
+        decision = Decision("full", "baseline", "a rank needs it")
+    decision = chain.rate.follow_target(training.control, writer, decision, answers[0]["rate"], chain.whole_next)
+    if decision.kind == "full":
+        chain.whole_next |= chain.rate.waits_for_full()
+        chain.whole_next |= chain.rate.too_fine(training.control, writer, chain.whole_next)
+    return SavePlan(state, slots, decision, known)
+
+
+def _decide_here(
+    training: LiveTraining,
+    chain: ChainState,
+    policy: Policy,
+    writer: Writer,
+    state: StatePlan,
+    slots: Mapping[str, Slots],
+) -> Decision:
+    """What this rank would save, without knowing of the others."""
+    schemas = chain.growing.applied_to(writer.snapshot.tables) if writer.is_synced else {}
+    chain.whole_next |= chain.rate.waits_for_full()
+    chain.whole_next |= {
+        shard.table
+        for name, shard in state.shards.items()
+        if needs_new_schema(schemas.get(shard.table), shard, slots[name], training.options[shard.table])
+    }
+    if not writer.is_synced:
+        chain.whole_next |= training.tables  # also those of other ranks, which forget them with us
+        return Decision("full", "baseline", "the writer does not know the head's state")
+    if chain.whole_next or schemas.keys() - training.tables:
+        return Decision("full", "baseline", f"tables {sorted(chain.whole_next)} must be written whole")
+    length = len(writer.head.record.chain)
+    return chain.rate.decide(decide(policy, chain.lineage.sizes, chain_length=length), length)

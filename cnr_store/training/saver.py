@@ -1,0 +1,297 @@
+"""Saves of one training: begun by the training thread, run by the background, and what became of them.
+
+The rule that it must never break: rows stay dirty until the commit that holds them has won (design, section 4, rule 3).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+
+from cnr_store.errors import (
+    BackgroundSaveFailed,
+    CnrStoreError,
+    CommitStateUnknown,
+    Conflict,
+    Fenced,
+    TransactionAborted,
+)
+from cnr_store.training.background import BackgroundSave, Finished, SaveJob, SaveOutcome, SaveReport
+from cnr_store.training.chain_state import ChainState
+from cnr_store.training.continuing import TakeOver
+from cnr_store.training.failures import FailureReports, failure_message
+from cnr_store.training.live_training import LiveTraining
+from cnr_store.training.options import SavePolicy
+from cnr_store.training.position import TrainingPosition
+from cnr_store.training.save_plan import plan_save
+from cnr_store.training.save_staging import SaveStager
+from cnr_store.training.save_state import SaveEvent, SaveState, next_state
+from cnr_store.training.schedule import SaveSchedule
+from cnr_store.training.training_writer import TrainingWriter
+from cnr_store.write.writer import Writer
+
+logger = logging.getLogger(__name__)
+
+
+class Saver:
+    """Begins saves, and takes notice of what became of them. Call it from the thread that trains.
+
+    Attributes
+    ----------
+    history
+        Reports of the committed saves, oldest first.
+    state
+        What stands between the training and its next save; `_move` alone changes it.
+    """
+
+    def __init__(
+        self,
+        training: LiveTraining,
+        chain: ChainState,
+        position: TrainingPosition,
+        schedule: SaveSchedule,
+        stager: SaveStager,
+        writer: TrainingWriter,
+        policy: SavePolicy,
+        reports: FailureReports,
+    ) -> None:
+        self.training, self.chain, self.position, self.schedule = training, chain, position, schedule
+        self.stager, self.writer, self.policy, self.reports = stager, writer, policy, reports
+        self.background = BackgroundSave()
+        self.history: list[SaveReport] = []
+        self.state = SaveState.IDLE
+        self._unknown: Finished | None = None  # in the state UNKNOWN
+        self._fenced_by: Fenced | None = None  # in the state FENCED
+        self._unreported: BaseException | None = None  # waits for the step at which all ranks are asked
+
+    # ---- beginning a save
+
+    def begin(self, *, wait_s: float, flush: bool = False) -> bool:
+        """Copy what is to be saved and hand it to the background; the only part that holds the training up.
+
+        Returns whether the save is over, because it read live tables.
+        """
+        started = time.perf_counter()
+        self.settle()
+        writer = self.ready_writer()
+        if self.chain.quality is not None:
+            training = self.training
+            scales = self.chain.quality.scales(training.model, training.options, training.control)
+            self.chain.rate.calibrated(scales)
+            self.chain.quality = None
+        plan = plan_save(self.training, self.chain, self.policy.policy, writer)
+        transaction = writer.begin(self.position.step, plan.decision.kind, base=plan.decision.base, flush=flush)
+        job: SaveJob | None = None
+        try:
+            job = self.stager.stage(transaction, writer, plan)
+            job.wait_s = wait_s
+            job.stall_s = time.perf_counter() - started
+            self._start(job)
+            self.mark_saved()
+            if self._reads_live(job):
+                self.background.wait()
+                job.stall_s = time.perf_counter() - started
+        except BaseException:
+            if self.training.ranks.world > 1:
+                self.mark_saved()  # others may have begun theirs: the next save must be due on all at the same step
+            if job is None:
+                transaction.abort()
+            elif not self.background.has(job):
+                transaction.abort()
+                self._lost(job, None)
+            elif self._reads_live(job):
+                # Training that went on now would tear what is being read.
+                self.background.wait_to_the_end()
+            raise
+        return self._reads_live(job)
+
+    def mark_saved(self) -> None:
+        """Count from this step until the next save is due."""
+        self.schedule.mark(self.position.step, time.monotonic())
+
+    def _start(self, job: SaveJob) -> None:
+        try:
+            self.background.start(job)
+        except Exception as error:  # no thread, no memory: the training may go on
+            raise BackgroundSaveFailed(failure_message(error)) from error
+        finally:
+            if self.background.has(job):
+                self._move(SaveEvent.STARTED)
+
+    def _reads_live(self, job: SaveJob) -> bool:
+        return bool(job.whole) and not self.stager.copies_whole
+
+    # ---- what became of it
+
+    @property
+    def last_save(self) -> SaveReport | None:
+        """The report of the newest committed save that the training thread has taken notice of."""
+        return self.history[-1] if self.history else None
+
+    def collect(self, *, wait: bool) -> BaseException | None:
+        """Take notice of a save that is over; returns its error if it is not known to be committed."""
+        if self._unreported is not None:
+            error, self._unreported = self._unreported, None
+            return error
+        finished = self.background.collect(wait=wait)
+        if finished is None:
+            return None
+        if finished.outcome is SaveOutcome.WON:
+            version = finished.job.transaction.version
+            assert version is not None  # a commit that won has one
+            self._won(finished.job, version, finished.error)
+            if isinstance(finished.error, Exception):
+                return None
+        elif finished.outcome is SaveOutcome.UNKNOWN:
+            self._unknown = finished
+            self._move(SaveEvent.NO_REPLY)
+        else:
+            self._lost(finished.job, finished.error)
+        return finished.error
+
+    def collect_at_step(self) -> None:
+        """Take notice of a save that is over; several ranks are told of its error where all are asked (`collect`)."""
+        error = self.collect(wait=False)
+        if self.training.ranks.world == 1:
+            self.reports.report(error)
+        else:
+            self._unreported = error  # another rank may not know of it yet
+
+    def settle(self) -> None:
+        """Learn what became of a save whose outcome is unknown; blocks.
+
+        Raises
+        ------
+        CommitStateUnknown
+            Still unknown. Its rows are kept apart until it is known.
+        """
+        writer, unknown = self.writer.current, self._unknown
+        if writer is None:
+            return
+        if unknown is None:
+            # A commit may be unknown to the writer although its save ended in another error; its rows are dirty again.
+            writer.settle()
+            return
+        before, failed = writer.head.record.v, None
+        try:
+            entry = writer.settle()
+        except Exception as error:
+            if writer.head.record.v == before:
+                raise
+            entry, failed = writer.head, error  # it had won before that failed
+        self._unknown = None
+        if entry is None:
+            self._lost(unknown.job, Conflict("another record took the log position"))
+        else:
+            self._won(unknown.job, entry.record.v, failed)
+
+    def _won(self, job: SaveJob, version: int, error: BaseException | None = None) -> None:
+        """``error``: what failed behind the commit, which nothing takes back."""
+        self._move(SaveEvent.WON)
+        job.staged.release()
+        self.training.tracker.give_back(job.waiting)  # by the owner alone: marks of copies are united at the next save
+        changes = self.chain.won(job, self.training)
+        if error is not None:
+            # What the mirrors hold is not known then, and the next save asks the writer (`plan_save`).
+            logger.warning("version %d is committed, but then failed (%r); the next save is a full", version, error)
+        report = job.report(version, changes, self.chain.rate.status.target)
+        self.history.append(report)
+        logger.info(
+            "version %d: %s of step %d, %d rows, %d bytes, stall %.4f s, background %.3f s",
+            report.version, report.kind, report.step, report.rows, report.size_bytes, report.stall_s,
+            report.encode_s + report.commit_s,
+        )  # fmt: skip
+
+    def _lost(self, job: SaveJob, error: BaseException | None) -> None:
+        job.staged.release()
+        self.chain.rate.lost()
+        self.training.tracker.give_back(job.taken)
+        if isinstance(error, Fenced):
+            self._fenced_by = error
+            self._move(SaveEvent.FENCED)
+            return
+        self._move(SaveEvent.LOST)
+        if isinstance(error, TransactionAborted) and self.training.ranks.world > 1:
+            pass  # a rank gave up before anything was appended: the mirrors are the head's, on all ranks
+        elif isinstance(error, Conflict):
+            # The head is not what our mirrors are: the next save is a full one behind a fence of its own.
+            self.writer.close()
+
+    def _move(self, event: SaveEvent) -> None:
+        self.state = next_state(self.state, event)
+
+    # ---- the writer
+
+    def ready_writer(self) -> Writer:
+        """Return the writer, as the store's committer. Blocks for a few requests if it is not yet.
+
+        Raises
+        ------
+        Fenced
+            Another training has taken the store over.
+        Conflict
+            Another one has gone on from what was restored.
+        """
+        store = self.writer.store
+        if self.state is SaveState.FENCED:
+            raise Fenced(f"this training can no longer save to {store.url}: {self._fenced_by}") from self._fenced_by
+        writer = self.writer.current
+        if writer is None:
+            writer = self.writer.current = self.writer.open(None)
+            if writer.head.record.chain:
+                logger.warning(
+                    "%s holds checkpoints that were not restored; the next save is a full one of the live state",
+                    store.url,
+                )
+                self.chain.whole_next |= self.training.tables
+        writer.take_over()
+        return writer
+
+    def open_writer(self, take_over: TakeOver) -> Writer:
+        """Return a writer that goes on from a version, once `restored` is called with it. It writes nothing before."""
+        self._move(SaveEvent.WRITER_OPENED)
+        return self.writer.open(take_over)
+
+    def restored(self, writer: Writer) -> None:
+        """Take notice that what the writer goes on from is in place."""
+        self.writer.current, self._fenced_by = writer, None
+        self._move(SaveEvent.RESTORED)
+
+    def go_on(self) -> None:
+        """In the first step behind a restore: become the committer, so that a training that this one follows stops."""
+        if self.state is not SaveState.RESTORED:
+            return
+        self._move(SaveEvent.STEPPED)
+        try:
+            self.ready_writer()
+        except CnrStoreError as error:
+            if self.policy.on_error == "raise":
+                raise
+            warnings.warn(
+                f"this training has not taken over {self.writer.store.url} yet: {error}", RuntimeWarning, stacklevel=3
+            )
+
+    # ---- the end
+
+    def close(self) -> None:
+        """Wait for the save under way, and end the thread; saves nothing more.
+
+        Raises
+        ------
+        BackgroundSaveFailed
+            The last save failed, or its outcome could not be learned.
+        """
+        try:
+            error = self.collect(wait=True)
+            if self.state is SaveState.UNKNOWN:
+                try:
+                    self.settle()
+                    error = None
+                except CommitStateUnknown as unknown:
+                    error = unknown
+            self.reports.report(error)
+        finally:
+            self.background.close()
+            self.stager.buffers.free()
+            self.writer.close()
