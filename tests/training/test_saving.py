@@ -413,6 +413,25 @@ def test_a_fenced_training_stops_saving(backend: Backend) -> None:
     manager.close()
 
 
+def test_a_fenced_training_saves_again_behind_a_restore_of_an_empty_store(backend: Backend) -> None:
+    """Only a restore that found a checkpoint ended the fence; behind one of an empty store no save was possible."""
+    store, training = create(backend), Training()
+    manager = manager_of(store, training)
+    manager.restore()
+    manager.step()
+    store.writer()
+    with pytest.raises(BackgroundSaveFailed):
+        manager.save()
+
+    assert manager.restore() is None
+    training.train(0)
+    manager.step()
+    manager.save()
+
+    assert_stored(store, training)
+    manager.close()
+
+
 def test_a_head_moved_by_somebody_else_is_followed_by_a_full(backend: Backend) -> None:
     store, training = create(backend), Training()
     manager = manager_of(store, training)
@@ -731,7 +750,7 @@ def test_rows_that_were_copied_for_a_save_that_could_not_begin_are_released(
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(manager, "_whole_shard", fail)
+        patch.setattr("cnr_store.training.save_staging.SaveStager._whole_shard", fail)
         with pytest.raises(MemoryError):
             manager.save()
 
