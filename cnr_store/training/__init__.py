@@ -1,5 +1,8 @@
 """Checkpoints of a PyTorch training in about six lines.
 
+Never decides how rows become bytes, and never forgets a changed row before the commit that holds it has won. Open
+`checkpoint_manager` first, then `saver` (one save, and what became of it) and `restorer`.
+
 ::
 
     manager = CheckpointManager("s3://bucket/run-7", model=model, optimizer=optimizer, reader=loader, every_steps=100)

@@ -77,13 +77,13 @@ TRAINER = """
 import sys, time
 from pathlib import Path
 from cnr_store import TableOptions
-from cnr_store.training import CheckpointManager
+from cnr_store.training import CheckpointManager, TrackingOptions
 from tests.training.runs import Training
 
 training = Training()
 with CheckpointManager(
     sys.argv[1], model=training.model, optimizer=training.optimizers, options=TableOptions.exact(), every_steps=1,
-    assume={"RowWiseAdagrad": "touched"},
+    tracking=TrackingOptions(assume={"RowWiseAdagrad": "touched"}),
 ) as manager:
     manager.restore()
     while manager.current_step < 8:

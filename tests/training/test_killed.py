@@ -93,13 +93,13 @@ def test_killed_at_every_storage_call_and_restored_is_uninterrupted(policy: Any)
 PROGRAM = """
 import sys
 from cnr_store import TableOptions
-from cnr_store.training import CheckpointManager
+from cnr_store.training import CheckpointManager, SavePolicy, TrackingOptions
 from tests.training.runs import Training
 
 training = Training()
 manager = CheckpointManager(
     sys.argv[1], model=training.model, optimizer=training.optimizers, options=TableOptions.exact(), every_steps=1,
-    assume={"RowWiseAdagrad": "touched"}, save_on_sigterm=True,
+    tracking=TrackingOptions(assume={"RowWiseAdagrad": "touched"}), save_policy=SavePolicy(save_on_sigterm=True),
 )
 manager.restore()
 while manager.current_step < int(sys.argv[2]):
