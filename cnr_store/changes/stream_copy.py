@@ -18,8 +18,8 @@ from cnr_store.format.commit_record import LogEntry
 from cnr_store.format.records import TableSchema
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.runtime.threads import blocks
-from cnr_store.serving.rows.folding import fold_into, fold_target
 from cnr_store.serving.rows.memory import ANONYMOUS
+from cnr_store.serving.rows.merging import merge_into, merge_target
 from cnr_store.serving.rows.served_table import HeldTable, Overlay, ServedTable
 from cnr_store.serving.update.update_plan import Compare, UpdatePlan
 from cnr_store.serving.update.update_tables import HeldAs, TableUpdates, update_tables
@@ -107,8 +107,8 @@ class StreamCopy:
             if isinstance(change, HeldTable):
                 held = change
             else:
-                target = fold_target(self._tables[table].held, change, ANONYMOUS)
-                fold_into(target, change)
+                target = merge_target(self._tables[table].held, change, ANONYMOUS)
+                merge_into(target, change)
                 held = target.held
             self._tables[table] = ServedTable(held) if escapes is None else ServedTable(held, None, escapes)
         self._stated, self._version, self._next = updates.stated, version, None

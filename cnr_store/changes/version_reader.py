@@ -125,7 +125,7 @@ class VersionReader:
     def _blocks(
         self, table: str, before: TableSchema | None, after: Snapshot, path: StreamPath, target: LogEntry
     ) -> Iterator[RowBlock]:
-        """The rows of a table that may differ. A delta that was folded on the way may go at any time: then another way.
+        """The rows of a table that may differ. A delta compacted on the way may go at any time: then another way.
 
         What comes then goes on behind the rows that were told: up to there nothing was left out.
         """
@@ -181,7 +181,7 @@ class VersionReader:
                 table, common, self._segments(plan.old), self._segments(plan.new), since=len(plan.common)
             )
         count = len(plan.segments)
-        # Deltas that were folded on the way are not in the target's chain: nothing is settled there without the rest.
+        # Deltas compacted on the way are not in the target's chain: nothing is settled there without the rest.
         is_tail = target.record.chain[-count:] == plan.segments
         since = len(target.record.chain) - count if is_tail else 0
         return plan_table_change(

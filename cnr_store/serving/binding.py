@@ -143,7 +143,7 @@ class ModuleBinding:
             for name, at in self._tables.items():
                 table = tables[at]
                 if _is_adoptable(tensors[name], table):
-                    assert table.overlay is None, "an adopted parameter shows the held rows, so they are folded first"
+                    assert table.overlay is None, "an adopted parameter shows the held rows, so they are merged first"
                     self._adopt(name, tensors[name], table)
                 elif at in changed or name in self._adopted:
                     self._adopted.pop(name, None)

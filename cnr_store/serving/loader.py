@@ -407,7 +407,7 @@ class Loader:
     # How it looks.
 
     def _look_again(self) -> float:
-        """Do what is due in the background, a look or a fold; return how long to rest."""
+        """Do what is due in the background, a look or a merge; return how long to rest."""
         try:
             with self._lock:
                 if self._is_closed:
@@ -419,12 +419,12 @@ class Loader:
                     self._follower.look(is_patient=True)
                     failures = self._metrics.failures if self._follower.is_unreachable else 0
                     self._next_look_s = time.monotonic() + pause_s(self._interval_s, failures, random())
-                if self._queue.publisher.fold_due_in_s() == 0:
-                    self._queue.fold(wait=False)
+                if self._queue.publisher.merge_due_in_s() == 0:
+                    self._queue.merge(wait=False)
         except Exception as error:  # noqa: BLE001  a bug, ours or a callback's: serving goes on, and the log has it
             self._follower.trouble.note(error, self.version)
         rest = self._next_look_s - time.monotonic()
-        due = self._queue.publisher.fold_due_in_s()
+        due = self._queue.publisher.merge_due_in_s()
         return max(0.0, rest if due is None else min(rest, max(due, 0.01)))
 
     def _check_open(self) -> None:

@@ -73,7 +73,7 @@ class LoaderMetrics:
     refused
         Versions that ``validate`` turned down.
     lookups, retries
-        Lookups of this process, and how often one began anew because its view was folded meanwhile.
+        Lookups of this process, and how often one began anew because its view was merged meanwhile.
     error
         What `PollResult.error` of the last look was, as text; None if all is well.
     """

@@ -276,7 +276,7 @@ class VersionFollower:
         queue, options = self._queue, self._options
         last = queue.newest if queue.states else None
         snapshot = self._builder.open(entry, last)
-        queue.fold()
+        queue.merge()
         built = self._builder.build(entry, snapshot, plan, last, queue.publisher.newest)
         warms = last is None or options.warm_up_each
         gate = partial(pass_gate, validate=options.validate, warm_up=options.warm_up if warms else None)

@@ -110,11 +110,11 @@ class VersionQueue:
         states = self.states
         return states[-1].version if len(states) > 1 else None
 
-    def fold(self, *, wait: bool = True) -> None:
+    def merge(self, *, wait: bool = True) -> None:
         """Put what is shown into the held rows, before more is built on them; not what is staged."""
         with self.lock:
             if self.publisher.candidate is None:
-                self.publisher.fold(wait=wait)
+                self.publisher.merge(wait=wait)
 
     def stage_same(self, entry: LogEntry) -> None:
         """Stage a version whose state is the newest's."""
@@ -234,7 +234,7 @@ class VersionQueue:
         if self._module_lags:  # it was left half way
             changed, moved = dict.fromkeys(view.tables), view.dense
         self._module_lags = True
-        self.publisher.fold()  # what a parameter has adopted are the held rows
+        self.publisher.merge()  # what a parameter has adopted are the held rows
         view = self.view
         binding.show(view.tables, changed, view.dense, self.states[0].dense, moved)
         self._module_lags = False

@@ -362,7 +362,7 @@ class Segments:
         assert view is not None
         applied = apply_segment(reader, view.tables[TABLE], self._workers)
         self._publisher.publish(version, version, {TABLE: applied.overlay})
-        self._publisher.fold()
+        self._publisher.merge()
 
 
 class Bare:

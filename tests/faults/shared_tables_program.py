@@ -80,7 +80,7 @@ def overlays(version: int, before: int, publisher: Publisher, memory: Memory) ->
 
 
 def publish(publisher: Publisher, memory: Memory, version: int, before: int) -> None:
-    publisher.fold()
+    publisher.merge()
     dense = {"version": np.full(4, version)}
     publisher.publish(version, version, overlays(version, before, publisher, memory), dense)
 
@@ -198,7 +198,7 @@ def own(folder: str, first: int, kill_at: int, versions: int) -> None:
     kill = KillAt(kill_at)
     for name in ("allocate", "allocate_together", "reserve", "release", "put_view", "drop_views", "_supersede"):
         kill.watch(SharedMemory, name)
-    for name in ("announce", "begin_fold", "end"):
+    for name in ("announce", "begin_merge", "end"):
         kill.watch(Board, name)
     for name in ("insert_many", "remove_many"):
         kill.watch(KeyIndex, name)
@@ -210,7 +210,7 @@ def own(folder: str, first: int, kill_at: int, versions: int) -> None:
     for version in range(first + 1, first + versions):
         publish(publisher, memory, version, version - 1)
         say(version)
-    publisher.fold()
+    publisher.merge()
     publisher.close()
     memory.close()
     say(f"calls {kill.calls}")

@@ -102,7 +102,7 @@ def test_readers_that_are_killed_hold_nobody_up(tmp_path: Path) -> None:
                 reader.send_signal(signal.SIGKILL)
             publish(publisher, memory, version, version - 1)
 
-    publisher.fold()
+    publisher.merge()
     counts = Counts(publisher, 0)
     assert counts.look() == 59
     assert counts.mixed == 0

@@ -56,7 +56,7 @@ def torn_reads(folder: Path, total: int) -> list[dict[str, int]]:
     answers = [answer(process) for process in processes]
     for thread in threads:
         thread.join()
-    publisher.fold()
+    publisher.merge()
     assert len(list(memory.path.glob("view-*"))) == 1
     publisher.close()
     memory.close()

@@ -692,7 +692,7 @@ def test_a_refused_or_failed_version_leaves_nothing_in_shared_memory(
     ) as loader:
         training.save()
         loader.poll()
-        loader._queue.fold()
+        loader._queue.merge()
         before = sorted(path.name for path in (tmp_path / "m").rglob("*"))
         training.save()
         assert isinstance(loader.poll().error, VersionRefused)
@@ -711,7 +711,7 @@ def test_what_changed_is_forgotten_when_it_is_shown(training: Training, tmp_path
     with Loader(training.open(), shared=tmp_path / "m") as loader:
         training.save()
         loader.poll()
-        loader._queue.fold()
+        loader._queue.merge()
         gc.collect()
         gone = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
         assert gone
@@ -752,7 +752,7 @@ loader.stop()
 for step in (1, 2, 3):
     save(step)
     loader.poll()
-    loader._queue.fold()
+    loader._queue.merge()
 os.write(writable, b"x")
 assert os.waitpid(child, 0)[1] == 0
 save(4)

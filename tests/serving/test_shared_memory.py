@@ -20,7 +20,7 @@ from cnr_store.serving.rows import attached as attached_module
 from cnr_store.serving.rows import shared_memory as shared_memory_module
 from cnr_store.serving.rows.attached import AttachedTables
 from cnr_store.serving.rows.board import BOARD_BYTES
-from cnr_store.serving.rows.shared_memory import BOARD_FILE, CURRENT_FILE, LOCK_FILE, CurrentGeneration, SharedMemory
+from cnr_store.serving.rows.shared_memory import BOARD_FILE, CURRENT_FILE, LOCK_FILE, SharedGeneration, SharedMemory
 from cnr_store.serving.rows.view_file import MAGIC, ArrayRef, check_file_name, check_ref, encode_view, parse_view
 from cnr_store.serving.rows.views import Publisher
 from tests.support.served_rows import SCALE, held_table, overlay_of, schema_of
@@ -74,7 +74,7 @@ def test_a_reader_follows_versions_and_folds(memory: SharedMemory) -> None:
         assert seen(tables) == 1
         publish(publisher, memory, 2)
         assert seen(tables) == 2
-        publisher.fold()
+        publisher.merge()
         assert seen(tables) == 2
         publish(publisher, memory, 3)
         publish(publisher, memory, 4)
@@ -157,7 +157,7 @@ def test_a_reader_that_missed_the_last_view_says_so_until_somebody_serves_again(
     publisher = served(memory)
     tables = AttachedTables(memory.folder)
     publish(publisher, memory, 2)
-    publisher.fold()  # over the rows of the view that is mapped
+    publisher.merge()  # over the rows of the view that is mapped
     publisher.close()
     memory.close()
 
@@ -175,7 +175,7 @@ def test_an_owner_that_is_to_come_again_leaves_its_last_view(memory: SharedMemor
     publisher = served(memory)
     tables = AttachedTables(memory.folder)
     publish(publisher, memory, 2)
-    publisher.fold()
+    publisher.merge()
     publisher.close()
     memory.close(keep=True)
 
@@ -220,12 +220,12 @@ def test_an_owner_that_died_while_it_loaded_leaves_nothing_behind(tmp_path: Path
 
 def test_memory_of_overlays_goes_when_they_are_folded(memory: SharedMemory) -> None:
     publisher = served(memory)
-    publisher.fold()
+    publisher.merge()
     before = memory.nbytes, len(names(memory.path))
 
     for number in range(2, 30):
         publish(publisher, memory, number)
-    publisher.fold()
+    publisher.merge()
 
     assert (memory.nbytes, len(names(memory.path))) == before
 
@@ -330,7 +330,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 def test_a_generation_of_a_newer_library_is_refused(memory: SharedMemory) -> None:
     served(memory)
-    (memory.folder / CURRENT_FILE).write_bytes(msgspec.json.encode(CurrentGeneration(2, memory.generation)))
+    (memory.folder / CURRENT_FILE).write_bytes(msgspec.json.encode(SharedGeneration(2, memory.generation)))
 
     with pytest.raises(NewerFormat, match="format 2; this library knows 1"):
         AttachedTables(memory.folder)

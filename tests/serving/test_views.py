@@ -96,12 +96,12 @@ def test_folding_changes_no_row_and_moves_the_epoch_on() -> None:
     view = change(publisher, 2, {0: None, 1: 7, 39: 8})
     before = rows_of(publisher)
 
-    assert publisher.fold()
+    assert publisher.merge()
 
     after = publisher.newest_view()[0]
     np.testing.assert_array_equal(rows_of(publisher), before)
     assert (after.version, after.epoch, after.has_overlays) == (2, view.epoch + 1, False)
-    assert publisher.fold()
+    assert publisher.merge()
     assert publisher.newest_view()[0] is after
 
 
@@ -210,7 +210,7 @@ def test_a_reader_whose_view_was_folded_over_reads_again() -> None:
     def fold_a_newer_version_once() -> None:
         if lookups.times == 1:
             change(publisher, 2, dict.fromkeys(range(40), 70))
-            publisher.fold()
+            publisher.merge()
 
     lookups = FoldingLookups(publisher, fold_a_newer_version_once)
     batch = lookups.lookup({"t": ROWS})
@@ -222,7 +222,7 @@ def test_a_reader_whose_view_was_folded_over_reads_again() -> None:
 def test_a_reader_of_the_view_that_is_folded_is_not_disturbed() -> None:
     publisher = publisher_of()
     change(publisher, 2, dict.fromkeys(range(40), 70))
-    lookups = FoldingLookups(publisher, publisher.fold)
+    lookups = FoldingLookups(publisher, publisher.merge)
 
     batch = lookups.lookup({"t": ROWS})
 
@@ -250,9 +250,9 @@ def test_an_error_counts_only_if_the_view_was_whole() -> None:
     bad = EscapeRows(np.array([3], np.int64), {"codes": np.full((1, DIM), np.nan, np.float32)})
     publisher.publish(2, 2, {"t": overlay_of({5: 5}, held)}, escapes={"t": bad})
     torn = publisher.newest_view()
-    publisher.fold()
+    publisher.merge()
     publisher.publish(3, 3, {"t": overlay_of({6: 6}, held)}, escapes={"t": EscapeRows()})
-    publisher.fold()
+    publisher.merge()
 
     class Source:
         def __init__(self) -> None:
@@ -275,9 +275,9 @@ def test_a_long_lookup_ends_since_folding_waits_for_it() -> None:
     publisher = publisher_of(clock=time.clock, sleep=time.sleep)
 
     def try_to_fold_a_newer_version() -> None:
-        if publisher.fold(wait=False):
+        if publisher.merge(wait=False):
             change(publisher, lookups.times + 1, dict.fromkeys(range(40), 70 + lookups.times))
-            publisher.fold(wait=False)
+            publisher.merge(wait=False)
 
     lookups = FoldingLookups(publisher, try_to_fold_a_newer_version)
     batch = lookups.lookup({"t": ROWS})
@@ -298,30 +298,30 @@ def test_folding_waits_for_readers_but_not_for_ever() -> None:
     publisher._sleep = ask_again
     publisher.board.hold(3600)
 
-    assert not publisher.fold(wait=False)
-    assert publisher.fold()
+    assert not publisher.merge(wait=False)
+    assert publisher.merge()
 
     assert 0 < sum(time.slept) < LONGEST_HOLD_S + 0.01
 
 
 def test_a_view_is_not_folded_before_its_time() -> None:
     time = Time()
-    publisher = publisher_of(clock=time.clock, sleep=time.sleep, min_view_s=0.01, fold_after_s=0.05)
+    publisher = publisher_of(clock=time.clock, sleep=time.sleep, min_view_s=0.01, merge_after_s=0.05)
     change(publisher, 2, {1: 7})
     time.now += 0.004
 
-    assert publisher.fold_due_in_s() == pytest.approx(0.046)
-    assert not publisher.fold(wait=False)
-    assert publisher.fold()
+    assert publisher.merge_due_in_s() == pytest.approx(0.046)
+    assert not publisher.merge(wait=False)
+    assert publisher.merge()
 
     assert sum(time.slept) == pytest.approx(0.006)
-    assert publisher.fold_due_in_s() is None
+    assert publisher.merge_due_in_s() is None
 
 
 def test_the_board_says_what_was_put_on_it() -> None:
     board = Board()
     board.announce(3)
-    board.begin_fold(2)
+    board.begin_merge(2)
     assert (board.epoch, board.is_whole(2), board.is_whole(1), board.has_ended) == (3, True, False, False)
 
 
@@ -364,7 +364,7 @@ def test_staged_versions_are_seen_when_they_are_revealed_all_at_once() -> None:
     batch = Lookups(publisher).lookup({"t": ROWS}, dense=["w"])
     np.testing.assert_array_equal(batch.rows["t"], expected(model))
     assert (batch.version, batch.dense["w"].tolist(), publisher.candidate) == (3, [2.0], None)
-    publisher.fold()
+    publisher.merge()
     np.testing.assert_array_equal(rows_of(publisher), expected(model))
 
 
@@ -402,8 +402,8 @@ def test_nothing_is_folded_while_a_version_is_staged() -> None:
     publisher.stage(3, 30, {"t": overlay_of({1: 8}, held)})
     epoch = publisher.newest_view()[0].epoch
 
-    assert publisher.fold()
-    assert publisher.fold_due_in_s() is None
+    assert publisher.merge()
+    assert publisher.merge_due_in_s() is None
 
     assert publisher.newest_view()[0].epoch == epoch
     np.testing.assert_array_equal(rows_of(publisher), expected({**FIRST, 1: 7}))
@@ -441,7 +441,7 @@ def test_keys_come_go_and_come_again(kind: Any) -> None:
         change(publisher, version, changes)
         model = {key: number for key, number in (model | changes).items() if number is not None}
         if version % 3:
-            publisher.fold()
+            publisher.merge()
 
         view = publisher.newest_view()[0]
         batch = Lookups(publisher).lookup({"t": asked})
@@ -457,9 +457,9 @@ def test_rows_of_keys_that_left_are_used_again() -> None:
     publisher = keyed_publisher(dict.fromkeys(range(200), 1))
     for version in range(2, 60):
         change(publisher, version, {version * 100 + key: 1 for key in range(50)})
-        publisher.fold()
+        publisher.merge()
         change(publisher, version, {version * 100 + key: None for key in range(50)})
-        publisher.fold()
+        publisher.merge()
 
     held = publisher.newest_view()[0].tables["t"].held
 
@@ -474,7 +474,7 @@ def test_a_table_grows_beyond_its_room() -> None:
     for version in range(2, 8):
         new = {version * 1000 + key: version for key in range(100 * version)}
         change(publisher, version, dict(new))
-        publisher.fold()
+        publisher.merge()
         model |= new
 
     asked = np.array(sorted(model))
@@ -493,7 +493,7 @@ def test_a_hash_shard_of_a_dense_table_takes_rows_that_were_absent() -> None:
     publisher.publish(1, 1, {"t": held})
 
     change(publisher, 2, {int(ids[1]): 4, int(ids[0]): None})
-    publisher.fold()
+    publisher.merge()
 
     batch = Lookups(publisher).lookup({"t": ids})
     np.testing.assert_array_equal(batch.rows["t"], expected_rows(held.kind, ids, {int(ids[1]): 4}))
@@ -510,7 +510,7 @@ def test_what_was_folded_is_freed() -> None:
     gone = weakref.ref(overlay.rows), weakref.ref(overlay.index.slots)
     del view, overlay
 
-    publisher.fold()
+    publisher.merge()
     gc.collect()
 
     assert [reference() for reference in gone] == [None, None]
@@ -521,7 +521,7 @@ def test_folding_keeps_the_held_rows_in_place() -> None:
     rows = publisher.newest_view()[0].tables["t"].held.rows
 
     change(publisher, 2, {1: 7})
-    publisher.fold()
+    publisher.merge()
 
     assert publisher.newest_view()[0].tables["t"].held.rows is rows
 
@@ -534,9 +534,9 @@ def test_a_fold_that_gets_no_memory_leaves_the_view_as_it_is(monkeypatch: pytest
     def full(*_: Any) -> HeldTable:
         raise StorageFailure("there is no memory left")
 
-    monkeypatch.setattr("cnr_store.serving.rows.views.fold_target", full)
+    monkeypatch.setattr("cnr_store.serving.rows.views.merge_target", full)
     with pytest.raises(StorageFailure):
-        publisher.fold()
+        publisher.merge()
 
     assert publisher.newest_view()[0] is before[0]
     assert before[1].is_whole(before[0].epoch - 1)

@@ -120,7 +120,7 @@ class ServedTables(RuleBasedStateMachine):
 
     @rule()
     def fold(self) -> None:
-        self.publisher.fold()
+        self.publisher.merge()
 
     @precondition(lambda self: len(self.seen) < 4)
     @rule()

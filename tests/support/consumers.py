@@ -15,8 +15,8 @@ from cnr_store.format.records import TableSchema
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.segment.codes import EscapeRows
 from cnr_store.segment.reader import SegmentReader
-from cnr_store.serving.rows.folding import fold_into, fold_target
 from cnr_store.serving.rows.memory import ANONYMOUS, Memory
+from cnr_store.serving.rows.merging import merge_into, merge_target
 from cnr_store.serving.rows.served_table import HeldTable, Overlay, ServedTable
 from cnr_store.serving.rows.shards import HashShard, is_in_shard, rows_in_shard
 from cnr_store.serving.update.update_plan import Compare, UpdatePlan, plan_path, plan_update
@@ -163,8 +163,8 @@ class Consumer:
             change = Overlay.merged(table.name, table.overlay, change, self.memory)
         if self.random.random() < 0.3:
             return ServedTable(table.held, change, escapes)
-        target = fold_target(table.held, change, self.memory)
-        fold_into(target, change)
+        target = merge_target(table.held, change, self.memory)
+        merge_into(target, change)
         return ServedTable(target.held, None, escapes)
 
     def check(self, snapshot: Snapshot) -> None:

@@ -100,7 +100,7 @@ class AttachedTables:
 
     @property
     def retries(self) -> int:
-        """How often a view was folded away under a lookup, which then read again."""
+        """How often a view was merged under a lookup, which then read again."""
         return self._lookups.retries
 
     def lookup(self, table: str, row_ids: npt.ArrayLike, out: Array | torch.Tensor | None = None) -> Any:

@@ -4,7 +4,7 @@ A reader takes the newest view, copies rows, and then asks whether the view was 
 registers, nobody waits. Three rules make the answer right (``fence`` orders everything before it before everything
 after it, on every CPU):
 
-- `begin_fold` says that views before ``epoch`` are no longer whole, then fences, and only then held rows are written;
+- `begin_merge` says that views before ``epoch`` are no longer whole, then fences, and only then held rows are written;
 - `is_whole` fences behind the copied rows before it looks, so a reader that copied one such row sees what was said;
 - `announce` fences before the new epoch is seen, so whoever sees it sees all that its view is made of.
 """
@@ -26,7 +26,7 @@ CELLS = 8
 BOARD_BYTES = CELLS * CELL_WORDS * 8
 
 LONGEST_HOLD_S = 2.0
-"""How long readers may put a fold off, all of them together."""
+"""How long readers may put a merge off, all of them together."""
 
 Cells = npt.NDArray[np.int64]
 
@@ -72,7 +72,7 @@ class Board:
         """Let readers take view ``epoch``; all that it is made of was written before."""
         _store(self._cells, _EPOCH, epoch)
 
-    def begin_fold(self, epoch: int) -> None:
+    def begin_merge(self, epoch: int) -> None:
         """Say that views before ``epoch`` are not whole any more; from here on held rows may be written."""
         _store(self._cells, _WHOLE_FROM, epoch)
 
@@ -85,7 +85,7 @@ class Board:
         _store(self._cells, _ENDED, 1)
 
     def hold(self, seconds: float) -> None:
-        """Ask that nothing is folded for so long, at most `LONGEST_HOLD_S`; does nothing where it may not write."""
+        """Ask that nothing is merged for so long, at most `LONGEST_HOLD_S`; does nothing where it may not write."""
         if self._cells.flags.writeable:
             until = time.monotonic_ns() + int(min(seconds, LONGEST_HOLD_S) * 1e9)
             # Two readers may overwrite each other here; the one that loses fails once more and asks again.
@@ -93,6 +93,6 @@ class Board:
                 _store(self._cells, _HOLD_UNTIL_NS, until)
 
     def held_for_s(self) -> float:
-        """Return for how many seconds more readers ask that nothing is folded."""
+        """Return for how many seconds more readers ask that nothing is merged."""
         left = (_load(self._cells, _HOLD_UNTIL_NS) - time.monotonic_ns()) / 1e9
         return float(min(max(left, 0.0), LONGEST_HOLD_S))

@@ -188,7 +188,7 @@ def _values_suffice(schema: TableSchema, served: Served) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldTable:
-    """The rows of a table, or of a shard of it, as one version left them. The arrays are written by folding alone.
+    """The rows of a table, or of a shard of it, as one version left them. The arrays are written by merging alone.
 
     Attributes
     ----------

@@ -70,7 +70,7 @@ _NO_DESCRIPTOR: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 1
 """A map keeps a descriptor of its file open otherwise, and there are some per table."""
 
 
-class CurrentGeneration(msgspec.Struct, frozen=True):
+class SharedGeneration(msgspec.Struct, frozen=True):
     """``current``: the generation to attach to."""
 
     format: int
@@ -78,7 +78,7 @@ class CurrentGeneration(msgspec.Struct, frozen=True):
 
 
 # Made while the module is imported, as in documents.py.
-_DECODER = msgspec.json.Decoder(CurrentGeneration)
+_DECODER = msgspec.json.Decoder(SharedGeneration)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class SharedMemory:
                 self.board = Board(map_file(self.path / BOARD_FILE, BOARD_BYTES).view(np.int64))
                 # Written while it may fail; it becomes `current` when the first view can be seen.
                 self._pointer = self.path / CURRENT_FILE
-                write_whole(self._pointer, msgspec.json.encode(CurrentGeneration(FORMAT, self.generation)))
+                write_whole(self._pointer, msgspec.json.encode(SharedGeneration(FORMAT, self.generation)))
             except BaseException:
                 self._let_go()
                 raise
@@ -425,7 +425,7 @@ _OWNERS: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
 
 def _disown_in_child() -> None:
     # A lock belongs to the open file, which a child shares: it would keep the folder when the owner has died. And the
-    # view that a child has goes stale, as the owner folds newer ones into the rows that both see.
+    # view that a child has goes stale, as the owner merges newer ones into the rows that both see.
     for memory in list(_OWNERS):
         memory._let_go()
         for publisher in list(memory._publishers):

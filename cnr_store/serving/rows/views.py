@@ -1,7 +1,7 @@
 """What readers see: one version at a time, swapped by a pointer; and the lookups that never mix two.
 
 A view is held rows and, beside them, the overlay of what its version changed. A publisher builds the overlay aside and
-swaps the view. Later it folds the overlay into the held rows, which hurts only readers of views before that one; the
+swaps the view. Later it merges the overlay into the held rows, which hurts only readers of views before that one; the
 `Board` tells them, and they read again. A reader takes part in nothing, so one that dies costs nothing.
 """
 
@@ -20,12 +20,12 @@ import numpy.typing as npt
 from cnr_store.errors import BadInput, CnrStoreError, TableNotFound, VersionNotFound
 from cnr_store.segment.codes import Array, EscapeRows
 from cnr_store.serving.rows.board import LONGEST_HOLD_S, Board
-from cnr_store.serving.rows.folding import fold_into, fold_target
 from cnr_store.serving.rows.memory import ANONYMOUS, Memory
+from cnr_store.serving.rows.merging import merge_into, merge_target
 from cnr_store.serving.rows.served_table import HeldTable, Overlay, ServedTable, checked_ids, checked_out
 
-FOLD_AFTER_S = 0.05
-"""An overlay is folded when its view was published so long ago and nothing newer came."""
+MERGE_AFTER_S = 0.05
+"""An overlay is merged when its view was published so long ago and nothing newer came."""
 
 MIN_VIEW_S = 0.01
 """And never sooner than this, so that lookups which took the view before have ended."""
@@ -67,7 +67,7 @@ class View:
 
     @property
     def has_overlays(self) -> bool:
-        """Whether there is anything to fold."""
+        """Whether there is anything to merge."""
         return any(table.overlay is not None for table in self.tables.values())
 
 
@@ -122,7 +122,7 @@ class Publisher:
         *,
         board: Board | None = None,
         announcer: Announcer | None = None,
-        fold_after_s: float = FOLD_AFTER_S,
+        merge_after_s: float = MERGE_AFTER_S,
         min_view_s: float = MIN_VIEW_S,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -131,7 +131,7 @@ class Publisher:
         self.board = Board() if board is None else board
         self._memory = memory
         self._announcer = announcer
-        self._fold_after_s = fold_after_s
+        self._merge_after_s = merge_after_s
         self._min_view_s = min_view_s
         self._clock = clock
         self._sleep = sleep
@@ -195,7 +195,7 @@ class Publisher:
     ) -> View:
         """Return the next view, which nobody sees before `reveal`; versions staged one after another become one.
 
-        Folds what is not folded yet, for which it may wait (see `fold`).
+        Merges what is not merged yet, for which it may wait (see `merge`).
 
         Parameters
         ----------
@@ -216,7 +216,7 @@ class Publisher:
             given = self._blocks_of(_arrays_of_changes(changes, dense, escapes))
             try:
                 if self._staged is None:
-                    self.fold()
+                    self.merge()
                 with self._memory.attempt():
                     candidate = self._candidate(version, step, changes, dense, escapes)
                 given |= self._blocks_of(_arrays_of(candidate))
@@ -268,7 +268,7 @@ class Publisher:
             self._sweep()
             return view
 
-    def fold(self, *, wait: bool = True) -> bool:
+    def merge(self, *, wait: bool = True) -> bool:
         """Put the overlays of the view into its held rows; return whether the view has none now.
 
         Readers of this view are not disturbed, those of earlier ones read again. Waits until the view is
@@ -283,11 +283,11 @@ class Publisher:
             view = self._view
             if view is None or not view.has_overlays:
                 return True
-            if self._staged is not None or not self._may_fold(wait):
+            if self._staged is not None or not self._may_merge(wait):
                 return False
             with self._memory.attempt():
                 targets = {
-                    name: fold_target(table.held, table.overlay, self._memory)
+                    name: merge_target(table.held, table.overlay, self._memory)
                     for name, table in view.tables.items()
                     if table.overlay is not None
                 }
@@ -300,22 +300,22 @@ class Publisher:
                 # its overlay until the board has the next epoch.
                 if self._announcer is not None:
                     self._announcer.put_view(after)
-            self.board.begin_fold(view.epoch)
+            self.board.begin_merge(view.epoch)
             for name, target in targets.items():
                 overlay = view.tables[name].overlay
                 assert overlay is not None
-                fold_into(target, overlay)
+                merge_into(target, overlay)
             self._swap(after)
             self._blocks |= self._blocks_of(_arrays_of(after))
             self._sweep()
             return True
 
-    def fold_due_in_s(self) -> float | None:
-        """Return in how many seconds the view should be folded if nothing newer comes; None if there is nothing to."""
+    def merge_due_in_s(self) -> float | None:
+        """Return in how many seconds the view should be merged if nothing newer comes; None if there is nothing to."""
         view = self._view
         if view is None or not view.has_overlays or self._staged is not None:
             return None
-        return max(0.0, self._published_at + self._fold_after_s - self._clock())
+        return max(0.0, self._published_at + self._merge_after_s - self._clock())
 
     def close(self) -> None:
         """Say that no view will come any more, and serve none in this process; a second call is harmless.
@@ -367,8 +367,8 @@ class Publisher:
         if self._announcer is not None:
             self._announcer.drop_views(view.epoch)
 
-    def _may_fold(self, wait: bool) -> bool:
-        """Wait until the view may be folded, or say whether it may be."""
+    def _may_merge(self, wait: bool) -> bool:
+        """Wait until the view may be merged, or say whether it may be."""
         too_young = self._published_at + self._min_view_s - self._clock()
         held_for = self.board.held_for_s()
         if not wait:
@@ -442,7 +442,7 @@ class Publisher:
 class Lookups:
     """Lookups in the newest view of a source: a `Publisher`, or an `AttachedTables`' of another process.
 
-    Any number of threads may look up at once, without locks. ``retries`` counts views that were folded away under a
+    Any number of threads may look up at once, without locks. ``retries`` counts views that were merged under a
     lookup.
     """
 
@@ -478,7 +478,7 @@ class Lookups:
             try:
                 batch = lookup_in(view, ids, dense, out)
             except CnrStoreError:
-                # Rows that are being folded can look like anything; an error counts if the view was whole.
+                # Rows that are being merged can look like anything; an error counts if the view was whole.
                 if board.is_whole(view.epoch):
                     raise
                 batch = None
@@ -491,7 +491,7 @@ class Lookups:
                 board.hold(4 * (time.monotonic() - started) + 0.01)
 
     def _gathered(self, view: View) -> None:
-        """Between the copy of the rows and the look at the board; tests fold here."""
+        """Between the copy of the rows and the look at the board; tests merge here."""
 
 
 class ViewSource(Protocol):

@@ -1,7 +1,7 @@
 """Find what differs between a consumer's own copy of a table and a version, where no delta says it; blocks.
 
 What is compared is content as it is held, bit for bit, and each row's status, so the result is right whatever happened
-in between: rollbacks, new baselines, folds, segments that are gone.
+in between: rollbacks, new baselines, compactions, segments that are gone.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def plan_path(entries: Sequence[LogEntry]) -> UpdatePlan:
     ----------
     entries
         At least one; each directly behind the one before, or the plan is that of the first and the last alone. Knowing
-        them all tells more than the two ends do: deltas that were folded on the way can still be applied one by one,
+        them all tells more than the two ends do: deltas that were compacted on the way can still be applied one by one,
         as long as their objects are there. Where they are not, `plan_update` of the two ends is the way.
     """
     known = 0  # The last record that is known to have the state held.

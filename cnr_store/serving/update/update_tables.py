@@ -23,9 +23,9 @@ from cnr_store.segment.codes import ABSENT, EscapeRows
 from cnr_store.segment.reader import SegmentReader
 from cnr_store.segment.shards import whole_of
 from cnr_store.serving.rows import gather
-from cnr_store.serving.rows.folding import fold_into, fold_target
 from cnr_store.serving.rows.key_index import KeyIndex
 from cnr_store.serving.rows.memory import ANONYMOUS, Memory
+from cnr_store.serving.rows.merging import merge_into, merge_target
 from cnr_store.serving.rows.served_table import HeldTable, Holds, Overlay, RowKind, Served, ServedTable, row_kind
 from cnr_store.serving.rows.shards import Shard, is_keyed, rows_in_shard
 from cnr_store.serving.update.applying import apply_segment, check_base
@@ -120,7 +120,7 @@ def update_tables(
         How its state follows from the one held: `plan_update`, or `Compare`, which is always right. With no
         table held any plan loads.
     tables
-        What is held now: the newest view's. An overlay that is not folded yet is read over, and not taken in.
+        What is held now: the newest view's. An overlay that is not merged yet is read over, and not taken in.
     stated
         What the update before returned; None checks nothing.
     memory
@@ -274,7 +274,7 @@ class _Updater:
             except (CorruptStore, VersionExpired) as error:
                 if reader.name in {one.name for one in self._readers}:
                     raise
-                raise _GoneSegment from error  # folded on the way, and the version does without it
+                raise _GoneSegment from error  # compacted on the way, and the version does without it
             stated = stated_whole(reader.manifest, name)
             self._count([reader], name)
         building.take_schema(schema, row_kind(schema, holding.served, holding.holds))
@@ -372,8 +372,8 @@ class _Building:
     def _put(self, overlay: Overlay, escapes: EscapeRows) -> None:
         held = self.now.held
         if self._is_copy:
-            target = fold_target(held, overlay, self._memory)
-            fold_into(target, overlay)
+            target = merge_target(held, overlay, self._memory)
+            merge_into(target, overlay)
             self.now = ServedTable(target.held, escapes=escapes)
             _release(held, self._memory, but=target.held)
             return

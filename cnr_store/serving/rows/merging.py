@@ -1,6 +1,6 @@
 """Put an overlay's rows into the held rows: first make room, then write. Views that still read them are not its matter.
 
-`fold_target` takes all the memory that the fold needs and changes nothing that a reader sees; `fold_into` cannot fail.
+`merge_target` takes all the memory needed and changes nothing that a reader sees; `merge_into` cannot fail.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ COPY_ROWS = 65_536
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FoldTarget:
+class MergeTarget:
     """Where the rows of an overlay go.
 
     Attributes
     ----------
     held
-        The table as it is after the fold; its arrays are those of the table before, unless it had to grow.
+        The table as it is after the merge; its arrays are those of the table before, unless it had to grow.
     positions
         int64 (n,): where each row of the overlay goes; `MISSING` for absent rows of a table held by key.
     new
@@ -44,7 +44,7 @@ class FoldTarget:
     gone: npt.NDArray[np.int64]
 
 
-def fold_target(held: HeldTable, overlay: Overlay, memory: Memory) -> FoldTarget:
+def merge_target(held: HeldTable, overlay: Overlay, memory: Memory) -> MergeTarget:
     """Return where an overlay's rows go, having taken the memory for it; nothing that is read is written.
 
     Raises
@@ -56,7 +56,7 @@ def fold_target(held: HeldTable, overlay: Overlay, memory: Memory) -> FoldTarget
         held = held.with_status(memory)
     none = np.empty(0, np.int64)
     if held.index is None:
-        return FoldTarget(replace(held, schema=overlay.schema), overlay.ids - held.start, none, none)
+        return MergeTarget(replace(held, schema=overlay.schema), overlay.ids - held.start, none, none)
     positions = held.index.find(overlay.ids)
     is_absent = overlay.status == ABSENT
     new = np.flatnonzero((positions == MISSING) & ~is_absent)
@@ -79,10 +79,10 @@ def fold_target(held: HeldTable, overlay: Overlay, memory: Memory) -> FoldTarget
     positions[gone] = MISSING
     memory.reserve(held.rows, held.num_rows + fresh)
     after = replace(held, schema=overlay.schema, num_rows=held.num_rows + fresh, spare=spare[taken:])
-    return FoldTarget(after, positions, new, overlay.ids[gone])
+    return MergeTarget(after, positions, new, overlay.ids[gone])
 
 
-def fold_into(target: FoldTarget, overlay: Overlay) -> None:
+def merge_into(target: MergeTarget, overlay: Overlay) -> None:
     """Write the rows of an overlay where they go. Releases the GIL; takes no memory that could lack."""
     held, positions = target.held, target.positions
     gather.scatter(gather.as_words(held.rows), positions, gather.as_words(overlay.rows))

@@ -106,12 +106,12 @@ def watched(world: World, function: Callable[..., Any]) -> Callable[..., Any]:
 def test_readers_between_the_steps_of_a_fold_read_one_version(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.take_views()
     world.publish(2)
-    for name in ("fold_target", "fold_into"):
+    for name in ("merge_target", "merge_into"):
         monkeypatch.setattr(views, name, watched(world, getattr(views, name)))
-    for name in ("announce", "begin_fold"):
+    for name in ("announce", "begin_merge"):
         monkeypatch.setattr(Board, name, watched(world, getattr(Board, name)))
 
-    assert world.publisher.fold()
+    assert world.publisher.merge()
 
     assert world.looks >= 2 * (2 * len(TABLES) + 2)
     assert world.torn >= len(TABLES), "slow readers met rows of both versions"
@@ -121,9 +121,9 @@ def test_readers_between_the_steps_of_a_publication_read_one_version(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.take_views()
-    for name in ("announce", "begin_fold"):
+    for name in ("announce", "begin_merge"):
         monkeypatch.setattr(Board, name, watched(world, getattr(Board, name)))
-    for name in ("fold_target", "fold_into"):
+    for name in ("merge_target", "merge_into"):
         monkeypatch.setattr(views, name, watched(world, getattr(views, name)))
     for name in ("put_view", "drop_views"):
         monkeypatch.setattr(SharedMemory, name, watched(world, getattr(SharedMemory, name)))
