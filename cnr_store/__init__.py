@@ -92,8 +92,9 @@ from cnr_store.transfer.importing import ImportReport, import_tensors
 from cnr_store.transfer.safetensors_file import TensorFile, TensorSpec
 from cnr_store.types import Rectangle
 from cnr_store.write.rate import expected_restores
+from cnr_store.write.schema_changes import Declaration
 from cnr_store.write.table_options import TableOptions, Threshold
-from cnr_store.write.transaction import Declaration, Transaction
+from cnr_store.write.transaction import Transaction
 from cnr_store.write.writer import Writer
 
 __all__ = [

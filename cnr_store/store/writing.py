@@ -20,7 +20,7 @@ from cnr_store.store.internals import StoreInternals
 from cnr_store.types import Rectangle
 from cnr_store.write.mirrors import MirrorMode, Mirrors, check_mirror_folder
 from cnr_store.write.writer import Writer
-from cnr_store.write.writer_state import Session, Succession
+from cnr_store.write.writer_state import RankShards, Takeover, WriterSetup, WriterState
 
 
 def open_writer(
@@ -32,7 +32,7 @@ def open_writer(
     run_id: str | None,
     ranks: Ranks,
     shards: Placement | None,
-    succession: Succession | None,
+    succession: Takeover | None,
 ) -> Writer:
     """Open a writer; see `Store.writer`. Blocks for a few requests, on all ranks together."""
     if shards is None and ranks.world > 1:
@@ -54,11 +54,15 @@ def open_writer(
     heads: list[LogEntry] = []
     together(ranks, lambda: heads.append(fenced[0] if fenced else internals.entry(version)))
     return Writer(
-        Session(
-            internals.storage, internals.log, heads[0], internals.identity.profile, info, internals.workers,
-            Mirrors(mirror, mirror_folder), Throttle(bytes_per_s),
-            ranks=ranks, placement=None if shards is None else placements[ranks.rank], shapes=shapes,
-            cuts=column_cuts(placements), succession=succession,
+        WriterState(
+            WriterSetup(
+                internals.storage, internals.log, internals.identity.profile, info, internals.workers,
+                Throttle(bytes_per_s), ranks,
+                RankShards(
+                    ranks.rank, None if shards is None else placements[ranks.rank], shapes, column_cuts(placements)
+                ),
+            ),
+            heads[0], Mirrors(mirror, mirror_folder), succession=succession,
         )
     )  # fmt: skip
 

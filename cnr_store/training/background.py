@@ -23,8 +23,9 @@ from cnr_store.training.replicated_rows import taken_rows
 from cnr_store.training.tensors import TensorRows, as_array, flat_rows
 from cnr_store.types import RowIds
 from cnr_store.write.rate import TargetStatus
+from cnr_store.write.schema_changes import Declaration
 from cnr_store.write.table_options import TableOptions, Threshold
-from cnr_store.write.transaction import Declaration, Transaction
+from cnr_store.write.transaction import Transaction
 from cnr_store_gpu import Staged, Taken
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any
 
 from cnr_store.errors import (
     BadInput,
@@ -36,44 +36,10 @@ from cnr_store.segment.reader import SegmentReader, read_receipt
 from cnr_store.segment.writer import merge_receipts, write_manifest
 from cnr_store.types import JsonValue
 from cnr_store.write.commit_checks import check_coverage, check_receipts, next_chain
-from cnr_store.write.writer_state import Committable, Session
-
-CommitKind = Literal["full", "delta"]
+from cnr_store.write.staged_segment import StagedSegment
+from cnr_store.write.writer_state import WriterState
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """What a segment will be: its kind and step, its name, and the ``keep`` segments of the chain it goes behind."""
-
-    kind: CommitKind
-    step: int
-    txn: str
-    segment: str
-    keep: int
-    l0: int
-
-
-class Share(Committable, Protocol):
-    """A transaction, as far as its commit goes."""
-
-    @property
-    def tables(self) -> Mapping[str, TableSchema]:
-        """Every table as it will be; the same on all ranks."""
-
-    @property
-    def scalars(self) -> Mapping[str, JsonValue]:
-        """Plain values of the manifest; those of rank 0 count."""
-
-    def check_complete(self, user: Mapping[str, JsonValue] | None) -> None:
-        """Raise `BadInput` if something is missing that a commit needs."""
-
-    def write_parts(self) -> tuple[Receipt, str | None]:
-        """Write this rank's objects and return their receipt, and its sha256 if it was put: rank 0 puts none."""
-
-    def base_manifest(self) -> Manifest | None:
-        """The manifest that the segment is a delta to."""
 
 
 class Commit:
@@ -91,15 +57,15 @@ class Commit:
         That of the segment, where this rank wrote it.
     """
 
-    def __init__(self, session: Session, draft: Draft, share: Share) -> None:
+    def __init__(self, state: WriterState, staged: StagedSegment) -> None:
         self.version: int | None = None
         self.undecided: LogEntry | None = None
         self.size_bytes = 0
-        self._session, self._draft, self._share = session, draft, share
+        self._state, self._staged = state, staged
         self._has_answered = False
         self._receipt: Receipt | None = None
         self.manifest: Manifest | None = None
-        self._decision: _Decision | None = None
+        self._decision: _Decided | None = None
 
     # ---- before and instead of it
 
@@ -109,20 +75,22 @@ class Commit:
 
     def refuse(self) -> None:
         """Tell the other ranks, unless they know, that this one gives up; blocks until they commit or abort too."""
-        ranks = self._session.ranks
+        ranks = self._state.setup.ranks
         if ranks.world > 1 and not self._has_answered:
             self._has_answered = True
             with contextlib.suppress(CnrStoreError):
                 together(ranks, self._give_up)
 
     def _give_up(self) -> None:
-        raise TransactionAborted(f"rank {self._session.ranks.rank} gave up the save of step {self._draft.step}")
+        raise TransactionAborted(
+            f"rank {self._state.setup.ranks.rank} gave up the save of step {self._staged.draft.step}"
+        )
 
     # ---- the commit
 
     def run(self, user: Mapping[str, JsonValue] | None) -> int:
         """Commit with all ranks; returns the version, or raises as `Transaction.commit` says. Blocks."""
-        ranks = self._session.ranks
+        ranks = self._state.setup.ranks
         self._has_answered = True
         handed_over = False
         try:
@@ -132,27 +100,27 @@ class Commit:
         except BaseException as error:
             self._end_without_outcome(error, handed_over=handed_over)
             raise
-        return self._take(_Outcome(**outcome))
+        return self._take(_Announced(**outcome))
 
     def _write_share(self, user: Mapping[str, JsonValue] | None) -> dict[str, Any]:
         """Write this rank's objects and its receipt, if it has one; returns what rank 0 needs to find it."""
-        if self._session.ranks.world > 1:
-            self._share.check_complete(user)
+        if self._state.setup.ranks.world > 1:
+            self._staged.check_complete(user)
         with self._telling_if_given_up():
-            self._receipt, digest = self._share.write_parts()
-        return {"attempt": self._receipt.attempt, "digest": digest, "tables": _digest_of(self._share.tables)}
+            self._receipt, digest = self._staged.write()
+        return {"attempt": self._receipt.attempt, "digest": digest, "tables": _digest_of(self._staged.schemas.tables)}
 
     def _decide(self, answers: Sequence[Mapping[str, Any]], user: Mapping[str, JsonValue] | None) -> dict[str, Any]:
         """On rank 0: merge the receipts, write the manifest, append the record. Errors are part of what it returns."""
-        session = self._session
-        self._decision = decision = _Decision()
+        state = self._state
+        self._decision = decision = _Decided()
         try:
             with self._telling_if_given_up():
                 entry = self._write_manifest(self._receipts(answers))
-            record = session.head.record
+            record, segment = state.head.record, self._staged.draft
             draft = draft_after(
-                record, self._draft.kind, session.info,
-                chain=next_chain(record, entry, keep=self._draft.keep), logical=entry.l1, step=self._draft.step,
+                record, segment.kind, state.setup.info,
+                chain=next_chain(record, entry, keep=segment.keep), logical=entry.l1, step=segment.step,
                 tables=self._generations(), user=dict(user or {}),
                 reader_features=self._reader_features(record),
             )  # fmt: skip
@@ -167,11 +135,11 @@ class Commit:
         try:
             yield
         except (StorageFailure, CorruptStore):
-            entry: LogEntry | None = self._session.head
+            entry: LogEntry | None = self._state.head
             with contextlib.suppress(StorageFailure, CorruptStore):  # then the failure is the error to tell
                 while entry is not None:
-                    check_not_given_up(entry.record, self._draft.txn)
-                    entry = self._session.log.poll(entry)
+                    check_not_given_up(entry.record, self._staged.draft.txn)
+                    entry = self._state.setup.log.poll(entry)
             raise
 
     def _receipts(self, answers: Sequence[Mapping[str, Any]]) -> list[Receipt]:
@@ -184,9 +152,11 @@ class Commit:
                     found=rank,
                 )
         assert self._receipt is not None  # written before anything is answered
-        session, segment = self._session, self._draft.segment
-        others = session.workers.run(
-            partial(read_receipt, session.storage, segment, writer_folder(rank, answer["attempt"]), answer["digest"])
+        state, segment = self._state, self._staged.draft.segment
+        others = state.setup.workers.run(
+            partial(
+                read_receipt, state.setup.storage, segment, writer_folder(rank, answer["attempt"]), answer["digest"]
+            )
             for rank, answer in enumerate(answers)
             if rank > 0
         )
@@ -194,18 +164,19 @@ class Commit:
 
     def _write_manifest(self, receipts: list[Receipt]) -> ChainEntry:
         """Check what all ranks wrote and put the manifest over it."""
-        session, draft = self._session, self._draft
+        state, draft = self._state, self._staged.draft
         check_receipts(
-            receipts, txn=draft.txn, world=session.ranks.world, l0=draft.l0, base=self._share.base_manifest()
+            receipts, txn=draft.txn, world=state.setup.ranks.world, l0=draft.l0, base=self._staged.base_manifest
         )
-        check_coverage(receipts, self._share.tables)
-        l1 = max(session.head.record.logical, draft.l0) + 1
+        check_coverage(receipts, self._staged.schemas.tables)
+        l1 = max(state.head.record.logical, draft.l0) + 1
         self.manifest = manifest = Manifest(
-            format=MAJOR, profile=session.profile, txn=draft.txn, base=session.head.record.v,
+            format=MAJOR, profile=state.setup.profile, txn=draft.txn, base=state.head.record.v,
             kind="baseline" if draft.kind == "full" else "delta", l0=draft.l0, l1=l1, step=draft.step,
-            tables=dict(self._share.tables), scalars=dict(self._share.scalars), **merge_receipts(receipts),
+            tables=dict(self._staged.schemas.tables), scalars=dict(self._staged.documents.scalars),
+            **merge_receipts(receipts),
         )  # fmt: skip
-        digest, size = write_manifest(session.storage, draft.segment, manifest)
+        digest, size = write_manifest(state.setup.storage, draft.segment, manifest)
         self.size_bytes = size + sum(entry.size for entry in manifest.objects)
         return ChainEntry(
             seg=draft.segment, sha256=digest, kind=manifest.kind, l0=draft.l0, l1=l1,
@@ -215,7 +186,7 @@ class Commit:
     def _generations(self) -> dict[str, Generation]:
         """What the record says of each table."""
         assert self.manifest is not None
-        return generations(self._share.tables, self.manifest.parts)
+        return generations(self._staged.schemas.tables, self.manifest.parts)
 
     def _reader_features(self, record: CommitRecord) -> tuple[str, ...]:
         """What the record's readers must know, and what those of the segment behind it must."""
@@ -224,11 +195,11 @@ class Commit:
 
     def _append(self, draft: CommitRecord) -> LogEntry:
         """Append the record, and note it in `undecided` if its fate stays open."""
-        log = self._session.log
+        log = self._state.setup.log
         with log.exclusive():
             leftover = log.unresolved_entry
             try:
-                return log.append(self._session.head, draft, partial(rebase_data, txn=self._draft.txn))
+                return log.append(self._state.head, draft, partial(rebase_data, txn=self._staged.draft.txn))
             except BaseException:
                 if log.unresolved_entry is not leftover:
                     self.undecided = log.unresolved_entry
@@ -236,56 +207,73 @@ class Commit:
 
     # ---- its outcome
 
-    def _take(self, outcome: _Outcome) -> int:
+    def _take(self, outcome: _Announced) -> int:
         """Move on by what rank 0 has decided; returns the version, or raises what it raised."""
-        session, decision = self._session, self._decision
+        state, decision = self._state, self._decision
         self.size_bytes = outcome.size_bytes or self.size_bytes
         if outcome.version is None:
             error = rebuilt(0, outcome.error) if decision is None or decision.error is None else decision.error
             if outcome.is_undecided:
-                session.pending = self._share
+                state.pending = self
             elif isinstance(error, CommitStateUnknown):
                 # Of a record that is not ours: the mirrors are still the state of the head that this writer knows.
-                session.lost(StorageFailure(str(error)))
+                state.lost(StorageFailure(str(error)))
             else:
-                session.lost(error)
+                state.lost(error)
             raise error
         self.version = outcome.version
         if decision is not None and decision.entry is not None:
-            session.won(self._share, decision.entry)
+            self._move_on(decision.entry)
             return self.version
         try:
-            session.move_to(self.version)
+            state.move_to(self.version)
         except BaseException as error:
             # Acknowledged all the same; this rank no longer knows what its mirrors are.
-            session.open = None
-            session.is_restored = False
-            session.forget()
+            state.open = None
+            state.is_restored = False
+            state.forget()
             if not isinstance(error, CnrStoreError):
                 raise
             # Not raised: the other ranks go on, and at their next save all hear that this one needs a restore.
             logger.warning("version %d is committed, but cannot be read: %s", self.version, error)
             return self.version
-        session.won(self._share, session.head)
+        self._move_on(state.head)
         return self.version
 
     def _end_without_outcome(self, error: BaseException, *, handed_over: bool) -> None:
         """Some exchange failed: what is known of the commit all the same."""
-        session, decision = self._session, self._decision
+        state, decision = self._state, self._decision
         if decision is not None:  # rank 0 knows what it did, although it could not say so
             if decision.entry is not None:
                 self.version = decision.entry.record.v
-                session.won(self._share, decision.entry)
+                self._move_on(decision.entry)
             elif self.undecided is not None:
-                session.pending = self._share
+                state.pending = self
             else:
-                session.lost(decision.error or error)
-        elif session.ranks.rank > 0 and (handed_over or (self._receipt is not None and isinstance(error, RankLost))):
+                state.lost(decision.error or error)
+        elif state.setup.ranks.rank > 0 and (
+            handed_over or (self._receipt is not None and isinstance(error, RankLost))
+        ):
             # Rank 0 may have every receipt, and may have committed: only the log can tell.
-            session.pending = self._share
+            state.pending = self
         else:
             # Before all shares were there nothing went into the log: the mirrors are the head's state as before.
-            session.lost(error if handed_over else RuntimeError("a rank failed"))
+            state.lost(error if handed_over else RuntimeError("a rank failed"))
+
+    def _move_on(self, entry: LogEntry) -> None:
+        """This commit is version ``entry.record.v``: move head, mirrors and snapshot to it.
+
+        It stays acknowledged if its state cannot be opened; see `WriterState.won`.
+        """
+        state = self._state
+        snapshot = state.won(entry, self._written_reader())
+        try:
+            self._staged.tables.move_mirrors(state.mirrors)
+        except BaseException:
+            # Half moved, the mirrors are no state at all: a delta against them would be acknowledged and unreadable.
+            state.forget()
+            raise
+        state.stand_on(snapshot)
 
     def settle(self) -> LogEntry | None:
         """Learn an outcome that was left unknown, and move on by it: the entry if it won, None if it lost. Blocks.
@@ -295,18 +283,18 @@ class Commit:
         CommitStateUnknown, CorruptStore, StorageFailure
             Still unknown.
         """
-        session = self._session
+        state = self._state
         resolved: list[LogEntry | None] = []
 
         def resolve() -> int | None:
             # By the record it sent: a tag or another append of this store may have settled it, or be unknown itself.
-            resolved.append(session.log.resolve(self.undecided))
+            resolved.append(state.setup.log.resolve(self.undecided))
             return None if resolved[0] is None else resolved[0].record.v
 
         try:
-            version = rank_zero(session.ranks, resolve)
+            version = rank_zero(state.setup.ranks, resolve)
         except RankLost:
-            if session.ranks.rank == 0 and not resolved:
+            if state.setup.ranks.rank == 0 and not resolved:
                 raise
             if resolved:  # rank 0 knows it, although it could not say so
                 version = None if resolved[0] is None else resolved[0].record.v
@@ -315,41 +303,41 @@ class Commit:
         entry = resolved[0] if resolved else None
         if version is not None:
             self._follow(version, is_known=entry is not None)
-            entry = entry or session.head
-        session.pending = None
+            entry = entry or state.head
+        state.pending = None
         if entry is None:
-            session.lost(Conflict("another record took the log position"))
+            state.lost(Conflict("another record took the log position"))
             return None
         self.version = entry.record.v
-        session.won(self._share, entry)
+        self._move_on(entry)
         return entry
 
     def _follow(self, version: int, *, is_known: bool) -> None:
         """Move to the record that has won, on all ranks or on none: a rank that cannot read it asks again with all."""
-        session, before = self._session, self._session.head
+        state, before = self._state, self._state.head
 
         def move() -> None:
             if not is_known:
-                session.move_to(version)
+                state.move_to(version)
 
         try:
-            together(session.ranks, move)
+            together(state.setup.ranks, move)
         except RankLost:
             return  # this rank has moved
         except BaseException:
-            session.head = before
+            state.head = before
             raise
 
     def _find_in_log(self) -> int | None:
         """Look for a commit whose outcome rank 0 could not tell: its version, None if it cannot come any more."""
-        session = self._session
-        head = session.head
+        state = self._state
+        head = state.head
         try:
-            while (entry := session.log.poll(head)) is not None:
+            while (entry := state.setup.log.poll(head)) is not None:
                 head = entry
-                if any(link.seg == self._draft.segment for link in head.record.chain):
+                if any(link.seg == self._staged.draft.segment for link in head.record.chain):
                     return head.record.v
-                if head.record.epoch > session.head.record.epoch:
+                if head.record.epoch > state.head.record.epoch:
                     return None
         except CnrStoreError as error:
             raise CommitStateUnknown(f"the log could not be read: {error}") from error
@@ -358,16 +346,16 @@ class Commit:
             "checkpoint"
         )
 
-    def written_reader(self) -> dict[str, SegmentReader]:
+    def _written_reader(self) -> dict[str, SegmentReader]:
         """A reader of the segment, by name, where this rank wrote its manifest; no I/O."""
         if self.manifest is None:
             return {}
-        segment = self._draft.segment
-        return {segment: SegmentReader(self._session.storage, segment, self.manifest)}
+        segment = self._staged.draft.segment
+        return {segment: SegmentReader(self._state.setup.storage, segment, self.manifest)}
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
+class _Announced:
     """What rank 0 tells the others of the commit: the version, or the error and whether it may stand all the same."""
 
     version: int | None
@@ -377,7 +365,7 @@ class _Outcome:
 
 
 @dataclass(slots=True)
-class _Decision:
+class _Decided:
     """What rank 0 knows of the commit: the record that won, or the error."""
 
     entry: LogEntry | None = None

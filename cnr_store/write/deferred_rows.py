@@ -71,7 +71,7 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
+class Deferral:
     """What one save holds back.
 
     Attributes
@@ -103,7 +103,7 @@ class Hold:
     before: Waiting
     scale: float
 
-    def decide(self, rows: RowIds, changed: npt.NDArray[np.bool_], energies: Energies, largest: Largest) -> Held:
+    def decide(self, rows: RowIds, changed: npt.NDArray[np.bool_], energies: Energies, largest: Largest) -> Deferral:
         """Return which rows wait. Pure; no I/O.
 
         Parameters
@@ -124,7 +124,7 @@ class Hold:
         waits &= waited < self.threshold.max_wait
         after = Waiting(self.before.unit, tau, saves + 1, rows[waits], waited[waits] + np.int32(1))
         farthest = int(largest[waits].max(initial=0))
-        return Held(waits, after, (farthest + 0.5) * self.scale if waits.any() else 0.0)
+        return Deferral(waits, after, (farthest + 0.5) * self.scale if waits.any() else 0.0)
 
     @property
     def steps(self) -> int:

@@ -18,7 +18,7 @@ from cnr_store.format.records import TableSchema
 from cnr_store.runtime.threads import Workers, blocks
 from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, Array, ArraySpec, TableCodes, array_specs, escape_bits
 from cnr_store.types import Lattice, RowIds
-from cnr_store.write.deferred_rows import Energies, Held, Hold, Largest
+from cnr_store.write.deferred_rows import Deferral, Energies, Hold, Largest
 from cnr_store.write.encode import (
     ENCODE_ROWS,
     FoundBadRows,
@@ -51,7 +51,7 @@ class StagedRows:
     schema: TableSchema
     lists: dict[str, StagedList] = field(default_factory=dict)
     digest: int | None = None
-    held: Held | None = None
+    held: Deferral | None = None
 
     @property
     def waiting(self) -> RowIds:

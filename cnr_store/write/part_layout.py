@@ -40,7 +40,7 @@ class DenseTensors:
         return old.digest == object_digest(tensor.reshape(-1).view(np.uint8).data)
 
 
-class Assembly:
+class PartWriter:
     """Puts staged tables and tensors into a segment and remembers the manifest's entries for them.
 
     Attributes

@@ -2,58 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from types import TracebackType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-import msgspec
-import numpy as np
-
-from cnr_store.encodings.sampling import RowSample
 from cnr_store.encodings.scale import ScaleChoice
-from cnr_store.encodings.widths import carrier
-from cnr_store.errors import BadDtype, BadInput, BadRowIds, BadShape, DoesNotApply, TableNotFound, Unsupported
+from cnr_store.errors import BadInput
 from cnr_store.format import document_tree
 from cnr_store.format.commit_record import LogEntry
-from cnr_store.format.layout import check_name, segment_name, writer_folder
-from cnr_store.format.limits import MAX_SHIFT, MAX_SHIFT_IN_CHAIN, MIN_SCALE
-from cnr_store.format.records import Manifest, PartEntry, Receipt, TableSchema, WaitingEntry
-from cnr_store.read.table_reader import rows_since
-from cnr_store.runtime.ranks import together
-from cnr_store.segment.codes import Array, TableCodes
-from cnr_store.segment.reader import SegmentReader
+from cnr_store.format.records import Manifest, TableSchema
+from cnr_store.segment.codes import Array
 from cnr_store.segment.shards import Shard
-from cnr_store.segment.writer import SegmentWriter, check_dense_dtype
-from cnr_store.types import JsonValue, Lattice, Rectangle, RowIds, TableDtype
-from cnr_store.write.argument_checks import check_arrays, check_json, checked_size, needs_sample, own_row_ids
-from cnr_store.write.baseline_rows import StagedTable, is_fully_mirrored, stage_mirror, stage_table
-from cnr_store.write.commit import Commit, CommitKind, Draft
-from cnr_store.write.deferred_rows import Hold, check_threshold
-from cnr_store.write.delta_rows import StagedRows, options_on_bad_rows, stage_delete, stage_rows
-from cnr_store.write.encode import Given
-from cnr_store.write.mirrors import Mirrors
-from cnr_store.write.part_layout import Assembly, DenseTensors
-from cnr_store.write.schema_agreement import Proposal, agree, agreed_choice, propose
-from cnr_store.write.schema_choice import choose_table_scale, table_dtype, table_schema
+from cnr_store.types import JsonValue, Rectangle, RowIds
+from cnr_store.write.commit import Commit
+from cnr_store.write.draft import CommitKind, SegmentDraft
+from cnr_store.write.schema_changes import Declaration
+from cnr_store.write.staged_segment import StagedSegment
 from cnr_store.write.table_options import TableOptions, Threshold
-from cnr_store.write.writer_state import Session
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Declaration:
-    """One shard that will be written whole: what `Transaction.write_table` will get, and how it shall be stored.
-
-    ``options`` None keeps what was asked for before.
-    """
-
-    values: Any
-    slots: Mapping[str, Any] = field(default_factory=dict)
-    options: TableOptions | None = None
+from cnr_store.write.writer_state import WriterState
 
 
 class Transaction:
@@ -65,6 +31,10 @@ class Transaction:
     ----------
     kind
         ``full`` or ``delta``.
+    step, txn
+        The training step that is saved, and the name of the transaction.
+    may_wait
+        Whether rows of tables with a threshold may wait in it for a later save.
 
     Notes
     -----
@@ -72,39 +42,14 @@ class Transaction:
     ``rectangle=`` says which shard is meant; it can be left out where this rank holds one shard of the table.
     """
 
-    def __init__(
-        self, session: Session, step: int, kind: CommitKind, keep: int, txn: str, *, may_wait: bool = False
-    ) -> None:
-        self.kind: CommitKind = kind
-        self._may_wait = may_wait and kind == "delta"
-        self.step = step
-        self.txn = txn
-        self._session = session
-        self._keep = keep
-        self._before = session.snapshot.tables if session.snapshot is not None else {}
-        self._tables: dict[str, TableSchema] = {} if session.snapshot is None else dict(self._before)
-        record = session.head.record
-        l0 = 0 if kind == "full" else record.chain[keep - 1].l1
-        self._draft = Draft(kind, step, txn, segment_name(record.v, txn), keep, l0)
-        self._commit = Commit(session, self._draft, self)
-        self._attempt = self.txn[:8]
-        out = SegmentWriter(
-            session.storage, self._draft.segment, profile=session.profile,
-            folder=writer_folder(session.ranks.rank, self._attempt), workers=session.workers, throttle=session.throttle,
-        )  # fmt: skip
-        self._assembly = Assembly(out)
-        self._rows: dict[Shard, list[StagedRows]] = {}
-        self._whole: dict[Shard, StagedTable] = {}
-        self._digests: dict[Shard, int | None] = {}
-        self._declared: set[str] = set()
-        self._bad_rows: dict[str, TableOptions] = {}
-        self._choices: dict[str, ScaleChoice] = {}
-        self._dense = DenseTensors()
-        self._created: set[str] = set()
-        self._refined: set[str] = set()
-        self._dropped: set[str] = set()
-        self._scalars: dict[str, JsonValue] = {}
-        self._documents: dict[str, Any] = {}
+    def __init__(self, state: WriterState, draft: SegmentDraft) -> None:
+        self.kind: CommitKind = draft.kind
+        self.step = draft.step
+        self.txn = draft.txn
+        self.may_wait = draft.may_wait
+        self._state = state
+        self._staged = StagedSegment(state, draft)
+        self._commit = Commit(state, self._staged)
         self._ended = False
 
     def __enter__(self) -> Transaction:
@@ -140,24 +85,14 @@ class Transaction:
         return self._commit.manifest
 
     @property
-    def may_wait(self) -> bool:
-        """Whether rows of tables with a threshold may wait in it for a later save."""
-        return self._may_wait
-
-    @property
     def tables(self) -> Mapping[str, TableSchema]:
         """Every table as it will be."""
-        return self._tables
+        return self._staged.schemas.tables
 
     @property
     def scale_choices(self) -> Mapping[str, ScaleChoice]:
         """How the scales were measured of tables that this transaction stores as a new lattice, over all ranks."""
-        return self._choices
-
-    @property
-    def scalars(self) -> Mapping[str, JsonValue]:
-        """What `put_scalars` was given."""
-        return self._scalars
+        return self._staged.schemas.choices
 
     @property
     def waiting(self) -> Mapping[Shard, RowIds]:
@@ -166,8 +101,7 @@ class Transaction:
         Once the commit has won they are to be given again, with what changed meanwhile, in the next save: they are in
         no segment.
         """
-        found = ((shard, staged.waiting) for shard, changes in self._rows.items() for staged in changes)
-        return {shard: rows for shard, rows in found if len(rows)}
+        return self._staged.tables.waiting
 
     def settle(self) -> LogEntry | None:
         """Learn an outcome that was left unknown; see `Writer.settle`."""
@@ -179,27 +113,7 @@ class Transaction:
 
         Give dense ones to `write_table` and all rows of hashed ones to `write_rows`, or drop them.
         """
-        if self.kind == "delta":
-            return []
-        known = [
-            name
-            for name, shards in self._session.shards(self._tables).items()
-            if not all(self._can_write(shard) for shard in shards)
-        ]
-        if self._session.snapshot is not None:
-            return known
-        # Without a restore the head's tables are known by name alone; one that is left out must be dropped aloud.
-        head = self._session.head.record.tables
-        return [*known, *(name for name in head if name not in self._tables and name not in self._dropped)]
-
-    def _can_write(self, shard: Shard) -> bool:
-        """Whether a ``full`` has all rows of a shard: given, or in the mirror under the schema that it will have."""
-        schema = self._tables[shard.table]
-        if schema.keys == "hashed":
-            return shard in self._rows or shard.table in self._created
-        mirror = self._session.mirrors.get(shard)
-        is_current = mirror is not None and mirror.schema.generation == schema.generation
-        return shard in self._whole or (is_current and is_fully_mirrored(schema))
+        return self._staged.tables.missing_tables
 
     def declare_tables(self, tables: Mapping[str, Sequence[Declaration]]) -> None:
         """Agree with all ranks on how tables are stored that `write_table` will write anew. Blocks; all ranks call it.
@@ -218,54 +132,15 @@ class Transaction:
             The ranks disagree, or an option is wrong; the transaction is over on every rank.
         """
         self._check_open()
-        session = self._session
-        if session.placement is None:
+        if self._state.setup.held.placement is None:
             raise BadInput("this writer holds whole tables; give options to write_table()")
         try:
-            answers = together(session.ranks, partial(self._propose, tables))
-            proposals: dict[str, list[Proposal]] = {}
-            for answer in answers:
-                for table, given in answer.items():
-                    proposals.setdefault(table, []).extend(
-                        Proposal(
-                            msgspec.convert(schema, TableSchema), elements, options,
-                            None if choice is None else msgspec.convert(choice, ScaleChoice),
-                        )
-                        for schema, elements, options, choice in given
-                    )  # fmt: skip
-            for table, given_by_all in sorted(proposals.items()):
-                self._tables[table] = agree(table, given_by_all)
-                self._chose(table, agreed_choice(given_by_all))
-                self._declared.add(table)
+            self._staged.schemas.agree(tables, self._staged.tables.written)
         except BaseException:
             # Every rank is here, or has told the others that it gave up: nobody waits for an answer any more.
             self._commit.leave()
             self.abort()
             raise
-
-    def _propose(self, tables: Mapping[str, Sequence[Declaration]]) -> dict[str, list[tuple[Any, int, str, Any]]]:
-        session = self._session
-        made: dict[str, list[tuple[Any, int, str, Any]]] = {}
-        for table, declarations in tables.items():
-            check_name(table)
-            if table not in session.shapes:
-                raise BadInput(f"table {table!r} has no shard in the writer's placement", table=table)
-            if self.kind == "delta" and table in self._before:
-                raise BadInput(f"table {table!r} exists; a delta cannot store it anew, begin a full", table=table)
-            if self._is_written(table) or table in self._refined:
-                raise BadInput(f"declare table {table!r} once, before writing its rows", table=table)
-            for one in declarations:
-                chosen = one.options or session.mirrors.options.get(table) or TableOptions()
-                self._bad_rows[table] = chosen
-                proposal = propose(
-                    table, one.values, one.slots, chosen, shape=session.shapes[table],
-                    generation=self._next_generation(table), has_mirror=session.mirrors.mode != "none",
-                    held=self._held_scale(table),
-                )  # fmt: skip
-                schema = msgspec.to_builtins(proposal.schema)
-                choice = None if proposal.choice is None else msgspec.to_builtins(proposal.choice)
-                made.setdefault(table, []).append((schema, proposal.elements, proposal.options, choice))
-        return made
 
     def create_table(
         self,
@@ -286,44 +161,7 @@ class Transaction:
         BadInput, BadName, BadShape, BadDtype
         """
         self._check_open()
-        self._refuse_placed("create_table")
-        check_name(table)
-        if table in self._tables:
-            raise BadInput(f"table {table!r} exists", table=table)
-        if dtype not in get_args(TableDtype):
-            raise BadDtype(
-                f"table {table!r} has dtype {dtype!r}; use one of {get_args(TableDtype)}",
-                table=table, expected=list(get_args(TableDtype)), found=dtype,
-            )  # fmt: skip
-        dim = checked_size(table, "dim", dim, least=1)
-        rows = np.zeros((0, dim), carrier(dtype)) if sample is None else np.asarray(sample)  # type: ignore[arg-type]
-        if rows.ndim != 2 or rows.shape[1] != dim or rows.dtype != carrier(dtype):  # type: ignore[arg-type]
-            raise BadShape(
-                f"the sample of table {table!r} is {rows.dtype} of shape {rows.shape}, expected {dtype} (n, {dim})",
-                table=table, expected=["n", dim], found=rows.shape,
-            )  # fmt: skip
-        for name, slot_kind in (slots or {}).items():
-            check_name(name)
-            if slot_kind not in ("row", "element"):
-                raise BadInput(f"slot {name!r} of table {table!r} is {slot_kind!r}; use row or element", table=table)
-        kinds = {
-            name: np.zeros(0, np.float32) if kind == "row" else np.zeros((0, dim), np.float32)
-            for name, kind in (slots or {}).items()
-        }
-        chosen = options or TableOptions()
-        if rows.shape[0] == 0 and needs_sample(chosen, dtype):
-            raise BadInput(
-                f"table {table!r}: a scale for bits= is chosen on a sample; give sample= or scale=", table=table
-            )
-        sampled = RowSample(rows, dtype, is_all=False)  # type: ignore[arg-type]
-        choice = choose_table_scale(chosen, dtype, sampled)  # type: ignore[arg-type]
-        self._tables[table] = table_schema(
-            table, chosen, num_rows=0, dim=dim, dtype=dtype, sample=sampled, slots=kinds, keys="hashed",  # type: ignore[arg-type]
-            generation=self._next_generation(table), has_mirror=False, choice=choice,
-        )  # fmt: skip
-        self._chose(table, choice)
-        self._bad_rows[table] = chosen
-        self._created.add(table)
+        self._staged.schemas.create(table, dim=dim, options=options, dtype=dtype, slots=slots or {}, sample=sample)
 
     def write_table(
         self,
@@ -355,36 +193,9 @@ class Transaction:
             The transaction is over, as after `abort`.
         """
         self._check_open()
-        check_name(table)
-        slots = slots or {}
-        for name, array in slots.items():
-            check_name(name)
-            if len(array.shape) not in (1, 2):
-                raise BadShape(
-                    f"slot {name!r} of table {table!r} has shape {tuple(array.shape)}; a slot has 1 or 2 dimensions",
-                    table=table, found=tuple(array.shape),
-                )  # fmt: skip
-        if self.kind == "delta" and table in self._before:
-            raise BadInput(
-                f"table {table!r} exists; a delta takes its changed rows by write_rows(), or begin a full", table=table
-            )
-        shard = self._shard(table, rectangle)
-        self._check_first(shard)
-        dtype = table_dtype(values, table)
-        if len(values.shape) != 2 or values.shape[1] < 1:
-            raise BadShape(f"table {table!r} has shape {tuple(values.shape)}; expected (num_rows, dim)", table=table)
-        checked_size(table, "rows", values.shape[0], dim=values.shape[1])
-        if self._session.placement is None:
-            schema = self._schema_for(table, values, dtype, slots, options)
-        else:
-            schema = self._agreed_schema(table, options)
-        place = shard.rectangle_in(schema)
-        arrays = check_arrays(table, schema, place.num_rows, values, slots, place.columns)
-        staged = self._stage_whole(shard, schema, arrays)
+        shard, encoded = self._staged.tables.encode_table(table, values, slots or {}, options, rectangle)
         try:
-            self._tables[table], self._digests[shard] = staged.schema, staged.digest
-            self._whole[shard] = staged
-            self._assembly.write_table(shard, staged)
+            self._staged.tables.put_table(shard, encoded)
         except BaseException:
             # Some of its objects are there and some are not: nothing can be put in their place.
             self.abort()
@@ -430,36 +241,9 @@ class Transaction:
             Nothing of the table was written.
         """
         self._check_open()
-        schema = self._schema(table)
-        hashed = schema.keys == "hashed"
-        shard = self._shard(table, rectangle)
-        place = shard.rectangle_in(schema)
-        row_ids = own_row_ids(table, row_ids, None if hashed else place.rows)
-        arrays = check_arrays(table, schema, len(row_ids), values, slots or {}, place.columns)
-        self._check_first(shard, "add", "set", "escape")
-        self._check_disjoint(shard, row_ids)
-        mirror, base = self._mirror(shard)
-        if self.kind == "full" and not hashed and (mirror is None or not is_fully_mirrored(schema)):
-            raise BadInput(
-                f"table {table!r} has no full mirror, so a full needs all its rows: use write_table()", table=table
-            )
-        if len(row_ids) == 0:
-            self._rows.setdefault(shard, [])
-            return 0
-        options = self._bad_rows.get(table) or self._session.mirrors.options.get(table)
-        hold = self._hold(shard, mirror, threshold or (None if options is None else options.threshold))
-        floats = {name: np.asarray(array).reshape(len(row_ids), -1) for name, array in arrays.items()}
-        given = Given(row_ids, floats, None if hashed else place.columns)
-        staged = stage_rows(
-            table, schema, mirror, given,
-            base_digest=base,
-            absolute=self.kind == "delta" and self._keep < len(self._session.head.record.chain),
-            on_bad_rows=nonfinite or options_on_bad_rows(options),
-            workers=self._session.workers,
-            hold=hold,
-        )  # fmt: skip
-        self._keep_rows(shard, staged)
-        return sum(len(item.rows) for item in staged.lists.values())
+        return self._staged.tables.stage_rows(
+            table, row_ids, values, slots or {}, nonfinite=nonfinite, threshold=threshold, rectangle=rectangle
+        )
 
     def delete_rows(self, table: str, row_ids: RowIds, *, rectangle: Rectangle | None = None) -> None:
         """Delete rows: a dense table reads them as its fill, a hashed table no longer has them.
@@ -471,20 +255,7 @@ class Transaction:
         BadRowIds, TableNotFound
         """
         self._check_open()
-        schema = self._schema(table)
-        hashed = schema.keys == "hashed"
-        shard = self._shard(table, rectangle)
-        row_ids = own_row_ids(table, row_ids, None if hashed else shard.rectangle_in(schema).rows)
-        self._check_first(shard, "delete")
-        self._check_disjoint(shard, row_ids)
-        mirror, base = self._mirror(shard)
-        if self.kind == "full" and (mirror is None or not is_fully_mirrored(schema)):
-            raise BadInput(
-                f"table {table!r} has no full mirror, so a full needs all its rows: delete them in a delta", table=table
-            )
-        if len(row_ids) == 0:
-            return
-        self._keep_rows(shard, stage_delete(schema, mirror, row_ids, base))
+        self._staged.tables.stage_delete(table, row_ids, rectangle)
 
     def resize_table(self, table: str, num_rows: int) -> None:
         """Change a dense table's number of rows; new rows read as the fill until they are ``set``.
@@ -496,17 +267,7 @@ class Transaction:
         TableNotFound, BadShape, BadInput
         """
         self._check_open()
-        self._refuse_placed("resize_table")
-        schema = self._schema(table)
-        num_rows = checked_size(table, "rows", num_rows, dim=schema.dim)
-        if schema.keys == "hashed":
-            raise BadInput(f"table {table!r} has hashed keys and no number of rows", table=table)
-        if self.kind == "full":
-            raise BadInput(f"a full takes the new size from write_table(); resize {table!r} in a delta", table=table)
-        if self._is_written(table) or table in self._refined:
-            raise BadInput(f"resize table {table!r} before writing its rows", table=table)
-        self._tables[table] = msgspec.structs.replace(schema, num_rows=num_rows)
-        self._session.mirrors.stage_resize(Shard(table), self._tables[table], self._session.workers)
+        self._staged.schemas.resize(table, num_rows, self._staged.tables.written)
 
     def refine_scale(self, table: str, halvings: int = 1) -> None:
         """Halve a lattice's step ``halvings`` times, from this delta on: later saves are that much more exact.
@@ -523,47 +284,7 @@ class Transaction:
             the table has, or, after more than 8 halvings since the chain's baseline, those that it had.
         """
         self._check_open()
-        schema = self._schema(table)
-        session = self._session
-        is_first = self.kind == "delta" and session.is_restored and self._keep == len(session.head.record.chain)
-        if not is_first:
-            raise BadInput(
-                f"the scale of table {table!r} can be refined only in the first delta after a restore", table=table
-            )
-        shards = session.shards([table])[table]
-        if not isinstance(schema.encoding, Lattice) or any(session.mirrors.get(shard) is None for shard in shards):
-            raise BadInput(f"table {table!r} is no lattice with a mirror; nothing to refine", table=table)
-        if self._is_written(table) or table in self._refined:
-            raise BadInput(f"refine table {table!r} once, before writing its rows", table=table)
-        halvings = checked_size(table, "halvings", halvings, least=1)
-        finer = msgspec.structs.replace(schema, shift=schema.shift + halvings)
-        assert session.snapshot is not None  # a restored writer has one
-        begin = session.snapshot.plan(table).batches[0].segment
-        coarsest = session.snapshot.manifests[begin].tables[table].shift
-        if finer.shift - coarsest > MAX_SHIFT_IN_CHAIN:
-            raise BadInput(
-                f"table {table!r} cannot be refined by {halvings} halvings: its chain would hold codes of scales "
-                f"{finer.shift - coarsest} halvings apart, at most {MAX_SHIFT_IN_CHAIN} fit 32 bits; fold the chain "
-                "into its baseline first (compact), or choose a scale in a full",
-                table=table, expected=MAX_SHIFT_IN_CHAIN, found=finer.shift - coarsest,
-            )  # fmt: skip
-        smallest = schema.encoding.scale * 0.5**finer.shift
-        is_in_range = finer.shift <= MAX_SHIFT and smallest >= MIN_SCALE
-        refined: list[Shard] = []
-        for shard in shards if is_in_range else ():
-            if not session.mirrors.stage_refine(shard, finer, halvings, session.workers):
-                break
-            refined.append(shard)
-        if not is_in_range or len(refined) < len(shards):
-            for shard in refined:  # the table stays as it was, and the transaction may go on
-                session.mirrors.drop_staged(shard)
-            raise BadInput(
-                f"table {table!r} cannot be refined by {halvings} halvings to a scale of {smallest:g}: codes or the "
-                "scale would leave their range",
-                table=table, found=halvings,
-            )  # fmt: skip
-        self._tables[table] = finer
-        self._refined.add(table)
+        self._staged.schemas.refine(table, halvings, self._staged.tables.written)
 
     def drop_table(self, table: str) -> None:
         """Drop a table: from this version on it is not there.
@@ -573,13 +294,7 @@ class Transaction:
         TableNotFound
         """
         self._check_open()
-        if table in self._dropped or table not in self._session.head.record.tables:
-            self._schema(table)
-        if self._is_written(table):
-            raise BadInput(f"table {table!r} was written in this transaction", table=table)
-        self._tables.pop(table, None)
-        self._created.discard(table)
-        self._dropped.add(table)
+        self._staged.schemas.drop(table, self._staged.tables.written)
 
     def put_dense(self, tensors: Mapping[str, Array], dtypes: Mapping[str, str] | None = None) -> None:
         """Save dense tensors; those whose bytes did not change are referenced, not written again.
@@ -595,18 +310,7 @@ class Transaction:
             Nothing of the call was taken.
         """
         self._check_open()
-        self._refuse_unless_first("dense tensors")
-        taken: dict[str, Array] = {}
-        for name, tensor in tensors.items():
-            check_name(name)
-            if name in self._dense.given or name in self._dense.dropped:
-                raise BadInput(f"dense tensor {name!r} was given twice, or dropped and given", found=name)
-            # Not ascontiguousarray, which turns a tensor without dimensions into one of shape (1,).
-            array = np.asarray(tensor, order="C")
-            taken[name] = array.astype(array.dtype.newbyteorder("="), copy=False)
-            check_dense_dtype(name, taken[name].dtype, (dtypes or {}).get(name))
-        self._dense.given.update(taken)
-        self._dense.dtypes.update({name: dtype for name, dtype in (dtypes or {}).items() if name in taken})
+        self._staged.documents.put_dense(tensors, dtypes or {})
 
     def drop_dense(self, name: str) -> None:
         """End a dense tensor: from this version on it is not there.
@@ -616,13 +320,7 @@ class Transaction:
         TableNotFound
         """
         self._check_open()
-        self._refuse_unless_first("dense tensors")
-        snapshot = self._session.snapshot
-        if snapshot is None or name not in snapshot.dense:
-            raise TableNotFound(f"no dense tensor {name!r}", table=name)
-        if name in self._dense.given:
-            raise BadInput(f"dense tensor {name!r} was given in this transaction", found=name)
-        self._dense.dropped.add(name)
+        self._staged.documents.drop_dense(name)
 
     def put_scalars(self, scalars: Mapping[str, JsonValue]) -> None:
         """Save step counters and other plain JSON values. Like documents they belong to this version alone.
@@ -635,9 +333,7 @@ class Transaction:
             A value that JSON cannot hold, NaN and Inf included, or that nests deeper than 32 levels.
         """
         self._check_open()
-        self._refuse_unless_first("scalars")
-        check_json("scalars", scalars)
-        self._scalars.update(scalars)
+        self._staged.documents.put_scalars(scalars)
 
     def put_document(self, name: str, value: Any, default: document_tree.Default | None = None) -> None:
         """Save nested plain data (reader state, RNG state): dicts, lists, tuples, bytes, numbers, numpy arrays.
@@ -651,9 +347,7 @@ class Transaction:
             Naming the leaf that is not plain data.
         """
         self._check_open()
-        for part in name.split("/"):
-            check_name(part)
-        self._documents[name] = document_tree.encode(value, default)
+        self._staged.documents.put_document(name, value, default)
 
     def abort(self) -> None:
         """Give the transaction up; its objects are orphans for garbage collection. A second call is harmless.
@@ -663,7 +357,7 @@ class Transaction:
         if self._ended:
             return
         self._ended = True
-        self._session.lost(RuntimeError("aborted"))
+        self._state.lost(RuntimeError("aborted"))
         self._commit.refuse()
 
     def commit(self, *, user: Mapping[str, JsonValue] | None = None) -> int:
@@ -687,307 +381,11 @@ class Transaction:
             `version` is set. The transaction is over on every rank.
         """
         self._check_open()
-        if self._session.ranks.world == 1:
-            self.check_complete(user)  # it can go on after that
+        if self._state.setup.ranks.world == 1:
+            self._staged.check_complete(user)  # it can go on after that
         self._ended = True
         return self._commit.run(user)
 
-    def check_complete(self, user: Mapping[str, JsonValue] | None) -> None:
-        """See `cnr_store.write.commit.Share`."""
-        missing = self.needs_whole_tables
-        if missing:
-            raise BadInput(
-                f"a full needs every row of tables {missing}: they have no mirror; use write_table() "
-                "(write_rows() for hashed keys) or drop_table()",
-                table=missing[0],
-            )
-        declared = self._session.shards(sorted(self._declared & self._tables.keys()))
-        unwritten = [shard for shards in declared.values() for shard in shards if shard not in self._whole]
-        if unwritten:
-            raise BadInput(
-                f"table {unwritten[0]} was declared and not written: its rows would be gone; use write_table()",
-                table=unwritten[0].table,
-            )
-        check_json("user", user or {})
-        self._check_one_shot()
-
-    def written_reader(self) -> dict[str, SegmentReader]:
-        """A reader of the segment, by name, where this rank wrote its manifest; no I/O."""
-        return self._commit.written_reader()
-
-    def move_mirrors(self, mirrors: Mirrors) -> None:
-        """Apply what was staged to the mirrors; the commit has won."""
-        mirrors.commit_staged()
-        mirrors.keep_only(self._tables.keys() - self._created)  # no hashed table has one, though its name may have had
-        for shard, whole in self._whole.items():
-            if whole.mirror is not None and whole.digest is not None:
-                mirrors.put(shard, whole.mirror, whole.digest)
-                mirrors.hold_back(shard, None)
-            else:
-                mirrors.forget(shard)
-        for shard, changes in self._rows.items():
-            mirror = mirrors.get(shard)
-            if mirror is not None:
-                for staged in changes:
-                    staged.apply(mirror, self._session.workers)
-                mirrors.put(shard, mirror, self._digests.get(shard, mirrors.digest(shard)))
-                mirrors.hold_back(shard, next((one.held.after for one in changes if one.held is not None), None))
-        mirrors.options.update(self._bad_rows)
-        mirrors.keep_only(self._tables)
-
-    def write_parts(self) -> tuple[Receipt, str | None]:
-        """See `cnr_store.write.commit.Share`."""
-        session, out = self._session, self._assembly.out
-        shards = session.shards(self._tables)
-        if self.kind == "full":
-            for shard in (shard for table in self._tables for shard in shards[table]):
-                if shard not in self._whole and self._tables[shard.table].keys == "dense":
-                    self._write_from_mirror(shard)
-        for shard, changes in self._rows.items():
-            # The rows given of a hashed table are all it has in a full: it has no mirror to lay them over.
-            if self.kind == "delta" or self._tables[shard.table].keys == "hashed":
-                for staged in changes:
-                    self._assembly.write_lists(shard, self._tables[shard.table], staged)
-        base = self.base_manifest()
-        parts = tuple(self._part(shard, base) for table in self._tables for shard in shards[table])
-        if session.ranks.rank == 0:
-            kept = {entry.seg for entry in session.head.record.chain[: self._keep]} if self.kind == "delta" else set()
-            self._assembly.write_dense(self._dense, session.snapshot, kept)
-        for name, document in self._documents.items():
-            out.write_document(name, document)
-        receipt = out.finish(
-            txn=self.txn, rank=session.ranks.rank, world=session.ranks.world, attempt=self._attempt,
-            base=session.head.record.v, l0=self._draft.l0, parts=parts,
-        )  # fmt: skip
-        # Rank 0 commits and would be the only reader of its own: the manifest says all of it.
-        return receipt, out.put_receipt(receipt) if session.ranks.rank > 0 else None
-
-    def _check_one_shot(self) -> None:
-        """Refuse a one-shot delta that lacks a row of the deltas it replaces, which would fall back to the baseline."""
-        session = self._session
-        if self.kind == "full" or session.snapshot is None or self._keep == len(session.head.record.chain):
-            return
-        readers = session.snapshot.readers[self._keep - 1 :]
-        for table, schema in self._tables.items():
-            shards = [shard for shard in session.shards([table])[table] if shard not in self._whole]
-            if not shards or table not in self._before:
-                continue
-            changed = rows_since(readers, table, schema)
-            for shard in shards:
-                given = [item.rows for staged in self._rows.get(shard, []) for item in staged.lists.values()]
-                missing = np.setdiff1d(changed, np.concatenate([np.empty(0, np.int64), *given]))
-                if schema.keys == "dense":
-                    start, stop = shard.rectangle_in(schema).rows
-                    missing = missing[(missing >= start) & (missing < stop)]
-                if not len(missing):
-                    continue
-                raise BadInput(
-                    f"row {int(missing[0])} of table {table!r} (and {len(missing) - 1} more) changed since the "
-                    "baseline and was not given; a one-shot delta replaces the deltas since then, give all their rows",
-                    table=table, found=int(missing[0]),
-                )  # fmt: skip
-
-    def _part(self, shard: Shard, base: Manifest | None) -> PartEntry:
-        table, schema = shard.table, self._tables[shard.table]
-        mirrors = self._session.mirrors
-        before = None
-        if base is not None and table in base.tables and base.tables[table].generation == schema.generation:
-            before = mirrors.committed_digest(shard) if self._keep == len(self._session.head.record.chain) else None
-        held = next((one.held for one in self._rows.get(shard, []) if one.held is not None), None)
-        waiting: WaitingEntry | msgspec.UnsetType = msgspec.UNSET
-        if held is not None and len(held.after.rows):
-            waiting = WaitingEntry(count=len(held.after.rows), max_error=held.max_error, oldest=held.oldest)
-        digest = self._digests.get(shard, self._mirror(shard)[1])
-        return self._assembly.part(shard, schema, before, digest, waiting)
-
-    def base_manifest(self) -> Manifest | None:
-        """See `cnr_store.write.commit.Share`."""
-        if self.kind == "full" or self._session.snapshot is None:
-            return None
-        return self._session.snapshot.manifests[self._keep - 1]
-
-    def _schema(self, table: str) -> TableSchema:
-        if table not in self._tables:
-            raise TableNotFound(f"no table {table!r}; there are {sorted(self._tables)}", table=table)
-        return self._tables[table]
-
-    def _shard(self, table: str, rectangle: Rectangle | None) -> Shard:
-        """Return which of this rank's shards of a table is meant.
-
-        Raises
-        ------
-        BadInput
-        """
-        if self._session.placement is None:
-            if rectangle is not None:
-                raise BadInput(
-                    f"this writer holds table {table!r} whole; open it with shards= to write rectangles", table=table
-                )
-            return Shard(table)
-        held = self._session.shards([table])[table]
-        chosen = [shard for shard in held if rectangle is None or shard.rectangle == rectangle]
-        if len(chosen) != 1:
-            raise BadInput(
-                f"rank {self._session.ranks.rank} holds {[str(shard) for shard in held]} of table {table!r}; "
-                f"found rectangle={rectangle}, name one of them",
-                table=table, expected=[shard.rectangle for shard in held], found=rectangle,
-            )  # fmt: skip
-        return chosen[0]
-
-    def _agreed_schema(self, table: str, options: TableOptions | None) -> TableSchema:
-        """The schema of a table that ranks write together: as they declared it, or as it was."""
-        if table not in self._declared and (options is not None or table not in self._tables):
-            raise BadInput(
-                f"table {table!r} is new or gets other options, and ranks write it together: all of them must call "
-                "declare_tables() first, which finds one scale for all rows",
-                table=table,
-            )
-        return self._tables[table]
-
-    def _refuse_placed(self, verb: str) -> None:
-        if self._session.placement is not None:
-            raise Unsupported(
-                f"{verb}() is not there for writers that hold shards; use a writer of whole tables on one rank"
-            )
-
-    def _refuse_unless_first(self, what: str) -> None:
-        if self._session.ranks.rank > 0:
-            raise BadInput(
-                f"{what} are the same on every rank and saved by rank 0; this is rank {self._session.ranks.rank}"
-            )
-
-    def _is_written(self, table: str) -> bool:
-        return any(shard.table == table for shard in (*self._rows, *self._whole))
-
-    def _schema_for(
-        self, table: str, values: Any, dtype: Any, slots: Mapping[str, Any], options: TableOptions | None
-    ) -> TableSchema:
-        """The schema of a whole table: as it was, unless it is new, its shape changed kind, or options are given."""
-        num_rows, dim = values.shape
-        old = self._tables.get(table)
-        kinds = {name: "row" if len(array.shape) == 1 else "element" for name, array in slots.items()}
-        if old is not None and options is None:
-            same = (old.dim, old.dtype, {n: s.kind for n, s in old.slots.items()}) == (dim, dtype, kinds)
-            if same:
-                return msgspec.structs.replace(old, num_rows=num_rows)
-        chosen = options or self._session.mirrors.options.get(table) or TableOptions()
-        self._bad_rows[table] = chosen
-        sample = RowSample(values, dtype)
-        choice = choose_table_scale(chosen, dtype, sample, held=self._held_scale(table))
-        schema = table_schema(
-            table, chosen, num_rows=num_rows, dim=dim, dtype=dtype, sample=sample, choice=choice,
-            slots={name: array[0:1] for name, array in slots.items()}, generation=self._next_generation(table),
-            has_mirror=self._session.mirrors.mode != "none",
-        )  # fmt: skip
-        self._chose(table, choice)
-        return schema
-
-    def _held_scale(self, table: str) -> float | None:
-        """The lattice step that a table has at the head: rows that were restored from it, and not moved, lie on it."""
-        schema = self._before.get(table)
-        if schema is None or not isinstance(schema.encoding, Lattice):
-            return None
-        return schema.encoding.scale * 0.5**schema.shift
-
-    def _chose(self, table: str, choice: ScaleChoice | None) -> None:
-        if choice is None:
-            self._choices.pop(table, None)
-            return
-        self._choices[table] = choice
-        logger.info(
-            "table %s: scale %.6g chosen on %d rows; mean squared error %.3g, known within %.1f %% at %.0f %%",
-            table, choice.scale, choice.sample_rows, choice.mse, 100 * choice.relative_half_width,
-            100 * choice.confidence,
-        )  # fmt: skip
-
-    def _next_generation(self, table: str) -> int:
-        """One above every generation in the chain: a one-shot delta may put two lives of a table side by side."""
-        snapshot = self._session.snapshot
-        known = [m.tables[table].generation for m in (snapshot.manifests if snapshot else ()) if table in m.tables]
-        head = self._session.head.record.tables.get(table)
-        return 1 + max([0, *known, head.generation if head else 0])
-
-    def _stage_whole(self, shard: Shard, schema: TableSchema, arrays: Mapping[str, Any]) -> StagedTable:
-        table, mirrors = shard.table, self._session.mirrors
-        if shard in mirrors and self._session.is_synced and table in self._before:
-            # The new codes take the old mirror's place in memory only if the old ones can be given up.
-            mirrors.release_for_full(shard)
-        return stage_table(
-            table, schema, arrays,
-            allocate=None if mirrors.mode == "none" else mirrors.allocator(),
-            on_bad_rows=options_on_bad_rows(self._bad_rows.get(table) or mirrors.options.get(table)),
-            workers=self._session.workers,
-            rectangle=shard.rectangle_in(schema),
-        )  # fmt: skip
-
-    def _write_from_mirror(self, shard: Shard) -> None:
-        schema, mirror = self._tables[shard.table], self._session.mirrors.get(shard)
-        assert mirror is not None  # needs_whole_tables has refused the others
-        known = self._session.mirrors.digest(shard)
-        # One pass over memory, far cheaper than the compression that follows: a baseline must not carry on what a
-        # fault of the memory, or a stray write, has changed.
-        if known is not None and (found := mirror.digest(self._session.workers)) != known:
-            self._session.mirrors.is_complete = False  # nor may a delta build on it
-            raise DoesNotApply(
-                f"the mirror of table {shard} has state digest {found:016x}, kept up to date it was {known:016x}: its "
-                "memory was changed behind the writer; restore first, or write the table whole",
-                table=shard.table, expected=f"{known:016x}", found=f"{found:016x}",
-            )  # fmt: skip
-        merged = StagedRows(schema, digest=self._digests.get(shard, known))
-        for staged in self._rows.get(shard, []):
-            merged.lists |= staged.lists
-        whole = stage_mirror(schema, mirror, merged)
-        self._digests[shard] = whole.digest
-        self._assembly.write_table(shard, whole)
-
-    def _mirror(self, shard: Shard) -> tuple[TableCodes | None, int | None]:
-        """The mirror that rows of a shard are laid over, and its digest: a hashed table has none, its name may have."""
-        if self._tables[shard.table].keys == "hashed":
-            return None, None
-        return self._session.mirrors.get(shard), self._session.mirrors.digest(shard)
-
-    def _hold(self, shard: Shard, mirror: TableCodes | None, threshold: Threshold | None) -> Hold | None:
-        """What decides which rows of a shard wait; None where none may in this transaction."""
-        if threshold is None:
-            return None
-        schema = self._tables[shard.table]
-        is_lattice = isinstance(schema.encoding, Lattice)
-        check_threshold(shard.table, threshold, is_lattice=is_lattice, has_mirror=mirror is not None)
-        if not self._may_wait or shard.table in self._refined or mirror is None:
-            return None
-        before = self._session.mirrors.waiting(shard, (schema.generation, schema.shift))
-        return Hold(threshold, before, float(mirror.specs["codes"].scale))
-
-    def _keep_rows(self, shard: Shard, staged: StagedRows) -> None:
-        before, base = self._digests.get(shard), self._mirror(shard)[1]
-        if before is not None and staged.digest is not None and base is not None:
-            # Both changes were computed from the mirror's state; they touch disjoint rows, so they add up.
-            staged.digest = (before + staged.digest - base) % (1 << 64)
-        self._digests[shard] = staged.digest
-        self._rows.setdefault(shard, []).append(staged)
-
-    def _check_first(self, shard: Shard, *operations: str) -> None:
-        wanted = set(operations)
-        changes = self._rows.get(shard, [])
-        done = {op for staged in changes for op in staged.lists} | set(self._assembly.entries.get(shard, {}))
-        if any(len(staged.waiting) for staged in changes):
-            done.add("add")  # they are in no list, and were given all the same
-        if shard in self._whole or (done & wanted if wanted else done):
-            raise BadInput(
-                f"table {shard} was written in this transaction already; give its rows at once", table=shard.table
-            )
-
-    def _check_disjoint(self, shard: Shard, row_ids: RowIds) -> None:
-        table = shard.table
-        for staged in self._rows.get(shard, []):
-            for rows in (*(item.rows for item in staged.lists.values()), staged.waiting):
-                both = np.intersect1d(rows, row_ids, assume_unique=True)
-                if len(both):
-                    raise BadRowIds(
-                        f"row {int(both[0])} of table {table!r} is both written and deleted in one transaction",
-                        table=table, found=int(both[0]),
-                    )  # fmt: skip
-
     def _check_open(self) -> None:
-        if self._ended or self._session.open is not self:
+        if self._ended or self._state.open is not self:
             raise BadInput("the transaction has ended; begin another one")

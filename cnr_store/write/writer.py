@@ -20,10 +20,10 @@ from cnr_store.runtime.ranks import Ranks, together
 from cnr_store.segment.codes import Array, array_specs
 from cnr_store.segment.shards import Shard
 from cnr_store.types import MAX_CHAIN, SlotsRule
-from cnr_store.write.commit import CommitKind
+from cnr_store.write.draft import CommitKind, SegmentDraft
 from cnr_store.write.mirrors import Mirrors
 from cnr_store.write.transaction import Transaction
-from cnr_store.write.writer_state import Session
+from cnr_store.write.writer_state import WriterState
 
 Base = Literal["head", "baseline"]
 Outputs = (
@@ -47,20 +47,20 @@ class Writer:
     transactions do at the end are called by all of them, in the same order, and succeed or raise on all of them.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        if not session.head.record.chain:
-            session.snapshot = session.snapshot_of(session.head)
+    def __init__(self, state: WriterState) -> None:
+        self._state = state
+        if not state.head.record.chain:
+            state.snapshot = state.snapshot_of(state.head)
 
     @property
     def head(self) -> LogEntry:
         """The newest log entry this writer knows."""
-        return self._session.head
+        return self._state.head
 
     @property
     def mirrors(self) -> Mirrors:
         """The code mirrors, by table."""
-        return self._session.mirrors
+        return self._state.mirrors
 
     def __enter__(self) -> Writer:
         return self
@@ -73,13 +73,13 @@ class Writer:
     def close(self) -> None:
         """Free the mirrors. What was not committed is forgotten; a second call is harmless."""
         self.mirrors.clear()
-        self._session.snapshot = None
-        self._session.open = None
+        self._state.snapshot = None
+        self._state.open = None
 
     @property
     def is_synced(self) -> bool:
         """Whether the mirrors are the head's state, so that a delta may be written."""
-        return self._session.is_synced
+        return self._state.is_synced
 
     @property
     def mirror_nbytes(self) -> int:
@@ -95,21 +95,21 @@ class Writer:
         DoesNotApply
             Before `restore`, or after the store moved on without this writer.
         """
-        if self._session.snapshot is None:
+        if self._state.snapshot is None:
             raise DoesNotApply(
                 "this writer's mirrors are not the head's state; call restore() first, or commit a full",
                 version=self.head.record.v,
             )
-        return self._session.snapshot
+        return self._state.snapshot
 
     @property
     def ranks(self) -> Ranks:
         """The ranks that write together."""
-        return self._session.ranks
+        return self._state.setup.ranks
 
     def shards(self, tables: Iterable[str]) -> dict[str, tuple[Shard, ...]]:
         """Return what this rank holds of the tables: the whole ones without a placement."""
-        return self._session.shards(tables)
+        return self._state.shards(tables)
 
     def take_over(self) -> None:
         """Become the committer, if this writer is not yet: it fences the others and goes on from what it has loaded.
@@ -125,7 +125,7 @@ class Writer:
         CommitStateUnknown, StorageFailure, ReadOnlyStore, UnsafeBackend, WrongClock
             Call it again.
         """
-        self._session.take_over()
+        self._state.take_over()
 
     def restore(
         self,
@@ -161,33 +161,33 @@ class Writer:
         CorruptStore
             Outputs filled so far hold undefined values.
         """
-        session = self._session
+        state = self._state
         self._refuse_unsettled()
         loaded: list[Snapshot] = []
-        has_epoch = session.succession is None
+        has_epoch = state.succession is None
         attempts = _RESTORES if has_epoch else 1
         for attempt in range(attempts):
             if has_epoch:
-                session.catch_up()
+                state.catch_up()
             try:
-                together(session.ranks, lambda: loaded.append(self._load(outputs or {}, slots_rule)))
+                together(state.setup.ranks, lambda: loaded.append(self._load(outputs or {}, slots_rule)))
                 break
             except BaseException as error:
                 loaded.clear()
-                if session.snapshot is None:  # what was loaded so far, here or on other ranks, is no state
-                    session.forget()
+                if state.snapshot is None:  # what was loaded so far, here or on other ranks, is no state
+                    state.forget()
                 if not isinstance(error, DoesNotApply):
                     raise
                 if attempt + 1 == attempts:
                     raise VersionExpired(str(error), version=self.head.record.v) from error
-        session.snapshot = loaded[0]
-        session.is_restored = True
+        state.snapshot = loaded[0]
+        state.is_restored = True
         return loaded[0]
 
     def _load(self, outputs: Outputs, slots_rule: SlotsRule) -> Snapshot:
-        session = self._session
-        snapshot = session.snapshot_of(self.head)
-        shards = session.shards(snapshot.tables)
+        state = self._state
+        snapshot = state.snapshot_of(self.head)
+        shards = state.shards(snapshot.tables)
         wanted: dict[Shard, dict[str, Array]] = {}
         for key, arrays in outputs.items():
             shard = key if isinstance(key, Shard) else _only(key, shards.get(key, (Shard(key),)))
@@ -195,8 +195,8 @@ class Writer:
             named = {"codes" if name == "values" else f"slots/{name}": array for name, array in arrays.items()}
             wanted[shard] = view.check_outputs(named, shard.rectangle_in(view.schema))
         self.mirrors.clear()
-        session.snapshot = None
-        session.open = None
+        state.snapshot = None
+        state.open = None
         held = [shard for table in snapshot.tables for shard in shards[table]]
         for shard in held:
             self._load_shard(snapshot, shard, wanted.get(shard, {}), slots_rule)
@@ -223,7 +223,7 @@ class Writer:
         parts = [part for part in snapshot.manifests[-1].parts if part.table == shard.table]
         digest = stated_digest(parts, rectangle)
         # Parts that a writer without a mirror wrote name none, and parts may be cut in another way.
-        self.mirrors.put(shard, codes, codes.digest(self._session.workers) if digest is None else digest)
+        self.mirrors.put(shard, codes, codes.digest(self._state.setup.workers) if digest is None else digest)
 
     def begin(self, step: int, kind: CommitKind = "delta", *, base: Base = "head", flush: bool = False) -> Transaction:
         """Start a transaction for training step ``step``; with several ranks, all of them do so. Blocks.
@@ -248,9 +248,9 @@ class Writer:
         BadInput
             ``step`` is no integer of 0 or more, or the ranks are at different steps.
         """
-        session = self._session
-        session.take_over()
-        wishes = [_Wish(**given) for given in together(session.ranks, partial(self._wish, step, kind, base))]
+        state = self._state
+        state.take_over()
+        wishes = [_Wish(**given) for given in together(state.setup.ranks, partial(self._wish, step, kind, base))]
         if any(wish.kind == "full" for wish in wishes):
             kind = "full"
         steps, bases = {wish.step for wish in wishes}, {wish.base for wish in wishes}
@@ -268,49 +268,50 @@ class Writer:
             )  # fmt: skip
         if kind == "full" and not (all(wish.is_synced for wish in wishes) and len(heads) == 1):
             # What one rank does not know no rank may build on, or they would store different tables.
-            if session.snapshot is not None:
-                session.forget()
-            session.catch_up()
+            if state.snapshot is not None:
+                state.forget()
+            state.catch_up()
         elif kind == "full" or base == "baseline":
-            session.follow()
-        keep = 1 if base == "baseline" else len(self.head.record.chain)
-        transaction = Transaction(
-            session, wishes[0].step, kind, keep if kind == "delta" else 0, wishes[0].txn,
-            may_wait=base == "head" and not flush,
+            state.follow()
+        one_shot = base == "baseline"
+        draft = SegmentDraft.behind(
+            self.head.record, kind, step=wishes[0].step, txn=wishes[0].txn, one_shot=one_shot,
+            may_wait=not one_shot and not flush,
         )  # fmt: skip
-        session.open = transaction
+        transaction = Transaction(state, draft)
+        state.open = transaction
         return transaction
 
     def _wish(self, step: int, kind: CommitKind, base: Base) -> dict[str, Any]:
         """What this rank wants to begin, if it can."""
-        session = self._session
+        state = self._state
         self._refuse_unsettled()
         step = _checked_step(step)
-        if session.open is not None:
+        if state.open is not None:
             raise SaveInProgress("a transaction of this writer is still open; commit or abort it before the next")
-        session.open_snapshot()
+        state.open_snapshot()
         chain = self.head.record.chain
         keep = 1 if base == "baseline" else len(chain)
         if kind == "delta" and (not chain or keep + 1 > MAX_CHAIN or self._is_cut_anew()):
             kind = "full"
         if kind == "delta":
             _ = self.snapshot
-        if session.placement is not None and session.snapshot is not None:
-            hashed = [name for name, schema in session.snapshot.tables.items() if schema.keys == "hashed"]
+        if state.setup.held.placement is not None and state.snapshot is not None:
+            hashed = [name for name, schema in state.snapshot.tables.items() if schema.keys == "hashed"]
             if hashed:
                 raise Unsupported(f"ranks cannot write hashed tables together, and the store has {hashed}")
-        wish = _Wish(step, kind, base, session.snapshot is not None, self.head.record.v, uuid.uuid4().hex)
+        wish = _Wish(step, kind, base, state.snapshot is not None, self.head.record.v, uuid.uuid4().hex)
         return asdict(wish)
 
     def _is_cut_anew(self) -> bool:
         """Whether some table has other column shards than in the store, and a slot that exists once per shard."""
-        session = self._session
-        if session.snapshot is None:
+        state = self._state
+        if state.snapshot is None:
             return False
         return any(
             any(slot.kind == "row" for slot in schema.slots.values())
-            and session.cuts.get(table, {(0, schema.dim)}) != set(session.snapshot.table(table).column_cuts)
-            for table, schema in session.snapshot.tables.items()
+            and state.setup.held.cuts.get(table, {(0, schema.dim)}) != set(state.snapshot.table(table).column_cuts)
+            for table, schema in state.snapshot.tables.items()
             if schema.keys == "dense" and schema.num_rows  # without a row there is no slot that could be cut
         )
 
@@ -324,12 +325,12 @@ class Writer:
         CommitStateUnknown, CorruptStore, StorageFailure
             Still unknown.
         """
-        pending = self._session.pending
-        return pending.settle() if isinstance(pending, Transaction) else None
+        pending = self._state.pending
+        return None if pending is None else pending.settle()
 
     def _refuse_unsettled(self) -> None:
-        pending = self._session.pending
-        if isinstance(pending, Transaction):
+        pending = self._state.pending
+        if pending is not None:
             raise CommitStateUnknown(
                 "the outcome of the last commit is not known yet; call settle() first",
                 version=None if pending.undecided is None else pending.undecided.record.v,

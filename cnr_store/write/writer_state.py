@@ -9,6 +9,7 @@ from functools import partial
 from typing import Protocol
 
 from cnr_store.errors import (
+    BadInput,
     CnrStoreError,
     Conflict,
     CorruptStore,
@@ -30,23 +31,23 @@ from cnr_store.runtime.threads import Throttle, Workers
 from cnr_store.segment.reader import SegmentReader
 from cnr_store.segment.shards import Placement, Shard, shards_of
 from cnr_store.storage import Storage
-from cnr_store.types import Profile
+from cnr_store.types import Profile, Rectangle
 from cnr_store.write.mirrors import Mirrors
 
 logger = logging.getLogger(__name__)
 
 
-class Committable(Protocol):
-    """A transaction, as far as its outcome goes."""
+class UnknownCommit(Protocol):
+    """A commit whose outcome is not known yet."""
 
-    def written_reader(self) -> Mapping[str, SegmentReader]:
-        """The segment it wrote, by name."""
+    undecided: LogEntry | None
+    """The record that was sent, where this rank knows it."""
 
-    def move_mirrors(self, mirrors: Mirrors) -> None:
-        """Apply what it staged."""
+    def settle(self) -> LogEntry | None:
+        """Learn the outcome: the entry if it won, None if it lost. Blocks."""
 
 
-class Succession(Protocol):
+class Takeover(Protocol):
     """How a writer that has loaded a state comes to its epoch, when it goes on from that state."""
 
     @property
@@ -57,8 +58,58 @@ class Succession(Protocol):
         """Commit the writer's epoch, on rank 0, and return the entry that it goes on from. Safe to call again."""
 
 
+@dataclass(frozen=True, slots=True)
+class RankShards:
+    """What this rank holds of each table; ``shapes`` and ``cuts``: the tables' shapes and column ranges over all ranks.
+
+    Without a ``placement`` it holds every table whole.
+    """
+
+    rank: int = 0
+    placement: Placement | None = None
+    shapes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    cuts: Mapping[str, set[tuple[int, int]]] = field(default_factory=dict)
+
+    def one_of(self, table: str, rectangle: Rectangle | None) -> Shard:
+        """Return which of this rank's shards of a table is meant.
+
+        Raises
+        ------
+        BadInput
+        """
+        if self.placement is None:
+            if rectangle is not None:
+                raise BadInput(
+                    f"this writer holds table {table!r} whole; open it with shards= to write rectangles", table=table
+                )
+            return Shard(table)
+        held = shards_of(self.placement, [table])[table]
+        chosen = [shard for shard in held if rectangle is None or shard.rectangle == rectangle]
+        if len(chosen) != 1:
+            raise BadInput(
+                f"rank {self.rank} holds {[str(shard) for shard in held]} of table {table!r}; "
+                f"found rectangle={rectangle}, name one of them",
+                table=table, expected=[shard.rectangle for shard in held], found=rectangle,
+            )  # fmt: skip
+        return chosen[0]
+
+
+@dataclass(frozen=True, slots=True)
+class WriterSetup:
+    """What a writer was opened with, and keeps. ``ranks`` write together; rank 0 commits."""
+
+    storage: Storage
+    log: CommitLog
+    profile: Profile
+    info: WriterInfo
+    workers: Workers
+    throttle: Throttle
+    ranks: Ranks = field(default_factory=OneRank)
+    held: RankShards = field(default_factory=RankShards)
+
+
 @dataclass(slots=True)
-class Session:
+class WriterState:
     """The state of one writer between its opening and close.
 
     Attributes
@@ -68,35 +119,21 @@ class Session:
     snapshot
         The state that the mirrors stand for; None before a restore and after the store moved on without the writer.
     open, pending
-        The transaction in the making, and the one whose outcome is unknown.
+        The transaction in the making, and the commit whose outcome is unknown.
     is_restored
         Whether nothing was committed since the last restore.
     succession
         How the writer comes to its epoch, as long as it has none; None once it has.
-    ranks
-        The ranks that write together; rank 0 commits.
-    placement, shapes, cuts
-        What this rank holds of each table; the tables' shapes and column ranges over all ranks. Without a placement it
-        holds every table whole.
     """
 
-    storage: Storage
-    log: CommitLog
+    setup: WriterSetup
     head: LogEntry
-    profile: Profile
-    info: WriterInfo
-    workers: Workers
     mirrors: Mirrors
-    throttle: Throttle
     snapshot: Snapshot | None = None
-    open: Committable | None = None
-    pending: Committable | None = None
+    open: object | None = None
+    pending: UnknownCommit | None = None
     is_restored: bool = False
-    succession: Succession | None = None
-    ranks: Ranks = field(default_factory=OneRank)
-    placement: Placement | None = None
-    shapes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    cuts: Mapping[str, set[tuple[int, int]]] = field(default_factory=dict)
+    succession: Takeover | None = None
 
     def snapshot_of(
         self, entry: LogEntry, *, known: Mapping[str, SegmentReader] | None = None, opens: bool = True
@@ -107,7 +144,7 @@ class Session:
         """
 
         def tell(missing: MissingObject) -> None:
-            newest = expired_by(self.log, entry.record.v)
+            newest = expired_by(self.setup.log, entry.record.v)
             if newest is not None:
                 raise DoesNotApply(
                     f"version {entry.record.v}, which this writer goes on from, has expired by commit record "
@@ -116,11 +153,11 @@ class Session:
                     version=newest.v, found=missing.path,
                 ) from missing  # fmt: skip
 
-        return Snapshot(self.storage, entry, self.workers, known=known, opens=opens, if_missing=tell)
+        return Snapshot(self.setup.storage, entry, self.setup.workers, known=known, opens=opens, if_missing=tell)
 
     def shards(self, tables: Iterable[str]) -> dict[str, tuple[Shard, ...]]:
         """Return what this rank holds of the tables."""
-        return shards_of(self.placement, tables)
+        return shards_of(self.setup.held.placement, tables)
 
     @property
     def is_synced(self) -> bool:
@@ -143,7 +180,7 @@ class Session:
         opened: list[Snapshot] = []
 
         def take() -> int:
-            taken.append(succession.take(self.info))
+            taken.append(succession.take(self.setup.info))
             return taken[0].record.v
 
         def move() -> None:
@@ -152,14 +189,14 @@ class Session:
             if self.snapshot is not None:
                 opened.append(self.snapshot_of(taken[0], known=self.snapshot.known_readers))
 
-        version = rank_zero(self.ranks, take)
-        together(self.ranks, move)
+        version = rank_zero(self.setup.ranks, take)
+        together(self.setup.ranks, move)
         self.head, self.succession = taken[0], None
         if opened:
             self.snapshot = opened[0]
 
     def _read(self, version: int) -> LogEntry:
-        entry = self.log.read(version)
+        entry = self.setup.log.read(version)
         if entry is None:
             raise _unseen(version)
         return entry
@@ -177,9 +214,9 @@ class Session:
         CorruptRecord, StorageFailure
         """
         try:
-            newest = rank_zero(self.ranks, self._move_to_newest)
-            if self.ranks.world > 1:
-                together(self.ranks, partial(self.move_to, newest))
+            newest = rank_zero(self.setup.ranks, self._move_to_newest)
+            if self.setup.ranks.world > 1:
+                together(self.setup.ranks, partial(self.move_to, newest))
         finally:
             if self.snapshot is not None and self.snapshot.record.chain != self.head.record.chain:
                 self.open = None
@@ -205,8 +242,8 @@ class Session:
                 opened.append(self.snapshot_of(self.head, known=known))
 
         try:
-            newest = rank_zero(self.ranks, self._move_behind_maintenance)
-            together(self.ranks, move)
+            newest = rank_zero(self.setup.ranks, self._move_behind_maintenance)
+            together(self.setup.ranks, move)
         except BaseException as error:
             self.head = before  # all of it or nothing: the snapshot must be the head's, on every rank
             is_passing = isinstance(error, StorageFailure | CorruptStore | DoesNotApply | RankFailed)
@@ -218,7 +255,7 @@ class Session:
             self.snapshot = opened[0]
 
     def _move_behind_maintenance(self) -> int:
-        while (entry := self.log.poll(self.head)) is not None and leaves_state(entry.record):
+        while (entry := self.setup.log.poll(self.head)) is not None and leaves_state(entry.record):
             self.head = entry
         return self.head.record.v
 
@@ -235,7 +272,7 @@ class Session:
 
     def _move(self) -> bool:
         """Move to the next record; False if there is none."""
-        entry = self.log.poll(self.head)
+        entry = self.setup.log.poll(self.head)
         if entry is None:
             return False
         record = entry.record
@@ -244,14 +281,14 @@ class Session:
         self.head = entry
         return True
 
-    def won(self, transaction: Committable, entry: LogEntry) -> None:
-        """The transaction is version ``entry.record.v``: move head, snapshot and mirrors to it.
+    def won(self, entry: LogEntry, written: Mapping[str, SegmentReader]) -> Snapshot:
+        """Move the head to the version that this writer committed, and return its state.
 
+        Until the mirrors have moved to it (`stand_on`) they are no state. ``written``: segments that are open already.
         The commit stays acknowledged if its state cannot be opened behind it, where compaction put another segment into
         its chain; `open_snapshot` tries again.
         """
-        known = self.snapshot.known_readers if self.snapshot else {}
-        known |= transaction.written_reader()
+        known = {**(self.snapshot.known_readers if self.snapshot else {}), **written}
         self.head = entry
         self.open = None
         self.is_restored = False
@@ -263,12 +300,10 @@ class Session:
         except CnrStoreError as error:
             # Perhaps a connection that was cut: the mirrors are this state all the same, and the next save asks again.
             logger.warning("version %d is committed, and is opened at the next save: %s", entry.record.v, error)
-        try:
-            transaction.move_mirrors(self.mirrors)
-        except BaseException:
-            # Half moved, the mirrors are no state at all: a delta against them would be acknowledged and unreadable.
-            self.forget()
-            raise
+        return snapshot
+
+    def stand_on(self, snapshot: Snapshot) -> None:
+        """The mirrors are the state of this snapshot."""
         self.snapshot = snapshot
         self.mirrors.is_complete = True
 

@@ -17,7 +17,7 @@ from counting import CountingStorage
 from cnr_store import Store, TableOptions
 from cnr_store.format.layout import segment_prefix
 from cnr_store.types import Float32s, Rectangle, RowIds
-from cnr_store.write.transaction import Declaration
+from cnr_store.write.schema_changes import Declaration
 from tests.support.ranks import ThreadRank, thread_ranks
 
 DIM = 16

@@ -21,7 +21,8 @@ from cnr_store.format.records import Manifest, Receipt
 from cnr_store.format.sizes import SegmentSizes, segment_sizes
 from cnr_store.types import AffineBits, Precision, Rectangle, RowIds
 from cnr_store.write.policy import CheckpointSize, Decision, Policy, decide
-from cnr_store.write.transaction import Declaration, Transaction
+from cnr_store.write.schema_changes import Declaration
+from cnr_store.write.transaction import Transaction
 from cnr_store.write.writer import Writer
 from tests.support.ranks import ThreadRank
 

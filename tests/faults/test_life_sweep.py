@@ -27,7 +27,7 @@ from cnr_store.maintenance.gc import collect_garbage
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import Rectangle
-from cnr_store.write.transaction import Declaration
+from cnr_store.write.schema_changes import Declaration
 from cnr_store.write.writer import Writer
 from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem, SimulatedCrash
 from tests.support.life import end_leases, listed, referenced
@@ -185,7 +185,7 @@ class Trainer:
                 self.save(steps, kind, base)
                 break
             except RankLost:
-                if self.writer._session.pending is not None and self.writer.settle() is not None:
+                if self.writer._state.pending is not None and self.writer.settle() is not None:
                     self.run.events.append(("acknowledged", steps))
                 raise
             except CommitStateUnknown:

@@ -17,7 +17,7 @@ from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.segment.shards import Shard
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import Rectangle
-from cnr_store.write.transaction import Declaration
+from cnr_store.write.schema_changes import Declaration
 from cnr_store.write.writer import Writer
 from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem, SimulatedCrash
 from tests.support.ranks import ThreadRank, thread_ranks
@@ -160,7 +160,7 @@ def attempt(writer: Writer, tile: Rectangle, step: int, acknowledged: list[int],
             save(writer, tile, step, kind)
             break
         except RankLost:
-            if writer._session.pending is not None and writer.settle() is not None:
+            if writer._state.pending is not None and writer.settle() is not None:
                 acknowledged.append(step)
             raise
         except CommitStateUnknown:

@@ -14,7 +14,7 @@ from cnr_store.format.layout import COMMITS
 from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.storage import CreateOutcome, Storage, open_storage
 from cnr_store.types import Rectangle
-from cnr_store.write.transaction import Declaration
+from cnr_store.write.schema_changes import Declaration
 from tests.support.ranks import ThreadRank, thread_ranks
 
 

@@ -54,7 +54,7 @@ from cnr_store.relay.report import RelayReport
 from cnr_store.serving import Loader, LoaderOptions
 from cnr_store.storage import Storage, open_storage, storage_from_filesystem
 from cnr_store.storage.base import TEMPORARY_PREFIX
-from cnr_store.write.commit import CommitKind
+from cnr_store.write.draft import CommitKind
 from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
 from tests.support.snapshot_bytes import bytes_of
 

@@ -201,7 +201,7 @@ def test_cleaning_up_after_an_unknown_outcome_is_caught(monkeypatch: pytest.Monk
         try:
             return append(commit, draft)
         except CommitStateUnknown:
-            storage, segment = commit._session.storage, commit._draft.segment
+            storage, segment = commit._state.setup.storage, commit._staged.draft.segment
             storage.delete([stat.key for stat in storage.list_objects(f"data/{segment}")])
             raise
 

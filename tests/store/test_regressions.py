@@ -24,7 +24,7 @@ from cnr_store.maintenance.compaction import compact
 from cnr_store.maintenance.gc import collect_garbage
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import Rectangle
-from cnr_store.write.transaction import Declaration
+from cnr_store.write.schema_changes import Declaration
 from tests.support.faulty import Call, Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
 
 

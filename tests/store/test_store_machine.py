@@ -124,7 +124,7 @@ class StoreMachine(RuleBasedStateMachine):
         table = TableModel(
             kind, np.zeros_like(values), {n: np.zeros_like(s) for n, s in slots.items()}, np.zeros(rows, np.uint8)
         )
-        encoding: Any = txn._tables[name].encoding
+        encoding: Any = txn.tables[name].encoding
         table.param_dtype = getattr(encoding, "param_dtype", "float16")
         table.write(np.arange(rows), values, slots)
         state.tables[name] = table

@@ -505,7 +505,7 @@ def test_a_rank_that_lost_its_state_makes_all_write_anew_and_none_waits_for_it(u
         if ranks.rank == 0:
             writer = life.manager._saver.writer.current
             assert writer is not None
-            writer._session.forget()  # as where a commit won and its mirrors could not be moved
+            writer._state.forget()  # as where a commit won and its mirrors could not be moved
         return life.next(2).kind
 
     assert on_ranks(2, live) == ["full", "full"]

@@ -24,7 +24,8 @@ from cnr_store.segment.codes import TableCodes
 from cnr_store.segment.shards import Shard
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import Rectangle
-from cnr_store.write.transaction import Declaration, Transaction
+from cnr_store.write.schema_changes import Declaration
+from cnr_store.write.transaction import Transaction
 from cnr_store.write.writer import Writer
 from format_spec.reader.compare import compare
 from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
@@ -174,7 +175,7 @@ def declare(txn: Transaction, shards: dict[str, list[Rectangle | None]], models:
                 continue
             slots = {name: of(slot, tile) for name, slot in model.slots.items()}
             given.setdefault(table, []).append(Declaration(of(model.values, tile), slots, options))
-    if txn._session.placement is not None:
+    if txn._state.setup.held.placement is not None:
         txn.declare_tables(given)
     for table, tiles in shards.items():
         for tile in (tile for tile in tiles if tile is not None):
@@ -465,15 +466,15 @@ def test_a_rank_that_missed_a_commit_may_not_go_on_from_its_mirror(kind: Any) ->
         with open_store(files) as store:
             writer = store.writer(ranks=rank, shards=mine)
             writer.restore()
-            session = writer._session
-            head, snapshot = session.head, session.snapshot
+            state = writer._state
+            head, snapshot = state.head, state.snapshot
             shard = Shard("t", mine["t"][0])
             mirror = writer.mirrors.get(shard)
             assert mirror is not None
             codes, digest = mirror.arrays["codes"].copy(), writer.mirrors.digest(shard)
             save(writer, mine, models, first, 1)
             if rank.rank == 1:  # as if this rank had not heard of the commit
-                session.head, session.snapshot = head, snapshot
+                state.head, state.snapshot = head, snapshot
                 mirror.arrays["codes"] = codes
                 writer.mirrors.put(shard, mirror, digest)
             if kind == "delta":
@@ -504,7 +505,7 @@ def _write_badly(txn: Transaction, values: Array, tile: Rectangle, moment: str) 
     if moment == "after declaring":
         raise ZeroDivisionError
     if moment == "while writing":
-        txn._bad_rows.clear()  # as a writer that was told of no escapes
+        txn._staged.schemas.options.clear()  # as a writer that was told of no escapes
         values = np.where(values == values[0, 0], np.float32(np.inf), values)
     txn.write_table("t", values, rectangle=tile)
 
@@ -810,7 +811,7 @@ def test_rank_zero_learns_alone_that_its_commit_lost() -> None:
                 writer.settle()
             return None
         view.is_dark = False
-        return writer.settle(), writer._session.pending
+        return writer.settle(), writer._state.pending
 
     assert restored_and_saved(view, placements, models, change, after)[0] == (None, None)
     rival.close()

@@ -15,7 +15,7 @@ from cnr_store import BadInput, Store, TableOptions, Unsupported, verify_store
 from cnr_store.segment.shards import Shard
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import Rectangle
-from cnr_store.write.transaction import Declaration
+from cnr_store.write.schema_changes import Declaration
 from cnr_store.write.writer import Writer
 from tests.support.faulty import IsolatedMemoryFileSystem
 from tests.support.ranks import ThreadRank, thread_ranks

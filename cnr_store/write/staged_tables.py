@@ -1,0 +1,355 @@
+"""The rows that a transaction was given, encoded: whole tables, changed rows, deleted rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from cnr_store.errors import BadInput, BadRowIds, BadShape, DoesNotApply
+from cnr_store.format.layout import check_name
+from cnr_store.format.records import Manifest, PartEntry, WaitingEntry
+from cnr_store.read.table_reader import rows_since
+from cnr_store.segment.codes import Array, TableCodes
+from cnr_store.segment.reader import SegmentReader
+from cnr_store.segment.shards import Shard
+from cnr_store.types import Lattice, Rectangle, RowIds
+from cnr_store.write.argument_checks import check_arrays, checked_size, own_row_ids
+from cnr_store.write.baseline_rows import StagedTable, is_fully_mirrored, stage_mirror, stage_table
+from cnr_store.write.deferred_rows import Hold, check_threshold
+from cnr_store.write.delta_rows import StagedRows, options_on_bad_rows, stage_delete, stage_rows
+from cnr_store.write.draft import SegmentDraft
+from cnr_store.write.encode import Given
+from cnr_store.write.mirrors import Mirrors
+from cnr_store.write.part_layout import PartWriter
+from cnr_store.write.schema_changes import SchemaChanges
+from cnr_store.write.schema_choice import table_dtype
+from cnr_store.write.table_options import TableOptions, Threshold
+from cnr_store.write.writer_state import WriterState
+
+
+class StagedTables:
+    """What a transaction has of tables' rows on this rank. Methods raise what those of `Transaction` say.
+
+    Whole tables are put when they are given, row lists by `write_parts`. Mirrors move by `move_mirrors` alone.
+    """
+
+    def __init__(self, state: WriterState, draft: SegmentDraft, schemas: SchemaChanges, parts: PartWriter) -> None:
+        self._state = state
+        self._draft = draft
+        self._schemas = schemas
+        self._parts = parts
+        self._rows: dict[Shard, list[StagedRows]] = {}
+        self._whole: dict[Shard, StagedTable] = {}
+        self._digests: dict[Shard, int | None] = {}
+
+    @property
+    def written(self) -> set[str]:
+        """Tables that rows were given of."""
+        return {shard.table for shard in (*self._rows, *self._whole)}
+
+    @property
+    def waiting(self) -> dict[Shard, RowIds]:
+        """The rows that wait for a later save, by shard, sorted; shards without any are left out."""
+        found = ((shard, staged.waiting) for shard, changes in self._rows.items() for staged in changes)
+        return {shard: rows for shard, rows in found if len(rows)}
+
+    # ---- what the caller gives
+
+    def encode_table(
+        self,
+        table: str,
+        values: Any,
+        slots: Mapping[str, Any],
+        options: TableOptions | None,
+        rectangle: Rectangle | None,
+    ) -> tuple[Shard, StagedTable]:
+        """Encode every row of a table, or of one shard of it; nothing is put yet."""
+        check_name(table)
+        for name, array in slots.items():
+            check_name(name)
+            if len(array.shape) not in (1, 2):
+                raise BadShape(
+                    f"slot {name!r} of table {table!r} has shape {tuple(array.shape)}; a slot has 1 or 2 dimensions",
+                    table=table, found=tuple(array.shape),
+                )  # fmt: skip
+        if self._draft.kind == "delta" and table in self._schemas.before:
+            raise BadInput(
+                f"table {table!r} exists; a delta takes its changed rows by write_rows(), or begin a full", table=table
+            )
+        shard = self._state.setup.held.one_of(table, rectangle)
+        self._check_first(shard)
+        dtype = table_dtype(values, table)
+        if len(values.shape) != 2 or values.shape[1] < 1:
+            raise BadShape(f"table {table!r} has shape {tuple(values.shape)}; expected (num_rows, dim)", table=table)
+        checked_size(table, "rows", values.shape[0], dim=values.shape[1])
+        schema = self._schemas.whole(table, values, dtype, slots, options)
+        place = shard.rectangle_in(schema)
+        arrays = check_arrays(table, schema, place.num_rows, values, slots, place.columns)
+        mirrors = self._state.mirrors
+        if shard in mirrors and self._state.is_synced and table in self._schemas.before:
+            # The new codes take the old mirror's place in memory only if the old ones can be given up.
+            mirrors.release_for_full(shard)
+        return shard, stage_table(
+            table, schema, arrays,
+            allocate=None if mirrors.mode == "none" else mirrors.allocator(),
+            on_bad_rows=options_on_bad_rows(self._schemas.options_of(table)),
+            workers=self._state.setup.workers,
+            rectangle=place,
+        )  # fmt: skip
+
+    def put_table(self, shard: Shard, staged: StagedTable) -> None:
+        """Put an encoded table. Blocks. After an error some of its objects are there: the transaction must end."""
+        self._schemas.tables[shard.table], self._digests[shard] = staged.schema, staged.digest
+        self._whole[shard] = staged
+        self._parts.write_table(shard, staged)
+
+    def stage_rows(
+        self,
+        table: str,
+        row_ids: RowIds,
+        values: Array,
+        slots: Mapping[str, Array],
+        *,
+        nonfinite: Literal["refuse", "escape"] | None,
+        threshold: Threshold | None,
+        rectangle: Rectangle | None,
+    ) -> int:
+        """Encode touched rows against the mirror; returns how many the segment will hold."""
+        schema = self._schemas.schema(table)
+        hashed = schema.keys == "hashed"
+        shard = self._state.setup.held.one_of(table, rectangle)
+        place = shard.rectangle_in(schema)
+        row_ids = own_row_ids(table, row_ids, None if hashed else place.rows)
+        arrays = check_arrays(table, schema, len(row_ids), values, slots, place.columns)
+        self._check_first(shard, "add", "set", "escape")
+        self._check_disjoint(shard, row_ids)
+        mirror, base = self._mirror(shard)
+        if self._draft.kind == "full" and not hashed and (mirror is None or not is_fully_mirrored(schema)):
+            raise BadInput(
+                f"table {table!r} has no full mirror, so a full needs all its rows: use write_table()", table=table
+            )
+        if len(row_ids) == 0:
+            self._rows.setdefault(shard, [])
+            return 0
+        options = self._schemas.options_of(table)
+        hold = self._hold(shard, mirror, threshold or (None if options is None else options.threshold))
+        floats = {name: np.asarray(array).reshape(len(row_ids), -1) for name, array in arrays.items()}
+        given = Given(row_ids, floats, None if hashed else place.columns)
+        staged = stage_rows(
+            table, schema, mirror, given,
+            base_digest=base,
+            absolute=self._draft.is_one_shot,
+            on_bad_rows=nonfinite or options_on_bad_rows(options),
+            workers=self._state.setup.workers,
+            hold=hold,
+        )  # fmt: skip
+        self._keep_rows(shard, staged)
+        return sum(len(item.rows) for item in staged.lists.values())
+
+    def stage_delete(self, table: str, row_ids: RowIds, rectangle: Rectangle | None) -> None:
+        """Take note of rows that are deleted."""
+        schema = self._schemas.schema(table)
+        hashed = schema.keys == "hashed"
+        shard = self._state.setup.held.one_of(table, rectangle)
+        row_ids = own_row_ids(table, row_ids, None if hashed else shard.rectangle_in(schema).rows)
+        self._check_first(shard, "delete")
+        self._check_disjoint(shard, row_ids)
+        mirror, base = self._mirror(shard)
+        if self._draft.kind == "full" and (mirror is None or not is_fully_mirrored(schema)):
+            raise BadInput(
+                f"table {table!r} has no full mirror, so a full needs all its rows: delete them in a delta", table=table
+            )
+        if len(row_ids) == 0:
+            return
+        self._keep_rows(shard, stage_delete(schema, mirror, row_ids, base))
+
+    def _mirror(self, shard: Shard) -> tuple[TableCodes | None, int | None]:
+        """The mirror that rows of a shard are laid over, and its digest: a hashed table has none, its name may have."""
+        if self._schemas.tables[shard.table].keys == "hashed":
+            return None, None
+        return self._state.mirrors.get(shard), self._state.mirrors.digest(shard)
+
+    def _hold(self, shard: Shard, mirror: TableCodes | None, threshold: Threshold | None) -> Hold | None:
+        """What decides which rows of a shard wait; None where none may in this transaction."""
+        if threshold is None:
+            return None
+        schema = self._schemas.tables[shard.table]
+        is_lattice = isinstance(schema.encoding, Lattice)
+        check_threshold(shard.table, threshold, is_lattice=is_lattice, has_mirror=mirror is not None)
+        if not self._draft.may_wait or shard.table in self._schemas.refined or mirror is None:
+            return None
+        before = self._state.mirrors.waiting(shard, (schema.generation, schema.shift))
+        return Hold(threshold, before, float(mirror.specs["codes"].scale))
+
+    def _keep_rows(self, shard: Shard, staged: StagedRows) -> None:
+        before, base = self._digests.get(shard), self._mirror(shard)[1]
+        if before is not None and staged.digest is not None and base is not None:
+            # Both changes were computed from the mirror's state; they touch disjoint rows, so they add up.
+            staged.digest = (before + staged.digest - base) % (1 << 64)
+        self._digests[shard] = staged.digest
+        self._rows.setdefault(shard, []).append(staged)
+
+    def _check_first(self, shard: Shard, *operations: str) -> None:
+        wanted = set(operations)
+        changes = self._rows.get(shard, [])
+        done = {op for staged in changes for op in staged.lists} | set(self._parts.entries.get(shard, {}))
+        if any(len(staged.waiting) for staged in changes):
+            done.add("add")  # they are in no list, and were given all the same
+        if shard in self._whole or (done & wanted if wanted else done):
+            raise BadInput(
+                f"table {shard} was written in this transaction already; give its rows at once", table=shard.table
+            )
+
+    def _check_disjoint(self, shard: Shard, row_ids: RowIds) -> None:
+        table = shard.table
+        for staged in self._rows.get(shard, []):
+            for rows in (*(item.rows for item in staged.lists.values()), staged.waiting):
+                both = np.intersect1d(rows, row_ids, assume_unique=True)
+                if len(both):
+                    raise BadRowIds(
+                        f"row {int(both[0])} of table {table!r} is both written and deleted in one transaction",
+                        table=table, found=int(both[0]),
+                    )  # fmt: skip
+
+    # ---- is it all there
+
+    @property
+    def missing_tables(self) -> list[str]:
+        """Tables of the head that this rank cannot write its shards of, in a ``full``."""
+        if self._draft.kind == "delta":
+            return []
+        tables, state = self._schemas.tables, self._state
+        known = [
+            name for name, shards in state.shards(tables).items() if not all(self._can_write(shard) for shard in shards)
+        ]
+        if state.snapshot is not None:
+            return known
+        # Without a restore the head's tables are known by name alone; one that is left out must be dropped aloud.
+        head = state.head.record.tables
+        return [*known, *(name for name in head if name not in tables and name not in self._schemas.dropped)]
+
+    def _can_write(self, shard: Shard) -> bool:
+        """Whether a ``full`` has all rows of a shard: given, or in the mirror under the schema that it will have."""
+        schema = self._schemas.tables[shard.table]
+        if schema.keys == "hashed":
+            return shard in self._rows or shard.table in self._schemas.created
+        mirror = self._state.mirrors.get(shard)
+        is_current = mirror is not None and mirror.schema.generation == schema.generation
+        return shard in self._whole or (is_current and is_fully_mirrored(schema))
+
+    def check_complete(self) -> None:
+        """Raise `BadInput` if rows are missing that a commit needs."""
+        missing = self.missing_tables
+        if missing:
+            raise BadInput(
+                f"a full needs every row of tables {missing}: they have no mirror; use write_table() "
+                "(write_rows() for hashed keys) or drop_table()",
+                table=missing[0],
+            )
+        declared = self._state.shards(sorted(self._schemas.declared & self._schemas.tables.keys()))
+        unwritten = [shard for shards in declared.values() for shard in shards if shard not in self._whole]
+        if unwritten:
+            raise BadInput(
+                f"table {unwritten[0]} was declared and not written: its rows would be gone; use write_table()",
+                table=unwritten[0].table,
+            )
+        if self._draft.is_one_shot and self._state.snapshot is not None:
+            self._check_one_shot(self._state.snapshot.readers[self._draft.keep - 1 :])
+
+    def _check_one_shot(self, replaced: Sequence[SegmentReader]) -> None:
+        """Refuse a one-shot delta that lacks a row of the deltas it replaces, which would fall back to the baseline."""
+        for table, schema in self._schemas.tables.items():
+            shards = [shard for shard in self._state.shards([table])[table] if shard not in self._whole]
+            if not shards or table not in self._schemas.before:
+                continue
+            changed = rows_since(replaced, table, schema)
+            for shard in shards:
+                given = [item.rows for staged in self._rows.get(shard, []) for item in staged.lists.values()]
+                missing = np.setdiff1d(changed, np.concatenate([np.empty(0, np.int64), *given]))
+                if schema.keys == "dense":
+                    start, stop = shard.rectangle_in(schema).rows
+                    missing = missing[(missing >= start) & (missing < stop)]
+                if not len(missing):
+                    continue
+                raise BadInput(
+                    f"row {int(missing[0])} of table {table!r} (and {len(missing) - 1} more) changed since the "
+                    "baseline and was not given; a one-shot delta replaces the deltas since then, give all their rows",
+                    table=table, found=int(missing[0]),
+                )  # fmt: skip
+
+    # ---- what becomes of it
+
+    def write_parts(self, base: Manifest | None) -> tuple[PartEntry, ...]:
+        """Put what is not there yet, and return the manifest's lines of this rank's shards. Blocks.
+
+        ``base``: the manifest that the segment is a delta to.
+        """
+        tables = self._schemas.tables
+        shards = [shard for held in self._state.shards(tables).values() for shard in held]
+        for shard in shards if self._draft.kind == "full" else ():
+            if shard not in self._whole and tables[shard.table].keys == "dense":
+                self._write_from_mirror(shard)
+        for shard, changes in self._rows.items():
+            # The rows given of a hashed table are all it has in a full: it has no mirror to lay them over.
+            if self._draft.kind == "delta" or tables[shard.table].keys == "hashed":
+                for staged in changes:
+                    self._parts.write_lists(shard, tables[shard.table], staged)
+        return tuple(self._part(shard, base) for shard in shards)
+
+    def _part(self, shard: Shard, base: Manifest | None) -> PartEntry:
+        table, schema = shard.table, self._schemas.tables[shard.table]
+        mirrors = self._state.mirrors
+        before = None
+        if base is not None and table in base.tables and base.tables[table].generation == schema.generation:
+            before = None if self._draft.is_one_shot else mirrors.committed_digest(shard)
+        held = next((one.held for one in self._rows.get(shard, []) if one.held is not None), None)
+        waiting: WaitingEntry | msgspec.UnsetType = msgspec.UNSET
+        if held is not None and len(held.after.rows):
+            waiting = WaitingEntry(count=len(held.after.rows), max_error=held.max_error, oldest=held.oldest)
+        digest = self._digests.get(shard, self._mirror(shard)[1])
+        return self._parts.part(shard, schema, before, digest, waiting)
+
+    def _write_from_mirror(self, shard: Shard) -> None:
+        schema, mirror = self._schemas.tables[shard.table], self._state.mirrors.get(shard)
+        assert mirror is not None  # missing_tables has named the others
+        known = self._state.mirrors.digest(shard)
+        # One pass over memory, far cheaper than the compression that follows: a baseline must not carry on what a
+        # fault of the memory, or a stray write, has changed.
+        if known is not None and (found := mirror.digest(self._state.setup.workers)) != known:
+            self._state.mirrors.is_complete = False  # nor may a delta build on it
+            raise DoesNotApply(
+                f"the mirror of table {shard} has state digest {found:016x}, kept up to date it was {known:016x}: its "
+                "memory was changed behind the writer; restore first, or write the table whole",
+                table=shard.table, expected=f"{known:016x}", found=f"{found:016x}",
+            )  # fmt: skip
+        merged = StagedRows(schema, digest=self._digests.get(shard, known))
+        for staged in self._rows.get(shard, []):
+            merged.lists |= staged.lists
+        whole = stage_mirror(schema, mirror, merged)
+        self._digests[shard] = whole.digest
+        self._parts.write_table(shard, whole)
+
+    def move_mirrors(self, mirrors: Mirrors) -> None:
+        """Apply what was staged to the mirrors; the commit has won."""
+        mirrors.commit_staged()
+        mirrors.keep_only(
+            self._schemas.tables.keys() - self._schemas.created
+        )  # no hashed table has one, though its name may have had
+        for shard, whole in self._whole.items():
+            if whole.mirror is not None and whole.digest is not None:
+                mirrors.put(shard, whole.mirror, whole.digest)
+                mirrors.hold_back(shard, None)
+            else:
+                mirrors.forget(shard)
+        for shard, changes in self._rows.items():
+            mirror = mirrors.get(shard)
+            if mirror is not None:
+                for staged in changes:
+                    staged.apply(mirror, self._state.setup.workers)
+                mirrors.put(shard, mirror, self._digests.get(shard, mirrors.digest(shard)))
+                mirrors.hold_back(shard, next((one.held.after for one in changes if one.held is not None), None))
+        mirrors.options.update(self._schemas.options)
+        mirrors.keep_only(self._schemas.tables)
