@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from cnr_store.changes.arrow import RowBlock
 from cnr_store.encodings.widths import carrier
-from cnr_store.read.plan import Batch, TablePlan, plan_table
+from cnr_store.read.plan import SegmentSteps, TablePlan, plan_table
 from cnr_store.read.replay import matching, replay_hashed
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.read.table_reader import read_range, read_rows
@@ -163,7 +163,7 @@ def _since(plan: TablePlan, segment: int) -> TablePlan:
     return replace(plan, batches=batches, tracks_status=True)
 
 
-def _clipped(plan: TablePlan, window: Window) -> tuple[Batch, ...]:
+def _clipped(plan: TablePlan, window: Window) -> tuple[SegmentSteps, ...]:
     return tuple(
         replace(
             batch,

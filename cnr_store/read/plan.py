@@ -61,7 +61,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class SegmentSteps:
     """The steps of one segment: disjoint elements, any order. ``num_rows`` is the table's size from here on."""
 
     segment: int
@@ -83,7 +83,7 @@ class TablePlan:
     start: int
     stop: int
     columns: Columns
-    batches: tuple[Batch, ...]
+    batches: tuple[SegmentSteps, ...]
     tracks_status: bool
     parts: tuple[PartEntry, ...]
     stored: tuple[Columns, ...]
@@ -153,7 +153,7 @@ def plan_table(
             steps = [step for step in steps if step.last >= start and step.first < stop]
         if rows is not None:
             steps = [step for step in steps if _may_hold(step, rows)]
-        batches.append(Batch(index, here.num_rows, tuple(steps)))
+        batches.append(SegmentSteps(index, here.num_rows, tuple(steps)))
     tracks = hashed or not complete or len(set(sizes)) > 1
     ends = tuple(part for part in last.parts if part.table == table)
     stored = ((0, schema.dim),) if hashed else _intervals(table, schema, cutting)
@@ -302,7 +302,7 @@ def _of_columns(plan: TablePlan, columns: Columns) -> TablePlan:
     return replace(plan, columns=columns, batches=_filtered(plan, lambda step: _meets(step.part.columns, columns)))
 
 
-def _filtered(plan: TablePlan, keeps: Callable[[Step], bool]) -> tuple[Batch, ...]:
+def _filtered(plan: TablePlan, keeps: Callable[[Step], bool]) -> tuple[SegmentSteps, ...]:
     return tuple(replace(batch, steps=tuple(step for step in batch.steps if keeps(step))) for batch in plan.batches)
 
 

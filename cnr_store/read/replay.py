@@ -20,7 +20,7 @@ from cnr_store.encodings import affine, digest, packing, row_kernels
 from cnr_store.encodings.widths import carrier
 from cnr_store.errors import CorruptStore
 from cnr_store.format.records import ArrayEntry, Manifest, RowListEntry
-from cnr_store.read.plan import Batch, Step, TablePlan, by_columns
+from cnr_store.read.plan import SegmentSteps, Step, TablePlan, by_columns
 from cnr_store.runtime.threads import Workers, blocks
 from cnr_store.segment.codes import (
     ABSENT,
@@ -79,12 +79,12 @@ class Replay:
         Raises
         ------
         CorruptStore, CorruptObject, MissingObject
-        Overflow
+        NarrowCodes
             An int16 array is too narrow. The contents of ``codes`` are undefined after each of these.
         """
         if len(by_columns(plan)) != 1 or plan.columns != codes.columns:
             raise ValueError(f"a replay is of one column interval, found {plan.columns} for codes of {codes.columns}")
-        target = _Target(codes, rows)
+        target = _RowTarget(codes, rows)
         if plan.tracks_status:
             codes.track_status(ABSENT)
         for batch in plan.batches:
@@ -93,10 +93,10 @@ class Replay:
             overflowed = self._workers.run(partial(self._apply, plan, step, target) for step in batch.steps)
             too_narrow = {name for names in overflowed for name in names}
             if too_narrow:
-                raise Overflow(too_narrow)
+                raise NarrowCodes(too_narrow)
         target.finish()
 
-    def _apply(self, plan: TablePlan, step: Step, target: _Target) -> list[str]:
+    def _apply(self, plan: TablePlan, step: Step, target: _RowTarget) -> list[str]:
         reader = self._readers[step.segment]
         rows = reader.read_rows(step.row_list, step.chunk, self.scratch("rows"))
         index, positions = target.select(rows)
@@ -123,7 +123,7 @@ class Replay:
                 target.mark(index, CODED)
         return overflowed
 
-    def _store(self, plan: TablePlan, step: Step, name: str, target: _Target, index: RowIds, positions: Any) -> bool:
+    def _store(self, plan: TablePlan, step: Step, name: str, target: _RowTarget, index: RowIds, positions: Any) -> bool:
         """Put or add one array's chunk; False when an int16 mirror is too narrow."""
         spec = target.codes.specs[name]
         held = target.codes.arrays[name]
@@ -186,7 +186,7 @@ class Replay:
         return memory.setdefault(name, Scratch())
 
 
-class Overflow(Exception):
+class NarrowCodes(Exception):
     """An int16 array is too narrow for what it would hold; the caller starts again with int32."""
 
     def __init__(self, names: set[str]) -> None:
@@ -213,8 +213,8 @@ def replay(
     engine = Replay(readers, workers)
     try:
         engine.run(plan, codes, rows)
-    except Overflow as overflow:
-        for name in overflow.names:
+    except NarrowCodes as narrow:
+        for name in narrow.names:
             codes.widen(name)
         codes.status = None
         codes.escapes = type(codes.escapes)()
@@ -223,7 +223,7 @@ def replay(
         replay(readers, plan, codes, workers, rows)
 
 
-class _Target:
+class _RowTarget:
     """Where row ids land in the arrays: a contiguous range, or a sorted list of wanted rows."""
 
     def __init__(self, codes: TableCodes, rows: RowIds | None) -> None:
@@ -233,7 +233,7 @@ class _Target:
         self._escaped: dict[int, dict[str, Array]] = {}
         self._claimed: dict[tuple[int, int], npt.NDArray[np.bool_]] | None = None
 
-    def begin(self, batch: Batch) -> None:
+    def begin(self, batch: SegmentSteps) -> None:
         """Prepare for a segment: rows beyond its size go, and rows are remembered if two of its lists may share one."""
         self.truncate(batch.num_rows)
         self._claimed = {} if _may_overlap(batch.steps) else None

@@ -21,10 +21,10 @@ from cnr_store_gpu.gather import RowRequest, gather_rows
 from cnr_store_gpu.optimizers import Movement, RowMovement, row_movement, row_slots, rows_with_state, scalar_state
 from cnr_store_gpu.quantize import LatticeCodes
 from cnr_store_gpu.row_union import Cumulative
-from cnr_store_gpu.shards import RowSource, WatchedShard
+from cnr_store_gpu.shards import ChangeSource, WatchedShard
 from cnr_store_gpu.staged import Staged
 from cnr_store_gpu.staging import StagingBuffers
-from cnr_store_gpu.tables import TablePlan, plan_tables
+from cnr_store_gpu.tables import ModelTable, plan_tables
 from cnr_store_gpu.tracker import RowTracker
 from cnr_store_gpu.words import warmup
 
@@ -36,11 +36,11 @@ __all__ = [
     "RowBitmap",
     "RowMovement",
     "RowRequest",
-    "RowSource",
+    "ChangeSource",
     "RowTracker",
     "Staged",
     "StagingBuffers",
-    "TablePlan",
+    "ModelTable",
     "Taken",
     "WatchedShard",
     "gather_rows",

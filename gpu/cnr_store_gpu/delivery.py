@@ -21,7 +21,7 @@ CopyToHost = Callable[[Sequence[tuple[torch.Tensor, torch.Tensor]]], None]
 
 
 @dataclass(frozen=True, slots=True)
-class StagedRows:
+class StagedArray:
     """One array of the staging: the rows of one tensor, and how they are coded; None leaves them floats."""
 
     table: str
@@ -50,7 +50,7 @@ class Delivery:
 
 
 def deliver(
-    staged: Sequence[StagedRows], ids: Sequence[StagedIds], memory: KeptMemory, copy_to_host: CopyToHost | None
+    staged: Sequence[StagedArray], ids: Sequence[StagedIds], memory: KeptMemory, copy_to_host: CopyToHost | None
 ) -> Delivery:
     """Code and copy the arrays of one device; blocks until they are in host memory.
 
@@ -69,7 +69,7 @@ def deliver(
         Ids outside their table. The rows were gathered all the same, so nothing of them may be used.
     """
     bring = _Bring(memory, copy_to_host)
-    coded: list[tuple[StagedRows, torch.Tensor]] = []
+    coded: list[tuple[StagedArray, torch.Tensor]] = []
     wanted = [one for one in staged if one.quantizer is not None]
     flags = [torch.zeros(len(wanted), dtype=torch.int32, device=wanted[0].rows.device)] if wanted else []
     delivery = Delivery()

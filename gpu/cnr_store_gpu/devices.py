@@ -11,13 +11,11 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from cnr_store.errors import TableNotFound
-from cnr_store.types import RowIds
-from cnr_store_gpu.bitmap import Ids, OutOfRange, RowBitmap, Taken
-from cnr_store_gpu.words import Words
+from cnr_store_gpu.bitmap import RowBitmap, Taken
 
 
 class DeviceBitmaps:
-    """One ``RowBitmap`` per device; each method does what that of ``RowBitmap`` does for the table's own.
+    """One ``RowBitmap`` per device. Its methods are those that look at all devices; for one table ask `of`.
 
     Parameters
     ----------
@@ -56,37 +54,9 @@ class DeviceBitmaps:
         except KeyError:
             raise TableNotFound(f"no table {table!r} here; there are {sorted(self._by_table)}", table=table) from None
 
-    def mark(self, table: str, ids: Ids, *, skip_row: int | None = None, out_of_range: OutOfRange = "raise") -> None:
-        """Mark rows as changed."""
-        self.of(table).mark(table, ids, skip_row=skip_row, out_of_range=out_of_range)
-
-    def mark_all(self, table: str) -> None:
-        """Mark every row of the table."""
-        self.of(table).mark_all(table)
-
-    def mark_mask(self, table: str, mask: torch.Tensor) -> None:
-        """Mark the rows where a mask is true."""
-        self.of(table).mark_mask(table, mask)
-
-    def or_words(self, table: str, words: Words) -> None:
-        """Mark the rows whose bits are set."""
-        self.of(table).or_words(table, words)
-
-    def row_ids(self, table: str) -> RowIds:
-        """Return the marked rows; the marks stay."""
-        return self.of(table).row_ids(table)
-
-    def count(self, table: str) -> int:
-        """Return how many rows of the table are marked; waits for its device."""
-        return self.of(table).count(table)
-
     def any(self) -> bool:
         """Return whether any row of any table is marked; waits for the devices."""
         return any(bitmap.any() for bitmap in self._bitmaps.values())
-
-    def take(self, table: str) -> RowIds:
-        """Return the table's marked rows and clear them."""
-        return self.of(table).take(table)
 
     def take_all(self, tables: Iterable[str] | None = None) -> dict[str, Taken]:
         """Return the marked rows of every table and clear them; one wait per device."""
@@ -95,11 +65,6 @@ class DeviceBitmaps:
         for bitmap in dict.fromkeys(self.of(table) for table in wanted):
             taken.update(bitmap.take_all([table for table in wanted if self._by_table[table] is bitmap]))
         return {table: taken[table] for table in wanted}
-
-    def give_back(self, taken: Taken | Mapping[str, Taken]) -> None:
-        """Mark taken rows again."""
-        for one in (taken,) if isinstance(taken, Taken) else taken.values():
-            self.of(one.table).give_back(one)
 
     def clear(self) -> None:
         """Forget all marks."""

@@ -31,7 +31,7 @@ from cnr_store_gpu.optimizers import (
 )
 from cnr_store_gpu.row_union import Cumulative
 from cnr_store_gpu.tables import Lookup, gradient_mask, rows_with_gradient
-from cnr_store_gpu.tracked_table import Watched, stamp_of
+from cnr_store_gpu.tracked_table import TrackedTable, stamp_of
 from cnr_store_gpu.words import NO_ROW, words_full
 
 OnBypass = Literal["warn", "raise"]
@@ -52,7 +52,7 @@ class Following:
 
     def __init__(
         self,
-        watched: Sequence[Watched],
+        watched: Sequence[TrackedTable],
         ledger: LookupLedger,
         *,
         assume: Mapping[str, Movement] | None,
@@ -74,7 +74,7 @@ class Following:
 
     # ---- attaching
 
-    def attach_lookup(self, watched: Watched, module: Lookup) -> None:
+    def attach_lookup(self, watched: TrackedTable, module: Lookup) -> None:
         """Mark what the module looks up."""
         # Closures, not bound methods: a copy of the model (for averaging) shares them rather than copying the tracker.
         if module.max_norm is None:
@@ -138,11 +138,11 @@ class Following:
         while self._handles:
             self._handles.pop().remove()
 
-    def ends_lookups(self, watched: Watched) -> bool:
+    def ends_lookups(self, watched: TrackedTable) -> bool:
         """Return whether something will say that the table's lookups are done."""
         return watched.is_shard or watched.optimizer is not None or not self.follows_steps
 
-    def _check_movement(self, watched: Watched, movement: RowMovement) -> None:
+    def _check_movement(self, watched: TrackedTable, movement: RowMovement) -> None:
         if movement.rows is Movement.ALL and not self._allow_dense:
             raise BadInput(
                 f"table {watched.table!r}: {movement.explanation}, so no delta is smaller than a "
@@ -154,7 +154,7 @@ class Following:
 
     # ---- lookups
 
-    def _on_lookup(self, watched: Watched, module: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _on_lookup(self, watched: TrackedTable, module: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         weight = module._parameters.get("weight")  # the attribute is found a microsecond later
         if weight is None or weight is not watched.weight:
             raise self._replaced(watched)
@@ -170,7 +170,7 @@ class Following:
         self.looked_up(watched, ids, learns=True, skip_row=skip_row, marks=marks)
 
     def _on_rewriting_lookup(
-        self, watched: Watched, module: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, watched: TrackedTable, module: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """``max_norm`` rewrites the rows in every forward, even in evaluation, and the padding row too."""
         if module.weight is not watched.weight:
@@ -181,7 +181,7 @@ class Following:
         self.looked_up(watched, args[0] if args else kwargs["input"], learns=learns)
 
     def looked_up(
-        self, watched: Watched, ids: torch.Tensor, *, learns: bool, skip_row: int = NO_ROW, marks: bool = True
+        self, watched: TrackedTable, ids: torch.Tensor, *, learns: bool, skip_row: int = NO_ROW, marks: bool = True
     ) -> None:
         """Mark the rows of one lookup, and count it if it learns. Traced by ``torch.compile``; eager works too."""
         is_traced = torch.compiler.is_compiling()
@@ -197,7 +197,7 @@ class Following:
             counts, key = self._ledger.counts, self._ledger.key
             operators.note_lookup(counts, ids, None, [watched.place], skip_row, key, is_traced)
 
-    def _replaced(self, watched: Watched) -> BadInput:
+    def _replaced(self, watched: TrackedTable) -> BadInput:
         return BadInput(
             f"table {watched.table!r}: its module got another parameter after the tracker was "
             f"attached; detach this tracker, and attach a new one",
@@ -260,7 +260,7 @@ class Following:
             if watched.keeps_ever:
                 self.keep_ever(watched)
 
-    def _mark_gradients(self, stepped: SteppedTables, gradients: list[tuple[Watched, torch.Tensor]]) -> None:
+    def _mark_gradients(self, stepped: SteppedTables, gradients: list[tuple[TrackedTable, torch.Tensor]]) -> None:
         # Also where forward marked rows: weights that are used outside their module, and gradients that were
         # kept over a save, move rows that no lookup of this interval showed.
         wanted = [one for one in gradients if one[0].reach is not Movement.ALL]  # else the whole table is taken anyway
@@ -272,7 +272,7 @@ class Following:
             else:  # listing the rows would wait for the device
                 watched.bitmap.mark_mask(watched.table, gradient_mask(gradient))
 
-    def updated(self, watched: Watched) -> None:
+    def updated(self, watched: TrackedTable) -> None:
         """Note that the table's outstanding updates are written, without a step that a hook sees."""
         if watched.movement is not None and watched.optimizer is None:
             self.follow_movement(watched, watched.movement)
@@ -283,7 +283,7 @@ class Following:
 
     # ---- what the rows' movement asks for
 
-    def follow_movement(self, watched: Watched, movement: RowMovement) -> None:
+    def follow_movement(self, watched: TrackedTable, movement: RowMovement) -> None:
         """Note what the present step moves beyond its rows."""
         before = watched.movement
         watched.movement = movement
@@ -297,7 +297,7 @@ class Following:
             self.keep_ever(watched)
         watched.reach, watched.followed = max(watched.reach, movement.rows), movement
 
-    def keep_ever(self, watched: Watched) -> None:
+    def keep_ever(self, watched: TrackedTable) -> None:
         """Remember every row that is ever taken, and find those that already move."""
         watched.keeps_ever = True
         if watched.optimizer is not None and watched.weight is not None:
@@ -305,7 +305,7 @@ class Following:
         elif watched.is_shard:  # its slots are not ours to read: any row may have momentum
             self.ever.add_words(watched.table, words_full(watched.num_rows))
 
-    def add_moved(self, watched: Watched) -> None:
+    def add_moved(self, watched: TrackedTable) -> None:
         """Mark the rows that steps of this interval moved besides those they had gradients for."""
         if watched.reach is Movement.ALL:
             watched.bitmap.mark_all(watched.table)
@@ -314,12 +314,12 @@ class Following:
 
     # ---- what no hook saw
 
-    def mark_all(self, watched: Watched) -> None:
+    def mark_all(self, watched: TrackedTable) -> None:
         """Mark every row."""
         watched.marked = True
         watched.bitmap.mark_all(watched.table)
 
-    def check_bypass(self, watched: Watched) -> None:
+    def check_bypass(self, watched: TrackedTable) -> None:
         """Mark the whole table, and warn or raise, if its weights changed and nothing explains it.
 
         Compares numbers that the host keeps; waits for no device.
@@ -343,7 +343,7 @@ class Following:
             )
         warnings.warn(f"{message}; all its rows count as changed", RuntimeWarning, stacklevel=3)
 
-    def _explains_writes(self, watched: Watched) -> bool:
+    def _explains_writes(self, watched: TrackedTable) -> bool:
         if watched.optimizer is not None:
             return False
         group = (watched, *watched.mates)

@@ -16,9 +16,12 @@ import torch
 
 from cnr_store_gpu import operators
 from cnr_store_gpu.bitmap import RowBitmap
-from cnr_store_gpu.tracked_table import Watched
+from cnr_store_gpu.tracked_table import TrackedTable
 
 Group = dict[str, Any]
+
+Gradients = list[tuple[TrackedTable, torch.Tensor]]
+"""Tables and the gradients that a step has for them."""
 
 
 class SteppedTables:
@@ -41,11 +44,11 @@ class SteppedTables:
     All are as of the last ``refresh``.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, by_weight: Mapping[int, Watched]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, by_weight: Mapping[int, TrackedTable]) -> None:
         self._optimizer, self._by_weight = optimizer, by_weight
         self._seen: list[tuple[Group, list[int]]] = []
-        self.groups: list[tuple[Group, list[Watched]]] = []
-        self.tables: list[Watched] = []
+        self.groups: list[tuple[Group, list[TrackedTable]]] = []
+        self.tables: list[TrackedTable] = []
         self.places: list[int] = []
         self.refresh()
 
@@ -72,16 +75,16 @@ class SteppedTables:
         self._host = next((watched.bitmap for watched in self.tables if watched.bitmap.is_on_host), None)
         self._parts = np.zeros((len(self.tables), 4), np.int64)
 
-    def mark_sparse(self, gradients: list[tuple[Watched, torch.Tensor]]) -> list[tuple[Watched, torch.Tensor]]:
+    def mark_sparse(self, gradients: Gradients) -> Gradients:
         """Mark the rows of the sparse gradients of each device in one call; return the gradients that are left.
 
         ``gradients`` may leave tables out, and names each at most once. Waits for no device.
         """
         return self._mark_on_devices(self._mark_on_host(gradients))
 
-    def _mark_on_devices(self, gradients: list[tuple[Watched, torch.Tensor]]) -> list[tuple[Watched, torch.Tensor]]:
-        left: list[tuple[Watched, torch.Tensor]] = []
-        by_bitmap: dict[RowBitmap, list[tuple[Watched, torch.Tensor]]] = {}
+    def _mark_on_devices(self, gradients: Gradients) -> Gradients:
+        left: Gradients = []
+        by_bitmap: dict[RowBitmap, Gradients] = {}
         for watched, gradient in gradients:
             if gradient.is_sparse and not watched.bitmap.is_on_host and gradient.device == watched.bitmap.device:
                 by_bitmap.setdefault(watched.bitmap, []).append((watched, gradient))
@@ -101,7 +104,7 @@ class SteppedTables:
             operators.mark_slices_here(bitmap.words, torch.cat(rows), bounds, first_words, num_rows)
         return left
 
-    def _spans_of(self, tables: Sequence[Watched], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def _spans_of(self, tables: Sequence[TrackedTable], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         places = tuple([watched.place for watched in tables])
         if places not in self._spans:
             self._spans[places] = (
@@ -110,11 +113,11 @@ class SteppedTables:
             )
         return self._spans[places]
 
-    def _mark_on_host(self, gradients: list[tuple[Watched, torch.Tensor]]) -> list[tuple[Watched, torch.Tensor]]:
+    def _mark_on_host(self, gradients: Gradients) -> Gradients:
         if self._host is None or not self._host.is_on_host:
             return gradients
         parts = self._parts
-        left: list[tuple[Watched, torch.Tensor]] = []
+        left: Gradients = []
         held: list[torch.Tensor] = []
         for watched, gradient in gradients:
             if not (gradient.is_sparse and gradient.is_cpu and watched.bitmap is self._host):

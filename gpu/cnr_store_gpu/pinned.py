@@ -29,7 +29,7 @@ _WORTH_A_THREAD = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class PinnedCopy:
     """Bytes ``[start, stop)`` of one array, and the block they pass through."""
 
     array: int
@@ -65,15 +65,15 @@ def block_sizes(ring_bytes: int) -> tuple[int, int]:
     return block_bytes, ring_bytes // block_bytes
 
 
-def plan_chunks(sizes_bytes: Sequence[int], block_bytes: int, num_blocks: int) -> list[Chunk]:
+def plan_chunks(sizes_bytes: Sequence[int], block_bytes: int, num_blocks: int) -> list[PinnedCopy]:
     """Return the copies that take arrays of these sizes through the ring, in order; pure.
 
     Each chunk uses the next block; empty arrays have none.
     """
-    chunks: list[Chunk] = []
+    chunks: list[PinnedCopy] = []
     for array, size in enumerate(sizes_bytes):
         for start in range(0, size, block_bytes):
-            chunks.append(Chunk(array, start, min(start + block_bytes, size), len(chunks) % num_blocks))
+            chunks.append(PinnedCopy(array, start, min(start + block_bytes, size), len(chunks) % num_blocks))
     return chunks
 
 
@@ -117,7 +117,7 @@ class TransitRing:
             (source, target), contiguous, of the same number of bytes. Targets are ordinary memory.
         """
         sources, targets = [as_bytes(pair[0]) for pair in pairs], [as_bytes(pair[1]) for pair in pairs]
-        under_way: deque[tuple[Mark, Chunk]] = deque()
+        under_way: deque[tuple[Mark, PinnedCopy]] = deque()
         try:
             for chunk in plan_chunks([len(source) for source in sources], self._block_bytes, self._num_blocks):
                 if len(under_way) == self._num_blocks:
@@ -143,7 +143,7 @@ class TransitRing:
         if self._pool is not None:
             self._pool.shutdown(wait=True)
 
-    def _empty(self, mark: Mark, chunk: Chunk, targets: Sequence[torch.Tensor]) -> None:
+    def _empty(self, mark: Mark, chunk: PinnedCopy, targets: Sequence[torch.Tensor]) -> None:
         mark.wait()
         target = targets[chunk.array][chunk.start : chunk.stop]
         block = self._blocks[chunk.block][: len(target)]

@@ -20,7 +20,7 @@ from cnr_store_gpu.bitmap import Ids
 from cnr_store_gpu.optimizers import RowMovement
 
 
-class RowSource(Protocol):
+class ChangeSource(Protocol):
     """Something that knows itself which rows changed: a hash table with scores, another tracker."""
 
     def take(self) -> Ids:

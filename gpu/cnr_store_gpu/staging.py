@@ -23,7 +23,7 @@ import torch
 
 from cnr_store.errors import BadInput, SaveInProgress
 from cnr_store_gpu.buffer_pool import KeptMemory
-from cnr_store_gpu.delivery import Delivery, StagedIds, StagedRows, deliver
+from cnr_store_gpu.delivery import Delivery, StagedArray, StagedIds, deliver
 from cnr_store_gpu.gather import RowRequest, check_range, common_rows, index_of, select_rows
 from cnr_store_gpu.pinned import PINNED_BYTES, TransitRing, block_sizes
 from cnr_store_gpu.quantize import LatticeCodes, check_codable
@@ -207,7 +207,7 @@ class StagingBuffers:
         for table, request in requests.items():
             self._check_quantizer(table, request)
         here = Delivery()
-        by_device: dict[torch.device, tuple[list[StagedRows], list[StagedIds]]] = {}
+        by_device: dict[torch.device, tuple[list[StagedArray], list[StagedIds]]] = {}
         for table, request in requests.items():
             index, num_rows = index_of(request.row_ids), common_rows(request.tensors)
             if index.device.type == "cpu":
@@ -241,7 +241,7 @@ class StagingBuffers:
 
     def _copy_rows(
         self, memory: KeptMemory, table: str, request: RowRequest, index: torch.Tensor, num_rows: int
-    ) -> list[StagedRows]:
+    ) -> list[StagedArray]:
         n = len(index)
         if index.device.type == "cpu":
             if request.tensors:
@@ -267,12 +267,12 @@ class StagingBuffers:
         }  # fmt: skip
         quantizer = self.quantize.get(table)
         return [
-            StagedRows(table, name, rows, quantizer if quantizer is not None and quantizer.tensor == name else None)
+            StagedArray(table, name, rows, quantizer if quantizer is not None and quantizer.tensor == name else None)
             for name, rows in select_rows(request.tensors, rows_on, out).items()
         ]
 
     def _send(
-        self, device: torch.device, rows: list[StagedRows], ids: list[StagedIds], memory: KeptMemory
+        self, device: torch.device, rows: list[StagedArray], ids: list[StagedIds], memory: KeptMemory
     ) -> Future[Delivery]:
         if device not in self._ways:
             transfer = self._given or transfer_for(device)

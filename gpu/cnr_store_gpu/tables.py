@@ -19,7 +19,7 @@ Lookup = nn.Embedding | nn.EmbeddingBag
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TablePlan:
+class ModelTable:
     """One table and how its changes can be seen.
 
     Attributes
@@ -45,7 +45,7 @@ def shows_ids(module: nn.Module) -> bool:
     return type(module).forward in (nn.Embedding.forward, nn.EmbeddingBag.forward)
 
 
-def plan_tables(model: nn.Module, tables: Mapping[str, nn.Parameter | nn.Module] | None = None) -> list[TablePlan]:
+def plan_tables(model: nn.Module, tables: Mapping[str, nn.Parameter | nn.Module] | None = None) -> list[ModelTable]:
     """Return the tables of a model.
 
     Parameters
@@ -103,7 +103,7 @@ def _declared(tables: Mapping[str, nn.Parameter | nn.Module]) -> dict[str, nn.Pa
     return declared
 
 
-def _plan_one(table: str, weight: nn.Parameter, uses: list[tuple[str, nn.Module]]) -> TablePlan:
+def _plan_one(table: str, weight: nn.Parameter, uses: list[tuple[str, nn.Module]]) -> ModelTable:
     if weight.ndim != 2:
         raise BadShape(
             f"table {table!r}: expected (num_rows, dim), found {tuple(weight.shape)}",
@@ -121,7 +121,7 @@ def _plan_one(table: str, weight: nn.Parameter, uses: list[tuple[str, nn.Module]
             table=table,
         )
     aliases = tuple(name for name, _ in uses if name != table)
-    return TablePlan(table, weight, lookups, aliases)
+    return ModelTable(table, weight, lookups, aliases)
 
 
 # Widest first: the scan costs per element it looks at, and eight bytes at a time are one element.

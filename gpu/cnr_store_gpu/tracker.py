@@ -11,23 +11,22 @@ unknown optimizer) makes it mark more, with a warning. It writes no weights.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import nn
 
-from cnr_store.errors import BadInput, TableNotFound
+from cnr_store.errors import BadInput
 from cnr_store_gpu import operators
 from cnr_store_gpu.bitmap import Ids, OutOfRange, Taken
 from cnr_store_gpu.devices import DeviceBitmaps
 from cnr_store_gpu.hooks import Following, OnBypass
-from cnr_store_gpu.lookup_ledger import KeptLookup, LookupLedger
+from cnr_store_gpu.lookup_ledger import LookupLedger
 from cnr_store_gpu.optimizers import Movement, RowMovement, row_slots
-from cnr_store_gpu.shards import RowSource, Slices, WatchedShard, bounds_of, check_shards, tensor_of
+from cnr_store_gpu.shards import ChangeSource, WatchedShard, bounds_of, check_shards, tensor_of
 from cnr_store_gpu.tables import plan_tables
-from cnr_store_gpu.tracked_table import Watched, stamp_of
+from cnr_store_gpu.tracked_table import TrackedTable, TrackedTables
 from cnr_store_gpu.verify import RowProbe
 
 InFlight = Literal["refuse", "remark"]
@@ -119,29 +118,26 @@ class RowTracker:
         self._remarks = in_flight == "remark"
         self._ledger = LookupLedger(list(places), keeps_ids=self._remarks, steps_ahead=steps_ahead)
         shard_of = {shard.name: shard for shard in shards}
-        self._watched: dict[str, Watched] = {}
+        found: list[TrackedTable] = []
         for place, (table, weight) in enumerate(weights.items()):
             bitmap = self.bitmap.of(table)
             first_word, num_rows = bitmap.span(table)
-            watched = Watched(table, num_rows, weight, bitmap, first_word, place, is_shard=table in shard_of)
-            watched.stamp = stamp_of(weight)
+            watched = TrackedTable(table, num_rows, weight, bitmap, first_word, place, is_shard=table in shard_of)
+            watched.restamp()
             if table in shard_of:
                 watched.movement = shard_of[table].movement
-            self._watched[table] = watched
-        _join_mates([one for one in self._watched.values() if one.is_shard])
-        self._names = {alias: plan.table for plan in plans for alias in plan.aliases}
-        self._names.update({table: table for table in self._watched})
-        self._sources: dict[str, list[RowSource]] = {}
-        self._slices: dict[tuple[str, ...], Slices] = {}
+            found.append(watched)
+        self._tables = TrackedTables(found, {alias: plan.table for plan in plans for alias in plan.aliases})
+        self._sources: dict[str, list[ChangeSource]] = {}
         checked = {table: weight for table, weight in weights.items() if weight is not None}
         self._probe = RowProbe(checked, rows_per_table=verify_rows, seed=seed) if verify_rows else None
         self._following = Following(
-            list(self._watched.values()), self._ledger, assume=assume, allow_dense=allow_dense, on_bypass=on_bypass
+            list(self._tables), self._ledger, assume=assume, allow_dense=allow_dense, on_bypass=on_bypass
         )
         try:
             for plan in plans:
                 for module in plan.lookups:
-                    self._following.attach_lookup(self._watched[plan.table], module)
+                    self._following.attach_lookup(self._tables.find(plan.table), module)
             for optimizer in optimizers:
                 self.attach_optimizer(optimizer)
         except BaseException:
@@ -153,18 +149,18 @@ class RowTracker:
     @property
     def weights(self) -> dict[str, torch.Tensor]:
         """The tables' weights by name, of all that have some; live."""
-        return {table: watched.weight for table, watched in self._watched.items() if watched.weight is not None}
+        return {watched.table: watched.weight for watched in self._tables if watched.weight is not None}
 
     def slots(self, table: str) -> dict[str, torch.Tensor]:
         """Return the table's live slots; empty without an attached optimizer, or before its first step."""
-        watched = self._find(table)
+        watched = self._tables.find(table)
         if watched.optimizer is None or watched.weight is None:
             return {}
         return row_slots(watched.optimizer, watched.weight)
 
     def movement(self, table: str) -> RowMovement | None:
         """Return what the table's optimizer does to it, as of its last step; None without one."""
-        return self._find(table).movement
+        return self._tables.find(table).movement
 
     def mark(self, table: str, ids: Ids, *, out_of_range: OutOfRange = "raise") -> None:
         """Mark rows that the caller writes, now or before the next step or ``take``.
@@ -174,13 +170,13 @@ class RowTracker:
         ``table`` may be any name of tied weights. Errors as in ``RowBitmap.mark``; its default waits for the
         device of a table that is not on the CPU.
         """
-        watched = self._find(table)
+        watched = self._tables.find(table)
         watched.declared = watched.marked = True
         watched.bitmap.mark(watched.table, ids, out_of_range=out_of_range)
 
     def mark_all(self, table: str) -> None:
         """Mark every row of the table, as ``mark``."""
-        watched = self._find(table)
+        watched = self._tables.find(table)
         watched.declared = True
         self._following.mark_all(watched)
 
@@ -205,7 +201,7 @@ class RowTracker:
         BadRowIds
             Ids that are no integers.
         """
-        watched = self._find(name)
+        watched = self._tables.find(name)
         tensor = tensor_of(name, ids)
         if not torch.compiler.is_compiling():
             self._following.check_bypass(watched)
@@ -233,12 +229,12 @@ class RowTracker:
         BadInput
             Shards on several devices; call it once per device.
         """
-        slices = self._slices_of(tuple(names))
+        slices = self._tables.slices_of(tuple(names))
         tensor = tensor_of(", ".join(names), ids)
         bounds = bounds_of(ends, len(slices.places), tensor.numel(), slices.words.device)
         if not torch.compiler.is_compiling():
             for name in dict.fromkeys(names):
-                self._following.check_bypass(self._find(name))
+                self._following.check_bypass(self._tables.find(name))
         operators.mark_slices(slices.words, tensor, bounds, slices.first_words, slices.num_rows)
         if learns:
             counts, key, is_traced = self._ledger.counts, self._ledger.key, torch.compiler.is_compiling()
@@ -250,14 +246,14 @@ class RowTracker:
         Ends its pending lookups (with ``in_flight="remark"`` those that are ``steps_ahead`` updates old), and adds
         the rows that its ``movement`` moves. Blocks for nothing.
         """
-        self._following.updated(self._find(name))
+        self._following.updated(self._tables.find(name))
 
-    def add_source(self, name: str, source: RowSource) -> None:
+    def add_source(self, name: str, source: ChangeSource) -> None:
         """Take rows of a table from something that knows itself what changed, too: at each ``take`` it is asked.
 
         Writes to the table are then the source's to tell: they are not looked for.
         """
-        watched = self._find(name)
+        watched = self._tables.find(name)
         watched.has_source = True
         self._sources.setdefault(watched.table, []).append(source)
 
@@ -316,8 +312,8 @@ class RowTracker:
 
     def _waiting(self) -> dict[str, int]:
         return {
-            table: waiting
-            for table, watched in self._watched.items()
+            watched.table: waiting
+            for watched in self._tables
             if (waiting := self._ledger.pending(watched.place)) and self._following.ends_lookups(watched)
         }
 
@@ -341,22 +337,22 @@ class RowTracker:
         self.check_boundary()
         for table, sources in self._sources.items():
             for source in sources:
-                self.bitmap.mark(table, source.take())
-        for watched in self._watched.values():
+                self.bitmap.of(table).mark(table, source.take())
+        for watched in self._tables:
             self._following.check_bypass(watched)
             # A write that left the version alone (through `.data`) must not excuse one of a later interval.
             watched.declared = False
         self._check_sample()
-        for watched in self._watched.values():
+        for watched in self._tables:
             self._following.add_moved(watched)
         taken = self.bitmap.take_all()
         self._ledger.begin_interval()
-        for table, watched in self._watched.items():
+        for watched in self._tables:
             watched.begin_interval()
             if watched.keeps_ever:
-                self._following.ever.add(taken[table])
+                self._following.ever.add(taken[watched.table])
         for lookup in self._ledger.in_flight():
-            self._mark_again(lookup)
+            self._tables.mark_again(lookup)
         if self._probe is not None:
             self._probe.resample()
         return taken
@@ -364,8 +360,9 @@ class RowTracker:
     def give_back(self, taken: Taken | Mapping[str, Taken]) -> None:
         """Mark taken rows again, after a save that did not win."""
         for one in (taken,) if isinstance(taken, Taken) else taken.values():
-            self._find(one.table).marked = True
-            self.bitmap.give_back(one)
+            watched = self._tables.find(one.table)
+            watched.marked = True
+            watched.bitmap.give_back(one)
 
     def reset(self) -> None:
         """Start anew from the present weights: after a restore, or after warm-up before the baseline.
@@ -381,7 +378,7 @@ class RowTracker:
         self.bitmap.clear()
         self._ledger.begin_interval()
         self._following.ever.clear()
-        for watched in self._watched.values():
+        for watched in self._tables:
             watched.begin_interval()
             watched.declared = False
             watched.restamp()
@@ -390,35 +387,15 @@ class RowTracker:
         if self._probe is not None:
             self._probe.resample()
 
-    def _mark_again(self, lookup: KeptLookup) -> None:
-        tables = list(self._watched)
-        names = tuple(tables[place] for place in lookup.places)
-        for name in names:
-            self._watched[name].marked = True
-        if lookup.is_overwritten:
-            for name in dict.fromkeys(names):
-                self._watched[name].bitmap.mark_all(name)
-            warnings.warn(
-                f"the ids of a lookup in {', '.join(names)} were overwritten before its update; all rows count as "
-                f"changed. Give ids that stay as they are",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-        elif lookup.ends is None:
-            watched = self._watched[names[0]]
-            operators.mark(watched.bitmap.words, lookup.ids, watched.first_word, watched.num_rows, lookup.skip_row)
-        else:
-            slices = self._slices_of(names)
-            operators.mark_slices(slices.words, lookup.ids, lookup.ends, slices.first_words, slices.num_rows)
-
     def _check_sample(self) -> None:
         if self._probe is None:
             return
-        for table, watched in self._watched.items():
+        for watched in self._tables:
             if watched.reach is Movement.ALL or watched.weight is None:
                 continue
             self._following.add_moved(watched)
-            silent = self._probe.silent_changes(table, self.bitmap.row_ids(table))
+            table = watched.table
+            silent = self._probe.silent_changes(table, watched.bitmap.row_ids(table))
             if len(silent):
                 self._following.mark_all(watched)
                 explanation = watched.movement.explanation if watched.movement else "no optimizer is attached"
@@ -429,40 +406,3 @@ class RowTracker:
                     table=table,
                     found=silent[:10].tolist(),
                 )
-
-    # ---- names
-
-    def _find(self, name: str) -> Watched:
-        table = self._names.get(name)
-        if table is None:
-            raise TableNotFound(f"no table {name!r} is tracked; there are {sorted(self._watched)}", table=name)
-        return self._watched[table]
-
-    def _slices_of(self, names: tuple[str, ...]) -> Slices:
-        known = self._slices.get(names)
-        if known is not None:
-            return known
-        watched = [self._find(name) for name in names]
-        bitmaps = {id(one.bitmap): one.bitmap for one in watched}
-        if len(bitmaps) != 1:
-            raise BadInput(
-                f"slices of {len(bitmaps)} devices in one lookup: {sorted(set(names))}; give at least one slice, and "
-                f"call it once per device",
-                found=[str(bitmap.device) for bitmap in bitmaps.values()],
-            )
-        words = watched[0].bitmap.words
-        first_words = torch.tensor([one.first_word for one in watched], dtype=torch.int64, device=words.device)
-        num_rows = torch.tensor([one.num_rows for one in watched], dtype=torch.int64, device=words.device)
-        found = Slices(words, first_words, num_rows, tuple(one.place for one in watched))
-        self._slices[names] = found
-        return found
-
-
-def _join_mates(shards: Sequence[Watched]) -> None:
-    by_memory: dict[int, list[Watched]] = {}
-    for one in shards:
-        if one.weight is not None and one.num_rows:
-            by_memory.setdefault(one.weight.untyped_storage().data_ptr(), []).append(one)
-    for mates in by_memory.values():
-        for one in mates:
-            one.mates = tuple(other for other in mates if other is not one)

@@ -66,7 +66,7 @@ class HostTransfer:
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> Mark:
         """Copy on the copying thread."""
-        return _Done(self._copier.submit(target.copy_, source))
+        return _HostCopy(self._copier.submit(target.copy_, source))
 
     def new_block(self, size_bytes: int) -> torch.Tensor:
         """Return ordinary memory."""
@@ -78,7 +78,7 @@ class HostTransfer:
         self._copier.shutdown(wait=True)
 
 
-class _Done:
+class _HostCopy:
     """The mark of a future."""
 
     __slots__ = ("_future",)

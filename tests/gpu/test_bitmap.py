@@ -234,18 +234,18 @@ def test_tables_of_several_devices_are_one_set_of_names() -> None:
     assert bitmaps.of("a") is bitmaps.of("c") is not bitmaps.of("b")
 
     for row, table in enumerate(devices):
-        bitmaps.mark(table, [row])
-    bitmaps.mark_all("a")
+        bitmaps.of(table).mark(table, [row])
+    bitmaps.of("a").mark_all("a")
     taken = bitmaps.take_all()
 
     assert {table: len(one) for table, one in taken.items()} == {"a": 40, "b": 1, "c": 1}
     assert list(taken) == list(devices) == list(bitmaps.table_rows)
     assert not bitmaps.any()
-    bitmaps.give_back({"b": taken["b"]})
+    bitmaps.of("b").give_back({"b": taken["b"]})
     assert bitmaps.any()
-    assert bitmaps.take("b").tolist() == [1]
+    assert bitmaps.of("b").take("b").tolist() == [1]
     with pytest.raises(TableNotFound, match="'d'"):
-        bitmaps.mark("d", [1])
+        bitmaps.of("d")
     assert bitmaps.size_bytes == sum(one.size_bytes for one in bitmaps.by_device.values())
 
 

@@ -182,7 +182,7 @@ def test_replaced_parameter_stops_a_compiled_model() -> None:
     with pytest.raises(BadInput, match="another parameter"):
         compiled(torch.tensor([2]))
 
-    assert tracker.bitmap.row_ids("weight").tolist() == [1]
+    assert tracker.bitmap.of("weight").row_ids("weight").tolist() == [1]
 
 
 def test_copy_of_a_model_is_not_the_model() -> None:

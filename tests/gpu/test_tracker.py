@@ -628,7 +628,7 @@ def test_wrong_word_about_an_optimizer_is_found_by_the_sample() -> None:
 
     assert caught.value.table == "weight"
     assert caught.value.found == [0]
-    assert tracker.bitmap.count("weight") == 20
+    assert tracker.bitmap.of("weight").count("weight") == 20
 
 
 def test_sample_is_quiet_when_all_is_marked() -> None:

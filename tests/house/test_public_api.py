@@ -49,8 +49,8 @@ PUBLIC = {
     """,
     "cnr_store_gpu": """
         RowTracker RowBitmap DeviceBitmaps Cumulative Taken warmup
-        WatchedShard RowSource
-        TablePlan plan_tables
+        WatchedShard ChangeSource
+        ModelTable plan_tables
         Movement RowMovement row_movement row_slots rows_with_state scalar_state
         RowRequest Staged StagingBuffers gather_rows
         LatticeCodes

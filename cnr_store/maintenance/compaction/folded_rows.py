@@ -17,7 +17,7 @@ from cnr_store.format.records import RowListEntry
 from cnr_store.maintenance.compaction.chunk_cache import ChunkCache
 from cnr_store.maintenance.compaction.statuses import Statuses
 from cnr_store.read.plan import Operation, Step, TablePlan, clip
-from cnr_store.read.replay import Overflow, Replay
+from cnr_store.read.replay import NarrowCodes, Replay
 from cnr_store.runtime.threads import Inline, blocks
 from cnr_store.segment.codes import (
     ABSENT,
@@ -103,7 +103,7 @@ def write_folded(out: SegmentWriter, path: str, rows: FoldedRows, cache_bytes: i
         place = f"{path}-{tries}" if tries else path
         try:
             return out.write_row_list(place, row_list, attributes), attempt.digest
-        except Overflow as overflow:
+        except NarrowCodes as overflow:
             # At another place: whoever does this task at the same time may have ended with the wider codes already,
             # and what was committed must not be written again with others.
             dtypes = dtypes | {name: _WIDER[dtypes[name]] for name in overflow.names}
