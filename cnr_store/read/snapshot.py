@@ -278,58 +278,33 @@ class TableView:
         if size_bytes > UNASKED_BYTES:
             check_stored(self._plan(0, None), size_bytes, consent)
 
-    def read(self, start: int = 0, stop: int | None = None, *, out: Array | None = None) -> Array:
-        """Return rows [start, stop) as (rows, dim) in the table's dtype, into ``out`` if given.
-
-        Raises
-        ------
-        BadShape, BadDtype, CorruptStore
-        """
-        outputs = self._outputs(start, stop, {"codes": out})
-        read_range(self._snapshot.readers, self._plan(start, stop), outputs, self._snapshot.workers)
-        return outputs["codes"] if out is None else out
-
-    def read_slot(
+    def read(
         self,
-        slot: str,
         start: int = 0,
         stop: int | None = None,
         *,
+        slot: str | None = None,
         out: Array | None = None,
         slots_rule: Literal["exact", "mean"] = "exact",
     ) -> Array:
-        """Return a slot's rows [start, stop): (rows,) or (rows, dim).
+        """Return rows [start, stop) of the values as (rows, dim), or of a slot as (rows,) or (rows, dim).
+
+        They are in the stored dtype, in ``out`` if given. `read_rectangle` reads values and slots in one pass.
 
         Raises
         ------
-        TableNotFound, BadShape, BadDtype, CorruptStore
+        TableNotFound, BadInput, BadShape, BadDtype, CorruptStore
         Unsupported
             The slot is stored per column range; see `read_rectangle`.
         """
-        name = self._slot_array(slot)
+        name = "codes" if slot is None else self._slot_array(slot)
         outputs = self._outputs(start, stop, {name: out})
         read_range(self._snapshot.readers, self._plan(start, stop), outputs, self._snapshot.workers, slots_rule)
         return self._shaped(name, outputs[name]) if out is None else out
 
-    def read_into(
-        self,
-        values: Array,
-        slots: Mapping[str, Array] | None = None,
-        *,
-        start: int = 0,
-        slots_rule: SlotsRule = "exact",
-    ) -> None:
-        """Fill preallocated ``values`` (rows, dim) and ``slots`` from row ``start`` on, in one pass over the chain.
-
-        The arrays are decoded in place; after an error their contents are undefined. When everything is read, the
-        state digest is checked too.
-        """
-        rows = (start, start + len(values))
-        self.read_rectangle(Rectangle(rows, (0, self.schema.dim)), values=values, slots=slots, slots_rule=slots_rule)
-
     def read_rectangle(
         self,
-        rectangle: Rectangle,
+        rectangle: Rectangle | None = None,
         *,
         values: Array | None = None,
         slots: Mapping[str, Array | None] | None = None,
@@ -340,7 +315,8 @@ class TableView:
         Parameters
         ----------
         rectangle
-            Rows and columns, inside the table.
+            Rows and columns, inside the table; None is all of it. When whole parts and every slot are read, the state
+            digest is checked too.
         values
             (rows, columns) of the rectangle, filled in place; any strides, so columns of a larger array will do. Left
             out together with ``slots``, the values are allocated.
@@ -367,9 +343,9 @@ class TableView:
         given: dict[str, Array | None] = {self._slot_array(slot): out for slot, out in (slots or {}).items()}
         if values is not None or slots is None:
             given["codes"] = values
-        start, stop = rectangle.rows
-        outputs = self._outputs(start, stop, given, rectangle.columns)
-        plan = self._plan(start, stop, rectangle.columns)
+        place = rectangle or whole_of(self.schema)
+        outputs = self._outputs(*place.rows, given, place.columns)
+        plan = self._plan(*place.rows, place.columns)
         filled = read_range(self._snapshot.readers, plan, outputs, self._snapshot.workers, slots_rule)
 
         def result(name: str) -> Array:
@@ -380,7 +356,7 @@ class TableView:
 
     def read_rows(
         self,
-        row_ids: RowIds,
+        row_ids: RowIds | Sequence[int],
         *,
         slot: str | None = None,
         slots_rule: Literal["exact", "mean"] = "exact",
@@ -478,26 +454,18 @@ class TableView:
         self._outputs(*place.rows, dict(outputs), place.columns)
         return dict(outputs)
 
-    def read_arrays(
-        self, outputs: Mapping[str, Array], rectangle: Rectangle | None = None, slots_rule: SlotsRule = "exact"
-    ) -> None:
-        """Fill preallocated arrays of a rectangle, by array name (``codes``, ``slots/<name>``), in one pass."""
-        place = rectangle or whole_of(self.schema)
-        prepared = self._outputs(*place.rows, dict(outputs), place.columns)
-        plan = self._plan(*place.rows, place.columns)
-        read_range(self._snapshot.readers, plan, prepared, self._snapshot.workers, slots_rule)
-
-    def read_mirror(
+    def load(
         self,
         outputs: Mapping[str, Array],
-        allocate: Allocate,
         rectangle: Rectangle | None = None,
         slots_rule: SlotsRule = "exact",
+        *,
+        allocate: Allocate | None = None,
     ) -> TableCodes | None:
-        """Return the codes of a rectangle (the whole table if None) for a writer's mirror, and fill ``outputs``.
+        """Fill the arrays of a rectangle (the whole table if None) in one pass; return its codes for a writer's mirror.
 
-        None, with ``outputs`` filled all the same, where no difference can be taken: a row is escaped or absent in some
-        columns of the rectangle only, or one-dimensional slots were averaged or dropped.
+        None, with ``outputs`` filled all the same, without ``allocate``, and where no difference can be taken: a row is
+        escaped or absent in some columns of the rectangle only, or one-dimensional slots were averaged or dropped.
 
         Parameters
         ----------
@@ -509,12 +477,16 @@ class TableView:
         Raises
         ------
         BadInput, BadShape, BadDtype, Unsupported, CorruptStore
-            As `read_rectangle`; Unsupported also for slots that are not read, because a mirror holds every slot.
+            As `read_rectangle`; Unsupported for a mirror also where slots are not read, because it holds every slot.
         """
         place = rectangle or whole_of(self.schema)
         prepared = self._outputs(*place.rows, dict(outputs), place.columns)
         plan = self._plan(*place.rows, place.columns)
-        return read_mirror(self._snapshot.readers, plan, prepared, self._snapshot.workers, allocate, slots_rule)
+        readers, workers = self._snapshot.readers, self._snapshot.workers
+        if allocate is not None:
+            return read_mirror(readers, plan, prepared, workers, allocate, slots_rule)
+        read_range(readers, plan, prepared, workers, slots_rule)
+        return None
 
     def _plan(self, start: int, stop: int | None, columns: tuple[int, int] | None = None) -> TablePlan:
         return self._snapshot.plan(self.name, start, stop, columns=columns)

@@ -6,7 +6,7 @@ through windows of bounded size. So restoring needs the target, the mirror if as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -48,27 +48,27 @@ def read_range(
     """
     wanted = {name: outputs[name] for name in check_row_slots(plan, outputs, slots_rule)}
     if len(by_columns(plan)) > 1:
-        _read_intervals(readers, plan, wanted, workers, None)
+        _read_intervals(readers, plan, wanted, workers)
         return list(wanted)
     if is_settled(plan):
         check_digest(plan, [(plan.columns, load_settled(readers, plan, wanted, workers))], set(wanted))
         return list(wanted)
     specs = array_specs(plan.schema, plan.columns)
     apart = [specs[name] for name, out in wanted.items() if not _holds_its_codes(specs[name], out)]
-    names = set(wanted)
-    total = 0
-    for start, stop in _windows(plan, apart):
-        pieces = {name: out[start - plan.start : stop - plan.start] for name, out in wanted.items()}
-        held = {
-            name: _codes_in(out, specs[name])
+
+    def hold(_: TablePlan, start: int, stop: int) -> dict[str, Array]:
+        return {
+            name: _codes_in(out[start - plan.start : stop - plan.start], specs[name])
             if _holds_its_codes(specs[name], out)
-            else np.empty(out.shape, specs[name].held_dtype)
-            for name, out in pieces.items()
+            else np.empty((stop - start, out.shape[1]), specs[name].held_dtype)
+            for name, out in wanted.items()
         }
-        codes = TableCodes(plan.schema, start, stop, held, columns=plan.columns)
-        _replay(readers, clip(plan, start, stop), codes, workers)
+
+    total = 0
+    for _, codes in _replayed(readers, plan, _windows(plan, apart), hold, workers):
+        pieces = {name: out[codes.start - plan.start : codes.stop - plan.start] for name, out in wanted.items()}
         total = add_digests(total, finish(codes, pieces, workers, with_digest=True))
-    check_digest(plan, [(plan.columns, total)], names)
+    check_digest(plan, [(plan.columns, total)], set(wanted))
     return list(wanted)
 
 
@@ -100,14 +100,15 @@ def read_mirror(
         return None
     if len(by_columns(plan)) > 1:
         joined = _JoinedMirror(plan, allocate)
-        _read_intervals(readers, plan, outputs, workers, joined)
+        _read_intervals(readers, plan, outputs, workers, mirror=joined)
         return joined.codes
     specs = array_specs(plan.schema, plan.columns)
     names = tuple(name for name, spec in specs.items() if spec.is_additive)
     codes = TableCodes.allocate(
         plan.schema, plan.start, plan.stop, names=names, mirror=True, allocate=allocate, columns=plan.columns
     )
-    _replay(readers, plan, codes, workers)
+    with reading_ahead(readers, plan, list(codes.arrays), workers) as sources:
+        replay(sources, plan, codes, workers)
     mirrored = {name: out for name, out in outputs.items() if name in codes.arrays}
     total = finish(codes, mirrored, workers, with_digest=True)
     check_digest(plan, [(plan.columns, total)], set(codes.arrays))
@@ -127,16 +128,7 @@ def read_rows(
 ) -> None:
     """Read ``rows`` (sorted, unique) into ``outputs`` (len(rows), width); only chunks that hold one are read."""
     wanted = {name: outputs[name] for name in check_row_slots(plan, outputs, slots_rule)}
-    window = _Window(plan, wanted)
-    for piece in by_columns(plan):
-        pieces = window.outputs(piece)
-        specs = array_specs(plan.schema, piece.columns)
-        held = {name: np.empty(out.shape, specs[name].held_dtype) for name, out in pieces.items()}
-        codes = TableCodes(plan.schema, 0, len(rows), held, columns=piece.columns)
-        _replay(readers, piece, codes, workers, rows)
-        finish(codes, pieces, workers, with_digest=False)
-        window.count(piece, pieces)
-    window.finish()
+    _read_intervals(readers, plan, wanted, workers, rows=rows)
 
 
 def read_codes(
@@ -173,60 +165,87 @@ def read_codes(
         Also for a wrong state digest, after the last window: it is known where the rectangle is a union of whole parts,
         and no slot counts in it.
     """
-    pieces = by_columns(plan)
-    specs = {piece.columns: array_specs(plan.schema, piece.columns)["codes"] for piece in pieces}
+    specs = {piece.columns: array_specs(plan.schema, piece.columns)["codes"] for piece in by_columns(plan)}
     with_digest = rows is None and expected_digest(plan, {"codes"}) is not None
     totals = dict.fromkeys(specs, 0)
     scratch = Scratch()
     windows = [(plan.start, plan.stop)]
-    if rows is not None:
-        windows = [(0, len(rows))]
-    elif memory is None:
+    if memory is None and rows is None:
         windows = _windows(plan, [max(specs.values(), key=lambda spec: spec.width)])
-    for start, stop in windows:
-        for piece in pieces:
-            spec = specs[piece.columns]
-            if memory is not None:
-                held = memory(piece.columns)
-            else:
-                held = scratch.take((stop - start, spec.width), spec.held_dtype)
-                held[...] = 0
-            codes = TableCodes(plan.schema, start, stop, {"codes": held}, columns=piece.columns)
-            _replay(readers, piece if rows is not None else clip(piece, start, stop), codes, workers, rows)
-            totals[piece.columns] = add_digests(totals[piece.columns], take(codes, with_digest))
+
+    def hold(piece: TablePlan, start: int, stop: int) -> dict[str, Array]:
+        if memory is not None:
+            return {"codes": memory(piece.columns)}
+        spec = specs[piece.columns]
+        held = scratch.take((stop - start, spec.width), spec.held_dtype)
+        held[...] = 0
+        return {"codes": held}
+
+    for piece, codes in _replayed(readers, plan, windows, hold, workers, rows):
+        totals[piece.columns] = add_digests(totals[piece.columns], take(codes, with_digest))
     if with_digest:
         check_digest(plan, list(totals.items()), {"codes"})
 
 
+def _replayed(
+    readers: Sequence[ChunkReader],
+    plan: TablePlan,
+    windows: Sequence[tuple[int, int]],
+    hold: Callable[[TablePlan, int, int], dict[str, Array]],
+    workers: Workers,
+    rows: RowIds | None = None,
+) -> Iterator[tuple[TablePlan, TableCodes]]:
+    """Replay the plan a window of rows at a time, and of that one elementary column interval after the other.
+
+    Gives each interval's plan and codes; ``hold`` says where these are. With ``rows`` (sorted, unique) there is one
+    window: position i of the codes is row ``rows[i]``.
+    """
+    for start, stop in windows if rows is None else [(0, len(rows))]:
+        for piece in by_columns(plan):
+            codes = TableCodes(plan.schema, start, stop, hold(piece, start, stop), columns=piece.columns)
+            chosen = piece if rows is not None else clip(piece, start, stop)
+            with reading_ahead(readers, chosen, list(codes.arrays), workers) as sources:
+                replay(sources, chosen, codes, workers, rows)
+            yield piece, codes
+
+
 def _read_intervals(
-    readers: Sequence[SegmentReader],
+    readers: Sequence[ChunkReader],
     plan: TablePlan,
     outputs: Mapping[str, Array],
     workers: Workers,
-    mirror: _JoinedMirror | None,
+    *,
+    mirror: _JoinedMirror | None = None,
+    rows: RowIds | None = None,
 ) -> None:
-    """Read a rectangle of several column intervals: a window of rows at a time, and of that one interval at a time."""
+    """Read a rectangle, or ``rows`` of it, that may have several column intervals."""
     pieces = by_columns(plan)
     specs = {piece.columns: array_specs(plan.schema, piece.columns) for piece in pieces}
     names = set(outputs) if mirror is None else {*outputs, *mirror.names}
     widest = max(pieces, key=lambda piece: piece.columns[1] - piece.columns[0])
     totals = dict.fromkeys((piece.columns for piece in pieces), 0)
-    for start, stop in _windows(plan, [specs[widest.columns][name] for name in names]):
-        here = {name: out[start - plan.start : stop - plan.start] for name, out in outputs.items()}
-        window = _Window(plan, here)
-        for piece in pieces:
-            kinds = {name: specs[piece.columns][name] for name in names}
-            held = {name: np.zeros((stop - start, spec.width), spec.held_dtype) for name, spec in kinds.items()}
-            codes = TableCodes(plan.schema, start, stop, held, columns=piece.columns)
-            _replay(readers, clip(piece, start, stop), codes, workers)
-            if mirror is not None:
-                mirror.take(codes)
-            targets = window.outputs(piece)
-            found = finish(codes, targets, workers, with_digest=True)
-            totals[piece.columns] = add_digests(totals[piece.columns], found)
-            window.count(piece, targets)
-        window.finish()
-    check_digest(plan, list(totals.items()), names)
+    first_row = plan.start if rows is None else 0
+
+    def hold(piece: TablePlan, start: int, stop: int) -> dict[str, Array]:
+        kinds = {name: specs[piece.columns][name] for name in names}
+        return {name: np.zeros((stop - start, spec.width), spec.held_dtype) for name, spec in kinds.items()}
+
+    windows = _windows(plan, [specs[widest.columns][name] for name in names])
+    for piece, codes in _replayed(readers, plan, windows, hold, workers, rows):
+        if piece.columns == pieces[0].columns:
+            window = _Window(
+                plan, {name: out[codes.start - first_row : codes.stop - first_row] for name, out in outputs.items()}
+            )
+        if mirror is not None:
+            mirror.take(codes)
+        targets = window.outputs(piece)
+        found = finish(codes, targets, workers, with_digest=rows is None)
+        totals[piece.columns] = add_digests(totals[piece.columns], found)
+        window.count(piece, targets)
+        if piece.columns == pieces[-1].columns:
+            window.finish()
+    if rows is None:
+        check_digest(plan, list(totals.items()), names)
 
 
 class _Window:
@@ -324,13 +343,6 @@ def _same_states(a: TableCodes, b: TableCodes) -> bool:
     rows = np.zeros(0, np.uint8)
     left, right = (rows if one.status is None or not one.status.any() else one.status for one in (a, b))
     return bool(np.array_equal(left, right))
-
-
-def _replay(
-    readers: Sequence[ChunkReader], plan: TablePlan, codes: TableCodes, workers: Workers, rows: RowIds | None = None
-) -> None:
-    with reading_ahead(readers, plan, list(codes.arrays), workers) as sources:
-        replay(sources, plan, codes, workers, rows)
 
 
 def rows_since(readers: Sequence[SegmentReader], table: str, schema: TableSchema) -> RowIds:

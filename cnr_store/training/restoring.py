@@ -99,7 +99,7 @@ def read_tables(snapshot: Snapshot, targets: Targets, slots_rule: SlotsRule) -> 
     for shard, arrays in targets.outputs.items():
         view = snapshot.table(shard.table)
         named = {"codes" if name == "values" else f"slots/{name}": array for name, array in arrays.items()}
-        view.read_arrays(named, shard.rectangle_in(view.schema), slots_rule)
+        view.load(named, shard.rectangle_in(view.schema), slots_rule)
 
 
 def finish_tables(
@@ -181,7 +181,7 @@ def _restore_windows(
             if slots_rule == "drop" and name != "values":
                 array[...] = as_array(tensor[start:stop])  # what is not read stays
             stored = "codes" if name == "values" else f"slots/{name}"
-            view.read_arrays({stored: array}, Rectangle((first + start, first + stop), columns), slots_rule)
+            view.load({stored: array}, Rectangle((first + start, first + stop), columns), slots_rule)
             tensor[start:stop].copy_(as_tensor(array, specs[name]))
 
 

@@ -268,7 +268,7 @@ class _Source:
             yield np.arange(start, stop, dtype=np.int64), window
 
     def _read(self, view: TableView, tensor: ExportedTensor, start: int, stop: int) -> npt.NDArray[Any]:
-        return view.read(start, stop) if tensor.slot is None else view.read_slot(tensor.slot, start, stop)
+        return view.read(start, stop, slot=tensor.slot)
 
     def _sized(self, tensor: ExportedTensor) -> ExportedTensor:
         """The tensor with its true number of rows: a hashed table says it only when it has been read."""

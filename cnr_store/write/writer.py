@@ -202,7 +202,7 @@ class Writer:
             self._load_shard(snapshot, shard, wanted.get(shard, {}), slots_rule)
         for shard in wanted.keys() - set(held):  # a copy that another rank saves
             view = snapshot.table(shard.table)
-            view.read_arrays(wanted[shard], shard.rectangle_in(view.schema), slots_rule)
+            view.load(wanted[shard], shard.rectangle_in(view.schema), slots_rule)
         return snapshot
 
     def _load_shard(self, snapshot: Snapshot, shard: Shard, arrays: Mapping[str, Array], slots_rule: SlotsRule) -> None:
@@ -213,11 +213,11 @@ class Writer:
         codes = None
         if self.mirrors.mode == "none" or not any(spec.is_additive for spec in array_specs(view.schema).values()):
             if arrays:
-                view.read_arrays(arrays, rectangle, slots_rule)
+                view.load(arrays, rectangle, slots_rule)
         else:
             if not arrays:
                 view.check_stored("give outputs, or open the writer with mirror='none'", slots=True)
-            codes = view.read_mirror(arrays, self.mirrors.allocator(), rectangle, slots_rule)
+            codes = view.load(arrays, rectangle, slots_rule, allocate=self.mirrors.allocator())
         if codes is None:
             return
         parts = [part for part in snapshot.manifests[-1].parts if part.table == shard.table]

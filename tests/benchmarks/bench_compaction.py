@@ -167,10 +167,10 @@ class Restores:
         self.folded_store = sides.copy
 
     def folded(self) -> None:
-        self.folded_store.snapshot().table(TABLE).read_into(self.target)
+        self.folded_store.snapshot().table(TABLE).read_rectangle(values=self.target)
 
     def fresh(self) -> None:
-        self.fresh_store.snapshot().table(TABLE).read_into(self.target)
+        self.fresh_store.snapshot().table(TABLE).read_rectangle(values=self.target)
 
     def close(self) -> None:
         self.fresh_store.close()

@@ -80,7 +80,7 @@ class Local:
 
     def read(self) -> None:
         """Open the state and read it."""
-        self.store.snapshot().table(TABLE).read_into(self.target)
+        self.store.snapshot().table(TABLE).read_rectangle(values=self.target)
 
     def read_fresh(self) -> None:
         """The same into memory that is taken anew."""
@@ -176,7 +176,7 @@ def throttled_load(report: harness.Report, folder: Path, rows: int, repeats: int
             target = np.ones((rows, DIM), np.float32)
 
             def load(bits: int) -> None:
-                stores[bits].snapshot().table(TABLE).read_into(target)
+                stores[bits].snapshot().table(TABLE).read_rectangle(values=target)
 
             fp32 = open_storage("s3://bench/fp32", storage_options=slow.storage_options)
             work: dict[str, Callable[[], object]] = {"fp32": partial(fetch, fp32, "table.safetensors", size)}

@@ -52,7 +52,7 @@ class Sides:
         self.workers = Workers(default_threads())
 
     def read(self) -> None:
-        self.store.snapshot().table(TABLE).read_into(self.target)
+        self.store.snapshot().table(TABLE).read_rectangle(values=self.target)
 
     def restore_trainer(self) -> None:
         with self.store.writer() as writer:
@@ -125,7 +125,7 @@ def peak_memory(rows: int, folder: str, trains: bool) -> dict[str, int]:
                 writer.restore({TABLE: {"values": target}})
                 mirror = writer.mirror_nbytes
         else:
-            store.snapshot().table(TABLE).read_into(target)
+            store.snapshot().table(TABLE).read_rectangle(values=target)
         return {"peak": peak.beyond_bytes, "mirror": mirror}
 
 

@@ -142,7 +142,7 @@ def large_table(folder: str, rows: int, touched: int, repeats: int) -> dict[str,
         found["100 rows, s"] = float(np.median([harness.timed(lambda: table.read_rows(ids)) for _ in range(repeats)]))
         target = np.zeros((rows, DIM), np.float32)
         target.fill(1.0)
-        found["restore, s"] = harness.timed(lambda: table.read_into(target))
+        found["restore, s"] = harness.timed(lambda: table.read_rectangle(values=target))
         found["peak of reading beyond the target, MiB"] = (reading.beyond_bytes - target.nbytes) / harness.MIB
     return found
 

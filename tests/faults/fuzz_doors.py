@@ -300,7 +300,7 @@ class Visit:
                     with writer.begin(step=step, kind="full") as txn:
                         for name, schema in snapshot.tables.items():
                             if schema.keys == "dense":
-                                slots = {slot: snapshot.table(name).read_slot(slot) for slot in schema.slots}
+                                slots = {slot: snapshot.table(name).read(slot=slot) for slot in schema.slots}
                                 txn.write_table(name, snapshot.table(name).read(), slots=slots)
                     return
                 expected = self._move_rows(writer, snapshot, step)
@@ -317,7 +317,7 @@ class Visit:
                 view = snapshot.table(name)
                 values = view.read()
                 rows = np.asarray([0, schema.num_rows - 1], np.int64)
-                slots = {slot: view.read_slot(slot)[rows] for slot in schema.slots}
+                slots = {slot: view.read(slot=slot)[rows] for slot in schema.slots}
                 values[rows] = values[rows[::-1]]
                 txn.write_rows(name, rows, values[rows], slots=slots, nonfinite="escape")
                 expected[name] = values

@@ -97,7 +97,7 @@ def kept_case(root: Path) -> None:
             snapshot = writer.restore()
             for step in range(3):
                 name, view = next((n, snapshot.table(n)) for n in snapshot if snapshot.table(n).schema.keys == "dense")
-                slots = {slot: view.read_slot(slot)[rows] for slot in view.schema.slots}
+                slots = {slot: view.read(slot=slot)[rows] for slot in view.schema.slots}
                 with writer.begin(step=1000 + step) as txn:
                     txn.write_rows(name, rows, view.read()[rows[::-1]] + np.float32(step), slots=slots)
         compact(store, run=(1, 3))

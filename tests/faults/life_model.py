@@ -115,7 +115,7 @@ def read_state(snapshot: Snapshot) -> State:
         values = np.empty((rows, DIM), np.float32)
         slots = {slot: np.empty(rows, np.float32) for slot in KINDS[kind].slots if slot == "row"}
         slots |= {slot: np.empty((rows, DIM), np.float32) for slot in KINDS[kind].slots if slot == "element"}
-        view.read_into(values, slots)
+        view.read_rectangle(values=values, slots=slots)
         state |= {f"{name}/values": values, **{f"{name}/{slot}": array for slot, array in slots.items()}}
     return state
 

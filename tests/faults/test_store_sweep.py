@@ -104,7 +104,7 @@ def write_delta(txn: Transaction, model: Model) -> None:
 def read(store: Store) -> State:
     snapshot = store.snapshot()
     exact, slot = np.empty((ROWS, DIM), np.float32), np.empty(ROWS, np.float32)
-    snapshot.table("exact").read_into(exact, {"m": slot})
+    snapshot.table("exact").read_rectangle(values=exact, slots={"m": slot})
     coarse = snapshot.table("coarse").read()
     return {"exact": exact, "slot": slot, "coarse": coarse, "dense": snapshot.read_dense("dense")}
 

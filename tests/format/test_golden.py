@@ -58,7 +58,7 @@ def test_tables_and_slots_read_as_expected(case: str, version: int) -> None:
             keys, values = view.read_all()
             found = {"keys": keys, **values}
         else:
-            found = {n: view.read() if n == "values" else view.read_slot(n) for n in ["values", *view.schema.slots]}
+            found = {n: view.read(slot=None if n == "values" else n) for n in ["values", *view.schema.slots]}
         assert sorted(found) == sorted(arrays)
         for name, entry in arrays.items():
             assert same_bits(found[name], load(case, entry)), (table, name)

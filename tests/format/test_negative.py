@@ -28,7 +28,7 @@ def read_everything(root: Path) -> None:
             if view.schema.keys == "hashed":
                 view.read_all(slots=True)
             else:
-                view.read_arrays(dict.fromkeys(["codes", *(f"slots/{s}" for s in view.schema.slots)]))
+                view.load(dict.fromkeys(["codes", *(f"slots/{s}" for s in view.schema.slots)]))
         for name in snapshot.dense:
             snapshot.read_dense(name)
         for name in snapshot.documents:

@@ -100,7 +100,7 @@ def test_every_way_to_read_gives_the_same_and_reads_each_object_once(
             assert len(storage.chunks) == ROWS // CHUNK_ROWS, "codes, and no row ids"
         assert same_bits(view.read(33, 77), expected[33:77])
         assert same_bits(view.read_rows(np.asarray([599, 3])), expected[[599, 3]])
-        mirror = view.read_mirror({}, np.zeros)
+        mirror = view.load({}, allocate=np.zeros)
         assert mirror is not None
         assert np.array_equal(mirror.arrays["codes"] * np.float32(0.25), expected)
     assert storage.most_at_once <= FETCH_THREADS + 2, "the fetchers, and two threads that read what was not begun"

@@ -102,7 +102,7 @@ def test_replay_equals_compose_and_apply(encoding: str, chunk_bytes: int, chain:
     view = snapshot.table("t")
     values = np.empty((ROWS, DIM), np.float32)
     given_slots = {"m": np.empty(ROWS, np.float32), "e": np.empty((ROWS, DIM), np.float32)}
-    view.read_into(values, given_slots)
+    view.read_rectangle(values=values, slots=given_slots)
     assert set(stepwise) == set(at_once)
     for name, found in {"codes": values, "slots/m": given_slots["m"], "slots/e": given_slots["e"]}.items():
         for state in (stepwise, at_once):

@@ -125,7 +125,7 @@ def test_reads_equal_slices_of_the_training_values_by_any_window(
     view, expected = store.snapshot().table("t"), table.expected()
     slots = {name: np.empty_like(slot) for name, slot in table.slots.items()}
     values = np.empty_like(table.values)
-    view.read_into(values, slots)
+    view.read_rectangle(values=values, slots=slots)
     assert same_bits(values, expected["values"])
     assert all(same_bits(slots[name], expected[name]) for name in slots)
     spaced = np.empty((table.num_rows, 2 * DIM), values.dtype)[:, ::2]
@@ -133,13 +133,13 @@ def test_reads_equal_slices_of_the_training_values_by_any_window(
     for start, stop in ((0, 0), (0, 1), (7, 31), (table.num_rows - 3, table.num_rows)):
         assert same_bits(view.read(start, stop), expected["values"][start:stop])
         part = np.empty((stop - start, DIM), values.dtype)
-        view.read_into(part, start=start)
+        view.read(start, start + len(part), out=part)
         assert same_bits(part, expected["values"][start:stop])
     rows = np.asarray([5, 2, 2, table.num_rows - 1, 0])
     assert same_bits(view.read_rows(rows), expected["values"][rows])
     assert view.read_rows(np.empty(0, np.int64)).shape == (0, DIM)
     for name in slots:
-        assert same_bits(view.read_slot(name, 3, 20), expected[name][3:20])
+        assert same_bits(view.read(3, 20, slot=name), expected[name][3:20])
         assert same_bits(view.read_rows(rows, slot=name), expected[name][rows])
 
 
@@ -152,7 +152,7 @@ def test_reads_refuse_what_does_not_fit(worlds: dict[str, tuple[Store, TableMode
         (BadInput, lambda: view.read(4, 3)),
         (BadInput, lambda: view.read(0, view.shape[0] + 1)),
         (BadInput, view.read_all),
-        (TableNotFound, lambda: view.read_slot("v")),
+        (TableNotFound, lambda: view.read(slot="v")),
         (BadRowIds, lambda: view.read_rows(np.asarray([-1]))),
         (BadRowIds, lambda: view.read_rows(np.asarray([view.shape[0]]))),
         (BadRowIds, lambda: view.read_rows(np.asarray([1.5]))),

@@ -80,7 +80,7 @@ def check_mirror(view: TableView, model: Model, rectangle: Rectangle) -> None:
     """The codes of the rectangle, or None where no mirror can be one; outputs are filled in either case."""
     box = (slice(*rectangle.rows), slice(*rectangle.columns))
     values = np.empty((rectangle.num_rows, rectangle.width), np.float32)
-    mirror = view.read_mirror({"codes": values}, np.zeros, rectangle, "drop")
+    mirror = view.load({"codes": values}, rectangle, "drop", allocate=np.zeros)
 
     assert values.tobytes() == np.ascontiguousarray(model.values()[box]).tobytes()
     status = model.status[box]

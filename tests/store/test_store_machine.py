@@ -493,7 +493,7 @@ def compare(store: Store, snapshot: Any, state: State, rng: np.random.Generator)
         assert view.shape == table.values.shape
         slots = {n: np.empty_like(s) for n, s in table.slots.items()}
         values = np.empty_like(table.values)
-        view.read_into(values, slots)
+        view.read_rectangle(values=values, slots=slots)
         for array, found in {"values": values, **slots}.items():
             assert same_bits(found, expected[array]), (name, array, found, expected[array])
         start, stop = sorted(int(rng.integers(table.num_rows + 1)) for _ in range(2))
@@ -503,7 +503,7 @@ def compare(store: Store, snapshot: Any, state: State, rng: np.random.Generator)
             assert same_bits(view.read_rows(rows), expected["values"][rows])
             for slot in table.slots:
                 assert same_bits(view.read_rows(rows, slot=slot), expected[slot][rows])
-                assert same_bits(view.read_slot(slot, start, stop), expected[slot][start:stop])
+                assert same_bits(view.read(start, stop, slot=slot), expected[slot][start:stop])
     for name, hashed in state.hashed.items():
         keys, arrays = snapshot.table(name).read_all(slots=True)
         assert keys.tolist() == sorted(hashed.rows)

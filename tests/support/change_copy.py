@@ -66,7 +66,7 @@ def content_of(snapshot: Snapshot, *, slots: bool, only: frozenset[str] | None =
             keys, found = view.read_all(slots=slots)
         else:
             keys, found = np.arange(view.schema.num_rows), {"values": view.read()}
-            found |= {slot: view.read_slot(slot) for slot in names}
+            found |= {slot: view.read(slot=slot) for slot in names}
         if view.schema.dtype == "bfloat16":
             found["values"] = to_float32(found["values"], "bfloat16")
         arrays = [found["values"], *(found[slot] for slot in names)]

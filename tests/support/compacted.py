@@ -62,7 +62,7 @@ class Training:
         snapshot = (store or self.store).snapshot()
         for name, values in self.tables.items():
             assert snapshot.table(name).read().tobytes() == values.tobytes()
-            assert snapshot.table(name).read_slot("m").tobytes() == self.slots[name].tobytes()
+            assert snapshot.table(name).read(slot="m").tobytes() == self.slots[name].tobytes()
         assert snapshot.read_dense("bias").tobytes() == self.bias.tobytes()
         assert snapshot.read_document("reader/0") == {"at": self.step}
 

@@ -71,7 +71,7 @@ def contents(snapshot: Snapshot) -> dict[str, tuple[str, Array]]:
             found[f"{name}/row_ids"] = ("int64", keys)
             arrays = values
         else:
-            arrays = {"values": view.read(), **{slot: view.read_slot(slot) for slot in schema.slots}}
+            arrays = {"values": view.read(), **{slot: view.read(slot=slot) for slot in schema.slots}}
         found[name] = (schema.dtype, arrays["values"])
         found |= {f"{name}/{slot}": (kind.dtype, arrays[slot]) for slot, kind in schema.slots.items()}
     found |= {name: (entry.dtype, snapshot.read_dense(name)) for name, entry in snapshot.dense.items()}

@@ -57,7 +57,7 @@ def newest(store: Store) -> dict[str, Any]:
     }
     for name, schema in head.tables.items():
         found[name] = head.table(name).read().tobytes()
-        found |= {f"{name}/{slot}": head.table(name).read_slot(slot).tobytes() for slot in schema.slots}
+        found |= {f"{name}/{slot}": head.table(name).read(slot=slot).tobytes() for slot in schema.slots}
     return found
 
 

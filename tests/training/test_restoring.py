@@ -373,7 +373,7 @@ def test_the_save_after_a_restore_that_is_not_strict_is_full(tmp_path: Path) -> 
     assert report is not None
     assert report.kind == "full"
     live = optimizers[1].state[model.rows.weight]["exp_avg"]
-    assert torch.equal(torch.from_numpy(manager.store.snapshot().table("rows.weight").read_slot("exp_avg")), live.cpu())
+    assert torch.equal(torch.from_numpy(manager.store.snapshot().table("rows.weight").read(slot="exp_avg")), live.cpu())
     manager.close()
 
 

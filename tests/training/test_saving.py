@@ -87,7 +87,7 @@ def assert_stored(store: Store, training: Training) -> None:
         weight = dict(training.model.named_parameters())[name]
         np.testing.assert_array_equal(head.table(name).read(), weight.detach().cpu().numpy())
         slot = training.optimizers[0].state[weight]["momentum1"]
-        np.testing.assert_array_equal(head.table(name).read_slot("momentum1"), slot.cpu().numpy())
+        np.testing.assert_array_equal(head.table(name).read(slot="momentum1"), slot.cpu().numpy())
     np.testing.assert_array_equal(head.read_dense("out.weight"), training.model.out.weight.detach().cpu().numpy())
 
 
@@ -367,7 +367,7 @@ def test_slots_that_appear_later_make_a_full(backend: Backend) -> None:
     assert [report.kind for report in manager.history] == ["full", "full", "delta"]
     head = store.snapshot().table("user.weight")
     state = training.optimizers[0].state[training.model.user.weight]
-    np.testing.assert_array_equal(head.read_slot("exp_avg"), state["exp_avg"].cpu().numpy())
+    np.testing.assert_array_equal(head.read(slot="exp_avg"), state["exp_avg"].cpu().numpy())
 
 
 def test_a_later_full_reads_no_live_table(backend: Backend) -> None:
@@ -815,7 +815,7 @@ def test_sparse_momentum_is_not_made_dense_in_a_delta(backend: Backend, monkeypa
     assert made
     assert max(made) <= 3
     expected = optimizer.state[model.weight]["momentum_buffer"].to_dense()
-    np.testing.assert_array_equal(store.snapshot().table("weight").read_slot("momentum_buffer"), expected.cpu().numpy())
+    np.testing.assert_array_equal(store.snapshot().table("weight").read(slot="momentum_buffer"), expected.cpu().numpy())
     manager.close()
 
 

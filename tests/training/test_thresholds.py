@@ -47,7 +47,7 @@ def assert_all_is_stored(store: Store, training: Training) -> None:
     head, live = store.snapshot(), dict(training.model.named_parameters())
     for name in TABLES:
         slot = training.optimizers[0].state[live[name]]["momentum1"].cpu().numpy()
-        np.testing.assert_allclose(head.table(name).read_slot("momentum1"), slot, rtol=2.0**-8)
+        np.testing.assert_allclose(head.table(name).read(slot="momentum1"), slot, rtol=2.0**-8)
 
 
 def test_rows_wait_within_the_bounds_and_a_save_by_name_leaves_none(backend: Backend) -> None:

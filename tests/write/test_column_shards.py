@@ -98,15 +98,15 @@ def test_one_dimensional_slots_are_read_by_column_range_averaged_or_left_out() -
         found = view.read_rectangle(Rectangle((1, 5), columns), slots={"m": None})
         assert np.array_equal(found["m"], held[1:5, index])
     with pytest.raises(Unsupported, match=r"\[\(0, 4\), \(4, 8\)\]"):
-        view.read_slot("m")
+        view.read(slot="m")
     assert np.array_equal(
-        view.read_slot("m", slots_rule="mean"), held.astype(np.float64).mean(axis=1).astype(np.float32)
+        view.read(slot="m", slots_rule="mean"), held.astype(np.float64).mean(axis=1).astype(np.float32)
     )
     rows = np.asarray([4, 0, 4])
     weighted = view.read_rectangle(Rectangle((0, 6), (1, 5)), slots={"m": None}, slots_rule="mean")
     expected = (held.astype(np.float64) @ [3, 1] / 4).astype(np.float32)
     assert np.array_equal(weighted["m"], expected)
-    means = view.read_slot("m", slots_rule="mean")
+    means = view.read(slot="m", slots_rule="mean")
     assert np.array_equal(view.read_rows(rows, slot="m", slots_rule="mean"), means[rows])
     with pytest.raises(Unsupported):
         view.read_rows(rows, slot="m")
@@ -122,12 +122,12 @@ def test_a_mirror_of_other_columns_needs_every_one_dimensional_slot() -> None:
     view = parts.store.snapshot().table(TABLE)
 
     with pytest.raises(Unsupported, match="slots_rule='mean' or 'drop'"):
-        view.read_mirror({}, np.zeros)
-    assert view.read_mirror({}, np.zeros, slots_rule="drop") is None
+        view.load({}, allocate=np.zeros)
+    assert view.load({}, allocate=np.zeros, slots_rule="drop") is None
     slot = np.empty(6, np.float32)
-    assert view.read_mirror({"slots/m": slot}, np.zeros, slots_rule="mean") is None
-    assert np.array_equal(slot, view.read_slot("m", slots_rule="mean"))
-    mirror = view.read_mirror({}, np.zeros, Rectangle((0, 6), (4, 8)))
+    assert view.load({"slots/m": slot}, allocate=np.zeros, slots_rule="mean") is None
+    assert np.array_equal(slot, view.read(slot="m", slots_rule="mean"))
+    mirror = view.load({}, Rectangle((0, 6), (4, 8)), allocate=np.zeros)
     assert mirror is not None
     assert mirror.digest() == parts.model.digest(Rectangle((0, 6), (4, 8)))
 

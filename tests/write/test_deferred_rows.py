@@ -210,13 +210,13 @@ def two_changes(run: Run) -> npt.NDArray[np.int64]:
 
 def test_small_changes_wait_with_their_slots_and_are_marked(run: Run) -> None:
     before = run.store.snapshot().table("t")
-    old, old_slots = before.read(), before.read_slot("m")
+    old, old_slots = before.read(), before.read(slot="m")
 
     waiting = run.save(two_changes(run))
 
     assert waiting.tolist() == [1, 2, 3]
     snapshot = run.store.snapshot()
-    found, slots = snapshot.table("t").read(), snapshot.table("t").read_slot("m")
+    found, slots = snapshot.table("t").read(), snapshot.table("t").read(slot="m")
     np.testing.assert_array_equal(found[[1, 2, 3]], old[[1, 2, 3]])
     np.testing.assert_array_equal(slots[[1, 2, 3]], old_slots[[1, 2, 3]])
     assert np.abs(found[[4, 5, 6]] - run.live[[4, 5, 6]]).max() <= 0.125

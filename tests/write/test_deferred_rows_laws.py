@@ -115,7 +115,7 @@ class Training:
     def check(self) -> None:
         """What the head holds is near the live rows; call it where all of them were given, or taken from there."""
         view = self.store.snapshot().table("t")
-        found, slots = view.read(), view.read_slot("m")
+        found, slots = view.read(), view.read(slot="m")
         waits = np.isin(np.arange(ROWS), sorted(self.missing))
         errors = np.abs(found.astype(np.float64) - self.live).max(axis=1)
         assert (errors[~waits] <= self.scale / 2 + 1e-6).all()
@@ -162,7 +162,7 @@ def test_no_row_is_further_off_or_waits_longer_than_stated_and_a_flush_leaves_no
     plain = unthresholded(training)
     found, expected = training.store.snapshot().table("t"), plain.snapshot().table("t")
     assert found.read().tobytes() == expected.read().tobytes()
-    assert found.read_slot("m").tobytes() == expected.read_slot("m").tobytes()
+    assert found.read(slot="m").tobytes() == expected.read(slot="m").tobytes()
     digests = [store.snapshot().manifests[-1].parts[0].state_digest for store in (training.store, plain)]
     assert digests[0] == digests[1]
     assert training.missing == Counter()

@@ -101,7 +101,7 @@ class Training:
         with self.store() as store:
             view = store.snapshot().table(TABLE)
             assert same_bits(view.read(), self.values)
-            assert same_bits(view.read_slot("v"), self.element)
+            assert same_bits(view.read(slot="v"), self.element)
             if self.row is not None:
                 for columns in view.column_cuts:
                     found = view.read_rectangle(Rectangle((0, ROWS), columns), slots={"m": None})

@@ -40,12 +40,12 @@ def of_another_state(store: Store) -> Snapshot:
 
 
 def read_mirror(snapshot: Snapshot) -> Any:
-    return snapshot.table("t").read_mirror({}, np.zeros)
+    return snapshot.table("t").load({}, allocate=np.zeros)
 
 
 WAYS: dict[str, Callable[[Snapshot], Any]] = {
     "whole": lambda snapshot: snapshot.table("t").read(),
-    "into": lambda snapshot: snapshot.table("t").read_into(np.empty((10, 2), np.float32)),
+    "into": lambda snapshot: snapshot.table("t").read_rectangle(values=np.empty((10, 2), np.float32)),
     "mirror": read_mirror,
 }
 

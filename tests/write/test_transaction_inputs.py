@@ -607,7 +607,9 @@ def read_all(world: World) -> None:
         if schema.keys == "hashed":
             view.read_all(slots=True)
         else:
-            view.read_into(np.empty(view.shape, np.float32), {s: np.empty(ROWS, np.float32) for s in schema.slots})
+            view.read_rectangle(
+                values=np.empty(view.shape, np.float32), slots={s: np.empty(ROWS, np.float32) for s in schema.slots}
+            )
     for name in snapshot.dense:
         snapshot.read_dense(name)
 

@@ -176,7 +176,7 @@ def one_process_reads_what_ranks_have_saved(place: Place) -> None:
             if kind == "weight":
                 assert np.array_equal(snapshot.table(table).read(), tensor.numpy()), name
             elif kind == "momentum1":
-                assert np.array_equal(snapshot.table(table).read_slot(kind), tensor.numpy()), name
+                assert np.array_equal(snapshot.table(table).read(slot=kind), tensor.numpy()), name
             else:
                 assert np.array_equal(snapshot.read_dense(name), tensor.numpy()), name
         assert snapshot.tables.keys() == {name.removesuffix("/weight") for name in saved if name.endswith("/weight")}
@@ -302,7 +302,7 @@ def columns_cut_anew_are_averaged(place: Place) -> None:
     for name, tensor in now.items():
         table, _, kind = name.rpartition("/")
         view = manager.store.snapshot().table(table)
-        assert np.array_equal(view.read() if kind == "weight" else view.read_slot(kind), tensor.numpy()), name
+        assert np.array_equal(view.read() if kind == "weight" else view.read(slot=kind), tensor.numpy()), name
     manager.close()
 
 
