@@ -306,7 +306,7 @@ def affine_mse(sample: Float32s, bits: AffineBits) -> float:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Target:
+class _AffineError:
     """The error of affine rows: their mean, each row's, and the settings of the greedy search (None: all zero)."""
 
     mse: float
@@ -314,15 +314,15 @@ class _Target:
     settings: tuple[int, float] | None
 
 
-def _target_of(sample: Float32s, bits: AffineBits, settings: tuple[int, float] | None = None) -> _Target:
+def _target_of(sample: Float32s, bits: AffineBits, settings: tuple[int, float] | None = None) -> _AffineError:
     largest = float(np.max(np.abs(sample), initial=0.0))
     if largest == 0.0:
-        return _Target(0.0, np.zeros(len(sample)), settings)
+        return _AffineError(0.0, np.zeros(len(sample)), settings)
     exponent = math.frexp(largest)[1] - 1
     rows = np.ascontiguousarray(np.ldexp(sample, -exponent), dtype=np.float32)
     num_bins, ratio = settings or choose_greedy(rows, bits)
     errors = row_errors(rows, Affine(bits, search="greedy", param_dtype="float16", num_bins=num_bins, ratio=ratio))
-    return _Target(
+    return _AffineError(
         math.ldexp(float(np.sum(errors)) / rows.size, 2 * exponent), np.ldexp(errors, 2 * exponent), (num_bins, ratio)
     )
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from cnr_store.errors import BadRowIds
 from cnr_store.types import RowIds
 
 
-def check_row_ids(rows: npt.NDArray[Any], num_rows: int | None = None, *, table: str | None = None) -> RowIds:
+def check_row_ids(rows: Any, num_rows: int | None = None, *, first_row: int = 0, table: str | None = None) -> RowIds:
     """Return ``rows`` if they are int64 (n,), ascending, unique and inside the table.
 
     Parameters
@@ -20,6 +19,8 @@ def check_row_ids(rows: npt.NDArray[Any], num_rows: int | None = None, *, table:
         The ids to check.
     num_rows
         Rows of the table; None for hashed tables, where any int64 is a key.
+    first_row
+        The first row that the caller holds, where it holds the rows from there to ``num_rows``.
     table
         Named in the error.
 
@@ -29,12 +30,13 @@ def check_row_ids(rows: npt.NDArray[Any], num_rows: int | None = None, *, table:
         Naming the first offender and its position.
     """
     of_table = f" of table {table!r}" if table else ""
-    if rows.dtype != np.int64 or rows.ndim != 1:
+    if not isinstance(rows, np.ndarray) or rows.dtype != np.int64 or rows.ndim != 1:
+        found = f"{rows.dtype} with shape {rows.shape}" if isinstance(rows, np.ndarray) else type(rows).__name__
         raise BadRowIds(
-            f"row ids{of_table} must be a one-dimensional int64 array, found {rows.dtype} with shape {rows.shape}",
+            f"row ids{of_table} must be a one-dimensional int64 array, found {found}",
             table=table,
             expected="int64 (n,)",
-            found=f"{rows.dtype} {rows.shape}",
+            found=found,
         )
     if rows.size == 0:
         return rows
@@ -57,5 +59,13 @@ def check_row_ids(rows: npt.NDArray[Any], num_rows: int | None = None, *, table:
             table=table,
             expected=[0, num_rows],
             found=int(rows[at]),
+        )
+    if num_rows is not None and rows[0] < first_row:
+        raise BadRowIds(
+            f"row {int(rows[0])}{of_table} is not of this writer's rows {first_row} to {num_rows - 1}; row ids are "
+            "those of the whole table",
+            table=table,
+            expected=(first_row, num_rows),
+            found=int(rows[0]),
         )
     return rows

@@ -9,14 +9,13 @@ import msgspec
 import numpy as np
 
 from cnr_store.encodings.widths import CODE_DTYPES, carrier
-from cnr_store.errors import BadDtype, BadInput, BadRowIds, BadShape
+from cnr_store.errors import BadDtype, BadInput, BadShape
 from cnr_store.format.documents import canonical_json
 from cnr_store.format.limits import MAX_ELEMENTS, MAX_USER_NESTING
 from cnr_store.format.nesting import nests_deeper
 from cnr_store.format.records import TableSchema
 from cnr_store.segment.codes import array_specs
-from cnr_store.segment.rows import check_row_ids
-from cnr_store.types import JsonValue, Lattice, RowIds
+from cnr_store.types import JsonValue, Lattice
 from cnr_store.write.table_options import TableOptions
 
 
@@ -60,26 +59,6 @@ def check_arrays(
                 table=table, expected=expected_dtype, found=str(array.dtype),
             )  # fmt: skip
     return given
-
-
-def own_row_ids(table: str, row_ids: RowIds, bounds: tuple[int, int] | None) -> RowIds:
-    """Check row ids and copy them: they are needed until the commit, and the caller may reuse the array.
-
-    ``bounds``: rows [start, stop) that they must be in; None for hashed keys.
-    """
-    if not isinstance(row_ids, np.ndarray):
-        raise BadRowIds(
-            f"row ids of table {table!r} must be an int64 array, found {type(row_ids).__name__}",
-            table=table, expected="int64 (n,)", found=type(row_ids).__name__,
-        )  # fmt: skip
-    checked = check_row_ids(row_ids, None if bounds is None else bounds[1], table=table)
-    if bounds is not None and len(checked) and checked[0] < bounds[0]:
-        raise BadRowIds(
-            f"row {int(checked[0])} of table {table!r} is not of this writer's rows {bounds[0]} to {bounds[1] - 1}; "
-            "row ids are those of the whole table",
-            table=table, expected=bounds, found=int(checked[0]),
-        )  # fmt: skip
-    return checked.copy()
 
 
 def checked_size(table: str, what: str, size: Any, *, dim: int = 1, least: int = 0) -> int:

@@ -14,9 +14,10 @@ from cnr_store.format.records import Manifest, PartEntry, WaitingEntry
 from cnr_store.read.table_reader import rows_since
 from cnr_store.segment.codes import Array, TableCodes
 from cnr_store.segment.reader import SegmentReader
+from cnr_store.segment.rows import check_row_ids
 from cnr_store.segment.shards import Shard
 from cnr_store.types import Lattice, Rectangle, RowIds
-from cnr_store.write.argument_checks import check_arrays, checked_size, own_row_ids
+from cnr_store.write.argument_checks import check_arrays, checked_size
 from cnr_store.write.baseline_rows import StagedTable, is_fully_mirrored, stage_mirror, stage_table
 from cnr_store.write.deferred_rows import Hold, check_threshold
 from cnr_store.write.delta_rows import StagedRows, options_on_bad_rows, stage_delete, stage_rows
@@ -122,7 +123,7 @@ class StagedTables:
         hashed = schema.keys == "hashed"
         shard = self._state.setup.held.one_of(table, rectangle)
         place = shard.rectangle_in(schema)
-        row_ids = own_row_ids(table, row_ids, None if hashed else place.rows)
+        row_ids = _own_row_ids(table, row_ids, None if hashed else place)
         arrays = check_arrays(table, schema, len(row_ids), values, slots, place.columns)
         self._check_first(shard, "add", "set", "escape")
         self._check_disjoint(shard, row_ids)
@@ -154,7 +155,7 @@ class StagedTables:
         schema = self._schemas.schema(table)
         hashed = schema.keys == "hashed"
         shard = self._state.setup.held.one_of(table, rectangle)
-        row_ids = own_row_ids(table, row_ids, None if hashed else shard.rectangle_in(schema).rows)
+        row_ids = _own_row_ids(table, row_ids, None if hashed else shard.rectangle_in(schema))
         self._check_first(shard, "delete")
         self._check_disjoint(shard, row_ids)
         mirror, base = self._mirror(shard)
@@ -353,3 +354,9 @@ class StagedTables:
                 mirrors.hold_back(shard, next((one.held.after for one in changes if one.held is not None), None))
         mirrors.options.update(self._schemas.options)
         mirrors.keep_only(self._schemas.tables)
+
+
+def _own_row_ids(table: str, row_ids: RowIds, place: Rectangle | None) -> RowIds:
+    """Check row ids of a rectangle (None: hashed keys), and copy them: the caller may reuse the array."""
+    first_row, stop = (0, None) if place is None else place.rows
+    return check_row_ids(row_ids, stop, first_row=first_row, table=table).copy()
