@@ -40,10 +40,10 @@ def is_settled(plan: TablePlan) -> bool:
 def load_settled(
     readers: Sequence[ChunkReader], plan: TablePlan, outputs: Mapping[str, Array], workers: Workers
 ) -> int:
-    """Fill ``outputs`` as `restore.read_range` does from a settled plan of one column interval; blocks.
+    """Fill ``outputs`` as `table_reader.read_range` does from a settled plan of one column interval; blocks.
 
     Returns the state digest of what was read. Memory: a chunk of each array per thread, and of a remote
-    store what is fetched ahead (`read_ahead.AHEAD_BYTES`).
+    store what is fetched ahead (`prefetch.AHEAD_BYTES`).
 
     Raises
     ------

@@ -267,7 +267,7 @@ class TableView:
         return self._plan(0, None).stored
 
     def check_stored(self, consent: str, *, slots: bool = False) -> None:
-        """Refuse a whole table of which far more rows are declared than stored; see `replay_plan.check_stored`. No I/O.
+        """Refuse a whole table of which far more rows are declared than stored; see `plan.check_stored`. No I/O.
 
         Raises
         ------
