@@ -72,7 +72,7 @@ def _read(snapshot: Snapshot, table: str) -> dict[str, Any]:
 def _read_slot(view: TableView, slot: str) -> Any:
     """A slot; of a one-dimensional one that is stored per column range, a column for each range."""
     if view.schema.slots[slot].kind == "element" or len(view.column_cuts) == 1:
-        return view.read_slot(slot)
+        return view.read(slot=slot)
     rows = (0, view.shape[0])
     pieces = [view.read_rectangle(Rectangle(rows, columns), slots={slot: None})[slot] for columns in view.column_cuts]
     return np.column_stack(pieces)
