@@ -27,7 +27,7 @@ from cnr_store.store.writing import open_writer
 from cnr_store.types import Profile
 from cnr_store.write.mirrors import MirrorMode
 from cnr_store.write.writer import Writer
-from cnr_store.write.writer_state import Takeover
+from cnr_store.write.writer_state import Succession
 
 
 class Store:
@@ -231,7 +231,7 @@ class Store:
     def writer(
         self, *, mirror: MirrorMode = "memory", mirror_folder: str | None = None, bytes_per_s: float | None = None,
         run_id: str | None = None, ranks: Ranks | None = None, shards: Placement | None = None,
-        succession: Takeover | None = None,
+        succession: Succession | None = None,
     ) -> Writer:  # fmt: skip
         """Become the store's committer: every earlier writer is fenced. Blocks for a few requests.
 

@@ -20,7 +20,7 @@ from cnr_store.store.internals import StoreInternals
 from cnr_store.types import Rectangle
 from cnr_store.write.mirrors import MirrorMode, Mirrors, check_mirror_folder
 from cnr_store.write.writer import Writer
-from cnr_store.write.writer_state import RankShards, Takeover, WriterSetup, WriterState
+from cnr_store.write.writer_state import RankShards, Succession, WriterSetup, WriterState
 
 
 def open_writer(
@@ -32,7 +32,7 @@ def open_writer(
     run_id: str | None,
     ranks: Ranks,
     shards: Placement | None,
-    succession: Takeover | None,
+    succession: Succession | None,
 ) -> Writer:
     """Open a writer; see `Store.writer`. Blocks for a few requests, on all ranks together."""
     if shards is None and ranks.world > 1:

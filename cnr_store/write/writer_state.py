@@ -47,7 +47,7 @@ class UnknownCommit(Protocol):
         """Learn the outcome: the entry if it won, None if it lost. Blocks."""
 
 
-class Takeover(Protocol):
+class Succession(Protocol):
     """How a writer that has loaded a state comes to its epoch, when it goes on from that state."""
 
     @property
@@ -133,7 +133,7 @@ class WriterState:
     open: object | None = None
     pending: UnknownCommit | None = None
     is_restored: bool = False
-    succession: Takeover | None = None
+    succession: Succession | None = None
 
     def snapshot_of(
         self, entry: LogEntry, *, known: Mapping[str, SegmentReader] | None = None, opens: bool = True
