@@ -28,10 +28,10 @@ import harness
 from drifting import DIM
 from peers import FULL_PEERS, Cnr, Peer, Wait, assert_same
 from places import Place, local_disk, seaweed
+from run_config import demo_config
 from trainee import TABLES, Trainee
 
 from cnr_store.types import AffineBits
-from cnr_store_tools.demo.presets import demo_config
 
 SECTIONS = ("peers", "chain", "tracking")
 PLACES = ("disk", "1", "10", "free")

@@ -23,11 +23,10 @@ import numpy as np
 from dlrm_trace import Interval, trace_config, train, train_on
 from measured_store import EXACT, RAW, Encoding, MeasuredStore, affine, lattice
 from real_sets import DATA_FOLDER, DIMS, RealSet, present
+from run_config import RunConfig
 from size_encodings import AGAINST_AFFINE, ErrorMeter, Measured, add_goals, print_encodings, print_equal_quality
 from size_policies import policy_stores, print_policies
 from size_shares import ShareResult, Stretch, grown_results, measure, print_shares, stretches
-
-from cnr_store_tools.demo.presets import RunConfig
 
 COMMAND = "python tests/benchmarks/bench_size.py"
 PARTS = ("run", "shares", "sets")

@@ -17,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from dlrm_trace import trace_config
+from run_config import RunConfig, demo_config
 
 from cnr_store_gpu import Movement, RowBitmap, RowRequest, RowTracker, StagingBuffers, warmup
 from cnr_store_tools.demo.batches import ClickBatch, TimeOrderedBatches
 from cnr_store_tools.demo.click_log import ClickLog, split_by_time
 from cnr_store_tools.demo.model import SmallDLRM
-from cnr_store_tools.demo.presets import RunConfig, demo_config
 from cnr_store_tools.demo.traffic import generate_clicks
 from cnr_store_tools.demo.train import make_optimizers, train_step
 

@@ -18,10 +18,10 @@ import numpy.typing as npt
 from click_files import read_click_log, read_criteo, read_inter, read_parquet
 from pyarrow import csv, parquet
 from real_sets import DATA_FOLDER, read_pairs
+from run_config import RunConfig
 
 from cnr_store.errors import BadInput
 from cnr_store_tools.demo.click_log import ClickLog, split_by_time
-from cnr_store_tools.demo.presets import RunConfig
 from cnr_store_tools.demo.traffic import TrafficConfig, generate_clicks, plant_teacher
 
 TEST_SHARE = 0.15

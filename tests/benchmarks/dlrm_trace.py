@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from run_config import RunConfig
 
 from cnr_store.types import Float32s, RowIds
 from cnr_store_tools.demo.batches import TimeOrderedBatches
 from cnr_store_tools.demo.click_log import ClickLog, split_by_time
 from cnr_store_tools.demo.model import SmallDLRM
-from cnr_store_tools.demo.presets import RunConfig
 from cnr_store_tools.demo.traffic import TrafficConfig, generate_clicks
 from cnr_store_tools.demo.train import make_optimizers, train_step
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 from click_files import read_click_log
+from run_config import RunConfig
 
 from cnr_store_tools.demo.click_log import ClickLog
-from cnr_store_tools.demo.presets import RunConfig
 
 DATA_FOLDER = Path(__file__).parents[3] / "shared" / "data"
 """Where the files are looked for: beside the repository."""

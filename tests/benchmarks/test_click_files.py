@@ -13,12 +13,12 @@ import pytest
 from click_columns import row_numbers, table_names
 from click_files import read_click_log, read_criteo, read_inter, read_parquet
 from real_sets import DATA_FOLDER
+from run_config import demo_config
 
 from cnr_store.errors import BadInput, NotFound
 from cnr_store_tools.demo.batches import TimeOrderedBatches
 from cnr_store_tools.demo.click_log import split_by_time
 from cnr_store_tools.demo.model import SmallDLRM
-from cnr_store_tools.demo.presets import demo_config
 from cnr_store_tools.demo.train import evaluate, make_optimizers, train_step
 
 

@@ -15,12 +15,12 @@ import real_sets
 from bench_size import LongRun
 from dlrm_trace import Interval, trace_config, train
 from measured_store import KINDS, MeasuredStore, affine, lattice, total_by_kind
+from run_config import RunConfig
 from size_encodings import Measured, print_equal_quality
 from size_shares import Stretch, grown, stretches
 
 from cnr_store.maintenance.compaction import CompactionPolicy
 from cnr_store_tools.demo.click_log import ClickLog
-from cnr_store_tools.demo.presets import RunConfig
 from cnr_store_tools.demo.traffic import generate_clicks
 
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from run_config import demo_config
 
 from cnr_store.errors import BadInput
 from cnr_store_tools.demo.batches import TimeOrderedBatches
 from cnr_store_tools.demo.click_log import ClickLog, split_by_time
 from cnr_store_tools.demo.metrics import auc
-from cnr_store_tools.demo.presets import demo_config
 from cnr_store_tools.demo.traffic import (
     TrafficConfig,
     drift_popularity,

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from run_config import RunConfig, demo_config
 from torch import nn
 
 from cnr_store.errors import BadDtype, BadInput
@@ -22,7 +23,6 @@ from cnr_store_tools.demo.adagrad import RowWiseAdagrad
 from cnr_store_tools.demo.batches import TimeOrderedBatches
 from cnr_store_tools.demo.click_log import ClickLog, split_by_time
 from cnr_store_tools.demo.model import ModelConfig, SmallDLRM
-from cnr_store_tools.demo.presets import RunConfig, demo_config
 from cnr_store_tools.demo.traffic import TrafficConfig, generate_clicks
 from cnr_store_tools.demo.train import evaluate, make_optimizers, predict, train_step
 
@@ -93,7 +93,7 @@ PROCESS = """
 import hashlib, torch
 from cnr_store_tools.demo.batches import TimeOrderedBatches
 from cnr_store_tools.demo.model import SmallDLRM
-from cnr_store_tools.demo.presets import demo_config
+from run_config import demo_config
 from cnr_store_tools.demo.traffic import generate_clicks
 from cnr_store_tools.demo.train import make_optimizers, train_step
 config = demo_config()

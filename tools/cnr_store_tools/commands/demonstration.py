@@ -33,7 +33,7 @@ def demo(
         Literal["full", "consecutive", "one_shot", "intermittent"],
         typer.Option("--policy", help="What each save holds."),
     ] = "consecutive",
-    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Training steps.")] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps.")] = 360,
     force: Annotated[bool, typer.Option("--force", help="Replace a store that no demonstration left behind.")] = False,
     json: Json = False,
 ) -> None:

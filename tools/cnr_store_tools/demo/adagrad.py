@@ -1,9 +1,4 @@
-"""Row-wise Adagrad: one accumulator per table row, and only the rows of a sparse gradient move.
-
-It is the optimizer of large embedding tables because its state is 1 / dim of theirs, and the natural partner
-of delta checkpoints because an untouched row and its slot keep their bits. Update as in FBGEMM's
-EXACT_ROWWISE_ADAGRAD: the accumulator adds the mean square of the row's gradient.
-"""
+"""Row-wise Adagrad: one accumulator per table row; only the rows of a sparse gradient change, as in FBGEMM."""
 
 from __future__ import annotations
 
@@ -18,30 +13,26 @@ from cnr_store.errors import BadDtype, BadInput
 class RowWiseAdagrad(torch.optim.Optimizer):
     """Adagrad with state ``{"momentum1": float32 (num_rows,)}`` per table, made before the first step.
 
-    A step sums repeated rows of the gradient, then for each touched row adds ``mean(g ** 2)`` to
-    ``momentum1`` and subtracts ``lr * g / (sqrt(momentum1) + eps)``. On the CPU equal inputs and thread
-    counts give equal bits.
+    A step sums repeated rows of the gradient, then for each touched row adds ``mean(g ** 2)`` to ``momentum1`` and
+    subtracts ``lr * g / (sqrt(momentum1) + eps)``. On the CPU equal inputs and thread counts give equal bits.
 
     Parameters
     ----------
     params
         Tables, float32 (num_rows, dim), whose gradients are sparse (``nn.Embedding(..., sparse=True)``).
     lr, eps
-        As above.
+        As above, not negative.
 
     Raises
     ------
-    BadInput
-        For a negative ``lr`` or ``eps``, or (in ``step``) a dense gradient, which would move every row.
     BadDtype
-        For a parameter that is not a float32 matrix.
+        A parameter is not a float32 matrix.
+    BadInput
+        In ``step``: a gradient is dense, which would change every row.
     """
 
     def __init__(
-        self,
-        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
-        lr: float = 0.05,
-        eps: float = 1e-8,
+        self, params: Iterable[torch.Tensor] | Iterable[dict[str, Any]], lr: float = 0.05, eps: float = 1e-8
     ) -> None:
         if lr < 0 or eps < 0:
             raise BadInput(f"lr and eps must not be negative: found lr {lr}, eps {eps}")
@@ -54,9 +45,8 @@ class RowWiseAdagrad(torch.optim.Optimizer):
             if table.dtype != torch.float32 or table.dim() != 2:
                 raise BadDtype(
                     f"row-wise Adagrad takes float32 tables (num_rows, dim): found {table.dtype} {tuple(table.shape)}",
-                    expected="float32",
-                    found=str(table.dtype),
-                )
+                    expected="float32", found=str(table.dtype),
+                )  # fmt: skip
             self.state[table]["momentum1"] = torch.zeros(table.shape[0], dtype=torch.float32, device=table.device)
 
     @overload
@@ -75,15 +65,14 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         for group in self.param_groups:
             for table in group["params"]:
                 if table.grad is not None:
-                    self._update(table, group["lr"], group["eps"])
+                    self._update(table, table.grad, group["lr"], group["eps"])
         return loss
 
-    def _update(self, table: torch.Tensor, lr: float, eps: float) -> None:
-        gradient = table.grad
-        if gradient is None or not gradient.is_sparse:
+    def _update(self, table: torch.Tensor, gradient: torch.Tensor, lr: float, eps: float) -> None:
+        if not gradient.is_sparse:
             raise BadInput(
-                f"row-wise Adagrad found a dense gradient for a table {tuple(table.shape)}; "
-                f"make the embedding with sparse=True"
+                f"row-wise Adagrad found a dense gradient for a table {tuple(table.shape)}; make the embedding with "
+                "sparse=True"
             )
         gradient = gradient.coalesce()
         rows, values = gradient.indices()[0], gradient.values()

@@ -1,4 +1,4 @@
-"""Batches of a click log in time order, from a position that can be saved and restored exactly."""
+"""Batches of a click log in the order of time, from a position that can be saved and restored exactly."""
 
 from __future__ import annotations
 
@@ -13,17 +13,7 @@ from cnr_store_tools.demo.click_log import ClickLog
 
 @dataclass(frozen=True, slots=True)
 class ClickBatch:
-    """Samples of one training step, CPU tensors that share memory with the log.
-
-    Attributes
-    ----------
-    ids
-        int64 (batch, num_tables).
-    dense
-        float32 (batch, num_dense).
-    labels
-        float32 (batch,).
-    """
+    """Samples of one step, views of a log: int64 (batch, num_tables), float32 (batch, num_dense), float32 (batch,)."""
 
     ids: torch.Tensor
     dense: torch.Tensor
@@ -33,34 +23,32 @@ class ClickBatch:
 class TimeOrderedBatches:
     """Iterates over a log once, in order; ``state_dict`` is the position after the batch handed out last.
 
-    Iterating again goes on where the last iteration stopped, so ``load_state_dict`` before the loop resumes
-    a run with the very next batch. Nothing is prefetched: the states of the last batch handed out and of the
-    last batch trained are the same. A last partial batch is dropped, so every step has the same cost.
+    Iterating again goes on where the last iteration stopped, so ``load_state_dict`` before the loop resumes a run with
+    the very next batch. A last partial batch is dropped, so every step has the same cost.
 
     Parameters
     ----------
     log
-        Samples in time order; kept, not copied.
+        Samples in the order of time; kept, not copied.
     batch_size
         Samples per batch.
     max_batches
         Stop after this many batches of the log; None takes all whole batches.
+
+    Raises
+    ------
+    BadInput
+        The log has no whole batch; or a state is of another batch size or a log of another length.
     """
 
     def __init__(self, log: ClickLog, batch_size: int, *, max_batches: int | None = None) -> None:
         whole = len(log) // batch_size if batch_size > 0 else 0
         if whole == 0:
-            raise BadInput(
-                f"batch size {batch_size} gives no whole batch of {len(log)} samples",
-                expected=f"1 to {len(log)}",
-                found=batch_size,
-            )
+            raise BadInput(f"batch size {batch_size} gives no whole batch of {len(log)} samples", found=batch_size)
         self.batch_size = batch_size
         self._num_batches = whole if max_batches is None else min(whole, max_batches)
         self._num_samples = len(log)
-        self._ids = torch.from_numpy(log.ids)
-        self._dense = torch.from_numpy(log.dense)
-        self._labels = torch.from_numpy(log.labels)
+        self._ids, self._dense, self._labels = map(torch.from_numpy, (log.ids, log.dense, log.labels))
         self._next_batch = 0
 
     def __len__(self) -> int:
@@ -79,33 +67,16 @@ class TimeOrderedBatches:
         return ClickBatch(self._ids[start:stop], self._dense[start:stop], self._labels[start:stop])
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position as plain integers (JSON data)."""
-        return {
-            "next_batch": self._next_batch,
-            "batch_size": self.batch_size,
-            "num_samples": self._num_samples,
-        }
+        """Return the position as plain integers."""
+        return {"next_batch": self._next_batch, "batch_size": self.batch_size, "num_samples": self._num_samples}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue behind the batch at which ``state`` was taken.
-
-        Raises
-        ------
-        BadInput
-            If the state belongs to another batch size or a log of another length.
-        """
-        for name, found in (("batch_size", self.batch_size), ("num_samples", self._num_samples)):
-            if state[name] != found:
-                raise BadInput(
-                    f"the loader state was saved with {name} {state[name]}, this loader has {found}; "
-                    f"resume on the same data with the same batch size",
-                    expected=found,
-                    found=state[name],
-                )
-        if not 0 <= state["next_batch"] <= self._num_samples // self.batch_size:
+        """Continue behind the batch at which ``state`` was taken."""
+        own = self.state_dict()
+        is_inside = 0 <= state["next_batch"] <= self._num_samples // self.batch_size
+        if not is_inside or any(state[name] != own[name] for name in ("batch_size", "num_samples")):
             raise BadInput(
-                f"the loader state points at batch {state['next_batch']}, "
-                f"the log has {self._num_samples // self.batch_size}",
-                found=state["next_batch"],
-            )
+                f"the state points at batch {state['next_batch']} of {dict(state)}; resume on the same data as {own}",
+                expected=own, found=state,
+            )  # fmt: skip
         self._next_batch = int(state["next_batch"])

@@ -16,16 +16,13 @@ def auc(labels: npt.ArrayLike, scores: npt.ArrayLike) -> float:
     Raises
     ------
     BadInput
-        If the shapes differ, a score is NaN, or one class is missing: the AUC is then undefined.
+        The lengths differ, one class is missing, or a score is NaN.
     """
     clicked, ranked = _checked(labels, scores)
     num_clicks = int(clicked.sum())
     num_others = clicked.size - num_clicks
     if num_clicks == 0 or num_others == 0:
-        raise BadInput(
-            f"AUC needs both classes: found {num_clicks} clicks and {num_others} others",
-            found=(num_clicks, num_others),
-        )
+        raise BadInput(f"AUC needs both classes: found {num_clicks} clicks and {num_others} others")
     _, group, count = np.unique(ranked, return_inverse=True, return_counts=True)
     mean_rank = np.cumsum(count) - (count - 1) / 2.0
     rank_sum = float(mean_rank[group][clicked].sum())
@@ -33,15 +30,7 @@ def auc(labels: npt.ArrayLike, scores: npt.ArrayLike) -> float:
 
 
 def logloss(labels: npt.ArrayLike, probabilities: npt.ArrayLike) -> float:
-    """Return the mean negative log likelihood in nats; probabilities are clipped to [1e-7, 1 - 1e-7].
-
-    Both (num_samples,).
-
-    Raises
-    ------
-    BadInput
-        If the shapes differ, nothing is given, or a probability is NaN.
-    """
+    """Return the mean negative log likelihood in nats; probabilities (num_samples,) are clipped to [1e-7, 1 - 1e-7]."""
     clicked, given = _checked(labels, probabilities)
     if clicked.size == 0:
         raise BadInput("logloss of no samples is undefined")
@@ -50,10 +39,9 @@ def logloss(labels: npt.ArrayLike, probabilities: npt.ArrayLike) -> float:
 
 
 def _checked(labels: npt.ArrayLike, scores: npt.ArrayLike) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
-    clicked = np.asarray(labels) > 0.5
-    ranked = np.asarray(scores, dtype=np.float64)
-    if clicked.shape != ranked.shape or clicked.ndim != 1:
-        raise BadInput(f"labels {clicked.shape} and scores {ranked.shape} must be vectors of one length")
-    if np.isnan(ranked).any():
+    clicked, given = np.asarray(labels) > 0.5, np.asarray(scores, dtype=np.float64)
+    if clicked.shape != given.shape or clicked.ndim != 1:
+        raise BadInput(f"labels {clicked.shape} and scores {given.shape} must be vectors of one length")
+    if np.isnan(given).any():
         raise BadInput("a score is NaN: the model has diverged")
-    return clicked, ranked
+    return clicked, given

@@ -72,15 +72,7 @@ class SmallDLRM(nn.Module):
         self.top = _mlp((num_vectors * config.dim + num_pairs, *config.top_hidden, 1), generator)
 
     def forward(self, ids: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
-        """Return click logits float32 (batch,).
-
-        Parameters
-        ----------
-        ids
-            int64 (batch, num_tables): the row of each table.
-        dense
-            float32 (batch, num_dense).
-        """
+        """Return click logits float32 (batch,) of rows int64 (batch, num_tables) and float32 (batch, num_dense)."""
         columns = ids.t().contiguous()
         vectors = [table(columns[index]) for index, table in enumerate(self.tables.values())]
         if self.config.num_dense:

@@ -31,31 +31,13 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What the caller chose.
-
-    Attributes
-    ----------
-    store
-        Where the store is left; a folder or URL.
-    is_exact
-        Keep tables and slots bit for bit; then the resumed run equals the uninterrupted one.
-    bits
-        Precision of the tables otherwise: 2, 3, 4 or 8.
-    policy
-        See `cnr_store.write.policy`.
-    steps
-        Training steps; None for the default.
-    force
-        Replace a store that no demonstration left behind.
-    seed
-        Of the data and the model.
-    """
+    """What the caller chose; ``cnr demo --help`` explains each. ``seed`` is that of the data and the model."""
 
     store: str = "./demo-store"
     is_exact: bool = False
     bits: Literal[2, 3, 4, 8] = 4
     policy: Literal["full", "consecutive", "one_shot", "intermittent"] = "consecutive"
-    steps: int | None = None
+    steps: int = 360
     force: bool = False
     seed: int = 0
 

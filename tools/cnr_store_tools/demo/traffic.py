@@ -1,9 +1,8 @@
 """Generated click traffic: popular ids drift, and a planted teacher makes the clicks learnable.
 
-Two properties of production traffic decide what a delta checkpoint costs, and both are set here: how many
-distinct rows an interval touches (the Zipf exponent) and how fast the touched set moves (the drift). Labels
-come from a factorization machine over hidden factors of the ids, so a model that learns has an AUC far above
-0.5 and one whose rows were restored wrongly shows it.
+What a delta checkpoint costs depends on how many distinct rows an interval touches (the Zipf exponent), and on how fast
+that set changes (the drift). Labels come from a factorization machine over hidden factors of the ids, so a model that
+learns has an AUC far above 0.5, and one whose rows were restored wrongly shows it.
 """
 
 from __future__ import annotations
@@ -65,11 +64,7 @@ def zipf_cumulative(num_rows: int, exponent: float) -> npt.NDArray[np.float64]:
 
 
 def drift_popularity(order: npt.NDArray[np.int64], share: float, random: np.random.Generator) -> None:
-    """Exchange the ids of a random ``share`` of ranks among each other, in place.
-
-    ``order[r]`` is the id at popularity rank r; it stays a permutation. A head rank usually meets a tail one,
-    so each step lets some stars fade and some unknown ids become popular.
-    """
+    """Exchange the ids of a random ``share`` of ranks in place; ``order[r]`` is the id at popularity rank r."""
     moved = random.choice(order.size, size=round(order.size * share), replace=False)
     order[moved] = order[random.permutation(moved)]
 
@@ -78,14 +73,8 @@ def drift_popularity(order: npt.NDArray[np.int64], share: float, random: np.rand
 class Teacher:
     """The hidden factorization machine that decides the labels.
 
-    Attributes
-    ----------
-    factors
-        Per table float32 (num_rows, factor_dim + 1): the hidden vector, then the bias of each id.
-    dense_weights
-        float32 (num_dense,).
-    click_bias
-        Constant term.
+    ``factors`` is per table float32 (num_rows, factor_dim + 1): the hidden vector, then the bias of each id;
+    ``dense_weights`` is float32 (num_dense,), and ``click_bias`` the constant term.
     """
 
     factors: list[npt.NDArray[np.float32]]
@@ -145,10 +134,5 @@ def generate_clicks(config: TrafficConfig) -> ClickLog:
         dense[start:stop] = random.standard_normal((count, config.num_dense), dtype=np.float32)
         logits = teacher.logits(ids[start:stop], dense[start:stop])
         labels[start:stop] = random.random(count) < 1.0 / (1.0 + np.exp(-logits.astype(np.float64)))
-    return ClickLog(
-        ids=ids,
-        dense=dense,
-        labels=labels,
-        table_rows=list(config.table_rows),
-        names=[f"t{column}_{num_rows}" for column, num_rows in enumerate(config.table_rows)],
-    )
+    names = [f"t{column}_{num_rows}" for column, num_rows in enumerate(config.table_rows)]
+    return ClickLog(ids, dense, labels, list(config.table_rows), names)

@@ -69,12 +69,6 @@ def predict(model: SmallDLRM, log: ClickLog, *, batch_size: int = 8192) -> npt.N
 
 
 def evaluate(model: SmallDLRM, log: ClickLog) -> Quality:
-    """Return AUC and logloss of the model on ``log``; the model is left as it was.
-
-    Raises
-    ------
-    BadInput
-        If the log holds one class only or a prediction is NaN.
-    """
+    """Return AUC and logloss of the model on ``log``; the model is left as it was. Raises as `metrics.auc`."""
     probabilities = predict(model, log)
     return Quality(metrics.auc(log.labels, probabilities), metrics.logloss(log.labels, probabilities))

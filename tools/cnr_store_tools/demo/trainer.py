@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -18,24 +17,15 @@ from cnr_store import TableOptions
 from cnr_store.training import CheckpointManager, SavePolicy, TrackingOptions
 from cnr_store_tools.demo.batches import TimeOrderedBatches
 from cnr_store_tools.demo.click_log import split_by_time
-from cnr_store_tools.demo.model import SmallDLRM
-from cnr_store_tools.demo.presets import RunConfig, demo_config
-from cnr_store_tools.demo.traffic import generate_clicks
+from cnr_store_tools.demo.model import ModelConfig, SmallDLRM
+from cnr_store_tools.demo.traffic import TrafficConfig, generate_clicks
 from cnr_store_tools.demo.train import evaluate, make_optimizers, train_step
 from cnr_store_tools.demo.worker import Channel
 
+TABLE_ROWS = (50_000, 20_000, 10_000, 5_000)
+BATCH_SIZE = 1024
+TEST_SHARE = 0.15
 NUM_CHECKPOINTS = 9
-"""Checkpoints of one run."""
-
-
-def run_config(steps: int | None, seed: int) -> RunConfig:
-    """Return the run of so many steps; of the default number if None."""
-    config = demo_config(seed=seed)
-    if steps is not None:
-        assert config.traffic is not None  # the generated run
-        samples = round(steps * config.batch_size / (1.0 - config.test_share)) + config.batch_size
-        config = replace(config, steps=steps, traffic=replace(config.traffic, num_samples=samples))
-    return replace(config, save_every=max(1, config.steps // NUM_CHECKPOINTS))
 
 
 def play(task: Mapping[str, Any], channel: Channel) -> None:
@@ -43,19 +33,26 @@ def play(task: Mapping[str, Any], channel: Channel) -> None:
 
     Other keys of the task: ``steps``, ``seed``, ``policy``, ``bits``, ``is_exact``.
     """
-    config = run_config(task["steps"], task["seed"])
-    assert config.traffic is not None
-    past, future = split_by_time(generate_clicks(config.traffic), config.test_share)
-    torch.set_num_threads(config.num_threads)
-    model = SmallDLRM(config.model_config(past))
-    optimizers = make_optimizers(model, table_lr=config.table_lr, dense_lr=config.dense_lr)
-    batches = TimeOrderedBatches(past, config.batch_size, max_batches=config.steps)
-    channel.tell("ready", num_samples=len(past) + len(future), table_rows=sum(past.table_rows), dim=config.dim)
+    steps: int = task["steps"]
+    traffic = TrafficConfig(
+        table_rows=TABLE_ROWS, num_samples=round((steps + 1) * BATCH_SIZE / (1.0 - TEST_SHARE)),
+        drift_every=16 * BATCH_SIZE, seed=task["seed"],
+    )  # fmt: skip
+    past, future = split_by_time(generate_clicks(traffic), TEST_SHARE)
+    torch.set_num_threads(1)  # part of what makes two runs equal bit for bit
+    model = SmallDLRM(
+        ModelConfig(
+            table_rows=TABLE_ROWS, table_names=tuple(past.names), num_dense=past.num_dense, seed=task["seed"]
+        )
+    )  # fmt: skip
+    optimizers = make_optimizers(model)
+    batches = TimeOrderedBatches(past, BATCH_SIZE, max_batches=steps)
+    channel.tell("ready", num_samples=len(past) + len(future), table_rows=sum(past.table_rows), dim=model.config.dim)
     if task["store"] is None:
         for batch in batches:
             train_step(model, optimizers, batch)
     else:
-        _train_saved(task, channel, config, model, optimizers, batches)
+        _train_saved(task, channel, model, optimizers, batches)
     weights: dict[str, Any] = {name: weight.detach().numpy() for name, weight in model.named_parameters()}
     np.savez(task["weights"], **weights)
     quality = evaluate(model, future)
@@ -65,14 +62,13 @@ def play(task: Mapping[str, Any], channel: Channel) -> None:
 def _train_saved(
     task: Mapping[str, Any],
     channel: Channel,
-    config: RunConfig,
     model: SmallDLRM,
     optimizers: tuple[torch.optim.Optimizer, ...],
     batches: TimeOrderedBatches,
 ) -> None:
     # The six lines that a user writes:
     manager = CheckpointManager(
-        task["store"], model=model, optimizer=optimizers, reader=batches, every_steps=config.save_every,
+        task["store"], model=model, optimizer=optimizers, reader=batches, every_steps=max(1, len(batches) // NUM_CHECKPOINTS),
         options=TableOptions.exact() if task["is_exact"] else TableOptions(bits=task["bits"]),
         save_policy=SavePolicy(policy=task["policy"], first_full="copy"),
         tracking=TrackingOptions(assume={"RowWiseAdagrad": "touched"}),

@@ -23,23 +23,7 @@ MAX_EXAMPLES = 3
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """What the caller chose.
-
-    Attributes
-    ----------
-    store
-        Where the store is left; a folder or URL.
-    seconds
-        How long the processes run together, from the moment when all of them are ready.
-    seed
-        Of traffic, model and the times of the kills.
-    kills
-        How many processes are killed.
-    rows
-        Rows of all tables together.
-    force
-        Replace a store that no demonstration left behind.
-    """
+    """What the caller chose; ``cnr serve-demo --help`` explains each."""
 
     store: str = "./serve-demo-store"
     seconds: float = 60.0

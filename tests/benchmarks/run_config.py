@@ -1,4 +1,4 @@
-"""One training run: its data, its model and its learning rates; and the run of the demonstration."""
+"""One training run of a benchmark: its data, its model and its learning rates."""
 
 from __future__ import annotations
 
@@ -50,31 +50,19 @@ class RunConfig:
     def model_config(self, log: ClickLog) -> ModelConfig:
         """Return the shape of the model that fits ``log``."""
         return ModelConfig(
-            table_rows=tuple(log.table_rows),
-            table_names=tuple(log.names),
-            dim=self.dim,
-            num_dense=log.num_dense,
-            bottom_hidden=self.bottom_hidden,
-            top_hidden=self.top_hidden,
-            table_init=self.table_init,
-            seed=self.seed,
-        )
+            table_rows=tuple(log.table_rows), table_names=tuple(log.names), dim=self.dim, num_dense=log.num_dense,
+            bottom_hidden=self.bottom_hidden, top_hidden=self.top_hidden, table_init=self.table_init, seed=self.seed,
+        )  # fmt: skip
 
 
-def demo_config(*, seed: int = 0) -> RunConfig:
-    """Return the run of ``cnr demo`` on generated traffic: 85,000 rows x 16 in four tables, 360 steps."""
-    batch_size, steps, test_share = 1024, 360, 0.15
+def demo_config(*, steps: int = 360, seed: int = 0) -> RunConfig:
+    """Return a run like that of ``cnr demo``: 85,000 rows x 16 in four tables, generated traffic, nine checkpoints."""
+    batch_size, test_share = 1024, 0.15
+    traffic = TrafficConfig(
+        table_rows=(50_000, 20_000, 10_000, 5_000), drift_every=16 * batch_size, seed=seed,
+        num_samples=round(steps * batch_size / (1.0 - test_share)) + batch_size,
+    )  # fmt: skip
     return RunConfig(
-        traffic=TrafficConfig(
-            table_rows=(50_000, 20_000, 10_000, 5_000),
-            num_samples=round(steps * batch_size / (1.0 - test_share)) + batch_size,
-            drift_every=16 * batch_size,
-            seed=seed,
-        ),
-        steps=steps,
-        batch_size=batch_size,
-        save_every=40,
-        test_share=test_share,
-        dim=16,
-        seed=seed,
-    )
+        traffic=traffic, steps=steps, batch_size=batch_size, save_every=max(1, steps // 9), test_share=test_share,
+        dim=16, seed=seed,
+    )  # fmt: skip
