@@ -68,7 +68,8 @@ def _train_saved(
 ) -> None:
     # The six lines that a user writes:
     manager = CheckpointManager(
-        task["store"], model=model, optimizer=optimizers, reader=batches, every_steps=max(1, len(batches) // NUM_CHECKPOINTS),
+        task["store"], model=model, optimizer=optimizers, reader=batches,
+        every_steps=max(1, len(batches) // NUM_CHECKPOINTS),
         options=TableOptions.exact() if task["is_exact"] else TableOptions(bits=task["bits"]),
         save_policy=SavePolicy(policy=task["policy"], first_full="copy"),
         tracking=TrackingOptions(assume={"RowWiseAdagrad": "touched"}),
