@@ -82,7 +82,7 @@ def value_text(name: str, value: Any) -> str:
     if isinstance(value, list | tuple):
         is_numbers = all(isinstance(item, int) for item in value) and list(value) == sorted(value)
         return ranges_text(value) if is_numbers else ", ".join(map(str, value))
-    return str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def ratio_text(ratio: float | None) -> str:
