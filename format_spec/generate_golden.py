@@ -335,7 +335,7 @@ def halved_scale(golden, scale, user, momentum, expected, slot, note, other) -> 
     codes.status, codes.escapes = mirror.status, mirror.escapes
     golden.writer.mirrors.put(Shard("user"), codes, codes.digest())
     with mock.patch("cnr_store.write.commit.check_receipts"), golden.writer.begin(step=6) as txn:
-        txn._tables["user"] = schema
+        txn._staged.schemas.tables["user"] = schema
         rows = np.asarray([1, 6])
         txn.write_rows("user", rows, user[rows], slots={"momentum": momentum[rows]})
         expected[rows], slot[rows] = lattice(user[rows], scale / 2), rounded(momentum[rows], 7)
