@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from tests.support.rooms import (
     GPU,
     LIBRARY,
+    REPOSITORY,
     TOOLS,
     Import,
     arrows,
@@ -148,6 +150,19 @@ def test_arrows_of_the_table_point_up_to_earlier_rows() -> None:
     rows = list(MAY_IMPORT)
 
     assert [room for at, room in enumerate(rows) if not MAY_IMPORT[room] <= set(rows[:at])] == []
+
+
+def test_the_page_of_the_house_names_files_that_exist() -> None:
+    page = (REPOSITORY / "docs" / "architecture.md").read_text()
+    named = re.findall(r"`((?:[\w]+/)*[\w]+\.py)`", page)
+    files = [
+        str(file.relative_to(REPOSITORY))
+        for folder in (LIBRARY, GPU, TOOLS, REPOSITORY / "tests")
+        for file in sources(folder)
+    ]
+
+    assert len(named) > 50
+    assert [name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)] == []
 
 
 def test_the_house_stays_small() -> None:

@@ -1,0 +1,58 @@
+"""How large files, classes and constructors may be, and that one class name has one meaning."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+from tests.support.rooms import GPU, LIBRARY, TOOLS, sources
+
+MOST_LINES_OF_A_FILE = 600
+MOST_LINES_OF_A_CLASS = 400
+MOST_PARAMETERS = 12
+
+
+def files() -> list[Path]:
+    return [file for folder in (LIBRARY, GPU, TOOLS) for file in sources(folder)]
+
+
+def classes() -> list[tuple[Path, ast.ClassDef]]:
+    return [
+        (file, node)
+        for file in files()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+
+
+def parameters_of(function: ast.FunctionDef) -> int:
+    given = function.args
+    return len(given.posonlyargs) + len(given.args) + len(given.kwonlyargs) - 1
+
+
+def test_files_and_classes_can_be_read_in_one_sitting() -> None:
+    long = {file.name for file in files() if len(file.read_text().splitlines()) > MOST_LINES_OF_A_FILE}
+    long |= {node.name for _, node in classes() if (node.end_lineno or 0) - node.lineno + 1 > MOST_LINES_OF_A_CLASS}
+
+    assert long == set()
+
+
+def test_constructors_take_few_parameters() -> None:
+    many = [
+        node.name
+        for _, node in classes()
+        for method in node.body
+        if isinstance(method, ast.FunctionDef) and method.name == "__init__"
+        if parameters_of(method) > MOST_PARAMETERS
+    ]
+
+    assert many == []
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    found = defaultdict(list)
+    for file, node in classes():
+        found[node.name.lstrip("_")].append(file.name)
+
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}
