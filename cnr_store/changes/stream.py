@@ -20,14 +20,7 @@ from cnr_store.changes.cursor import ChangeCursor
 from cnr_store.changes.stream_hold import StreamHold
 from cnr_store.changes.stream_path import StreamPath
 from cnr_store.changes.version_reader import VersionReader, names_of, segment_of
-from cnr_store.errors import (
-    BadInput,
-    BranchNotFound,
-    CursorExpired,
-    MissingObject,
-    TableNotFound,
-    VersionNotFound,
-)
+from cnr_store.errors import BadInput, BranchNotFound, CursorExpired, MissingObject, TableNotFound, VersionNotFound
 from cnr_store.format.commit_record import LogEntry, is_live
 from cnr_store.runtime.arguments import checked_count, checked_number
 from cnr_store.store import Store

@@ -17,27 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store.encodings.row_order import out_of_order
-from cnr_store.errors import (
-    CorruptObject,
-    CorruptRecord,
-    CorruptStore,
-    MissingObject,
-    TableNotFound,
-)
+from cnr_store.errors import CorruptObject, CorruptRecord, CorruptStore, MissingObject, TableNotFound
 from cnr_store.format import arrays, layout
 from cnr_store.format.chain_checks import chain_problems, record_problems
 from cnr_store.format.documents import JSON, decode_document, loads, sha256
 from cnr_store.format.limits import MAX_MANIFEST_BYTES, MAX_TREE_NESTING
 from cnr_store.format.manifest import decode_segment
-from cnr_store.format.records import (
-    ArrayEntry,
-    ChainEntry,
-    CommitRecord,
-    DenseEntry,
-    Manifest,
-    Receipt,
-    RowListEntry,
-)
+from cnr_store.format.records import ArrayEntry, ChainEntry, CommitRecord, DenseEntry, Manifest, Receipt, RowListEntry
 from cnr_store.runtime.threads import Workers
 from cnr_store.storage import Storage, object_digest, read_verified
 from cnr_store.types import JsonValue, RowIds

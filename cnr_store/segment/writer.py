@@ -17,26 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store.encodings.row_order import into_order
-from cnr_store.errors import (
-    BadDtype,
-    BadInput,
-    CorruptStore,
-    StorageFailure,
-)
+from cnr_store.errors import BadDtype, BadInput, CorruptStore, StorageFailure
 from cnr_store.format import arrays, layout
 from cnr_store.format.documents import canonical_json, sha256
 from cnr_store.format.fields import ArrayDtype, TensorDtype
 from cnr_store.format.limits import MAX_MANIFEST_BYTES
 from cnr_store.format.manifest import decode_manifest
-from cnr_store.format.records import (
-    ArrayEntry,
-    DenseEntry,
-    Manifest,
-    ObjectEntry,
-    PartEntry,
-    Receipt,
-    RowListEntry,
-)
+from cnr_store.format.records import ArrayEntry, DenseEntry, Manifest, ObjectEntry, PartEntry, Receipt, RowListEntry
 from cnr_store.runtime.threads import Throttle, Workers
 from cnr_store.storage import Storage, object_digest
 from cnr_store.types import JsonValue, Profile, Rectangle

@@ -15,14 +15,7 @@ from cnr_store.training.devices import compile_kernels
 from cnr_store.training.options import SavePolicy, StoreOptions, TrackingOptions
 from cnr_store.training.reader import IntervalReader, Stateful
 from cnr_store.training.shard_ownership import Holdings, check_alike, find_local_shards, hold
-from cnr_store.training.shards import (
-    Handle,
-    LocalShard,
-    follow_lookups,
-    plain_optimizers,
-    unwrapped,
-    watched_shard,
-)
+from cnr_store.training.shards import Handle, LocalShard, follow_lookups, plain_optimizers, unwrapped, watched_shard
 from cnr_store.training.state import StatePlan, live_slots, mirror_estimate, plan_state
 from cnr_store.training.tensors import table_dtype_name
 from cnr_store.write.mirrors import MirrorMode, check_mirror_folder

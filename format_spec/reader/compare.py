@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from cnr_store import Snapshot, Store, VersionExpired
+from cnr_store import Snapshot, Store
+from cnr_store.errors import VersionExpired
 from cnr_store.format import document_tree
 from cnr_store.read.snapshot import TableView
 from cnr_store.types import Rectangle

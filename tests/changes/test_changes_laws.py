@@ -15,8 +15,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
-from cnr_store import CursorExpired, DoesNotApply, Store
+from cnr_store import Store
 from cnr_store.changes import ChangeCursor, ChangeStream, catch_up, changes
+from cnr_store.errors import CursorExpired, DoesNotApply
 from cnr_store.format.commit_record import is_live
 from tests.maintenance.test_maintained_store_machine import Line, MaintainedStoreMachine
 from tests.store.test_store_machine import run

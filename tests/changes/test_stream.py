@@ -16,24 +16,20 @@ import pytest
 
 from cnr_store import (
     BadInput,
-    BadShape,
-    BranchNotFound,
     CompactionPolicy,
     Conflict,
     CorruptStore,
-    CursorExpired,
     RetentionPolicy,
     StorageFailure,
     Store,
-    TableNotFound,
     TableOptions,
     Unsupported,
-    VersionNotFound,
     collect_garbage,
     compact,
     maintain,
 )
 from cnr_store.changes import ChangeCursor, ChangeStream, catch_up, changes, recorded_cursor, write_ipc, write_parquet
+from cnr_store.errors import BadShape, BranchNotFound, CursorExpired, TableNotFound, VersionNotFound
 from cnr_store.format.layout import commit_key
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import Rectangle

@@ -6,8 +6,9 @@ import json
 from collections.abc import Callable, Set
 from pathlib import Path
 
-from cnr_store import CnrStoreError, RetentionPolicy, VersionNotFound
+from cnr_store import CnrStoreError, RetentionPolicy
 from cnr_store.changes import changes
+from cnr_store.errors import VersionNotFound
 from cnr_store.relay import Relay
 from cnr_store.serving import Loader, LoaderOptions
 from tests.faults.fuzz_doors import READING, WRITING, Visit, Wrong, raise_first

@@ -30,7 +30,8 @@ from typing import Any
 
 import numpy as np
 
-from cnr_store import CommitStateUnknown, Conflict, Store, TableOptions
+from cnr_store import Conflict, Store, TableOptions
+from cnr_store.errors import CommitStateUnknown
 from cnr_store.format.layout import COMMITS
 from cnr_store.log.retention import RetentionPolicy
 from cnr_store.maintenance.compaction.plan import CompactionPolicy

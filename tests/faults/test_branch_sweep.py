@@ -9,7 +9,8 @@ import fsspec
 import numpy as np
 import pytest
 
-from cnr_store import BranchNotFound, CnrStoreError, Store, TableOptions, Writer
+from cnr_store import CnrStoreError, Store, TableOptions, Writer
+from cnr_store.errors import BranchNotFound
 from cnr_store.format.layout import BRANCHES, branch_prefix
 from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.storage import storage_from_filesystem

@@ -13,18 +13,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from cnr_store import (
-    CnrStoreError,
-    CommitStateUnknown,
-    Conflict,
-    DoesNotApply,
-    NotAStore,
-    StorageFailure,
-    Store,
-    StoreExists,
-    Writer,
-    verify_store,
-)
+from cnr_store import CnrStoreError, Conflict, StorageFailure, Store, Writer, verify_store
+from cnr_store.errors import CommitStateUnknown, DoesNotApply, NotAStore, StoreExists
 from cnr_store.format.commit_record import DATA_KINDS, LogEntry, is_live
 from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.log.retention import RetentionPolicy

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cnr_store import CnrStoreError, CommitStateUnknown, Store, TableOptions
-from cnr_store.errors import RankLost, StorageFailure
+from cnr_store import CnrStoreError, Store, TableOptions
+from cnr_store.errors import CommitStateUnknown, RankLost, StorageFailure
 from cnr_store.format.commit_record import is_live
 from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.log.retention import RetentionPolicy

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cnr_store import CnrStoreError, CommitStateUnknown, Store, TableOptions, verify_store
-from cnr_store.errors import RankLost
+from cnr_store import CnrStoreError, Store, TableOptions, verify_store
+from cnr_store.errors import CommitStateUnknown, RankLost
 from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.segment.shards import Shard
 from cnr_store.storage import storage_from_filesystem

@@ -9,16 +9,8 @@ import fsspec
 import numpy as np
 import pytest
 
-from cnr_store import (
-    CnrStoreError,
-    NotAStore,
-    RetentionPolicy,
-    Store,
-    TableOptions,
-    VersionExpired,
-    VersionNotFound,
-    collect_garbage,
-)
+from cnr_store import CnrStoreError, RetentionPolicy, Store, TableOptions, collect_garbage
+from cnr_store.errors import NotAStore, VersionExpired, VersionNotFound
 from cnr_store.format.commit_record import is_live
 from cnr_store.format.layout import COMMITS, DATA, RELAY_TRIMS, STATE, is_segment_name
 from cnr_store.log.commit_log import RetryPolicy

@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
-from cnr_store import RetentionPolicy, Store, UnsafeBackend, maintain, verify_store
+from cnr_store import RetentionPolicy, Store, maintain, verify_store
+from cnr_store.errors import UnsafeBackend
 from cnr_store.relay import Relay
 from cnr_store.storage import CreateOutcome, open_storage
 from cnr_store.storage.remote import AzureStorage, S3Storage

@@ -10,16 +10,8 @@ import fsspec
 import numpy as np
 import pytest
 
-from cnr_store import (
-    CnrStoreError,
-    CommitStateUnknown,
-    NotAStore,
-    Store,
-    TableOptions,
-    Transaction,
-    VersionNotFound,
-    Writer,
-)
+from cnr_store import CnrStoreError, Store, TableOptions, Transaction, Writer
+from cnr_store.errors import CommitStateUnknown, NotAStore, VersionNotFound
 from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.storage import storage_from_filesystem
 from tests.support.faulty import FaultKind, FaultyFileSystem

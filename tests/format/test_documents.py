@@ -11,7 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from cnr_store import BadName, DoesNotApply, Store, TableOptions, VersionExpired
+from cnr_store import Store, TableOptions
+from cnr_store.errors import BadName, DoesNotApply, VersionExpired
 from cnr_store.format.documents import canonical_json
 from cnr_store.format.layout import check_name, check_relative_path, encode_name
 from cnr_store.format.records import Receipt, WriterInfo

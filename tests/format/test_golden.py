@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cnr_store import BranchNotFound, Snapshot, Store
+from cnr_store import Snapshot, Store
+from cnr_store.errors import BranchNotFound
 from cnr_store.format import document_tree
 from format_spec import generate_golden
 

@@ -15,8 +15,6 @@ from cnr_store import (
     BadInput,
     CnrStoreError,
     CompactionPolicy,
-    CorruptObject,
-    CorruptRecord,
     CorruptStore,
     RetentionPolicy,
     Store,
@@ -26,6 +24,7 @@ from cnr_store import (
     repair_store,
     verify_store,
 )
+from cnr_store.errors import CorruptObject, CorruptRecord
 from cnr_store.format import layout, limits
 from cnr_store.format.documents import canonical_json, sha256
 from cnr_store.format.limits import (

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cnr_store import BadInput, CorruptRecord, Store, TableOptions, repair_store, verify_store
+from cnr_store import BadInput, Store, TableOptions, repair_store, verify_store
+from cnr_store.errors import CorruptRecord
 from cnr_store.format import nesting
 from cnr_store.format.commit_record import encode_record
 from cnr_store.format.document_tree import MAX_DEPTH

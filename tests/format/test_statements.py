@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cnr_store import BadInput, BadShape, CorruptStore, Store, TableOptions, verify_store
+from cnr_store import BadInput, CorruptStore, Store, TableOptions, verify_store
+from cnr_store.errors import BadShape
 from cnr_store.format.limits import MAX_DIM
 from cnr_store.format.manifest import decode_manifest
 from cnr_store.format.manifest_checks import manifest_problems

@@ -13,9 +13,7 @@ import torch
 from cnr_store import (
     CorruptStore,
     Store,
-    StoreExists,
     TableOptions,
-    VersionNotFound,
     collect_garbage,
     compact,
     maintain,
@@ -23,6 +21,7 @@ from cnr_store import (
     verify_store,
 )
 from cnr_store.changes import changes
+from cnr_store.errors import StoreExists, VersionNotFound
 from cnr_store.format.documents import sha256
 from cnr_store.format.layout import COMMITS, HINT, IDENTITY, RELAY, commit_key
 from cnr_store.relay import Relay

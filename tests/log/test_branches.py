@@ -13,22 +13,24 @@ import pytest
 
 from cnr_store import (
     BadInput,
-    BadName,
-    BranchExists,
-    BranchNotFound,
     Conflict,
-    CorruptRecord,
     CorruptStore,
-    Fenced,
-    ReadOnlyStore,
     Store,
     TableOptions,
-    VersionExpired,
-    VersionNotFound,
     Writer,
     export_snapshot,
     import_tensors,
     verify_store,
+)
+from cnr_store.errors import (
+    BadName,
+    BranchExists,
+    BranchNotFound,
+    CorruptRecord,
+    Fenced,
+    ReadOnlyStore,
+    VersionExpired,
+    VersionNotFound,
 )
 from cnr_store.format.commit_record import encode_record
 from cnr_store.format.layout import BRANCHES, DATA, branch_prefix, commit_key, hint_key

@@ -7,16 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cnr_store import (
-    BadInput,
-    BadName,
-    ChannelNotFound,
-    Store,
-    TableOptions,
-    TagExists,
-    VersionExpired,
-    VersionNotFound,
-)
+from cnr_store import BadInput, Store, TableOptions
+from cnr_store.errors import BadName, ChannelNotFound, TagExists, VersionExpired, VersionNotFound
 from cnr_store.log.author import writer_info
 from cnr_store.log.rebase import draft_after, rebase_expire
 

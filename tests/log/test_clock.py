@@ -10,16 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cnr_store import (
-    RetentionPolicy,
-    Store,
-    TableOptions,
-    WrongClock,
-    collect_garbage,
-    maintain,
-    repair_store,
-    verify_store,
-)
+from cnr_store import RetentionPolicy, Store, TableOptions, collect_garbage, maintain, repair_store, verify_store
+from cnr_store.errors import WrongClock
 from cnr_store.format.layout import commit_key
 from cnr_store.log import clock
 from cnr_store.log.clock import MAX_SKEW_MS, read_store_clock, wall_ms

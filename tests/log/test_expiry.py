@@ -9,18 +9,16 @@ import pytest
 
 from cnr_store import (
     Conflict,
-    DoesNotApply,
-    MissingObject,
     RetentionPolicy,
     Store,
     TableOptions,
-    VersionExpired,
     Writer,
     collect_garbage,
     compact,
     repair_store,
     verify_store,
 )
+from cnr_store.errors import DoesNotApply, MissingObject, VersionExpired
 from cnr_store.format.layout import segment_prefix
 from cnr_store.storage import storage_from_filesystem
 from tests.support.faulty import Call, FaultyFileSystem, IsolatedMemoryFileSystem

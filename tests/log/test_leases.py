@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from cnr_store import BadInput, BadName, CorruptStore, NotFound, Store, VersionExpired, VersionNotFound
+from cnr_store import BadInput, CorruptStore, NotFound, Store
+from cnr_store.errors import BadName, VersionExpired, VersionNotFound
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.format.documents import canonical_json
 from cnr_store.format.layout import CURSORS, READER_LEASES, cursor_key

@@ -13,18 +13,16 @@ import numpy as np
 import pytest
 
 from cnr_store import (
-    CorruptRecord,
     CorruptStore,
-    MissingObject,
     RetentionPolicy,
     Store,
     TableOptions,
     Threshold,
-    TransactionAborted,
     collect_garbage,
     repair_store,
     verify_store,
 )
+from cnr_store.errors import CorruptRecord, MissingObject, TransactionAborted
 from cnr_store.format.commit_record import LogEntry, decode_record, sealed
 from cnr_store.format.documents import canonical_json, sha256
 from cnr_store.format.layout import STATE, branch_prefix, state_key

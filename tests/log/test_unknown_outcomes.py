@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cnr_store import CommitStateUnknown, StorageFailure, Store, TableOptions, Writer
+from cnr_store import StorageFailure, Store, TableOptions, Writer
+from cnr_store.errors import CommitStateUnknown
 from cnr_store.format.layout import COMMITS
 from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.storage import CreateOutcome, Storage, open_storage

@@ -13,10 +13,8 @@ import pytest
 
 from cnr_store import (
     BadInput,
-    CommitStateUnknown,
     CompactionPolicy,
     CorruptStore,
-    ReadOnlyStore,
     RetentionPolicy,
     StorageFailure,
     Store,
@@ -25,6 +23,7 @@ from cnr_store import (
     compact,
     verify_store,
 )
+from cnr_store.errors import CommitStateUnknown, ReadOnlyStore
 from cnr_store.format.documents import canonical_json, sha256
 from cnr_store.format.layout import MANIFEST, RECEIPT, segment_prefix
 from cnr_store.log.author import writer_info

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from cnr_store import BadInput, CorruptObject, MissingDependency, Store, compact
+from cnr_store import BadInput, Store, compact
+from cnr_store.errors import CorruptObject, MissingDependency
 from cnr_store.format.layout import segment_key
 from cnr_store.format.records import Manifest
 from cnr_store.integrations.ray import RayPool

@@ -15,23 +15,19 @@ import pytest
 
 from cnr_store import (
     BadInput,
-    BranchNotFound,
-    CorruptRecord,
     CorruptStore,
     GcReport,
-    ReadOnlyStore,
     RetentionPolicy,
     StorageFailure,
     Store,
     TableOptions,
-    TransactionAborted,
-    VersionExpired,
     Writer,
     collect_garbage,
     compact,
     repair_store,
     verify_store,
 )
+from cnr_store.errors import BranchNotFound, CorruptRecord, ReadOnlyStore, TransactionAborted, VersionExpired
 from cnr_store.format.commit_record import encode_record, is_live
 from cnr_store.format.documents import canonical_json
 from cnr_store.format.layout import (

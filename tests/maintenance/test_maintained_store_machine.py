@@ -22,20 +22,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from cnr_store import (
-    BranchNotFound,
-    CommitStateUnknown,
     CompactionPolicy,
-    DoesNotApply,
-    Fenced,
     Lease,
     RetentionPolicy,
     StorageFailure,
     Store,
-    TransactionAborted,
-    VersionExpired,
     collect_garbage,
     compact,
     verify_store,
+)
+from cnr_store.errors import (
+    BranchNotFound,
+    CommitStateUnknown,
+    DoesNotApply,
+    Fenced,
+    TransactionAborted,
+    VersionExpired,
 )
 from cnr_store.format.layout import DATA, MANIFEST, RECEIPT, segment_key
 from cnr_store.log.leases import CLOCK_TOLERANCE_MS

@@ -11,21 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cnr_store import (
-    CommitStateUnknown,
-    Conflict,
-    CorruptObject,
-    CorruptRecord,
-    CorruptStore,
-    Fenced,
-    ReadOnlyStore,
-    StorageFailure,
-    Store,
-    TableOptions,
-    UnknownFeature,
-    repair_store,
-    verify_store,
-)
+from cnr_store import Conflict, CorruptStore, StorageFailure, Store, TableOptions, repair_store, verify_store
+from cnr_store.errors import CommitStateUnknown, CorruptObject, CorruptRecord, Fenced, ReadOnlyStore, UnknownFeature
 from cnr_store.format.commit_record import LogEntry, encode_record
 from cnr_store.format.documents import sha256
 from cnr_store.format.layout import HINT, ROOT_GROUP, commit_key, state_key

@@ -11,7 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from cnr_store import Store, TableOptions, VersionNotFound, compact, repair_store, verify_store
+from cnr_store import Store, TableOptions, compact, repair_store, verify_store
+from cnr_store.errors import VersionNotFound
 from cnr_store.format import arrays
 from cnr_store.format.commit_record import decode_record, encode_record
 from cnr_store.format.documents import canonical_json

@@ -11,8 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from cnr_store import CorruptObject, CorruptStore, Store, TableOptions, TableView
+from cnr_store import CorruptStore, Store, TableOptions, TableView
 from cnr_store.encodings import digest, kernels, reference
+from cnr_store.errors import CorruptObject
 from cnr_store.read.direct_load import is_settled
 from cnr_store.read.plan import TablePlan
 from cnr_store.segment.reader import SegmentReader

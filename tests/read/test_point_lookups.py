@@ -12,17 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cnr_store import (
-    BadInput,
-    BadRowIds,
-    BadShape,
-    ChunkLru,
-    CorruptObject,
-    LruCounts,
-    Store,
-    TableOptions,
-    TableView,
-)
+from cnr_store import BadInput, ChunkLru, LruCounts, Store, TableOptions, TableView
+from cnr_store.errors import BadRowIds, BadShape, CorruptObject
 from cnr_store.segment.reader import Scratch, SegmentReader
 from cnr_store.storage.local import LocalStorage
 from cnr_store.types import Float32s, RowIds

@@ -10,7 +10,8 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from cnr_store import CorruptObject, MissingObject, Store, TableOptions
+from cnr_store import Store, TableOptions
+from cnr_store.errors import CorruptObject, MissingObject
 from cnr_store.read.prefetch import (
     AHEAD_BYTES,
     FETCH_THREADS,

@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from cnr_store import BadDtype, BadInput, BadRowIds, BadShape, Store, TableNotFound, TableOptions, VersionNotFound
+from cnr_store import BadInput, Store, TableOptions
+from cnr_store.errors import BadDtype, BadRowIds, BadShape, TableNotFound, VersionNotFound
 from cnr_store.read.snapshot import find_dense
 from cnr_store.segment.shards import Shard
 from cnr_store.storage import storage_from_filesystem

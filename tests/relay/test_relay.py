@@ -18,22 +18,13 @@ import pytest
 
 from cnr_store import (
     BadInput,
-    BranchNotFound,
     CnrStoreError,
     CompactionPolicy,
-    CorruptObject,
-    CorruptRecord,
     CorruptStore,
-    CursorExpired,
-    MissingObject,
-    ReadOnlyStore,
     RetentionPolicy,
     StorageFailure,
     Store,
-    StoreExists,
     TableOptions,
-    VersionExpired,
-    VersionNotFound,
     collect_garbage,
     compact_chain,
     maintain,
@@ -42,6 +33,17 @@ from cnr_store import (
     verify_store,
 )
 from cnr_store.changes import changes
+from cnr_store.errors import (
+    BranchNotFound,
+    CorruptObject,
+    CorruptRecord,
+    CursorExpired,
+    MissingObject,
+    ReadOnlyStore,
+    StoreExists,
+    VersionExpired,
+    VersionNotFound,
+)
 from cnr_store.format.commit_record import is_live
 from cnr_store.format.documents import canonical_json, sha256
 from cnr_store.format.layout import BRANCHES, COMMITS, DATA, IDENTITY, RELAY, RELAY_TRIMS, STATE, commit_key, hint_key

@@ -15,17 +15,15 @@ from cnr_store import (
     CnrStoreError,
     CompactionPolicy,
     CorruptStore,
-    NotAStore,
     RetentionPolicy,
     StorageFailure,
     Store,
     TableOptions,
-    VersionExpired,
-    VersionNotFound,
     collect_garbage,
     compact_chain,
     verify_store,
 )
+from cnr_store.errors import NotAStore, VersionExpired, VersionNotFound
 from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.relay import target as target_module
 from cnr_store.relay.relay import Relay

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cnr_store import BadDtype, BadShape, NonFiniteValues, Store, TableOptions
+from cnr_store import Store, TableOptions
 from cnr_store.encodings import lattice, reference, widths
+from cnr_store.errors import BadDtype, BadShape, NonFiniteValues
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import MAX_CODE, TableDtype
 from tests.support.faulty import IsolatedMemoryFileSystem

@@ -8,7 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from cnr_store import BadInput, BadName, CorruptObject, CorruptRecord, CorruptStore, Store, TableOptions, verify_store
+from cnr_store import BadInput, CorruptStore, Store, TableOptions, verify_store
+from cnr_store.errors import BadName, CorruptObject, CorruptRecord
 from cnr_store.format.commit_record import encode_record
 from cnr_store.format.layout import check_name, commit_key, encode_name, segment_key, segment_prefix
 from cnr_store.format.records import ObjectEntry, Receipt

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cnr_store import CorruptStore, MissingObject, Store, TableOptions
+from cnr_store import CorruptStore, Store, TableOptions
+from cnr_store.errors import MissingObject
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.format.documents import canonical_json, sha256
 from cnr_store.format.layout import MANIFEST, segment_key, segment_prefix

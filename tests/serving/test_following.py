@@ -11,19 +11,15 @@ import pytest
 
 from cnr_store import (
     BadInput,
-    BranchNotFound,
-    ChannelNotFound,
     CnrStoreError,
     CompactionPolicy,
     RetentionPolicy,
     Store,
     TableOptions,
-    TagNotFound,
-    VersionExpired,
-    VersionNotFound,
     collect_garbage,
     compact,
 )
+from cnr_store.errors import BranchNotFound, ChannelNotFound, TagNotFound, VersionExpired, VersionNotFound
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.serving.following import ServeTarget, plan_between, repeats, wanted_version
 from cnr_store.serving.update.update_plan import Apply, Compare, Same

@@ -18,27 +18,29 @@ import pytest
 import torch
 
 from cnr_store import (
-    BadDtype,
     BadInput,
-    BadRowIds,
-    BadShape,
-    BranchNotFound,
-    ChannelNotFound,
     CompactionPolicy,
     Conflict,
-    CorruptObject,
     CorruptStore,
     RetentionPolicy,
     StorageFailure,
     Store,
-    TableNotFound,
     TableOptions,
-    VersionExpired,
-    VersionNotFound,
     VersionRefused,
     Writer,
     collect_garbage,
     compact,
+)
+from cnr_store.errors import (
+    BadDtype,
+    BadRowIds,
+    BadShape,
+    BranchNotFound,
+    ChannelNotFound,
+    CorruptObject,
+    TableNotFound,
+    VersionExpired,
+    VersionNotFound,
 )
 from cnr_store.format.layout import commit_key
 from cnr_store.relay import Relay

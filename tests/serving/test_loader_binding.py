@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from cnr_store import BadInput, BadShape, Store, TableNotFound, TableOptions, VersionRefused
+from cnr_store import BadInput, Store, TableOptions, VersionRefused
+from cnr_store.errors import BadShape, TableNotFound
 from cnr_store.serving import HashShard, Loader, LoaderOptions, RowRange, binding
 from cnr_store.storage import storage_from_filesystem
 from tests.support.faulty import IsolatedMemoryFileSystem

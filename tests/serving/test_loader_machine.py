@@ -16,7 +16,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from cnr_store import BranchNotFound, ChannelNotFound, NotFound, VersionExpired
+from cnr_store import NotFound
+from cnr_store.errors import BranchNotFound, ChannelNotFound, VersionExpired
 from cnr_store.serving import Loader, LoaderOptions
 from tests.maintenance.test_maintained_store_machine import Line, MaintainedStoreMachine
 from tests.store.test_store_machine import Flaky, State, run

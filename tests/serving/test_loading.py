@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cnr_store import CorruptStore, NonFiniteValues, Store, TableOptions
+from cnr_store import CorruptStore, Store, TableOptions
+from cnr_store.errors import NonFiniteValues
 from cnr_store.format.records import TableSchema
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.segment.codes import ABSENT, CODED, ESCAPED

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cnr_store import NonFiniteValues, Store, TableOptions
+from cnr_store import Store, TableOptions
+from cnr_store.errors import NonFiniteValues
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.serving.rows.served_table import HeldTable
 from cnr_store.serving.update.update_tables import HeldAs

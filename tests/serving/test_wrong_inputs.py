@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cnr_store import BadInput, MissingDependency, Store, VersionNotFound
+from cnr_store import BadInput, Store
 from cnr_store.changes import catch_up, changes, recorded_cursor, write_parquet
+from cnr_store.errors import MissingDependency, VersionNotFound
 from cnr_store.relay import Relay
 from cnr_store.serving import AttachedTables, Loader, RowRange
 from cnr_store.serving.sinks import FusedRows

@@ -10,16 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cnr_store import (
-    BadInput,
-    BadShape,
-    CorruptStore,
-    DoesNotApply,
-    RetentionPolicy,
-    Store,
-    TableOptions,
-    verify_store,
-)
+from cnr_store import BadInput, CorruptStore, RetentionPolicy, Store, TableOptions, verify_store
+from cnr_store.errors import BadShape, DoesNotApply
 from cnr_store.maintenance.compaction import compact
 from cnr_store.maintenance.gc import collect_garbage
 from cnr_store.storage import storage_from_filesystem

@@ -9,16 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cnr_store import (
-    BadInput,
-    CorruptRecord,
-    NotAStore,
-    StorageFailure,
-    Store,
-    StoreExists,
-    TableOptions,
-    UnsafeBackend,
-)
+from cnr_store import BadInput, StorageFailure, Store, TableOptions
+from cnr_store.errors import CorruptRecord, NotAStore, StoreExists, UnsafeBackend
 from cnr_store.format.layout import commit_key
 from cnr_store.storage import open_storage, storage_from_filesystem
 from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem

@@ -24,17 +24,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from cnr_store import (
-    BadInput,
-    Conflict,
-    DoesNotApply,
-    Fenced,
-    StorageFailure,
-    Store,
-    TableOptions,
-    Transaction,
-    Writer,
-)
+from cnr_store import BadInput, Conflict, StorageFailure, Store, TableOptions, Transaction, Writer
+from cnr_store.errors import DoesNotApply, Fenced
 from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.segment.shards import Shard
 from cnr_store.storage import storage_from_filesystem

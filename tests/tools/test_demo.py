@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cnr_store import Store, StoreExists
+from cnr_store import Store
+from cnr_store.errors import StoreExists
 from cnr_store_tools.commands.demonstration import demo_parts
 from cnr_store_tools.demo.kill import KilledSave
 from cnr_store_tools.demo.run import (

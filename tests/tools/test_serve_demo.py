@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cnr_store import BadInput, CnrStoreError, Store, StoreExists
+from cnr_store import BadInput, CnrStoreError, Store
+from cnr_store.errors import StoreExists
 from cnr_store_tools.commands.demonstration import serve_demo_parts
 from cnr_store_tools.demo.processes import Event, WorkerProcess
 from cnr_store_tools.output import emit, to_document

@@ -16,18 +16,8 @@ from typing import Any
 import pytest
 from fsspec.exceptions import FSTimeoutError
 
-from cnr_store import (
-    BackgroundSaveFailed,
-    CommitStateUnknown,
-    Conflict,
-    Fenced,
-    RetentionPolicy,
-    Store,
-    TableOptions,
-    VersionExpired,
-    collect_garbage,
-    compact,
-)
+from cnr_store import BackgroundSaveFailed, Conflict, RetentionPolicy, Store, TableOptions, collect_garbage, compact
+from cnr_store.errors import CommitStateUnknown, Fenced, VersionExpired
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.storage import storage_from_filesystem

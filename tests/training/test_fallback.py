@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from cnr_store import BadInput, CorruptRecord, CorruptStore, StorageFailure, Store, TableOptions, verify_store
+from cnr_store import BadInput, CorruptStore, StorageFailure, Store, TableOptions, verify_store
+from cnr_store.errors import CorruptRecord
 from cnr_store.format.layout import commit_key
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.training import CheckpointManager, SavePolicy, StoreOptions, TrackingOptions, shards

@@ -15,16 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from cnr_store import (
-    BadInput,
-    BadShape,
-    StorageFailure,
-    Store,
-    TableOptions,
-    Unsupported,
-    VersionNotFound,
-    verify_store,
-)
+from cnr_store import BadInput, StorageFailure, Store, TableOptions, Unsupported, verify_store
+from cnr_store.errors import BadShape, VersionNotFound
 from cnr_store.training import CheckpointManager, load
 from tests.support.ranks import ThreadRank, thread_ranks
 from tests.training.runs import Training, assert_same, grouped, uninterrupted

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from cnr_store import BadInput, BranchNotFound, NotAStore, Store, TableOptions
+from cnr_store import BadInput, Store, TableOptions
+from cnr_store.errors import BranchNotFound, NotAStore
 from cnr_store.training import CheckpointManager
 from cnr_store.write.policy import Policy
 from tests.training.runs import Training, assert_same, grouped, uninterrupted

@@ -13,17 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from cnr_store import (
-    BadDtype,
-    BadInput,
-    BadShape,
-    CorruptStore,
-    MissingObject,
-    Store,
-    TableOptions,
-    TagNotFound,
-    VersionNotFound,
-)
+from cnr_store import BadInput, CorruptStore, Store, TableOptions
+from cnr_store.errors import BadDtype, BadShape, MissingObject, TagNotFound, VersionNotFound
 from cnr_store.training import CheckpointManager, capture, shards, tensors
 from cnr_store.training.restoring import _put_tensor
 from tests.training.runs import ROWS, Training, assert_same, grouped, uninterrupted

@@ -17,18 +17,8 @@ import torch
 from fsspec.exceptions import FSTimeoutError
 from torch import nn
 
-from cnr_store import (
-    BackgroundSaveFailed,
-    BadInput,
-    CommitStateUnknown,
-    Fenced,
-    NonFiniteValues,
-    SaveInProgress,
-    StorageFailure,
-    Store,
-    TableNotFound,
-    TableOptions,
-)
+from cnr_store import BackgroundSaveFailed, BadInput, StorageFailure, Store, TableOptions
+from cnr_store.errors import CommitStateUnknown, Fenced, NonFiniteValues, SaveInProgress, TableNotFound
 from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.training import CheckpointManager

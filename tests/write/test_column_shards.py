@@ -9,7 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from cnr_store import BadInput, BadShape, CorruptStore, Store, Unsupported, verify_store
+from cnr_store import BadInput, CorruptStore, Store, Unsupported, verify_store
+from cnr_store.errors import BadShape
 from cnr_store.format.chain_checks import chain_problems
 from cnr_store.format.documents import canonical_json
 from cnr_store.format.manifest import decode_manifest

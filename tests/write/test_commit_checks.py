@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from cnr_store import BadInput, DoesNotApply
+from cnr_store import BadInput
+from cnr_store.errors import DoesNotApply
 from cnr_store.format.manifest import generations
 from cnr_store.format.records import ChainEntry, CommitRecord, Manifest, PartEntry, Receipt, TableSchema, WriterInfo
 from cnr_store.log.rebase import draft_init

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from cnr_store import (
     BadInput,
-    BadRowIds,
     CompactionPolicy,
     Shard,
     Store,
@@ -25,6 +24,7 @@ from cnr_store import (
     verify_store,
 )
 from cnr_store.encodings import reference, row_kernels, widths
+from cnr_store.errors import BadRowIds
 from cnr_store.format.records import WaitingEntry
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import TableDtype

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cnr_store import NonFiniteValues, TableOptions
+from cnr_store import TableOptions
+from cnr_store.errors import NonFiniteValues
 from cnr_store.format.records import TableSchema
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.codes import TableCodes

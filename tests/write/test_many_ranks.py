@@ -16,8 +16,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cnr_store import CnrStoreError, CommitStateUnknown, DoesNotApply, NonFiniteValues, Store, verify_store
-from cnr_store.errors import BadInput, RankFailed, RankLost, TransactionAborted
+from cnr_store import CnrStoreError, Store, verify_store
+from cnr_store.errors import (
+    BadInput,
+    CommitStateUnknown,
+    DoesNotApply,
+    NonFiniteValues,
+    RankFailed,
+    RankLost,
+    TransactionAborted,
+)
 from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.segment.codes import TableCodes

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cnr_store import BadInput, CommitStateUnknown, DoesNotApply, StorageFailure, Store, TableOptions, Writer
+from cnr_store import BadInput, StorageFailure, Store, TableOptions, Writer
+from cnr_store.errors import CommitStateUnknown, DoesNotApply
 from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.segment.shards import Shard
 from cnr_store.storage import storage_from_filesystem

@@ -8,17 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cnr_store import (
-    BadDtype,
-    BadInput,
-    BadShape,
-    ChunkLru,
-    CompactionPolicy,
-    RetentionPolicy,
-    TableOptions,
-    Threshold,
-)
+from cnr_store import BadInput, ChunkLru, CompactionPolicy, RetentionPolicy, TableOptions, Threshold
 from cnr_store.encodings.sampling import SAMPLE_ROWS
+from cnr_store.errors import BadDtype, BadShape
 from cnr_store.runtime.threads import Workers, check_rate
 from cnr_store.types import Affine, FloatBits, Lattice, Raw
 from cnr_store.write.schema_choice import check_options, choose_encoding, sample_of, table_dtype, table_schema

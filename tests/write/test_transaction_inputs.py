@@ -9,16 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cnr_store import (
+from cnr_store import BadInput, Conflict, CorruptStore, StorageFailure, Store, TableOptions, Transaction, Writer
+from cnr_store.errors import (
     BadDtype,
-    BadInput,
     BadName,
     BadRowIds,
     BadShape,
-    Conflict,
     CorruptObject,
     CorruptRecord,
-    CorruptStore,
     DoesNotApply,
     Fenced,
     MissingObject,
@@ -27,15 +25,10 @@ from cnr_store import (
     NotAStore,
     ReadOnlyStore,
     SaveInProgress,
-    StorageFailure,
-    Store,
     TableNotFound,
-    TableOptions,
     TagNotFound,
-    Transaction,
     UnknownFeature,
     VersionNotFound,
-    Writer,
 )
 from cnr_store.format.commit_record import sealed
 from cnr_store.format.documents import canonical_json, sha256

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cnr_store import BadShape, DoesNotApply, Store, TableOptions, Writer, compact
+from cnr_store import Store, TableOptions, Writer, compact
+from cnr_store.errors import BadShape, DoesNotApply
 
 ROWS = np.array([1, 3], np.int64)
 

@@ -6,16 +6,7 @@ from typing import Annotated
 
 import typer
 
-from cnr_store_tools.commands import (
-    checks,
-    demonstration,
-    following,
-    maintenance,
-    names,
-    relaying,
-    stores,
-    transfer,
-)
+from cnr_store_tools.commands import checks, demonstration, following, maintenance, names, relaying, stores, transfer
 from cnr_store_tools.exits import GuardedGroup
 
 app = typer.Typer(

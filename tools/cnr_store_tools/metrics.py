@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from cnr_store import CnrStoreError, HeadStatus, LastMaintenance, MissingDependency, StoreStatus
+from cnr_store import CnrStoreError, HeadStatus, LastMaintenance, StoreStatus
+from cnr_store.errors import MissingDependency
 from cnr_store_tools.text import one_line
 
 try:

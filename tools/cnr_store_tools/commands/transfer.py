@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from cnr_store import BadInput, NotAStore, NotFound, Store, TableOptions, export_snapshot, import_tensors
+from cnr_store import BadInput, NotFound, Store, TableOptions, export_snapshot, import_tensors
+from cnr_store.errors import NotAStore
 from cnr_store.integrations import load_state_dict
 from cnr_store_tools.options import (
     Branch,

@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cnr_store import CnrStoreError, NotAStore, Store, StoreExists, fp32_bytes
+from cnr_store import CnrStoreError, Store, fp32_bytes
+from cnr_store.errors import NotAStore, StoreExists
 from cnr_store_tools.demo.kill import KilledSave, kill_during_save
 from cnr_store_tools.demo.processes import WorkerProcess
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store import MissingObject, NotFound, Store
+from cnr_store import NotFound, Store
+from cnr_store.errors import MissingObject
 from cnr_store.serving import AttachedTables, Loader, LoaderOptions, LookupBatch
 from cnr_store_tools.demo.worker import Channel
 from cnr_store_tools.serve_demo.witness import NUM_WITNESSES, different_rows, make_tables, read_steps

@@ -18,8 +18,9 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from cnr_store import CursorExpired, NotFound, Store
+from cnr_store import NotFound, Store
 from cnr_store.changes import ChangeStream, changes
+from cnr_store.errors import CursorExpired
 from cnr_store_tools.demo.batches import ClickBatch
 from cnr_store_tools.demo.model import SmallDLRM
 from cnr_store_tools.demo.worker import Channel
