@@ -44,9 +44,9 @@ from cnr_store.format.records import (
 from cnr_store.format.sizes import SegmentSizes, fp32_bytes, segment_sizes, total_sizes
 from cnr_store.log.leases import Lease
 from cnr_store.log.retention import RetentionPolicy
-from cnr_store.maintenance.compaction import CompactionPolicy, CompactionReport, compact
+from cnr_store.maintenance.compaction import CompactionPolicy, CompactionReport
 from cnr_store.maintenance.gc import GcReport, SegmentReport, VersionReport, collect_garbage
-from cnr_store.maintenance.maintain import MaintenanceReport, Stage, StageReport, compact_chain, maintain
+from cnr_store.maintenance.maintain import MaintenanceReport, Stage, StageReport, compact, maintain
 from cnr_store.maintenance.repair import LostState, RepairAction, RepairReport, repair_store
 from cnr_store.maintenance.status import HeadStatus, LastMaintenance, StoreStatus, read_status
 from cnr_store.maintenance.verify import LogReport, Problem, VerifyReport, verify_store
@@ -71,7 +71,6 @@ __all__ = [
     "MaintenanceReport",
     "StageReport",
     "Stage",
-    "compact_chain",
     "compact",
     "CompactionPolicy",
     "CompactionReport",

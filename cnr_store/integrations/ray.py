@@ -1,4 +1,4 @@
-"""Compaction on a Ray cluster: `RayPool` is an engine of `cnr_store.compact`, `compact_chain` and `maintain`.
+"""Compaction on a Ray cluster: `RayPool` is an engine of `cnr_store.compact` and `maintain`.
 
 ::
 

@@ -20,7 +20,7 @@ from cnr_store.maintenance.compaction import (
     CompactionReport,
     Engine,
     check_engine,
-    compact,
+    compact_run,
 )
 from cnr_store.maintenance.gc import GcReport, check_arguments, collect_garbage, with_sizes
 from cnr_store.maintenance.status import LastMaintenance, put_last_maintenance
@@ -152,7 +152,7 @@ def share_s(stages: Sequence[Stage], left_s: float | None) -> float | None:
     return max(0.0, left_s) * weights[0] / sum(weights)
 
 
-def compact_chain(
+def compact(
     store: Store,
     *,
     policy: CompactionPolicy = DEFAULT_POLICY,
@@ -165,23 +165,56 @@ def compact_chain(
     progress: ProgressCallback | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[CompactionReport, ...]:
-    """Fold one run after the other until the head's chain is as the policy wants it; returns one report per `compact`.
+    """Compact runs of the head's chain, one after the other, until the chain is as the policy wants it. Blocks.
 
-    The last report says why there are no more: ``nothing`` is left to do, another process is ``busy``, the time was
-    over (``unfinished``, or ``planned`` if there was none at all), or it is a dry run's only one. Arguments and errors
-    are those of `compact`; an error loses no fold that was committed before it.
+    Each run becomes one segment that reads the same, bit for bit. Safe beside writers, readers and other compactions.
+    Memory: a few chunks per thread, and the dense tensors of one state.
+
+    Parameters
+    ----------
+    store
+        An opened store, or a branch of one.
+    policy
+        What the chain should be like.
+    engine
+        ``threads`` of this process; ``processes`` of this machine, for programs whose start is guarded by
+        ``if __name__ == "__main__"``; or a pool of workers whose machines must reach the storage, such as
+        `cnr_store.integrations.ray.RayPool`.
+    workers
+        How many threads, processes or tasks work at once; None takes what the machine or cluster has.
+    bytes_per_s
+        Cap on what is written, by all workers together.
+    deadline_s
+        Begin no task after so many seconds; what is done is kept for the next call.
+    force
+        Go on although another compaction seems to be at work; never unsafe, but work may be done twice.
+    dry_run
+        Only say which run would be compacted first, and why.
+
+    Returns
+    -------
+    tuple of CompactionReport
+        One per run. The last one says why there are no more: ``nothing`` is left to do, another process is ``busy``,
+        the time was over (``unfinished``, or ``planned`` if there was none at all), or it is a dry run's only one.
+
+    Raises
+    ------
+    BadInput
+        The engine cannot reach the storage, or a number is none that can be meant.
+    Conflict, CorruptStore, StorageFailure
+        What was compacted and committed before stays.
 
     Examples
     --------
     >>> import numpy as np
-    >>> store = Store.create("memory://doctest-compact-chain")
+    >>> store = Store.create("memory://doctest-compact")
     >>> with store.writer() as writer:
     ...     with writer.begin(step=0) as txn:
     ...         txn.write_table("user", np.zeros((4, 2), np.float32))
     ...     for step in range(1, 4):
     ...         with writer.begin(step=step) as txn:
     ...             _ = txn.write_rows("user", np.asarray([step]), np.full((1, 2), step, np.float32))
-    >>> compact_chain(store, policy=CompactionPolicy(max_chain=1))[-1].outcome
+    >>> compact(store, policy=CompactionPolicy(max_chain=1))[-1].outcome
     'nothing'
     >>> len(store.head().record.chain)
     1
@@ -190,7 +223,7 @@ def compact_chain(
     reports: list[CompactionReport] = []
     while len(reports) < MAX_FOLDS:
         left_s = None if deadline_s is None else max(0.0, started + deadline_s - clock())
-        report = compact(
+        report = compact_run(
             store, policy=policy, engine=engine, workers=workers, bytes_per_s=bytes_per_s, deadline_s=left_s,
             force=force, dry_run=dry_run or left_s == 0, progress=progress,
         )  # fmt: skip
@@ -266,7 +299,7 @@ def maintain(
 
     def compact_log(stage: Stage, deadline_s: float | None) -> StageReport:
         def fold(log: Store) -> tuple[CompactionReport, ...]:
-            return compact_chain(
+            return compact(
                 log, policy=compaction, engine=engine, workers=workers, bytes_per_s=bytes_per_s,
                 deadline_s=deadline_s, dry_run=dry_run, progress=progress, clock=clock,
             )  # fmt: skip

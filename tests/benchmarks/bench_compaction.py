@@ -20,7 +20,7 @@ from drifting import DIM, TABLE, DriftingTable
 from numcodecs.zstd import Zstd
 from pcodec import standalone
 
-from cnr_store import Store, TableOptions, compact
+from cnr_store import Store, TableOptions, compact_run
 from cnr_store.encodings import row_kernels
 from cnr_store.format import arrays
 from cnr_store.format.layout import segment_key
@@ -82,7 +82,7 @@ class Sides:
 
     def fold(self) -> None:
         """Fold all segments of the copy into a new baseline."""
-        report = compact(self.copy, run=(0, len(self.readers)))
+        report = compact_run(self.copy, run=(0, len(self.readers)))
         if report.outcome != "committed":
             raise SystemExit(f"the run was not folded: {report}")
 

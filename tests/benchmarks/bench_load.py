@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from cnr_store import CompactionPolicy, Store, TableOptions, compact
+from cnr_store import CompactionPolicy, Store, TableOptions, compact_run
 from cnr_store.encodings import digest, kernels
 from cnr_store.format import arrays
 from cnr_store.format.layout import segment_key
@@ -56,7 +56,7 @@ def write_store(url: str, table: DriftingTable, bits: Any, options: Mapping[str,
                 with writer.begin(step) as txn:
                     txn.write_rows(TABLE, changed, table.values[changed])
         while len(store.snapshot().readers) > 1:
-            compact(store, policy=CompactionPolicy(max_chain=1))
+            compact_run(store, policy=CompactionPolicy(max_chain=1))
         manifest = store.snapshot().manifests[-1]
         paths = tuple(f"{part.set.arrays['codes'].path}/c/" for part in manifest.parts if part.set is not None)
         size = sum(item.size for item in manifest.objects if item.path.startswith(paths))

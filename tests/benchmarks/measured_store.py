@@ -22,7 +22,7 @@ from cnr_store.format.layout import DATA, MANIFEST, RECEIPT
 from cnr_store.format.manifest import decode_manifest
 from cnr_store.format.sizes import segment_sizes
 from cnr_store.maintenance.compaction import CompactionPolicy
-from cnr_store.maintenance.maintain import compact_chain
+from cnr_store.maintenance.maintain import compact
 from cnr_store.types import AffineBits, AffineSearch, Float32s, Precision, RowIds
 from cnr_store.write.policy import CheckpointSize, Policy, decide
 from cnr_store.write.schema_choice import sample_of
@@ -208,7 +208,7 @@ class MeasuredStore:
         written = self._take_new()
         folded = Written()
         if self.compaction is not None:
-            compact_chain(self.store, policy=self.compaction)
+            compact(self.store, policy=self.compaction)
             folded = self._take_new()
             written += folded
         peak_bytes = self._held()[0]

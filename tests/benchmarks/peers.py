@@ -26,7 +26,7 @@ from trainee import Trainee
 
 from cnr_store import CompactionPolicy, Store, TableOptions
 from cnr_store.maintenance.compaction.plan import DEFAULT_POLICY
-from cnr_store.maintenance.maintain import compact_chain
+from cnr_store.maintenance.maintain import compact
 from cnr_store.training import CheckpointManager, SavePolicy, StoreOptions, TrackingOptions
 from cnr_store.types import AffineBits, Lattice
 
@@ -295,10 +295,10 @@ class Cnr(_Saved):
         if self.open_manager().restore() is None:
             raise SystemExit("the store is empty")
 
-    def compact(self, policy: CompactionPolicy = DEFAULT_POLICY) -> None:
+    def compact_run(self, policy: CompactionPolicy = DEFAULT_POLICY) -> None:
         """Fold the chain as the policy wants it, beside the manager."""
         with self.opened() as store:
-            compact_chain(store, policy=policy)
+            compact(store, policy=policy)
 
     def chain_bytes(self) -> list[int]:
         """Return the bytes of each segment that a restore reads."""

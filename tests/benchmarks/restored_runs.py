@@ -19,7 +19,7 @@ import torch
 from click_cases import Case, Source, load
 
 from cnr_store import TableOptions, Threshold, segment_sizes
-from cnr_store.maintenance.compaction import compact
+from cnr_store.maintenance.compaction import compact_run
 from cnr_store.training import CheckpointManager, StoreOptions, TrackingOptions
 from cnr_store.types import AffineBits
 from cnr_store.write.schema_choice import choose_table_scale
@@ -172,7 +172,7 @@ def run(order: Order, folder: str | None = None) -> Outcome:
                 head = manager.store.head().record
                 if len(head.chain) > FOLD_AFTER:
                     chain_ends.append(head.v)
-                    compact(manager.store, run=(0, len(head.chain)), workers=1)
+                    compact_run(manager.store, run=(0, len(head.chain)), workers=1)
             if step in restores:
                 manager.restore()
         trained = judge(case, predict(model, case.future), uninterrupted)

@@ -25,7 +25,7 @@ from cnr_store import (
     TableOptions,
     Unsupported,
     collect_garbage,
-    compact,
+    compact_run,
     maintain,
 )
 from cnr_store.changes import ChangeCursor, ChangeStream, catch_up, changes, recorded_cursor, write_ipc, write_parquet
@@ -100,7 +100,7 @@ def expire(store: Store, keep_last: int = 1) -> None:
 
 
 def fold_all(store: Store) -> None:
-    compact(store, run=(0, len(store.head().record.chain)), force=True)
+    compact_run(store, run=(0, len(store.head().record.chain)), force=True)
 
 
 # ---- what comes, and in which order
@@ -622,7 +622,7 @@ def test_a_version_that_expired_costs_nothing_while_its_chain_goes_on(store: Sto
 def test_deltas_that_were_folded_on_the_way_are_told_from_what_they_were_folded_into(store: Store) -> None:
     first = begin(store)
     save(store, [1], [2], [3])
-    compact(store, run=(1, 4), force=True)
+    compact_run(store, run=(1, 4), force=True)
     expire(store)
     (last,) = save(store, [4])
 
@@ -645,7 +645,7 @@ def test_a_folded_delta_that_goes_while_it_is_told_is_made_up_for(store: Store) 
             txn.write_table(table, np.zeros((8, 2), np.float32), options=EXACT)
     first, *folded = save(store, both(1), both(2, 4), both(3, 6))
     store.tag("kept", first)
-    compact(store, run=(1, 4), force=True)
+    compact_run(store, run=(1, 4), force=True)
     collect_garbage(store, policy=RetentionPolicy(1), dry_run=False)
     segments = [store.record(version).chain[-1].seg for version in folded]
     assert told(changes(store, first)) == [
@@ -767,7 +767,7 @@ def test_a_version_that_expires_before_it_is_read_is_passed_by(files: IsolatedMe
     stream = changes(reader, first, follow=True, poll_interval_s=0.001)
     stream._begin()  # it knows the head by now
     save(store, [2], [3])
-    compact(store, run=(1, 4), force=True)
+    compact_run(store, run=(1, 4), force=True)
     expire(store)
     end = threading.Timer(10, stream.close)  # a stream that passes it by would wait for the next one
     end.start()

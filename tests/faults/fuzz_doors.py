@@ -25,7 +25,7 @@ from cnr_store import (
     RetentionPolicy,
     collect_garbage,
     compact,
-    compact_chain,
+    compact_run,
     export_snapshot,
     maintain,
     read_status,
@@ -248,9 +248,9 @@ class Visit:
                 length = len(store.head().record.chain)
                 if length > 1 and self.chance.random() < 0.7:
                     start = self.chance.randrange(length - 1)
-                    compact(store, run=(start, self.chance.randrange(start + 2, length + 1)), workers=1)
+                    compact_run(store, run=(start, self.chance.randrange(start + 2, length + 1)), workers=1)
                 else:
-                    compact_chain(store, policy=CompactionPolicy(max_chain=1), workers=1)
+                    compact(store, policy=CompactionPolicy(max_chain=1), workers=1)
         finally:
             self.check_as_before(root)
 

@@ -23,7 +23,7 @@ from cnr_store import (
     Store,
     collect_garbage,
     compact,
-    compact_chain,
+    compact_run,
     maintain,
 )
 from cnr_store.relay import Relay
@@ -100,7 +100,7 @@ def kept_case(root: Path) -> None:
                 slots = {slot: view.read(slot=slot)[rows] for slot in view.schema.slots}
                 with writer.begin(step=1000 + step) as txn:
                     txn.write_rows(name, rows, view.read()[rows[::-1]] + np.float32(step), slots=slots)
-        compact(store, run=(1, 3))
+        compact_run(store, run=(1, 3))
         for number in range(9):
             store.tag(f"{number}{'x' * 1000}", store.latest_version())
         store.set_channel("serving")
@@ -133,7 +133,7 @@ def relay_case(root: Path, source: Path) -> None:
     with opened(source) as store:
         relay = Relay(store, str(root), start=4, policy=RetentionPolicy(keep_last=2), grace_s=1e6, fsync=False)
         relay.advance()
-        compact_chain(store, policy=CompactionPolicy(max_chain=1))
+        compact(store, policy=CompactionPolicy(max_chain=1))
         relay.advance()
         store.set_channel("serving")
     with opened(root) as store:

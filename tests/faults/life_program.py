@@ -35,7 +35,7 @@ from cnr_store.errors import CommitStateUnknown
 from cnr_store.format.layout import COMMITS
 from cnr_store.log.retention import RetentionPolicy
 from cnr_store.maintenance.compaction.plan import CompactionPolicy
-from cnr_store.maintenance.compaction.run import compact
+from cnr_store.maintenance.compaction.run import compact_run
 from cnr_store.maintenance.gc.run import collect_garbage
 from cnr_store.storage import CreateOutcome, Storage
 from tests.faults.life_model import LifeModel, State, read_state
@@ -92,7 +92,7 @@ def compact_all(store: Store, step: int) -> None:
     """Fold until nothing is left to do, now deltas alone, now with their baseline."""
     policy = CompactionPolicy(max_restore_ratio=20 if step % 2 else 1.05, fanout=2)
     # A compaction that was killed keeps its lease: nobody else is at work here, so it need not run out.
-    while compact(store, policy=policy, force=True).outcome != "nothing":
+    while compact_run(store, policy=policy, force=True).outcome != "nothing":
         pass
 
 
@@ -109,7 +109,7 @@ def maintain(folder: Path, step: int) -> None:
         while True:
             step += 1
             policy = CompactionPolicy(max_restore_ratio=20 if step % 2 else 1.05, fanout=2)
-            compact(store, policy=policy, force=True)
+            compact_run(store, policy=policy, force=True)
             collect_garbage(
                 store, policy=RetentionPolicy(keep_last=2), grace_s=0, orphan_age_s=3600, dry_run=False, force=True
             )

@@ -22,7 +22,7 @@ from cnr_store import StorageFailure, Store, Writer, verify_store
 from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.log.retention import RetentionPolicy
 from cnr_store.maintenance.compaction.plan import CompactionPolicy
-from cnr_store.maintenance.compaction.run import compact
+from cnr_store.maintenance.compaction.run import compact_run
 from cnr_store.maintenance.gc.run import collect_garbage
 from cnr_store.storage import CreateOutcome, open_storage
 from tests.faults.life_model import LifeModel, differing, read_state, unreferenced
@@ -159,7 +159,7 @@ def saving(store: Store) -> Callable[[], object]:
 
 def folding(store: Store) -> Callable[[], object]:
     # Of a disk that is full one learns at once: a lease that a failed attempt has left is one's own.
-    return lambda: compact(store, policy=CompactionPolicy(max_restore_ratio=1.1), force=True)
+    return lambda: compact_run(store, policy=CompactionPolicy(max_restore_ratio=1.1), force=True)
 
 
 def collecting(store: Store) -> Callable[[], object]:

@@ -26,7 +26,7 @@ import pytest
 
 from cnr_store import CnrStoreError, Store, TableOptions, repair_store, verify_store
 from cnr_store.format.layout import HINT, IDENTITY, RECEIPT, commit_key
-from cnr_store.maintenance.compaction import compact
+from cnr_store.maintenance.compaction import compact_run
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import Profile
 from tests.support.faulty import IsolatedMemoryFileSystem
@@ -66,7 +66,7 @@ def build(profile: Profile) -> IsolatedMemoryFileSystem:
             txn.put_dense({"w": numbers.normal(size=(2, 3))})
             txn.put_document("reader/0", {"at": step})
     store.tag("good", 3)
-    assert compact(store, run=(1, 3)).version is not None
+    assert compact_run(store, run=(1, 3)).version is not None
     with writer.begin(step=4) as txn:
         txn.delete_rows("lattice", np.asarray([0], np.int64))
         txn.write_rows(

@@ -19,7 +19,7 @@ from cnr_store.format.commit_record import DATA_KINDS, LogEntry, is_live
 from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.log.retention import RetentionPolicy
 from cnr_store.maintenance.compaction.plan import CompactionPolicy
-from cnr_store.maintenance.compaction.run import compact
+from cnr_store.maintenance.compaction.run import compact_run
 from cnr_store.maintenance.gc.run import collect_garbage
 from cnr_store.storage import Storage, open_storage
 from tests.faults.life_model import LifeModel, State, differing, read_state, unreferenced
@@ -329,11 +329,11 @@ class Life:
         self.append(store, "channel", lambda: store.set_channel(name, self.saved[self.head].version))
         self.channels[name] = self.head
 
-    def compact(self, store: Store, policy: CompactionPolicy) -> None:
+    def compact_run(self, store: Store, policy: CompactionPolicy) -> None:
         """Fold until the policy is content; at least once."""
 
         def fold() -> str:
-            report = compact(store, policy=policy, force=True)
+            report = compact_run(store, policy=policy, force=True)
             assert report.outcome in ("committed", "nothing"), report
             return report.outcome
 

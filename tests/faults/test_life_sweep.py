@@ -22,7 +22,7 @@ from cnr_store.errors import CommitStateUnknown, RankLost, StorageFailure
 from cnr_store.format.commit_record import is_live
 from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.log.retention import RetentionPolicy
-from cnr_store.maintenance.compaction import CompactionPolicy, compact
+from cnr_store.maintenance.compaction import CompactionPolicy, compact_run
 from cnr_store.maintenance.gc import collect_garbage
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.storage import storage_from_filesystem
@@ -268,13 +268,13 @@ def fourth_job(run: Run, store: Store) -> None:
     """Move names again, fold by the policy, and collect all but the newest."""
     store.set_channel("serving")
     tag(run, store, "late")
-    compact(store, policy=CompactionPolicy(max_chain=2), force=True)
+    compact_run(store, policy=CompactionPolicy(max_chain=2), force=True)
     collect(store, keep_last=1)
 
 
 def fold(store: Store, run: tuple[int, int]) -> None:
     if len(store.head().record.chain) >= run[1]:
-        compact(store, run=run, force=True)
+        compact_run(store, run=run, force=True)
 
 
 def collect(store: Store, *, keep_last: int) -> None:
@@ -369,7 +369,7 @@ def aftermath(run: Run, *, goes_on: bool) -> None:
         check(run)
     end_leases(run.files)
     with open_store(run.files) as store:
-        while compact(store, policy=CompactionPolicy(max_chain=2), force=True).outcome == "committed":
+        while compact_run(store, policy=CompactionPolicy(max_chain=2), force=True).outcome == "committed":
             pass
         for _ in range(2):
             collect(store, keep_last=1)

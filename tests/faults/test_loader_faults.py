@@ -13,7 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cnr_store import CnrStoreError, CompactionPolicy, RetentionPolicy, Store, TableOptions, collect_garbage, compact
+from cnr_store import (
+    CnrStoreError,
+    CompactionPolicy,
+    RetentionPolicy,
+    Store,
+    TableOptions,
+    collect_garbage,
+    compact_run,
+)
 from cnr_store.format.commit_record import is_live
 from cnr_store.serving import Loader
 from cnr_store.storage import storage_from_filesystem
@@ -75,7 +83,7 @@ class Training:
         self.note(store)
 
     def fold(self, store: Store) -> None:
-        assert compact(store, policy=CompactionPolicy(max_chain=1), force=True).outcome == "committed"
+        assert compact_run(store, policy=CompactionPolicy(max_chain=1), force=True).outcome == "committed"
         self.note(store)
 
     def rebase_and_collect(self, store: Store) -> None:

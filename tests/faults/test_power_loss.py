@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cnr_store import CompactionPolicy, RetentionPolicy, Store, compact_chain, maintain, verify_store
+from cnr_store import CompactionPolicy, RetentionPolicy, Store, compact, maintain, verify_store
 from cnr_store.format import layout
 from cnr_store.relay import Relay
 from cnr_store.storage import below
@@ -108,7 +108,7 @@ def test_a_side_object_survives_with_its_record(machine: Machine, tmp_path: Path
 def test_compactions_and_collections_survive_a_power_loss(machine: Machine, tmp_path: Path) -> None:
     with Store.create(str(tmp_path / "store"), threads=2) as store:
         save(store, 0, 1, 2, 3)
-        compact_chain(store, policy=CompactionPolicy(max_chain=1))
+        compact(store, policy=CompactionPolicy(max_chain=1))
         for _ in range(2):
             maintain(store, retention=RetentionPolicy(keep_last=1), grace_s=0, orphan_age_s=0, force=True)
 
@@ -155,9 +155,9 @@ def test_what_a_killed_compaction_left_is_made_safe_by_the_next(machine: Machine
         save(store, 0, 1, 2)
         machine.kill_behind = f"store/data/{name}"
         with pytest.raises(SimulatedCrash):
-            compact_chain(store, policy=CompactionPolicy(max_chain=1))
+            compact(store, policy=CompactionPolicy(max_chain=1))
 
-        compact_chain(store, policy=CompactionPolicy(max_chain=1), force=True)
+        compact(store, policy=CompactionPolicy(max_chain=1), force=True)
 
     check(machine, 6)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from cnr_store import CnrStoreError, RetentionPolicy, Store, TableOptions, collect_garbage, compact
+from cnr_store import CnrStoreError, RetentionPolicy, Store, TableOptions, collect_garbage, compact_run
 from cnr_store.changes import ChangeCursor, catch_up, changes, recorded_cursor, write_parquet
 from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.storage import storage_from_filesystem
@@ -44,7 +44,7 @@ def build(fs: fsspec.AbstractFileSystem) -> None:
                     txn.write_rows("a", rows, rng.standard_normal((len(rows), 3)).astype(np.float32))
                     txn.write_rows("h", np.asarray([step]), np.full((1, 2), step, np.float32))
                     txn.delete_rows("h", np.asarray([step - 10]))
-        compact(store, run=(1, 3), force=True)
+        compact_run(store, run=(1, 3), force=True)
         with store.writer() as writer:
             writer.restore()
             with writer.begin(50) as txn:

@@ -18,7 +18,7 @@ from cnr_store import (
     CorruptStore,
     RetentionPolicy,
     Store,
-    compact_chain,
+    compact,
     maintain,
     read_status,
     repair_store,
@@ -65,7 +65,7 @@ def root(tmp_path: Path) -> Path:
     with build_store(path) as store:
         for number in range(10):  # more than a record holds: from here on they stand in a side object
             store.tag(f"{number}{'x' * 1000}", 3)
-        compact_chain(store, policy=CompactionPolicy(max_chain=2))
+        compact(store, policy=CompactionPolicy(max_chain=2))
         maintain(store, retention=RetentionPolicy())
         store.lease(ttl_s=3600)
         store.register_cursor("c", 4, ttl_s=3600)

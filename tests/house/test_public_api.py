@@ -30,7 +30,7 @@ PUBLIC = {
         Ranks Shard Rectangle Declaration
         verify_store VerifyReport Problem
         repair_store RepairReport RepairAction
-        maintain MaintenanceReport StageReport Stage compact_chain
+        maintain MaintenanceReport StageReport Stage
         compact CompactionPolicy CompactionReport
         read_status StoreStatus HeadStatus LastMaintenance
         collect_garbage RetentionPolicy GcReport Lease

@@ -15,7 +15,7 @@ from cnr_store import (
     Store,
     TableOptions,
     collect_garbage,
-    compact,
+    compact_run,
     maintain,
     repair_store,
     verify_store,
@@ -53,7 +53,7 @@ WRITES: dict[str, Callable[[Store], object]] = {
     "fork": lambda store: store.fork("trial"),
 }
 MAINTENANCE: dict[str, Callable[[Store], object]] = {
-    "compact": lambda store: compact(store, run=(0, 2)),
+    "compact": lambda store: compact_run(store, run=(0, 2)),
     "collect": lambda store: collect_garbage(store, dry_run=False),
     "collect, dry run": collect_garbage,
     "drop a branch": lambda store: store.drop_branch("b"),

@@ -14,7 +14,7 @@ from cnr_store import (
     TableOptions,
     Writer,
     collect_garbage,
-    compact,
+    compact_run,
     repair_store,
     verify_store,
 )
@@ -76,7 +76,7 @@ def fold_and_delete(store: Store) -> None:
             writer.restore()
             save(writer, store.head().record.step + 1)
         chain = store.head().record.chain
-    assert compact(store, run=(0, len(chain))).outcome == "committed"
+    assert compact_run(store, run=(0, len(chain))).outcome == "committed"
     collect_garbage(store, policy=RetentionPolicy(keep_last=1), grace_s=0, orphan_age_s=0, force=True, dry_run=False)
 
 

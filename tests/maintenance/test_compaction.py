@@ -20,7 +20,7 @@ from cnr_store import (
     Store,
     TableOptions,
     collect_garbage,
-    compact,
+    compact_run,
     verify_store,
 )
 from cnr_store.errors import CommitStateUnknown, ReadOnlyStore
@@ -77,7 +77,7 @@ def test_every_run_of_a_golden_store_reads_the_same_folded(name: str, tmp_path: 
             before = store.snapshot()
             expected = bytes_of(before)
 
-            report = compact(store, run=run)
+            report = compact_run(store, run=run)
 
             assert report.outcome == "committed"
             assert (report.chain_before, report.chain_after) == (len(chain), len(chain) - len(report.run) + 1)
@@ -94,7 +94,7 @@ def test_every_run_of_a_golden_store_reads_the_same_folded(name: str, tmp_path: 
 def test_the_report_counts_what_was_folded(store: Store, training: Training) -> None:
     chain = store.head().record.chain
 
-    report = compact(store, run=ALL)
+    report = compact_run(store, run=ALL)
 
     record = store.head().record
     merged = record.chain[0]
@@ -115,7 +115,7 @@ def test_compacted_until_nothing_is_left_a_chain_is_as_the_policy_wants_it(store
         training.full(writer)
         for _ in range(9):
             training.delta(writer)
-            while compact(store, policy=policy).outcome != "nothing":
+            while compact_run(store, policy=policy).outcome != "nothing":
                 pass
             chain = store.head().record.chain
             assert len(chain) <= 3
@@ -131,7 +131,7 @@ def test_a_head_that_needs_nothing_costs_a_few_reads_and_no_write() -> None:
         Training(store).full(writer)
     files.calls.clear()
 
-    assert compact(store).outcome == "nothing"
+    assert compact_run(store).outcome == "nothing"
 
     assert files.count("write", "create", "delete", "list") == 0
     assert files.count("read") <= 3
@@ -140,7 +140,7 @@ def test_a_head_that_needs_nothing_costs_a_few_reads_and_no_write() -> None:
 def test_a_dry_run_says_what_would_be_folded_and_writes_nothing(store: Store, training: Training) -> None:
     before = [stat.key for stat in store.storage.list_objects("")]
 
-    report = compact(store, policy=CompactionPolicy(fanout=3, max_restore_ratio=9), dry_run=True)
+    report = compact_run(store, policy=CompactionPolicy(fanout=3, max_restore_ratio=9), dry_run=True)
 
     assert (report.outcome, report.kind, len(report.run), report.tasks) == ("planned", "delta", 3, 1)
     assert [stat.key for stat in store.storage.list_objects("")] == before
@@ -148,7 +148,7 @@ def test_a_dry_run_says_what_would_be_folded_and_writes_nothing(store: Store, tr
 
 def test_a_run_that_is_none_is_refused(store: Store, training: Training) -> None:
     with pytest.raises(BadInput, match="two neighbouring segments"):
-        compact(store, run=(3, 5))
+        compact_run(store, run=(3, 5))
 
 
 def test_a_store_that_can_only_be_read_is_not_compacted(store: Store, training: Training) -> None:
@@ -157,7 +157,7 @@ def test_a_store_that_can_only_be_read_is_not_compacted(store: Store, training: 
     store.internals.log.append(head, draft, rebase_expire)
 
     with pytest.raises(ReadOnlyStore, match="unheard_of"):
-        compact(store, run=ALL)
+        compact_run(store, run=ALL)
 
 
 def test_a_branch_is_compacted_in_its_own_log(store: Store, training: Training) -> None:
@@ -165,7 +165,7 @@ def test_a_branch_is_compacted_in_its_own_log(store: Store, training: Training) 
     branch = store.fork("trial")
     before = store.head()
 
-    report = compact(branch, run=ALL)
+    report = compact_run(branch, run=ALL)
 
     assert (report.outcome, len(branch.head().record.chain)) == ("committed", 1)
     assert store.head().digest == before.digest
@@ -191,7 +191,7 @@ def test_a_run_that_resizes_a_table_is_sound_folded(store: Store, num_rows: int)
             txn.resize_table("t", num_rows)
     expected = bytes_of(store.snapshot())
 
-    assert compact(store, run=(1, 3)).kind == "delta"
+    assert compact_run(store, run=(1, 3)).kind == "delta"
 
     assert bytes_of(store.snapshot()) == expected
     report = verify_store(store, deep=True)
@@ -219,12 +219,12 @@ def test_a_live_writer_goes_on_before_during_and_after(store: Store) -> None:
         training.delta(writer)
         training.delta(writer)
 
-        during = compact(store, run=(0, 3), progress=at_first_task(lambda: training.delta(writer)))
+        during = compact_run(store, run=(0, 3), progress=at_first_task(lambda: training.delta(writer)))
         assert (during.outcome, during.chain_after) == ("committed", 2)
         training.check()
         training.delta(writer)
         training.check()
-        training.delta(writer, before_commit=lambda: compact(store, run=(1, 3)))
+        training.delta(writer, before_commit=lambda: compact_run(store, run=(1, 3)))
         assert writer.is_synced
         training.check()
         training.full(writer)
@@ -297,13 +297,13 @@ def fold_behind(training: Training, writer: Writer, files: IsolatedMemoryFileSys
     training.full(writer)
     training.delta(writer)
     with Store.open_on(storage_from_filesystem(files, "/root"), threads=1) as other:
-        assert compact(other, run=(0, 2)).outcome == "committed"
+        assert compact_run(other, run=(0, 2)).outcome == "committed"
         path = f"/root/{segment_prefix(other.head().record.chain[0].seg)}{MANIFEST}"
     return path, files.cat_file(path)
 
 
 def test_a_restored_writer_goes_on_from_a_folded_chain(store: Store, training: Training) -> None:
-    compact(store, run=ALL)
+    compact_run(store, run=ALL)
 
     with store.writer() as writer:
         values = {name: np.zeros_like(array) for name, array in training.tables.items()}
@@ -322,7 +322,7 @@ def test_one_shot_deltas_go_on_from_a_folded_baseline(store: Store) -> None:
     with store.writer() as writer:
         training.full(writer)
         training.delta(writer, base="baseline")
-        assert compact(store, run=(0, 2)).outcome == "committed"
+        assert compact_run(store, run=(0, 2)).outcome == "committed"
         training.delta(writer, base="baseline")
         training.delta(writer, base="baseline")
 
@@ -333,7 +333,7 @@ def test_one_shot_deltas_go_on_from_a_folded_baseline(store: Store) -> None:
 def test_a_tag_that_lands_meanwhile_is_kept(store: Store, training: Training) -> None:
     before = store.latest_version()
 
-    report = compact(store, run=ALL, progress=at_first_task(lambda: store.tag("good")))
+    report = compact_run(store, run=ALL, progress=at_first_task(lambda: store.tag("good")))
 
     assert report.outcome == "committed"
     assert store.tags() == {"good": before}
@@ -351,9 +351,9 @@ def test_a_run_that_is_gone_is_given_up(store: Store, training: Training, what: 
         elif what == "rollback":
             store.rollback(first)
         else:
-            assert compact(store, run=(1, 4), force=True).outcome == "committed"
+            assert compact_run(store, run=(1, 4), force=True).outcome == "committed"
 
-    report = compact(store, run=ALL, progress=at_first_task(act))
+    report = compact_run(store, run=ALL, progress=at_first_task(act))
 
     assert (report.outcome, report.version) == ("abandoned", None)
     assert "no longer in the chain" in report.reason
@@ -375,7 +375,7 @@ def test_a_chain_that_is_replaced_and_deleted_while_it_is_looked_at_is_given_up(
     def replace_the_chain(call: Call) -> None:
         if left and call.path.endswith(MANIFEST):
             left.clear()
-            assert compact(other, run=(0, 2)).outcome == "committed"
+            assert compact_run(other, run=(0, 2)).outcome == "committed"
             policy = RetentionPolicy(keep_last=1)
             for _ in range(2):
                 collect_garbage(other, policy=policy, grace_s=0, orphan_age_s=0, dry_run=False, force=True)
@@ -383,7 +383,7 @@ def test_a_chain_that_is_replaced_and_deleted_while_it_is_looked_at_is_given_up(
     view = FaultyFileSystem(files, on_call=replace_the_chain)
     store = Store.open_on(storage_from_filesystem(view, "/root"), threads=1)
 
-    report = compact(store, run=(0, 2))
+    report = compact_run(store, run=(0, 2))
 
     assert (report.outcome, report.reason) == ("abandoned", "the chain was replaced while it was looked at")
     training.check()
@@ -397,11 +397,11 @@ def test_a_transaction_that_was_declared_dead_is_given_up(store: Store, training
         draft = draft_after(head.record, "expire", writer_info(), aborted={lease.txn: 0})
         store.internals.log.append(head, draft, rebase_expire)
 
-    report = compact(store, run=ALL, progress=at_first_task(abort))
+    report = compact_run(store, run=ALL, progress=at_first_task(abort))
 
     assert report.outcome == "abandoned"
     assert "declared dead" in report.reason
-    again = compact(store, run=ALL)
+    again = compact_run(store, run=ALL)
     assert (again.outcome, again.reused_tasks) == ("committed", 0)
     training.check()
 
@@ -417,7 +417,7 @@ def test_a_death_that_was_forgotten_meanwhile_is_seen_all_the_same(store: Store,
             draft = draft_after(head.record, "expire", writer_info(), aborted=aborted)
             store.internals.log.append(head, draft, rebase_expire)
 
-    assert compact(store, run=ALL, progress=at_first_task(abort)).outcome == "abandoned"
+    assert compact_run(store, run=ALL, progress=at_first_task(abort)).outcome == "abandoned"
 
 
 def test_an_unknown_outcome_is_said_and_what_was_written_stays() -> None:
@@ -429,18 +429,18 @@ def test_an_unknown_outcome_is_said_and_what_was_written_stays() -> None:
         training.full(writer)
         training.delta(writer)
     calm = FaultyFileSystem(inner.fork())
-    compact(Store.open_on(storage_from_filesystem(calm, "/root"), threads=1, retry=quick), run=(0, 2))
+    compact_run(Store.open_on(storage_from_filesystem(calm, "/root"), threads=1, retry=quick), run=(0, 2))
     commit = next(call.index for call in calm.calls if call.operation == "create" and "/commits/" in call.path)
     faulty = FaultyFileSystem(inner, fault=Fault(FaultKind.DELAYED_PUT, commit, calls=1000, delay_calls=2000))
     doomed = Store.open_on(storage_from_filesystem(faulty, "/root"), threads=1, retry=quick)
 
     with pytest.raises(CommitStateUnknown):
-        compact(doomed, run=(0, 2))
+        compact_run(doomed, run=(0, 2))
     faulty.deliver_delayed()
 
     assert store.head().record.kind == "compact"
     training.check()
-    assert compact(store).outcome == "nothing"
+    assert compact_run(store).outcome == "nothing"
 
 
 # ---- dense tensors
@@ -449,7 +449,7 @@ def test_an_unknown_outcome_is_said_and_what_was_written_stays() -> None:
 def test_a_delta_finds_the_tensors_of_a_segment_that_was_folded_meanwhile(store: Store, training: Training) -> None:
     with store.writer() as writer:
         writer.restore()
-        training.delta(writer, before_commit=lambda: compact(store, run=ALL))
+        training.delta(writer, before_commit=lambda: compact_run(store, run=ALL))
         snapshot = store.snapshot()
         held = [entry.segment for entry in snapshot.dense.values()]
         assert held
@@ -460,12 +460,12 @@ def test_a_delta_finds_the_tensors_of_a_segment_that_was_folded_meanwhile(store:
 
     assert verify_store(store, deep=True).is_sound
     compare(store.url)
-    assert compact(store, run=(0, 3)).outcome == "committed"
+    assert compact_run(store, run=(0, 3)).outcome == "committed"
     training.check()
 
 
 def test_a_folded_delta_holds_every_tensor_by_its_own_bytes(store: Store, training: Training) -> None:
-    report = compact(store, run=(1, 4))
+    report = compact_run(store, run=(1, 4))
 
     assert report.kind == "delta"
     assert [entry.segment for entry in store.snapshot().dense.values()] == ["", ""]
@@ -475,7 +475,7 @@ def test_a_folded_delta_holds_every_tensor_by_its_own_bytes(store: Store, traini
 def test_a_tensor_that_no_segment_has_any_more_is_an_error(store: Store, training: Training) -> None:
     with store.writer() as writer:
         writer.restore()
-        training.delta(writer, before_commit=lambda: compact(store, run=ALL))
+        training.delta(writer, before_commit=lambda: compact_run(store, run=ALL))
     snapshot = store.snapshot()
 
     del snapshot.readers[0].manifest.dense["bias"]
@@ -500,6 +500,6 @@ def test_a_run_that_leads_to_another_state_is_not_committed(store: Store, traini
     before = store.internals.log.append(head, draft, rebase_expire)
 
     with pytest.raises(CorruptStore, match="folds to state digest"):
-        compact(store, run=(0, 2))
+        compact_run(store, run=(0, 2))
 
     assert store.head().digest == before.digest

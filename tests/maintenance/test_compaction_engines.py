@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from cnr_store import BadInput, Store, compact
+from cnr_store import BadInput, Store, compact_run
 from cnr_store.errors import CorruptObject, MissingDependency
 from cnr_store.format.layout import segment_key
 from cnr_store.format.records import Manifest
@@ -75,8 +75,8 @@ def test_the_same_bytes_as_threads(store: Store, tmp_path: Path, cluster: None, 
 
     told: list[tuple[str, int, int]] = []
     reports = [
-        compact(store, run=run, workers=1),
-        compact(other, run=run, engine=engine, workers=2, progress=lambda *what: told.append(what)),
+        compact_run(store, run=run, workers=1),
+        compact_run(other, run=run, engine=engine, workers=2, progress=lambda *what: told.append(what)),
     ]
 
     assert [report.outcome for report in reports] == ["committed"] * 2
@@ -96,7 +96,7 @@ def test_damage_of_an_input_is_the_error_that_a_reader_gets(store: Store, cluste
     store.storage.put(segment_key(segment, path), b"x" * 40)
 
     with pytest.raises(CorruptObject) as caught:
-        compact(store, run=ALL, engine=engine, workers=2)
+        compact_run(store, run=ALL, engine=engine, workers=2)
 
     assert segment_key(segment, path) in str(caught.value)
     assert store.head().digest == head.digest
@@ -104,18 +104,18 @@ def test_damage_of_an_input_is_the_error_that_a_reader_gets(store: Store, cluste
 
 @pytest.mark.parametrize("engine", OTHERS)
 def test_no_task_begins_behind_the_deadline(store: Store, cluster: None, engine: Any) -> None:
-    assert compact(store, run=ALL, engine=engine, workers=1, deadline_s=0).outcome == "unfinished"
+    assert compact_run(store, run=ALL, engine=engine, workers=1, deadline_s=0).outcome == "unfinished"
 
-    report = compact(store, run=ALL, engine="threads")
+    report = compact_run(store, run=ALL, engine="threads")
 
     assert (report.outcome, report.reused_tasks) == ("committed", 0)
 
 
 def test_what_one_engine_has_begun_another_goes_on_with(store: Store) -> None:
     with pytest.raises(ZeroDivisionError):
-        compact(store, run=ALL, progress=lambda stage, done, total: done == 2 and 1 / 0)  # type: ignore[arg-type]
+        compact_run(store, run=ALL, progress=lambda stage, done, total: done == 2 and 1 / 0)  # type: ignore[arg-type]
 
-    report = compact(store, run=ALL, engine="processes", workers=1)
+    report = compact_run(store, run=ALL, engine="processes", workers=1)
 
     assert (report.outcome, report.reused_tasks) == ("committed", 2)
 
@@ -131,25 +131,25 @@ def test_storage_that_no_other_process_reaches_is_refused(engine: Any) -> None:
             training.full(writer)
             training.delta(writer)
         with pytest.raises(BadInput, match="this process alone"):
-            compact(store, run=(0, 2), engine=engine)
+            compact_run(store, run=(0, 2), engine=engine)
 
 
 def test_an_engine_or_a_number_of_workers_that_is_none_is_refused(store: Store) -> None:
     with pytest.raises(BadInput, match="threads, processes, or a pool"):
-        compact(store, engine="fibres")  # type: ignore[arg-type]
+        compact_run(store, engine="fibres")  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="threads, processes, or a pool"):
-        compact(store, engine=7)  # type: ignore[arg-type]
+        compact_run(store, engine=7)  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="at least one worker"):
-        compact(store, workers=0)
+        compact_run(store, workers=0)
     with pytest.raises(BadInput, match="bytes_per_s is a finite number above 0"):
-        compact(store, bytes_per_s=0)
+        compact_run(store, bytes_per_s=0)
 
 
 def test_without_ray_the_error_says_what_to_install(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
 
     with pytest.raises(MissingDependency, match=r"cnr-store\[ray\]"):
-        compact(store, run=ALL, engine=RayPool())
+        compact_run(store, run=ALL, engine=RayPool())
 
 
 @pytest.mark.parametrize("engine", OTHERS)
@@ -158,10 +158,10 @@ def test_a_worker_that_dies_is_an_error_and_what_is_done_is_kept(
 ) -> None:
     monkeypatch.setattr(engines, "fold_elsewhere", _die)
     with pytest.raises(engines.CnrStoreError, match="of the compaction"):
-        compact(store, run=ALL, engine=engine, workers=1)
+        compact_run(store, run=ALL, engine=engine, workers=1)
     monkeypatch.undo()
 
-    assert compact(store, run=ALL).outcome == "committed"
+    assert compact_run(store, run=ALL).outcome == "committed"
 
 
 def _die(*_: Any) -> None:

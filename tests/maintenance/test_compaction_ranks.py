@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cnr_store import Store, compact, verify_store
+from cnr_store import Store, compact_run, verify_store
 from cnr_store.maintenance.compaction import tasks
 from cnr_store.types import Rectangle
 from format_spec.reader.compare import compare
@@ -46,7 +46,7 @@ def fold_some_run(store: Store, chance: Any) -> None:
     before = store.snapshot(version=head.record.v)
     expected, digests = bytes_of(before), digest_sums(before)
 
-    report = compact(store, run=(start, stop), workers=1)
+    report = compact_run(store, run=(start, stop), workers=1)
 
     assert report.outcome == "committed"
     after = store.snapshot(version=report.version)

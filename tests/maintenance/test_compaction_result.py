@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cnr_store import CorruptStore, Store, compact
+from cnr_store import CorruptStore, Store, compact_run
 from cnr_store.maintenance.compaction import tasks
 from cnr_store.maintenance.compaction.result import put_manifest
 from cnr_store.storage import storage_from_filesystem
@@ -56,12 +56,12 @@ def test_what_is_not_the_plan_is_not_committed(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("cnr_store.maintenance.compaction.run.put_manifest", change)
 
     with pytest.raises(CorruptStore, match=says):
-        compact(store, run=RUN)
+        compact_run(store, run=RUN)
 
     assert store.head().digest == before.digest
     monkeypatch.undo()
     monkeypatch.setattr(tasks, "PIECE_CHUNKS", 1)
-    report = compact(store, run=RUN)
+    report = compact_run(store, run=RUN)
     assert report.outcome == "committed"
     assert report.tasks > 1
     training.check()

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from cnr_store import CompactionReport, Store, compact, verify_store
+from cnr_store import CompactionReport, Store, compact_run, verify_store
 from cnr_store.format.layout import COMPACTION_LEASE, RECEIPT, segment_key
 from cnr_store.log.author import writer_info
 from cnr_store.log.commit_log import RetryPolicy
@@ -70,7 +70,7 @@ def undisturbed(store: Store, tmp_path: Path) -> dict[str, bytes]:
     """What a compaction of a copy writes that nobody interrupts."""
     shutil.copytree(store.url, tmp_path / "copy")
     with Store.open(str(tmp_path / "copy"), fsync=False) as copy:
-        assert compact(copy, run=ALL).outcome == "committed"
+        assert compact_run(copy, run=ALL).outcome == "committed"
         return content_of(copy, copy.head().record.chain[0].seg)
 
 
@@ -82,7 +82,7 @@ def lease_of(store: Store) -> leases.CompactionLease:
 
 def finish(store: Store, training: Training, expected: dict[str, bytes] | None = None) -> CompactionReport:
     """Compact to the end, and look at all that lies in the segment."""
-    report = compact(store, run=ALL)
+    report = compact_run(store, run=ALL)
     assert (report.outcome, report.tasks) == ("committed", TASKS)
     segment = store.head().record.chain[0].seg
     assert strangers_in(store, segment) == set()
@@ -99,7 +99,7 @@ def test_what_was_done_is_kept_and_the_result_is_that_of_an_undisturbed_one(
 ) -> None:
     expected = undisturbed(store, tmp_path)
     with pytest.raises(Stopped):
-        compact(store, run=ALL, progress=stop_behind(done))
+        compact_run(store, run=ALL, progress=stop_behind(done))
 
     report = finish(store, training, expected)
 
@@ -108,7 +108,7 @@ def test_what_was_done_is_kept_and_the_result_is_that_of_an_undisturbed_one(
 
 
 def test_the_time_that_is_over_leaves_the_rest_to_the_next_call(store: Store, training: Training) -> None:
-    first = compact(store, run=ALL, deadline_s=0)
+    first = compact_run(store, run=ALL, deadline_s=0)
     assert (first.outcome, first.tasks, first.version) == ("unfinished", TASKS, None)
 
     assert finish(store, training).reused_tasks == 0
@@ -118,7 +118,7 @@ def test_a_killed_process_is_taken_up(store: Store, training: Training, tmp_path
     expected = undisturbed(store, tmp_path)
     program = """
 import os, signal, sys
-from cnr_store import Store, compact
+from cnr_store import Store, compact_run
 from cnr_store.maintenance.compaction import tasks
 
 tasks.PIECE_CHUNKS = 1
@@ -127,7 +127,7 @@ def progress(stage, done, total):
     if done == 2:
         os.kill(os.getpid(), signal.SIGKILL)
 
-compact(Store.open(sys.argv[1], fsync=False), run=(0, 4), progress=progress)
+compact_run(Store.open(sys.argv[1], fsync=False), run=(0, 4), progress=progress)
 """
     ended = subprocess.run(
         [sys.executable, "-c", program, store.url], cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
@@ -136,8 +136,8 @@ compact(Store.open(sys.argv[1], fsync=False), run=(0, 4), progress=progress)
     assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
     training.check()
 
-    busy = compact(store, run=ALL)
-    report = compact(store, run=ALL, force=True)
+    busy = compact_run(store, run=ALL)
+    report = compact_run(store, run=ALL, force=True)
 
     assert (busy.outcome, busy.version) == ("busy", None)
     assert (report.outcome, report.reused_tasks) == ("committed", 2)
@@ -153,7 +153,7 @@ def test_a_task_whose_objects_are_not_as_they_were_is_done_again(
 ) -> None:
     expected = undisturbed(store, tmp_path)
     with pytest.raises(Stopped):
-        compact(store, run=ALL, progress=stop_behind(2))
+        compact_run(store, run=ALL, progress=stop_behind(2))
     segment = lease_of(store).segment
     written = objects_in(store, segment)
     path = next(p for p in sorted(written) if (p.endswith(RECEIPT) if damage == "receipt" else "/c/" in p))
@@ -175,25 +175,25 @@ def test_a_task_that_is_missing_although_all_else_is_there_is_not_passed_over(
 
     monkeypatch.setattr("cnr_store.maintenance.compaction.run.put_manifest", stop)
     with pytest.raises(Stopped):
-        compact(store, run=ALL)
+        compact_run(store, run=ALL)
     monkeypatch.undo()
     monkeypatch.setattr(tasks, "PIECE_CHUNKS", 1)
     lease = lease_of(store)
     assert len(lease.done) == TASKS + 1
     store.storage.delete([segment_key(lease.segment, f"r00001-{lease.plan[:8]}/{RECEIPT}")])
 
-    assert compact(store, run=ALL, deadline_s=0).outcome == "unfinished"
+    assert compact_run(store, run=ALL, deadline_s=0).outcome == "unfinished"
     assert finish(store, training).reused_tasks == TASKS - 1
 
 
 def test_another_plan_or_library_begins_anew(store: Store, training: Training) -> None:
     for change in ({"plan": "0" * 64}, {"libraries": {"numpy": "1.0"}}, {"base": 400}):
         with pytest.raises(Stopped):
-            compact(store, run=(1, 3), progress=stop_behind(1))
+            compact_run(store, run=(1, 3), progress=stop_behind(1))
         old = lease_of(store)
         store.storage.put(COMPACTION_LEASE, msgspec.json.encode(msgspec.structs.replace(old, **change)))  # type: ignore[arg-type]
         with pytest.raises(Stopped):
-            compact(store, run=(1, 3), progress=stop_behind(1))
+            compact_run(store, run=(1, 3), progress=stop_behind(1))
         assert lease_of(store).txn != old.txn
 
     assert finish(store, training).reused_tasks == 0
@@ -201,13 +201,13 @@ def test_another_plan_or_library_begins_anew(store: Store, training: Training) -
 
 def test_a_run_that_the_policy_would_not_choose_any_more_is_finished_first(store: Store, training: Training) -> None:
     with pytest.raises(Stopped):
-        compact(store, run=ALL, progress=stop_behind(2))
+        compact_run(store, run=ALL, progress=stop_behind(2))
     with store.writer() as writer:
         writer.restore()
         for _ in range(4):
             training.delta(writer)
 
-    report = compact(store)
+    report = compact_run(store)
 
     assert (report.outcome, len(report.run), report.reused_tasks) == ("committed", 4, 2)
     assert report.reason == "begun by an earlier compaction"
@@ -219,7 +219,7 @@ def test_a_transaction_that_was_declared_dead_is_not_taken_up_even_if_that_was_f
     store: Store, training: Training
 ) -> None:
     with pytest.raises(Stopped):
-        compact(store, run=ALL, progress=stop_behind(2))
+        compact_run(store, run=ALL, progress=stop_behind(2))
     txn = lease_of(store).txn
     for aborted in ({txn: 0}, {}):
         head = store.head()
@@ -234,10 +234,10 @@ def test_a_transaction_that_was_declared_dead_is_not_taken_up_even_if_that_was_f
 
 def test_a_committed_transaction_is_not_committed_again_after_a_rollback(store: Store, training: Training) -> None:
     version = store.latest_version()
-    first = compact(store, run=ALL)
+    first = compact_run(store, run=ALL)
     store.rollback(version)
 
-    second = compact(store, run=ALL)
+    second = compact_run(store, run=ALL)
 
     assert (first.outcome, second.outcome, second.reused_tasks) == ("committed", "committed", 0)
     names = [store.record(report.version or 0).chain[0].seg for report in (first, second)]
@@ -271,7 +271,7 @@ def test_a_lease_that_says_what_no_compaction_says_costs_work_at_most(
     store: Store, training: Training, change: dict[str, Any], reused: int
 ) -> None:
     with pytest.raises(Stopped):
-        compact(store, run=ALL, progress=stop_behind(2))
+        compact_run(store, run=ALL, progress=stop_behind(2))
     old = lease_of(store)
     store.storage.put(COMPACTION_LEASE, msgspec.json.encode(msgspec.structs.replace(old, **change)))
 
@@ -281,7 +281,7 @@ def test_a_lease_that_says_what_no_compaction_says_costs_work_at_most(
 def test_a_lease_that_hides_that_its_segment_was_committed_does_not_alter_it(store: Store, training: Training) -> None:
     """Its base is later than that of the segment, so that nobody would read the record that committed it."""
     version = store.latest_version()
-    first = compact(store, run=ALL)
+    first = compact_run(store, run=ALL)
     store.rollback(version)
     old = lease_of(store)
     late = msgspec.structs.replace(old, base=store.latest_version())
@@ -296,7 +296,7 @@ def test_a_lease_that_hides_that_its_segment_was_committed_does_not_alter_it(sto
 
 def test_who_goes_on_with_a_compaction_is_who_holds_its_lease(store: Store, training: Training) -> None:
     with pytest.raises(Stopped):
-        compact(store, run=ALL, progress=stop_behind(2))
+        compact_run(store, run=ALL, progress=stop_behind(2))
     abandoned = msgspec.structs.replace(lease_of(store), holder="somewhere:1")
     store.storage.put(COMPACTION_LEASE, msgspec.json.encode(abandoned))
 
@@ -308,14 +308,14 @@ def test_who_goes_on_with_a_compaction_is_who_holds_its_lease(store: Store, trai
 
 def test_somebody_elses_lease_on_a_run_that_is_gone_holds_nobody_up(store: Store, training: Training) -> None:
     with pytest.raises(Stopped):
-        compact(store, run=(1, 3), progress=stop_behind(1))
+        compact_run(store, run=(1, 3), progress=stop_behind(1))
     LeasePlace(store.storage, store.internals.log).put(lease_of(store), 600.0)
-    assert compact(store, run=ALL).outcome == "busy"
+    assert compact_run(store, run=ALL).outcome == "busy"
     with store.writer() as writer:
         training.full(writer)
         training.delta(writer)
 
-    assert compact(store, run=(0, 2)).outcome == "committed"
+    assert compact_run(store, run=(0, 2)).outcome == "committed"
     training.check()
 
 
@@ -334,7 +334,7 @@ def test_a_lease_that_cannot_be_put_holds_nobody_up() -> None:
         training.full(writer)
         training.delta(writer)
 
-    assert compact(store, run=(0, 2)).outcome == "committed"
+    assert compact_run(store, run=(0, 2)).outcome == "committed"
     training.check()
 
 
@@ -352,7 +352,7 @@ def test_a_crash_at_any_storage_call_leaves_a_whole_state_and_a_run_that_is_take
         training.delta(writer)
     expected = bytes_of(training.store.snapshot())
     calm = FaultyFileSystem(inner.fork())
-    compact(open_on(calm), run=(0, 2))
+    compact_run(open_on(calm), run=(0, 2))
     runs = reused = 0
     for call in calm.calls:
         for kind in (FaultKind.CRASH, FaultKind.CRASH_AFTER):
@@ -361,12 +361,12 @@ def test_a_crash_at_any_storage_call_leaves_a_whole_state_and_a_run_that_is_take
             files = inner.fork()
             doomed = FaultyFileSystem(files, fault=Fault(kind, call.index))
             with suppress(SimulatedCrash):
-                compact(open_on(doomed), run=(0, 2))
+                compact_run(open_on(doomed), run=(0, 2))
             assert doomed.is_crashed
             store = open_on(files)
             assert bytes_of(store.snapshot()) == expected
             if len(store.head().record.chain) > 1:
-                report = compact(store, run=(0, 2), force=True)
+                report = compact_run(store, run=(0, 2), force=True)
                 assert report.outcome == "committed"
                 reused += report.reused_tasks
             assert bytes_of(store.snapshot()) == expected

@@ -23,7 +23,7 @@ from cnr_store import (
     TableOptions,
     Writer,
     collect_garbage,
-    compact,
+    compact_run,
     repair_store,
     verify_store,
 )
@@ -1194,7 +1194,7 @@ def test_manifests_are_not_read(store: Store, fs: IsolatedMemoryFileSystem) -> N
 
 def test_a_step_is_found_in_the_version_that_compaction_made(store: Store) -> None:
     """By step only the record of the save was looked for, which expires once a compaction has made a newer version."""
-    assert compact(store, run=(0, 3)).outcome == "committed"
+    assert compact_run(store, run=(0, 3)).outcome == "committed"
     compacted = store.latest_version()
 
     collect(store)
@@ -1205,7 +1205,7 @@ def test_a_step_is_found_in_the_version_that_compaction_made(store: Store) -> No
 
 def test_a_step_whose_newest_version_has_gone_is_found_where_a_tag_keeps_it(store: Store) -> None:
     store.tag("best", 7)
-    compact(store, run=(0, 3))
+    compact_run(store, run=(0, 3))
     with store.writer() as writer:
         writer.restore()
         save(writer, 9, full=True)
@@ -1234,7 +1234,7 @@ def test_a_compaction_under_way_whose_inputs_go_is_abandoned(store: Store, fs: I
         train(other, 8, full=True)
         collect(other)
 
-    report = compact(racing(fs, overtake), run=(0, 3))
+    report = compact_run(racing(fs, overtake), run=(0, 3))
 
     assert report.outcome == "abandoned"
     assert table(store) == [8.0] * ROWS
@@ -1245,9 +1245,9 @@ def test_a_compaction_under_way_whose_inputs_go_is_abandoned(store: Store, fs: I
 def test_a_compaction_under_way_that_was_given_up_is_told(store: Store, fs: IsolatedMemoryFileSystem) -> None:
     late = racing(fs, lambda: collect(again(fs), keep_last=9))
 
-    assert compact(late, run=(0, 3)).outcome == "abandoned"
+    assert compact_run(late, run=(0, 3)).outcome == "abandoned"
 
     assert table(store) == [4.0, 5.0, 6.0, 4.0]
-    assert compact(store, run=(0, 3)).outcome == "committed"
+    assert compact_run(store, run=(0, 3)).outcome == "committed"
     collect(store)
     assert listed(store) == referenced(store)

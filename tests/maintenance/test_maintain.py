@@ -26,7 +26,7 @@ from cnr_store import (
     StorageFailure,
     Store,
     compact,
-    compact_chain,
+    compact_run,
     maintain,
     read_status,
     verify_store,
@@ -186,7 +186,7 @@ def test_time_that_runs_out_in_a_chain_stops_it_after_the_fold_that_was_begun(st
 
     # Without an end it takes two folds: the deltas, and then what they became into the baseline.
     policy = CompactionPolicy(max_chain=1, max_restore_ratio=1000)
-    reports = compact_chain(store, policy=policy, deadline_s=1.5, clock=clock)
+    reports = compact(store, policy=policy, deadline_s=1.5, clock=clock)
 
     assert [report.outcome for report in reports] == ["committed", "planned"]
 
@@ -254,7 +254,7 @@ def test_two_runs_at_once_harm_nothing(store: Store, fs: IsolatedMemoryFileSyste
 
 
 def test_a_log_that_another_process_compacts_is_left_to_it(store: Store) -> None:
-    compact(store, policy=SHORT, deadline_s=0)
+    compact_run(store, policy=SHORT, deadline_s=0)
     place = LeasePlace(store.storage, store.internals.log)
     lease = place.read()
     assert lease is not None

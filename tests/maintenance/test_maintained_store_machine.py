@@ -28,7 +28,7 @@ from cnr_store import (
     StorageFailure,
     Store,
     collect_garbage,
-    compact,
+    compact_run,
     verify_store,
 )
 from cnr_store.errors import (
@@ -310,7 +310,7 @@ class MaintainedStoreMachine(StoreMachine):
         with self.open_line(self.line) as store:
             longest = len(store.head().record.chain)
             for _ in range(longest + 1):
-                report = compact(store, policy=policy, force=True)
+                report = compact_run(store, policy=policy, force=True)
                 if report.outcome == "nothing":
                     break
                 assert report.outcome == "committed"
@@ -333,7 +333,7 @@ class MaintainedStoreMachine(StoreMachine):
             self.fold_with_a_failure((start, stop), killed_at)
             return
         with self.open_line(self.line) as store:
-            report = compact(store, run=(start, stop), force=force)
+            report = compact_run(store, run=(start, stop), force=force)
             after = [entry.seg for entry in store.head().record.chain]
         if report.outcome == "busy":
             assert self.was_killed
@@ -349,7 +349,7 @@ class MaintainedStoreMachine(StoreMachine):
         with self.open_line(self.line, fs) as store:
             fs.arm(Fault(FaultKind.FAIL_BEFORE, len(fs.calls) + killed_at))
             with suppress(StorageFailure, CommitStateUnknown):
-                compact(store, run=where, force=True)
+                compact_run(store, run=where, force=True)
             fs.arm(None)
         self.was_killed = True
 
@@ -578,7 +578,7 @@ class MaintainedStoreMachine(StoreMachine):
                 segments = len(store.head().record.chain)
                 first = 0 if one == "fold all" else 1
                 if segments - first >= 2:
-                    assert compact(store, run=(first, segments), force=True).outcome == "committed"
+                    assert compact_run(store, run=(first, segments), force=True).outcome == "committed"
 
     def is_given_up(self, txn: str, since: int) -> bool:
         records = (self.store.record(version) for version in range(since, self.store.latest_version() + 1))

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from cnr_store import Store, TableOptions, compact, repair_store, verify_store
+from cnr_store import Store, TableOptions, compact_run, repair_store, verify_store
 from cnr_store.errors import VersionNotFound
 from cnr_store.format import arrays
 from cnr_store.format.commit_record import decode_record, encode_record
@@ -120,7 +120,7 @@ def test_problem_lists_the_versions_it_hurts(root: Path) -> None:
 @pytest.mark.parametrize("damage", ["flipped", "of another transaction"])
 def test_receipt_that_differs_hurts_no_version(root: Path, damage: str) -> None:
     with Store.open(str(root), fsync=False) as store:
-        compact(store, run=(0, 4))
+        compact_run(store, run=(0, 4))
     receipt = next(root.glob("data/*/*/_receipt.json"))
     data = receipt.read_bytes()
     receipt.write_bytes(flip(data, 0) if damage == "flipped" else canonical_json({**json.loads(data), "txn": "0" * 32}))

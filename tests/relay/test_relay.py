@@ -26,7 +26,7 @@ from cnr_store import (
     Store,
     TableOptions,
     collect_garbage,
-    compact_chain,
+    compact,
     maintain,
     read_status,
     repair_store,
@@ -354,7 +354,7 @@ def test_compaction_and_rollback_come_through(store: Store, files: IsolatedMemor
     versions = save(store, 1, 2, 3, 4)
     relay = Relay(store, place(files), start=versions[0])
     relay.advance()
-    compact_chain(store, policy=CompactionPolicy(max_chain=1))
+    compact(store, policy=CompactionPolicy(max_chain=1))
     store.rollback(versions[1])
     save(store, 9)
 
@@ -971,7 +971,7 @@ def test_nobody_writes_to_a_relay(store: Store, files: IsolatedMemoryFileSystem)
         lambda: copy.on_branch("trial"),
         lambda: copy.drop_branch("trial"),
         lambda: Store.open_on(place(files), branch="trial"),
-        lambda: compact_chain(copy),
+        lambda: compact(copy),
         lambda: collect_garbage(copy),
         lambda: collect_garbage(copy, dry_run=False),
         lambda: maintain(copy),
@@ -1124,7 +1124,7 @@ def test_a_loader_follows_a_relay_through_all_that_happens_at_the_source(
     seen: list[int] = []
     events: list[Callable[[], object]] = [
         lambda: save(store, 2, 3),
-        lambda: compact_chain(store),
+        lambda: compact(store),
         lambda: expire_all_but_newest(store),
         lambda: save(store, *range(4, 16), kind="full"),
         lambda: store.set_channel("serving", store.latest_version()),

@@ -20,7 +20,7 @@ from cnr_store import (
     Store,
     TableOptions,
     collect_garbage,
-    compact_chain,
+    compact,
     verify_store,
 )
 from cnr_store.errors import NotAStore, VersionExpired, VersionNotFound
@@ -94,7 +94,7 @@ class World:
                     txn.write_rows("t", np.arange(2), table[:2])
 
     def fold(self, store: Store) -> None:
-        compact_chain(store, policy=CompactionPolicy(max_chain=1))
+        compact(store, policy=CompactionPolicy(max_chain=1))
 
     def name(self, store: Store) -> None:
         version = self.random.randint(0, store.latest_version())

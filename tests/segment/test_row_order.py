@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cnr_store import CorruptStore, Store, TableOptions, compact, verify_store
+from cnr_store import CorruptStore, Store, TableOptions, compact_run, verify_store
 from cnr_store.encodings import reference
 from cnr_store.encodings.row_order import into_order, out_of_order
 from cnr_store.format import arrays
@@ -179,7 +179,7 @@ def test_a_writer_goes_on_after_a_restore_and_a_fold_of_deltas_has_the_order_aga
             writer.restore()
             save(writer, table, table.step())
 
-    compact(store, run=(1, 4))
+    compact_run(store, run=(1, 4))
 
     assert [entry.kind for entry in store.snapshot().record.chain] == ["baseline", "delta", "delta"]
     assert add_list(store, 1).arrays["codes"].order is not msgspec.UNSET

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cnr_store import ChunkLru, CorruptStore, Store, compact, verify_store
+from cnr_store import ChunkLru, CorruptStore, Store, compact_run, verify_store
 from cnr_store.changes.stream import changes
 from cnr_store.serving.rows.served_table import row_kind
 from cnr_store.serving.rows.shards import HashShard
@@ -146,7 +146,7 @@ def stream_the_whole_table(at: Damaged) -> None:
 
 
 def fold_from_the_baseline(at: Damaged) -> None:
-    compact(at.store, run=(0, at.chain_length))
+    compact_run(at.store, run=(0, at.chain_length))
 
 
 READERS: list[Callable[[Damaged], None]] = [

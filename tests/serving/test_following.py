@@ -17,7 +17,7 @@ from cnr_store import (
     Store,
     TableOptions,
     collect_garbage,
-    compact,
+    compact_run,
 )
 from cnr_store.errors import BranchNotFound, ChannelNotFound, TagNotFound, VersionExpired, VersionNotFound
 from cnr_store.format.commit_record import LogEntry
@@ -148,7 +148,7 @@ def test_only_one_of_version_tag_and_channel() -> None:
 def test_what_was_refused_is_known_again_when_it_comes_back(life: Life) -> None:
     kept, refused = life.save(), life.save()
     tagged = life.do(lambda store: store.tag("bad"))
-    folded = life.do(lambda store: compact(store, policy=CompactionPolicy(max_chain=1)))
+    folded = life.do(lambda store: compact_run(store, policy=CompactionPolicy(max_chain=1)))
     rolled = life.do(lambda store: store.rollback(refused.record.v))
     newer = life.save()
 
@@ -163,7 +163,7 @@ def test_what_was_refused_is_known_again_when_it_comes_back(life: Life) -> None:
 
 def test_records_between_tell_what_the_two_ends_do_not(life: Life) -> None:
     held, delta = life.save(), life.save()
-    folded = life.do(lambda store: compact(store, policy=CompactionPolicy(max_chain=1)))
+    folded = life.do(lambda store: compact_run(store, policy=CompactionPolicy(max_chain=1)))
     newer = life.save()
 
     assert plan_between(held, newer, []) == Compare()

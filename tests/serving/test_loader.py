@@ -29,7 +29,7 @@ from cnr_store import (
     VersionRefused,
     Writer,
     collect_garbage,
-    compact,
+    compact_run,
 )
 from cnr_store.errors import (
     BadDtype,
@@ -97,7 +97,7 @@ class Training:
         return self.writer.head.record.v
 
     def fold(self) -> int:
-        assert compact(self.store, policy=CompactionPolicy(max_chain=1), force=True).outcome == "committed"
+        assert compact_run(self.store, policy=CompactionPolicy(max_chain=1), force=True).outcome == "committed"
         return self.store.latest_version()
 
     def forget(self) -> None:

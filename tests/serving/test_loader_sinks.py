@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cnr_store import CompactionPolicy, Store, TableOptions, compact
+from cnr_store import CompactionPolicy, Store, TableOptions, compact_run
 from cnr_store.serving import HashShard, Loader, LoaderOptions, RowRange
 from cnr_store.serving.rows.fused_reference import fuse_rows
 from cnr_store.serving.rows.views import Lookups
@@ -126,7 +126,7 @@ def test_after_a_fold_a_restarted_loader_still_makes_the_sink_the_version(store:
         loader.add_sink(sink, start=False).push()
     save(store, 1, [3, 7])
     save(store, 2, [7, 12])
-    compact(store, policy=CompactionPolicy(max_chain=1))
+    compact_run(store, policy=CompactionPolicy(max_chain=1))
     version = save(store, 3, [1])
 
     with Loader(store) as loader:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cnr_store import CompactionPolicy, Store, TableOptions, compact
+from cnr_store import CompactionPolicy, Store, TableOptions, compact_run
 from tests.support.loader_checks import opened_loader
 from tests.support.store_oracle import same_bits
 
@@ -51,7 +51,7 @@ def test_a_loader_follows_a_table_with_int8_codes(
                 with writer.begin(step) as txn:
                     txn.write_rows("t", rows, values[rows])
                 assert held()
-            compact(store, policy=CompactionPolicy(max_chain=1))
+            compact_run(store, policy=CompactionPolicy(max_chain=1))
             assert held()
             if way in ({}, {"holds": "codes"}):
                 assert same_bits(loader.lookup("t", every), store.snapshot().table("t").read())

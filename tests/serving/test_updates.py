@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
-from cnr_store import Store, compact
+from cnr_store import Store, compact_run
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.storage import storage_from_filesystem
 from tests.maintenance.test_maintained_store_machine import Line, MaintainedStoreMachine
@@ -115,7 +115,7 @@ def follow_parts(rng: np.random.Generator, seed: int, *, additive: bool) -> None
             parts.model.__post_init__()  # rows that a baseline does not name are absent
         parts.save(tiles, full=is_full, states_digest=bool(rng.random() < 0.8))
         if rng.random() < 0.3 and len(store.head().record.chain) > 1:
-            compact(store, run=(0, int(rng.integers(2, len(store.head().record.chain) + 1))), force=True)
+            compact_run(store, run=(0, int(rng.integers(2, len(store.head().record.chain) + 1))), force=True)
             parts._head = store.head()
         for consumer in consumers:
             if rng.random() < 0.6:

@@ -12,7 +12,7 @@ import pytest
 
 from cnr_store import BadInput, CorruptStore, RetentionPolicy, Store, TableOptions, verify_store
 from cnr_store.errors import BadShape, DoesNotApply
-from cnr_store.maintenance.compaction import compact
+from cnr_store.maintenance.compaction import compact_run
 from cnr_store.maintenance.gc import collect_garbage
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import Rectangle
@@ -61,7 +61,7 @@ def test_a_document_may_have_the_name_of_an_object_of_the_format(store: Store, n
         for step in (1, 2):
             with writer.begin(step=step) as txn:
                 txn.put_document(name, {"position": 3})
-    compact(store, run=(0, 2))  # whose tasks put receipts
+    compact_run(store, run=(0, 2))  # whose tasks put receipts
 
     assert store.snapshot().read_document(name) == {"position": 3}
 
@@ -73,7 +73,7 @@ def test_a_table_may_be_named_like_the_receipt(store: Store) -> None:
             txn.write_table("_receipt.json", values, options=TableOptions(scale=1.0))
         with writer.begin(step=2) as txn:
             txn.write_rows("_receipt.json", np.asarray([1]), values[1:])
-    compact(store, run=(0, 2))
+    compact_run(store, run=(0, 2))
 
     assert np.array_equal(store.snapshot().table("_receipt.json").read(), values)
 
@@ -320,7 +320,7 @@ def test_a_compaction_whose_work_was_given_up_and_deleted_is_abandoned() -> None
 
     store = Store.open_on(storage_from_filesystem(FaultyFileSystem(files, on_call=at_call), "/root"), threads=1)
 
-    report = compact(store, run=(0, 3))
+    report = compact_run(store, run=(0, 3))
 
     assert is_deleted[0]
     assert report.outcome == "abandoned"
@@ -358,7 +358,7 @@ def test_a_save_that_could_not_follow_compaction_leaves_the_writer_as_it_was() -
         values[step] = step
         with writer.begin(step) as txn:
             txn.write_rows("t", np.asarray([step]), values[[step]])
-    assert compact(other, run=(0, 3)).outcome == "committed"
+    assert compact_run(other, run=(0, 3)).outcome == "committed"
     # Behind the newest record and the one that is not there yet: the manifest of the folded segment.
     fs.arm(Fault(FaultKind.FAIL_BEFORE, at=len(fs.calls) + 2))
 
@@ -390,7 +390,7 @@ def test_a_save_whose_chain_was_folded_and_deleted_meanwhile_is_told_so_and_not_
 
     txn = writer.begin(4, base="baseline")
     txn.write_rows("t", rows, values[rows])
-    assert compact(other, run=(1, 4)).outcome == "committed"
+    assert compact_run(other, run=(1, 4)).outcome == "committed"
     policy = RetentionPolicy(keep_last=1)
     collect_garbage(other, policy=policy, grace_s=0.0, orphan_age_s=86_400.0, dry_run=False, force=True)
     with pytest.raises(DoesNotApply, match="folded and deleted"):
@@ -428,7 +428,7 @@ def test_a_save_refers_to_dense_tensors_where_compaction_has_put_them(store: Sto
         with writer.begin(step=2) as txn:
             txn.write_rows("t", np.asarray([1]), values[[1]] + 1)
         late = writer.begin(step=3)
-        assert compact(store, run=(0, 2)).outcome == "committed"
+        assert compact_run(store, run=(0, 2)).outcome == "committed"
         late.write_rows("t", np.asarray([2]), values[[2]] + 2)
         late.commit()
         assert late.manifest is not None
@@ -470,9 +470,9 @@ def test_a_scale_is_not_refined_beyond_what_the_codes_of_the_chain_allow(store: 
     with pytest.raises(BadInput, match="compact"):
         refine(5, 1)
     assert np.array_equal(store.snapshot().table("t").read(), np.ones((3, 2)))
-    compact(store, run=(1, 5))
+    compact_run(store, run=(1, 5))
     assert np.array_equal(store.snapshot().table("t").read(), np.ones((3, 2)))
-    compact(store, run=(0, 2))
+    compact_run(store, run=(0, 2))
     refine(5, 8)
 
     assert np.array_equal(store.snapshot().table("t").read(), np.ones((3, 2)))

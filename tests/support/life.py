@@ -35,7 +35,7 @@ from cnr_store.format.layout import DATA, MANIFEST, RECEIPT, segment_key
 from cnr_store.format.records import CommitRecord
 from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.log.retention import RetentionPolicy
-from cnr_store.maintenance.compaction import compact
+from cnr_store.maintenance.compaction import compact_run
 from cnr_store.maintenance.gc import collect_garbage
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.segment.codes import TableCodes
@@ -397,7 +397,7 @@ def compactor(world: World, store: Store) -> None:
         start = world.random.randrange(len(head.chain) - 1)
         stop = min(len(head.chain), start + world.random.choice((2, 3)))
         try:
-            report = compact(store, run=(start, stop), force=world.random.random() < 0.7)
+            report = compact_run(store, run=(start, stop), force=world.random.random() < 0.7)
         except BadInput as error:  # the chain has become shorter
             world.tell(error.kind, f"compaction of {start} to {stop} of version {head.v}: {error}")
         except MissingObject as error:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from fsspec.exceptions import FSTimeoutError
 
-from cnr_store import BackgroundSaveFailed, Conflict, RetentionPolicy, Store, TableOptions, collect_garbage, compact
+from cnr_store import BackgroundSaveFailed, Conflict, RetentionPolicy, Store, TableOptions, collect_garbage, compact_run
 from cnr_store.errors import CommitStateUnknown, Fenced, VersionExpired
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.log.commit_log import RetryPolicy
@@ -209,7 +209,7 @@ def test_maintenance_behind_a_restore_is_no_conflict(url: str) -> None:
     with Store.open(url) as store, manager_of(training, url) as manager:
         manager.restore()
         store.tag("kept", store.latest_version())
-        compact(store, force=True)
+        compact_run(store, force=True)
         go_on(training, manager, 3, 5)
         kinds = [record.kind for record in store.log(limit=5)]
     assert kinds == ["delta", "delta", "fence", "compact", "tag"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cnr_store import RetentionPolicy, Store, collect_garbage, compact
+from cnr_store import RetentionPolicy, Store, collect_garbage, compact_run
 from cnr_store.errors import VersionExpired
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.training import load
@@ -34,7 +34,7 @@ def saved() -> IsolatedMemoryFileSystem:
 
 def fold_and_delete(files: Any) -> None:
     with opened(files) as store:
-        assert compact(store, run=(0, 2)).outcome == "committed"
+        assert compact_run(store, run=(0, 2)).outcome == "committed"
         collect_garbage(
             store, policy=RetentionPolicy(keep_last=1), grace_s=0, orphan_age_s=0, force=True, dry_run=False
         )

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from cnr_store import CompactionPolicy, CorruptStore, Store, TableOptions, compact, verify_store
+from cnr_store import CompactionPolicy, CorruptStore, Store, TableOptions, compact_run, verify_store
 from cnr_store.format.manifest import decode_manifest
 from cnr_store.format.records import INT8_CODES, Manifest, RowListEntry
 from cnr_store.types import Float32s, Profile, Rectangle
@@ -146,7 +146,7 @@ def test_compaction_keeps_int8_until_a_code_outgrows_it(store: Store, peak: int,
             with writer.begin(step) as txn:
                 txn.write_rows("t", rows, given[rows])
 
-    compact(store, policy=CompactionPolicy(max_chain=1))
+    compact_run(store, policy=CompactionPolicy(max_chain=1))
 
     assert len(store.snapshot().readers) == 1
     assert set_list(store).arrays["codes"].dtype == dtype

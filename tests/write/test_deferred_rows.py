@@ -20,7 +20,7 @@ from cnr_store import (
     Threshold,
     Transaction,
     Writer,
-    compact_chain,
+    compact,
     verify_store,
 )
 from cnr_store.encodings import reference, row_kernels, widths
@@ -231,7 +231,7 @@ def test_records_behind_it_go_on_naming_what_waits(run: Run) -> None:
     waiting = run.store.snapshot().waiting
 
     run.store.tag("good", run.store.head().record.v)
-    compact_chain(run.store, policy=CompactionPolicy(max_chain=1), force=True)
+    compact(run.store, policy=CompactionPolicy(max_chain=1), force=True)
 
     assert waiting["t"].count == 3
     assert len(run.store.head().record.chain) == 1

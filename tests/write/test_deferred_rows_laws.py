@@ -14,7 +14,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cnr_store import CompactionPolicy, Shard, Store, TableOptions, Threshold, compact_chain, verify_store
+from cnr_store import CompactionPolicy, Shard, Store, TableOptions, Threshold, compact, verify_store
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.write.deferred_rows import STEPS_WITHOUT_BOUND
 from tests.support.faulty import IsolatedMemoryFileSystem
@@ -104,7 +104,7 @@ class Training:
         self.save(prepare=lambda txn: txn.refine_scale("t"))
 
     def fold(self) -> None:
-        compact_chain(self.store, policy=CompactionPolicy(max_chain=2))
+        compact(self.store, policy=CompactionPolicy(max_chain=2))
 
     def within(self) -> float:
         """How far a waiting row may be from what is stored."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cnr_store import RetentionPolicy, Store, TableOptions, Writer, collect_garbage, compact
+from cnr_store import RetentionPolicy, Store, TableOptions, Writer, collect_garbage, compact_run
 from cnr_store.errors import TransactionAborted
 from cnr_store.storage.local import LocalStorage
 from tests.support.snapshot_bytes import bytes_of
@@ -71,7 +71,7 @@ def test_a_fold_whose_folders_went_says_that_it_was_given_up(store: Store) -> No
     before = bytes_of(store.snapshot())
 
     with raced(store) as slow:
-        assert compact(slow, run=(0, 2)).outcome == "abandoned"
+        assert compact_run(slow, run=(0, 2)).outcome == "abandoned"
 
-    assert compact(store, run=(0, 2)).outcome == "committed"
+    assert compact_run(store, run=(0, 2)).outcome == "committed"
     assert bytes_of(store.snapshot()) == before

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from cnr_store import BadInput, Store, TableOptions, compact, export_snapshot, verify_store
+from cnr_store import BadInput, Store, TableOptions, compact_run, export_snapshot, verify_store
 from cnr_store.changes import changes
 from cnr_store.encodings import digest
 from cnr_store.segment.codes import array_specs, escape_bits
@@ -106,7 +106,7 @@ def wrong_digest(manifest: Any, _: Any) -> Any:
 def test_folding_costs_what_is_stored(store: Store, run: tuple[int, int]) -> None:
     before = store.snapshot().table("t").read_rows(rows_of(0, 1, 2, 3, 1 << 20, HUGE - 1))
 
-    report = compact(store, run=run)
+    report = compact_run(store, run=run)
 
     assert (report.outcome, report.tasks) == ("committed", 1)
     assert store.snapshot().table("t").schema.num_rows == HUGE

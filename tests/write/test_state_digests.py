@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from cnr_store import CorruptStore, Store, TableOptions, compact
+from cnr_store import CorruptStore, Store, TableOptions, compact_run
 from cnr_store.read.snapshot import Snapshot
 
 ROWS = np.array([1, 3], np.int64)
@@ -70,7 +70,7 @@ def test_a_new_life_of_a_table_has_nothing_of_the_one_before(store: Store) -> No
             txn.write_table("t", np.full((10, 2), 2, np.float32), options=TableOptions(scale=2.0))
         with writer.begin(step=5) as txn:
             txn.write_rows("t", ROWS, np.full((2, 2), 6, np.float32))
-    assert compact(store, run=(2, 4)).outcome == "committed"  # no segment is left that lacks the table
+    assert compact_run(store, run=(2, 4)).outcome == "committed"  # no segment is left that lacks the table
 
     snapshot = store.snapshot()
 

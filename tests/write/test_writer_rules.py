@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cnr_store import Store, TableOptions, Writer, compact
+from cnr_store import Store, TableOptions, Writer, compact_run
 from cnr_store.errors import BadShape, DoesNotApply
 
 ROWS = np.array([1, 3], np.int64)
@@ -46,7 +46,7 @@ def test_a_full_that_failed_half_way_leaves_no_state_to_go_on_from(store: Store)
 def test_a_restore_that_failed_behind_another_chain_leaves_no_state_to_go_on_from(store: Store) -> None:
     with store.writer() as writer:
         fill(writer)
-        assert compact(store, run=(0, 2)).outcome == "committed"
+        assert compact_run(store, run=(0, 2)).outcome == "committed"
 
         with pytest.raises(BadShape):
             writer.restore({"a": {"values": np.empty((4, 2), np.float32)}})

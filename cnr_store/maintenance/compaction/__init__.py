@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from cnr_store.maintenance.compaction.engines import ENGINES, Engine, WorkerPool, check_engine
 from cnr_store.maintenance.compaction.plan import DEFAULT_POLICY, CompactionPolicy
-from cnr_store.maintenance.compaction.run import LEASE_S, CompactionReport, compact
+from cnr_store.maintenance.compaction.run import LEASE_S, CompactionReport, compact_run
 
 __all__ = [
     "DEFAULT_POLICY",
@@ -20,5 +20,5 @@ __all__ = [
     "Engine",
     "WorkerPool",
     "check_engine",
-    "compact",
+    "compact_run",
 ]

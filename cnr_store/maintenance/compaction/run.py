@@ -91,7 +91,7 @@ class CompactionReport:
     chain_after: int = 0
 
 
-def compact(
+def compact_run(
     store: Store,
     *,
     policy: CompactionPolicy = DEFAULT_POLICY,
@@ -152,7 +152,7 @@ def compact(
     Examples
     --------
     >>> import numpy as np
-    >>> store = Store.create("memory://doctest-compact")
+    >>> store = Store.create("memory://doctest-compact-run")
     >>> rows = np.arange(2)
     >>> with store.writer() as writer:
     ...     with writer.begin(step=0) as txn:
@@ -160,7 +160,7 @@ def compact(
     ...     for step in (1, 2):
     ...         with writer.begin(step=step) as txn:
     ...             _ = txn.write_rows("user", rows, np.full((2, 2), step, np.float32))
-    >>> report = compact(store, run=(0, 3))
+    >>> report = compact_run(store, run=(0, 3))
     >>> report.outcome, report.kind, report.chain_after
     ('committed', 'baseline', 1)
     """

@@ -15,10 +15,10 @@ from cnr_store import (
     RetentionPolicy,
     Store,
     collect_garbage,
-    compact_chain,
     maintain,
     read_status,
 )
+from cnr_store import compact as compact_store
 from cnr_store.integrations.ray import RayPool
 from cnr_store_tools.exits import ExitCode, exit_code
 from cnr_store_tools.options import (
@@ -99,7 +99,7 @@ def compact(
     """Fold deltas until restores are as fast as wanted, beside writers. Exit code 9 if the budget ended it."""
     policy = CompactionPolicy(max_chain=max_chain, max_restore_ratio=max_restore_ratio, fanout=fanout)
     with open_store(url, storage_option, branch) as store, progress_bars(in_bytes=False) as progress:
-        reports = compact_chain(
+        reports = compact_store(
             store, policy=policy, engine=_engine(engine), workers=workers,
             bytes_per_s=optional_size(bandwidth, "--bandwidth"),
             deadline_s=optional_duration(budget, "--budget"), force=force, dry_run=dry_run, progress=progress,

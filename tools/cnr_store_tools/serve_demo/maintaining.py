@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cnr_store import CompactionPolicy, RetentionPolicy, Store, compact_chain, maintain
+from cnr_store import CompactionPolicy, RetentionPolicy, Store, compact, maintain
 from cnr_store_tools.demo.worker import Channel
 
 POLICY = CompactionPolicy(max_chain=8, fanout=3)
@@ -21,7 +21,7 @@ def play(task: Mapping[str, Any], channel: Channel) -> None:
     """Maintain ``task["store"]`` until an order comes."""
     with Store.open(task["store"]) as store:
         # A life that was killed in a compaction left a lease; force takes it, since nobody else is at work.
-        compact_chain(store, policy=POLICY, force=True)
+        compact(store, policy=POLICY, force=True)
         channel.tell("ready")
         while channel.order(PAUSE_S) is None:
             report = maintain(
