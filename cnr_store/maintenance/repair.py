@@ -166,7 +166,7 @@ def plan_repair(
 
 
 def repair_store(
-    store: Store, *, dry_run: bool = True, threads: int | None = None, progress: ProgressCallback | None = None
+    store: Store, *, dry_run: bool = False, threads: int | None = None, progress: ProgressCallback | None = None
 ) -> RepairReport:
     """Find the newest version that is whole and make the store go on from it; by default only say so. Blocks.
 
@@ -199,7 +199,7 @@ def repair_store(
     >>> store = Store.create("memory://doctest-repair")
     >>> with store.writer() as writer, writer.begin(step=10) as txn:
     ...     txn.write_table("user", np.ones((4, 2), np.float32))
-    >>> repair_store(store).actions
+    >>> repair_store(store, dry_run=True).actions
     ()
     """
     store.internals.check_not_relay()

@@ -20,11 +20,12 @@ from drifting import DIM, TABLE, DriftingTable
 from numcodecs.zstd import Zstd
 from pcodec import standalone
 
-from cnr_store import Store, TableOptions, compact_run
+from cnr_store import Store, TableOptions
 from cnr_store.encodings import row_kernels
 from cnr_store.format import arrays
 from cnr_store.format.layout import segment_key
 from cnr_store.format.records import ArrayEntry, RowListEntry
+from cnr_store.maintenance.compaction import compact_run
 from cnr_store.runtime.threads import Workers, blocks, default_threads
 from cnr_store.types import AffineBits, Float32s
 

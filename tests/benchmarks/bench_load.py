@@ -27,11 +27,12 @@ from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from cnr_store import CompactionPolicy, Store, TableOptions, compact_run
+from cnr_store import CompactionPolicy, Store, TableOptions
 from cnr_store.encodings import digest, kernels
 from cnr_store.format import arrays
 from cnr_store.format.layout import segment_key
 from cnr_store.format.records import ArrayEntry
+from cnr_store.maintenance.compaction import compact_run
 from cnr_store.runtime.threads import blocks, default_threads
 from cnr_store.storage import Storage, object_digest, open_storage
 from cnr_store.types import Float32s

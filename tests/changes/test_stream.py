@@ -25,12 +25,12 @@ from cnr_store import (
     TableOptions,
     Unsupported,
     collect_garbage,
-    compact_run,
     maintain,
 )
 from cnr_store.changes import ChangeCursor, ChangeStream, catch_up, changes, recorded_cursor, write_ipc, write_parquet
 from cnr_store.errors import BadShape, BranchNotFound, CursorExpired, TableNotFound, VersionNotFound
 from cnr_store.format.layout import commit_key
+from cnr_store.maintenance.compaction import compact_run
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import Rectangle
 from tests.support.change_copy import ChangeCopy, content_of

@@ -25,7 +25,6 @@ from cnr_store import (
     RetentionPolicy,
     collect_garbage,
     compact,
-    compact_run,
     export_snapshot,
     maintain,
     read_status,
@@ -33,6 +32,7 @@ from cnr_store import (
     verify_store,
 )
 from cnr_store.encodings.widths import carrier
+from cnr_store.maintenance.compaction import compact_run
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.types import Affine, Rectangle
 from cnr_store_tools.cli import app
@@ -204,7 +204,7 @@ class Visit:
 
     def repair_dry(self) -> None:
         with opened(self.shared) as store:
-            repair_store(store, threads=1)
+            repair_store(store, threads=1, dry_run=True)
 
     def repair(self) -> None:
         root = self.fresh()

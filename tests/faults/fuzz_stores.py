@@ -16,16 +16,8 @@ from unittest import mock
 
 import numpy as np
 
-from cnr_store import (
-    CnrStoreError,
-    CompactionPolicy,
-    RetentionPolicy,
-    Store,
-    collect_garbage,
-    compact,
-    compact_run,
-    maintain,
-)
+from cnr_store import CnrStoreError, CompactionPolicy, RetentionPolicy, Store, collect_garbage, compact, maintain
+from cnr_store.maintenance.compaction import compact_run
 from cnr_store.relay import Relay
 from tests.support.rectangles import Model, Parts, schema_of, tiling
 from tests.support.snapshot_bytes import bytes_of

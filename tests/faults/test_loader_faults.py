@@ -13,16 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cnr_store import (
-    CnrStoreError,
-    CompactionPolicy,
-    RetentionPolicy,
-    Store,
-    TableOptions,
-    collect_garbage,
-    compact_run,
-)
+from cnr_store import CnrStoreError, CompactionPolicy, RetentionPolicy, Store, TableOptions, collect_garbage
 from cnr_store.format.commit_record import is_live
+from cnr_store.maintenance.compaction import compact_run
 from cnr_store.serving import Loader
 from cnr_store.storage import storage_from_filesystem
 from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem, SimulatedCrash

@@ -11,9 +11,10 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from cnr_store import CnrStoreError, RetentionPolicy, Store, TableOptions, collect_garbage, compact_run
+from cnr_store import CnrStoreError, RetentionPolicy, Store, TableOptions, collect_garbage
 from cnr_store.changes import ChangeCursor, catch_up, changes, recorded_cursor, write_parquet
 from cnr_store.log.commit_log import RetryPolicy
+from cnr_store.maintenance.compaction import compact_run
 from cnr_store.storage import storage_from_filesystem
 from tests.support.change_copy import ChangeCopy, content_of
 from tests.support.faulty import FaultKind, FaultyFileSystem

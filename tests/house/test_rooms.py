@@ -100,9 +100,10 @@ def arrow_problem(room: str, found: Import) -> str | None:
 
 
 def public_names(module: str) -> set[str]:
-    """``__all__`` of a package of the library, read from its source; errors are those of the library."""
+    """``__all__`` of a package of the library, read from its source; the classes of the module of errors."""
     if module == "cnr_store.errors":
-        module = "cnr_store"
+        errors = ast.parse((LIBRARY / "errors.py").read_text()).body
+        return {node.name for node in errors if isinstance(node, ast.ClassDef)}
     path = LIBRARY.joinpath(*module.split(".")[1:])
     init = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     for node in ast.parse(init.read_text()).body:

@@ -10,20 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from cnr_store import (
-    CorruptStore,
-    Store,
-    TableOptions,
-    collect_garbage,
-    compact_run,
-    maintain,
-    repair_store,
-    verify_store,
-)
+from cnr_store import CorruptStore, Store, TableOptions, collect_garbage, maintain, repair_store, verify_store
 from cnr_store.changes import changes
 from cnr_store.errors import StoreExists, VersionNotFound
 from cnr_store.format.documents import sha256
 from cnr_store.format.layout import COMMITS, HINT, IDENTITY, RELAY, commit_key
+from cnr_store.maintenance.compaction import compact_run
 from cnr_store.relay import Relay
 from cnr_store.serving import Loader
 from cnr_store.storage import Storage

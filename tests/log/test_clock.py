@@ -192,7 +192,7 @@ def test_a_log_that_was_stamped_ahead_is_read_and_written_and_named(stamped: Sto
 
 
 def test_a_repair_sets_the_time_right_and_needs_the_right_clock(stamped: Store, machine: Machine) -> None:
-    planned = repair_store(stamped)
+    planned = repair_store(stamped, dry_run=True)
     assert [action.kind for action in planned.actions] == ["time"]
     machine.ahead_ms = -YEARS_MS
     with pytest.raises(WrongClock):
@@ -205,7 +205,7 @@ def test_a_repair_sets_the_time_right_and_needs_the_right_clock(stamped: Store, 
     assert abs(stamped.head().record.ts_ms - wall_ms()) < 60_000
     assert (stamped.snapshot().step, stamped.head().record.target) == (4, 7)
     assert verify_store(stamped).is_sound
-    assert repair_store(stamped).actions == ()
+    assert repair_store(stamped, dry_run=True).actions == ()
 
 
 def test_a_repair_of_other_damage_sets_the_time_right_too(stamped: Store) -> None:

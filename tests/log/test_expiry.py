@@ -14,12 +14,12 @@ from cnr_store import (
     TableOptions,
     Writer,
     collect_garbage,
-    compact_run,
     repair_store,
     verify_store,
 )
 from cnr_store.errors import DoesNotApply, MissingObject, VersionExpired
 from cnr_store.format.layout import segment_prefix
+from cnr_store.maintenance.compaction import compact_run
 from cnr_store.storage import storage_from_filesystem
 from tests.support.faulty import Call, FaultyFileSystem, IsolatedMemoryFileSystem
 

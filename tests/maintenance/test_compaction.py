@@ -20,7 +20,6 @@ from cnr_store import (
     Store,
     TableOptions,
     collect_garbage,
-    compact_run,
     verify_store,
 )
 from cnr_store.errors import CommitStateUnknown, ReadOnlyStore
@@ -29,6 +28,7 @@ from cnr_store.format.layout import MANIFEST, RECEIPT, segment_prefix
 from cnr_store.log.author import writer_info
 from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.log.rebase import draft_after, rebase_expire
+from cnr_store.maintenance.compaction import compact_run
 from cnr_store.maintenance.compaction.lease import LeasePlace
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import Rectangle

@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from cnr_store import BadInput, Store, compact_run
+from cnr_store import BadInput, Store
 from cnr_store.errors import CorruptObject, MissingDependency
 from cnr_store.format.layout import segment_key
 from cnr_store.format.records import Manifest
 from cnr_store.integrations.ray import RayPool
-from cnr_store.maintenance.compaction import engines, tasks
+from cnr_store.maintenance.compaction import compact_run, engines, tasks
 from cnr_store.storage import open_storage, storage_from_filesystem
 from tests.support.compacted import Training, content_of, manifest_in, strangers_in
 from tests.support.faulty import IsolatedMemoryFileSystem

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cnr_store import Store, compact_run, verify_store
-from cnr_store.maintenance.compaction import tasks
+from cnr_store import Store, verify_store
+from cnr_store.maintenance.compaction import compact_run, tasks
 from cnr_store.types import Rectangle
 from format_spec.reader.compare import compare
 from tests.support.ranks import ThreadRank

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from cnr_store import CorruptStore, Store, compact_run
-from cnr_store.maintenance.compaction import tasks
+from cnr_store import CorruptStore, Store
+from cnr_store.maintenance.compaction import compact_run, tasks
 from cnr_store.maintenance.compaction.result import put_manifest
 from cnr_store.storage import storage_from_filesystem
 from tests.support.compacted import Training

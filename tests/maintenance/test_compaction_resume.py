@@ -15,13 +15,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from cnr_store import CompactionReport, Store, compact_run, verify_store
+from cnr_store import CompactionReport, Store, verify_store
 from cnr_store.format.layout import COMPACTION_LEASE, RECEIPT, segment_key
 from cnr_store.log.author import writer_info
 from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.log.rebase import draft_after, rebase_expire
+from cnr_store.maintenance.compaction import compact_run, tasks
 from cnr_store.maintenance.compaction import lease as leases
-from cnr_store.maintenance.compaction import tasks
 from cnr_store.maintenance.compaction.lease import LeasePlace
 from cnr_store.storage import storage_from_filesystem
 from tests.support.compacted import Training, content_of, objects_in, strangers_in
@@ -118,7 +118,8 @@ def test_a_killed_process_is_taken_up(store: Store, training: Training, tmp_path
     expected = undisturbed(store, tmp_path)
     program = """
 import os, signal, sys
-from cnr_store import Store, compact_run
+from cnr_store import Store
+from cnr_store.maintenance.compaction import compact_run
 from cnr_store.maintenance.compaction import tasks
 
 tasks.PIECE_CHUNKS = 1

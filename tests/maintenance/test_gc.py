@@ -23,7 +23,6 @@ from cnr_store import (
     TableOptions,
     Writer,
     collect_garbage,
-    compact_run,
     repair_store,
     verify_store,
 )
@@ -44,6 +43,7 @@ from cnr_store.format.layout import (
 from cnr_store.log.author import writer_info
 from cnr_store.log.leases import CLOCK_TOLERANCE_MS, HOLD_KEPT_MS
 from cnr_store.log.rebase import draft_after, rebase_expire, rebase_fence
+from cnr_store.maintenance.compaction import compact_run
 from cnr_store.maintenance.gc.plan import CLEAN_UP_AT, txn_of
 from cnr_store.storage import Storage, open_storage, storage_from_filesystem
 from tests.support.faulty import Call, FaultyFileSystem, IsolatedMemoryFileSystem
@@ -204,7 +204,7 @@ def test_a_second_run_changes_nothing(store: Store) -> None:
 def test_a_dry_run_is_the_default_changes_nothing_and_says_the_same(store: Store) -> None:
     before = contents(store)
 
-    said = collect_garbage(store, policy=LAST)
+    said = collect_garbage(store, policy=LAST, dry_run=True)
 
     assert contents(store) == before
     assert (said.is_dry_run, said.outcome, said.named) == (True, "planned", 3)
@@ -218,7 +218,7 @@ def test_a_dry_run_is_the_default_changes_nothing_and_says_the_same(store: Store
 def test_a_dry_run_of_a_clean_store_says_so(store: Store) -> None:
     collect(store)
 
-    assert collect_garbage(store, policy=LAST).outcome == "clean"
+    assert collect_garbage(store, policy=LAST, dry_run=True).outcome == "clean"
 
 
 def test_segments_are_named_first_and_deleted_when_their_time_is_over(store: Store) -> None:
@@ -273,7 +273,7 @@ def test_short_times_need_force(store: Store, arguments: dict[str, float]) -> No
     with pytest.raises(BadInput, match="force"):
         collect_garbage(store, **arguments)  # type: ignore[arg-type]
 
-    assert collect_garbage(store, force=True, **arguments).is_dry_run  # type: ignore[arg-type]
+    assert collect_garbage(store, force=True, dry_run=True, **arguments).is_dry_run  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -972,7 +972,7 @@ def test_a_branch_whose_time_is_over_is_ended_and_its_segments_go_at_once(store:
     train(trial, 30)
     later = int(time.time() * 1000) + 3_601_000
 
-    said = collect_garbage(store, policy=LAST, clock_ms=lambda: later)
+    said = collect_garbage(store, policy=LAST, clock_ms=lambda: later, dry_run=True)
     done = collect_garbage(store, policy=LAST, dry_run=False, clock_ms=lambda: later)
     collect_garbage(store, policy=LAST, dry_run=False, clock_ms=lambda: later + DAY_MS)
 
@@ -998,7 +998,7 @@ def test_a_damaged_branch_whose_time_is_over_is_ended_and_holds_nothing_up(store
     cut(store, commit_key(position % (newest + 1), trial.internals.log.prefix))
     later = int(time.time() * 1000) + 3_601_000
 
-    said = collect_garbage(store, policy=LAST, clock_ms=lambda: later)
+    said = collect_garbage(store, policy=LAST, clock_ms=lambda: later, dry_run=True)
     collect(store, clock_ms=lambda: later)
 
     assert said.outcome == "planned"

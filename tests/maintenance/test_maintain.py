@@ -26,12 +26,12 @@ from cnr_store import (
     StorageFailure,
     Store,
     compact,
-    compact_run,
     maintain,
     read_status,
     verify_store,
 )
 from cnr_store.log.commit_log import RetryPolicy
+from cnr_store.maintenance.compaction import compact_run
 from cnr_store.maintenance.compaction.lease import LeasePlace
 from cnr_store.maintenance.maintain import plan_stages, share_s
 from cnr_store.storage import Storage, open_storage, storage_from_filesystem

@@ -21,16 +21,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from cnr_store import (
-    CompactionPolicy,
-    Lease,
-    RetentionPolicy,
-    StorageFailure,
-    Store,
-    collect_garbage,
-    compact_run,
-    verify_store,
-)
+from cnr_store import CompactionPolicy, Lease, RetentionPolicy, StorageFailure, Store, collect_garbage, verify_store
 from cnr_store.errors import (
     BranchNotFound,
     CommitStateUnknown,
@@ -41,6 +32,7 @@ from cnr_store.errors import (
 )
 from cnr_store.format.layout import DATA, MANIFEST, RECEIPT, segment_key
 from cnr_store.log.leases import CLOCK_TOLERANCE_MS
+from cnr_store.maintenance.compaction import compact_run
 from cnr_store.segment.shards import Shard
 from cnr_store.storage import storage_from_filesystem
 from tests.store.test_store_machine import QUICK, Flaky, State, StoreMachine, compare, run

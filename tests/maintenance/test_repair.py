@@ -131,7 +131,7 @@ def test_a_dry_run_says_what_would_be_done_and_does_nothing(files: IsolatedMemor
     tear(files, 6)
     before = contents(files)
 
-    report = repair_store(store)
+    report = repair_store(store, dry_run=True)
 
     assert [(action.kind, action.version) for action in report.actions] == [("supersede", None)]
     assert "log position 6" in report.actions[0].message

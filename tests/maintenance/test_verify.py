@@ -11,13 +11,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from cnr_store import Store, TableOptions, compact_run, repair_store, verify_store
+from cnr_store import Store, TableOptions, repair_store, verify_store
 from cnr_store.errors import VersionNotFound
 from cnr_store.format import arrays
 from cnr_store.format.commit_record import decode_record, encode_record
 from cnr_store.format.documents import canonical_json
 from cnr_store.format.layout import RECEIPT, segment_key
 from cnr_store.format.records import Manifest, PartEntry, Receipt
+from cnr_store.maintenance.compaction import compact_run
 from tests.tools.sample_store import Forgery, build_store, flip, forge_head, key_of, object_files
 
 NEWEST = "commits/00000000000000000006.json"

@@ -12,12 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cnr_store import CorruptStore, Store, TableOptions, compact_run, verify_store
+from cnr_store import CorruptStore, Store, TableOptions, verify_store
 from cnr_store.encodings import reference
 from cnr_store.encodings.row_order import into_order, out_of_order
 from cnr_store.format import arrays
 from cnr_store.format.manifest import decode_manifest
 from cnr_store.format.records import ROW_ORDER, Manifest, RowListEntry, TableSchema
+from cnr_store.maintenance.compaction import compact_run
 from cnr_store.read.prefetch import wanted_objects
 from cnr_store.segment.codes import array_specs
 from cnr_store.segment.reader import Scratch, SegmentReader

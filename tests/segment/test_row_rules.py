@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cnr_store import ChunkLru, CorruptStore, Store, compact_run, verify_store
+from cnr_store import ChunkLru, CorruptStore, Store, verify_store
 from cnr_store.changes.stream import changes
+from cnr_store.maintenance.compaction import compact_run
 from cnr_store.serving.rows.served_table import row_kind
 from cnr_store.serving.rows.shards import HashShard
 from cnr_store.serving.update.loading import load_table

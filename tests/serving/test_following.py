@@ -9,18 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from cnr_store import (
-    BadInput,
-    CnrStoreError,
-    CompactionPolicy,
-    RetentionPolicy,
-    Store,
-    TableOptions,
-    collect_garbage,
-    compact_run,
-)
+from cnr_store import BadInput, CnrStoreError, CompactionPolicy, RetentionPolicy, Store, TableOptions, collect_garbage
 from cnr_store.errors import BranchNotFound, ChannelNotFound, TagNotFound, VersionExpired, VersionNotFound
 from cnr_store.format.commit_record import LogEntry
+from cnr_store.maintenance.compaction import compact_run
 from cnr_store.serving.following import ServeTarget, plan_between, repeats, wanted_version
 from cnr_store.serving.update.update_plan import Apply, Compare, Same
 from cnr_store.storage import storage_from_filesystem

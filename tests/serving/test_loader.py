@@ -29,7 +29,6 @@ from cnr_store import (
     VersionRefused,
     Writer,
     collect_garbage,
-    compact_run,
 )
 from cnr_store.errors import (
     BadDtype,
@@ -43,6 +42,7 @@ from cnr_store.errors import (
     VersionNotFound,
 )
 from cnr_store.format.layout import commit_key
+from cnr_store.maintenance.compaction import compact_run
 from cnr_store.relay import Relay
 from cnr_store.serving import AttachedTables, Candidate, HashShard, Loader, LoaderOptions, RowRange
 from cnr_store.serving.rows.shards import rows_in_shard

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cnr_store import CompactionPolicy, Store, TableOptions, compact_run
+from cnr_store import CompactionPolicy, Store, TableOptions
+from cnr_store.maintenance.compaction import compact_run
 from cnr_store.serving import HashShard, Loader, LoaderOptions, RowRange
 from cnr_store.serving.rows.fused_reference import fuse_rows
 from cnr_store.serving.rows.views import Lookups

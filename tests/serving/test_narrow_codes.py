@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cnr_store import CompactionPolicy, Store, TableOptions, compact_run
+from cnr_store import CompactionPolicy, Store, TableOptions
+from cnr_store.maintenance.compaction import compact_run
 from tests.support.loader_checks import opened_loader
 from tests.support.store_oracle import same_bits
 

@@ -16,8 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
-from cnr_store import Store, compact_run
+from cnr_store import Store
 from cnr_store.format.commit_record import LogEntry
+from cnr_store.maintenance.compaction import compact_run
 from cnr_store.storage import storage_from_filesystem
 from tests.maintenance.test_maintained_store_machine import Line, MaintainedStoreMachine
 from tests.store.test_store_machine import run

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 from fsspec.exceptions import FSTimeoutError
 
-from cnr_store import BackgroundSaveFailed, Conflict, RetentionPolicy, Store, TableOptions, collect_garbage, compact_run
+from cnr_store import BackgroundSaveFailed, Conflict, RetentionPolicy, Store, TableOptions, collect_garbage
 from cnr_store.errors import CommitStateUnknown, Fenced, VersionExpired
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.log.commit_log import RetryPolicy
+from cnr_store.maintenance.compaction import compact_run
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.store.internals import StoreInternals
 from cnr_store.training import CheckpointManager

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from cnr_store import RetentionPolicy, Store, collect_garbage, compact_run
+from cnr_store import RetentionPolicy, Store, collect_garbage
 from cnr_store.errors import VersionExpired
+from cnr_store.maintenance.compaction import compact_run
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.training import load
 from tests.support.faulty import Call, FaultyFileSystem, IsolatedMemoryFileSystem

@@ -10,9 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from cnr_store import CompactionPolicy, CorruptStore, Store, TableOptions, compact_run, verify_store
+from cnr_store import CompactionPolicy, CorruptStore, Store, TableOptions, verify_store
 from cnr_store.format.manifest import decode_manifest
 from cnr_store.format.records import INT8_CODES, Manifest, RowListEntry
+from cnr_store.maintenance.compaction import compact_run
 from cnr_store.types import Float32s, Profile, Rectangle
 from cnr_store.write.code_width import LEAST_CODES, sample_blocks, stored_dtype
 from format_spec.reader.compare import compare

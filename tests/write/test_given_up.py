@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cnr_store import RetentionPolicy, Store, TableOptions, Writer, collect_garbage, compact_run
+from cnr_store import RetentionPolicy, Store, TableOptions, Writer, collect_garbage
 from cnr_store.errors import TransactionAborted
+from cnr_store.maintenance.compaction import compact_run
 from cnr_store.storage.local import LocalStorage
 from tests.support.snapshot_bytes import bytes_of
 

@@ -10,9 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from cnr_store import BadInput, Store, TableOptions, compact_run, export_snapshot, verify_store
+from cnr_store import BadInput, Store, TableOptions, export_snapshot, verify_store
 from cnr_store.changes import changes
 from cnr_store.encodings import digest
+from cnr_store.maintenance.compaction import compact_run
 from cnr_store.segment.codes import array_specs, escape_bits
 from cnr_store.serving import Loader
 from cnr_store.types import Rectangle

@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from cnr_store import CorruptStore, Store, TableOptions, compact_run
+from cnr_store import CorruptStore, Store, TableOptions
+from cnr_store.maintenance.compaction import compact_run
 from cnr_store.read.snapshot import Snapshot
 
 ROWS = np.array([1, 3], np.int64)

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cnr_store import Store, TableOptions, Writer, compact_run
+from cnr_store import Store, TableOptions, Writer
 from cnr_store.errors import BadShape, DoesNotApply
+from cnr_store.maintenance.compaction import compact_run
 
 ROWS = np.array([1, 3], np.int64)
 

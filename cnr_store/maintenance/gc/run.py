@@ -72,7 +72,7 @@ def collect_garbage(
     policy: RetentionPolicy | None = None,
     grace_s: float = 86_400.0,
     orphan_age_s: float = 7 * 86_400.0,
-    dry_run: bool = True,
+    dry_run: bool = False,
     force: bool = False,
     despite_damage: bool = False,
     batch: int = 1000,
@@ -135,7 +135,7 @@ def collect_garbage(
     ...     for step in range(3):
     ...         with writer.begin(step, kind="full") as txn:
     ...             txn.write_table("user", np.full((4, 2), step, np.float32))
-    >>> report = collect_garbage(store, policy=RetentionPolicy(keep_last=1))
+    >>> report = collect_garbage(store, policy=RetentionPolicy(keep_last=1), dry_run=True)
     >>> report.outcome, report.expired, report.named
     ('planned', 4, 2)
     """
