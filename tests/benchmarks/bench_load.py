@@ -11,7 +11,6 @@ by ranges in eight threads, and does nothing with them.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +23,6 @@ import numpy as np
 import torch
 from drifting import DIM, TABLE, DriftingTable, decompress
 from safetensors.torch import load_file, save_file
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from cnr_store import CompactionPolicy, Store, TableOptions
 from cnr_store.encodings import digest, kernels

@@ -150,7 +150,6 @@ def _first_at(seen: Sequence[tuple[int, float]], version: int) -> float:
 @contextmanager
 def seaweed_bucket(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield an empty root on a SeaweedFS of its own, and the options to open it with."""
-    sys.path.insert(0, str(Path(__file__).parents[2]))
     from tests.support.servers import running_seaweed
 
     place = folder / "seaweed"

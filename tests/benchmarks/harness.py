@@ -29,6 +29,9 @@ from typing import Any, Literal
 
 import pyperf
 
+# Scripts share helpers with the tests; imports of `tests.support` stand behind that of this module.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 MIB = 1024 * 1024
 DATA_FOLDER = "/var/tmp"
 """Not /tmp, which is memory on many machines: what is measured is a disk."""

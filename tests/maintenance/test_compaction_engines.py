@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,12 +43,14 @@ def cluster() -> Iterator[None]:
         return
     import ray
 
+    before = signal.getsignal(signal.SIGTERM)  # Ray puts its own in place, for good
     ray.init(
         address="local", num_cpus=2, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False,
         object_store_memory=80 * 1024 * 1024,
     )  # fmt: skip
     yield
     ray.shutdown()
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture
