@@ -8,7 +8,6 @@ where cores are few they take them from each other.
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 import threading
@@ -47,7 +46,7 @@ STORES = str(Path(__file__).parent / "serving_stores.py")
 
 GOAL_PUBLISH_S, GOAL_LOOKUPS, GOAL_APPLY_MBS, GOAL_BARE, GOAL_SPARE_MIB = 1.0, 1.5, 300.0, 0.7, 256.0
 
-POLL_INTERVAL_S = inspect.signature(Loader).parameters["poll_interval_s"].default
+POLL_INTERVAL_S = LoaderOptions().poll_interval_s
 LOOKUP_ROWS = 1024
 TORN_LONGEST_S = 60.0
 SWITCH_S = 0.0001
