@@ -52,7 +52,7 @@ from cnr_store.maintenance.status import HeadStatus, LastMaintenance, StoreStatu
 from cnr_store.maintenance.verify import LogReport, Problem, VerifyReport, verify_store
 from cnr_store.read.snapshot import Snapshot, TableView
 from cnr_store.runtime.ranks import Ranks
-from cnr_store.segment.chunk_cache import ChunkLru, LruCounts
+from cnr_store.segment.chunk_cache import CacheCounts, ChunkCache
 from cnr_store.segment.shards import Shard
 from cnr_store.store import Store
 from cnr_store.transfer.exporting import ExportedTensor, ExportReport, export_snapshot
@@ -109,8 +109,8 @@ __all__ = [
     "Threshold",
     "Store",
     "Snapshot",
-    "ChunkLru",
-    "LruCounts",
+    "ChunkCache",
+    "CacheCounts",
     # Several ranks that write one store together.
     "Ranks",
     "Shard",

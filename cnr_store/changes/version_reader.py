@@ -27,7 +27,7 @@ from cnr_store.format.layout import DATA
 from cnr_store.format.records import ChainEntry, Manifest, TableSchema
 from cnr_store.read.replay import ChunkReader
 from cnr_store.read.snapshot import Snapshot
-from cnr_store.segment.chunk_cache import ChunkLru
+from cnr_store.segment.chunk_cache import ChunkCache
 from cnr_store.segment.reader import SegmentReader
 from cnr_store.serving.update.update_plan import Apply, Reread, UpdatePlan
 from cnr_store.store import Store
@@ -64,7 +64,7 @@ class VersionReader:
         self._only = tables
         self._slots, self._slots_rule = slots, slots_rule
         self._max_batch_rows = max_batch_rows
-        self._cache = ChunkLru(cache_bytes) if cache_bytes else None
+        self._cache = ChunkCache(cache_bytes) if cache_bytes else None
         self._copy = StreamCopy(self._is_wanted, is_asked=tables is not None) if has_copy else None
         self._readers: dict[str, SegmentReader] = {}
 

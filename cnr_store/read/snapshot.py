@@ -27,7 +27,7 @@ from cnr_store.read.plan import UNASKED_BYTES, TablePlan, check_stored, plan_tab
 from cnr_store.read.replay import ChunkReader, matching, replay_hashed
 from cnr_store.read.table_reader import read_mirror, read_range, read_rows, rows_since
 from cnr_store.runtime.threads import Workers
-from cnr_store.segment.chunk_cache import ChunkLru
+from cnr_store.segment.chunk_cache import ChunkCache
 from cnr_store.segment.codes import Allocate, Array, ArraySpec, TableCodes, array_specs, fill_value
 from cnr_store.segment.reader import IfMissing, SegmentReader, check_record, open_chain
 from cnr_store.segment.rows import check_row_ids
@@ -54,7 +54,7 @@ class Snapshot:
         known: Mapping[str, SegmentReader] | None = None,
         opens: bool = True,
         if_missing: IfMissing | None = None,
-        cache: ChunkLru | None = None,
+        cache: ChunkCache | None = None,
     ) -> None:
         """Open the state, or with ``opens=False`` leave that to `open` or the first use; ``known`` are open already.
 

@@ -1,6 +1,6 @@
 """Decoded chunks that point lookups have read, the least recently used one given up first.
 
-Unlike a compaction's `ChunkCache`, which knows how often each chunk is still needed and drops it after its last use,
+Unlike a compaction's `CountedChunks`, which knows how often each chunk is still needed and drops it after its last use,
 nothing is known of what is looked up next. Segments never change, so nothing that is kept ever becomes wrong, and the
 snapshots of one store may share a cache: what they have in common is kept once.
 """
@@ -21,15 +21,15 @@ _Key = tuple[str, str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class LruCounts:
-    """How often a `ChunkLru` was asked: answered from memory, decoded and kept, and decoded without being kept."""
+class CacheCounts:
+    """How often a `ChunkCache` was asked: answered from memory, decoded and kept, and decoded without being kept."""
 
     hits: int
     misses: int
     passed: int
 
 
-class ChunkLru:
+class ChunkCache:
     """Decoded chunks of the segments of one store, bounded by bytes. Thread-safe; no I/O of its own.
 
     A chunk that is not there is decoded by one thread, while others that want it wait. An error goes to the one that
@@ -47,7 +47,7 @@ class ChunkLru:
     >>> store = Store.create("memory://doctest-lookups")
     >>> with store.writer() as writer, writer.begin(step=10) as txn:
     ...     txn.write_table("user", np.ones((4, 2), np.float32))
-    >>> cache = ChunkLru(256 << 20)
+    >>> cache = ChunkCache(256 << 20)
     >>> view = store.snapshot(cache=cache).table("user")
     >>> [view.read_rows([row]).shape for row in (3, 1)], cache.counts.misses, cache.counts.hits
     ([(1, 2), (1, 2)], 1, 1)
@@ -68,10 +68,10 @@ class ChunkLru:
         return self._held_bytes
 
     @property
-    def counts(self) -> LruCounts:
+    def counts(self) -> CacheCounts:
         """How often it was asked so far."""
         with self._lock:
-            return LruCounts(self._hits, self._misses, self._passed)
+            return CacheCounts(self._hits, self._misses, self._passed)
 
     def over(self, readers: Sequence[SegmentReader]) -> list[CachedReader]:
         """Return segments of the store as readers through this cache."""

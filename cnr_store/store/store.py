@@ -15,7 +15,7 @@ from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.log.leases import Lease
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.runtime.ranks import OneRank, Ranks
-from cnr_store.segment.chunk_cache import ChunkLru
+from cnr_store.segment.chunk_cache import ChunkCache
 from cnr_store.segment.reader import SegmentReader
 from cnr_store.segment.shards import Placement
 from cnr_store.storage import Storage, open_storage
@@ -206,7 +206,7 @@ class Store:
         tag: str | None = None,
         channel: str | None = None,
         time: dt.datetime | None = None,
-        cache: ChunkLru | None = None,
+        cache: ChunkCache | None = None,
     ) -> Snapshot:
         """Open a state: the latest, or that of a version, training step, tag, channel or time (at most one of them).
 

@@ -17,7 +17,7 @@ from cnr_store.log.clock import ms_of
 from cnr_store.log.leases import Lease, put_cursor, take_lease
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.runtime.arguments import checked_count, checked_text
-from cnr_store.segment.chunk_cache import ChunkLru
+from cnr_store.segment.chunk_cache import ChunkCache
 from cnr_store.store.internals import StoreInternals
 
 
@@ -103,7 +103,7 @@ class Versions:
         tables = self.open(head.record, entry).generations
         return replace(entry, record=msgspec.structs.replace(entry.record, tables=tables))
 
-    def open(self, head: CommitRecord, entry: LogEntry, cache: ChunkLru | None = None) -> Snapshot:
+    def open(self, head: CommitRecord, entry: LogEntry, cache: ChunkCache | None = None) -> Snapshot:
         """Open the snapshot of an entry that is live by the newest record."""
         internals, version = self._internals, entry.record.v
         internals.check_live(head, version)

@@ -25,7 +25,7 @@ ERRORS = """
 PUBLIC = {
     "cnr_store": ERRORS
     + """
-        Snapshot Store TableOptions Threshold TableView Transaction Writer ChunkLru LogReport LruCounts
+        Snapshot Store TableOptions Threshold TableView Transaction Writer ChunkCache LogReport CacheCounts
         ScaleChoice expected_restores
         Ranks Shard Rectangle Declaration
         verify_store VerifyReport Problem

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cnr_store import Store, TableOptions
-from cnr_store.maintenance.compaction.chunk_cache import ChunkCache
+from cnr_store.maintenance.compaction.counted_chunks import CountedChunks
 from cnr_store.read.plan import Step, plan_table
 from cnr_store.segment.reader import Scratch, SegmentReader
 from cnr_store.storage import storage_from_filesystem
@@ -47,7 +47,7 @@ def chunk() -> Iterator[tuple[SegmentReader, Step]]:
         yield reader, plan_table([reader.manifest], "t").batches[0].steps[0]
 
 
-def codes(cache: ChunkCache, step: Step) -> Any:
+def codes(cache: CountedChunks, step: Step) -> Any:
     return cache.readers[0].read_chunk(step.row_list.arrays["codes"], step.chunk, Scratch())
 
 
@@ -55,7 +55,7 @@ def test_threads_that_want_a_chunk_wait_for_the_one_that_decodes_it(
     chunk: tuple[SegmentReader, Step], decoded: list[str]
 ) -> None:
     reader, step = chunk
-    cache = ChunkCache([reader], [(step, 8)], 1 << 20)
+    cache = CountedChunks([reader], [(step, 8)], 1 << 20)
     start = threading.Barrier(8)
 
     def use() -> tuple[Any, Any]:
@@ -72,7 +72,7 @@ def test_threads_that_want_a_chunk_wait_for_the_one_that_decodes_it(
 
 def test_a_chunk_is_dropped_after_its_last_use(chunk: tuple[SegmentReader, Step], decoded: list[str]) -> None:
     reader, step = chunk
-    cache = ChunkCache([reader], [(step, 2)], 12)
+    cache = CountedChunks([reader], [(step, 2)], 12)
 
     for _ in range(2):
         codes(cache, step)
@@ -88,7 +88,7 @@ def test_what_is_used_once_or_does_not_fit_is_not_kept(
     chunk: tuple[SegmentReader, Step], decoded: list[str], uses: int, limit_bytes: int
 ) -> None:
     reader, step = chunk
-    cache = ChunkCache([reader], [(step, uses)], limit_bytes)
+    cache = CountedChunks([reader], [(step, uses)], limit_bytes)
 
     found = [codes(cache, step).tolist() for _ in range(3)]
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cnr_store import BadInput, ChunkLru, LruCounts, Store, TableOptions, TableView
+from cnr_store import BadInput, CacheCounts, ChunkCache, Store, TableOptions, TableView
 from cnr_store.errors import BadRowIds, BadShape, CorruptObject
 from cnr_store.segment.reader import Scratch, SegmentReader
 from cnr_store.storage.local import LocalStorage
@@ -65,7 +65,7 @@ def store(storage: CountingStorage) -> Iterator[Store]:
         yield store
 
 
-def baseline_only(store: Store, cache: ChunkLru | None = None) -> TableView:
+def baseline_only(store: Store, cache: ChunkCache | None = None) -> TableView:
     return store.snapshot(version=first_data_version(store), cache=cache).table("t")
 
 
@@ -94,19 +94,19 @@ def test_a_lookup_reads_one_object_for_each_chunk_that_it_hits(
 
 
 def test_a_cache_reads_each_chunk_once(store: Store, storage: CountingStorage) -> None:
-    cache = ChunkLru(1 << 20)
+    cache = ChunkCache(1 << 20)
     view = baseline_only(store, cache)
 
     for rows in ([5, 250], [299, 0], [0, 999]):
         view.read_rows(np.asarray(rows))
 
     assert storage.codes_read() == [0, 2, 9]
-    assert cache.counts == LruCounts(hits=3, misses=3, passed=0)
+    assert cache.counts == CacheCounts(hits=3, misses=3, passed=0)
     assert cache.nbytes == 3 * CODE_BYTES
 
 
 def test_snapshots_of_one_store_share_what_their_chains_share(store: Store, storage: CountingStorage) -> None:
-    cache = ChunkLru(1 << 20)
+    cache = ChunkCache(1 << 20)
     rows = np.asarray([1, 2, 8, 640])
     expected = [store.snapshot(version=v).table("t").read()[rows] for v in versions(store)]
     storage.chunks.clear()
@@ -124,18 +124,18 @@ def versions(store: Store) -> list[int]:
 
 
 def test_reads_of_ranges_leave_the_cache_alone(store: Store) -> None:
-    cache = ChunkLru(1 << 20)
+    cache = ChunkCache(1 << 20)
 
     store.snapshot(cache=cache).table("t").read()
 
-    assert cache.counts == LruCounts(0, 0, 0)
+    assert cache.counts == CacheCounts(0, 0, 0)
 
 
 # The bound.
 
 
 def test_the_chunk_that_was_used_longest_ago_is_given_up(store: Store, storage: CountingStorage) -> None:
-    cache = ChunkLru(2 * CODE_BYTES)
+    cache = ChunkCache(2 * CODE_BYTES)
     view = baseline_only(store, cache)
 
     for row in (0, 100, 0, 200, 0, 100):
@@ -147,20 +147,20 @@ def test_the_chunk_that_was_used_longest_ago_is_given_up(store: Store, storage: 
 
 
 def test_a_chunk_larger_than_the_bound_is_read_and_not_kept(store: Store, storage: CountingStorage) -> None:
-    cache = ChunkLru(CODE_BYTES - 1)
+    cache = ChunkCache(CODE_BYTES - 1)
     view = baseline_only(store, cache)
 
     found = [view.read_rows(np.asarray([3])) for _ in range(2)]
 
     assert same_bits(*found)
     assert storage.codes_read() == [0, 0]
-    assert (cache.nbytes, cache.counts) == (0, LruCounts(0, 0, 2))
+    assert (cache.nbytes, cache.counts) == (0, CacheCounts(0, 0, 2))
 
 
 @pytest.mark.parametrize("limit_bytes", [0, -1])
 def test_a_cache_of_nothing_is_refused(limit_bytes: int) -> None:
     with pytest.raises(BadInput, match="1 or more"):
-        ChunkLru(limit_bytes)
+        ChunkCache(limit_bytes)
 
 
 # Threads and errors.
@@ -178,7 +178,7 @@ def codes_entry(reader: SegmentReader) -> Any:
 
 
 def test_threads_that_want_a_chunk_wait_for_the_one_that_decodes_it(reader: SegmentReader) -> None:
-    cache, entry = ChunkLru(1 << 20), codes_entry(reader)
+    cache, entry = ChunkCache(1 << 20), codes_entry(reader)
     is_decoding, may_go_on = threading.Event(), threading.Event()
     decoded = []
 
@@ -199,7 +199,7 @@ def test_threads_that_want_a_chunk_wait_for_the_one_that_decodes_it(reader: Segm
 
 
 def test_an_error_is_not_kept_and_those_who_waited_try_for_themselves(reader: SegmentReader) -> None:
-    cache, entry = ChunkLru(CODE_BYTES), codes_entry(reader)
+    cache, entry = ChunkCache(CODE_BYTES), codes_entry(reader)
     is_decoding, may_fail = threading.Event(), threading.Event()
 
     def fails(scratch: Scratch) -> Any:
@@ -220,7 +220,7 @@ def test_an_error_is_not_kept_and_those_who_waited_try_for_themselves(reader: Se
 
 
 def test_many_threads_in_a_small_cache_read_the_right_rows_within_the_bound(store: Store) -> None:
-    cache = ChunkLru(3 * CODE_BYTES)
+    cache = ChunkCache(3 * CODE_BYTES)
     expected = store.snapshot().table("t").read()
     view = store.snapshot(cache=cache).table("t")
     too_much: list[int] = []
@@ -248,7 +248,7 @@ def test_many_threads_in_a_small_cache_read_the_right_rows_within_the_bound(stor
 def test_a_damaged_chunk_is_an_error_with_a_cache_too_and_read_again_once_it_is_whole(
     store: Store, storage: CountingStorage
 ) -> None:
-    view = baseline_only(store, ChunkLru(1 << 20))
+    view = baseline_only(store, ChunkCache(1 << 20))
     expected = baseline_only(store).read()[[150]]
     path = next(Path(storage.root).glob("data/*/*/t/set/codes/c/1/0"))
     whole = path.read_bytes()
@@ -296,7 +296,7 @@ def test_keys_of_a_hashed_table_are_looked_up(
     hashed: tuple[Store, dict[int, Float32s]], storage: CountingStorage, cached: bool
 ) -> None:
     store, expected = hashed
-    view = store.snapshot(cache=ChunkLru(1 << 20) if cached else None).table("t")
+    view = store.snapshot(cache=ChunkCache(1 << 20) if cached else None).table("t")
     wanted = np.asarray([*list(expected)[::37], *list(expected)[:3], max(expected), min(expected)], np.int64)
     wanted = np.random.default_rng(3).permutation(wanted)
 

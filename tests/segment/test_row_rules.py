@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cnr_store import ChunkLru, CorruptStore, Store, verify_store
+from cnr_store import ChunkCache, CorruptStore, Store, verify_store
 from cnr_store.changes.stream import changes
 from cnr_store.maintenance.compaction import compact_run
 from cnr_store.serving.rows.served_table import row_kind
@@ -98,7 +98,7 @@ def look_up(at: Damaged) -> None:
 
 
 def look_up_through_a_cache(at: Damaged) -> None:
-    view = at.store.snapshot(version=at.version, cache=ChunkLru(1 << 20)).table(TABLE)
+    view = at.store.snapshot(version=at.version, cache=ChunkCache(1 << 20)).table(TABLE)
     view.read_rows(np.asarray([1]))
     view.read_rows(np.asarray([at.row]))
 

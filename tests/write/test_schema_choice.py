@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cnr_store import BadInput, ChunkLru, CompactionPolicy, RetentionPolicy, TableOptions, Threshold
+from cnr_store import BadInput, ChunkCache, CompactionPolicy, RetentionPolicy, TableOptions, Threshold
 from cnr_store.encodings.sampling import SAMPLE_ROWS
 from cnr_store.errors import BadDtype, BadShape
 from cnr_store.runtime.threads import Workers, check_rate
@@ -141,7 +141,7 @@ def test_what_only_the_dtype_decides_is_refused_once_that_is_known(options: dict
         lambda: CompactionPolicy(max_chain=True),
         lambda: CompactionPolicy(fanout=1),
         lambda: CompactionPolicy(max_restore_ratio="2"),  # type: ignore[arg-type]
-        lambda: ChunkLru(1.5),  # type: ignore[arg-type]
+        lambda: ChunkCache(1.5),  # type: ignore[arg-type]
         lambda: Workers(0),
         lambda: Workers(1.5),  # type: ignore[arg-type]
         lambda: check_rate(float("nan")),

@@ -14,7 +14,7 @@ import numpy as np
 
 from cnr_store.encodings import digest, kernels
 from cnr_store.format.records import RowListEntry
-from cnr_store.maintenance.compaction.chunk_cache import ChunkCache
+from cnr_store.maintenance.compaction.counted_chunks import CountedChunks
 from cnr_store.maintenance.compaction.statuses import Statuses
 from cnr_store.read.plan import Operation, Step, TablePlan, clip
 from cnr_store.read.replay import NarrowCodes, Replay
@@ -131,7 +131,7 @@ class _TypedRows:
         self._multipliers = {name: spec.multipliers for name, spec in self._digested.items()}
         kinds = {self._stored(n): (dtypes[n], None if s.is_vector else s.width) for n, s in specs.items()}
         self.row_list = RowList(rows.count, {"rows": (np.dtype(np.int64), None), **kinds}, self._produce)
-        self._cache = ChunkCache(rows.readers, self._uses(), cache_bytes)
+        self._cache = CountedChunks(rows.readers, self._uses(), cache_bytes)
         self._replay = Replay(self._cache.readers, Inline())
 
     @property

@@ -15,7 +15,7 @@ from cnr_store.segment.cached_reader import Array, CachedReader, Decode, decoded
 from cnr_store.segment.reader import Scratch, SegmentReader
 
 
-class ChunkCache:
+class CountedChunks:
     """Decoded chunks of some segments.
 
     Parameters
