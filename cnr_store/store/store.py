@@ -172,6 +172,10 @@ class Store:
         """Return the newest version."""
         return self.head().record.v
 
+    def steps(self) -> list[int]:
+        """Return the steps that a snapshot can be opened at, ascending; reads each record of the log."""
+        return self._versions.steps(self.head())
+
     def poll(self, after: LogEntry) -> LogEntry | None:
         """Return the entry behind ``after``, None when there is nothing new: one request, now and then some more.
 

@@ -70,14 +70,9 @@ class CheckpointManager:
         How tables are stored: for all, or by table name.
     every_steps
         A save is due after so many steps; without it, and without ``SavePolicy.every_seconds``, only `save` saves.
-    save_policy
-        What else there is to say of saves: when, how much of the tables, and what a failure does.
-    tracking
-        How changed rows are found and copied.
-    precision
-        How exact tables are stored as the run goes on.
-    store_options
-        How the store is opened and written, and which ranks do it.
+    save_policy, tracking, precision, store_options
+        When and how much is saved, and what a failure does; how changed rows are found and copied; how exact tables are
+        stored as the run goes on; how the store is opened and written, and by which ranks.
 
     Raises
     ------
@@ -158,8 +153,6 @@ class CheckpointManager:
         )  # fmt: skip
         self._restorer = Restorer(training, chain, position, self._saver, self._store, save_policy)
 
-    # ---- the loop
-
     def step(self, step: int | None = None, *, reader_state: Any = None) -> bool:
         """Count a trained step and save if one is due; call it after ``optimizer.step()``.
 
@@ -238,7 +231,7 @@ class CheckpointManager:
         raise_failure(self._saver.collect(wait=True))
         return self.last_save
 
-    def wait(self) -> SaveReport | None:
+    def wait_until_finished(self) -> SaveReport | None:
         """Wait for the save under way, if there is one; returns the report of the newest committed save.
 
         Raises
@@ -329,6 +322,15 @@ class CheckpointManager:
         """Reports of the committed saves, oldest first."""
         return self._saver.history
 
+    def all_steps(self) -> list[int]:
+        """Return the steps that can be restored, ascending; reads each record of the log."""
+        return self._store.steps()
+
+    def latest_step(self) -> int | None:
+        """Return the step of the newest checkpoint in the store, None if there is none; a few requests."""
+        record = self._store.head().record
+        return record.step if record.chain else None
+
     @property
     def last_save(self) -> SaveReport | None:
         """The report of the newest committed save that the training thread has taken notice of."""
@@ -404,8 +406,6 @@ class CheckpointManager:
         if error is not None:
             logger.error("the save before the last one failed, its rows are in the last one: %s", error)
         self.save()
-
-    # ---- beginning and end
 
     def __enter__(self) -> CheckpointManager:
         return self

@@ -355,7 +355,7 @@ def bench_saves(report: Report, device: torch.device, rows: int, batch: int, fol
                 alone.append(timed(side.train))
                 stalls.append(timed(partial(_save_and_settle, manager, device)))
                 beside.append(timed(side.train))
-                saved = manager.wait()
+                saved = manager.wait_until_finished()
                 assert saved is not None
             manager.close()
         way = "codes made on the GPU" if with_codes else "floats"

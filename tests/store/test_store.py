@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cnr_store import BadInput, StorageFailure, Store, TableOptions
+from cnr_store import BadInput, RetentionPolicy, StorageFailure, Store, TableOptions, collect_garbage
 from cnr_store.errors import CorruptRecord, NotAStore, StoreExists, UnsafeBackend
 from cnr_store.format.layout import commit_key
 from cnr_store.storage import open_storage, storage_from_filesystem
@@ -135,3 +135,22 @@ def test_a_version_that_is_no_whole_number_is_a_bad_input(
 def test_a_name_that_is_no_text_is_a_bad_input(store: Store, use: Callable[[Any], object]) -> None:
     with pytest.raises(BadInput, match=r"a (tag|channel|branch) is a text; found"):
         use(store)
+
+
+def test_steps_are_those_of_live_checkpoints(store: Store) -> None:
+    with store.writer() as writer:
+        writer.restore()
+        for step in (10, 20):
+            with writer.begin(step) as txn:
+                txn.write_rows("t", np.array([1]), np.full((1, 2), step, np.float32))
+    store.tag("first", store.snapshot(step=1).version)
+
+    assert store.steps() == [1, 10, 20]
+
+    collect_garbage(store, policy=RetentionPolicy(keep_last=1), grace_s=0, force=True)
+    assert store.steps() == [1, 20]
+    assert [store.snapshot(step=step).step for step in store.steps()] == [1, 20]
+
+
+def test_an_empty_store_has_no_steps(tmp_path: Path) -> None:
+    assert Store.create(str(tmp_path / "empty")).steps() == []

@@ -298,7 +298,7 @@ def run_rank(job: dict[str, Any], rank: int, world: int) -> int:
             for report in manager.history[acknowledged:]:
                 note(job, rank, "acknowledged", [report.version, report.step])
             acknowledged = len(manager.history)
-        manager.wait()
+        manager.wait_until_finished()
     except (CnrStoreError, RuntimeError) as error:  # gloo's, where a collective of the training met it first
         ended = 1
         chain = [error, *([error.__cause__] if error.__cause__ else [])]
@@ -318,7 +318,7 @@ def damaged_mirror_is_refused(
     job: dict[str, Any], training: RankTraining, manager: CheckpointManager, number: int
 ) -> None:
     """Change one code of rank 2's mirror; note how the save ends, and go on after a restore."""
-    manager.wait()
+    manager.wait_until_finished()
     before = manager.store.latest_version()
     if training.rank == 2:
         writer = manager._saver.writer.current
@@ -331,7 +331,7 @@ def damaged_mirror_is_refused(
             writer.mirrors.put(shard, codes, codes.digest())
     try:
         manager.step(reader_state={"next": number + 1})
-        manager.wait()
+        manager.wait_until_finished()
     except CnrStoreError as error:
         cause = error.__cause__
         note(job, training.rank, "refused", [type(error).__name__, type(cause).__name__, str(cause)])
@@ -343,7 +343,7 @@ def damaged_mirror_is_refused(
         assert np.array_equal(array, training.state()[name]), name
     training.train(number)
     manager.step(reader_state={"next": number + 1})
-    manager.wait()
+    manager.wait_until_finished()
 
 
 def fork_rank(job: dict[str, Any], rank: int, world: int) -> int:

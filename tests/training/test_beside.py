@@ -79,7 +79,7 @@ with CheckpointManager(
     manager.restore()
     while manager.current_step < 8:
         if manager.current_step == 6:
-            manager.wait()
+            manager.wait_until_finished()
             Path(sys.argv[2]).touch()
             while not Path(sys.argv[3]).exists():
                 time.sleep(0.01)

@@ -44,14 +44,14 @@ def trained(root: Path) -> None:
         for number in range(STEPS):
             training.train(number)
             manager.step()
-        manager.wait()
+        manager.wait_until_finished()
 
 
 def go_on(training: Training, manager: CheckpointManager, start: int, stop: int) -> None:
     for number in range(start, stop):
         training.train(number)
         manager.step()
-    manager.wait()
+    manager.wait_until_finished()
 
 
 def newest_segment(root: Path) -> Path:

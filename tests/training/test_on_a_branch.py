@@ -52,7 +52,7 @@ def test_a_training_goes_on_on_a_branch_while_its_origin_does(policy: Policy, tm
     url = str(tmp_path / "store")
     origin = Run(url, policy=policy)
     origin.train(0, FORK)
-    origin.manager.wait()
+    origin.manager.wait_until_finished()
     store = Store.open(url)
     store.fork("trial")
 

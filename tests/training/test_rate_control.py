@@ -406,7 +406,7 @@ def test_the_first_loss_is_that_of_the_first_checkpoint_whatever_is_reported_beh
         for _ in range(50):
             life.manager.report_loss(1.0)
         go_on.set()
-        life.manager.wait()
+        life.manager.wait_until_finished()
     life.next(2)
 
     assert {rate_in(url, report.version).first_loss for report in life.manager.history} == {4.0}

@@ -188,11 +188,11 @@ def test_a_restored_state_is_not_saved_with_later_steps(tmp_path: Path) -> None:
     training = Training()
     manager = manager_of(str(tmp_path), training, None, every_steps=1)
     manager.step(reader_state={"batch": 1})
-    manager.wait()
+    manager.wait_until_finished()
 
     manager.restore()
     manager.step()
-    manager.wait()
+    manager.wait_until_finished()
 
     assert manager.store.snapshot().step == 2
     assert "reader/0" not in manager.store.snapshot().documents

@@ -613,7 +613,7 @@ def test_an_interrupted_first_full_is_no_torn_one(backend: Backend) -> None:
     interrupts.join()
     was_saving = manager.is_saving
     training.train(1)
-    report = manager.wait()
+    report = manager.wait_until_finished()
 
     assert not was_saving
     assert report is not None
@@ -747,6 +747,19 @@ def test_rows_that_were_copied_for_a_save_that_could_not_begin_are_released(
     manager.save()
 
     assert_stored(store, training)
+    manager.close()
+
+
+def test_a_manager_lists_the_steps_that_can_be_restored(backend: Backend) -> None:
+    training = Training()
+    manager = manager_of(create(backend), training, every_steps=2)
+    assert (manager.latest_step(), manager.all_steps()) == (None, [])
+    for number in range(5):
+        training.train(number)
+        manager.step()
+    manager.wait_until_finished()
+
+    assert (manager.latest_step(), manager.all_steps()) == (4, [2, 4])
     manager.close()
 
 

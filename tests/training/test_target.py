@@ -57,7 +57,7 @@ class Life:
             (self.model(rows) - target).square().sum().backward()
             self.optimizer.step()
             self.manager.step()
-        self.manager.wait()
+        self.manager.wait_until_finished()
         return self.manager.history[done:]
 
     def end(self, steps: int) -> list[SaveReport]:

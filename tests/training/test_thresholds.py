@@ -56,7 +56,7 @@ def test_rows_wait_within_the_bounds_and_a_save_by_name_leaves_none(backend: Bac
     for number in range(12):
         training.train(number)
         manager.step()
-        manager.wait()
+        manager.wait_until_finished()
         assert errors(store, training).max() <= 0.25 + 1e-7
         waiting = sum(entry.count for entry in store.snapshot().waiting.values())
         assert manager.history[-1].waiting == waiting
@@ -133,7 +133,7 @@ def test_the_save_before_the_end_writes_everything(backend: Backend) -> None:
     for number in range(4):
         training.train(number)
         manager.step()
-    manager.wait()
+    manager.wait_until_finished()
     assert manager.history[-1].waiting
     training.train(4)
     manager.should_stop = True
@@ -150,7 +150,7 @@ def test_a_restored_training_has_nothing_that_waits(backend: Backend) -> None:
     for number in range(4):
         training.train(number)
         manager.step()
-    manager.wait()
+    manager.wait_until_finished()
     manager.close()
 
     resumed = Training()
@@ -162,7 +162,7 @@ def test_a_restored_training_has_nothing_that_waits(backend: Backend) -> None:
     for number in range(4, 9):
         resumed.train(number)
         again.step()
-        again.wait()
+        again.wait_until_finished()
         assert errors(store, resumed).max() <= 0.25 + 1e-7
     assert sum(report.waiting for report in again.history)
     again.close()

@@ -267,7 +267,7 @@ def a_table_of_one_rank_alone(place: Place) -> None:
     manager = run.manager(place.url("uneven"), every_steps=2)
     for number in range(4):
         run.train(number, manager)
-    manager.wait()
+    manager.wait_until_finished()
     place.keep("uneven", run.state())
     run.train(4, manager)
 
@@ -306,9 +306,9 @@ def ranks_without_anything_to_save_take_part(place: Place) -> None:
     for number in range(3):
         train(number)
         manager.step()
-    assert manager.wait() is not None
+    assert manager.wait_until_finished() is not None
     manager.step()  # nothing was trained
-    quiet = manager.wait()
+    quiet = manager.wait_until_finished()
     assert quiet is not None
     assert (quiet.kind, quiet.rows) == ("delta", 0)
     assert manager.store.head().record.v == quiet.version

@@ -70,7 +70,7 @@ def a_failure_behind_the_training_is_told_to_all_at_the_same_step(place: Place) 
         told: list[int] = []
         for number in range(8):
             if number == 3:
-                manager.wait()
+                manager.wait_until_finished()
                 storage.fails = place.rank == 1
             if number == 4 and place.rank == 0:
                 manager._saver.background.wait()  # it is over here before the step, elsewhere perhaps not
@@ -86,7 +86,7 @@ def a_failure_behind_the_training_is_told_to_all_at_the_same_step(place: Place) 
                 place.gather(None)
                 manager._saver.background.wait()
                 storage.fails = False
-        manager.wait()
+        manager.wait_until_finished()
         assert place.gather(told) == [told, told]
         assert told == [5]
         assert manager.history[-1].step > 4
@@ -152,9 +152,9 @@ def a_save_is_skipped_by_all_or_by_none(place: Place) -> None:
     assert manager.is_saving
     place.gather(None)
     storage.may_put.set()
-    manager.wait()
+    manager.wait_until_finished()
     run.train(3, manager)
-    manager.wait()
+    manager.wait_until_finished()
     steps = [report.step for report in manager.history]
     assert steps == [1, 4]
     assert place.gather(steps) == [steps, steps]

@@ -59,7 +59,7 @@ def readers_that_fetch_ahead_differently_save_at_the_same_step(place: Place) -> 
         run, reader = Run(place), make(loader_of(place.rank, place.world, 1))
         manager = run.manager(place.url(name), reader=reader, every_steps=5)
         assert train_ahead(reader, 1 + 2 * place.rank, run, manager) == share
-        manager.wait()
+        manager.wait_until_finished()
         steps = [report.step for report in manager.history]
         assert len(steps) >= 2, steps
         assert place.gather(steps) == [steps, steps]
@@ -81,7 +81,7 @@ def readers_end_with_their_process(place: Place) -> None:
     for number, batch in zip(range(8), loader, strict=False):
         seen += batch.tolist()
         run.train(number, manager)
-    manager.wait()
+    manager.wait_until_finished()
     place.keep("readers", seen[: 6 * BATCH])
 
 

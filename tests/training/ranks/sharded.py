@@ -138,7 +138,7 @@ def table_wise_on_two_ranks(place: Place) -> None:
     assert_only_needed_chunks_were_read(place, storage, manager.store, built)
     train(place, built, 5, 7, manager)
     train(place, built, 7, 9, manager)
-    manager.wait()
+    manager.wait_until_finished()
     assert [one.step for one in manager.history] == [7, 9]
     place.keep("two", whole_tables(place, built) | dense_of(built))
     manager.close()
@@ -215,13 +215,13 @@ def trainings_end_behind_their_last_save(place: Place) -> None:
         built = built_for(place, sharding, optimizer)
         manager = manager_of(place.url(name), built)
         train(place, built, 0, LAST, manager)
-        manager.wait()
+        manager.wait_until_finished()
         place.keep(f"{name}-saved", state_of(built))
         train(place, built, LAST, LAST + 1, manager)  # given up
     built = built_for(place, "mixed")
     manager = manager_of(place.url("quantized"), built, options=None)
     train(place, built, 0, LAST, manager)
-    manager.wait()
+    manager.wait_until_finished()
 
 
 @scenario(2, 2)
@@ -239,7 +239,7 @@ def resumed_is_uninterrupted(place: Place) -> None:
         place.assert_kept(f"{name}-saved", state_of(built))
         train(place, built, LAST, STOP, manager)
         assert_same(state_of(built), reached)
-        manager.wait()
+        manager.wait_until_finished()
         assert [report.step for report in manager.history] == [6]
         manager.close()
 

@@ -84,7 +84,7 @@ def _train_saved(
         train_step(model, optimizers, batch)
         manager.step()
         told = tell_saves(manager, channel, told)
-    last = manager.wait()
+    last = manager.wait_until_finished()
     if last is None or last.step < manager.current_step:
         manager.save()
     manager.close()
