@@ -288,14 +288,14 @@ class Cnr(_Saved):
         """Save what was touched."""
         assert self.manager is not None
         self.manager.save(wait=False)
-        return self.manager.wait
+        return self.manager.wait_until_finished
 
     def load(self) -> None:
         """Restore weights, slots and dense tensors, and the mirror that the next delta needs, in a new manager."""
         if self.open_manager().restore() is None:
             raise SystemExit("the store is empty")
 
-    def compact_run(self, policy: CompactionPolicy = DEFAULT_POLICY) -> None:
+    def compact(self, policy: CompactionPolicy = DEFAULT_POLICY) -> None:
         """Fold the chain as the policy wants it, beside the manager."""
         with self.opened() as store:
             compact(store, policy=policy)

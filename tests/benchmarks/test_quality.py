@@ -6,7 +6,6 @@ from dataclasses import replace
 import bench_quality
 import numpy as np
 import pytest
-import torch
 from click_cases import Source, load, read_file
 from quality_points import (
     FLOOR_MARGIN,
@@ -29,13 +28,6 @@ from cnr_store.types import Lattice
 from cnr_store_tools.demo.train import train_step
 
 TINY = Source("generated", samples=16_000)
-
-
-@pytest.fixture(autouse=True)
-def _threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def point(family, row_bytes, loss, *, moved=1e-4):

@@ -329,7 +329,7 @@ class Life:
         self.append(store, "channel", lambda: store.set_channel(name, self.saved[self.head].version))
         self.channels[name] = self.head
 
-    def compact_run(self, store: Store, policy: CompactionPolicy) -> None:
+    def compact(self, store: Store, policy: CompactionPolicy) -> None:
         """Fold until the policy is content; at least once."""
 
         def fold() -> str:

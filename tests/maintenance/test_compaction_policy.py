@@ -51,7 +51,7 @@ class Life:
             self.folded_deltas += size
         self.chain[run.start : run.stop] = [self.segment(run.kind, members[0].l0, members[-1].l1, size)]
 
-    def compact_run(self) -> int:
+    def compact(self) -> int:
         """Fold until nothing is left to do; returns how many folds that were."""
         folds = 0
         while (run := choose_run(self.chain, self.policy)) is not None:
