@@ -190,19 +190,28 @@ def compact(
         Go on although another compaction seems to be at work; never unsafe, but work may be done twice.
     dry_run
         Only say which run would be compacted first, and why.
+    progress
+        Told about the ``tasks`` of each run.
+    clock
+        Seconds, for ``deadline_s``.
 
     Returns
     -------
     tuple of CompactionReport
         One per run. The last one says why there are no more: ``nothing`` is left to do, another process is ``busy``,
-        the time was over (``unfinished``, or ``planned`` if there was none at all), or it is a dry run's only one.
+        the time was over (``unfinished``, or ``planned`` if there was none at all), or it is a dry run's only one. An
+        error loses no run that was committed before it.
 
     Raises
     ------
     BadInput
         The engine cannot reach the storage, or a number is none that can be meant.
-    Conflict, CorruptStore, StorageFailure
-        What was compacted and committed before stays.
+    ReadOnlyStore, UnsafeBackend
+    CorruptStore, CorruptObject, MissingObject
+        The run does not lead to the state that it states, or cannot be read; nothing of it was committed.
+    CommitStateUnknown
+        The record was sent and may stand: reading the log tells. What was written must be left alone.
+    MissingDependency, AccessDenied, StorageFailure
 
     Examples
     --------

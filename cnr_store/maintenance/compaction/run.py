@@ -112,42 +112,12 @@ def compact_run(
 
     Parameters
     ----------
-    store
-        An opened store, or a branch of one.
-    policy
-        What the chain should be like.
     run
         Positions (start, stop) of the chain to fold, in place of what the policy would choose.
-    engine
-        ``threads`` of this process; ``processes`` of this machine, for programs whose start is guarded by
-        ``if __name__ == "__main__"``; or a pool of workers whose machines must reach the storage, such as
-        `cnr_store.integrations.ray.RayPool`.
-    workers
-        How many threads, processes or tasks work at once; None takes what the machine or cluster has.
-    bytes_per_s
-        Cap on what is written, by all workers together.
-    deadline_s
-        Begin no task after so many seconds; what is done is kept for the next call.
     lease_s
         How long others take this call to be at work behind its last sign of life.
-    force
-        Go on although another compaction seems to be at work: it was killed, say. Never unsafe, at worst work for
-        nothing.
-    dry_run
-        Say what would be folded, and write nothing.
-    progress
-        Told about ``tasks``.
 
-    Raises
-    ------
-    BadInput
-        The engine cannot reach the storage, ``run`` is none of the chain, or a number is none that can be meant.
-    ReadOnlyStore, UnsafeBackend
-    CorruptStore, CorruptObject, MissingObject
-        The run does not lead to the state that it states, or cannot be read; nothing was committed.
-    CommitStateUnknown
-        The record was sent and may stand: reading the log tells. What was written must be left alone.
-    MissingDependency, AccessDenied, StorageFailure
+    Other parameters, and errors, are those of `cnr_store.compact`.
 
     Examples
     --------
