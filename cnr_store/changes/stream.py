@@ -7,6 +7,7 @@ on from its cursor misses nothing and sees at most one version twice. Values are
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from cnr_store.changes.version_reader import VersionReader, names_of, segment_of
 from cnr_store.errors import BadInput, BranchNotFound, CursorExpired, MissingObject, TableNotFound, VersionNotFound
 from cnr_store.format.commit_record import LogEntry, is_live
 from cnr_store.runtime.arguments import checked_count, checked_number
+from cnr_store.runtime.repeating import pause_s
 from cnr_store.store import Store
 
 MAX_BATCH_ROWS = 65_536
@@ -336,7 +338,7 @@ class ChangeStream:
                 if newest.record.v < last and not (self._follow and self._store.relay):
                     self._store.internals.log.check_no_hole(newest)
                 self._settle_hold()
-                self._closed.wait(self._poll_interval_s)
+                self._closed.wait(pause_s(self._poll_interval_s, 0, random.random()))
                 continue
             if entry.record.kind == "close":
                 raise BranchNotFound(f"the branch of this stream was dropped at version {entry.record.v}")

@@ -27,6 +27,7 @@ from cnr_store.relay.source import BATCH, RelaySource
 from cnr_store.relay.target import RelayTarget
 from cnr_store.relay.trimmer import Trimmer
 from cnr_store.runtime.arguments import checked_count, checked_number
+from cnr_store.runtime.repeating import pause_s
 from cnr_store.runtime.threads import Throttle, blocks
 from cnr_store.storage import Storage, open_storage
 from cnr_store.store import Store
@@ -37,8 +38,6 @@ a look ends although a source that is faster has gone on."""
 
 _LOOK_BACK = 60
 """Looks in a row without news before one asks whether the source is still the one that was copied."""
-
-_JITTER = 0.25
 
 
 class Relay:
@@ -173,12 +172,12 @@ class Relay:
 
     def run(
         self,
-        every_s: float = 5.0,
+        poll_interval_s: float = 5.0,
         *,
         stop: threading.Event | None = None,
         on_report: Callable[[RelayReport], None] | None = None,
     ) -> None:
-        """Look again and again until ``stop`` is set; blocks.
+        """Look every ``poll_interval_s``, less often while that fails, until ``stop`` is set. Blocks.
 
         Failures of either backend and damage at the source end a look, not the run: the report says so, and the relay
         serves what it has.
@@ -188,8 +187,9 @@ class Relay:
         BadInput, StoreExists, Unsupported, VersionNotFound, VersionExpired
             What another look would not mend.
         """
-        checked_number("every_s", every_s, above=0, most=1e9)
+        checked_number("poll_interval_s", poll_interval_s, above=0, most=1e9)
         stop = threading.Event() if stop is None else stop
+        failures = 0
         while not stop.is_set():
             try:
                 report = self.advance()
@@ -199,8 +199,8 @@ class Relay:
                 on_report(report)
             if report.problem is None and self._target.head is not None and report.version != report.source_version:
                 continue  # The source has gone on meanwhile.
-            # Several relays of one store shall not ask at once.
-            stop.wait(every_s * random.uniform(1 - _JITTER, 1 + _JITTER))
+            failures = 0 if report.problem is None else failures + 1
+            stop.wait(pause_s(poll_interval_s, failures, random.random()))
 
     def _open(self, report: RelayReport) -> bool:
         """Find what the target has, or begin there; whether there is anything to read."""

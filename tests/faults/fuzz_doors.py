@@ -362,8 +362,10 @@ def raise_first(errors: list[Exception | None]) -> None:
 
 COMMAND = typer.main.get_command(app)
 COMMANDS = (
-    ("show",), ("show", "--json"), ("log",), ("log", "--json"), ("verify",), ("verify", "--json"), ("repair",),
-    ("branches",), ("cursors",), ("metrics",), ("gc",), ("gc", "--json"), ("maintain", "--dry-run"),
+    ("show",), ("show", "--json"), ("log",), ("log", "--json"), ("verify",), ("verify", "--json"),
+    ("repair", "--dry-run"),
+    ("branches",), ("cursors",), ("metrics",), ("gc", "--dry-run"), ("gc", "--dry-run", "--json"),
+    ("maintain", "--dry-run"),
     ("compact", "--dry-run"), ("changes",),
 )  # fmt: skip
 READING = ("command", "names", "rows", "verify", "verify_deep", "repair_dry", "export")

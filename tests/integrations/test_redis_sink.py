@@ -606,7 +606,7 @@ def test_an_emptied_server_is_filled_again_without_a_new_version(own_redis: Redi
     model = Model()
     sink = Telling.connect(own_redis.url, prefix)
     sink.is_told = threading.Event()
-    feed = SinkFeed(model, sink, check_every_s=0.05)
+    feed = SinkFeed(model, sink, check_interval_s=0.05)
     model.show(1)
     feed.push()
     own_redis.stop()

@@ -269,8 +269,8 @@ def test_a_start_that_cannot_be_read_is_refused(store: Store, files: IsolatedMem
         Relay(store, place(files), start=99).advance()
     with pytest.raises(BadInput, match="start"):
         Relay(store, place(files), start=-1)
-    with pytest.raises(BadInput, match="every_s"):
-        Relay(store, place(files)).run(every_s="5s")  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="poll_interval_s"):
+        Relay(store, place(files)).run(poll_interval_s="5s")  # type: ignore[arg-type]
     assert not [stat for stat in place(files).list_objects("") if "_probe" not in stat.key]
 
 

@@ -431,7 +431,7 @@ def test_a_fenced_feed_pushes_no_more() -> None:
 @pytest.mark.parametrize("loses", ["all", "newest"])
 def test_an_idle_feed_finds_out_that_its_sink_lost_rows(loses: str) -> None:
     source = filled_source()
-    feed, sink = connected(source, check_every_s=0.01)
+    feed, sink = connected(source, check_interval_s=0.01)
     feed.push()
     source.publish({"dense": {1: 5.0}})
     feed.push()
@@ -458,7 +458,7 @@ def test_an_idle_feed_finds_out_that_its_sink_lost_rows(loses: str) -> None:
 
 
 def test_an_idle_feed_that_was_taken_over_ends() -> None:
-    feed, sink = connected(filled_source(), check_every_s=0.01)
+    feed, sink = connected(filled_source(), check_interval_s=0.01)
     feed.push()
     sink.fails = {sink.calls + 3: ("before", Fenced("taken over"))}
     feed.start()
@@ -534,7 +534,7 @@ def test_sizes_below_one_row_are_refused() -> None:
     with pytest.raises(BadInput):
         connected(Source(), chunk_rows=0)
     with pytest.raises(BadInput):
-        connected(Source(), check_every_s=0)
+        connected(Source(), check_interval_s=0)
 
 
 changes = st.dictionaries(

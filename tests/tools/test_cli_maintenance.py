@@ -117,12 +117,12 @@ def test_compact_leaves_work_that_is_under_way_alone_unless_forced(root: Path) -
     assert_ends_with(forced, 0)
 
 
-def test_gc_explains_and_changes_nothing_unless_told_to_delete(root: Path) -> None:
+def test_a_dry_run_of_gc_explains_and_changes_nothing(root: Path) -> None:
     cnr("compact", root, "--max-chain", 1)
     before = contents(root)
 
-    plain = cnr("gc", root, "--keep-last", 1)
-    as_json = cnr("gc", root, "--keep-last", 1, "--json").document
+    plain = cnr("gc", root, "--keep-last", 1, "--dry-run")
+    as_json = cnr("gc", root, "--keep-last", 1, "--dry-run", "--json").document
 
     assert_ends_with(plain, 0)
     assert contents(root) == before
@@ -136,14 +136,14 @@ def test_gc_explains_and_changes_nothing_unless_told_to_delete(root: Path) -> No
     assert "branch 'trial' begins here" in plain.out
     assert "no rule keeps it" in plain.out
     assert named[0]["name"] in plain.out
-    assert "nothing was changed; --delete does it" in plain.out
+    assert "this was a dry run: nothing was changed" in plain.out
 
 
 def test_gc_deletes_after_the_grace_and_keeps_every_state_that_stays(root: Path) -> None:
     cnr("compact", root, "--max-chain", 1)
     before = state(root)
 
-    done = cnr("gc", root, "--keep-last", 1, "--delete", *AT_ONCE, "--json")
+    done = cnr("gc", root, "--keep-last", 1, *AT_ONCE, "--json")
 
     assert_ends_with(done, 0)
     assert done.document["outcome"] == "collected"
@@ -161,11 +161,13 @@ def test_gc_gives_up_now_and_deletes_later(root: Path) -> None:
     cnr("compact", root, "--max-chain", 1)
     folders = sorted((root / "data").iterdir())
 
-    done = cnr("gc", root, "--keep-last", 1, "--delete")
+    done = cnr("gc", root, "--keep-last", 1)
 
     assert_ends_with(done, 0)
     assert sorted((root / "data").iterdir()) == folders
-    waiting = [item for item in cnr("gc", root, "--json").document["segments"] if item["state"] == "waiting"]
+    waiting = [
+        item for item in cnr("gc", root, "--dry-run", "--json").document["segments"] if item["state"] == "waiting"
+    ]
     assert waiting
     assert all(item["size_bytes"] > 0 for item in waiting)
 
@@ -182,7 +184,7 @@ def test_gc_keeps_what_its_options_say(root: Path, options: tuple[str, ...], kep
     cnr("tag", root, "first", "--version", 2)
     cnr("drop-branch", root, "trial")
 
-    found = cnr("gc", root, *options, "--json").document["versions"]
+    found = cnr("gc", root, *options, "--dry-run", "--json").document["versions"]
 
     stays = {item["version"] for item in found if item["branch"] is None and item["stays"]}
     assert {version for version in stays if version < 12} == kept
@@ -292,8 +294,8 @@ def test_a_metrics_file_that_cannot_be_written_does_not_hide_the_run(root: Path,
         ("gc", "--keep-last", "0"),
         ("gc", "--keep-every", "0"),
         ("gc", "--keep-within", "a week"),
-        ("gc", "--delete", "--grace", "10s"),
-        ("gc", "--delete", "--orphan-age", "1h"),
+        ("gc", "--grace", "10s"),
+        ("gc", "--orphan-age", "1h"),
         ("maintain", "--grace", "10s"),
         ("maintain", "--orphan-age", "1h"),
         ("maintain", "--budget", "-1s"),

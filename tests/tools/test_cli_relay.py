@@ -116,7 +116,7 @@ def test_nobody_writes_to_a_relay(root: Path, tmp_path: Path) -> None:
     near = tmp_path / "near"
     cnr("relay", root, near, "--once")
 
-    for command in (["gc"], ["gc", "--delete"], ["compact"], ["maintain"], ["tag", "x"], ["fork", "x"], ["repair"]):
+    for command in (["gc"], ["gc", "--dry-run"], ["compact"], ["maintain"], ["tag", "x"], ["fork", "x"], ["repair"]):
         outcome = cnr(command[0], near, *command[1:])
         assert (outcome.code, "relay" in outcome.err) == (8, True), command
     assert cnr("relay", root, root, "--once").code == 4

@@ -33,7 +33,7 @@ def contents(root: Path) -> dict[Path, bytes]:
 def test_a_sound_store_has_nothing_to_repair(root: Path) -> None:
     before = contents(root)
 
-    dry, wet = cnr("repair", root), cnr("repair", root, "--apply", "--json")
+    dry, wet = cnr("repair", root, "--dry-run"), cnr("repair", root, "--json")
 
     assert (dry.code, wet.code) == (0, 0)
     assert "nothing to repair" in dry.out
@@ -47,18 +47,18 @@ def test_a_dry_run_says_what_it_would_do_and_changes_nothing(root: Path, damage:
     damage(root)
     before = contents(root)
 
-    done = cnr("repair", root)
+    done = cnr("repair", root, "--dry-run")
 
     assert done.code == 1
     assert "would: " in done.out
-    assert "nothing was changed; --apply does it" in done.out
+    assert "this was a dry run: nothing was changed" in done.out
     assert contents(root) == before
 
 
 def test_a_torn_newest_record_is_superseded_and_the_store_verifies(root: Path) -> None:
     tear_newest(root)
 
-    done = cnr("repair", root, "--apply", "--json")
+    done = cnr("repair", root, "--json")
 
     assert done.code == 0
     assert [item["kind"] for item in done.document["actions"]][:1] == ["supersede"]
@@ -71,7 +71,7 @@ def test_a_torn_newest_record_is_superseded_and_the_store_verifies(root: Path) -
 def test_after_a_spoilt_delta_the_store_goes_on_from_the_version_before_it_and_says_what_is_lost(root: Path) -> None:
     spoil_last_delta(root)
 
-    done = cnr("repair", root, "--apply")
+    done = cnr("repair", root)
 
     assert "rollback" in done.out
     assert done.code == 0
@@ -85,7 +85,7 @@ def test_a_store_without_a_whole_version_ends_with_one(root: Path) -> None:
     for manifest in root.glob("data/*/_segment.json"):
         manifest.unlink()
 
-    done = cnr("repair", root, "--apply")
+    done = cnr("repair", root)
 
     assert done.code == 1
     assert "no version is whole" in done.out

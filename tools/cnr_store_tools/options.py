@@ -28,6 +28,7 @@ Step = Annotated[int | None, typer.Option("--step", help="The newest version of 
 Tag = Annotated[str | None, typer.Option("--tag", help="The version that a tag names.")]
 Channel = Annotated[str | None, typer.Option("--channel", help="The version that a channel points to now.")]
 Branch = Annotated[str | None, typer.Option("--branch", help="The log of a branch instead of the store's own.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and change nothing.")]
 
 Bits = Literal[2, 3, 4, 8]
 _BITS: dict[int, Bits] = {2: 2, 3: 3, 4: 4, 8: 8}

@@ -41,7 +41,7 @@ def verify_parts(report: VerifyReport) -> Iterator[Part]:
         f"{size_text(report.size_bytes)}; versions {versions}{depth}"
     )
     if report.unreferenced:
-        yield f"segments that no version needs: {report.unreferenced} (`cnr gc` explains them)"
+        yield f"segments that no version needs: {report.unreferenced} (`cnr gc --dry-run` explains them)"
     if report.superseded:
         positions = ranges_text(sorted(report.superseded))
         yield f"log positions without a version, superseded by a repair: {positions}"
@@ -78,7 +78,7 @@ def repair_parts(report: RepairReport) -> Iterator[Part]:
     if report.remaining:
         yield _problems("stays wrong", report.remaining)
     if report.is_dry_run and report.actions:
-        yield "nothing was changed; --apply does it"
+        yield "this was a dry run: nothing was changed"
 
 
 def _log_text(branch: str | None) -> str:
@@ -141,7 +141,7 @@ def gc_parts(report: GcReport) -> Iterator[Part]:
     for failure in report.failures:
         yield f"not deleted: {failure}"
     if report.is_dry_run and report.outcome == "planned":
-        yield "nothing was changed; --delete does it"
+        yield "this was a dry run: nothing was changed"
 
 
 def gc_text(report: GcReport) -> str:

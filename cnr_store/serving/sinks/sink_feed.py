@@ -28,7 +28,7 @@ CHUNK_ROWS = 65_536
 MOST_ROWS_AT_ONCE = 1 << 20
 """Changed rows that a feed reads in one piece, so that they are of one version whatever is published meanwhile."""
 
-CHECK_EVERY_S = 30.0
+CHECK_INTERVAL_S = 30.0
 """So often the thread of an idle feed asks its sink whether it still shows what was pushed last."""
 
 MOST_WAITING_KEYS = 1 << 24
@@ -113,8 +113,8 @@ class SinkFeed:
         Opened by the feed, and by nobody else as long as the feed is used.
     chunk_rows, most_rows_at_once
         See `CHUNK_ROWS` and `MOST_ROWS_AT_ONCE`; memory is about that many rows as float32.
-    most_waiting_keys, check_every_s
-        See `MOST_WAITING_KEYS` and `CHECK_EVERY_S`.
+    most_waiting_keys, check_interval_s
+        See `MOST_WAITING_KEYS` and `CHECK_INTERVAL_S`.
     """
 
     def __init__(
@@ -125,18 +125,18 @@ class SinkFeed:
         chunk_rows: int = CHUNK_ROWS,
         most_rows_at_once: int = MOST_ROWS_AT_ONCE,
         most_waiting_keys: int = MOST_WAITING_KEYS,
-        check_every_s: float = CHECK_EVERY_S,
+        check_interval_s: float = CHECK_INTERVAL_S,
     ) -> None:
         if chunk_rows < 1 or most_rows_at_once < 1:
             raise BadInput(f"rows at a time are at least 1, found {chunk_rows} and {most_rows_at_once}")
-        if not check_every_s > 0:
-            raise BadInput(f"check_every_s is above 0, found {check_every_s}", found=check_every_s)
+        if not check_interval_s > 0:
+            raise BadInput(f"check_interval_s is above 0, found {check_interval_s}", found=check_interval_s)
         self.sink = sink
         self._source = source
         self._chunk_rows = chunk_rows
         self._most_rows_at_once = most_rows_at_once
         self._most_waiting_keys = most_waiting_keys
-        self._check_every_s = check_every_s
+        self._check_interval_s = check_interval_s
         self._pushing = threading.Lock()  # one batch at a time
         self._changed = threading.Condition()  # guards what follows; notified by notices and by stop
         self._published: Published | None = None
@@ -203,7 +203,7 @@ class SinkFeed:
         with self._changed:
             if self._thread is None:
                 self._stops = False
-                self._check_at_s = time.monotonic() + self._check_every_s
+                self._check_at_s = time.monotonic() + self._check_interval_s
                 self._thread = Repeating(self, SinkFeed._push_again, name=f"feed {self.sink.name}")
 
     def stop(self, timeout_s: float | None = 30.0) -> None:
@@ -246,7 +246,7 @@ class SinkFeed:
             self._retry_at_s = time.monotonic() + rest_s
             return rest_s
         self._failures, self._retry_at_s = 0, 0.0
-        self._check_at_s = time.monotonic() + self._check_every_s
+        self._check_at_s = time.monotonic() + self._check_interval_s
         return 0.0  # something may have been told behind the push
 
     def _is_current(self) -> bool:

@@ -8,7 +8,7 @@ import typer
 
 from cnr_store import BadInput, repair_store, verify_store
 from cnr_store_tools.exits import ExitCode
-from cnr_store_tools.options import Branch, Json, StorageOptions, Url, Version, open_store
+from cnr_store_tools.options import Branch, DryRun, Json, StorageOptions, Url, Version, open_store
 from cnr_store_tools.output import emit, to_document
 from cnr_store_tools.progress import progress_bars
 from cnr_store_tools.render import repair_parts, verify_parts
@@ -39,16 +39,14 @@ def verify(
 
 def repair(
     url: Url,
-    apply: Annotated[
-        bool, typer.Option("--apply", help="Do it; without this nothing is changed. Stop the writers first.")
-    ] = False,
+    dry_run: DryRun = False,
     branch: Branch = None,
     storage_option: StorageOptions = None,
     json: Json = False,
 ) -> None:
-    """Say how to go on from the newest whole state, or do so; deletes nothing. Exit code 1 while that is to be done."""
+    """Go on from the newest whole state; stop writers first. Deletes nothing. Exit code 1 if a dry run finds work."""
     with open_store(url, storage_option, branch) as store, progress_bars(in_bytes=False) as progress:
-        report = repair_store(store, dry_run=not apply, progress=progress)
+        report = repair_store(store, dry_run=dry_run, progress=progress)
     emit(to_document(report), repair_parts(report), as_json=json)
     if report.target is None or (report.is_dry_run and report.actions):
         raise typer.Exit(ExitCode.PROBLEMS)

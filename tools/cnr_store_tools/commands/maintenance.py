@@ -23,6 +23,7 @@ from cnr_store.integrations.ray import RayPool
 from cnr_store_tools.exits import ExitCode, exit_code
 from cnr_store_tools.options import (
     Branch,
+    DryRun,
     Json,
     StorageOptions,
     Url,
@@ -59,7 +60,6 @@ Budget = Annotated[
     str | None,
     typer.Option("--budget", metavar="TIME", help="Begin nothing after this time: 30m. No end if not given."),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and change nothing.")]
 KeepLast = Annotated[int, typer.Option("--keep-last", help="The newest so many checkpoints stay.")]
 KeepWithin = Annotated[
     str | None, typer.Option("--keep-within", metavar="TIME", help="Versions of the last so much time stay: 7d.")
@@ -120,9 +120,6 @@ def compact(
 
 def gc(
     url: Url,
-    delete: Annotated[
-        bool, typer.Option("--delete", help="Do it; without this nothing is changed, and each decision is explained.")
-    ] = False,
     keep_last: KeepLast = KEEP.keep_last,
     keep_within: KeepWithin = None,
     keep_every: KeepEvery = None,
@@ -133,15 +130,16 @@ def gc(
         bool, typer.Option("--despite-damage", help="Give up versions whose records or segments are lost for good.")
     ] = False,
     budget: Budget = None,
+    dry_run: DryRun = False,
     storage_option: StorageOptions = None,
     json: Json = False,
 ) -> None:
-    """Expire versions and delete what nobody needs, of the store and its branches; a dry run unless told otherwise."""
+    """Expire versions and delete what nobody needs, of the store and its branches. A dry run explains each decision."""
     policy = _retention(keep_last, keep_within, keep_every)
     with open_store(url, storage_option) as store, progress_bars(in_bytes=False) as progress:
         report = collect_garbage(
             store, policy=policy, grace_s=parse_duration(grace, "--grace"),
-            orphan_age_s=parse_duration(orphan_age, "--orphan-age"), dry_run=not delete, force=force,
+            orphan_age_s=parse_duration(orphan_age, "--orphan-age"), dry_run=dry_run, force=force,
             despite_damage=despite_damage, deadline_s=optional_duration(budget, "--budget"), progress=progress,
         )  # fmt: skip
     emit(_collection(report), gc_parts(report), as_json=json)

@@ -63,8 +63,8 @@ def relay(
     """
     from cnr_store.relay import Relay
 
-    every_s = parse_duration(every, "--every")
-    if not every_s > 0:
+    interval_s = parse_duration(every, "--every")
+    if not interval_s > 0:
         raise BadInput(f"--every takes a time above 0, found {every!r}", found=every)
     policy = RetentionPolicy(keep_last=keep_last, keep_within_s=optional_duration(keep_within, "--keep-within"))
     with open_store(url, storage_option, branch) as store:
@@ -91,7 +91,7 @@ def relay(
         if once:
             tell(mirror.advance())
         else:
-            mirror.run(every_s, on_report=tell_news)
+            mirror.run(interval_s, on_report=tell_news)
 
 
 def _sentence(report: RelayReport) -> str:
