@@ -1,7 +1,8 @@
 """What a save and a load cost: the store against what people use today, on a disk and on SeaweedFS behind a link.
 
-``python tests/benchmarks/bench_cost.py [--sections peers,chain,tracking] [--places disk,1,10,free] [--quick]``: four
-tables, 1,000,000 x 64 fp32 in all, row-wise Adagrad, a small dense network. Every round each peer saves the same
+``python tests/benchmarks/bench_cost.py [--sections peers,chain,tracking] [--places disk,1,10,free]
+[--model mlperf/adam] [--quick]``: four tables, 1,000,000 x 64 fp32 in all, row-wise Adagrad, or one of `models`, and a
+small dense network. Every round each peer saves the same
 tensors once and loads them; each quality of the store writes a full checkpoint, restores it, writes deltas of 1, 10 and
 25 % touched rows and restores the chain. Rounds run in alternating order; all ratios are between values of one round.
 
@@ -26,10 +27,11 @@ import bench_tracking
 import chains
 import harness
 from drifting import DIM
+from models import BenchModel, add_model_option, equal_tables, named_model
 from peers import FULL_PEERS, Cnr, Peer, Wait, assert_same
 from places import Place, local_disk, seaweed
 from run_config import demo_config
-from trainee import TABLES, Trainee
+from trainee import Trainee
 
 from cnr_store.types import AffineBits
 
@@ -45,7 +47,7 @@ GB = 1e9
 class Size:
     """How much of everything."""
 
-    rows: int
+    model: BenchModel
     repeats: int
     places: str
     qualities: tuple[AffineBits | None, ...]
@@ -53,8 +55,8 @@ class Size:
     steps: int
 
 
-FULL = Size(1_000_000, 3, ",".join(PLACES), QUALITIES, (1, 4, 16, 63), 1500)
-QUICK = Size(40_000, 1, "disk,1", (8, None), (1, 8), 60)
+FULL = Size(equal_tables(1_000_000, DIM), 3, ",".join(PLACES), QUALITIES, (1, 4, 16, 63), 1500)
+QUICK = Size(equal_tables(40_000, DIM), 1, "disk,1", (8, None), (1, 8), 60)
 """The longest chain has 64 segments, the baseline included; then the writer writes a baseline by itself."""
 
 
@@ -312,7 +314,7 @@ def _columns(kept: Sequence[Cost], *names: str) -> list[list[float]]:
 
 def run_peers(report: harness.Report, folder: Path, size: Size) -> None:
     """Everybody, at each place."""
-    trainee = Trainee(size.rows)
+    trainee = Trainee(size.model)
     for name in size.places.split(","):
         with contextlib.ExitStack() as stack:
             here = Path(stack.enter_context(harness.data_folder(str(folder))))
@@ -325,7 +327,7 @@ def run_peers(report: harness.Report, folder: Path, size: Size) -> None:
 
 def run_chain(report: harness.Report, folder: Path, size: Size) -> None:
     """Restores of ever longer chains, with and without compaction between the deltas."""
-    chains.measure(report, local_disk(folder), Trainee(size.rows), size.chain_deltas, size.repeats)
+    chains.measure(report, local_disk(folder), Trainee(size.model), size.chain_deltas, size.repeats)
 
 
 def run_tracking(report: harness.Report, folder: Path, size: Size) -> None:
@@ -337,16 +339,21 @@ def run_tracking(report: harness.Report, folder: Path, size: Size) -> None:
 
 def main() -> None:
     """Measure."""
-    parser = harness.arguments(__doc__, rows=FULL.rows, repeats=FULL.repeats)
+    parser = harness.arguments(__doc__, rows=1_000_000, repeats=FULL.repeats)
+    add_model_option(parser)
     parser.add_argument("--sections", default=",".join(SECTIONS), help=f"of {', '.join(SECTIONS)}")
     parser.add_argument("--places", help=f"of {', '.join(PLACES)}: a disk, SeaweedFS at so many Gbit/s or unthrottled")
     options = parser.parse_args()
     sections = options.sections.split(",")
-    size = QUICK if options.quick else replace(FULL, rows=options.rows, repeats=options.repeats)
+    if len(options.model) > 1:
+        parser.error("one model at a time")
+    size = QUICK if options.quick else replace(FULL, model=equal_tables(options.rows, DIM), repeats=options.repeats)
+    for name in options.model:
+        size = replace(size, model=named_model(name, options.divided_by))
     size = replace(size, places=options.places or size.places)
     if not set(sections) <= set(SECTIONS) or not set(size.places.split(",")) <= set(PLACES):
         parser.error(f"sections are {', '.join(SECTIONS)}; places are {', '.join(PLACES)}")
-    report = harness.Report(f"cost of saves and loads: {size.rows:,} x {DIM} fp32 in {TABLES} tables")
+    report = harness.Report(f"cost of saves and loads: {size.model.name}, {size.model.elements:,} fp32")
     report.start()
     gc.freeze()  # what imports have made is not looked through ahead of each measurement
     for name in sections:

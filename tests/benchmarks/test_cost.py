@@ -7,6 +7,8 @@ import chains
 import harness
 import pytest
 import torch
+from drifting import DIM
+from models import equal_tables
 from peers import FULL_PEERS, Cnr, assert_same
 from places import behind_link, local_disk
 from trainee import Trainee
@@ -98,7 +100,7 @@ def test_what_is_touched_is_the_share_that_was_asked_for_and_marked():
 
 def test_the_report_adds_up(place, tmp_path, capsys):
     report = harness.Report("cost")
-    size = replace(bench_cost.QUICK, rows=ROWS, qualities=(8,))
+    size = replace(bench_cost.QUICK, model=equal_tables(ROWS, DIM), qualities=(8,))
     costs = bench_cost.measure_peers(report, place, Trainee(ROWS), size)
 
     assert set(costs.saves) >= {peer.name for peer in FULL_PEERS} | {"cnr_store, 8-bit, 10% touched"}

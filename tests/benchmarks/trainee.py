@@ -1,4 +1,4 @@
-"""The model whose saving is measured: embedding tables with row-wise Adagrad, a small dense network, rows that move.
+"""The model whose saving is measured: embedding tables and their optimizer, a small dense network, rows that move.
 
 Values are normal, and a touched row drifts by 0.3 of their width, as in `drifting`. Nothing is trained: the rows of an
 interval are drawn and moved in place, so that their share is exact and the same for everybody who saves.
@@ -11,27 +11,34 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 from drifting import DIM, DRIFT, WIDTH
+from models import BenchModel, OptimizerName, equal_tables
 from torch import nn
 
 from cnr_store_tools.demo.adagrad import RowWiseAdagrad
 
-TABLES = 4
 HIDDEN = 256
+MOVE = 1e-3
+"""What is added to each slot of a touched row."""
 
 
 class TablesAndDense(nn.Module):
-    """Four embedding tables and two linear layers over them."""
+    """Embedding tables and two linear layers."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, model: BenchModel) -> None:
         super().__init__()
         self.tables = nn.ModuleList(
-            nn.utils.skip_init(nn.EmbeddingBag, rows // TABLES, DIM, mode="sum", sparse=True) for _ in range(TABLES)
+            nn.utils.skip_init(nn.EmbeddingBag, rows, dim, mode="sum", sparse=True) for rows, dim in model.tables
         )
-        self.dense = nn.Sequential(nn.Linear(TABLES * DIM, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 1))
+        self.dense = nn.Sequential(nn.Linear(4 * DIM, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 1))
 
 
 class Trainee:
     """A model and its optimizers, and the state that they started from.
+
+    Parameters
+    ----------
+    model
+        Its tables; a number makes four tables of so many rows together.
 
     Attributes
     ----------
@@ -41,20 +48,23 @@ class Trainee:
         Everything that a checkpoint must hold, by name; live.
     """
 
-    def __init__(self, rows: int, seed: int = 0) -> None:
+    def __init__(self, model: BenchModel | int, seed: int = 0) -> None:
+        shape = equal_tables(model, DIM) if isinstance(model, int) else model
         torch.manual_seed(seed)
         self._seed = seed
         self._random = np.random.default_rng(seed)
-        self.model = TablesAndDense(rows)
+        self.model = TablesAndDense(shape)
         self._tables = [module.weight for module in self.model.tables if isinstance(module, nn.EmbeddingBag)]
         self.optimizers = (
-            RowWiseAdagrad(self._tables, lr=0.05),
+            _optimizer(shape.optimizer, self._tables),
             torch.optim.Adagrad(self.model.dense.parameters(), lr=0.01),
         )
         for weight in self._tables:
             weight.detach().normal_(std=WIDTH)
-            self.optimizers[0].state[weight]["momentum1"].uniform_(1e-6, 1e-2)
-        self._drift = torch.empty(rows // TABLES, DIM).normal_(std=WIDTH * DRIFT)
+            for slot in self._slots(weight):
+                slot.uniform_(1e-6, 1e-2)
+        self._drift = torch.empty(max(w.shape[0] for w in self._tables), max(w.shape[1] for w in self._tables))
+        self._drift.normal_(std=WIDTH * DRIFT)
         self.tensors = self._named_tensors()
         self._start = self.copy()
 
@@ -66,7 +76,7 @@ class Trainee:
     @property
     def table_names(self) -> list[str]:
         """Names of the tables in the model."""
-        return [f"tables.{index}.weight" for index in range(TABLES)]
+        return [f"tables.{index}.weight" for index in range(len(self._tables))]
 
     def copy(self) -> dict[str, torch.Tensor]:
         """Return a copy of every tensor."""
@@ -94,10 +104,15 @@ class Trainee:
         for name, weight in zip(self.table_names, self._tables, strict=True):
             count = max(1, round(share * len(weight)))
             rows = torch.from_numpy(np.sort(self._random.choice(len(weight), count, replace=False)))
-            weight.index_add_(0, rows, self._drift[:count])
-            self.optimizers[0].state[weight]["momentum1"].index_add_(0, rows, torch.full((count,), 1e-3))
+            weight.index_add_(0, rows, self._drift[:count, : weight.shape[1]])
+            for slot in self._slots(weight):
+                slot.index_add_(0, rows, torch.full((count, *slot.shape[1:]), MOVE))
             touched[name] = rows
         return touched
+
+    def _slots(self, weight: nn.Parameter) -> list[torch.Tensor]:
+        state = self.optimizers[0].state[weight]
+        return [slot for slot in state.values() if isinstance(slot, torch.Tensor) and slot.ndim]
 
     def _named_tensors(self) -> dict[str, torch.Tensor]:
         found = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
@@ -105,5 +120,20 @@ class Trainee:
         for optimizer in self.optimizers:
             for parameter, state in optimizer.state.items():
                 for key, value in state.items():
-                    found[f"optimizer.{names[id(parameter)]}.{key}"] = value
+                    if isinstance(value, torch.Tensor):
+                        found[f"optimizer.{names[id(parameter)]}.{key}"] = value
         return found
+
+
+def _optimizer(name: OptimizerName, weights: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the optimizer with its state in place, as behind a first step."""
+    if name == "rowwise_adagrad":
+        return RowWiseAdagrad(weights, lr=0.05)
+    if name == "adagrad":
+        return torch.optim.Adagrad(weights, lr=0.05)
+    optimizer = torch.optim.SparseAdam(weights, lr=0.01)
+    for weight in weights:
+        optimizer.state[weight] = {
+            "step": 1, "exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)
+        }  # fmt: skip
+    return optimizer
