@@ -38,7 +38,6 @@ from cnr_store.format.records import (
     Pin,
     RelayMarker,
     TableSchema,
-    WaitingEntry,
     WriterInfo,
 )
 from cnr_store.format.sizes import SegmentSizes, fp32_bytes, segment_sizes, total_sizes
@@ -61,7 +60,7 @@ from cnr_store.transfer.safetensors_file import TensorFile, TensorSpec
 from cnr_store.types import Rectangle
 from cnr_store.write.rate import expected_restores
 from cnr_store.write.schema_changes import Declaration
-from cnr_store.write.table_options import TableOptions, Threshold
+from cnr_store.write.table_options import TableOptions
 from cnr_store.write.transaction import Transaction
 from cnr_store.write.writer import Writer
 
@@ -106,7 +105,6 @@ __all__ = [
     "TableOptions",
     "expected_restores",
     "ScaleChoice",
-    "Threshold",
     "Store",
     "Snapshot",
     "ChunkCache",
@@ -124,7 +122,6 @@ __all__ = [
     "TableSchema",
     "DenseEntry",
     "Generation",
-    "WaitingEntry",
     "Pin",
     "Cursor",
     "RelayMarker",

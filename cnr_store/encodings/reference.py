@@ -35,12 +35,6 @@ def storable_codes(codes: Integers) -> tuple[npt.NDArray[np.int32], npt.NDArray[
     return np.where(bad[:, None], 0, codes).astype(np.int32), bad
 
 
-def row_energies(differences: Integers) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """Return ``(energies, largest)`` of differences (n, d): sums of squares and largest absolute elements, (n,)."""
-    wide = differences.astype(np.int64)
-    return (wide * wide).sum(axis=1), np.abs(wide).max(axis=1, initial=0).astype(np.int32)
-
-
 def lattice_values(codes: Integers, scale: float) -> npt.NDArray[np.float32]:
     """Return the decoded float32 values."""
     return np.float32(scale) * codes.astype(np.float32)

@@ -107,28 +107,6 @@ def add_block(acc, codes, left_shift):  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def row_energies(differences, energies, largest):  # type: ignore[no-untyped-def]
-    """Write each row's sum of squares and its largest absolute element; nothing is returned.
-
-    Parameters
-    ----------
-    differences : int16 or int32 (n, d), elements of at most 2 * MAX_CODE, so that 2^19 columns do not overflow
-    energies : int64 (n,)
-    largest : int32 (n,)
-    """
-    n, d = differences.shape
-    for i in range(n):
-        energy = np.int64(0)
-        extreme = np.int32(0)
-        for j in range(d):
-            difference = np.int32(differences[i, j])
-            energy += np.int64(difference) * np.int64(difference)
-            extreme = max(extreme, np.int32(abs(difference)))
-        energies[i] = energy
-        largest[i] = extreme
-
-
-@_compiled
 def keep_flagged(array, flags, wanted):  # type: ignore[no-untyped-def]
     """Pack the rows of ``array`` (n, d) with flag ``wanted`` to its front, in place and in order; return how many."""
     n, d = array.shape

@@ -55,7 +55,7 @@ def record_problems(record: CommitRecord, last: Manifest) -> Iterator[str]:
     if record.step != last.step:
         yield f"says step {record.step}, its segment says {last.step}"
     # Where a record's side objects are gone, its tables went with them.
-    if record.state is None and record.tables != generations(last.tables, last.parts):
+    if record.state is None and record.tables != generations(last.tables):
         yield "names other generations or scales of its tables than its segment"
 
 

@@ -40,7 +40,6 @@ ObjectSize = Annotated[int, Meta(ge=0, le=MAX_OBJECT_BYTES)]
 RowNumber = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 """A row id or key: any int64."""
 
-NonNegative = Annotated[float, Meta(ge=0)]
 Float32 = Annotated[float, Meta(ge=-MAX_FLOAT32, le=MAX_FLOAT32)]
 """A number that is finite as a float32, too."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -18,7 +18,6 @@ from cnr_store.format.records import (
     Manifest,
     PartEntry,
     TableSchema,
-    WaitingEntry,
 )
 from cnr_store.types import Lattice, Rectangle
 
@@ -53,29 +52,16 @@ def needed_reader_features(manifest: Manifest) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def generations(tables: Mapping[str, TableSchema], parts: Sequence[PartEntry]) -> dict[str, Generation]:
-    """Return what a record says of each table: its scale, and the rows of all its parts that wait."""
-    waiting: dict[str, list[WaitingEntry]] = {}
-    for part in parts:
-        if isinstance(part.waiting, WaitingEntry):
-            waiting.setdefault(part.table, []).append(part.waiting)
+def generations(tables: Mapping[str, TableSchema]) -> dict[str, Generation]:
+    """Return what a record says of each table: its scale."""
     return {
         name: Generation(
             generation=schema.generation,
             scale=schema.encoding.scale if isinstance(schema.encoding, Lattice) else None,
             shift=schema.shift,
-            waiting=_joined(waiting[name]) if name in waiting else msgspec.UNSET,
         )
         for name, schema in tables.items()
     }
-
-
-def _joined(entries: Sequence[WaitingEntry]) -> WaitingEntry:
-    return WaitingEntry(
-        count=sum(entry.count for entry in entries),
-        max_error=max(entry.max_error for entry in entries),
-        oldest=max(entry.oldest for entry in entries),
-    )
 
 
 def decode_manifest(data: bytes, where: str) -> Manifest:

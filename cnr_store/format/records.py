@@ -25,7 +25,6 @@ from cnr_store.format.fields import (
     Hex32,
     KeyPath,
     Name,
-    NonNegative,
     NumRows,
     ObjectSize,
     Positive,
@@ -84,28 +83,12 @@ class ChainEntry(msgspec.Struct, frozen=True, kw_only=True):
     rows: Count
 
 
-class WaitingEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """Rows whose last change waits for a later segment (thresholded deltas); for people, never for decisions.
-
-    ``count`` rows, counted once per column range; every element of their weights was within ``max_error`` of what the
-    store holds, but for the rounding of floats; the one that waits longest does so for ``oldest`` saves.
-    """
-
-    count: Count
-    max_error: NonNegative
-    oldest: Count
-
-
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
-    """A table's scale history: ``generation`` counts scales, ``shift`` the halvings since that scale was chosen.
-
-    ``waiting`` is that of all its parts; left out where no row waits.
-    """
+    """A table's scale history: ``generation`` counts scales, ``shift`` the halvings since that scale was chosen."""
 
     generation: Count
     scale: float | None = None
     shift: Shift = 0
-    waiting: WaitingEntry | msgspec.UnsetType = msgspec.UNSET
 
 
 class Pin(msgspec.Struct, frozen=True, kw_only=True):
@@ -269,7 +252,6 @@ class PartEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One writer's rectangle of a table: half-open row and column ranges, its row lists, its digests.
 
     A part without row lists is a line here and no object. ``base_digest`` is the state digest the part starts from.
-    ``waiting`` is left out where no row of the rectangle waits.
     """
 
     table: Name
@@ -282,7 +264,6 @@ class PartEntry(msgspec.Struct, frozen=True, kw_only=True):
     set: RowListEntry | None = None
     delete: RowListEntry | None = None
     escape: RowListEntry | None = None
-    waiting: WaitingEntry | msgspec.UnsetType = msgspec.UNSET
 
 
 class DenseEntry(msgspec.Struct, frozen=True, kw_only=True):

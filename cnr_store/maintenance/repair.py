@@ -319,4 +319,4 @@ def _tables(store: Store, target: CommitRecord) -> dict[str, Generation]:
     if target.state is None or not target.chain:
         return target.tables
     manifest = SegmentReader.open(store.storage, target.chain[-1]).manifest
-    return generations(manifest.tables, manifest.parts)
+    return generations(manifest.tables)

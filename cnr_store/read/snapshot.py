@@ -21,7 +21,6 @@ from cnr_store.format.records import (
     Generation,
     Manifest,
     TableSchema,
-    WaitingEntry,
 )
 from cnr_store.read.plan import UNASKED_BYTES, TablePlan, check_stored, plan_table
 from cnr_store.read.replay import ChunkReader, matching, replay_hashed
@@ -147,17 +146,7 @@ class Snapshot:
         """Table name to what the record says of it; so does the last manifest, where the record's lists are gone."""
         if self.record.state is None or not self.readers:
             return self.record.tables
-        last = self.readers[-1].manifest
-        return generations(last.tables, last.parts)
-
-    @property
-    def waiting(self) -> dict[str, WaitingEntry]:
-        """Table name to what waits of it: rows that stood for a later save when this version was written.
-
-        Tables without such rows are left out (`TableOptions.threshold`).
-        """
-        known = {name: known.waiting for name, known in self.generations.items()}
-        return {name: entry for name, entry in known.items() if isinstance(entry, WaitingEntry)}
+        return generations(self.readers[-1].manifest.tables)
 
     def table(self, name: str) -> TableView:
         """Return one table.

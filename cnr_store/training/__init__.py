@@ -25,7 +25,6 @@ from cnr_store.training.precision.calibrating import Calibration, Trial, calibra
 from cnr_store.training.precision.rate_status import RateStatus, ScaleChange, TableRate
 from cnr_store.training.ranks import ProcessRanks
 from cnr_store.training.reader import IntervalReader, reader_states_for
-from cnr_store.write.rate import TargetStatus
 
 __all__ = [
     "CheckpointManager",
@@ -40,7 +39,6 @@ __all__ = [
     "ScaleChange",
     "RateStatus",
     "TableRate",
-    "TargetStatus",
     "calibrate",
     "Calibration",
     "Trial",

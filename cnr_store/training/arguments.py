@@ -9,8 +9,6 @@ from cnr_store.runtime.ranks import Ranks, rank_zero
 from cnr_store.store import Store
 from cnr_store.training.options import StoreOptions
 from cnr_store.types import TableDtype
-from cnr_store.write.mirrors import MirrorMode
-from cnr_store.write.policy import Policy
 from cnr_store.write.schema_choice import check_options
 from cnr_store.write.table_options import TableOptions
 
@@ -37,9 +35,7 @@ def options_by_table(
     return {table: given.get(table, TableOptions()) for table in tables}
 
 
-def check_table_options(
-    options: Mapping[str, TableOptions], dtypes: Mapping[str, TableDtype], *, mirror: MirrorMode, policy: Policy
-) -> None:
+def check_table_options(options: Mapping[str, TableOptions], dtypes: Mapping[str, TableDtype]) -> None:
     """Return if tables can be stored as their options say; ``dtypes`` are those of this rank's tables.
 
     Raises
@@ -47,14 +43,8 @@ def check_table_options(
     BadInput
     """
     for table, one in sorted(options.items()):
-        if one.threshold is not None and policy != "consecutive":
-            raise BadInput(
-                f'table {table!r} has threshold=, and policy={policy!r} writes no deltas to the last checkpoint: no '
-                'row would ever wait; choose policy="consecutive", or leave threshold out',
-                table=table, expected="consecutive", found=policy,
-            )  # fmt: skip
         if table in dtypes:
-            check_options(table, one, dtypes[table], has_mirror=mirror != "none")
+            check_options(table, one, dtypes[table])
 
 
 def open_or_create(url: str, options: StoreOptions, ranks: Ranks) -> Store:

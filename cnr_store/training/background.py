@@ -19,12 +19,10 @@ import torch
 from cnr_store.errors import CommitStateUnknown
 from cnr_store.segment.shards import Shard
 from cnr_store.training.precision.rate_status import ScaleChange
-from cnr_store.training.replicated_rows import taken_rows
 from cnr_store.training.tensors import TensorRows, as_array, flat_rows
 from cnr_store.types import RowIds
-from cnr_store.write.rate import TargetStatus
 from cnr_store.write.schema_changes import Declaration
-from cnr_store.write.table_options import TableOptions, Threshold
+from cnr_store.write.table_options import TableOptions
 from cnr_store.write.transaction import Transaction
 from cnr_store_gpu import Staged, Taken
 
@@ -61,12 +59,8 @@ class SaveReport:
         Seconds for which it waited for the save before.
     encode_s, commit_s
         Seconds in the background: rows to codes, and objects and commit record to the store.
-    waiting
-        Rows of those that changed little and wait for a later save (`Threshold`); this rank's.
     scales
         By table, what became of the scales that this save chose or changed.
-    target
-        How the run stood to ``target_bytes_per_checkpoint`` when this save began; None without one.
     """
 
     version: int
@@ -78,9 +72,7 @@ class SaveReport:
     wait_s: float
     encode_s: float
     commit_s: float
-    waiting: int = 0
     scales: Mapping[str, ScaleChange] = field(default_factory=dict)
-    target: TargetStatus | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -95,14 +87,10 @@ class WholeShard:
 
 @dataclass(frozen=True, slots=True)
 class TouchedRows:
-    """Touched rows of one shard: their ids in the whole table; the copies are in the staging.
-
-    ``threshold``: which of them may wait.
-    """
+    """Touched rows of one shard: their ids in the whole table; the copies are in the staging."""
 
     key: Shard
     row_ids: RowIds
-    threshold: Threshold | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -125,28 +113,17 @@ class SaveJob:
     commit_s: float = 0.0
 
     @property
-    def waiting(self) -> dict[str, Taken]:
-        """The rows that stay dirty although the save has won, by name of the shard."""
-        waiting, found = self.transaction.waiting, dict[str, Taken]()
-        for name, rows in self.rows.items():
-            if rows.key in waiting:
-                first = 0 if rows.key.rectangle is None else rows.key.rectangle.rows[0]
-                found[name] = taken_rows(name, self.taken[name].num_rows, waiting[rows.key] - first)
-        return found
-
-    @property
     def row_count(self) -> int:
         """Rows handed over."""
         touched = sum(len(rows.row_ids) for rows in self.rows.values())
         return touched + sum(one.weight.shape[0] for one in self.whole.values())
 
-    def report(self, version: int, scales: Mapping[str, ScaleChange], target: TargetStatus | None) -> SaveReport:
+    def report(self, version: int, scales: Mapping[str, ScaleChange]) -> SaveReport:
         """Return the report of this save, committed as ``version``."""
         return SaveReport(
             version=version, step=self.transaction.step, kind=self.transaction.kind, rows=self.row_count,
             size_bytes=self.transaction.size_bytes, stall_s=self.stall_s, wait_s=self.wait_s,
-            encode_s=self.encode_s, commit_s=self.commit_s, scales=scales, target=target,
-            waiting=sum(map(len, self.transaction.waiting.values())),
+            encode_s=self.encode_s, commit_s=self.commit_s, scales=scales,
         )  # fmt: skip
 
 
@@ -185,10 +162,7 @@ def run_save(job: SaveJob) -> None:
             copies = dict(tensors[name])
             values = as_array(codes[name] if name in codes else copies.pop(WEIGHT))
             slots = {slot: as_array(flat_rows(tensor)) for slot, tensor in copies.items()}
-            transaction.write_rows(
-                rows.key.table, rows.row_ids, values, slots=slots, threshold=rows.threshold,
-                rectangle=rows.key.rectangle,
-            )  # fmt: skip
+            transaction.write_rows(rows.key.table, rows.row_ids, values, slots=slots, rectangle=rows.key.rectangle)
         job.encode_s = time.perf_counter() - started
         started = time.perf_counter()
         transaction.commit()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from cnr_store.training.background import SaveJob
 from cnr_store.training.lineage import Lineage
 from cnr_store.training.live_training import LiveTraining
-from cnr_store.training.options import PrecisionPolicy, SavePolicy
+from cnr_store.training.options import PrecisionPolicy
 from cnr_store.training.precision.calibrating import QualityTarget
 from cnr_store.training.precision.rate_control import RateControl
 from cnr_store.training.precision.rate_status import ScaleChange
@@ -52,7 +52,7 @@ class ChainState:
         return self.rate.won(job.transaction)
 
 
-def new_chain_state(training: LiveTraining, save_policy: SavePolicy, precision: PrecisionPolicy) -> ChainState:
+def new_chain_state(training: LiveTraining, precision: PrecisionPolicy) -> ChainState:
     """Return the state of a training that has saved nothing. Blocks; all ranks call it.
 
     Raises
@@ -61,12 +61,7 @@ def new_chain_state(training: LiveTraining, save_policy: SavePolicy, precision: 
         The options contradict each other in what they say of scales.
     """
     holdings, options = training.holdings, training.options
-    target_bytes = precision.target_bytes_per_checkpoint
-    rate = RateControl(options, holdings, precision.schedule, save_policy.policy, target_bytes)
-    others = {"schedule": precision.schedule != "constant", "target_bytes_per_checkpoint": bool(target_bytes)}
-    quality = QualityTarget.of(
-        precision.max_quality_loss, precision.validate, options, others, training.declared, holdings.shards,
-        training.ranks,
-    )  # fmt: skip
+    rate = RateControl(options, holdings, precision.schedule)
+    quality = QualityTarget.of(precision, options, training.declared, holdings.shards, training.ranks)
     lengths = {shard.name: shard.rows[1] - shard.rows[0] for shard in holdings.shards}
     return ChainState(rate, quality, Lineage(Cumulative(lengths)))

@@ -128,11 +128,11 @@ class CheckpointManager:
         self._policy, self._is_closed = save_policy, False
         self._training = training = watch_training(
             model, optimizer, reader, extras or {}, tables, options, ranks,
-            save_policy=save_policy, tracking=tracking, store_options=store_options,
+            tracking=tracking, store_options=store_options,
         )  # fmt: skip
         warmup()  # compiled code is loaded now, rather than in the stall of the first save
         try:
-            chain = new_chain_state(training, save_policy, precision)
+            chain = new_chain_state(training, precision)
             self._position = position = TrainingPosition(reader)
             schedule = SaveSchedule(every_steps, save_policy.every_seconds, time.monotonic())
             self._boundary = SaveBoundary(training.control, training.tracker, position, training.intervals)
@@ -205,15 +205,13 @@ class CheckpointManager:
             self._save_due()
         return False
 
-    def save(self, *, wait: bool = True, flush: bool = True) -> SaveReport | None:
+    def save(self, *, wait: bool = True) -> SaveReport | None:
         """Save now, whether one is due or not; waits for a save that is under way.
 
         Parameters
         ----------
         wait
             Until the save is committed; its report is returned. Else it goes on in the background.
-        flush
-            Every changed row, also of tables with a threshold; without it rows may wait, as in the saves of `step`.
 
         Raises
         ------
@@ -225,7 +223,7 @@ class CheckpointManager:
         self._check_open()
         self._reports.raise_together(self._saver.collect(wait=True))
         together(self._training.control, self._training.tracker.check_boundary)
-        self._saver.begin(wait_s=0.0, flush=flush)
+        self._saver.begin(wait_s=0.0)
         if not wait:
             return None
         raise_failure(self._saver.collect(wait=True))

@@ -17,7 +17,6 @@ FORMAT = 1
 
 Size = Annotated[int, msgspec.Meta(ge=0)]
 Loss = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
-Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Scale = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
 
 
@@ -48,10 +47,7 @@ class RateDocument(msgspec.Struct, frozen=True):
 
     ``restores``: how often the state was restored on its way here. ``bits``: by table, the width that its scale is for.
     ``first_loss``, ``loss``: the mean loss at the first save and now, of ``losses`` that were reported. ``halved``: by
-    table, how often the schedule has halved its scale. ``share``, ``doublings``: the part of the thresholds' ``keep``
-    that a target of bytes left, and by table how often it doubled the scale; ``target_bytes``, ``target_state``: what
-    it was, and how the run stood to it when this was saved. ``calibrated``: by table, the scale that a validation
-    chose.
+    table, how often the schedule has halved its scale. ``calibrated``: by table, the scale that a validation chose.
     """
 
     restores: Size = 0
@@ -60,10 +56,6 @@ class RateDocument(msgspec.Struct, frozen=True):
     loss: Loss | None = None
     losses: Size = 0
     halved: dict[str, Size] = {}
-    share: Share = 1.0
-    doublings: dict[str, Size] = {}
-    target_bytes: Size | None = None
-    target_state: str = ""
     calibrated: dict[str, Scale] = {}
 
 

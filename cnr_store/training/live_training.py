@@ -12,7 +12,7 @@ from torch import nn
 from cnr_store.runtime.ranks import Ranks, together
 from cnr_store.training.arguments import check_table_options, options_by_table
 from cnr_store.training.devices import compile_kernels
-from cnr_store.training.options import SavePolicy, StoreOptions, TrackingOptions
+from cnr_store.training.options import StoreOptions, TrackingOptions
 from cnr_store.training.reader import IntervalReader, Stateful
 from cnr_store.training.shard_ownership import Holdings, check_alike, find_local_shards, hold
 from cnr_store.training.shards import Handle, LocalShard, follow_lookups, plain_optimizers, unwrapped, watched_shard
@@ -81,7 +81,6 @@ def watch_training(
     options: TableOptions | Mapping[str, TableOptions] | None,
     ranks: Ranks,
     *,
-    save_policy: SavePolicy,
     tracking: TrackingOptions,
     store_options: StoreOptions,
 ) -> LiveTraining:
@@ -110,7 +109,7 @@ def watch_training(
     def attach() -> None:
         check_mirror_folder(store_options.mirror, store_options.mirror_folder)
         dtypes = {shard.table: table_dtype_name(shard.weight, shard.table) for shard in shards}
-        check_table_options(by_table, dtypes, mirror=store_options.mirror, policy=save_policy.policy)
+        check_table_options(by_table, dtypes)
         trackers.append(
             RowTracker(
                 model, plain, optimizers=optimizers, allow_dense=tracking.allow_dense, assume=tracking.movements,

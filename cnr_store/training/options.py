@@ -126,10 +126,6 @@ class PrecisionPolicy:
     schedule
         ``loss``: lattices become finer as the loss that is given to `CheckpointManager.report_loss` falls, in powers
         of two, in the first save after a restore, as far as codes have room (``mirror="none"`` has none).
-    target_bytes_per_checkpoint
-        What a delta is to come to (a full, with ``policy="full"``), of all ranks: fewer rows go out of tables with a
-        `Threshold`, then scales become coarser, down to 2-bit quality. `CheckpointManager.rate` says whether that is
-        enough. A threshold is then chosen anew in every save, whatever its ``refresh_every``.
     max_quality_loss, validate
         Choose the scales by `calibrate` before the first save, unless something was restored: ``validate()`` may become
         so much larger, as a share. It must not train; it is called some ten times, while that save blocks the training,
@@ -141,14 +137,11 @@ class PrecisionPolicy:
     """
 
     schedule: Schedule = "constant"
-    target_bytes_per_checkpoint: int | None = None
     max_quality_loss: float | None = None
     validate: Callable[[], float] | None = None
 
     def __post_init__(self) -> None:
         checked_choice("schedule", self.schedule, get_args(Schedule))
-        if self.target_bytes_per_checkpoint is not None:
-            checked_count("target_bytes_per_checkpoint", self.target_bytes_per_checkpoint, least=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,7 +60,6 @@ def plan_save(training: LiveTraining, chain: ChainState, policy: Policy, writer:
         return {
             "kind": mine.kind, "base": mine.base, "whole": sorted(chain.whole_next),
             "tables": document_tree.encode(known, leaf_of),
-            "rate": chain.rate.proposal(chain.lineage.sizes, len(writer.head.record.chain)),
         }  # fmt: skip
 
     answers = together(training.control, share)
@@ -73,7 +72,6 @@ def plan_save(training: LiveTraining, chain: ChainState, policy: Policy, writer:
     state, slots, decision = found[0]
     if any(answer["kind"] == "full" for answer in answers):
         decision = Decision("full", "baseline", "a rank needs it")
-    decision = chain.rate.follow_target(training.control, writer, decision, answers[0]["rate"], chain.whole_next)
     if decision.kind == "full":
         chain.whole_next |= chain.rate.waits_for_full()
         chain.whole_next |= chain.rate.too_fine(training.control, writer, chain.whole_next)

@@ -101,8 +101,7 @@ class SaveStager:
             if own.table in whole:
                 continue
             local = rows_to_write(taken[name], plan.decision, self.chain.lineage.changed)
-            threshold = self.chain.rate.threshold_for(own.table)
-            rows[name] = TouchedRows(own.key, local + own.shard.rows[0], threshold)
+            rows[name] = TouchedRows(own.key, local + own.shard.rows[0])
             on_device = taken[name].device_rows if local is taken[name].row_ids else None
             requests[name] = RowRequest(local, {WEIGHT: own.shard.weight, **plan.slots[name]}, on_device)
         return rows, requests

@@ -67,7 +67,7 @@ class Saver:
 
     # ---- beginning a save
 
-    def begin(self, *, wait_s: float, flush: bool = False) -> bool:
+    def begin(self, *, wait_s: float) -> bool:
         """Copy what is to be saved and hand it to the background; the only part that holds the training up.
 
         Returns whether the save is over, because it read live tables.
@@ -81,7 +81,7 @@ class Saver:
             self.chain.rate.calibrated(scales)
             self.chain.quality = None
         plan = plan_save(self.training, self.chain, self.policy.policy, writer)
-        transaction = writer.begin(self.position.step, plan.decision.kind, base=plan.decision.base, flush=flush)
+        transaction = writer.begin(self.position.step, plan.decision.kind, base=plan.decision.base)
         job: SaveJob | None = None
         try:
             job = self.stager.stage(transaction, writer, plan)
@@ -190,12 +190,11 @@ class Saver:
         """``error``: what failed behind the commit, which nothing takes back."""
         self._move(SaveEvent.WON)
         job.staged.release()
-        self.training.tracker.give_back(job.waiting)  # by the owner alone: marks of copies are united at the next save
         changes = self.chain.won(job, self.training)
         if error is not None:
             # What the mirrors hold is not known then, and the next save asks the writer (`plan_save`).
             logger.warning("version %d is committed, but then failed (%r); the next save is a full", version, error)
-        report = job.report(version, changes, self.chain.rate.status.target)
+        report = job.report(version, changes)
         self.history.append(report)
         logger.info(
             "version %d: %s of step %d, %d rows, %d bytes, stall %.4f s, background %.3f s",

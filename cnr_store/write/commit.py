@@ -186,7 +186,7 @@ class Commit:
     def _generations(self) -> dict[str, Generation]:
         """What the record says of each table."""
         assert self.manifest is not None
-        return generations(self._staged.schemas.tables, self.manifest.parts)
+        return generations(self._staged.schemas.tables)
 
     def _reader_features(self, record: CommitRecord) -> tuple[str, ...]:
         """What the record's readers must know, and what those of the segment behind it must."""

@@ -18,7 +18,6 @@ from cnr_store.format.records import TableSchema
 from cnr_store.runtime.threads import Workers, blocks
 from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, Array, ArraySpec, TableCodes, array_specs, escape_bits
 from cnr_store.types import Lattice, RowIds
-from cnr_store.write.deferred_rows import Deferral, Energies, Hold, Largest
 from cnr_store.write.encode import (
     ENCODE_ROWS,
     FoundBadRows,
@@ -44,19 +43,12 @@ _BAD = kernels.BAD_ROW
 class StagedRows:
     """What one save does to a table's rows: lists by operation, and the state digest they lead to.
 
-    ``digest`` is None for tables without a mirror. ``held``: which rows are in no list because they wait; None where
-    none may.
+    ``digest`` is None for tables without a mirror.
     """
 
     schema: TableSchema
     lists: dict[str, StagedList] = field(default_factory=dict)
     digest: int | None = None
-    held: Deferral | None = None
-
-    @property
-    def waiting(self) -> RowIds:
-        """Sorted ids of the rows that wait, int64 (n,)."""
-        return np.empty(0, np.int64) if self.held is None else self.held.after.rows
 
     def apply(self, mirror: TableCodes, workers: Workers) -> None:
         """Move the mirror to what was staged; call once, after the commit has won. Blocks; runs on ``workers``."""
@@ -82,7 +74,6 @@ def stage_rows(
     absolute: bool,
     on_bad_rows: OnBadRows,
     workers: Workers,
-    hold: Hold | None = None,
 ) -> StagedRows:
     """Encode touched rows against the mirror: ``add`` where it has codes, else ``set``; unchanged rows leave.
 
@@ -96,8 +87,6 @@ def stage_rows(
         Write ``set`` rows although there is a mirror (one_shot deltas apply to the baseline, not to the mirror).
     on_bad_rows
         Rows with NaN, Inf or codes beyond the range: raise, or keep them as escape rows.
-    hold
-        Which of the ``add`` rows wait for a later save; None: none does.
 
     Raises
     ------
@@ -107,14 +96,14 @@ def stage_rows(
     specs = array_specs(schema, given.columns)
     staged = StagedRows(schema)
     try:
-        return _stage(staged, specs, mirror, given, base_digest, absolute, workers, hold)
+        return _stage(staged, specs, mirror, given, base_digest, absolute, workers)
     except FoundBadRows:
         bad = _find_bad(specs, given, workers)
     rows = given.rows[bad]
     if on_bad_rows == "refuse":
         raise refused_rows(table, int(rows[0]), len(rows))
     staged = StagedRows(schema, {"escape": escape_list(specs, given.take(bad))})
-    return _stage(staged, specs, mirror, given.take(~bad), base_digest, absolute, workers, hold)
+    return _stage(staged, specs, mirror, given.take(~bad), base_digest, absolute, workers)
 
 
 def _stage(
@@ -125,16 +114,15 @@ def _stage(
     base_digest: int | None,
     absolute: bool,
     workers: Workers,
-    hold: Hold | None,
 ) -> StagedRows:
     schema = staged.schema
     change = _leaving(mirror, staged.lists["escape"].rows) if "escape" in staged.lists and mirror is not None else 0
     coded = mirror.is_coded(given.rows) if mirror is not None and not absolute else np.zeros(len(given.rows), np.bool_)
     if coded.all() and len(given.rows) and mirror is not None:
-        change += _stage_add(staged, specs, mirror, given, workers, hold)
+        change += _stage_add(staged, specs, mirror, given, workers)
     else:
         if coded.any() and mirror is not None:
-            change += _stage_add(staged, specs, mirror, given.take(coded), workers, hold)
+            change += _stage_add(staged, specs, mirror, given.take(coded), workers)
             given = given.take(~coded)
         if len(given.rows):
             if mirror is not None:
@@ -174,31 +162,24 @@ def _stage_add(
     mirror: TableCodes,
     given: Given,
     workers: Workers,
-    hold: Hold | None,
 ) -> int:
-    """Stage ``add`` rows; returns the change of the digest. Rows whose every code is unchanged leave, some wait."""
+    """Stage ``add`` rows; returns the change of the digest. Rows whose every code is unchanged leave."""
     count = len(given.rows)
     flags = np.zeros(count, np.uint8)
     if not all(spec.is_additive for spec in specs.values()):
         flags |= 1
     arrays: dict[str, Array] = {}
     change = 0
-    moved = None if hold is None else (np.empty(count, np.int64), np.empty(count, np.int32))
     for name, spec in specs.items():
         if not spec.is_additive:
             arrays |= encode_absolute(spec, given.values[name], workers)
             continue
-        arrays[name], changed = _differences(spec, mirror, given, flags, workers, moved if name == "codes" else None)
+        arrays[name], changed = _differences(spec, mirror, given, flags, workers)
         change += changed
     if (flags == _BAD).any():
         raise FoundBadRows
     rows = given.rows
     keep = flags == 1
-    if hold is not None and moved is not None:
-        staged.held = hold.decide(rows, keep, *moved)
-        if len(staged.held.after.rows):
-            change -= _change_of(specs, mirror, given, arrays, np.flatnonzero(staged.held.waits), workers)
-            keep &= ~staged.held.waits
     if not keep.all():
         kept = np.flatnonzero(keep)
         rows = rows[kept]
@@ -214,12 +195,8 @@ def _differences(
     given: Given,
     flags: npt.NDArray[np.uint8],
     workers: Workers,
-    moved: tuple[Energies, Largest] | None = None,
 ) -> tuple[Array, int]:
-    """Return the differences to the mirror in the narrowest of int16 and int32, and the digest's change.
-
-    ``moved`` takes each row's energy and largest difference, block by block while those are in the cache.
-    """
+    """Return the differences to the mirror in the narrowest of int16 and int32, and the digest's change."""
     values = given.values[spec.name]
     multipliers = spec.multipliers
     held = mirror.arrays[spec.name]
@@ -242,9 +219,6 @@ def _differences(
             largest, _, _, change = kernels.float_bits_delta(
                 bits, rows, held, mirror.start, spec.bit_shift, multipliers, out[start:stop], flags[start:stop]
             )
-        if moved is not None:
-            energies, most = moved
-            row_kernels.row_energies(out[start:stop], energies[start:stop], most[start:stop])
         return int(largest), int(change)
 
     for dtype in (np.int16, np.int32):
@@ -253,29 +227,6 @@ def _differences(
         if max(largest for largest, _ in results) <= np.iinfo(dtype).max:
             break
     return out, sum(change for _, change in results)
-
-
-def _change_of(
-    specs: Mapping[str, ArraySpec],
-    mirror: TableCodes,
-    given: Given,
-    differences: Mapping[str, Array],
-    at: RowIds,
-    workers: Workers,
-) -> int:
-    """What the rows at these positions, all encodable, add to the digest by their ``differences``."""
-    rows, total = given.rows[at], 0
-    flags = np.zeros(len(rows), np.uint8)
-    for name, spec in specs.items():
-        if not spec.is_additive:
-            continue
-        if isinstance(spec.encoding, Lattice):
-            chosen = differences[name].take(at, axis=0)
-            total += digest.digest_of_rows(chosen, rows, spec.multipliers, digest.NO_PRESENCE)
-        else:  # stored modulo 2^32, and the digest counts the true one
-            again = Given(rows, {name: given.values[name].take(at, axis=0)}, given.columns)
-            total += _differences(spec, mirror, again, flags, workers)[1]
-    return total
 
 
 def _arriving(specs: Mapping[str, ArraySpec], staged: StagedList) -> int:

@@ -15,8 +15,7 @@ CommitKind = Literal["full", "delta"]
 class SegmentDraft:
     """What a segment will be: its kind and step, its name, and the ``keep`` segments of the chain it goes behind.
 
-    ``is_one_shot``: whether it takes the place of deltas. ``may_wait``: whether rows of tables with a threshold may
-    wait for a later save.
+    ``is_one_shot``: whether it takes the place of deltas.
     """
 
     kind: CommitKind
@@ -26,17 +25,12 @@ class SegmentDraft:
     keep: int
     l0: int
     is_one_shot: bool
-    may_wait: bool
 
     @classmethod
-    def behind(
-        cls, head: CommitRecord, kind: CommitKind, *, step: int, txn: str, one_shot: bool, may_wait: bool
-    ) -> SegmentDraft:
+    def behind(cls, head: CommitRecord, kind: CommitKind, *, step: int, txn: str, one_shot: bool) -> SegmentDraft:
         """Return the draft of a segment that is committed behind ``head``: a delta to its end, or to its baseline."""
         is_delta = kind == "delta"
         keep = 0 if not is_delta else 1 if one_shot else len(head.chain)
         l0 = head.chain[keep - 1].l1 if is_delta else 0
-        return cls(
-            kind, step, txn, segment_name(head.v, txn), keep, l0,
-            is_one_shot=is_delta and keep < len(head.chain), may_wait=may_wait and is_delta,
-        )  # fmt: skip
+        is_one_shot = is_delta and keep < len(head.chain)
+        return cls(kind, step, txn, segment_name(head.v, txn), keep, l0, is_one_shot)

@@ -19,7 +19,6 @@ from cnr_store.runtime.threads import Workers, blocks
 from cnr_store.segment.codes import ABSENT, CODED, TASK_ROWS, Allocate, Array, TableCodes
 from cnr_store.segment.shards import Shard
 from cnr_store.types import MAX_CODE
-from cnr_store.write.deferred_rows import Waiting
 from cnr_store.write.table_options import TableOptions
 
 MirrorMode = Literal["memory", "mmap", "none"]
@@ -52,7 +51,6 @@ class Mirrors:
         self._codes: dict[Shard, TableCodes] = {}
         self._digests: dict[Shard, int | None] = {}
         self._staged: dict[Shard, tuple[TableCodes, int]] = {}
-        self._waiting: dict[Shard, Waiting] = {}
 
     def __contains__(self, shard: Shard) -> bool:
         return shard in self._codes
@@ -84,18 +82,6 @@ class Mirrors:
         self._codes[shard] = codes
         self._digests[shard] = digest
         logger.debug("mirror of %s: %d bytes", shard, codes.nbytes)
-
-    def waiting(self, shard: Shard, unit: tuple[int, int]) -> Waiting:
-        """Return the rows of a shard that wait at the head; none where they waited in other codes than ``unit``'s."""
-        known = self._waiting.get(shard)
-        return Waiting.none(unit) if known is None or known.unit != unit else known
-
-    def hold_back(self, shard: Shard, after: Waiting | None) -> None:
-        """Set which rows of a shard wait, once the commit has won; None: none does, and its threshold stays in use."""
-        if after is not None:
-            self._waiting[shard] = after
-        elif shard in self._waiting:
-            self._waiting[shard] = self._waiting[shard].cleared()
 
     def allocator(self) -> Allocate:
         """Return how memory for a mirror is made; zeroed. Where it is files, there is room for them, or it says so.
@@ -210,7 +196,6 @@ class Mirrors:
         """Drop a shard's mirror: its new encoding has none."""
         self._codes.pop(shard, None)
         self._digests.pop(shard, None)
-        self._waiting.pop(shard, None)
 
     def clear(self) -> None:
         """Free everything."""
@@ -218,7 +203,6 @@ class Mirrors:
         self._codes.clear()
         self._digests.clear()
         self._staged.clear()
-        self._waiting.clear()
         if self._scratch is not None:
             self._scratch.cleanup()
             self._scratch = None

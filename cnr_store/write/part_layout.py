@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from cnr_store.format.chain_checks import find_dense
-from cnr_store.format.records import DenseEntry, PartEntry, RowListEntry, TableSchema, WaitingEntry
+from cnr_store.format.records import DenseEntry, PartEntry, RowListEntry, TableSchema
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.segment.codes import Array, array_specs
 from cnr_store.segment.row_order import order_of
@@ -111,20 +111,12 @@ class PartWriter:
                 dtypes.setdefault(name, old.dtype)
         self.out.write_dense(changed, dtypes)
 
-    def part(
-        self,
-        shard: Shard,
-        schema: TableSchema,
-        base_digest: int | None,
-        state_digest: int | None,
-        waiting: WaitingEntry | msgspec.UnsetType = msgspec.UNSET,
-    ) -> PartEntry:
+    def part(self, shard: Shard, schema: TableSchema, base_digest: int | None, state_digest: int | None) -> PartEntry:
         """Return the manifest's line for this writer's rectangle of a table."""
         rectangle = shard.rectangle_in(schema)
         return PartEntry(
             table=shard.table, folder=self._folder(shard, schema), rows=rectangle.rows, columns=rectangle.columns,
-            base_digest=_hex(base_digest), state_digest=_hex(state_digest), waiting=waiting,
-            **self.entries.get(shard, {}),
+            base_digest=_hex(base_digest), state_digest=_hex(state_digest), **self.entries.get(shard, {}),
         )  # fmt: skip
 
     def _folder(self, shard: Shard, schema: TableSchema) -> str:

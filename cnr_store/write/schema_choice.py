@@ -17,7 +17,6 @@ from cnr_store.errors import BadDtype, BadInput, BadShape
 from cnr_store.format.limits import MAX_DIM, MAX_SLOTS
 from cnr_store.format.records import SlotSchema, TableSchema
 from cnr_store.types import Affine, AffineBits, Encoding, EncodingName, FloatBits, Lattice, Precision, Raw, TableDtype
-from cnr_store.write.deferred_rows import check_threshold
 from cnr_store.write.table_options import TableOptions, check_used
 
 _DEFAULT_BITS: AffineBits = 8
@@ -72,7 +71,7 @@ def table_schema(
     BadInput
         If the options contradict themselves or the sample needs codes beyond the range.
     """
-    check_options(table, options, dtype, has_mirror=has_mirror and keys == "dense")
+    check_options(table, options, dtype)
     if len(slots) > MAX_SLOTS:
         raise BadInput(
             f"table {table!r} has {len(slots)} slots, at most {MAX_SLOTS} are stored",
@@ -99,19 +98,13 @@ def table_schema(
     )
 
 
-def check_options(table: str, options: TableOptions, dtype: TableDtype, *, has_mirror: bool = True) -> None:
+def check_options(table: str, options: TableOptions, dtype: TableDtype) -> None:
     """Return if a table of this dtype can be stored so. No I/O; looks at no values.
-
-    Parameters
-    ----------
-    has_mirror
-        Whether the writer keeps the table's codes: it can where keys are dense, unless ``mirror="none"``.
 
     Raises
     ------
     BadInput
-        An option that the dtype's encoding does not have, mantissa bits that the dtype does not have, or a threshold
-        without anything to compare with.
+        An option that the dtype's encoding does not have, or mantissa bits that the dtype does not have.
     """
     name = encoding_name(options, dtype)
     try:
@@ -120,8 +113,6 @@ def check_options(table: str, options: TableOptions, dtype: TableDtype, *, has_m
             float_bits.bit_shift(options.mantissa_bits, dtype)
     except BadInput as error:
         raise BadInput(f"table {table!r} is {dtype}: {error}", table=table, found=error.found) from None
-    if options.threshold is not None:
-        check_threshold(table, options.threshold, is_lattice=name == "lattice", has_mirror=has_mirror)
 
 
 def choose_encoding(

@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import msgspec
 import numpy as np
 
 from cnr_store.errors import BadInput, BadRowIds, BadShape, DoesNotApply
 from cnr_store.format.layout import check_name
-from cnr_store.format.records import Manifest, PartEntry, WaitingEntry
+from cnr_store.format.records import Manifest, PartEntry
 from cnr_store.read.table_reader import rows_since
 from cnr_store.segment.codes import Array, TableCodes
 from cnr_store.segment.reader import SegmentReader
 from cnr_store.segment.rows import check_row_ids
 from cnr_store.segment.shards import Shard
-from cnr_store.types import Lattice, Rectangle, RowIds
+from cnr_store.types import Rectangle, RowIds
 from cnr_store.write.argument_checks import check_arrays, checked_size
 from cnr_store.write.baseline_rows import StagedTable, is_fully_mirrored, stage_mirror, stage_table
-from cnr_store.write.deferred_rows import Hold, check_threshold
 from cnr_store.write.delta_rows import StagedRows, options_on_bad_rows, stage_delete, stage_rows
 from cnr_store.write.draft import SegmentDraft
 from cnr_store.write.encode import Given
@@ -27,7 +25,7 @@ from cnr_store.write.mirrors import Mirrors
 from cnr_store.write.part_layout import PartWriter
 from cnr_store.write.schema_changes import SchemaChanges
 from cnr_store.write.schema_choice import table_dtype
-from cnr_store.write.table_options import TableOptions, Threshold
+from cnr_store.write.table_options import TableOptions
 from cnr_store.write.writer_state import WriterState
 
 
@@ -50,12 +48,6 @@ class StagedTables:
     def written(self) -> set[str]:
         """Tables that rows were given of."""
         return {shard.table for shard in (*self._rows, *self._whole)}
-
-    @property
-    def waiting(self) -> dict[Shard, RowIds]:
-        """The rows that wait for a later save, by shard, sorted; shards without any are left out."""
-        found = ((shard, staged.waiting) for shard, changes in self._rows.items() for staged in changes)
-        return {shard: rows for shard, rows in found if len(rows)}
 
     # ---- what the caller gives
 
@@ -115,7 +107,6 @@ class StagedTables:
         slots: Mapping[str, Array],
         *,
         nonfinite: Literal["refuse", "escape"] | None,
-        threshold: Threshold | None,
         rectangle: Rectangle | None,
     ) -> int:
         """Encode touched rows against the mirror; returns how many the segment will hold."""
@@ -136,7 +127,6 @@ class StagedTables:
             self._rows.setdefault(shard, [])
             return 0
         options = self._schemas.options_of(table)
-        hold = self._hold(shard, mirror, threshold or (None if options is None else options.threshold))
         floats = {name: np.asarray(array).reshape(len(row_ids), -1) for name, array in arrays.items()}
         given = Given(row_ids, floats, None if hashed else place.columns)
         staged = stage_rows(
@@ -145,7 +135,6 @@ class StagedTables:
             absolute=self._draft.is_one_shot,
             on_bad_rows=nonfinite or options_on_bad_rows(options),
             workers=self._state.setup.workers,
-            hold=hold,
         )  # fmt: skip
         self._keep_rows(shard, staged)
         return sum(len(item.rows) for item in staged.lists.values())
@@ -173,18 +162,6 @@ class StagedTables:
             return None, None
         return self._state.mirrors.get(shard), self._state.mirrors.digest(shard)
 
-    def _hold(self, shard: Shard, mirror: TableCodes | None, threshold: Threshold | None) -> Hold | None:
-        """What decides which rows of a shard wait; None where none may in this transaction."""
-        if threshold is None:
-            return None
-        schema = self._schemas.tables[shard.table]
-        is_lattice = isinstance(schema.encoding, Lattice)
-        check_threshold(shard.table, threshold, is_lattice=is_lattice, has_mirror=mirror is not None)
-        if not self._draft.may_wait or shard.table in self._schemas.refined or mirror is None:
-            return None
-        before = self._state.mirrors.waiting(shard, (schema.generation, schema.shift))
-        return Hold(threshold, before, float(mirror.specs["codes"].scale))
-
     def _keep_rows(self, shard: Shard, staged: StagedRows) -> None:
         before, base = self._digests.get(shard), self._mirror(shard)[1]
         if before is not None and staged.digest is not None and base is not None:
@@ -197,8 +174,6 @@ class StagedTables:
         wanted = set(operations)
         changes = self._rows.get(shard, [])
         done = {op for staged in changes for op in staged.lists} | set(self._parts.entries.get(shard, {}))
-        if any(len(staged.waiting) for staged in changes):
-            done.add("add")  # they are in no list, and were given all the same
         if shard in self._whole or (done & wanted if wanted else done):
             raise BadInput(
                 f"table {shard} was written in this transaction already; give its rows at once", table=shard.table
@@ -207,8 +182,8 @@ class StagedTables:
     def _check_disjoint(self, shard: Shard, row_ids: RowIds) -> None:
         table = shard.table
         for staged in self._rows.get(shard, []):
-            for rows in (*(item.rows for item in staged.lists.values()), staged.waiting):
-                both = np.intersect1d(rows, row_ids, assume_unique=True)
+            for item in staged.lists.values():
+                both = np.intersect1d(item.rows, row_ids, assume_unique=True)
                 if len(both):
                     raise BadRowIds(
                         f"row {int(both[0])} of table {table!r} is both written and deleted in one transaction",
@@ -306,12 +281,8 @@ class StagedTables:
         before = None
         if base is not None and table in base.tables and base.tables[table].generation == schema.generation:
             before = None if self._draft.is_one_shot else mirrors.committed_digest(shard)
-        held = next((one.held for one in self._rows.get(shard, []) if one.held is not None), None)
-        waiting: WaitingEntry | msgspec.UnsetType = msgspec.UNSET
-        if held is not None and len(held.after.rows):
-            waiting = WaitingEntry(count=len(held.after.rows), max_error=held.max_error, oldest=held.oldest)
         digest = self._digests.get(shard, self._mirror(shard)[1])
-        return self._parts.part(shard, schema, before, digest, waiting)
+        return self._parts.part(shard, schema, before, digest)
 
     def _write_from_mirror(self, shard: Shard) -> None:
         schema, mirror = self._schemas.tables[shard.table], self._state.mirrors.get(shard)
@@ -342,7 +313,6 @@ class StagedTables:
         for shard, whole in self._whole.items():
             if whole.mirror is not None and whole.digest is not None:
                 mirrors.put(shard, whole.mirror, whole.digest)
-                mirrors.hold_back(shard, None)
             else:
                 mirrors.forget(shard)
         for shard, changes in self._rows.items():
@@ -351,7 +321,6 @@ class StagedTables:
                 for staged in changes:
                     staged.apply(mirror, self._state.setup.workers)
                 mirrors.put(shard, mirror, self._digests.get(shard, mirrors.digest(shard)))
-                mirrors.hold_back(shard, next((one.held.after for one in changes if one.held is not None), None))
         mirrors.options.update(self._schemas.options)
         mirrors.keep_only(self._schemas.tables)
 

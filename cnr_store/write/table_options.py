@@ -22,53 +22,10 @@ ENCODINGS_WITH: dict[str, tuple[EncodingName, ...]] = {
     "max_error": ("lattice",),
     "scale": ("lattice",),
     "mantissa_bits": ("float_bits",),
-    "threshold": ("lattice",),
     "search": ("affine",),
     "param_dtype": ("affine",),
 }
 """Options that only some encodings have."""
-
-
-@dataclass(frozen=True, slots=True)
-class Threshold:
-    """Rows that changed little wait for a later save: how many go out, and how far and how long the others wait.
-
-    A row's change is the sum of its squared differences, in codes, to what the store holds; slots do not count and
-    wait with their row. Rows at or above a threshold go out. It is a quantile of the changes of one save, and used
-    until it is chosen anew, so the share floats in between (after DCT, Gupta et al., KDD 2021). What waits is not
-    lost: its next difference is to what the store holds, too.
-
-    Attributes
-    ----------
-    keep
-        Share of the changed rows that go out in a save that chooses the threshold: above 0, at most 1.
-    refresh_every
-        Saves that use one threshold.
-    max_error
-        A row waits only while every element is within this of what the store holds, the half step of rounding
-        included; absolute. None: 4.5 steps of the lattice, little at 8 bits and most of a row's range at 2 to 4. As
-        with ``max_error`` of a table, what floats round comes on top: 2^-23 of the element in float32, half a unit in
-        its last place in 16-bit tables. No row waits where this is less than half a step.
-    max_wait
-        Saves that a row may wait in a row; the next one has it.
-
-    Raises
-    ------
-    BadInput
-        A number out of range.
-    """
-
-    keep: float
-    refresh_every: int = 8
-    max_error: float | None = None
-    max_wait: int = 4
-
-    def __post_init__(self) -> None:
-        _set(self, "keep", checked_number("keep, the share of changed rows that go out,", self.keep, above=0, most=1))
-        _set(self, "refresh_every", checked_count("refresh_every", self.refresh_every, least=1))
-        _set(self, "max_wait", checked_count("max_wait", self.max_wait, least=1))
-        if self.max_error is not None:
-            _set(self, "max_error", checked_number("max_error of a threshold", self.max_error, above=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +57,6 @@ class TableOptions:
         as escape rows.
     fill
         Value of rows that were never set or were deleted.
-    threshold
-        For ``lattice`` with a mirror: rows that changed little wait for a later save. None: every changed row goes out.
 
     Raises
     ------
@@ -125,7 +80,6 @@ class TableOptions:
     slot_mantissa_bits: int = 7
     nonfinite: Literal["refuse", "escape"] = "refuse"
     fill: float = 0.0
-    threshold: Threshold | None = None
 
     def __post_init__(self) -> None:
         self._check_values()
@@ -162,8 +116,6 @@ class TableOptions:
         _set(self, "slot_mantissa_bits", bits)
         checked_choice("nonfinite", self.nonfinite, ("refuse", "escape"))
         _set(self, "fill", checked_number("fill", self.fill, least=-MAX_FLOAT32, most=MAX_FLOAT32))
-        if self.threshold is not None and not isinstance(self.threshold, Threshold):
-            raise BadInput(f"threshold is a Threshold(keep=...), found {self.threshold!r}", found=self.threshold)
 
     @classmethod
     def exact(cls, *, nonfinite: Literal["refuse", "escape"] = "refuse") -> TableOptions:

@@ -12,13 +12,12 @@ from cnr_store.format import document_tree
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.format.records import Manifest, TableSchema
 from cnr_store.segment.codes import Array
-from cnr_store.segment.shards import Shard
 from cnr_store.types import JsonValue, Rectangle, RowIds
 from cnr_store.write.commit import Commit
 from cnr_store.write.draft import CommitKind, SegmentDraft
 from cnr_store.write.schema_changes import Declaration
 from cnr_store.write.staged_segment import StagedSegment
-from cnr_store.write.table_options import TableOptions, Threshold
+from cnr_store.write.table_options import TableOptions
 from cnr_store.write.writer_state import WriterState
 
 
@@ -33,8 +32,6 @@ class Transaction:
         ``full`` or ``delta``.
     step, txn
         The training step that is saved, and the name of the transaction.
-    may_wait
-        Whether rows of tables with a threshold may wait in it for a later save.
 
     Notes
     -----
@@ -46,7 +43,6 @@ class Transaction:
         self.kind: CommitKind = draft.kind
         self.step = draft.step
         self.txn = draft.txn
-        self.may_wait = draft.may_wait
         self._state = state
         self._staged = StagedSegment(state, draft)
         self._commit = Commit(state, self._staged)
@@ -93,15 +89,6 @@ class Transaction:
     def scale_choices(self) -> Mapping[str, ScaleChoice]:
         """How the scales were measured of tables that this transaction stores as a new lattice, over all ranks."""
         return self._staged.schemas.choices
-
-    @property
-    def waiting(self) -> Mapping[Shard, RowIds]:
-        """The rows given to `write_rows` that wait for a later save, by shard, sorted; shards without any are left out.
-
-        Once the commit has won they are to be given again, with what changed meanwhile, in the next save: they are in
-        no segment.
-        """
-        return self._staged.tables.waiting
 
     def settle(self) -> LogEntry | None:
         """Learn an outcome that was left unknown; see `Writer.settle`."""
@@ -209,13 +196,11 @@ class Transaction:
         *,
         slots: Mapping[str, Array] | None = None,
         nonfinite: Literal["refuse", "escape"] | None = None,
-        threshold: Threshold | None = None,
         rectangle: Rectangle | None = None,
     ) -> int:
         """Write touched rows of a table; returns how many the segment holds (unchanged rows leave). Blocks.
 
-        They are encoded now, against the mirror, and put by `commit`. Of a table with a threshold, rows that changed
-        little wait: see `waiting`.
+        They are encoded now, against the mirror, and put by `commit`.
 
         Parameters
         ----------
@@ -231,9 +216,6 @@ class Transaction:
             What to do with rows that hold NaN, Inf or values beyond the code range. None does as the table's options
             say; a writer that has restored the table knows no options, and refuses. Rows given as codes can escape only
             as what their codes stand for.
-        threshold
-            Which rows may wait. None does as the table's options say; a writer that has restored the table knows none.
-            Of no effect in a full, in one-shot deltas, after `refine_scale`, and with ``flush``.
 
         Raises
         ------
@@ -242,7 +224,7 @@ class Transaction:
         """
         self._check_open()
         return self._staged.tables.stage_rows(
-            table, row_ids, values, slots or {}, nonfinite=nonfinite, threshold=threshold, rectangle=rectangle
+            table, row_ids, values, slots or {}, nonfinite=nonfinite, rectangle=rectangle
         )
 
     def delete_rows(self, table: str, row_ids: RowIds, *, rectangle: Rectangle | None = None) -> None:

@@ -225,13 +225,13 @@ class Writer:
         # Parts that a writer without a mirror wrote name none, and parts may be cut in another way.
         self.mirrors.put(shard, codes, codes.digest(self._state.setup.workers) if digest is None else digest)
 
-    def begin(self, step: int, kind: CommitKind = "delta", *, base: Base = "head", flush: bool = False) -> Transaction:
+    def begin(self, step: int, kind: CommitKind = "delta", *, base: Base = "head") -> Transaction:
         """Start a transaction for training step ``step``; with several ranks, all of them do so. Blocks.
 
         A ``delta`` becomes a ``full`` on an empty store, on a chain at its cap, if another rank asks for one, and where
         a table with one-dimensional slots is cut into other column shards: look at `Transaction.kind`.
         ``base="baseline"`` makes a one-shot delta: it replaces the deltas since the baseline, so it must be given every
-        row changed since then. ``flush`` writes every changed row, whatever the tables' thresholds.
+        row changed since then.
 
         Raises
         ------
@@ -273,11 +273,8 @@ class Writer:
             state.catch_up()
         elif kind == "full" or base == "baseline":
             state.follow()
-        one_shot = base == "baseline"
-        draft = SegmentDraft.behind(
-            self.head.record, kind, step=wishes[0].step, txn=wishes[0].txn, one_shot=one_shot,
-            may_wait=not one_shot and not flush,
-        )  # fmt: skip
+        wish, one_shot = wishes[0], base == "baseline"
+        draft = SegmentDraft.behind(self.head.record, kind, step=wish.step, txn=wish.txn, one_shot=one_shot)
         transaction = Transaction(state, draft)
         state.open = transaction
         return transaction

@@ -3,8 +3,8 @@
 ``python tests/benchmarks/bench_quality.py``: small models are trained in time order, saved through `CheckpointManager`
 20 times or more, restored L times in place, evenly over the training, and judged on later samples against the run of
 the same seed that nobody interrupted. Sections: ``generated`` clicks with known truth, ``real`` sets from
-``../shared/data``, ``thresholds`` (rows that changed little wait). ``--data FILE`` adds a file of yours: RecBole
-``.inter``; ``.csv`` or ``.parquet`` with named columns and ``--label COLUMN``; or Criteo's CSV.
+``../shared/data``. ``--data FILE`` adds a file of yours: RecBole ``.inter``; ``.csv`` or ``.parquet`` with named
+columns and ``--label COLUMN``; or Criteo's CSV.
 
 Bytes are those of a delta's rows (ids, codes, scales, slots), mean over the run; slots are float_bits 7 everywhere.
 A loss is relative; "trained" is the model at the end of the training, "served" the same after one more restore, of the
@@ -32,9 +32,8 @@ from click_cases import Source, load, real_sources
 from quality_points import Noise, Point, When, noise_of, point_of
 from restored_runs import Order, Outcome, Quality, Setting, run
 
-SECTIONS = ("generated", "real", "thresholds")
+SECTIONS = ("generated", "real")
 RESTORES = (1, 3, 20, 100)
-THRESHOLD_RESTORES = (3, 20)
 COMMAND = "python tests/benchmarks/bench_quality.py"
 
 EXACT = Setting("exact")
@@ -47,13 +46,6 @@ LATTICE = (
 """Half steps of the scale where quality begins to show, whole ones elsewhere."""
 
 QUICK = (Setting("affine", 4), Setting("affine", 8), *(Setting("lattice", bits) for bits in (3, 4, 8)))
-WAITING = (
-    Setting("lattice", 4),
-    *(Setting("lattice", 4, keep=keep, max_wait=wait) for keep in (0.75, 0.5, 0.25, 0.1) for wait in (2, 4, 8)),
-    *(Setting("lattice", 4, keep=keep, max_wait=8, bound=1.5) for keep in (0.5, 0.1)),
-    Setting("lattice", 3), Setting("lattice", 2, 2**0.5), Setting("lattice", 2),
-)  # fmt: skip
-"""First that in which no row waits. Last coarser scales: the other way to save bytes, which waiting has to beat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +72,6 @@ def plan_quality(source: Source, *, seeds: int, is_quick: bool) -> Plan:
     if is_quick:
         return Plan(source, dict.fromkeys((1, 20) if is_generated else (3,), (*QUICK, EXACT)), seeds)
     return Plan(source, dict.fromkeys(RESTORES, (*AFFINE, *LATTICE, EXACT)), seeds)
-
-
-def plan_thresholds(source: Source, *, seeds: int, is_quick: bool) -> Plan:
-    """Return the runs with rows that wait, and those without to compare with."""
-    settings = (WAITING[0], WAITING[5], WAITING[11], WAITING[15]) if is_quick else WAITING
-    return Plan(source, dict.fromkeys(THRESHOLD_RESTORES[:1] if is_quick else THRESHOLD_RESTORES, settings), seeds)
 
 
 class Runs:
@@ -160,20 +146,18 @@ def main() -> None:
     if set(sections) - set(SECTIONS):
         parser.error(f"sections are {', '.join(SECTIONS)}, found {options.sections}")
     seeds, is_quick = options.repeats, options.quick
-    generated = Source("generated", samples=options.rows)
-    sources = [generated] if "generated" in sections else []
+    sources = [Source("generated", samples=options.rows)] if "generated" in sections else []
     if "real" in sections:
         sources += real_sources(20_000)[:1] if is_quick else real_sources()
     if options.data:
         sources.append(Source(Path(options.data).stem, options.data, options.label))
     plans = [plan_quality(source, seeds=seeds, is_quick=is_quick) for source in sources]
-    waiting = plan_thresholds(generated, seeds=seeds, is_quick=is_quick) if "thresholds" in sections else None
     report = harness.Report(f"quality after restores: {', '.join(sections)}, {seeds} seeds")
     report.start()
     runs = Runs(options.keep, options.workers, options.folder)
     # One list, so that all workers have something to do until the very end; a seed of everything before the next one,
     # so that what is kept of a run that was cut off can be looked at with fewer seeds.
-    orders = [order for plan in [*plans, *([waiting] if waiting else [])] for order in plan.orders()]
+    orders = [order for plan in plans for order in plan.orders()]
     runs.make(sorted(orders, key=lambda order: order.seed))
     everything = []
     for plan in plans:
@@ -183,28 +167,9 @@ def main() -> None:
     if everything:
         quality_tables.print_smallest(report, everything, "" if is_quick else COMMAND)
         quality_tables.print_equal_quality(report, everything)
-    if waiting is not None:
-        for restores in waiting.settings:
-            curve = _threshold_points(waiting, runs, restores)
-            quality_tables.print_thresholds(report, restores, *curve)
     if "real" in sections and not real_sources():
         report.note("no real data beside this checkout: that section is left out")
     report.finish(options.json)
-
-
-def _threshold_points(plan: Plan, runs: Runs, restores: int) -> tuple[Noise, list[Point], list[Point]]:
-    """Return points against the runs in which no row waits: of the trained and of the served model."""
-    settings = plan.settings[restores]
-    by_setting = {
-        setting: {seed: runs[Order(plan.source, seed, setting, restores)] for seed in range(plan.seeds)}
-        for setting in settings
-    }
-    trained, served = (
-        [point_of(one, restores, found, by_setting[settings[0]], when) for one, found in by_setting.items()]
-        for when in ("trained", "served")
-    )
-    noise = noise_of({seed: runs[Order(plan.source, seed, None, 0)] for seed in range(plan.seeds)})
-    return noise, trained, served
 
 
 def _key_of(order: dict[str, object]) -> str:

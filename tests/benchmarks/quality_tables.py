@@ -1,4 +1,4 @@
-"""The tables and plots of the quality suite: all settings, fewest bytes that hold, equal quality, rows that wait."""
+"""The tables and plots of the quality suite: all settings, fewest bytes that hold, equal quality."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 import harness
 from click_cases import Case
-from quality_points import BUDGET, Limits, Noise, Point, Rule, bytes_at, floor_of, holds, smallest
+from quality_points import Limits, Noise, Point, Rule, bytes_at, floor_of, holds, smallest
 from restored_runs import cross_entropy
 
 GOAL = 0.5
-THRESHOLD_GOAL = 1.5
 RULES: tuple[tuple[Rule, str], ...] = (("budget", "0.01 %"), ("spread", "spread"), ("either", "either"))
 
 Judged = tuple[Noise, list[Point]]
@@ -156,46 +155,6 @@ def print_equal_quality(report: harness.Report, cases: Sequence[tuple[str, Judge
         "change) counts as the floor; the lattice's bytes are interpolated between its scales, empty where all of "
         "them move less",
     )  # fmt: skip
-
-
-def print_thresholds(
-    report: harness.Report, restores: int, noise: Noise, trained: Sequence[Point], served: Sequence[Point]
-) -> None:
-    """Print bytes against quality where rows wait, both relative to the runs in which none does (the first point)."""
-    whole, whole_served = trained[0], served[0]
-    waiting = [one for one in served if one.setting.keep < 1.0 and not one.setting.bound]
-    limits = noise.limits("either")
-    report.table(
-        f"rows that wait, 4-bit quality, {restores} restores",
-        ("encoding", "row bytes", "fewer bytes", "AUC, trained", "logloss, trained", "AUC, served",
-         "logloss, served", "0.01 %", "spread"),
-        [
-            (str(point.setting), round(point.row_bytes), whole.row_bytes / point.row_bytes,
-             point.auc.percent, point.logloss.percent, after.auc.percent, after.logloss.percent,
-             _yes(_both(point, after, noise.limits("budget"))), _yes(_both(point, after, noise.limits("spread"))))
-            for point, after in zip(trained, served, strict=True)
-        ],
-        f"against the runs in which no row waits (the first row); {_LOSSES}; the last two: whether both models' losses "
-        "stay within",
-    )  # fmt: skip
-    report.plot(
-        f"thresholds-{restores}", f"rows that wait, {restores} restores: what the served model loses",
-        "row bytes of a delta", "loss of logloss against no waiting, %",
-        {f"wait {wait}": _losses([whole_served, *(one for one in waiting if one.setting.max_wait == wait)])
-         for wait in sorted({one.setting.max_wait for one in waiting})}
-        | {"coarser scales": _losses([one for one in served if one.setting.keep == 1.0])},
-    )  # fmt: skip
-    kept = [
-        point
-        for point, after in zip(trained, served, strict=True)
-        if (point is whole or point.setting.keep < 1.0) and _both(point, after, limits)
-    ]
-    best = min(kept, key=lambda one: one.row_bytes)
-    report.add(
-        f"rows that wait, {restores} restores: fewer bytes, same quality", whole.row_bytes / best.row_bytes,
-        goal=THRESHOLD_GOAL, sense="at least",
-    )  # fmt: skip
-    report.note(f"      with {best.setting}; the limit is the larger of {BUDGET:.2%} and the spread of the seeds")
 
 
 def _check_exact(report: harness.Report, name: str, trained: Sequence[Point], served: Sequence[Point]) -> None:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from click_cases import Case, Source, load
 
-from cnr_store import TableOptions, Threshold, segment_sizes
+from cnr_store import TableOptions, segment_sizes
 from cnr_store.maintenance.compaction import compact_run
 from cnr_store.training import CheckpointManager, StoreOptions, TrackingOptions
 from cnr_store.types import AffineBits
@@ -59,26 +59,17 @@ class Setting:
         Width of affine rows, or whose error a lattice's scale is chosen for; 0 with ``exact``.
     finer
         The lattice's scale is that of ``bits`` over this.
-    keep, max_wait
-        With ``keep`` below 1: a `Threshold`, by which rows that changed little wait.
-    bound
-        Its ``max_error`` in steps of the lattice; 0 for its own.
     """
 
     family: Family
     bits: AffineBits | Literal[0] = 0
     finer: float = 1.0
-    keep: float = 1.0
-    max_wait: int = 0
-    bound: float = 0.0
 
     def __str__(self) -> str:
         if self.family == "exact":
             return "exact"
         finer = "" if self.finer == 1.0 else f", scale x{1 / self.finer:.2g}"
-        bound = f", within {self.bound:g} steps" if self.bound else ""
-        waits = "" if self.keep == 1.0 else f", keep {self.keep:g}, wait {self.max_wait}{bound}"
-        return f"{self.family} {self.bits}{finer}{waits}"
+        return f"{self.family} {self.bits}{finer}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +159,7 @@ def run(order: Order, folder: str | None = None) -> Outcome:
             train_step(model, optimizers, batch)
             manager.step()
             if step in saves:
-                manager.save(flush=False)
+                manager.save()
                 head = manager.store.head().record
                 if len(head.chain) > FOLD_AFTER:
                     chain_ends.append(head.v)
@@ -210,7 +201,7 @@ def options_of(source: Source, seed: int, setting: Setting) -> dict[str, TableOp
     if setting.family == "affine":
         return TableOptions(encoding="affine", bits=setting.bits, search="greedy")
     scales = scales_at_baseline(source, seed)[setting.bits]
-    return {name: _lattice(setting, scale / setting.finer) for name, scale in scales.items()}
+    return {name: TableOptions(scale=scale / setting.finer) for name, scale in scales.items()}
 
 
 @lru_cache(maxsize=2)
@@ -263,15 +254,6 @@ def prepared(case: Case, seed: int) -> tuple[SmallDLRM, tuple[torch.optim.Optimi
     model = SmallDLRM(config.model_config(case.past))
     optimizers = make_optimizers(model, table_lr=config.table_lr, dense_lr=config.dense_lr)
     return model, optimizers, TimeOrderedBatches(case.past, config.batch_size)
-
-
-def _lattice(setting: Setting, scale: float) -> TableOptions:
-    if setting.keep == 1.0:
-        return TableOptions(scale=scale)
-    max_error = setting.bound * scale if setting.bound else None
-    return TableOptions(
-        scale=scale, threshold=Threshold(keep=setting.keep, max_wait=setting.max_wait, max_error=max_error)
-    )
 
 
 def _bytes_of(manager: CheckpointManager, chain_ends: Sequence[int]) -> Outcome:

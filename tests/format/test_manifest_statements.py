@@ -270,7 +270,7 @@ def test_a_tensor_whose_segment_was_folded_is_found_by_its_bytes_alone() -> None
 
 def test_a_record_says_of_its_segment_what_that_says_of_itself() -> None:
     last = decode_manifest(canonical_json(manifest()), "here")
-    tables = generations(last.tables, last.parts)
+    tables = generations(last.tables)
     writer = WriterInfo(host="h", lib="l", run_id="r")
     record = draft_after(draft_init(writer), "delta", writer, step=20, tables=tables)
 

@@ -25,7 +25,7 @@ ERRORS = """
 PUBLIC = {
     "cnr_store": ERRORS
     + """
-        Snapshot Store TableOptions Threshold TableView Transaction Writer ChunkCache LogReport CacheCounts
+        Snapshot Store TableOptions TableView Transaction Writer ChunkCache LogReport CacheCounts
         ScaleChoice expected_restores
         Ranks Shard Rectangle Declaration
         verify_store VerifyReport Problem
@@ -36,7 +36,7 @@ PUBLIC = {
         collect_garbage RetentionPolicy GcReport Lease
         segment_sizes total_sizes fp32_bytes SegmentSizes
         export_snapshot ExportReport ExportedTensor import_tensors ImportReport TensorFile TensorSpec
-        LogEntry CommitRecord ChainEntry WriterInfo TableSchema DenseEntry Generation WaitingEntry Pin Cursor
+        LogEntry CommitRecord ChainEntry WriterInfo TableSchema DenseEntry Generation Pin Cursor
         RelayMarker SegmentReport VersionReport LostState
     """,
     "cnr_store_gpu": """
@@ -64,7 +64,7 @@ PUBLIC = {
     "cnr_store.testing": "",
     "cnr_store.training": """
         CheckpointManager SavePolicy TrackingOptions PrecisionPolicy StoreOptions RestoredState load LoadedState
-        SaveReport ScaleChange RateStatus TableRate TargetStatus ProcessRanks
+        SaveReport ScaleChange RateStatus TableRate ProcessRanks
         calibrate Calibration Trial
         CarriedBatch CarryingReader GrantedReader IntervalReader reader_states_for
     """,

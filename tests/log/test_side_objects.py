@@ -17,7 +17,6 @@ from cnr_store import (
     RetentionPolicy,
     Store,
     TableOptions,
-    Threshold,
     collect_garbage,
     repair_store,
     verify_store,
@@ -259,19 +258,17 @@ def test_an_old_version_reads_without_its_lists(store: Store, tmp_path: Path) ->
     with store.writer() as writer:
         writer.restore()
         with writer.begin(3, kind="full") as txn:
-            waits = Threshold(keep=0.5, max_error=50.0, max_wait=4)
-            txn.write_table("t", np.zeros((ROWS, 2), np.float32), options=TableOptions(scale=1.0, threshold=waits))
+            txn.write_table("t", np.zeros((ROWS, 2), np.float32), options=TableOptions(scale=1.0))
         with writer.begin(4) as txn:
             txn.write_rows("t", np.arange(4), np.full((4, 2), [[1], [2], [30], [40]], np.float32))
         version = writer.head.record.v
     before = store.snapshot(version)
-    waiting, tables = before.waiting, before.record.tables
+    tables = before.record.tables
     tag(store, 9, 40)
     lose_lists_of(store, root_of(tmp_path), version)
 
     with Store.open(store.url) as again:
         snapshot = again.snapshot(version)
-        assert snapshot.waiting == waiting != {}
         assert np.array_equal(snapshot.table("t").read(), before.table("t").read())
         assert verify_store(again, every=True, deep=True).is_sound
         assert again.head().record.tables == tables

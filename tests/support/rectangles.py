@@ -203,7 +203,7 @@ class Parts:
         )  # fmt: skip
         draft = draft_after(
             record, "full" if full else "delta", WriterInfo(host="", lib="", run_id=""), chain=(*chain, entry),
-            logical=l1, step=l1, tables=generations(manifest.tables, manifest.parts),
+            logical=l1, step=l1, tables=generations(manifest.tables),
         )  # fmt: skip
         self._head = self.store.internals.log.append(self._head, draft, partial(rebase_data, txn=txn))
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from cnr_store import Store, TableOptions, Threshold, segment_sizes
+from cnr_store import Store, segment_sizes
 from tests.tools.cli_runner import cnr
 from tests.tools.sample_store import build_store
 
@@ -135,22 +134,6 @@ def test_show_for_people_has_every_kind_of_byte(root: Path) -> None:
     assert done.code == 0
     for word in ("user", "half/item", "lattice", "rows", "codes", "slots", "dense", "metadata", "total", "momentum1"):
         assert word in done.out
-
-
-def test_show_says_which_rows_wait(tmp_path: Path) -> None:
-    rows = np.arange(4, dtype=np.int64)
-    options = TableOptions(scale=0.25, threshold=Threshold(keep=0.5))
-    with Store.create(str(tmp_path / "s")) as store, store.writer() as writer:
-        with writer.begin(1) as txn:
-            txn.write_table("user", np.zeros((9, 2), np.float32), options=options)
-        with writer.begin(2) as txn:
-            txn.write_rows("user", rows, np.asarray([[1, 0], [0, 2], [9, 0], [0, 9]], np.float32) / 4)
-
-    waiting = cnr("show", tmp_path / "s", "--json").document["tables"]["user"]["waiting"]
-
-    assert waiting == {"count": 2, "max_error": 0.625, "oldest": 1}
-    assert cnr("show", tmp_path / "s", "--version", 2, "--json").document["tables"]["user"]["waiting"] is None
-    assert "user: 2 rows wait" in cnr("show", tmp_path / "s").out
 
 
 def test_show_of_an_empty_store_says_so(tmp_path: Path) -> None:

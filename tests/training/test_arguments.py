@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cnr_store import BadInput, Store, TableOptions, Threshold
+from cnr_store import BadInput, Store, TableOptions
 from cnr_store.training import CheckpointManager
 from tests.training.runs import Training, grouped
 
@@ -39,7 +39,6 @@ from tests.training.runs import Training, grouped
         ({"bytes_per_s": "1e9"}, "bytes_per_s"),
         ({"threads": 0}, "threads"),
         ({"verify_rows": -1}, "verify_rows"),
-        ({"target_bytes_per_checkpoint": 1.5}, "target_bytes_per_checkpoint"),
     ],
 )
 def test_an_argument_that_cannot_be_meant_is_refused_at_once(given: dict[str, Any], named: str) -> None:
@@ -54,7 +53,7 @@ def test_an_argument_that_cannot_be_meant_is_refused_at_once(given: dict[str, An
     assert len(training.model.user._forward_hooks) == before
 
 
-@pytest.mark.parametrize("options", [TableOptions(bits=4), TableOptions(threshold=Threshold(keep=0.5))])
+@pytest.mark.parametrize("options", [TableOptions(bits=4), TableOptions(scale=0.5)])
 def test_options_that_the_dtype_of_a_table_does_not_have_are_refused_at_once(options: TableOptions) -> None:
     training = Training("sgd", dtype=torch.bfloat16)
 

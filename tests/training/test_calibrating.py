@@ -290,7 +290,6 @@ def test_a_validation_that_fails_is_asked_again_by_the_next_save(tmp_path: Path)
         ({"options": TableOptions.exact()}, "nothing to choose"),
         ({"options": TableOptions(encoding="affine", search="minmax")}, "nothing to choose"),
         ({"schedule": "loss"}, "schedule="),
-        ({"target_bytes_per_checkpoint": 1000}, "target_bytes_per_checkpoint="),
     ],
 )
 def test_what_contradicts_a_quality_is_refused(options: Any, match: str, tmp_path: Path) -> None:

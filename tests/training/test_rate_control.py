@@ -24,6 +24,7 @@ from cnr_store.training.tensors import tensor_of
 from cnr_store.types import Affine, FloatBits, Lattice
 from cnr_store.write.transaction import Transaction
 from tests.support.ranks import thread_ranks
+from tests.tools.cli_runner import cnr
 from tests.training.runs import grouped
 
 ROWS, DIM = 400, 8
@@ -107,6 +108,19 @@ def test_a_width_grows_with_the_restores_and_halves_the_scale(url: str, caplog: 
     assert "3 bits instead of 2 (restored 2 times, 1 were expected)" in caplog.text
     assert first.scales["weight"].choice is not None
     assert first.scales["weight"].choice.sample_rows == ROWS
+
+
+def test_the_command_tells_restores_and_the_scale_after_its_halvings(url: str) -> None:
+    for number in range(3):
+        Life(url).next(number)
+
+    shown, text = cnr("show", url, "--json").document, cnr("show", url).out
+
+    assert shown["rate"] == {"restores": 2, "calibrated": []}
+    assert shown["tables"]["weight"]["shift"] > 0
+    assert shown["tables"]["weight"]["scale"] == step_of(Store.open(url).snapshot())
+    assert f"scale {shown['tables']['weight']['scale']:.4g}" in text
+    assert "restored 2 times" in text
 
 
 def test_a_refined_table_is_as_exact_as_its_new_scale_where_it_was_trained(url: str) -> None:

@@ -60,7 +60,7 @@ def test_a_record_says_each_tables_scale() -> None:
         "l": TableSchema(num_rows=1, dim=1, dtype="float32", encoding=Lattice(scale=0.5), generation=4, shift=2),
         "e": TableSchema(num_rows=1, dim=1, dtype="float32", encoding=FloatBits(mantissa_bits=23)),
     }
-    found = generations(tables, [])
+    found = generations(tables)
     assert (found["l"].generation, found["l"].scale, found["l"].shift) == (4, 0.5, 2)
     assert (found["e"].generation, found["e"].scale) == (1, None)
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cnr_store import BadInput, ChunkCache, CompactionPolicy, RetentionPolicy, TableOptions, Threshold
+from cnr_store import BadInput, ChunkCache, CompactionPolicy, RetentionPolicy, TableOptions
 from cnr_store.encodings.sampling import SAMPLE_ROWS
 from cnr_store.errors import BadDtype, BadShape
 from cnr_store.runtime.threads import Workers, check_rate
@@ -93,8 +93,6 @@ def test_exact_keeps_every_bit_of_tables_and_slots() -> None:
         {"search": "greedy"},
         {"encoding": "affine", "search": "fast"},
         {"encoding": "affine", "param_dtype": "float64"},
-        {"encoding": "raw", "threshold": Threshold(keep=0.5)},
-        {"threshold": 0.5},
         {"bits": "auto", "expected_restores": -1},
         {"bits": "auto", "expected_restores": "three"},
     ],
@@ -106,10 +104,8 @@ def test_contradictions_and_nonsense_are_refused_where_they_are_given(options: d
 
 
 def test_numbers_of_numpy_become_pythons_own_for_they_are_stored() -> None:
-    options = TableOptions(bits=np.int64(4), fill=np.float32(0.5), threshold=Threshold(keep=np.float32(0.5)))  # type: ignore[arg-type]
+    options = TableOptions(bits=np.int64(4), fill=np.float32(0.5))  # type: ignore[arg-type]
     assert (type(options.bits), type(options.fill)) == (int, float)
-    assert options.threshold is not None
-    assert type(options.threshold.keep) is float
 
 
 @pytest.mark.parametrize(
@@ -118,7 +114,6 @@ def test_numbers_of_numpy_become_pythons_own_for_they_are_stored() -> None:
         ({"bits": 4}, "float16"),
         ({"mantissa_bits": 12}, "float32"),
         ({"encoding": "float_bits", "mantissa_bits": 12}, "float16"),
-        ({"threshold": Threshold(keep=0.5)}, "bfloat16"),
     ],
 )
 def test_what_only_the_dtype_decides_is_refused_once_that_is_known(options: dict[str, Any], dtype: Any) -> None:
@@ -129,11 +124,6 @@ def test_what_only_the_dtype_decides_is_refused_once_that_is_known(options: dict
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Threshold(keep=0.0),
-        lambda: Threshold(keep=True),
-        lambda: Threshold(keep=0.5, refresh_every=0),
-        lambda: Threshold(keep=0.5, max_wait=1.5),  # type: ignore[arg-type]
-        lambda: Threshold(keep=0.5, max_error=float("nan")),
         lambda: RetentionPolicy(keep_last=0),
         lambda: RetentionPolicy(keep_last=2.5),  # type: ignore[arg-type]
         lambda: RetentionPolicy(keep_within_s=float("inf")),

@@ -196,12 +196,6 @@ def rate_lines(rate: Any) -> Iterator[str]:
         yield f"the training was restored {rate['restores']} times on its way here"
     if rate["calibrated"]:
         yield f"scales that a validation chose: {', '.join(rate['calibrated'])}"
-    target = rate["target"]
-    if target is not None:
-        doubled = [f"{table} doubled {count} times" for table, count in sorted(target["doublings"].items()) if count]
-        share = f"; {100 * target['share']:.0f} % of the rows that thresholds keep" if target["share"] < 1 else ""
-        scales = f"; scales: {', '.join(doubled)}" if doubled else ""
-        yield f"target of {size_text(target['bytes'])} per checkpoint: {target['state']}{share}{scales}"
 
 
 def place_text(document: Document) -> str:

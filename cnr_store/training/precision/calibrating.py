@@ -19,6 +19,7 @@ from cnr_store.encodings.scale import ScaleChoice, measure_scale, pooled
 from cnr_store.errors import BadInput
 from cnr_store.runtime.ranks import Ranks, together
 from cnr_store.training.arguments import options_by_table
+from cnr_store.training.options import PrecisionPolicy
 from cnr_store.training.ranks import ranks_of_this_training
 from cnr_store.training.rng import capture_rng, restore_rng
 from cnr_store.training.shard_ownership import find_local_shards
@@ -169,7 +170,7 @@ class QualityTarget:
     Raises
     ------
     BadInput
-        Only one of the two was given, other arguments say how exact tables are, or no table is a float32 lattice.
+        Only one of the two was given, other options say how exact tables are, or no table is a float32 lattice.
     """
 
     max_quality_loss: float
@@ -179,18 +180,17 @@ class QualityTarget:
     @classmethod
     def of(
         cls,
-        max_quality_loss: float | None,
-        validate: Callable[[], float] | None,
+        policy: PrecisionPolicy,
         options: Mapping[str, TableOptions],
-        others: Mapping[str, bool],
         tables: Iterable[str],
         shards: Sequence[LocalShard],
         ranks: Ranks,
     ) -> QualityTarget | None:
-        """Return the target that the arguments name, if any. All ranks call it.
+        """Return the target that a policy names, if any. All ranks call it.
 
-        ``others``: arguments that rule over scales, if given; ``shards``: what this rank has of the tables.
+        ``shards``: what this rank has of the tables.
         """
+        max_quality_loss, validate = policy.max_quality_loss, policy.validate
         if max_quality_loss is None and validate is None:
             return None
         if max_quality_loss is None or validate is None:
@@ -203,9 +203,8 @@ class QualityTarget:
                     f"table {table!r} has {named[0]}=, and max_quality_loss= would choose its scale; leave out one of "
                     "them", table=table,
                 )  # fmt: skip
-        given = [name for name, is_given in others.items() if is_given]
-        if given:
-            raise BadInput(f"{given[0]}= and max_quality_loss= would both choose the scales; leave out one of them")
+        if policy.schedule != "constant":
+            raise BadInput("schedule= and max_quality_loss= would both choose the scales; leave out one of them")
         if not any(together(ranks, lambda: any(_is_open(one, options[one.table]) for one in shards))):
             raise BadInput(f"max_quality_loss= has nothing to choose: {_NONE_OPEN}; leave it out")
         return cls(max_quality_loss, validate, tuple(tables))

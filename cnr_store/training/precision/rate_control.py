@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any
 
 from cnr_store.errors import BadInput
 from cnr_store.format.records import TableSchema
@@ -19,10 +18,9 @@ from cnr_store.training.document import RateDocument
 from cnr_store.training.options import Schedule
 from cnr_store.training.precision.measuring import ScaleMeter, step_of
 from cnr_store.training.precision.rate_status import RateStatus, ScaleChange, TableRate
-from cnr_store.training.precision.targeting import SizeTarget
 from cnr_store.training.shard_ownership import Holdings
 from cnr_store.types import AffineBits
-from cnr_store.write.policy import CheckpointSize, Decision, Policy
+from cnr_store.write.policy import Decision
 from cnr_store.write.rate import (
     Refinement,
     bits_after,
@@ -33,7 +31,7 @@ from cnr_store.write.rate import (
     smoothed,
 )
 from cnr_store.write.schema_choice import asked_bits
-from cnr_store.write.table_options import TableOptions, Threshold
+from cnr_store.write.table_options import TableOptions
 from cnr_store.write.transaction import Transaction
 from cnr_store.write.writer import Writer
 
@@ -50,8 +48,6 @@ class RateControl:
     ----------
     options
         By table, as the user gave them; of all tables, also those of other ranks.
-    target_bytes
-        What checkpoints should come to; None leaves their size alone.
 
     Raises
     ------
@@ -59,14 +55,7 @@ class RateControl:
         ``bits="auto"`` without ``expected_restores``, or together with a schedule: both would refine.
     """
 
-    def __init__(
-        self,
-        options: Mapping[str, TableOptions],
-        holdings: Holdings,
-        schedule: Schedule,
-        policy: Policy = "consecutive",
-        target_bytes: int | None = None,
-    ) -> None:
+    def __init__(self, options: Mapping[str, TableOptions], holdings: Holdings, schedule: Schedule) -> None:
         for table, one in options.items():
             if one.bits == "auto":
                 asked_bits(one)
@@ -77,18 +66,12 @@ class RateControl:
                         table=table,
                     )
         self._options, self._meter, self._schedule = dict(options), ScaleMeter(holdings), schedule
-        self._target = None if target_bytes is None else SizeTarget(target_bytes, self._options, policy, schedule)
         self._calibrated: dict[str, float] = {}
         self._first_loss: float | None = None
         self._loss: float | None = None
         self._losses = 0
         self._staged_first: float | None = None
         self._halved: dict[str, int] = {}
-        # By table: what a target of bytes doubled that is given no more, after the save in the making, and how many of
-        # the halvings that wait undo it; the others are the schedule's.
-        self._doubled: dict[str, int] = {}
-        self._staged_doubled: dict[str, int] = {}
-        self._undone: dict[str, int] = {}
         self._steps: dict[str, float] = {}
         self._measured_at: dict[str, float] = {}
         self._restores = 0
@@ -101,8 +84,7 @@ class RateControl:
     def status(self) -> RateStatus:
         """What is known now."""
         tables = {name: TableRate(self._bits.get(name), self._pending.get(name)) for name in self._options}
-        target = None if self._target is None else self._target.status
-        return RateStatus(self._restores, tables, self._first_loss, self._loss, target)
+        return RateStatus(self._restores, tables, self._first_loss, self._loss)
 
     def report_loss(self, loss: float) -> None:
         """Count a loss; those that are not finite, or 0, do not count; without a schedule, nor those below.
@@ -128,15 +110,7 @@ class RateControl:
         if self._schedule == "loss" and step is not None and self._is_lattice(table):
             due = 0 if planned is None else planned.halvings
             return replace(self._options[table], bits=None, max_error=None, scale=math.ldexp(step, -due))
-        coarse = None if self._target is None or not self._is_lattice(table) else self._target.step_for(table, step)
-        if coarse is not None:
-            return replace(self._options[table], bits=None, max_error=None, scale=coarse)
         return self._widened(table)
-
-    def threshold_for(self, table: str) -> Threshold | None:
-        """Return which rows of a table may wait in the next save."""
-        threshold = self._options[table].threshold
-        return threshold if threshold is None or self._target is None else self._target.threshold(threshold)
 
     def calibrated(self, scales: Mapping[str, float]) -> None:
         """Store tables at scales that a validation chose, from now on and in the runs that restore this one."""
@@ -172,12 +146,8 @@ class RateControl:
         found = ((table, step_of(writer.snapshot.tables[table])) for table in kept)
         self._steps = {table: step for table, step in found if step is not None}
         self.calibrated({table: scale for table, scale in document.calibrated.items() if self._is_unsaid(table)})
-        self._doubled, self._undone = {}, {}
-        if self._target is not None:
-            self._target.restored(document, self._steps)
-        else:
-            self._doubled = {table: count for table, count in document.doublings.items() if table in self._steps}
-        self._halve(ranks, writer)
+        if self._schedule == "loss":
+            self._follow_loss(ranks, writer)
         growing: dict[str, tuple[AffineBits, AffineBits]] = {}
         for table, options in self._options.items():
             if table not in kept or options.bits is None:
@@ -208,36 +178,26 @@ class RateControl:
                 self._pending[table] = planned
                 logger.info("table %s: %d bits instead of %d (%s): %s", table, wanted, bits, reason, _told(planned))
 
-    def _halve(self, ranks: Ranks, writer: Writer) -> None:
-        """Plan halvings: those that the loss of the checkpoint asks for, and those that undo a target that is gone.
-
-        Where there is no room the table is written anew as its options say; with a schedule, as far as there is room.
-        """
-        levels = 0
-        if self._schedule == "loss" and self._first_loss is not None and self._loss is not None:
-            levels = halvings_for_loss(self._first_loss, self._loss)
-        of_loss = {table: max(0, levels - self._halved.get(table, 0)) for table in self._steps}
-        due = {table: of_loss[table] + self._doubled.get(table, 0) for table in self._steps}
+    def _follow_loss(self, ranks: Ranks, writer: Writer) -> None:
+        """Plan the halvings that the loss of the checkpoint asks for, as far as codes have room."""
+        if self._first_loss is None or self._loss is None:
+            return
+        levels = halvings_for_loss(self._first_loss, self._loss)
+        due = {table: levels - self._halved.get(table, 0) for table in self._steps}
         due = {table: halvings for table, halvings in due.items() if halvings > 0}
         if not due:
             return
         rooms = together(ranks, lambda: {table: self._meter.room(writer, table) for table in due})
         for table, halvings in due.items():
-            why = [f"the loss fell from {self._first_loss:.4g} to {self._loss:.4g}"] if of_loss[table] else []
-            why += ["there is no target of bytes any more"] if self._doubled.get(table) else []
-            reason, bits = " and ".join(why), asked_bits(self._options[table])
+            reason = f"the loss fell from {self._first_loss:.4g} to {self._loss:.4g}"
             possible = min(halvings, *(room[table] for room in rooms))
-            if possible < halvings and self._schedule == "constant":
-                self._pending[table] = Refinement("anew", 0, bits, reason)
-                continue
             if possible < halvings:
                 logger.warning(
                     "table %s: %s, which asks for %d halvings of its scale; there is room for %d",
                     table, reason, halvings, possible,
                 )  # fmt: skip
             if possible:
-                self._undone[table] = min(possible, self._doubled.get(table, 0))
-                self._pending[table] = Refinement("refine", possible, bits, reason)
+                self._pending[table] = Refinement("refine", possible, asked_bits(self._options[table]), reason)
 
     # ---- one save
 
@@ -249,39 +209,6 @@ class RateControl:
                 "full", "baseline", f"the scales of {waits} change, and a one-shot delta cannot refine them"
             )
         return decision
-
-    def proposal(self, sizes: Sequence[CheckpointSize], chain_length: int) -> dict[str, Any] | None:
-        """Return what this rank would do for the target of bytes, as plain JSON; None without one. Pure."""
-        return None if self._target is None else self._target.proposal(sizes, chain_length)
-
-    def follow_target(
-        self, ranks: Ranks, writer: Writer, decision: Decision, given: Mapping[str, Any] | None, anew: Collection[str]
-    ) -> Decision:
-        """Return the decision, or a full for coarser scales, as rank 0 proposed. All ranks call it.
-
-        Where scales are to change it measures those of 2-bit rows, which blocks for some 0.3 s for each table.
-
-        Parameters
-        ----------
-        anew
-            Tables that are written anew already, on whatever rank.
-        """
-        if self._target is None or given is None:
-            return decision
-        steering = self._target.adopt(given)
-        tables = [table for table in self._steps if table not in anew and self._target.is_open(table)]
-        may_change = decision.kind == "full" or steering.asks_full
-        if not tables or not may_change or steering.doublings == self._target.level:
-            return decision
-        schemas = writer.snapshot.tables
-        coarsest = self._meter.scales(ranks, writer, {table: replace(self._options[table], bits=2) for table in tables})
-        steps = {table: step for table in coarsest if (step := step_of(schemas[table])) is not None}
-        planned = self._target.plan(steering.doublings, steps, coarsest)
-        for table in planned:
-            self._pending[table] = Refinement("anew", 0, asked_bits(self._options[table]), steering.reason)
-        if not planned or decision.kind == "full":
-            return decision
-        return Decision("full", "baseline", f"the scales of {sorted(planned)} change: {steering.reason}")
 
     def too_fine(self, ranks: Ranks, writer: Writer, anew: Collection[str]) -> set[str]:
         """Return tables whose scale is far finer than asked, for a full to choose it anew. All ranks call it.
@@ -335,8 +262,6 @@ class RateControl:
     def _has_target(self, table: str) -> bool:
         """Whether the options of a lattice say what its scale should be like, and not what it is."""
         options = self._options[table]
-        if self._target is not None and (self._target.doublings.get(table) or table in self._target.planned):
-            return False
         return options.max_error is None and options.scale is None
 
     def waits_for_full(self) -> set[str]:
@@ -364,13 +289,6 @@ class RateControl:
         # Of now: losses go on being reported while the save is under way.
         self._staged_first = self._loss if self._first_loss is None else self._first_loss
         self._staged = {table: self._width_anew(table) for table in anew if self._options[table].bits is not None}
-        left = {table: count - self._undone.get(table, 0) for table, count in self._doubled.items()}
-        # A scale that is chosen anew is what the options ask for; that of a schedule is the one that there was.
-        self._staged_doubled = {
-            table: count
-            for table, count in left.items()
-            if count > 0 and (table not in anew or self._schedule == "loss")
-        }
         for table, planned in list(self._pending.items()):
             if table in anew:
                 continue
@@ -385,20 +303,14 @@ class RateControl:
 
     def document(self) -> RateDocument:
         """Return what the checkpoint in the making says, once `stage` was called."""
-        found = RateDocument(
+        return RateDocument(
             restores=self._restores, bits={**self._bits, **self._staged}, first_loss=self._staged_first,
             loss=self._loss, losses=self._losses, halved=self._halved_after(), calibrated=self._calibrated,
-            doublings=self._staged_doubled,
         )  # fmt: skip
-        return found if self._target is None else self._target.added_to(found)
 
     def _halved_after(self) -> dict[str, int]:
         """How often the schedule will have halved each scale once what waits is done; scales chosen anew keep it."""
-        due = {
-            table: planned.halvings - self._undone.get(table, 0)
-            for table, planned in self._pending.items()
-            if self._schedule == "loss"
-        }
+        due = {table: one.halvings for table, one in self._pending.items()} if self._schedule == "loss" else {}
         return {table: self._halved.get(table, 0) + due.get(table, 0) for table in {*self._halved, *due}}
 
     def won(self, transaction: Transaction) -> dict[str, ScaleChange]:
@@ -417,10 +329,8 @@ class RateControl:
             changes[table] = ScaleChange(old, step, reason, transaction.scale_choices.get(table))
             logger.info("table %s: scale %s%.6g (%s)", table, f"{old:.6g} to " if old else "", step, reason)
         self._bits |= self._staged
-        if self._target is not None:
-            self._target.won(transaction)
         self._halved = self._halved_after()
-        self._first_loss, self._doubled, self._undone = self._staged_first, self._staged_doubled, {}
+        self._first_loss = self._staged_first
         self._steps = {table: step for table, schema in transaction.tables.items() if (step := step_of(schema))}
         self._pending, self._staged = {}, {}
         return changes

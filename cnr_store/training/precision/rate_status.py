@@ -1,4 +1,4 @@
-"""What rate control tells: what became of scales, how exact tables are stored, how a run stands to its target."""
+"""What rate control tells: what became of scales, and how exact tables are stored."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cnr_store.encodings.scale import ScaleChoice
 from cnr_store.types import AffineBits
-from cnr_store.write.rate import Refinement, TargetStatus
+from cnr_store.write.rate import Refinement
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +60,9 @@ class RateStatus:
         By name.
     first_loss, loss
         Mean of the reported losses at the first save, and now; None if none was reported.
-    target
-        How the run stands to ``target_bytes_per_checkpoint``; None without one.
     """
 
     restores: int
     tables: Mapping[str, TableRate]
     first_loss: float | None = None
     loss: float | None = None
-    target: TargetStatus | None = None

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cnr_store import Store, TableOptions, Threshold
+from cnr_store import Store, TableOptions
 from cnr_store.training import CheckpointManager
 from tests.training.ranks.scenarios import Place, State, changed_rows, copied, scenario
 from tests.training.runs import assert_same, grouped
@@ -321,35 +321,3 @@ def ranks_without_anything_to_save_take_part(place: Place) -> None:
     assert restored.step == 4
     assert_same(run.state(), reached)
     manager.close()
-
-
-@scenario(1, 2)
-def rows_that_wait_are_kept_by_the_rank_that_saves_them(place: Place) -> None:
-    """Each rank looks up rows of its own; the one that saves a table marks again what waits of it, for all of them."""
-    scale, error = 2.0**-10, 2.0**-4
-    threshold = Threshold(keep=0.3, refresh_every=2, max_error=error, max_wait=2)
-    run = Run(place)
-    manager = run.manager(place.url("waiting"), options=TableOptions(scale=scale, threshold=threshold))
-    manager.save()
-    waiting = []
-    for number in range(8):
-        run.train(number, manager)
-        report = manager.save(flush=False)
-        assert report is not None
-        waiting.append(sum(place.gather(report.waiting)))
-        head = manager.store.snapshot()
-        assert waiting[-1] == sum(entry.count for entry in head.waiting.values())
-        assert all(entry.oldest <= threshold.max_wait for entry in head.waiting.values())
-        assert farthest(run, manager.store) <= error + 1e-6
-    assert max(waiting) > 0
-    manager.save()
-    assert farthest(run, manager.store) <= scale / 2 + 1e-6
-    assert manager.store.snapshot().waiting == {}
-
-
-def farthest(run: Run, store: Store) -> float:
-    """How far a row of a table is from what the head holds, at most."""
-    head, live = store.snapshot(), dict(run.model.named_parameters())
-    return max(
-        float((live[name].detach() - torch.from_numpy(head.table(name).read())).abs().max()) for name in head.tables
-    )

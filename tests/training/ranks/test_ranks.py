@@ -29,7 +29,6 @@ SHARDED = {
 """What runs on models of TorchRec, by round."""
 PLAIN = {
     "copies_are_saved_once": 1,
-    "rows_that_wait_are_kept_by_the_rank_that_saves_them": 1,
     "copies_resume_on_the_same_ranks": 2,
     "one_process_takes_what_copies_have_saved": 2,
     "a_table_of_one_rank_alone": 1,

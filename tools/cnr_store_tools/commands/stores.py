@@ -146,11 +146,11 @@ def _table(snapshot: Snapshot, name: str) -> Document:
     encoding = document["encoding"]
     scale = encoding["scale"] * 0.5**schema.shift if encoding["encoding"] == "lattice" else None
     rows = schema.num_rows if schema.keys == "dense" else None
-    return document | {"rows": rows, "scale": scale, "waiting": to_document(snapshot.waiting.get(name))}
+    return document | {"rows": rows, "scale": scale}
 
 
 def _rate(snapshot: Snapshot) -> Document | None:
-    """What a trainer recorded of how exact it stores: restores so far, and its target of bytes; None without a trainer.
+    """What a trainer recorded of how exact it stores: restores so far, scales of a validation; None without a trainer.
 
     Read as plain data, since the classes of a trainer need torch; what is damaged in it is for ``verify`` to report.
     """
@@ -161,14 +161,7 @@ def _rate(snapshot: Snapshot) -> Document | None:
     rate: Any = found.get("rate") if isinstance(found, dict) else None
     if not isinstance(rate, dict):
         return None
-    target = rate.get("target_bytes")
-    return {
-        "restores": rate.get("restores", 0), "calibrated": sorted(rate.get("calibrated", {})),
-        "target": None if target is None else {
-            "bytes": target, "state": rate.get("target_state", ""), "share": rate.get("share", 1.0),
-            "doublings": rate.get("doublings", {}),
-        },
-    }  # fmt: skip
+    return {"restores": rate.get("restores", 0), "calibrated": sorted(rate.get("calibrated", {}))}
 
 
 def _ratio(full_bytes: int, stored_bytes: int) -> float | None:
@@ -196,13 +189,6 @@ def _version_parts(document: Document) -> Iterator[Part]:
         for name, item in document["tables"].items()
     ]  # fmt: skip
     yield table("tables", tables, ("table", "rows", "dim", "dtype", "encoding", "generation", "shift", "slots"))
-    for name, item in document["tables"].items():
-        if item["waiting"]:
-            waiting = item["waiting"]
-            yield (
-                f"{name}: {waiting['count']} rows wait for a later save, within {waiting['max_error']:.4g} of what is "
-                f"stored, for {waiting['oldest']} saves at most so far"
-            )
     yield from rate_lines(document["rate"])
     yield (
         f"dense tensors: {len(document['dense'])}, scalars: {len(document['scalars'])}, "
