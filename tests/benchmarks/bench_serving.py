@@ -278,7 +278,11 @@ def _report_lookups(
             if is_busy == kind
         ]
 
-    busy, idle = of(True), of(False)
+    rounds = [(a, b) for a, b in zip(of(True), of(False), strict=True) if len(a) and len(b)]
+    if not rounds:
+        report.note(f"      {where}: no delta took as long as a lookup; take more rows")
+        return
+    busy, idle = zip(*rounds, strict=True)
     for share, goal in ((0.5, None), (0.99, GOAL_LOOKUPS)):
         name = f"lookups of {LOOKUP_ROWS} rows, {where}: p{100 * share:.0f} busy / idle"
         ratios = [float(np.quantile(a, share) / np.quantile(b, share)) for a, b in zip(busy, idle, strict=True)]
