@@ -438,7 +438,7 @@ def int8_case(folder):
 
 
 def row_order_case(folder):
-    """Codes of add rows in the order of the slot, in two chunks; a fold of deltas keeps it."""
+    """Codes of add rows in the order of the slot, in two chunks; a compaction of deltas keeps it."""
     golden, random, scale = Golden(folder), np.random.default_rng(16), 0.25
     values = random.normal(0, 3, (40, 4)).astype(np.float32)
     slots = random.uniform(0.5, 1, 40).astype(np.float32)

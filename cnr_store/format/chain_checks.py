@@ -67,7 +67,7 @@ def is_one_life(first: TableSchema, schema: TableSchema) -> bool:
 def find_dense(names: Sequence[str], manifests: Sequence[Manifest], name: str) -> tuple[int, DenseEntry] | None:
     """Return which segment of a chain holds a dense tensor of the last one's state, and where in it. Pure.
 
-    The one that the entry names; or, if compaction has folded that into another, one that holds the same tensor by its
+    The one that the entry names; or, if compaction has merged that into another, one that holds the same tensor by its
     own bytes (spec, CNR-DEN-4). None if there is neither.
 
     Parameters

@@ -32,13 +32,13 @@ class RayPool:
     threads = 1
 
     def start(self, workers: int | None, tasks: int) -> int:  # noqa: ARG002 - Ray has its queue
-        """Connect, and return how many tasks are folded at once: ``workers``, or the cluster's cores. Blocks."""
+        """Connect, and return how many tasks are compacted at once: ``workers``, or the cluster's cores. Blocks."""
         self._ray = _connected_ray()
         return workers or max(1, int(self._ray.cluster_resources().get("CPU", 1)))
 
-    def submit(self, fold: Callable[..., tuple[int, str]], *arguments: Any) -> Any:
+    def submit(self, task: Callable[..., tuple[int, str]], *arguments: Any) -> Any:
         """Begin a task on the cluster and return its reference."""
-        return self._ray.remote(fold).remote(*arguments)
+        return self._ray.remote(task).remote(*arguments)
 
     def wait(self, pending: set[Any]) -> tuple[list[tuple[int, str]], set[Any]]:
         """Block until one task is done.

@@ -116,7 +116,7 @@ def rebase_data(draft: CommitRecord, intervening: LogEntry, *, txn: str) -> Comm
     Conflict
         The record is itself ``full``, ``delta`` or ``rollback``.
     DoesNotApply
-        Compaction folded the segment that the delta starts from into a later one.
+        Compaction merged the segment that the delta starts from into a later one.
     """
     record = intervening.record
     _check_epoch(draft, record)
@@ -403,7 +403,7 @@ def _chain_up_to(record: CommitRecord, own: ChainEntry) -> tuple[ChainEntry, ...
             return record.chain[: index + 1]
     raise DoesNotApply(
         f"segment {own.seg} starts at logical {own.l0}, where no segment of commit record {record.v} ends "
-        "any more: compaction folded it into a later one; save again",
+        "any more: compaction merged it into a later one; save again",
         version=record.v,
         expected=own.l0,
         found=[entry.l1 for entry in record.chain],

@@ -36,8 +36,8 @@ ProgressCallback = Callable[[str, int, int], None]
 WEIGHTS: dict[StageKind, int] = {"compact": 4, "collect": 1}
 """Shares of the time that is left. Without a share of its own a long compaction would starve the deletions for ever."""
 
-MAX_FOLDS = 64
-"""Folds of one chain in one run: beside a writer that appends faster than they fold, a run ends all the same."""
+MAX_COMPACTIONS = 64
+"""Compacts of one chain in one run: beside a writer that appends faster than they compact, a run ends all the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class StageReport:
     duration_s
         How long it took.
     compactions
-        The folds of a ``compact`` part, in order; the last one says why there are no more.
+        The compactions of a ``compact`` part, in order; the last one says why there are no more.
     collection
         What a ``collect`` part found and deleted.
     error
@@ -230,7 +230,7 @@ def compact(
     """
     started = clock()
     reports: list[CompactionReport] = []
-    while len(reports) < MAX_FOLDS:
+    while len(reports) < MAX_COMPACTIONS:
         left_s = None if deadline_s is None else max(0.0, started + deadline_s - clock())
         report = compact_run(
             store, policy=policy, engine=engine, workers=workers, bytes_per_s=bytes_per_s, deadline_s=left_s,
@@ -307,20 +307,20 @@ def maintain(
     started = clock()
 
     def compact_log(stage: Stage, deadline_s: float | None) -> StageReport:
-        def fold(log: Store) -> tuple[CompactionReport, ...]:
+        def compact_one(log: Store) -> tuple[CompactionReport, ...]:
             return compact(
                 log, policy=compaction, engine=engine, workers=workers, bytes_per_s=bytes_per_s,
                 deadline_s=deadline_s, dry_run=dry_run, progress=progress, clock=clock,
             )  # fmt: skip
 
         if stage.branch is None:
-            return _compacted(stage, fold(store), is_dry_run=dry_run)
+            return _compacted(stage, compact_one(store), is_dry_run=dry_run)
         try:
             branch = store.on_branch(stage.branch)
         except NotFound:
             return StageReport(stage, "done")  # Dropped a moment ago, or its time is over: it goes as it is.
         with branch:
-            return _compacted(stage, fold(branch), is_dry_run=dry_run)
+            return _compacted(stage, compact_one(branch), is_dry_run=dry_run)
 
     def collect(stage: Stage, deadline_s: float | None) -> StageReport:
         report = collect_garbage(

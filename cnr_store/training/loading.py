@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 Loaded = TypeVar("Loaded")
 
 _LOOKS = 3
-"""How often a head is looked at anew that was folded, and deleted, while it was loaded."""
+"""How often a head is looked at anew that was compacted, and deleted, while it was loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ def stored_rng(planned: Planned, rank: int) -> dict[str, Any] | None:
 
 
 def looking_again(load: Callable[[], Loaded], *, is_head: bool) -> Loaded:
-    """Return what ``load`` returns; call it again where the head was folded, and deleted, while it was loaded.
+    """Return what ``load`` returns; call it again where the head was compacted, and deleted, while it was loaded.
 
     Raises
     ------
@@ -175,7 +175,7 @@ def looking_again(load: Callable[[], Loaded], *, is_head: bool) -> Loaded:
         try:
             return load()
         except VersionExpired as error:
-            logger.warning("the head was folded while it was loaded (%s); looking at the new one", error)
+            logger.warning("the head was compacted while it was loaded (%s); looking at the new one", error)
     return load()
 
 

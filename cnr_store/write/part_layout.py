@@ -92,7 +92,7 @@ class PartWriter:
         if before is not None and not before.is_empty:
             names = [reader.name for reader in before.readers]
             for name, entry in before.dense.items():
-                # Not where it was put, if compaction has folded that: its bytes are read there no more.
+                # Not where it was put, if compaction has merged that: its bytes are read there no more.
                 held = find_dense(names, before.manifests, name)
                 known[name] = entry if held is None else msgspec.structs.replace(held[1], segment=names[held[0]])
         changed: dict[str, Array] = {}

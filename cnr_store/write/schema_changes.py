@@ -256,7 +256,7 @@ class SchemaChanges:
         if finer.shift - coarsest > MAX_SHIFT_IN_CHAIN:
             raise BadInput(
                 f"table {table!r} cannot be refined by {halvings} halvings: its chain would hold codes of scales "
-                f"{finer.shift - coarsest} halvings apart, at most {MAX_SHIFT_IN_CHAIN} fit 32 bits; fold the chain "
+                f"{finer.shift - coarsest} halvings apart, at most {MAX_SHIFT_IN_CHAIN} fit 32 bits; compact the chain "
                 "into its baseline first (compact), or choose a scale in a full",
                 table=table, expected=MAX_SHIFT_IN_CHAIN, found=finer.shift - coarsest,
             )  # fmt: skip

@@ -156,7 +156,7 @@ class Writer:
         CommitStateUnknown
             The last commit is still unknown: call `settle`.
         VersionExpired
-            Again and again the head was folded, and what it had been made of deleted, before it was loaded: garbage
+            Again and again the head was compacted, and what it had been made of deleted, before it was loaded: garbage
             collection waits for less than that takes.
         CorruptStore
             Outputs filled so far hold undefined values.

@@ -140,7 +140,7 @@ class WriterState:
     ) -> Snapshot:
         """Return the state of a record that this writer goes on from; ``known``, ``opens`` as of `Snapshot`.
 
-        What a read of it misses since compaction folded it, and collection deleted it, is DoesNotApply and no damage.
+        What a read of it misses since compaction replaced it, and collection deleted it, is DoesNotApply and no damage.
         """
 
         def tell(missing: MissingObject) -> None:
@@ -148,7 +148,7 @@ class WriterState:
             if newest is not None:
                 raise DoesNotApply(
                     f"version {entry.record.v}, which this writer goes on from, has expired by commit record "
-                    f"{newest.v}, and segments of it were folded and deleted: it was read or saved behind for longer "
+                    f"{newest.v}, and segments of it were compacted and deleted: it was read, or saved behind, longer "
                     "than garbage collection waits; save again",
                     version=newest.v, found=missing.path,
                 ) from missing  # fmt: skip

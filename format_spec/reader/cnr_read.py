@@ -279,7 +279,7 @@ class Snapshot:
     def read_dense(self, name):  # [4.6]
         entry, same = self.last["dense"][name], ("digest", "dtype", "shape")
         named = [(s, entry) for s in self.segments if s.name == (entry["segment"] or self.segments[-1].name)]
-        held = [(s, s.manifest["dense"].get(name, entry)) for s in self.segments]  # if that segment was folded
+        held = [(s, s.manifest["dense"].get(name, entry)) for s in self.segments]  # if that segment was compacted
         own = [(s, e) for s, e in held if e["segment"] == "" and all(e[key] == entry[key] for key in same)]
         segment, entry = (named + own + [(None, entry)])[0]
         start, size, where = entry["offset"], math.prod(entry["shape"]), f"dense {name}"

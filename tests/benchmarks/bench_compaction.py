@@ -1,4 +1,4 @@
-"""What folding costs: a baseline and ten deltas into a new baseline, against a bare loop; and what it leaves.
+"""What compacting costs: a baseline and ten deltas into a new baseline, against a bare loop; and what it leaves.
 
 ``python tests/benchmarks/bench_compaction.py``: 5,000,000 x 64 fp32, 5 % of the rows in each delta, every file in the
 page cache. The bare loop reads the same files, decodes with the same pcodec into one array, adds with the same kernels
@@ -31,7 +31,7 @@ from cnr_store.types import AffineBits, Float32s
 
 DELTAS = 10
 SHARE = 0.05
-FOLD_TO_BARE, PEAK_MIB, RESTORE_TO_FRESH = 0.7, 600, 1.1
+COMPACT_TO_BARE, PEAK_MIB, RESTORE_TO_FRESH = 0.7, 600, 1.1
 Codes = np.ndarray[tuple[int, ...], np.dtype[np.int16]]
 
 
@@ -61,7 +61,7 @@ def write_in_process(folder: str, rows: int, bits: AffineBits) -> None:
 
 
 class Sides:
-    """The ways to fold the chain of a store."""
+    """The ways to compact the chain of a store."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -81,11 +81,11 @@ class Sides:
         shutil.copytree(self.folder / "store", self.folder / "copy", copy_function=os.link)
         self.copy = Store.open(str(self.folder / "copy"), fsync=False)
 
-    def fold(self) -> None:
-        """Fold all segments of the copy into a new baseline."""
+    def compact(self) -> None:
+        """Compact all segments of the copy into a new baseline."""
         report = compact_run(self.copy, run=(0, len(self.readers)))
         if report.outcome != "committed":
-            raise SystemExit(f"the run was not folded: {report}")
+            raise SystemExit(f"the run was not compacted: {report}")
 
     def bare(self) -> None:
         """Decode, put or add, encode, write."""
@@ -151,24 +151,24 @@ def _encode(path: Path, entry: ArrayEntry, block: Codes) -> None:
 
 
 def peak_memory(folder: str) -> int:
-    """Fold in a fresh process; returns the peak beyond the interpreter in bytes."""
+    """Compact in a fresh process; returns the peak beyond the interpreter in bytes."""
     peak = harness.PeakMemory()
     sides = Sides(Path(folder))
-    sides.fold()
+    sides.compact()
     sides.close()
     return peak.beyond_bytes
 
 
 class Restores:
-    """The table read whole: from the folded store, and from a baseline that a writer made."""
+    """The table read whole: from the compacted store, and from a baseline that a writer made."""
 
     def __init__(self, sides: Sides) -> None:
         self.target: Float32s = np.ones((sides.schema.num_rows, DIM), np.float32)
         self.fresh_store = Store.open(str(sides.folder / "fresh"))
-        self.folded_store = sides.copy
+        self.compacted_store = sides.copy
 
-    def folded(self) -> None:
-        self.folded_store.snapshot().table(TABLE).read_rectangle(values=self.target)
+    def compacted(self) -> None:
+        self.compacted_store.snapshot().table(TABLE).read_rectangle(values=self.target)
 
     def fresh(self) -> None:
         self.fresh_store.snapshot().table(TABLE).read_rectangle(values=self.target)
@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--memory-rows", type=int, nargs="*", default=[1_000_000, 10_000_000])
     options = parser.parse_args()
     report = harness.Report(
-        f"fold of {options.rows} x {DIM} fp32 at {options.bits} bits: baseline and {DELTAS} deltas of {SHARE:.0%}"
+        f"compact of {options.rows} x {DIM} fp32 at {options.bits} bits: baseline and {DELTAS} deltas of {SHARE:.0%}"
     )
     report.start()
     for rows in options.memory_rows:
@@ -205,33 +205,37 @@ def main() -> None:
 
 def time_all(report: harness.Report, sides: Sides, repeats: int) -> None:
     """Check that both sides agree, then time them, and the restores."""
-    sides.fold()
+    sides.compact()
     sides.bare()
     restores = Restores(sides)
-    restores.folded()
+    restores.compacted()
     codes = sides.bare_codes()
     step = np.float32(sides.schema.encoding.scale)  # type: ignore[union-attr]
     for start, stop in blocks(len(codes), 1 << 16):
         if not np.array_equal(step * codes[start:stop].astype(np.float32), restores.target[start:stop]):
-            raise SystemExit("the bare loop and the fold make different codes")
+            raise SystemExit("the bare loop and the compaction make different codes")
     del codes
     restores.fresh()
-    found = harness.alternating({"folded": restores.folded, "fresh": restores.fresh}, repeats)
-    report.add_ratio("restore after the fold / of a fresh baseline", found["folded"], found["fresh"], RESTORE_TO_FRESH)
+    found = harness.alternating({"compacted": restores.compacted, "fresh": restores.fresh}, repeats)
+    report.add_ratio(
+        "restore after the compaction / of a fresh baseline", found["compacted"], found["fresh"], RESTORE_TO_FRESH
+    )
     restores.close()
     del restores
-    found = harness.alternating({"fold": sides.fold, "bare": sides.bare}, repeats, before_each=sides.renew)
-    # Speeds: the bare loop's seconds over the fold's.
-    low, _, high = harness.spread([b / f for f, b in zip(found["fold"].wall, found["bare"].wall, strict=True)])
-    _, fold_s, _ = harness.spread(found["fold"].wall)
+    found = harness.alternating({"compact": sides.compact, "bare": sides.bare}, repeats, before_each=sides.renew)
+    # Speeds: the bare loop's seconds over the compaction's.
+    low, _, high = harness.spread([b / f for f, b in zip(found["compact"].wall, found["bare"].wall, strict=True)])
+    _, compact_s, _ = harness.spread(found["compact"].wall)
     _, bare_s, _ = harness.spread(found["bare"].wall)
     report.add(
-        "speed of the fold / speed of the bare loop", bare_s / fold_s, goal=FOLD_TO_BARE, sense="at least",
+        "speed of the compaction / speed of the bare loop", bare_s / compact_s, goal=COMPACT_TO_BARE, sense="at least",
         low=low, high=high,
     )  # fmt: skip
-    _, fold_cpu_s, _ = harness.spread(found["fold"].cpu)
+    _, compact_cpu_s, _ = harness.spread(found["compact"].cpu)
     _, bare_cpu_s, _ = harness.spread(found["bare"].cpu)
-    report.note(f"      fold {found['fold']}; bare {found['bare']}; of CPU seconds {bare_cpu_s / fold_cpu_s:.2f}x")
+    report.note(
+        f"      compact {found['compact']}; bare {found['bare']}; of CPU seconds {bare_cpu_s / compact_cpu_s:.2f}x"
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What it costs to load a compacted state: against safetensors from the page cache, and over a link of 1 Gbit/s.
 
-``python tests/benchmarks/bench_load.py``: 5,000,000 x 64 fp32; a baseline and two deltas of 5 % of the rows, folded
+``python tests/benchmarks/bench_load.py``: 5,000,000 x 64 fp32; a baseline and two deltas of 5 % of the rows, compacted
 into one segment. Every check of a reader is on: digests of objects and of the state.
 
 In memory means in the same touched array on both sides: safetensors maps its file, so `load_file` alone has read
@@ -44,7 +44,7 @@ RANGE_BYTES, RANGE_THREADS = 8 * 1024 * 1024, 8
 
 
 def write_store(url: str, table: DriftingTable, bits: Any, options: Mapping[str, Any] | None = None) -> float:
-    """Write baseline and deltas, and fold them; returns the bits per element of the codes."""
+    """Write baseline and deltas, and compact them; returns the bits per element of the codes."""
     with Store.create(url, fsync=False, storage_options=options) as store:
         with store.writer() as writer:
             with writer.begin(0, "full") as txn:

@@ -115,14 +115,14 @@ def show_plans(
         f"that times k^{work.union_power} in k. fp32 keeps the last checkpoint until the next one is whole.",
     )  # fmt: skip
     if bits == 4:
-        folded = plans[-1]
+        compacted = plans[-1]
         report.headline(
             f"planned: {name} on {cluster.ranks} GPUs, a checkpoint every 30 minutes, 4-bit quality, compaction: "
             "bytes, stall, until committed, restore; fp32",
             "; ".join(
                 f"{harness.shown(plan.mean_bytes / 1e9)} GB, {harness.shown(plan.stall_s)} s, "
                 f"{harness.shown(plan.commit_s)} s, {harness.shown(plan.restore_s)} s"
-                for plan in (folded, base)
+                for plan in (compacted, base)
             ),
             "", "python tests/benchmarks/bench_plan.py",
         )  # fmt: skip

@@ -261,7 +261,7 @@ def _alternate(loader: Loader, steps: Steps, size: Size) -> list[tuple[bool, flo
             steps.move(loader, version)
         stop = time.monotonic()
         phases.append((True, began, stop))
-        time.sleep(0.2)  # the last overlay is folded when nothing else is to do
+        time.sleep(0.2)  # the last overlay is merged when nothing else is to do
         began = time.monotonic()
         time.sleep(stop - phases[-1][1])
         phases.append((False, began, time.monotonic()))
@@ -324,7 +324,7 @@ def measure_apply(report: harness.Report, folder: Path, size: Size) -> None:
         mbs = DELTA_SHARE * size.rows * DIM * 4 / 1e6
         for name, what, goals in (
             ("loader", "loader, all of a move", (GOAL_APPLY_MBS, GOAL_BARE)),
-            ("segment", "applied, shown and folded alone", (None, None)),
+            ("segment", "applied, shown and compacted alone", (None, None)),
         ):
             rates = sorted(mbs / seconds for seconds in times[name].wall)
             report.add(
@@ -449,7 +449,7 @@ def peak_memory(url: str, versions: list[int], holds: str) -> dict[str, int]:
         loader.lookup(TABLE, np.arange(1000))
         steps.move(loader, versions[1])
         loader.lookup(TABLE, np.arange(1000))
-        time.sleep(0.3)  # the overlay is folded
+        time.sleep(0.3)  # the overlay is merged
         loader.poll()
         return {"loaded": loaded, "peak": peak.beyond_bytes}
 

@@ -1,4 +1,4 @@
-"""Restores against the length of the chain: as written, with compaction between the deltas, folded into one segment."""
+"""Restores against the length of the chain: as written, with compactions between deltas, merged into one segment."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from cnr_store.types import AffineBits
 
 BITS: AffineBits = 4
 SHARE = 0.05
-FOLD_EVERY = 8
+COMPACT_EVERY = 8
 """Deltas between two compactions: those of a cron job beside a training."""
 
-WRITTEN, COMPACTED, FOLDED = "as written", f"compacted every {FOLD_EVERY} deltas", "folded into one segment"
+WRITTEN, COMPACTED, ONE_SEGMENT = "as written", f"compacted every {COMPACT_EVERY} deltas", "compacted into one segment"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,29 +79,29 @@ def write(report: harness.Report, place: Place, trainee: Trainee, deltas: tuple[
         store = Cnr(BITS)
         store.open(place, trainee)
         store.save()()
-        folding_s = folding_cpu_s = 0.0
+        compacting_s = compacting_cpu_s = 0.0
         for number in range(1, max(deltas) + 1):
             store.touch(SHARE)
             store.save()()
-            if kind == COMPACTED and number % FOLD_EVERY == 0:
+            if kind == COMPACTED and number % COMPACT_EVERY == 0:
                 cpu = time.process_time()
-                folding_s += harness.timed(store.compact)
-                folding_cpu_s += time.process_time() - cpu
+                compacting_s += harness.timed(store.compact)
+                compacting_cpu_s += time.process_time() - cpu
             if number in deltas:
                 found.append(Chain(kind, number, _copy(place, store.url)))
         if kind == COMPACTED:
             report.note(
-                f"compaction beside {max(deltas)} deltas of {SHARE:.0%} at {BITS}-bit quality, every {FOLD_EVERY}: "
-                f"{folding_s:.2f} s, CPU {folding_cpu_s:.2f} s"
+                f"compaction beside {max(deltas)} deltas of {SHARE:.0%} at {BITS}-bit quality, every {COMPACT_EVERY}: "
+                f"{compacting_s:.2f} s, CPU {compacting_cpu_s:.2f} s"
             )
         store.close()
     for chain in [one for one in found if one.kind == WRITTEN]:
-        folded = Chain(FOLDED, chain.deltas, _copy(place, chain.url))
+        compacted = Chain(ONE_SEGMENT, chain.deltas, _copy(place, chain.url))
         store = Cnr(BITS)
-        store.open(place, trainee, folded.url)
+        store.open(place, trainee, compacted.url)
         store.compact(CompactionPolicy(max_chain=1))
         store.leave()
-        found.append(folded)
+        found.append(compacted)
     return found
 
 
@@ -137,7 +137,7 @@ def _report(
         "A manager's restore: weights, slots, dense tensors, and the mirror that the next delta needs.",
     )  # fmt: skip
     series = {}
-    for kind in (WRITTEN, COMPACTED, FOLDED):
+    for kind in (WRITTEN, COMPACTED, ONE_SEGMENT):
         points = sorted(
             (chain.deltas, harness.spread(one.wall)) for chain, one in timings.items() if chain.kind == kind
         )
@@ -148,7 +148,7 @@ def _report(
     )  # fmt: skip
     last = max(chain.deltas for chain in timings)
     by_kind = {chain.kind: one for chain, one in timings.items() if chain.deltas == last}
-    for kind in (COMPACTED, FOLDED):
+    for kind in (COMPACTED, ONE_SEGMENT):
         ratios = [a / b for a, b in zip(by_kind[kind].wall, by_kind[WRITTEN].wall, strict=True)]
         low, middle, high = harness.spread(ratios)
         report.add(f"restore of {last} deltas, {kind} / {WRITTEN}", middle, low=low, high=high)

@@ -89,7 +89,7 @@ class Saving:
         Kind to bytes of everything that was written: file lengths, with compaction and collection.
     dense_bytes
         Bytes of the dense tensors and of their documents; in no kind.
-    folded_bytes
+    compacted_bytes
         Of ``written``, what compaction wrote.
     written_du, held_du
         As ``written`` and ``held_bytes``, in blocks of the disk; dense tensors included.
@@ -101,7 +101,7 @@ class Saving:
     rows: int
     written: Mapping[str, int]
     dense_bytes: int
-    folded_bytes: int
+    compacted_bytes: int
     written_du: int
     peak_bytes: int
     held_bytes: int
@@ -138,10 +138,10 @@ class MeasuredStore:
         Numbers of intervals, from 1, at which a full chooses options anew, as the first one does and every full that
         ``intermittent`` asks for.
     compaction
-        Fold the chain after each save, as a job beside the training does.
+        Compact the chain after each save, as a job beside the training does.
     is_collected
-        Where a save or a fold replaced segments, expire all but the newest checkpoint and delete what only older ones
-        needed.
+        Where a save or a compaction replaced segments, expire all but the newest checkpoint and delete what older ones
+        alone needed.
 
     Attributes
     ----------
@@ -206,13 +206,13 @@ class MeasuredStore:
         self._sizes.append(CheckpointSize(txn.kind, txn.size_bytes))
         kept_rows = int(self.store.head().record.chain[-1].rows or 0)
         written = self._take_new()
-        folded = Written()
+        compacted = Written()
         if self.compaction is not None:
             compact(self.store, policy=self.compaction)
-            folded = self._take_new()
-            written += folded
+            compacted = self._take_new()
+            written += compacted
         peak_bytes = self._held()[0]
-        is_replaced = txn.kind == "full" or decision.base == "baseline" or folded.kinds["codes"] > 0
+        is_replaced = txn.kind == "full" or decision.base == "baseline" or compacted.kinds["codes"] > 0
         if self.is_collected and is_replaced:
             # The first run gives up what nobody needs, the second deletes it.
             for _ in range(2):
@@ -222,7 +222,8 @@ class MeasuredStore:
         self.savings.append(
             Saving(
                 kind=txn.kind, rows=kept_rows, written={name: written.kinds[name] for name in KINDS},
-                dense_bytes=written.dense_bytes, folded_bytes=folded.kinds.total(), written_du=written.blocks_bytes,
+                dense_bytes=written.dense_bytes, compacted_bytes=compacted.kinds.total(),
+                written_du=written.blocks_bytes,
                 peak_bytes=peak_bytes, held_bytes=held_bytes, held_du=held_du,
             )
         )  # fmt: skip

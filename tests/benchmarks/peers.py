@@ -296,7 +296,7 @@ class Cnr(_Saved):
             raise SystemExit("the store is empty")
 
     def compact(self, policy: CompactionPolicy = DEFAULT_POLICY) -> None:
-        """Fold the chain as the policy wants it, beside the manager."""
+        """Compact the chain as the policy wants it, beside the manager."""
         with self.opened() as store:
             compact(store, policy=policy)
 

@@ -179,11 +179,17 @@ class _Chain:
 
 
 def simulate(
-    policy: PlanPolicy, work: Workload, cluster: Cluster, rates: Rates, *, fold_at: int = 16, fold_ratio: float = 1.5
+    policy: PlanPolicy,
+    work: Workload,
+    cluster: Cluster,
+    rates: Rates,
+    *,
+    compact_at: int = 16,
+    compact_ratio: float = 1.5,
 ) -> Plan:
     """Play a run and add up what it costs.
 
-    ``fold_at`` and ``fold_ratio`` are compaction's: longest chain, and bytes of a chain over those of its baseline.
+    ``compact_at`` and ``compact_ratio`` bound a chain: its length, and its bytes over those of its baseline.
     """
     chain, saves, restores, peak, job_bytes = _Chain(policy), [], [], 0.0, 0.0
     for save in _saves(policy, work, cluster, rates, chain):
@@ -192,11 +198,13 @@ def simulate(
         peak = max(peak, chain.kept_bytes)
         restores.append(restore_s(chain.segments, work, cluster, rates))
         baseline, total = chain.segments[0].size_bytes, sum(one.size_bytes for one in chain.segments)
-        if policy == "consecutive + compaction" and (len(chain.segments) > fold_at or total > fold_ratio * baseline):
-            folded = save_of(Decision("full", "baseline", "folded"), 1, work, cluster, rates)
-            job_bytes += total + folded.size_bytes
-            peak = max(peak, chain.kept_bytes + folded.size_bytes)
-            chain.segments = [folded]
+        if policy == "consecutive + compaction" and (
+            len(chain.segments) > compact_at or total > compact_ratio * baseline
+        ):
+            compacted = save_of(Decision("full", "baseline", "compacted"), 1, work, cluster, rates)
+            job_bytes += total + compacted.size_bytes
+            peak = max(peak, chain.kept_bytes + compacted.size_bytes)
+            chain.segments = [compacted]
     hours = work.intervals * work.interval_s / 3600
     return Plan(
         policy=policy,

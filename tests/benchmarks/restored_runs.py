@@ -35,8 +35,8 @@ and one more is saved at the end."""
 BASELINE_SHARE = 0.05
 """The first save, at which scales are chosen, comes after this share of the steps."""
 
-FOLD_AFTER = 8
-"""Deltas after which the chain is folded into a baseline, as a compaction job does: bit for bit the same state, and a
+COMPACT_AFTER = 8
+"""Deltas after which the chain is compacted into a baseline, as a compaction job does: the same bits, and a
 restore reads a few segments instead of up to 64."""
 
 BIT_WIDTHS: tuple[AffineBits, ...] = (2, 3, 4, 8)
@@ -161,7 +161,7 @@ def run(order: Order, folder: str | None = None) -> Outcome:
             if step in saves:
                 manager.save()
                 head = manager.store.head().record
-                if len(head.chain) > FOLD_AFTER:
+                if len(head.chain) > COMPACT_AFTER:
                     chain_ends.append(head.v)
                     compact_run(manager.store, run=(0, len(head.chain)), workers=1)
             if step in restores:
@@ -257,7 +257,7 @@ def prepared(case: Case, seed: int) -> tuple[SmallDLRM, tuple[torch.optim.Optimi
 
 
 def _bytes_of(manager: CheckpointManager, chain_ends: Sequence[int]) -> Outcome:
-    """Return an outcome with the bytes of all saves: each stands in one of the chains, behind what was folded."""
+    """Return an outcome with the bytes of all saves: each stands in one of the chains, behind what was compacted."""
     deltas: list[tuple[int, int]] = []
     baselines: list[tuple[int, int]] = []
     for version in chain_ends:

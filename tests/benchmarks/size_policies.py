@@ -23,7 +23,7 @@ POLICIES: tuple[tuple[Policy, bool], ...] = (
     ("consecutive", False),
     ("consecutive", True),
 )
-"""Policy, and whether a compaction job folds the chain beside it."""
+"""Policy, and whether a compaction job compacts the chain beside it."""
 
 PLOTTED = frozenset({"lattice 4", "affine 4 greedy"})
 """Encodings that the plots show."""
@@ -68,11 +68,11 @@ def print_policies(report: harness.Report, stores: Sequence[MeasuredStore], fp32
             [
                 store.name,
                 intervals * fp32_bytes / written,
-                intervals * fp32_bytes / (written - sum(saving.folded_bytes for saving in savings)),
+                intervals * fp32_bytes / (written - sum(saving.compacted_bytes for saving in savings)),
                 fp32_bytes / held,
                 2 * fp32_bytes / max(saving.peak_bytes for saving in savings),
                 written / intervals,
-                sum(saving.folded_bytes for saving in savings) / intervals,
+                sum(saving.compacted_bytes for saving in savings) / intervals,
                 held,
                 sum(saving.kind == "full" for saving in savings),
             ]

@@ -122,20 +122,20 @@ def test_the_report_adds_up(place, tmp_path, capsys):
 
 def test_compaction_between_deltas_changes_no_bit_and_shortens_the_chain(place, capsys):
     report = harness.Report("chains")
-    found = chains.measure(report, place, Trainee(ROWS), (1, chains.FOLD_EVERY), 1)
+    found = chains.measure(report, place, Trainee(ROWS), (1, chains.COMPACT_EVERY), 1)
 
     assert {(chain.kind, chain.deltas) for chain in found} == {
         (kind, deltas)
-        for kind in (chains.WRITTEN, chains.COMPACTED, chains.FOLDED)
-        for deltas in (1, chains.FOLD_EVERY)
+        for kind in (chains.WRITTEN, chains.COMPACTED, chains.ONE_SEGMENT)
+        for deltas in (1, chains.COMPACT_EVERY)
     }  # fmt: skip
     segments = {(row[1], row[0]): row[2] for row in report.tables[0].rows}
-    assert segments[chains.WRITTEN, chains.FOLD_EVERY] == 1 + chains.FOLD_EVERY
-    assert segments[chains.COMPACTED, chains.FOLD_EVERY] < 1 + chains.FOLD_EVERY
-    assert segments[chains.FOLDED, chains.FOLD_EVERY] == 1
+    assert segments[chains.WRITTEN, chains.COMPACT_EVERY] == 1 + chains.COMPACT_EVERY
+    assert segments[chains.COMPACTED, chains.COMPACT_EVERY] < 1 + chains.COMPACT_EVERY
+    assert segments[chains.ONE_SEGMENT, chains.COMPACT_EVERY] == 1
     megabytes = {(row[1], row[0]): row[3] for row in report.tables[0].rows}
-    assert megabytes[chains.FOLDED, chains.FOLD_EVERY] < megabytes[chains.WRITTEN, chains.FOLD_EVERY]
-    assert report.plots[0].series.keys() == {chains.WRITTEN, chains.COMPACTED, chains.FOLDED}
+    assert megabytes[chains.ONE_SEGMENT, chains.COMPACT_EVERY] < megabytes[chains.WRITTEN, chains.COMPACT_EVERY]
+    assert report.plots[0].series.keys() == {chains.WRITTEN, chains.COMPACTED, chains.ONE_SEGMENT}
 
 
 @pytest.mark.servers

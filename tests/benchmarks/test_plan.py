@@ -62,11 +62,13 @@ def test_the_predictor_of_the_paper_begins_anew_at_last():
 
 def test_compaction_bounds_restores_and_storage_and_costs_the_job_bytes():
     work = replace(WORK, num_rows=10**9, intervals=48)
-    plain, folded = (simulate(policy, work, Cluster(), RATES) for policy in ("consecutive", "consecutive + compaction"))
-    assert folded.worst_restore_s < plain.worst_restore_s
-    assert folded.peak_storage_bytes < plain.peak_storage_bytes
-    assert folded.job_bytes_per_hour > plain.job_bytes_per_hour == 0
-    assert folded.mean_bytes <= plain.mean_bytes
+    plain, compacted = (
+        simulate(policy, work, Cluster(), RATES) for policy in ("consecutive", "consecutive + compaction")
+    )
+    assert compacted.worst_restore_s < plain.worst_restore_s
+    assert compacted.peak_storage_bytes < plain.peak_storage_bytes
+    assert compacted.job_bytes_per_hour > plain.job_bytes_per_hour == 0
+    assert compacted.mean_bytes <= plain.mean_bytes
 
 
 def test_twice_the_hosts_halve_what_a_link_bounds():

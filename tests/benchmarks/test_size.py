@@ -86,16 +86,16 @@ def test_without_a_collection_all_that_was_written_is_held(tmp_path: Path, inter
 
 def test_compaction_frees_bytes_and_counts_what_it_wrote(tmp_path: Path, intervals: list[Interval]) -> None:
     plain = MeasuredStore(tmp_path / "plain", lattice(4))
-    folded = MeasuredStore(tmp_path / "folded", lattice(4), compaction=CompactionPolicy(max_chain=2))
+    compacted = MeasuredStore(tmp_path / "compacted", lattice(4), compaction=CompactionPolicy(max_chain=2))
 
     for interval in intervals:
         plain.save(interval)
-        folded.save(interval)
+        compacted.save(interval)
 
-    assert sum(saving.folded_bytes for saving in folded.savings) > 0
-    assert folded.savings[-1].total > plain.savings[-1].total
-    assert folded.savings[-1].held_bytes < plain.savings[-1].held_bytes
-    assert folded.error(intervals[-1]) == plain.error(intervals[-1])
+    assert sum(saving.compacted_bytes for saving in compacted.savings) > 0
+    assert compacted.savings[-1].total > plain.savings[-1].total
+    assert compacted.savings[-1].held_bytes < plain.savings[-1].held_bytes
+    assert compacted.error(intervals[-1]) == plain.error(intervals[-1])
 
 
 def test_lattice_at_equal_error_is_no_coarser_than_affine_rows(tmp_path: Path, intervals: list[Interval]) -> None:

@@ -1,6 +1,6 @@
 """Consumers that follow change streams through maintained lives of a store have what its snapshots have, to the bit.
 
-They come and go while trainers save, roll back and fork, and while maintenance folds, expires and collects without any
+They come and go while trainers save, roll back and fork, and while maintenance compacts, expires and collects without
 grace. A consumer whose version is still live is never told that its cursor has expired.
 """
 
@@ -74,7 +74,7 @@ class FollowedStoreMachine(MaintainedStoreMachine):
         super().time_passes(hours)
 
     def go_on(self) -> None:
-        """As the training does; a save whose chain was folded and deleted beneath it is refused, which is not ours."""
+        """As the training does; a save whose chain was compacted and deleted beneath it is refused."""
         try:
             super().go_on()
         except DoesNotApply:

@@ -99,7 +99,7 @@ def expire(store: Store, keep_last: int = 1) -> None:
     collect_garbage(store, policy=RetentionPolicy(keep_last), grace_s=0, orphan_age_s=0, dry_run=False, force=True)
 
 
-def fold_all(store: Store) -> None:
+def compact_all(store: Store) -> None:
     compact_run(store, run=(0, len(store.head().record.chain)), force=True)
 
 
@@ -173,7 +173,7 @@ def test_what_leaves_the_state_alone_tells_nothing_and_the_cursor_goes_past_it(s
     begin(store)
     (version, *_) = save(store, [1], [2], [3])[-1:]
     store.tag("good")
-    fold_all(store)
+    compact_all(store)
     store.set_channel("prod")
 
     stream = changes(store, version)
@@ -462,7 +462,7 @@ def test_a_mirror_tells_of_every_kind_of_change_what_the_store_does(store: Store
         store, [1, 5], hashed, lambda txn: txn.delete_rows("h", np.asarray([7])), lambda txn: txn.resize_table("t", 3),
         lambda txn: txn.resize_table("t", 6), lambda txn: txn.delete_rows("t", np.asarray([1])),
     )  # fmt: skip
-    fold_all(store)
+    compact_all(store)
     store.rollback(5)
     with store.writer() as writer, writer.begin(40, "full") as txn:
         txn.write_table("t", np.ones((4, 2), np.float32), options=EXACT)
@@ -592,7 +592,7 @@ def test_a_cursor_that_was_overtaken_is_told_so_and_catches_up_by_comparing(stor
     for batch in changes(store):
         copy.apply(batch)
     save(store, [2], [3])
-    fold_all(store)
+    compact_all(store)
     expire(store)
 
     with pytest.raises(CursorExpired, match="catch_up") as caught:
@@ -619,7 +619,7 @@ def test_a_version_that_expired_costs_nothing_while_its_chain_goes_on(store: Sto
     assert told(changes(store, first)) == [(last, "t", "upsert", [1, 2, 3])]
 
 
-def test_deltas_that_were_folded_on_the_way_are_told_from_what_they_were_folded_into(store: Store) -> None:
+def test_deltas_that_were_compacted_on_the_way_are_told_from_what_they_were_compacted_into(store: Store) -> None:
     first = begin(store)
     save(store, [1], [2], [3])
     compact_run(store, run=(1, 4), force=True)
@@ -632,7 +632,7 @@ def test_deltas_that_were_folded_on_the_way_are_told_from_what_they_were_folded_
     assert stories[-1] == (last, "t", "upsert", [4])
 
 
-def test_a_folded_delta_that_goes_while_it_is_told_is_made_up_for(store: Store) -> None:
+def test_a_compacted_delta_that_goes_while_it_is_told_is_made_up_for(store: Store) -> None:
     def both(*rows: int) -> Callable[[Any], None]:
         def write(txn: Any) -> None:
             for table in ("t", "u"):
@@ -643,11 +643,11 @@ def test_a_folded_delta_that_goes_while_it_is_told_is_made_up_for(store: Store) 
     with store.writer() as writer, writer.begin(10) as txn:
         for table in ("t", "u"):
             txn.write_table(table, np.zeros((8, 2), np.float32), options=EXACT)
-    first, *folded = save(store, both(1), both(2, 4), both(3, 6))
+    first, *compacted = save(store, both(1), both(2, 4), both(3, 6))
     store.tag("kept", first)
     compact_run(store, run=(1, 4), force=True)
     collect_garbage(store, policy=RetentionPolicy(1), dry_run=False)
-    segments = [store.record(version).chain[-1].seg for version in folded]
+    segments = [store.record(version).chain[-1].seg for version in compacted]
     assert told(changes(store, first)) == [
         (store.latest_version() - 1, "t", "upsert", [2, 3, 4, 6]),
         (store.latest_version() - 1, "u", "upsert", [2, 3, 4, 6]),
@@ -713,7 +713,7 @@ def test_a_cursor_is_registered_before_the_first_snapshot_is_read(store: Store) 
     next(stream)
     held = store.cursors()["lake"].version
     save(store, [1], [2])
-    fold_all(store)
+    compact_all(store)
     expire(store)
 
     copy = ChangeCopy()
@@ -789,7 +789,7 @@ def test_a_version_that_expires_while_it_is_told_is_said_to_be_part_of_a_state(
     stream = changes(reader, max_batch_rows=1)
     next(stream)
     save(store, [2], [3])
-    fold_all(store)
+    compact_all(store)
     expire(store)
 
     with pytest.raises(CursorExpired, match="part of a state"):

@@ -51,17 +51,19 @@ class FollowedVisit(Visit):
         return root, grow
 
     def _tells_otherwise(self, changed: Set[str]) -> bool:
-        """Whether records that were there are others now, or what was folded is other than what it was folded from."""
-        folded, before = set[str](), set[str]()
+        """Whether records that were there are others now, or a merged segment other than what it was merged from."""
+        compacted, before = set[str](), set[str]()
         for key in sorted(key for key in self.case.sample.objects if key.startswith("commits/")):
             try:
                 record = json.loads(self.case.sample.objects[key])
             except ValueError:
                 continue  # superseded
             chain = {entry["seg"] for entry in record["chain"]}
-            folded |= chain - before if record["kind"] == "compact" else set()
+            compacted |= chain - before if record["kind"] == "compact" else set()
             before = chain
-        return any(key.startswith("commits/") or key.split("/")[1:2] in [[name] for name in folded] for key in changed)
+        return any(
+            key.startswith("commits/") or key.split("/")[1:2] in [[name] for name in compacted] for key in changed
+        )
 
     def loader(self) -> None:
         root, grow = (self.fresh(), None) if self.chance.random() < 0.3 else self._grown()

@@ -81,7 +81,7 @@ def held_by(root: Path) -> dict[Place, State]:
 
 
 def kept_case(root: Path) -> None:
-    """Folded and expired versions, a cursor, a lease, and the notes of a compaction and of maintenance."""
+    """Compacted and expired versions, a cursor, a lease, and the notes of a compaction and of maintenance."""
     shutil.copytree(GOLDEN / "lattice" / "store", root)
     with opened(root) as store:
         with store.writer(run_id="fuzz") as writer:

@@ -89,7 +89,7 @@ class Life:
 
 
 def compact_all(store: Store, step: int) -> None:
-    """Fold until nothing is left to do, now deltas alone, now with their baseline."""
+    """Compact until nothing is left to do, now deltas alone, now with their baseline."""
     policy = CompactionPolicy(max_restore_ratio=20 if step % 2 else 1.05, fanout=2)
     # A compaction that was killed keeps its lease: nobody else is at work here, so it need not run out.
     while compact_run(store, policy=policy, force=True).outcome != "nothing":
@@ -104,7 +104,7 @@ def collect(store: Store) -> None:
 
 
 def maintain(folder: Path, step: int) -> None:
-    """Fold and delete beside a training, for ever; what may be a save under way is left alone."""
+    """Compact and delete beside a training, for ever; what may be a save under way is left alone."""
     with Store.open(str(folder / "store"), threads=2) as store:
         while True:
             step += 1
@@ -310,7 +310,7 @@ def tell(pipe: int, phase: str) -> None:
 
 
 def launch_beside(job: dict[str, Any]) -> dict[str, Any]:
-    """Train, and kill who folds and deletes beside it, two at a time, until the training is over."""
+    """Train, and kill who compacts and deletes beside it, two at a time, until the training is over."""
     folder, chance = Path(job["folder"]), random.Random(job["seed"])
     life = Life(folder, lambda phase: None)
     trainer = fork(lambda: life.live(job["rounds"], maintains=False), folder / "errors.txt")

@@ -69,7 +69,7 @@ def check_torn_reads(folder: Path, total: int) -> list[dict[str, int]]:
     assert sum(one["done"] for one in found) >= total - THREADS - PROCESSES
     assert [one["mixed"] for one in found] == [0] * (THREADS + PROCESSES)
     assert [one["went_back"] for one in found] == [0] * (THREADS + PROCESSES)
-    # The race was on: each reader saw versions come, and some views were folded away under lookups.
+    # The race was on: each reader saw versions come, and some views were merged away under lookups.
     assert min(one["versions"] for one in found) > 5
     assert sum(one["retries"] for one in found) > 0
     return found

@@ -157,7 +157,7 @@ def saving(store: Store) -> Callable[[], object]:
     return lambda: save(writer, model, DELTAS + 1)
 
 
-def folding(store: Store) -> Callable[[], object]:
+def compacting(store: Store) -> Callable[[], object]:
     # Of a disk that is full one learns at once: a lease that a failed attempt has left is one's own.
     return lambda: compact_run(store, policy=CompactionPolicy(max_restore_ratio=1.1), force=True)
 
@@ -178,7 +178,7 @@ def fill_up(disk: Disk, prepared: Path, doing: Doing, every: int) -> Counter[str
     return Counter(outcomes)
 
 
-@pytest.mark.parametrize(("doing", "every"), [(saving, 5), (folding, 5), (collecting, 1)])
+@pytest.mark.parametrize(("doing", "every"), [(saving, 5), (compacting, 5), (collecting, 1)])
 def test_what_finds_the_disk_full_says_so_and_is_done_when_there_is_space(
     disk: Disk, prepared: Path, doing: Doing, every: int
 ) -> None:
@@ -251,7 +251,7 @@ print(mirrored_saves({url!r}, {str(folder)!r}, {levels}, {type(disk).__name__}(P
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("doing", [saving, folding])
+@pytest.mark.parametrize("doing", [saving, compacting])
 def test_what_finds_the_disk_full_at_any_object_says_so(disk: Disk, prepared: Path, doing: Doing) -> None:
     outcomes = fill_up(disk, prepared, doing, every=1)
 

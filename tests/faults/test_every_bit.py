@@ -1,7 +1,7 @@
 """Each byte of a small store is flipped, each object removed, cut, emptied, swapped: verify names it, no restore lies.
 
 The store has every kind of object: lattice, exact and affine tables with slots, set, add, delete and escape rows, dense
-tensors, documents, a tag, a channel, a rollback, a superseded position, a folded segment. One mutation at
+tensors, documents, a tag, a channel, a rollback, a superseded position, a compacted segment. One mutation at
 a time: `verify_store(deep=True)` must name the object, and each version must restore what it held, or raise.
 
 What need not be named, and may not matter either:

@@ -124,7 +124,7 @@ def test_a_store_whose_processes_are_killed_two_hundred_times_keeps_what_was_ack
 
 
 def train_beside_killed_maintenance(launcher: Launcher, folder: Path, rounds: int, seed: int) -> int:
-    """Train while two processes at a time that fold and delete are killed; how many were."""
+    """Train while two processes at a time that compact and delete are killed; how many were."""
     create_life(folder)
 
     answer = launcher.run("beside", folder, rounds=rounds, seed=seed, most_s=0.8)
@@ -140,7 +140,7 @@ def train_beside_killed_maintenance(launcher: Launcher, folder: Path, rounds: in
     return int(answer["kills"])
 
 
-def test_a_training_goes_on_while_those_who_fold_and_delete_are_killed(launcher: Launcher, tmp_path: Path) -> None:
+def test_a_training_goes_on_while_those_who_compact_and_delete_are_killed(launcher: Launcher, tmp_path: Path) -> None:
     kills = train_beside_killed_maintenance(launcher, tmp_path, rounds=60, seed=1)
 
     sys.stdout.write(f"60 saves beside {kills} kills\n")
@@ -149,7 +149,9 @@ def test_a_training_goes_on_while_those_who_fold_and_delete_are_killed(launcher:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_a_long_training_goes_on_while_those_who_fold_and_delete_are_killed(launcher: Launcher, tmp_path: Path) -> None:
+def test_a_long_training_goes_on_while_those_who_compact_and_delete_are_killed(
+    launcher: Launcher, tmp_path: Path
+) -> None:
     kills = train_beside_killed_maintenance(launcher, tmp_path, rounds=600, seed=2)
 
     sys.stdout.write(f"600 saves beside {kills} kills\n")

@@ -330,15 +330,15 @@ class Life:
         self.channels[name] = self.head
 
     def compact(self, store: Store, policy: CompactionPolicy) -> None:
-        """Fold until the policy is content; at least once."""
+        """Compact until the policy is content; at least once."""
 
-        def fold() -> str:
+        def compact() -> str:
             report = compact_run(store, policy=policy, force=True)
             assert report.outcome in ("committed", "nothing"), report
             return report.outcome
 
         before = len(store.head().record.chain)
-        while self.act(fold) == "committed":
+        while self.act(compact) == "committed":
             pass
         assert len(store.head().record.chain) < before
 

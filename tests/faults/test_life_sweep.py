@@ -241,17 +241,17 @@ KINDS = {6: ("delta", "baseline"), 8: ("full",)}
 
 
 def first_job(run: Run, store: Store) -> None:
-    """Name versions, and fold two deltas."""
+    """Name versions, and compact two deltas."""
     store.set_channel("serving")
     tag(run, store, "early")
-    fold(store, (1, 3))
+    compact(store, (1, 3))
 
 
 def second_job(run: Run, store: Store) -> None:
-    """Read under a lease, fold the baseline and a delta, and delete what nobody needs any more."""
+    """Read under a lease, compact the baseline and a delta, and delete what nobody needs any more."""
     with store.lease() as lease:
         read(run, store.snapshot(version=lease.version))
-        fold(store, (0, 2))
+        compact(store, (0, 2))
         collect(store, keep_last=2)
 
 
@@ -265,14 +265,14 @@ def third_job(run: Run, store: Store) -> None:
 
 
 def fourth_job(run: Run, store: Store) -> None:
-    """Move names again, fold by the policy, and collect all but the newest."""
+    """Move names again, compact by the policy, and collect all but the newest."""
     store.set_channel("serving")
     tag(run, store, "late")
     compact_run(store, policy=CompactionPolicy(max_chain=2), force=True)
     collect(store, keep_last=1)
 
 
-def fold(store: Store, run: tuple[int, int]) -> None:
+def compact(store: Store, run: tuple[int, int]) -> None:
     if len(store.head().record.chain) >= run[1]:
         compact_run(store, run=run, force=True)
 

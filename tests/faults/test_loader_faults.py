@@ -38,10 +38,10 @@ class Training:
         self.dense: dict[int, float] = {}
 
     def acts(self) -> list[Callable[[Store], None]]:
-        """Deltas, a fold, a new baseline after a collection, a rollback, many saves at once, a table that goes."""
+        """Deltas, a compaction, a new baseline after a collection, a rollback, many saves, a table that goes."""
         return [
             self.save,
-            self.fold,
+            self.compact,
             self.save,
             self.rebase_and_collect,
             self.roll_back,
@@ -75,7 +75,7 @@ class Training:
                 self.note(store)
         self.note(store)
 
-    def fold(self, store: Store) -> None:
+    def compact(self, store: Store) -> None:
         assert compact_run(store, policy=CompactionPolicy(max_chain=1), force=True).outcome == "committed"
         self.note(store)
 

@@ -31,7 +31,7 @@ def opened(fs: fsspec.AbstractFileSystem) -> Store:
 
 
 def build(fs: fsspec.AbstractFileSystem) -> None:
-    """A full, deltas of every kind, a fold, a rollback, another full."""
+    """A full, deltas of every kind, a compaction, a rollback, another full."""
     rng = np.random.default_rng(3)
     with Store.create_on(storage_from_filesystem(fs, "/root"), threads=1, retry=QUICK) as store:
         with store.writer() as writer:

@@ -259,10 +259,10 @@ def test_a_table_that_comes_back_has_another_generation() -> None:
     assert "table 't' begins again in generation 1, after 1" in problems
 
 
-def test_a_tensor_whose_segment_was_folded_is_found_by_its_bytes_alone() -> None:
-    folded = f"{9:020d}-{'9' * 32}"
-    names, manifests = chain_of(as_it_is, lambda new: new["dense"]["w"].update(segment=folded))
-    other_names, others = chain_of(as_it_is, lambda new: new["dense"]["w"].update(segment=folded, digest="e" * 32))
+def test_a_tensor_whose_segment_was_compacted_is_found_by_its_bytes_alone() -> None:
+    compacted = f"{9:020d}-{'9' * 32}"
+    names, manifests = chain_of(as_it_is, lambda new: new["dense"]["w"].update(segment=compacted))
+    other_names, others = chain_of(as_it_is, lambda new: new["dense"]["w"].update(segment=compacted, digest="e" * 32))
 
     assert find_dense(names, manifests, "w") == (0, manifests[0].dense["w"])
     assert find_dense(other_names, others, "w") is None

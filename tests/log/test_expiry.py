@@ -1,4 +1,4 @@
-"""What is folded and deleted while somebody reads it is no damage: to writers, checks and repairs."""
+"""What is compacted and deleted while somebody reads it is no damage: to writers, checks and repairs."""
 
 from __future__ import annotations
 
@@ -55,21 +55,21 @@ def store(fs: IsolatedMemoryFileSystem) -> Store:
 
 
 def raced(fs: IsolatedMemoryFileSystem, times: int = 1) -> Store:
-    """The store as a process sees it while another folds what it has, and deletes that, just before chunks are read.
+    """The store as a process sees it while another compacts what it has, and deletes that, just before chunks are read.
 
-    ``times`` how often; each time there is something to fold.
+    ``times`` how often; each time there is something to compact.
     """
     left = [times]
 
     def on_call(call: Call) -> None:
         if call.operation == "read" and "/codes/c/" in call.path and left[0]:
             left[0] -= 1
-            fold_and_delete(opened(fs))
+            compact_and_delete(opened(fs))
 
     return opened(FaultyFileSystem(fs, on_call=on_call))
 
 
-def fold_and_delete(store: Store) -> None:
+def compact_and_delete(store: Store) -> None:
     chain = store.head().record.chain
     if len(chain) == 1:  # from here on the training has to go on for there to be more
         with store.writer() as writer:
@@ -84,7 +84,7 @@ def column(store: Store) -> list[float]:
     return [float(value) for value in store.snapshot().table("t").read()[:, 0]]
 
 
-def test_a_restore_goes_on_from_what_its_head_was_folded_into(store: Store, fs: IsolatedMemoryFileSystem) -> None:
+def test_a_restore_goes_on_from_what_its_head_was_compacted_into(store: Store, fs: IsolatedMemoryFileSystem) -> None:
     """It called that damage, and a training went back to an older checkpoint."""
     expected = column(store)
 
@@ -104,7 +104,7 @@ def test_a_restore_that_is_overtaken_again_and_again_says_so(
     monkeypatch.setattr("cnr_store.write.writer._RESTORES", 1)
 
     with raced(fs).writer() as writer:
-        with pytest.raises(VersionExpired, match="folded and deleted"):
+        with pytest.raises(VersionExpired, match="compacted and deleted"):
             writer.restore()
         writer.restore()
         save(writer, 5)
@@ -121,7 +121,7 @@ def test_a_check_that_is_overtaken_looks_again(store: Store, fs: IsolatedMemoryF
 
 
 def test_a_check_that_is_always_overtaken_says_so(store: Store, fs: IsolatedMemoryFileSystem) -> None:
-    with pytest.raises(Conflict, match="folded and deleted"):
+    with pytest.raises(Conflict, match="compacted and deleted"):
         verify_store(raced(fs, times=9), deep=True, threads=1)
 
     assert verify_store(store, deep=True).is_sound
@@ -164,12 +164,12 @@ def test_a_segment_that_two_versions_share_is_missed_as_part_of_the_one_that_is_
             writer.snapshot.table("t").read()
 
 
-def test_what_a_writer_goes_on_from_was_folded_and_deleted(store: Store, fs: IsolatedMemoryFileSystem) -> None:
+def test_what_a_writer_goes_on_from_was_compacted_and_deleted(store: Store, fs: IsolatedMemoryFileSystem) -> None:
     with opened(fs).writer() as writer:
         writer.restore()
-        fold_and_delete(store)
+        compact_and_delete(store)
 
-        with pytest.raises(DoesNotApply, match="folded and deleted"):
+        with pytest.raises(DoesNotApply, match="compacted and deleted"):
             writer.snapshot.table("t").read()
         save(writer, 5)
 

@@ -116,19 +116,19 @@ def compactor_life(world: World, log: CommitLog) -> None:
         if len(head.record.chain) < 2:
             continue
         start = world.random.randrange(len(head.record.chain) - 1)
-        folded = head.record.chain[start : start + world.random.choice((2, 3))]
+        compacted = head.record.chain[start : start + world.random.choice((2, 3))]
         seg = segment_name(head.record.v, f"{world.number():032x}")
-        world.content[seg] = tuple(number for entry in folded for number in world.content[entry.seg])
+        world.content[seg] = tuple(number for entry in compacted for number in world.content[entry.seg])
         merged = ChainEntry(
             seg=seg,
             sha256="0" * 64,
-            kind=folded[0].kind,
-            l0=folded[0].l0,
-            l1=folded[-1].l1,
+            kind=compacted[0].kind,
+            l0=compacted[0].l0,
+            l1=compacted[-1].l1,
             bytes=1,
             rows=1,
         )
-        run = [entry.seg for entry in folded]
+        run = [entry.seg for entry in compacted]
         draft = draft_after(head.record, "compact", WRITER, chain=replace_run(head.record, merged, run))
         log.append(head, draft, partial(rebase_compact, merged=merged, run=run))
 

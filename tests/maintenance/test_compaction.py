@@ -66,7 +66,7 @@ def training(store: Store) -> Training:
 
 
 @pytest.mark.parametrize("name", STORES)
-def test_every_run_of_a_golden_store_reads_the_same_folded(name: str, tmp_path: Path) -> None:
+def test_every_run_of_a_golden_store_reads_the_same_compacted(name: str, tmp_path: Path) -> None:
     chain = Store.open(str(GOLDEN / name / "store"), threads=1).head().record.chain
     runs = [(start, stop) for start in range(len(chain)) for stop in range(start + 2, len(chain) + 1)]
     assert runs or name == "one_shot" or len(chain) < 2
@@ -91,7 +91,7 @@ def test_every_run_of_a_golden_store_reads_the_same_folded(name: str, tmp_path: 
         compare(root)
 
 
-def test_the_report_counts_what_was_folded(store: Store, training: Training) -> None:
+def test_the_report_counts_what_was_compacted(store: Store, training: Training) -> None:
     chain = store.head().record.chain
 
     report = compact_run(store, run=ALL)
@@ -137,7 +137,7 @@ def test_a_head_that_needs_nothing_costs_a_few_reads_and_no_write() -> None:
     assert files.count("read") <= 3
 
 
-def test_a_dry_run_says_what_would_be_folded_and_writes_nothing(store: Store, training: Training) -> None:
+def test_a_dry_run_says_what_would_be_compacted_and_writes_nothing(store: Store, training: Training) -> None:
     before = [stat.key for stat in store.storage.list_objects("")]
 
     report = compact_run(store, policy=CompactionPolicy(fanout=3, max_restore_ratio=9), dry_run=True)
@@ -173,7 +173,7 @@ def test_a_branch_is_compacted_in_its_own_log(store: Store, training: Training) 
 
 
 @pytest.mark.parametrize("num_rows", [0, 4, 6, 8])
-def test_a_run_that_resizes_a_table_is_sound_folded(store: Store, num_rows: int) -> None:
+def test_a_run_that_resizes_a_table_is_sound_compacted(store: Store, num_rows: int) -> None:
     """What the first segment says that its parts start from was stated of other rows, and verify called it damage."""
     values, rows = np.arange(12, dtype=np.float32).reshape(6, 2), np.arange(6)
     halves = [Rectangle((0, 4), (0, 2)), Rectangle((4, 6), (0, 2))]
@@ -235,7 +235,7 @@ def test_a_live_writer_goes_on_before_during_and_after(store: Store) -> None:
     assert compare(store.url) > 0
 
 
-def test_a_writer_keeps_its_mirrors_where_the_folded_chain_cannot_be_opened_at_once() -> None:
+def test_a_writer_keeps_its_mirrors_where_the_compacted_chain_cannot_be_opened_at_once() -> None:
     """The save was acknowledged, and the next one needed a restore of all tables."""
     files, down = IsolatedMemoryFileSystem(), False
 
@@ -247,7 +247,7 @@ def test_a_writer_keeps_its_mirrors_where_the_folded_chain_cannot_be_opened_at_o
     store = Store.create_on(storage_from_filesystem(view, "/root"), threads=1, retry=QUICK)
     training = Training(store)
     with store.writer() as writer:
-        fold_behind(training, writer, files)
+        compact_behind(training, writer, files)
         down = True
         training.delta(writer)
         with pytest.raises(StorageFailure):
@@ -260,13 +260,13 @@ def test_a_writer_keeps_its_mirrors_where_the_folded_chain_cannot_be_opened_at_o
     assert verify_store(store, deep=True).is_sound
 
 
-def test_a_reply_that_is_cut_while_the_folded_chain_is_opened_costs_nothing() -> None:
+def test_a_reply_that_is_cut_while_the_compacted_chain_is_opened_costs_nothing() -> None:
     """The manifest looked damaged, so the mirrors were given up."""
     files = IsolatedMemoryFileSystem()
     store = Store.create_on(storage_from_filesystem(files, "/root"), threads=1, retry=QUICK)
     training = Training(store)
     with store.writer() as writer:
-        path, whole = fold_behind(training, writer, files)
+        path, whole = compact_behind(training, writer, files)
         files.pipe_file(path, whole[:100])
         training.delta(writer)
         files.pipe_file(path, whole)
@@ -275,12 +275,12 @@ def test_a_reply_that_is_cut_while_the_folded_chain_is_opened_costs_nothing() ->
         training.check()
 
 
-def test_a_folded_chain_that_stays_damaged_is_refused_once_and_healed_by_a_full() -> None:
+def test_a_compacted_chain_that_stays_damaged_is_refused_once_and_healed_by_a_full() -> None:
     files = IsolatedMemoryFileSystem()
     store = Store.create_on(storage_from_filesystem(files, "/root"), threads=1, retry=QUICK)
     training = Training(store)
     with store.writer() as writer:
-        path, whole = fold_behind(training, writer, files)
+        path, whole = compact_behind(training, writer, files)
         files.pipe_file(path, whole[:100])
         training.delta(writer)
 
@@ -292,8 +292,8 @@ def test_a_folded_chain_that_stays_damaged_is_refused_once_and_healed_by_a_full(
         training.check()
 
 
-def fold_behind(training: Training, writer: Writer, files: IsolatedMemoryFileSystem) -> tuple[str, bytes]:
-    """Save twice, and let another process fold both; returns where the new manifest is, and its bytes."""
+def compact_behind(training: Training, writer: Writer, files: IsolatedMemoryFileSystem) -> tuple[str, bytes]:
+    """Save twice, and let another process compact both; returns where the new manifest is, and its bytes."""
     training.full(writer)
     training.delta(writer)
     with Store.open_on(storage_from_filesystem(files, "/root"), threads=1) as other:
@@ -302,7 +302,7 @@ def fold_behind(training: Training, writer: Writer, files: IsolatedMemoryFileSys
     return path, files.cat_file(path)
 
 
-def test_a_restored_writer_goes_on_from_a_folded_chain(store: Store, training: Training) -> None:
+def test_a_restored_writer_goes_on_from_a_compacted_chain(store: Store, training: Training) -> None:
     compact_run(store, run=ALL)
 
     with store.writer() as writer:
@@ -317,7 +317,7 @@ def test_a_restored_writer_goes_on_from_a_folded_chain(store: Store, training: T
     assert [entry.kind for entry in store.head().record.chain] == ["baseline", "delta"]
 
 
-def test_one_shot_deltas_go_on_from_a_folded_baseline(store: Store) -> None:
+def test_one_shot_deltas_go_on_from_a_compacted_baseline(store: Store) -> None:
     training = Training(store)
     with store.writer() as writer:
         training.full(writer)
@@ -446,7 +446,7 @@ def test_an_unknown_outcome_is_said_and_what_was_written_stays() -> None:
 # ---- dense tensors
 
 
-def test_a_delta_finds_the_tensors_of_a_segment_that_was_folded_meanwhile(store: Store, training: Training) -> None:
+def test_a_delta_finds_the_tensors_of_a_segment_that_was_compacted_meanwhile(store: Store, training: Training) -> None:
     with store.writer() as writer:
         writer.restore()
         training.delta(writer, before_commit=lambda: compact_run(store, run=ALL))
@@ -464,7 +464,7 @@ def test_a_delta_finds_the_tensors_of_a_segment_that_was_folded_meanwhile(store:
     training.check()
 
 
-def test_a_folded_delta_holds_every_tensor_by_its_own_bytes(store: Store, training: Training) -> None:
+def test_a_compacted_delta_holds_every_tensor_by_its_own_bytes(store: Store, training: Training) -> None:
     report = compact_run(store, run=(1, 4))
 
     assert report.kind == "delta"
@@ -499,7 +499,7 @@ def test_a_run_that_leads_to_another_state_is_not_committed(store: Store, traini
     draft = draft_after(head.record, "compact", writer_info(), chain=chain, logical=second.l1)
     before = store.internals.log.append(head, draft, rebase_expire)
 
-    with pytest.raises(CorruptStore, match="folds to state digest"):
+    with pytest.raises(CorruptStore, match="merges to state digest"):
         compact_run(store, run=(0, 2))
 
     assert store.head().digest == before.digest

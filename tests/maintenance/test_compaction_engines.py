@@ -1,4 +1,4 @@
-"""Threads, processes and a Ray cluster fold to the same bytes, and fail with the same errors."""
+"""Threads, processes and a Ray cluster compact to the same bytes, and fail with the same errors."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_without_ray_the_error_says_what_to_install(store: Store, monkeypatch: p
 def test_a_worker_that_dies_is_an_error_and_what_is_done_is_kept(
     store: Store, cluster: None, monkeypatch: pytest.MonkeyPatch, engine: Any
 ) -> None:
-    monkeypatch.setattr(engines, "fold_elsewhere", _die)
+    monkeypatch.setattr(engines, "run_elsewhere", _die)
     with pytest.raises(engines.CnrStoreError, match="of the compaction"):
         compact_run(store, run=ALL, engine=engine, workers=1)
     monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""Which run of a chain is folded: decided from the chain's bytes alone."""
+"""Which run of a chain is compacted: decided from the chain's bytes alone."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_deltas_of_similar_size_become_one_when_there_are_enough() -> None:
     assert positions(choose_run(chain_of(LARGE, 100, 110, 90), policy)) == (1, 4, "delta")
 
 
-def test_a_backlog_is_folded_at_once() -> None:
+def test_a_backlog_is_compacted_at_once() -> None:
     assert positions(choose_run(chain_of(LARGE, *[100] * 40), CompactionPolicy())) == (1, 41, "delta")
 
 
@@ -68,7 +68,7 @@ def test_deltas_behind_a_baseline_without_bytes_go_into_it() -> None:
     assert positions(choose_run(chain_of(0, 1), CompactionPolicy())) == (0, 2, "baseline")
 
 
-def test_a_chain_that_is_too_long_is_folded_where_the_fewest_are_needed() -> None:
+def test_a_chain_that_is_too_long_is_compacted_where_the_fewest_are_needed() -> None:
     chain = chain_of(LARGE, 6400, 6400, 1600, 400, 100)
 
     assert choose_run(chain, CompactionPolicy(max_chain=6)) is None

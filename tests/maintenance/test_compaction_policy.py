@@ -15,15 +15,15 @@ from cnr_store.types import MAX_CHAIN
 
 @dataclass
 class Life:
-    """A store of segment sizes alone. ``kept`` is the share of a run's bytes that its fold keeps, at least."""
+    """A store of segment sizes alone. ``kept`` is the share of a run's bytes that its compact keeps, at least."""
 
     policy: CompactionPolicy
     random: np.random.Generator
     kept: float
     baseline: int
     arrived: int = 0
-    folded_deltas: int = 0
-    folded_baselines: int = 0
+    compacted_deltas: int = 0
+    compacted_baselines: int = 0
     chain: list[ChainEntry] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -39,28 +39,28 @@ class Life:
         self.chain.append(self.segment("delta", l0, l0 + 1, size))
         self.arrived += size
 
-    def fold(self, run: Run) -> None:
-        """Replace the run by what folding it may give: a baseline of about the same size, or the union of deltas."""
+    def replace(self, run: Run) -> None:
+        """Replace the run by what compacting it may give: a baseline of about the same size, or the union of deltas."""
         members = self.chain[run.start : run.stop]
         total, most = sum(one.bytes for one in members), max(one.bytes for one in members)
         least = max(1, most if run.kind == "baseline" else int(self.kept * total))
         size = int(self.random.integers(least, max(least, total) + 1))
         if run.kind == "baseline":
-            self.folded_baselines += size
+            self.compacted_baselines += size
         else:
-            self.folded_deltas += size
+            self.compacted_deltas += size
         self.chain[run.start : run.stop] = [self.segment(run.kind, members[0].l0, members[-1].l1, size)]
 
     def compact(self) -> int:
-        """Fold until nothing is left to do; returns how many folds that were."""
-        folds = 0
+        """Compact until nothing is left to do; returns how many compactions that were."""
+        compactions = 0
         while (run := choose_run(self.chain, self.policy)) is not None:
             assert len(run) >= 2
             assert run.kind == ("delta" if run.start else "baseline")
             assert 0 <= run.start < run.stop <= len(self.chain) <= MAX_CHAIN
-            self.fold(run)
-            folds += 1
-        return folds
+            self.replace(run)
+            compactions += 1
+        return compactions
 
 
 policies = st.builds(
@@ -95,9 +95,9 @@ def test_a_compacted_chain_is_short_and_small(
         if count % every:
             continue
         before = len(life.chain)
-        folds = life.compact()
+        compactions = life.compact()
 
-        assert folds < before
+        assert compactions < before
         assert len(life.chain) <= policy.max_chain
         held = sum(one.bytes for one in life.chain)
         assert held <= policy.max_restore_ratio * life.chain[0].bytes + 1e-6 * held
@@ -119,8 +119,8 @@ def test_each_byte_is_written_again_once_per_tier_and_each_baseline_is_paid_for(
             life.compact()
 
     tiers = 1 + np.log(life.arrived) / np.log(fanout)
-    assert life.folded_deltas <= (fanout + 1) * tiers * life.arrived
-    assert life.folded_baselines <= policy.max_restore_ratio / (policy.max_restore_ratio - 1) * life.arrived
+    assert life.compacted_deltas <= (fanout + 1) * tiers * life.arrived
+    assert life.compacted_baselines <= policy.max_restore_ratio / (policy.max_restore_ratio - 1) * life.arrived
 
 
 def test_equal_deltas_are_written_again_once_per_tier() -> None:
@@ -131,5 +131,5 @@ def test_equal_deltas_are_written_again_once_per_tier() -> None:
         life.save(1024)
         life.compact()
 
-    assert life.folded_deltas == 5 * life.arrived
+    assert life.compacted_deltas == 5 * life.arrived
     assert len(life.chain) == 2

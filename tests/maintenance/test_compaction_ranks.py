@@ -32,11 +32,11 @@ from tests.write.test_many_ranks import (
 )
 
 SAVES = st.sampled_from([*[("delta", "head")] * 3, ("delta", "baseline"), ("full", "head")])
-FOLDS = st.sampled_from(["never", "before", "during", "before and during"])
+COMPACTS = st.sampled_from(["never", "before", "during", "before and during"])
 
 
-def fold_some_run(store: Store, chance: Any) -> None:
-    """Fold a run that is drawn from the head's chain; what is read there stays the same."""
+def compact_some_run(store: Store, chance: Any) -> None:
+    """Compact a run that is drawn from the head's chain; what is read there stays the same."""
     head = store.head()
     length = len(head.record.chain)
     if length < 2:
@@ -56,13 +56,13 @@ def fold_some_run(store: Store, chance: Any) -> None:
 
 @settings(max_examples=10, deadline=None)
 @given(st.data(), st.integers(0, 10**6))
-def test_ranks_go_on_from_whatever_was_folded(data: st.DataObject, seed: int) -> None:
+def test_ranks_go_on_from_whatever_was_compacted(data: st.DataObject, seed: int) -> None:
     check_a_life(data, seed, new_files())
 
 
 @settings(max_examples=4, deadline=None)
 @given(st.data(), st.integers(0, 10**6))
-def test_the_independent_reader_reads_what_was_folded(
+def test_the_independent_reader_reads_what_was_compacted(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, seed: int
 ) -> None:
     root = tmp_path_factory.mktemp("life") / "store"
@@ -84,7 +84,7 @@ def check_a_life(data: st.DataObject, seed: int, files: Any) -> None:
             plan = []
             for kind, base in data.draw(st.lists(SAVES, min_size=1, max_size=4)):
                 change = life.train(kind, base)
-                plan.append((change, life.copy(), data.draw(FOLDS)))
+                plan.append((change, life.copy(), data.draw(COMPACTS)))
             run_ranks(files, placements, initial, plan, seed, is_first=is_first)
             is_first = False
             with open_store(files) as store:
@@ -114,13 +114,13 @@ def run_ranks(
                     declare(txn, shards, initial)
             else:
                 restore_exactly(writer, mine, initial)
-            for number, (change, after, fold) in enumerate(plan):
-                if rank.rank == 0 and "before" in fold:
-                    fold_some_run(store, chance)
+            for number, (change, after, compact) in enumerate(plan):
+                if rank.rank == 0 and "before" in compact:
+                    compact_some_run(store, chance)
                 with writer.begin(number + 1, change.kind, base=change.base) as txn:  # type: ignore[arg-type]
                     give(txn, shards, after, change)
-                    if rank.rank == 0 and "during" in fold and change.base == "head":
-                        fold_some_run(store, chance)
+                    if rank.rank == 0 and "during" in compact and change.base == "head":
+                        compact_some_run(store, chance)
             restore_exactly(writer, mine, plan[-1][1])
 
     all_well(on_ranks(len(placements), work))

@@ -1,4 +1,4 @@
-"""What is folded by whom: planned from manifests alone, so every planner of a run plans the same."""
+"""What is compacted by whom: planned from manifests alone, so every planner of a run plans the same."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from cnr_store.format.records import ArrayEntry, ChainEntry, Manifest, PartEntry
 from cnr_store.maintenance.compaction.plan import Run
 from cnr_store.maintenance.compaction.tasks import (
     PIECE_CHUNKS,
-    FoldPiece,
-    FoldTask,
+    CompactionTask,
+    MergePiece,
     check_pieces,
     check_states,
-    foldable_run,
+    compactable_run,
     plan_digest,
     plan_tasks,
 )
@@ -80,7 +80,7 @@ def everything(manifests: Sequence[Manifest]) -> Run:
     return Run(0, len(manifests), "baseline", "asked for")
 
 
-def pieces_of(tasks: Sequence[FoldTask]) -> dict[str, list[Rectangle]]:
+def pieces_of(tasks: Sequence[CompactionTask]) -> dict[str, list[Rectangle]]:
     pieces: dict[str, list[Rectangle]] = {}
     for piece in (piece for task in tasks for piece in task.pieces):
         pieces.setdefault(piece.table, []).append(piece.rectangle)
@@ -97,7 +97,7 @@ def test_small_tables_share_a_task() -> None:
 
     tasks = plan_tasks(manifests, everything(manifests))
 
-    assert tasks == (FoldTask(0, tuple(FoldPiece(name, Rectangle((0, 10), (0, 4))) for name in "abc")),)
+    assert tasks == (CompactionTask(0, tuple(MergePiece(name, Rectangle((0, 10), (0, 4))) for name in "abc")),)
 
 
 def test_a_large_table_is_cut_at_chunks_into_pieces_of_about_the_same_size() -> None:
@@ -195,7 +195,7 @@ def test_hashed_tables_and_tables_without_rows_are_one_piece() -> None:
         }  # fmt: skip
 
 
-def test_tables_that_are_gone_at_the_end_of_the_run_are_not_folded() -> None:
+def test_tables_that_are_gone_at_the_end_of_the_run_are_not_compacted() -> None:
     tables = {"a": schema_of(10, 4), "b": schema_of(10, 4)}
     manifests = chain_of(tables, {"a": whole(10, 4), "b": whole(10, 4)}, {"a": whole(10, 4)})
     manifests[1] = msgspec.structs.replace(manifests[1], tables={"a": tables["a"]})
@@ -206,23 +206,23 @@ def test_tables_that_are_gone_at_the_end_of_the_run_are_not_folded() -> None:
 CUT_IN_TWO: list[Tile] = [((0, 10), (0, 3)), ((0, 10), (3, 6))]
 
 
-def test_deltas_of_other_columns_are_folded_apart() -> None:
+def test_deltas_of_other_columns_are_compacted_apart() -> None:
     tables = {"t": schema_of(10, 6)}
     same, other = {"t": whole(10, 6)}, {"t": CUT_IN_TWO}
     manifests = chain_of(tables, same, same, same, other, other, other)
 
-    found = foldable_run(manifests, Run(1, 6, "delta", "why"))
+    found = compactable_run(manifests, Run(1, 6, "delta", "why"))
 
     assert (found.start, found.stop, found.kind) == (3, 6, "delta")
-    assert foldable_run(manifests, Run(1, 3, "delta", "why")) == Run(1, 3, "delta", "why")
-    assert foldable_run(manifests, everything(manifests)) == everything(manifests)
+    assert compactable_run(manifests, Run(1, 3, "delta", "why")) == Run(1, 3, "delta", "why")
+    assert compactable_run(manifests, everything(manifests)) == everything(manifests)
 
 
 def test_deltas_that_are_all_cut_differently_go_into_the_baseline() -> None:
     tables = {"t": schema_of(10, 6)}
     manifests = chain_of(tables, {"t": whole(10, 6)}, {"t": whole(10, 6)}, {"t": CUT_IN_TWO}, {"t": whole(10, 6)})
 
-    found = foldable_run(manifests, Run(1, 3, "delta", "why"))
+    found = compactable_run(manifests, Run(1, 3, "delta", "why"))
 
     assert (found.start, found.stop, found.kind) == (0, 3, "baseline")
 
@@ -234,7 +234,7 @@ def test_deltas_that_cut_other_columns_in_other_rows_go_into_the_baseline() -> N
     turned: list[Tile] = [((5, 10), (0, 6)), ((0, 5), (0, 3)), ((0, 5), (3, 6))]
     manifests = chain_of(tables, {"t": whole(10, 6)}, {"t": mixed}, {"t": turned})
 
-    found = foldable_run(manifests, Run(1, 3, "delta", "why"))
+    found = compactable_run(manifests, Run(1, 3, "delta", "why"))
 
     assert (found.start, found.stop, found.kind) == (0, 3, "baseline")
 
@@ -243,10 +243,10 @@ def test_deltas_whose_parts_do_not_make_the_table_up_go_into_the_baseline() -> N
     tables = {"t": schema_of(10, 4)}
     manifests = chain_of(tables, *[{"t": whole(10, 4)}] * 3, {"t": [((0, 5), (0, 4))]}, {})
 
-    runs = [foldable_run(manifests, Run(1, stop, "delta", "asked for")) for stop in (3, 4, 5)]
+    runs = [compactable_run(manifests, Run(1, stop, "delta", "asked for")) for stop in (3, 4, 5)]
 
     assert [(run.start, run.stop, run.kind) for run in runs] == [(1, 3, "delta")] * 3
-    assert foldable_run(manifests, Run(2, 4, "delta", "asked for")).kind == "baseline"
+    assert compactable_run(manifests, Run(2, 4, "delta", "asked for")).kind == "baseline"
     assert pieces_of(plan_tasks(manifests, everything(manifests)))["t"] == [Rectangle((0, 10), (0, 4))]
 
 
@@ -256,7 +256,7 @@ def test_parts_without_rows_do_not_stand_in_the_way() -> None:
         tables, {"t": whole(10, 6)}, {"t": whole(10, 6)}, {"t": [*whole(10, 6), ((10, 10), (0, 3))]}
     )  # fmt: skip
 
-    assert foldable_run(manifests, Run(1, 3, "delta", "why")) == Run(1, 3, "delta", "why")
+    assert compactable_run(manifests, Run(1, 3, "delta", "why")) == Run(1, 3, "delta", "why")
 
 
 def test_a_table_that_begins_anew_may_be_cut_anew() -> None:
@@ -264,7 +264,7 @@ def test_a_table_that_begins_anew_may_be_cut_anew() -> None:
     manifests = chain_of(tables, {"t": whole(10, 6)}, {"t": whole(10, 6)}, {"t": CUT_IN_TWO})
     manifests[2] = msgspec.structs.replace(manifests[2], tables=later)
 
-    assert foldable_run(manifests, Run(1, 3, "delta", "why")) == Run(1, 3, "delta", "why")
+    assert compactable_run(manifests, Run(1, 3, "delta", "why")) == Run(1, 3, "delta", "why")
 
 
 def test_a_life_that_looks_like_the_one_before_the_run_is_not_put_behind_it() -> None:
@@ -272,7 +272,7 @@ def test_a_life_that_looks_like_the_one_before_the_run_is_not_put_behind_it() ->
     manifests = chain_of(tables, {"t": whole(10, 6)}, {}, {"t": whole(10, 6)})
     manifests[1] = msgspec.structs.replace(manifests[1], tables={})
 
-    found = foldable_run(manifests, Run(1, 3, "delta", "why"))
+    found = compactable_run(manifests, Run(1, 3, "delta", "why"))
 
     assert (found.start, found.stop, found.kind) == (0, 3, "baseline")
 
@@ -282,7 +282,7 @@ def entry(name: str, sha256: str = "0" * 64) -> ChainEntry:
 
 
 def test_a_plan_is_named_by_its_inputs_and_its_tasks() -> None:
-    tasks = (FoldTask(0, (FoldPiece("t", Rectangle((0, 1), (0, 2))),)),)
+    tasks = (CompactionTask(0, (MergePiece("t", Rectangle((0, 1), (0, 2))),)),)
     plan = ([entry("a"), entry("b")], "compact", tasks)
     digests = [
         plan_digest(*plan),  # type: ignore[arg-type]
@@ -298,7 +298,7 @@ def test_a_plan_is_named_by_its_inputs_and_its_tasks() -> None:
 
 
 def test_parts_that_were_not_planned_are_refused() -> None:
-    task = FoldTask(3, (FoldPiece("t", Rectangle((0, 4), (0, 2))), FoldPiece("t", Rectangle((4, 8), (0, 2)))))
+    task = CompactionTask(3, (MergePiece("t", Rectangle((0, 4), (0, 2))), MergePiece("t", Rectangle((4, 8), (0, 2)))))
     parts = [part_of("t", ((0, 4), (0, 2))), part_of("t", ((4, 8), (0, 2)))]
 
     check_pieces(task, parts)

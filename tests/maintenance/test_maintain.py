@@ -123,7 +123,7 @@ def outcomes(report: MaintenanceReport) -> list[tuple[str, str | None, str]]:
     return [(stage.stage.kind, stage.stage.branch, stage.outcome) for stage in report.stages]
 
 
-def test_a_run_folds_every_log_and_deletes_what_that_frees_and_changes_no_state(store: Store) -> None:
+def test_a_run_compacts_every_log_and_deletes_what_that_frees_and_changes_no_state(store: Store) -> None:
     before = bytes_of(store.snapshot()), bytes_of(store.on_branch("trial").snapshot())
 
     report = at_once(store)
@@ -162,12 +162,15 @@ def test_a_dry_run_changes_nothing_and_says_what_would_be_done(store: Store, fs:
     assert files(fs) == before
     assert report.is_dry_run
     assert outcomes(report) == [("compact", None, "done"), ("compact", "trial", "done"), ("collect", None, "done")]
-    assert [[fold.outcome for fold in stage.compactions] for stage in report.stages[:2]] == [["planned"], ["planned"]]
+    assert [[compact.outcome for compact in stage.compactions] for stage in report.stages[:2]] == [
+        ["planned"],
+        ["planned"],
+    ]
     assert report.stages[2].collection is not None
     assert report.stages[2].collection.expired > 0
 
 
-def test_without_any_time_nothing_is_folded_and_the_next_run_does_it(store: Store) -> None:
+def test_without_any_time_nothing_is_compacted_and_the_next_run_does_it(store: Store) -> None:
     report = at_once(store, budget_s=0)
 
     assert report.outcome == "stopped"
@@ -177,14 +180,14 @@ def test_without_any_time_nothing_is_folded_and_the_next_run_does_it(store: Stor
     assert read_status(store).heads[0].chain_length <= SHORT.max_chain
 
 
-def test_time_that_runs_out_in_a_chain_stops_it_after_the_fold_that_was_begun(store: Store) -> None:
+def test_time_that_runs_out_in_a_chain_stops_it_after_the_compact_that_was_begun(store: Store) -> None:
     now = [0.0]
 
     def clock() -> float:
         now[0] += 1.0
         return now[0]
 
-    # Without an end it takes two folds: the deltas, and then what they became into the baseline.
+    # Without an end it takes two compactions: the deltas, and then what they became into the baseline.
     policy = CompactionPolicy(max_chain=1, max_restore_ratio=1000)
     reports = compact(store, policy=policy, deadline_s=1.5, clock=clock)
 

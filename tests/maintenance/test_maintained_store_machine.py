@@ -1,4 +1,4 @@
-"""The lives of `test_store_machine`, maintained meanwhile: names, branches, folds, collections, holds.
+"""The lives of `test_store_machine`, maintained meanwhile: names, branches, compactions, collections, holds.
 
 Maintenance comes as other processes do: from stores of its own, beside writers that hold mirrors, and in the middle of
 saves. Which versions stay is said by `tests.support.retention_model`; what they hold, by the training. After every
@@ -247,7 +247,7 @@ class MaintainedStoreMachine(StoreMachine):
     def check_ended(self, line: Line) -> None:
         """Nobody can commit or read there any more; what a late save leaves is an orphan."""
         if line.writer.is_synced:
-            with pytest.raises((Fenced, DoesNotApply)):  # the latter where its chain was folded and collected
+            with pytest.raises((Fenced, DoesNotApply)):  # the latter where its chain was compacted and collected
                 line.writer.begin(next(self.steps)).commit()
         for call in (line.store.snapshot, line.store.writer, partial(line.store.tag, "late")):
             with pytest.raises(BranchNotFound):
@@ -296,7 +296,7 @@ class MaintainedStoreMachine(StoreMachine):
     # Compaction.
 
     @rule(max_chain=st.integers(1, 5), fanout=st.integers(2, 4), ratio=st.sampled_from([1.01, 1.5, 1e6]))
-    def fold_by_policy(self, max_chain: int, fanout: int, ratio: float) -> None:
+    def compact_by_policy(self, max_chain: int, fanout: int, ratio: float) -> None:
         """Until nothing is left to do; then the chain is as the policy wants it."""
         policy = CompactionPolicy(max_chain=max_chain, max_restore_ratio=ratio, fanout=fanout)
         with self.open_line(self.line) as store:
@@ -313,7 +313,7 @@ class MaintainedStoreMachine(StoreMachine):
         self.go_on()
 
     @rule(data=st.data(), killed_at=st.none() | st.integers(0, 60), force=st.booleans())
-    def fold_a_run(self, data: Any, killed_at: int | None, force: bool) -> None:
+    def compact_a_run(self, data: Any, killed_at: int | None, force: bool) -> None:
         """Any run; one that fails on its way is taken up by the next, or collected."""
         with self.open_line(self.line) as store:
             before = [entry.seg for entry in store.head().record.chain]
@@ -322,7 +322,7 @@ class MaintainedStoreMachine(StoreMachine):
         start = data.draw(st.integers(0, len(before) - 2))
         stop = data.draw(st.integers(start + 2, len(before)))
         if killed_at is not None:
-            self.fold_with_a_failure((start, stop), killed_at)
+            self.compact_with_a_failure((start, stop), killed_at)
             return
         with self.open_line(self.line) as store:
             report = compact_run(store, run=(start, stop), force=force)
@@ -336,7 +336,7 @@ class MaintainedStoreMachine(StoreMachine):
         assert after[:start] + after[start + 1 :] == before[:start] + before[stop:]
         self.go_on()
 
-    def fold_with_a_failure(self, where: tuple[int, int], killed_at: int) -> None:
+    def compact_with_a_failure(self, where: tuple[int, int], killed_at: int) -> None:
         fs = Flaky(self.inner)
         with self.open_line(self.line, fs) as store:
             fs.arm(Fault(FaultKind.FAIL_BEFORE, len(fs.calls) + killed_at))
@@ -508,7 +508,7 @@ class MaintainedStoreMachine(StoreMachine):
         if self.writer.is_synced and not self.is_saving and self.rng.random() < 0.5:
             self.delta()
 
-    @rule(what=st.lists(st.sampled_from(["fold", "fold all", "collect"]), min_size=2, max_size=4))
+    @rule(what=st.lists(st.sampled_from(["compact", "compact all", "collect"]), min_size=2, max_size=4))
     def maintenance(self, what: list[str]) -> None:
         """As cron has it; every collection leaves only what is newest or named."""
         self.maintain([*what, "collect"])
@@ -518,7 +518,7 @@ class MaintainedStoreMachine(StoreMachine):
 
     @precondition(lambda self: self.writer.is_synced and not self.has_expired())
     @rule(
-        maintenance=st.lists(st.sampled_from(["fold", "fold all", "collect"]), min_size=1, max_size=3),
+        maintenance=st.lists(st.sampled_from(["compact", "compact all", "collect"]), min_size=1, max_size=3),
         at=st.none() | st.integers(0, 40),
         is_one_shot=st.booleans(),
         in_outputs=st.booleans(),
@@ -526,7 +526,7 @@ class MaintainedStoreMachine(StoreMachine):
     def save_during_maintenance(
         self, maintenance: list[str], at: int | None, is_one_shot: bool, in_outputs: bool
     ) -> None:
-        """It wins unless its segment was given up, or what it starts from was folded into something later.
+        """It wins unless its segment was given up, or what it starts from was compacted into something later.
 
         ``at`` counts storage calls of the commit; None is between staging and commit.
         """
@@ -544,9 +544,9 @@ class MaintainedStoreMachine(StoreMachine):
         except TransactionAborted:
             assert self.is_given_up(txn.txn, begun)
         except DoesNotApply as error:
-            # What a one-shot delta replaces was folded and is gone: it says which rows must be given. Or the dense
+            # What a one-shot delta replaces was compacted and is gone: it says which rows must be given. Or the dense
             # tensors that any save compares with were, while it was open.
-            is_gone = "were folded since it began" in str(error)
+            is_gone = "were compacted since it began" in str(error)
             assert is_one_shot or is_gone
             assert self.store.head().record.chain[: len(chain)] != chain
         else:
@@ -568,7 +568,7 @@ class MaintainedStoreMachine(StoreMachine):
                 continue
             with self.open_line(self.line) as store:
                 segments = len(store.head().record.chain)
-                first = 0 if one == "fold all" else 1
+                first = 0 if one == "compact all" else 1
                 if segments - first >= 2:
                     assert compact_run(store, run=(first, segments), force=True).outcome == "committed"
 

@@ -94,10 +94,10 @@ def test_replay_equals_compose_and_apply(encoding: str, chunk_bytes: int, chain:
     stepwise: RowState = {}
     for ops in parts:
         stepwise = apply(stepwise, ops, modes)
-    folded = parts[0]
+    compacted = parts[0]
     for ops in parts[1:]:
-        folded = compose(folded, ops, modes)
-    at_once = apply({}, folded, modes)
+        compacted = compose(compacted, ops, modes)
+    at_once = apply({}, compacted, modes)
 
     view = snapshot.table("t")
     values = np.empty((ROWS, DIM), np.float32)

@@ -64,7 +64,7 @@ def shrink_and_grow(writer: Writer, values: Values) -> Values:
     return values
 
 
-def delete_and_fold(writer: Writer, values: Values) -> Values:
+def delete_and_compact(writer: Writer, values: Values) -> Values:
     """A baseline that lacks rows, and names none of them."""
     values = delete(writer, values)
     with writer.begin(3, "full"):
@@ -82,7 +82,7 @@ def escape_and_set(writer: Writer, values: Values) -> Values:
 
 
 WAYS: list[Callable[[Writer, Values], Values]] = [
-    escape, delete, grow, shrink_and_grow, delete_and_fold, escape_and_set,
+    escape, delete, grow, shrink_and_grow, delete_and_compact, escape_and_set,
 ]  # fmt: skip
 HOLDINGS = [HeldAs(), HeldAs(holds="codes"), HeldAs(shard=HashShard(0, 2))]
 

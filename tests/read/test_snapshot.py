@@ -275,7 +275,7 @@ def test_a_scale_is_refined_in_the_first_save_after_a_restore_only() -> None:
         assert (store.snapshot().table("t").read() == 3).all()
 
 
-def test_a_tensor_whose_segment_was_folded_is_found_by_its_digest_alone() -> None:
+def test_a_tensor_whose_segment_was_compacted_is_found_by_its_digest_alone() -> None:
     store = new_store()
     with store.writer() as writer:
         for step in (1, 2):
@@ -283,9 +283,9 @@ def test_a_tensor_whose_segment_was_folded_is_found_by_its_digest_alone() -> Non
                 txn.put_dense({"d": np.full(3, step, np.float32)})
     before, after = store.snapshot().manifests
     older, newer = before.dense["d"], after.dense["d"]
-    folded = msgspec.structs.replace(after, dense={"d": msgspec.structs.replace(newer, segment="folded")})
+    compacted = msgspec.structs.replace(after, dense={"d": msgspec.structs.replace(newer, segment="compacted")})
     same = msgspec.structs.replace(before, dense={"d": newer})
 
-    assert find_dense(["a", "b"], [before, folded], "d") is None
-    assert find_dense(["a", "b"], [same, folded], "d") == (0, newer)
+    assert find_dense(["a", "b"], [before, compacted], "d") is None
+    assert find_dense(["a", "b"], [same, compacted], "d") == (0, newer)
     assert (older.dtype, older.shape) == (newer.dtype, newer.shape)

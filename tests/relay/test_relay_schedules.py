@@ -66,7 +66,9 @@ class World:
 
     def change_source(self) -> None:
         store = self.opened(FAR)
-        change = self.random.choice([self.save, self.save, self.save, self.fold, self.name, self.collect, self.go_back])
+        change = self.random.choice(
+            [self.save, self.save, self.save, self.compact, self.name, self.collect, self.go_back]
+        )
         try:
             change(store)
         except VersionExpired:
@@ -93,7 +95,7 @@ class World:
                 else:
                     txn.write_rows("t", np.arange(2), table[:2])
 
-    def fold(self, store: Store) -> None:
+    def compact(self, store: Store) -> None:
         compact(store, policy=CompactionPolicy(max_chain=1))
 
     def name(self, store: Store) -> None:

@@ -170,7 +170,7 @@ def test_codes_in_order_are_smaller(store: Store) -> None:
     assert sum(reader.chunk_bytes(codes, k) for k in chunks) < 0.95 * by_id
 
 
-def test_a_writer_goes_on_after_a_restore_and_a_fold_of_deltas_has_the_order_again(store: Store) -> None:
+def test_a_writer_goes_on_after_a_restore_and_a_compact_of_deltas_has_the_order_again(store: Store) -> None:
     table = Table()
     with store.writer() as writer:
         save(writer, table)

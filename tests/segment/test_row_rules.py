@@ -146,13 +146,13 @@ def stream_the_whole_table(at: Damaged) -> None:
     list(changes(at.store, tables=[TABLE]))
 
 
-def fold_from_the_baseline(at: Damaged) -> None:
+def merge_from_the_baseline(at: Damaged) -> None:
     compact_run(at.store, run=(0, at.chain_length))
 
 
 READERS: list[Callable[[Damaged], None]] = [
     look_up, look_up_through_a_cache, read_the_row_as_a_range, read_the_table, restore_a_writer,
-    stream_the_change, stream_the_change_through_a_mirror, stream_the_whole_table, fold_from_the_baseline,
+    stream_the_change, stream_the_change_through_a_mirror, stream_the_whole_table, merge_from_the_baseline,
 ]  # fmt: skip
 HOLDINGS = [HeldAs(), HeldAs(holds="codes"), HeldAs("float16"), HeldAs(shard=HashShard(0, 1))]
 

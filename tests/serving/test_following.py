@@ -140,14 +140,14 @@ def test_only_one_of_version_tag_and_channel() -> None:
 def test_what_was_refused_is_known_again_when_it_comes_back(life: Life) -> None:
     kept, refused = life.save(), life.save()
     tagged = life.do(lambda store: store.tag("bad"))
-    folded = life.do(lambda store: compact_run(store, policy=CompactionPolicy(max_chain=1)))
+    merged = life.do(lambda store: compact_run(store, policy=CompactionPolicy(max_chain=1)))
     rolled = life.do(lambda store: store.rollback(refused.record.v))
     newer = life.save()
 
     assert repeats(refused, refused)
     assert repeats(tagged, refused)
-    assert folded.record.kind == "compact"
-    assert repeats(folded, tagged)
+    assert merged.record.kind == "compact"
+    assert repeats(merged, tagged)
     assert repeats(rolled, refused)
     assert not repeats(newer, refused)
     assert not repeats(kept, refused)
@@ -155,12 +155,12 @@ def test_what_was_refused_is_known_again_when_it_comes_back(life: Life) -> None:
 
 def test_records_between_tell_what_the_two_ends_do_not(life: Life) -> None:
     held, delta = life.save(), life.save()
-    folded = life.do(lambda store: compact_run(store, policy=CompactionPolicy(max_chain=1)))
+    merged = life.do(lambda store: compact_run(store, policy=CompactionPolicy(max_chain=1)))
     newer = life.save()
 
     assert plan_between(held, newer, []) == Compare()
     assert plan_between(held, newer, life.entries) == Apply((delta.record.chain[-1], newer.record.chain[-1]))
-    assert folded.record.kind == "compact"
+    assert merged.record.kind == "compact"
     assert plan_between(held, newer, [delta, newer]) == Compare()  # a gap
     assert plan_between(newer, held, life.entries) == Compare()
     assert plan_between(held, held, life.entries) == Same()

@@ -96,7 +96,7 @@ class Training:
             txn.put_dense({"w": np.full(3, self.step, np.float32)})
         return self.writer.head.record.v
 
-    def fold(self) -> int:
+    def merge(self) -> int:
         assert compact_run(self.store, policy=CompactionPolicy(max_chain=1), force=True).outcome == "committed"
         return self.store.latest_version()
 
@@ -333,14 +333,14 @@ def test_compaction_rebaselining_rollback_and_records_without_a_state_are_follow
     first = training.save()
     with Loader(training.open()) as loader:
         for act in (
-            training.save, training.fold, training.save, training.full, training.save,
+            training.save, training.merge, training.save, training.full, training.save,
             lambda: training.store.tag("a", first), lambda: training.store.rollback(first), training.forget,
         ):  # fmt: skip
             act()
             caught_up(loader, training.store)
         assert training.value(loader) == 1
         training.writer.restore()
-        for act in (training.save, training.fold, training.forget, training.save):
+        for act in (training.save, training.merge, training.forget, training.save):
             act()
             caught_up(loader, training.store)
 
@@ -349,7 +349,7 @@ def test_a_record_that_changes_nothing_costs_one_request_more_and_reads_nothing(
     training.save()
     training.save()
     with Loader(training.open(fs)) as loader:
-        training.fold()
+        training.merge()
         before = len(fs.calls)
         assert loader.poll().is_updated
         assert [call.operation for call in fs.calls[before:]] == ["read", "read"]
@@ -381,7 +381,7 @@ def test_one_far_behind_goes_to_the_newest_at_once(training: Training, fs: Flaky
     with Loader(training.open(fs)) as loader:
         for _ in range(12):
             training.save()
-        training.fold()
+        training.merge()
         training.forget()
         caught_up(loader, training.store)
         assert loader.metrics().updates == 1
@@ -526,7 +526,7 @@ def test_a_refused_version_is_passed_over_and_not_asked_about_again(training: Tr
         assert poll.error.version == refused
         assert (loader.version, training.value(loader)) == (first, 1)
         training.store.tag("same")
-        training.fold()
+        training.merge()
         assert isinstance(loader.poll().error, VersionRefused)
         assert asked == [(first, None), (refused, first)]
         assert loader.metrics().refused == 1
@@ -1035,7 +1035,7 @@ def test_the_thread_follows_and_ends_when_told(training: Training) -> None:
         assert loader.version < version
         loader.start()
         until(loader, lambda: loader.version == version)
-        # An overlay that nothing newer follows is folded behind it.
+        # An overlay that nothing newer follows is merged behind it.
         until(loader, lambda: not loader._queue.view.has_overlays)
         check_is_snapshot(loader, training.store.snapshot())
     assert not any(thread.name == "cnr-loader" for thread in threading.enumerate())

@@ -1,6 +1,6 @@
 """Loaders beside the lives of `test_maintained_store_machine`: what they serve is what the training saved, always.
 
-The oracle is the training's own values by version, never what the store reads. Saves, folds, expiries, collections
+The oracle is the training's own values by version, never what the store reads. Saves, merges, expiries, collections
 without grace, rollbacks, channels that come and go, branches that end and storage faults meet loaders between polls and
 in the middle of them.
 """
@@ -174,10 +174,10 @@ class LoaderMachine(MaintainedStoreMachine):
     @rule(
         data=st.data(),
         at=st.integers(0, 30),
-        what=st.lists(st.sampled_from(["save", "fold", "fold all", "collect"]), min_size=1, max_size=4),
+        what=st.lists(st.sampled_from(["save", "merge", "merge all", "collect"]), min_size=1, max_size=4),
     )
     def poll_during_maintenance(self, data: Any, at: int, what: list[str]) -> None:
-        """What a poll reads may be folded and deleted under its hands."""
+        """What a poll reads may be merged and deleted under its hands."""
         follower = self.chosen(data)
         if follower.line is not self.line:
             return

@@ -121,7 +121,7 @@ def test_a_restarted_loader_sends_what_changed_meanwhile(store: Store, shard: Ro
         assert sink.batches[-1] == (False, 1)
 
 
-def test_after_a_fold_a_restarted_loader_still_makes_the_sink_the_version(store: Store) -> None:
+def test_after_a_merge_a_restarted_loader_still_makes_the_sink_the_version(store: Store) -> None:
     sink = Rows()
     with Loader(store) as loader:
         loader.add_sink(sink, start=False).push()

@@ -103,7 +103,7 @@ def watched(world: World, function: Callable[..., Any]) -> Callable[..., Any]:
     return act
 
 
-def test_readers_between_the_steps_of_a_fold_read_one_version(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readers_between_the_steps_of_a_merge_read_one_version(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.take_views()
     world.publish(2)
     for name in ("merge_target", "merge_into"):

@@ -1,4 +1,4 @@
-"""Loaders hold a table whose baseline has int8 codes like any other: however it is held, through deltas and folds."""
+"""Loaders hold a table whose baseline has int8 codes like any other: however it is held, through deltas and merges."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_nobody_serves_in_an_empty_folder(tmp_path: Path, memory: SharedMemory) 
         AttachedTables(memory.folder)  # an owner that has published nothing yet
 
 
-def test_a_reader_follows_versions_and_folds(memory: SharedMemory) -> None:
+def test_a_reader_follows_versions_and_merges(memory: SharedMemory) -> None:
     publisher = served(memory)
     with AttachedTables(memory.folder) as tables:
         assert seen(tables) == 1
@@ -218,7 +218,7 @@ def test_an_owner_that_died_while_it_loaded_leaves_nothing_behind(tmp_path: Path
     third.close()
 
 
-def test_memory_of_overlays_goes_when_they_are_folded(memory: SharedMemory) -> None:
+def test_memory_of_overlays_goes_when_they_are_merged(memory: SharedMemory) -> None:
     publisher = served(memory)
     publisher.merge()
     before = memory.nbytes, len(names(memory.path))
@@ -260,7 +260,7 @@ def test_arrays_know_their_block(memory: SharedMemory) -> None:
 
 
 def test_no_rows_are_reserved_where_none_are_used(memory: SharedMemory) -> None:
-    """Deletions alone, folded into a table without a key, were an OSError: invalid argument."""
+    """Deletions alone, merged into a table without a key, were an OSError: invalid argument."""
     rows = memory.allocate("rows", (16, 4), np.float32, used_rows=0)
     memory.reserve(rows, 0)
     memory.reserve(rows, 1)

@@ -1,7 +1,7 @@
 """A consumer's own copy, moved from version to version, is the snapshot bit for bit: whatever happened to the store.
 
 The lives are those of `test_maintained_store_machine`: trainings with every encoding, escape rows, resizes, refined
-scales, hashed tables, one-shot deltas and new baselines; rollbacks, branches, folds, and collections without a grace.
+scales, hashed tables, one-shot deltas and new baselines; rollbacks, branches, merges, and collections without a grace.
 Consumers hold the tables in different ways and shards, follow at their own pace, and jump.
 """
 

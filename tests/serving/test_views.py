@@ -1,4 +1,4 @@
-"""Publishing, folding, staging: what readers see, and when a reader reads again."""
+"""Publishing, merging, staging: what readers see, and when a reader reads again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FIRST = {row: row for row in range(0, 40, 2)}
 
 
 def publisher_of(model: dict[int, int] | None = None, **options: Any) -> Publisher:
-    """A publisher at version 1, which folds whenever it is asked to."""
+    """A publisher at version 1, which merges whenever it is asked to."""
     publisher = Publisher(**{"min_view_s": 0.0, **options})
     held = held_table(FIRST if model is None else model, schema_of())
     publisher.publish(1, 10, {"t": held}, dense={"w": np.array([1.0])})
@@ -46,7 +46,7 @@ def expected(model: dict[int, int]) -> Any:
     return expected_rows(row_kind(schema_of()), ROWS, model)
 
 
-class FoldingLookups(Lookups):
+class MergingLookups(Lookups):
     """Does something between the copy of the rows and the look at the board."""
 
     def __init__(self, source: Any, between: Callable[[], object]) -> None:
@@ -91,7 +91,7 @@ def test_a_published_version_is_seen_at_once_and_whole() -> None:
     assert (batch.version, batch.step, batch.dense["w"].tolist(), batch.missing["t"]) == (2, 20, [2.0], None)
 
 
-def test_folding_changes_no_row_and_moves_the_epoch_on() -> None:
+def test_merging_changes_no_row_and_moves_the_epoch_on() -> None:
     publisher = publisher_of()
     view = change(publisher, 2, {0: None, 1: 7, 39: 8})
     before = rows_of(publisher)
@@ -105,7 +105,7 @@ def test_folding_changes_no_row_and_moves_the_epoch_on() -> None:
     assert publisher.newest_view()[0] is after
 
 
-def test_the_next_version_folds_the_one_before() -> None:
+def test_the_next_version_merges_the_one_before() -> None:
     publisher = publisher_of()
     change(publisher, 2, {1: 7})
 
@@ -201,37 +201,37 @@ def test_rows_are_written_where_the_caller_wants_them() -> None:
     assert out[:, 0].tolist() == [1.0, 2.0, 3.0]
 
 
-# ---- readers whose view is folded away --------------------------------------------------------------------------
+# ---- readers whose view is merged away --------------------------------------------------------------------------
 
 
-def test_a_reader_whose_view_was_folded_over_reads_again() -> None:
+def test_a_reader_whose_view_was_merged_over_reads_again() -> None:
     publisher = publisher_of()
 
-    def fold_a_newer_version_once() -> None:
+    def merge_a_newer_version_once() -> None:
         if lookups.times == 1:
             change(publisher, 2, dict.fromkeys(range(40), 70))
             publisher.merge()
 
-    lookups = FoldingLookups(publisher, fold_a_newer_version_once)
+    lookups = MergingLookups(publisher, merge_a_newer_version_once)
     batch = lookups.lookup({"t": ROWS})
 
     assert (batch.version, lookups.retries, lookups.times) == (2, 1, 2)
     assert (batch.rows["t"] == 70 * SCALE).all()
 
 
-def test_a_reader_of_the_view_that_is_folded_is_not_disturbed() -> None:
+def test_a_reader_of_the_view_that_is_merged_is_not_disturbed() -> None:
     publisher = publisher_of()
     change(publisher, 2, dict.fromkeys(range(40), 70))
-    lookups = FoldingLookups(publisher, publisher.merge)
+    lookups = MergingLookups(publisher, publisher.merge)
 
     batch = lookups.lookup({"t": ROWS})
 
     assert (batch.version, lookups.retries) == (2, 0)
 
 
-def test_a_newer_version_that_is_not_folded_disturbs_nobody() -> None:
+def test_a_newer_version_that_is_not_merged_disturbs_nobody() -> None:
     publisher = publisher_of()
-    lookups = FoldingLookups(publisher, lambda: change(publisher, 2, {1: 7}))
+    lookups = MergingLookups(publisher, lambda: change(publisher, 2, {1: 7}))
 
     batch = lookups.lookup({"t": ROWS})
 
@@ -240,7 +240,7 @@ def test_a_newer_version_that_is_not_folded_disturbs_nobody() -> None:
 
 
 def test_an_error_counts_only_if_the_view_was_whole() -> None:
-    # Rows that are being folded may look like NaN, which int8 refuses.
+    # Rows that are being merged may look like NaN, which int8 refuses.
     publisher = Publisher(min_view_s=0.0)
     held = held_table({row: row for row in range(40)}, schema_of(), served="int8")
     publisher.publish(1, 1, {"t": held})
@@ -269,24 +269,24 @@ def test_an_error_counts_only_if_the_view_was_whole() -> None:
         lookups.lookup({"t": [99]})
 
 
-def test_a_long_lookup_ends_since_folding_waits_for_it() -> None:
-    # A reader so slow that each of its reads is folded over, until it asks for a pause.
+def test_a_long_lookup_ends_since_merging_waits_for_it() -> None:
+    # A reader so slow that each of its reads is merged over, until it asks for a pause.
     time = Time()
     publisher = publisher_of(clock=time.clock, sleep=time.sleep)
 
-    def try_to_fold_a_newer_version() -> None:
+    def try_to_merge_a_newer_version() -> None:
         if publisher.merge(wait=False):
             change(publisher, lookups.times + 1, dict.fromkeys(range(40), 70 + lookups.times))
             publisher.merge(wait=False)
 
-    lookups = FoldingLookups(publisher, try_to_fold_a_newer_version)
+    lookups = MergingLookups(publisher, try_to_merge_a_newer_version)
     batch = lookups.lookup({"t": ROWS})
 
     assert lookups.retries >= 3  # more only if this machine sleeps through the pause
     assert (batch.rows["t"] == (70 + batch.version - 1) * SCALE).all()
 
 
-def test_folding_waits_for_readers_but_not_for_ever() -> None:
+def test_merging_waits_for_readers_but_not_for_ever() -> None:
     time = Time()
     publisher = publisher_of(clock=time.clock, sleep=time.sleep)
     change(publisher, 2, {1: 7})
@@ -304,7 +304,7 @@ def test_folding_waits_for_readers_but_not_for_ever() -> None:
     assert 0 < sum(time.slept) < LONGEST_HOLD_S + 0.01
 
 
-def test_a_view_is_not_folded_before_its_time() -> None:
+def test_a_view_is_not_merged_before_its_time() -> None:
     time = Time()
     publisher = publisher_of(clock=time.clock, sleep=time.sleep, min_view_s=0.01, merge_after_s=0.05)
     change(publisher, 2, {1: 7})
@@ -395,7 +395,7 @@ def test_all_that_is_staged_can_be_discarded() -> None:
     np.testing.assert_array_equal(rows_of(publisher), expected(FIRST))
 
 
-def test_nothing_is_folded_while_a_version_is_staged() -> None:
+def test_nothing_is_merged_while_a_version_is_staged() -> None:
     publisher = publisher_of()
     change(publisher, 2, {1: 7})
     held = publisher.newest_view()[0].tables["t"].held
@@ -502,7 +502,7 @@ def test_a_hash_shard_of_a_dense_table_takes_rows_that_were_absent() -> None:
 # ---- memory -----------------------------------------------------------------------------------------------------
 
 
-def test_what_was_folded_is_freed() -> None:
+def test_what_was_merged_is_freed() -> None:
     publisher = publisher_of()
     view = change(publisher, 2, {1: 7})
     overlay = view.tables["t"].overlay
@@ -516,7 +516,7 @@ def test_what_was_folded_is_freed() -> None:
     assert [reference() for reference in gone] == [None, None]
 
 
-def test_folding_keeps_the_held_rows_in_place() -> None:
+def test_merging_keeps_the_held_rows_in_place() -> None:
     publisher = publisher_of()
     rows = publisher.newest_view()[0].tables["t"].held.rows
 
@@ -526,7 +526,7 @@ def test_folding_keeps_the_held_rows_in_place() -> None:
     assert publisher.newest_view()[0].tables["t"].held.rows is rows
 
 
-def test_a_fold_that_gets_no_memory_leaves_the_view_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_merge_that_gets_no_memory_leaves_the_view_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     publisher = publisher_of()
     change(publisher, 2, {1: 7})
     before = publisher.newest_view()

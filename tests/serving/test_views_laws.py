@@ -1,4 +1,4 @@
-"""Any order of publications, folds, staging and lookups equals a dict; old views are whole, or known not to be."""
+"""Any order of publications, merges, staging and lookups equals a dict; old views are whole, or known not to be."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class ServedTables(RuleBasedStateMachine):
             self.visible, self.staged, self.can_unstage = self.staged[-1], [], False
 
     @rule()
-    def fold(self) -> None:
+    def merge(self) -> None:
         self.publisher.merge()
 
     @precondition(lambda self: len(self.seen) < 4)

@@ -359,7 +359,7 @@ def test_a_save_that_could_not_follow_compaction_leaves_the_writer_as_it_was() -
         with writer.begin(step) as txn:
             txn.write_rows("t", np.asarray([step]), values[[step]])
     assert compact_run(other, run=(0, 3)).outcome == "committed"
-    # Behind the newest record and the one that is not there yet: the manifest of the folded segment.
+    # Behind the newest record and the one that is not there yet: the manifest of the compacted segment.
     fs.arm(Fault(FaultKind.FAIL_BEFORE, at=len(fs.calls) + 2))
 
     before = writer.head.record.v
@@ -371,7 +371,7 @@ def test_a_save_that_could_not_follow_compaction_leaves_the_writer_as_it_was() -
     assert np.array_equal(store.snapshot().table("t").read(), values[[3, 1, 2, 3]])
 
 
-def test_a_save_whose_chain_was_folded_and_deleted_meanwhile_is_told_so_and_not_that_the_store_is_corrupt() -> None:
+def test_a_save_whose_chain_was_compacted_and_deleted_meanwhile_is_told_so_and_not_that_the_store_is_corrupt() -> None:
     """A one-shot delta reads which rows the chain changed: it raised MissingObject, "run `cnr verify`"."""
     files = IsolatedMemoryFileSystem()
     values = np.zeros((4, 2), np.float32)
@@ -393,7 +393,7 @@ def test_a_save_whose_chain_was_folded_and_deleted_meanwhile_is_told_so_and_not_
     assert compact_run(other, run=(1, 4)).outcome == "committed"
     policy = RetentionPolicy(keep_last=1)
     collect_garbage(other, policy=policy, grace_s=0.0, orphan_age_s=86_400.0, dry_run=False, force=True)
-    with pytest.raises(DoesNotApply, match="folded and deleted"):
+    with pytest.raises(DoesNotApply, match="compacted and deleted"):
         txn.commit()
     txn.abort()
     with writer.begin(4, base="baseline") as again:
@@ -419,7 +419,7 @@ def test_rows_of_the_table_that_had_the_name_before_are_not_read(store: Store) -
 
 
 def test_a_save_refers_to_dense_tensors_where_compaction_has_put_them(store: Store) -> None:
-    """It read them from the segment that was folded, and failed as DoesNotApply once that was deleted."""
+    """It read them from the segment that was compacted, and failed as DoesNotApply once that was deleted."""
     values = np.zeros((4, 2), np.float32)
     with store.writer() as writer:
         with writer.begin(step=1) as txn:

@@ -409,7 +409,7 @@ class StoreMachine(RuleBasedStateMachine):
         writer = store.writer(mirror=mirror)
         stale, old_store = self.writer, self.store
         if stale.is_synced:
-            # Where its chain was folded and collected meanwhile, it finds that before it comes to its commit.
+            # Where its chain was compacted and collected meanwhile, it finds that before it comes to its commit.
             with pytest.raises((Fenced, DoesNotApply)):
                 stale.begin(next(self.steps)).commit()
         with pytest.raises(Fenced):

@@ -78,7 +78,7 @@ def manifest_in(store: Store, segment: str) -> Manifest:
 
 
 def content_of(store: Store, segment: str) -> dict[str, bytes]:
-    """What the inventory lists: paths and bytes do not depend on who folded it, or in how many attempts."""
+    """What the inventory lists: paths and bytes do not depend on who compacted it, or in how many attempts."""
     return {path: data for path, data in objects_in(store, segment).items() if not path.endswith((MANIFEST, RECEIPT))}
 
 

@@ -103,7 +103,7 @@ class TrackedMemory:
 
 @dataclass
 class Consumer:
-    """Tables held as ``holding`` says, where it can be; ``folds`` draws whether overlays are put into the held rows."""
+    """Tables held as ``holding`` says, where it can be; ``merges`` draws whether overlays go into the held rows."""
 
     holding: HeldAs
     random: np.random.Generator

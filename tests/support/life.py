@@ -389,7 +389,7 @@ def mover(world: World, store: Store) -> None:
 
 
 def compactor(world: World, store: Store) -> None:
-    """Fold some run of the chain, even if another compaction seems to be at work."""
+    """Compact some run of the chain, even if another compaction seems to be at work."""
     for _ in range(world.random.choice((2, 4))):
         head = store.head().record
         if len(head.chain) < 2 or world.random.random() < 0.3:

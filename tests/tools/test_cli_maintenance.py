@@ -58,19 +58,19 @@ def assert_ends_with(done: Outcome, code: int) -> None:
     assert "Traceback" not in done.err
 
 
-def test_compact_folds_until_there_is_nothing_to_do_and_changes_no_state(root: Path) -> None:
+def test_compact_compacts_until_there_is_nothing_to_do_and_changes_no_state(root: Path) -> None:
     before = state(root)
 
     done = cnr("compact", root, "--max-chain", 2, "--json")
 
     assert_ends_with(done, 0)
-    folds = done.document["folds"]
-    assert [fold["outcome"] for fold in folds[:-1]] == ["committed"] * (len(folds) - 1)
-    assert folds[-1]["outcome"] == done.document["outcome"] == "nothing"
-    assert folds[-1]["chain_after"] <= 2
+    compactions = done.document["compactions"]
+    assert [one["outcome"] for one in compactions[:-1]] == ["committed"] * (len(compactions) - 1)
+    assert compactions[-1]["outcome"] == done.document["outcome"] == "nothing"
+    assert compactions[-1]["chain_after"] <= 2
     assert done.document["bytes_in"] > done.document["bytes_out"] > 0
     assert state(root) == before
-    assert "nothing to fold" in cnr("compact", root, "--max-chain", 2).out
+    assert "nothing to compact" in cnr("compact", root, "--max-chain", 2).out
 
 
 def test_compact_of_a_branch_leaves_the_stores_own_log(root: Path) -> None:
@@ -90,8 +90,8 @@ def test_compact_dry_run_says_what_and_why_and_changes_nothing(root: Path) -> No
     as_json = cnr("compact", root, "--max-chain", 2, "--dry-run", "--json").document
 
     assert_ends_with(plain, 0)
-    assert "would fold" in plain.out
-    assert as_json["folds"][0]["reason"] in plain.out
+    assert "would compact" in plain.out
+    assert as_json["compactions"][0]["reason"] in plain.out
     assert as_json["outcome"] == "planned"
     assert contents(root) == before
 
@@ -190,7 +190,7 @@ def test_gc_keeps_what_its_options_say(root: Path, options: tuple[str, ...], kep
     assert {version for version in stays if version < 12} == kept
 
 
-def test_maintain_folds_expires_and_deletes_and_a_second_run_has_nothing_to_do(root: Path) -> None:
+def test_maintain_compacts_expires_and_deletes_and_a_second_run_has_nothing_to_do(root: Path) -> None:
     before = state(root)
 
     first = cnr("maintain", root, "--max-chain", 2, "--keep-last", 1, *AT_ONCE, "--budget", "30m", "--json")
@@ -228,7 +228,7 @@ def test_maintain_dry_run_changes_nothing(root: Path) -> None:
     done = cnr("maintain", root, "--max-chain", 2, "--keep-last", 1, "--dry-run")
 
     assert_ends_with(done, 0)
-    assert "would fold" in done.out
+    assert "would compact" in done.out
     assert "would expire" in done.out
     assert contents(root) == before
 
@@ -327,7 +327,7 @@ def test_maintain_of_a_torn_log_does_nothing_and_tells_the_monitor(root: Path, t
     assert [(family.name, family.samples[0].value) for family in families] == [("cnr_up", 0)]
 
 
-def test_maintain_in_a_process_of_its_own_folds_behind_a_writer_that_goes_on(tmp_path: Path) -> None:
+def test_maintain_in_a_process_of_its_own_compacts_behind_a_writer_that_goes_on(tmp_path: Path) -> None:
     url = str(tmp_path / "store")
     random = np.random.default_rng(5)
     values = random.normal(size=(300, 8)).astype(np.float32)

@@ -36,10 +36,10 @@ def test_damaged_object_ends_with_one_and_is_named(root: Path) -> None:
     as_json = cnr("verify", root, "--json")
 
     assert plain.code == as_json.code == 1
-    folded = plain.out.replace("\n", "").replace("│", "").replace(" ", "")
+    compacted = plain.out.replace("\n", "").replace("│", "").replace(" ", "")
     assert "corrupt_object" in plain.out
     assert "2-6" in plain.out
-    assert chunk.name in folded
+    assert chunk.name in compacted
     problem = as_json.document["problems"][0]
     assert problem["path"] == key_of(root, chunk)
     assert problem["versions"] == [2, 3, 4, 5, 6]

@@ -1,4 +1,4 @@
-"""A head that is folded and deleted while it is restored is no damage: the restore goes on from what it became."""
+"""A head that is compacted and deleted while it is restored is no damage: the restore goes on from what it became."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def saved() -> IsolatedMemoryFileSystem:
     return files
 
 
-def fold_and_delete(files: Any) -> None:
+def compact_and_delete(files: Any) -> None:
     with opened(files) as store:
         assert compact_run(store, run=(0, 2)).outcome == "committed"
         collect_garbage(
@@ -42,7 +42,7 @@ def fold_and_delete(files: Any) -> None:
 
 
 class Overtaken(FaultyFileSystem):
-    """Another process folds the head, and deletes what that was made of, before the read of number ``at``."""
+    """Another process compacts the head, and deletes what that was made of, before the read of number ``at``."""
 
     def __init__(self, saved: IsolatedMemoryFileSystem, at: int | None = None) -> None:
         files = saved.fork()
@@ -53,7 +53,7 @@ class Overtaken(FaultyFileSystem):
         if self.counts and call.operation == "read":
             self.reads += 1
             if self.reads == self._at:
-                fold_and_delete(self._files)
+                compact_and_delete(self._files)
 
 
 def restored(files: Overtaken, wanted: dict[str, Any]) -> Training:
@@ -67,7 +67,7 @@ def restored(files: Overtaken, wanted: dict[str, Any]) -> Training:
 
 
 @pytest.mark.parametrize("wanted", [{}, {"fallback": True}])
-def test_a_head_that_is_folded_while_it_is_restored_is_no_damage(
+def test_a_head_that_is_compacted_while_it_is_restored_is_no_damage(
     saved: IsolatedMemoryFileSystem, wanted: dict[str, Any]
 ) -> None:
     """It was called damage, and with fallback= the training went back."""
@@ -89,7 +89,7 @@ def test_a_version_that_goes_while_it_is_restored_has_expired(saved: IsolatedMem
             restored(Overtaken(saved, at), {"version": version})
 
 
-def test_a_head_that_is_folded_while_it_is_loaded_is_no_damage(saved: IsolatedMemoryFileSystem) -> None:
+def test_a_head_that_is_compacted_while_it_is_loaded_is_no_damage(saved: IsolatedMemoryFileSystem) -> None:
     expected = uninterrupted(KIND, STEPS)
     calm = Overtaken(saved)
     with opened(calm) as store:
@@ -106,11 +106,11 @@ def test_a_head_that_is_folded_while_it_is_loaded_is_no_damage(saved: IsolatedMe
             assert weight.equal(expected[name])
 
 
-def test_a_head_that_is_folded_behind_its_restore_is_gone_on_from(saved: IsolatedMemoryFileSystem) -> None:
+def test_a_head_that_is_compacted_behind_its_restore_is_gone_on_from(saved: IsolatedMemoryFileSystem) -> None:
     files, training = saved.fork(), Training(KIND)
     with opened(files) as store, manager_of(training, store) as manager:
         manager.restore()
-        fold_and_delete(files)
+        compact_and_delete(files)
         go_on(training, manager, STEPS, STEPS + 2)
         assert [report.kind for report in manager.history] == ["delta", "delta"]
     again = Training(KIND)

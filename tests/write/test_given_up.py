@@ -1,4 +1,4 @@
-"""A save or a fold whose objects a collection deletes while they are written says that it was given up."""
+"""A save or a compaction whose objects a collection deletes while they are written says that it was given up."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_save_whose_folders_went_says_that_it_was_given_up(store: Store) -> No
     assert store.snapshot().step == 3
 
 
-def test_a_fold_whose_folders_went_says_that_it_was_given_up(store: Store) -> None:
+def test_a_compact_whose_folders_went_says_that_it_was_given_up(store: Store) -> None:
     before = bytes_of(store.snapshot())
 
     with raced(store) as slow:

@@ -104,7 +104,7 @@ def wrong_digest(manifest: Any, _: Any) -> Any:
 
 
 @pytest.mark.parametrize("run", [(0, 3), (1, 3)])
-def test_folding_costs_what_is_stored(store: Store, run: tuple[int, int]) -> None:
+def test_compacting_costs_what_is_stored(store: Store, run: tuple[int, int]) -> None:
     before = store.snapshot().table("t").read_rows(rows_of(0, 1, 2, 3, 1 << 20, HUGE - 1))
 
     report = compact_run(store, run=run)

@@ -105,13 +105,13 @@ def compaction_text(report: CompactionReport) -> str:
     chain = f"the chain has {count_text(report.chain_after, 'segment')}"
     match report.outcome:
         case "nothing":
-            return f"nothing to fold; {chain}"
+            return f"nothing to compact; {chain}"
         case "planned":
-            return f"would fold {about}"
+            return f"would compact {about}"
         case "committed":
             reused = f", {report.reused_tasks} of {report.tasks} tasks done before" if report.reused_tasks else ""
             return (
-                f"version {report.version}: folded {about}, {size_text(report.bytes_out)} in "
+                f"version {report.version}: compacted {about}, {size_text(report.bytes_out)} in "
                 f"{duration_text(report.seconds)}{reused}; {chain}"
             )
         case "unfinished":

@@ -1,4 +1,4 @@
-"""Who folds: threads of this process, processes of this machine, or those of a cluster. The same tasks, the same bytes.
+"""Who compacts: threads of this process, processes of this machine or those of a cluster. Same tasks, same bytes.
 
 An engine hands tasks out and says which are done, by the digest of the receipt that each has put. Nothing else comes
 back from another process: what is committed is what the store shows.
@@ -18,9 +18,9 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from cnr_store.errors import BadInput, CnrStoreError
 from cnr_store.format.layout import writer_folder
 from cnr_store.format.records import ChainEntry
-from cnr_store.maintenance.compaction.fold import fold_piece
+from cnr_store.maintenance.compaction.merge import merge_piece
 from cnr_store.maintenance.compaction.plan import Run
-from cnr_store.maintenance.compaction.tasks import FoldTask
+from cnr_store.maintenance.compaction.tasks import CompactionTask
 from cnr_store.runtime.threads import Throttle, Workers, default_threads
 from cnr_store.segment.reader import SegmentReader, open_chain
 from cnr_store.segment.writer import SegmentWriter
@@ -30,22 +30,22 @@ from cnr_store.types import Profile
 
 @runtime_checkable
 class WorkerPool(Protocol):
-    """Processes that fold tasks: those of this machine, or of a cluster (`cnr_store.integrations.ray.RayPool`).
+    """Processes that compact tasks: those of this machine, or of a cluster (`cnr_store.integrations.ray.RayPool`).
 
     Attributes
     ----------
     threads
-        How many threads a task has where it is folded; known from `start` on.
+        How many threads a task has where it is compacted; known from `start` on.
     """
 
     threads: int
 
     def start(self, workers: int | None, tasks: int) -> int:
-        """Get ready for so many tasks; return how many are folded at once: ``workers``, or what there is. Blocks."""
+        """Get ready for so many tasks; return how many are compacted at once: ``workers``, or what there is. Blocks."""
         ...
 
-    def submit(self, fold: Callable[..., tuple[int, str]], *arguments: Any) -> Any:
-        """Begin ``fold(*arguments)`` in another process and return its handle. Function and arguments are pickled."""
+    def submit(self, task: Callable[..., tuple[int, str]], *arguments: Any) -> Any:
+        """Begin ``task(*arguments)`` in another process and return its handle. Function and arguments are pickled."""
         ...
 
     def wait(self, pending: set[Any]) -> tuple[list[tuple[int, str]], set[Any]]:
@@ -111,22 +111,22 @@ class Bench:
 
 
 @dataclass(frozen=True, slots=True)
-class FoldedTask:
+class FinishedTask:
     """A task whose receipt is there: the sha256 of the receipt."""
 
     index: int
     receipt: str
 
 
-def fold_task(job: Job, task: FoldTask, bench: Bench) -> FoldedTask:
-    """Fold the pieces of a task and put its receipt. Blocks; memory as `fold_piece`, one piece at a time."""
+def run_task(job: Job, task: CompactionTask, bench: Bench) -> FinishedTask:
+    """Compact the pieces of a task and put its receipt. Blocks; memory as `merge_piece`, one piece at a time."""
     out = bench.writer(job, task.index)
     run = (job.run.start, job.run.stop)
-    parts = tuple(fold_piece(bench.readers, run, piece, out, bench.workers) for piece in task.pieces)
+    parts = tuple(merge_piece(bench.readers, run, piece, out, bench.workers) for piece in task.pieces)
     receipt = out.finish(
         txn=job.txn, rank=task.index, world=job.world, attempt=job.attempt, base=job.base, l0=job.l0, parts=parts
     )
-    return FoldedTask(task.index, out.put_receipt(receipt))
+    return FinishedTask(task.index, out.put_receipt(receipt))
 
 
 def check_engine(engine: Engine, storage: Storage, workers: int | None) -> None:
@@ -154,14 +154,14 @@ def check_engine(engine: Engine, storage: Storage, workers: int | None) -> None:
 def run_tasks(
     engine: Engine,
     job: Job,
-    tasks: Sequence[FoldTask],
+    tasks: Sequence[CompactionTask],
     bench: Bench,
     *,
     workers: int | None,
     bytes_per_s: float | None,
     is_over: Callable[[], bool],
-) -> Generator[FoldedTask]:
-    """Fold tasks and yield each as it gets done, in any order; the first error ends it. Blocks.
+) -> Generator[FinishedTask]:
+    """Compact tasks and yield each as it gets done, in any order; the first error ends it. Blocks.
 
     Parameters
     ----------
@@ -176,7 +176,7 @@ def run_tasks(
         for task in tasks:
             if is_over():
                 return
-            yield fold_task(job, task, bench)
+            yield run_task(job, task, bench)
         return
     recipe = bench.storage.recipe
     assert recipe is not None  # see check_engine
@@ -188,30 +188,30 @@ def run_tasks(
     try:
         while pending or left:
             while left and len(pending) < count and not is_over():
-                pending.add(pool.submit(fold_elsewhere, recipe, job, left.popleft(), pool.threads, share))
+                pending.add(pool.submit(run_elsewhere, recipe, job, left.popleft(), pool.threads, share))
             if not pending:
                 return
             finished, pending = pool.wait(pending)
             for index, receipt in finished:
-                yield FoldedTask(index, receipt)
+                yield FinishedTask(index, receipt)
     finally:
         pool.stop(pending)
 
 
-def fold_elsewhere(
-    recipe: StorageRecipe, job: Job, task: FoldTask, threads: int, bytes_per_s: float | None
+def run_elsewhere(
+    recipe: StorageRecipe, job: Job, task: CompactionTask, threads: int, bytes_per_s: float | None
 ) -> tuple[int, str]:
-    """Fold a task in a process that knows nothing yet; opens the store once per compaction and process."""
+    """Compact a task in a process that knows nothing yet; opens the store once per compaction and process."""
     bench = _BENCHES.get(job.segment)
     if bench is None:
         for old in _BENCHES.values():
             old.workers.close()
         _BENCHES.clear()
         storage = reopen_storage(recipe)
-        workers = Workers(threads, name="cnr-fold")
+        workers = Workers(threads, name="cnr-compact")
         readers = open_chain(storage, job.chain, workers)
         bench = _BENCHES[job.segment] = Bench(storage, readers, workers, Throttle(bytes_per_s))
-    done = fold_task(job, task, bench)
+    done = run_task(job, task, bench)
     return done.index, done.receipt
 
 
@@ -232,9 +232,9 @@ class _Processes:
         self._pool = ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
         return count
 
-    def submit(self, fold: Callable[..., tuple[int, str]], *arguments: Any) -> Any:
+    def submit(self, task: Callable[..., tuple[int, str]], *arguments: Any) -> Any:
         with _explained():
-            return self._pool.submit(fold, *arguments)
+            return self._pool.submit(task, *arguments)
 
     def wait(self, pending: set[Any]) -> tuple[list[tuple[int, str]], set[Any]]:
         with _explained():

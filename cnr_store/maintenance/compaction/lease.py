@@ -35,7 +35,7 @@ _TASK = re.compile("[0-9]{1,9}")
 
 
 class CompactionLease(msgspec.Struct, frozen=True, kw_only=True):
-    """``leases/compact.json``: which run is folded into which segment, by whom, and what is done of it.
+    """``leases/compact.json``: which run is compacted into which segment, by whom, and what is done of it.
 
     ``plan`` is `tasks.plan_digest`; ``done`` maps the number of a task to the sha256 of its receipt.
     """

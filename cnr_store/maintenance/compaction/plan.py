@@ -1,8 +1,8 @@
-"""Which run of a chain to fold: decided from the sizes that a record states, before anything is read. Pure.
+"""Which run of a chain to compact: decided from the sizes that a record states, before anything is read. Pure.
 
 Deltas are ordered into tiers of bytes, each ``fanout`` times the one below. A tier that holds ``fanout`` deltas is
-folded into one, which belongs to the next tier, so a byte is written again once or so per tier on its way up: O(log n)
-times. When all deltas together outgrow their share of the baseline, they are folded into it: that writes the baseline
+merged into one, which belongs to the next tier, so a byte is written again once or so per tier on its way up: O(log n)
+times. When all deltas together outgrow their share of the baseline, they are merged into it: that writes the baseline
 again, and has been paid for by the bytes that arrived since the last time.
 """
 
@@ -29,7 +29,7 @@ class CompactionPolicy:
         Most bytes of a chain, in multiples of those of its baseline; above 1. A smaller one writes the baseline more
         often: ``ratio / (ratio - 1)`` bytes of baseline for each byte of deltas, at most.
     fanout
-        How many deltas of similar size are folded into one, 2 to 64.
+        How many deltas of similar size are compacted into one, 2 to 64.
     """
 
     max_chain: int = 16
@@ -67,9 +67,9 @@ class Run:
 
 
 def choose_run(chain: Sequence[ChainEntry], policy: CompactionPolicy) -> Run | None:
-    """Return the run to fold next, or None when the chain is as the policy wants it. Pure, deterministic.
+    """Return the run to compact next, or None when the chain is as the policy wants it. Pure, deterministic.
 
-    Folding what it returns until it returns None ends after at most ``len(chain) - 1`` folds, and leaves a chain of at
+    Compacting what it returns until that is None ends after at most ``len(chain) - 1`` runs, and leaves a chain of at
     most ``max_chain`` segments and at most ``max_restore_ratio`` times the bytes of its baseline.
     """
     if len(chain) < 2:
@@ -113,7 +113,7 @@ def _fullest_tier(chain: Sequence[ChainEntry], fanout: int, least: int) -> tuple
     """The deltas of the highest tier that has at least ``least`` of them: half-open positions, or None.
 
     A delta counts to the tier of the largest one behind it, so tiers never rise along the chain and are contiguous: a
-    small delta that is followed by a large one is folded when the large one is.
+    small delta that is followed by a large one is compacted when the large one is.
     """
     tiers: list[int] = []
     for entry in reversed(chain[1:]):

@@ -9,8 +9,8 @@ from cnr_store.errors import CorruptStore, MissingObject
 from cnr_store.format.chain_checks import find_dense
 from cnr_store.format.layout import segment_key
 from cnr_store.format.records import MAJOR, ChainEntry, Manifest, Receipt
-from cnr_store.maintenance.compaction.engines import Bench, FoldedTask, Job
-from cnr_store.maintenance.compaction.tasks import FoldTask, check_pieces, check_states
+from cnr_store.maintenance.compaction.engines import Bench, FinishedTask, Job
+from cnr_store.maintenance.compaction.tasks import CompactionTask, check_pieces, check_states
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.reader import read_receipt
 from cnr_store.segment.writer import merge_receipts, write_manifest
@@ -18,11 +18,11 @@ from cnr_store.storage import Storage, read_verified
 from cnr_store.types import JsonValue
 
 
-def write_rest(job: Job, index: int, bench: Bench) -> FoldedTask:
+def write_rest(job: Job, index: int, bench: Bench) -> FinishedTask:
     """Write what is no table and put its receipt: every dense tensor of the run's last state, and its documents.
 
     Every tensor by its own bytes, also those that lay in segments that stay: deltas behind the run may reference bytes
-    in a segment that is folded, and find them here (spec, CNR-DEN-4). Blocks; the tensors are in memory meanwhile.
+    in a segment that is compacted, and find them here (spec, CNR-DEN-4). Blocks; the tensors are in memory meanwhile.
 
     Raises
     ------
@@ -48,10 +48,10 @@ def write_rest(job: Job, index: int, bench: Bench) -> FoldedTask:
     receipt = out.finish(
         txn=job.txn, rank=index, world=job.world, attempt=job.attempt, base=job.base, l0=job.l0, parts=()
     )
-    return FoldedTask(index, out.put_receipt(receipt))
+    return FinishedTask(index, out.put_receipt(receipt))
 
 
-def verified(storage: Storage, job: Job, done: FoldedTask, workers: Workers) -> Receipt | None:
+def verified(storage: Storage, job: Job, done: FinishedTask, workers: Workers) -> Receipt | None:
     """Return the receipt of a task that an earlier compaction noted as done, if all that it names is there, unaltered.
 
     Reads every object of the task; blocks. None: do the task again.
@@ -75,7 +75,11 @@ def verified(storage: Storage, job: Job, done: FoldedTask, workers: Workers) -> 
 
 
 def put_manifest(
-    storage: Storage, job: Job, tasks: Sequence[FoldTask], done: Sequence[FoldedTask], manifests: Sequence[Manifest]
+    storage: Storage,
+    job: Job,
+    tasks: Sequence[CompactionTask],
+    done: Sequence[FinishedTask],
+    manifests: Sequence[Manifest],
 ) -> ChainEntry:
     """Read the receipts back, put the manifest over them, and return the chain's entry of the segment. Blocks.
 
@@ -112,7 +116,7 @@ def put_manifest(
     )  # fmt: skip
 
 
-def _receipt_of(storage: Storage, job: Job, done: FoldedTask) -> Receipt:
+def _receipt_of(storage: Storage, job: Job, done: FinishedTask) -> Receipt:
     receipt = read_receipt(storage, job.segment, job.folder(done.index), done.receipt)
     found = (receipt.txn, receipt.rank, receipt.world, receipt.attempt, receipt.base, receipt.l0)
     wanted = (job.txn, done.index, job.world, job.attempt, job.base, job.l0)

@@ -1,4 +1,4 @@
-"""One compaction: choose a run, fold it, put its manifest, take the run's place in the log (spec, annex E).
+"""One compaction: choose a run, compact it, put its manifest, take the run's place in the log (spec, annex E).
 
 Nothing is locked and nothing is deleted. Whoever saves, tags or compacts meanwhile is not held up: the result is
 spliced into the newest chain, or given up where the run is no longer in it.
@@ -20,7 +20,7 @@ from cnr_store.format.commit_record import LogEntry
 from cnr_store.format.records import ChainEntry, Manifest, SegmentKind
 from cnr_store.log.author import writer_info
 from cnr_store.log.rebase import draft_after, rebase_compact, replace_run
-from cnr_store.maintenance.compaction.engines import Bench, Engine, FoldedTask, Job, check_engine, run_tasks
+from cnr_store.maintenance.compaction.engines import Bench, Engine, FinishedTask, Job, check_engine, run_tasks
 from cnr_store.maintenance.compaction.lease import (
     HeldLease,
     LeasePlace,
@@ -32,7 +32,7 @@ from cnr_store.maintenance.compaction.lease import (
 )
 from cnr_store.maintenance.compaction.plan import DEFAULT_POLICY, CompactionPolicy, Run, choose_run, run_between
 from cnr_store.maintenance.compaction.result import put_manifest, verified, write_rest
-from cnr_store.maintenance.compaction.tasks import FoldTask, foldable_run, plan_digest, plan_tasks
+from cnr_store.maintenance.compaction.tasks import CompactionTask, compactable_run, plan_digest, plan_tasks
 from cnr_store.runtime.threads import Throttle, Workers, check_rate
 from cnr_store.segment.reader import SegmentReader, open_chain
 from cnr_store.store import Store
@@ -60,7 +60,7 @@ class CompactionReport:
     version
         The version that the result became, or None.
     kind, run, l0, l1, reason
-        What was to be folded: the kind of the result, the segments, what it applies to and leads to; and why, or what
+        What was to be merged: the kind of the result, the segments, what it applies to and leads to; and why, or what
         came in its way. None and empty without a run.
     tasks, reused_tasks
         How many tasks the run takes, and how many of them an earlier compaction had done.
@@ -105,7 +105,7 @@ def compact_run(
     dry_run: bool = False,
     progress: ProgressCallback | None = None,
 ) -> CompactionReport:
-    """Fold one run of the head's chain into one segment that reads the same, bit for bit, and commit it. Blocks.
+    """Compact one run of the head's chain into one segment that reads the same, bit for bit, and commit it. Blocks.
 
     Safe beside writers, readers and other compactions. One run at a time: call it until there is nothing to do. Memory:
     a few chunks per thread, and the dense tensors of one state.
@@ -113,7 +113,7 @@ def compact_run(
     Parameters
     ----------
     run
-        Positions (start, stop) of the chain to fold, in place of what the policy would choose.
+        Positions (start, stop) of the chain to compact, in place of what the policy would choose.
     lease_s
         How long others take this call to be at work behind its last sign of life.
 
@@ -152,7 +152,7 @@ def compact_run(
         except MissingObject:
             if store.head().record.chain == head.record.chain:
                 raise
-            # Folded by another compaction, and deleted, since the head was read: nothing is damaged.
+            # Compacted by another compaction, and deleted, since the head was read: nothing is damaged.
             report = replace(report, outcome="abandoned", reason="the chain was replaced while it was looked at")
             return replace(report, seconds=time.monotonic() - started)
         if dry_run:
@@ -167,12 +167,12 @@ def compact_run(
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What is folded behind which head, decided."""
+    """What is compacted behind which head, decided."""
 
     head: LogEntry
     readers: tuple[SegmentReader, ...]
     run: Run
-    tasks: tuple[FoldTask, ...]
+    tasks: tuple[CompactionTask, ...]
     digest: str
 
     @property
@@ -218,7 +218,7 @@ def _choose(head: LogEntry, policy: CompactionPolicy, wanted: tuple[int, int] | 
 def _plan(store: Store, head: LogEntry, chosen: Run) -> _Plan:
     chain = head.record.chain
     readers = open_chain(store.storage, chain, store.internals.workers)
-    return _plan_of(store, head, readers, foldable_run([reader.manifest for reader in readers], chosen))
+    return _plan_of(store, head, readers, compactable_run([reader.manifest for reader in readers], chosen))
 
 
 def _plan_of(store: Store, head: LogEntry, readers: tuple[SegmentReader, ...], run: Run) -> _Plan:
@@ -273,11 +273,11 @@ class _Work:
             chain=plan.head.record.chain[: plan.run.stop], run=plan.run,
         )  # fmt: skip
         self._head = plan.head
-        self._done: dict[int, FoldedTask] = {}
+        self._done: dict[int, FinishedTask] = {}
         self._reused = 0
 
     def carry_out(self, report: CompactionReport) -> CompactionReport:
-        """Fold, and commit; returns what became of it."""
+        """Compact, and commit; returns what became of it."""
         report = self._plan.describe(report, "unfinished")
         try:
             merged = self._write()
@@ -297,7 +297,7 @@ class _Work:
     def _write(self) -> ChainEntry | None:
         """Write the segment; None if the time was over before."""
         try:
-            if not self._fold():
+            if not self._compact():
                 return None
             return put_manifest(
                 self._store.storage, self._job, self._plan.tasks, list(self._done.values()), self._plan.manifests
@@ -308,7 +308,7 @@ class _Work:
             self._follow()
             raise
 
-    def _fold(self) -> bool:
+    def _compact(self) -> bool:
         """Do all tasks and the rest; False if the time was over before."""
         options, rest = self._options, len(self._plan.tasks)
         with self._workers() as workers:
@@ -340,13 +340,13 @@ class _Work:
     def _reuse(self, workers: Workers) -> None:
         """Take what an earlier compaction has noted as done, if every object of it is as its receipt says."""
         for index, digest in receipts_of(self._held.lease).items():
-            one = FoldedTask(index, digest)
+            one = FinishedTask(index, digest)
             if index < self._job.world and verified(self._store.storage, self._job, one, workers) is not None:
                 self._done[index] = one
             self._held.keep()
         self._reused = sum(index < len(self._plan.tasks) for index in self._done)
 
-    def _note(self, done: FoldedTask) -> None:
+    def _note(self, done: FinishedTask) -> None:
         self._done[done.index] = done
         self._held.note_done(done.index, done.receipt)
 

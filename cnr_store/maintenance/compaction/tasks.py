@@ -27,7 +27,7 @@ PIECE_CHUNKS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class FoldPiece:
+class MergePiece:
     """One part of the result: a rectangle of a table. Of a hashed table it is the whole table."""
 
     table: str
@@ -35,18 +35,18 @@ class FoldPiece:
 
 
 @dataclass(frozen=True, slots=True)
-class FoldTask:
-    """Pieces that one worker folds into one folder with one receipt; ``index`` is the task's rank in the segment."""
+class CompactionTask:
+    """Pieces that one worker compacts into one folder with one receipt; ``index`` is the task's rank in the segment."""
 
     index: int
-    pieces: tuple[FoldPiece, ...]
+    pieces: tuple[MergePiece, ...]
 
 
-def foldable_run(manifests: Sequence[Manifest], run: Run) -> Run:
-    """Return the run, or what can be folded in its place where a table's columns are cut anew within it. Pure.
+def compactable_run(manifests: Sequence[Manifest], run: Run) -> Run:
+    """Return the run, or what can be compacted in its place where a table's columns are cut anew within it. Pure.
 
     A delta holds differences, and a row may have changed in some of its columns only: parts that are cut at other
-    columns cannot be put into one delta. Then the longest stretch between two such changes is folded, or, if there is
+    columns cannot be put into one delta. Then the longest stretch between two such changes is merged, or, if there is
     none of two segments, everything from the baseline to the end of the run, whose rows are whole. The same where the
     parts of a segment do not make a table up.
 
@@ -73,8 +73,8 @@ def foldable_run(manifests: Sequence[Manifest], run: Run) -> Run:
     return Run(0, run.stop, "baseline", f"{run.reason}, and the tables' columns are cut anew at each")
 
 
-def plan_tasks(manifests: Sequence[Manifest], run: Run) -> tuple[FoldTask, ...]:
-    """Return what is to be folded, by whom: every part of the result once, in an order of its own. Pure.
+def plan_tasks(manifests: Sequence[Manifest], run: Run) -> tuple[CompactionTask, ...]:
+    """Return what is to be compacted, by whom: every part of the result once, in an order of its own. Pure.
 
     A new baseline is cut where its chunks end, and also where parts of the run's last segment end, so that the state
     digests which that segment states can be compared, and a rank's rows are whole parts. A new delta has the parts of
@@ -86,10 +86,10 @@ def plan_tasks(manifests: Sequence[Manifest], run: Run) -> tuple[FoldTask, ...]:
         Those of the chain, to the end of the run at least.
     """
     upto = manifests[: run.stop]
-    weighed: list[tuple[FoldPiece, int]] = []
+    weighed: list[tuple[MergePiece, int]] = []
     for table in sorted(upto[-1].tables):
         weighed += _baseline_pieces(upto, table) if run.kind == "baseline" else _delta_pieces(upto[run.start :], table)
-    dealt: list[list[FoldPiece]] = []
+    dealt: list[list[MergePiece]] = []
     room = 0
     for piece, chunks in weighed:
         if not dealt or chunks > room:
@@ -97,17 +97,17 @@ def plan_tasks(manifests: Sequence[Manifest], run: Run) -> tuple[FoldTask, ...]:
             room = PIECE_CHUNKS
         dealt[-1].append(piece)
         room -= chunks
-    return tuple(FoldTask(index, tuple(pieces)) for index, pieces in enumerate(dealt))
+    return tuple(CompactionTask(index, tuple(pieces)) for index, pieces in enumerate(dealt))
 
 
-def plan_digest(entries: Sequence[ChainEntry], profile: Profile, tasks: Sequence[FoldTask]) -> str:
+def plan_digest(entries: Sequence[ChainEntry], profile: Profile, tasks: Sequence[CompactionTask]) -> str:
     """Return the sha256 of a plan: two compactions of one digest, by the same libraries, write the same bytes. Pure."""
     pieces = [[[piece.table, piece.rectangle.rows, piece.rectangle.columns] for piece in task.pieces] for task in tasks]
     inputs = [[entry.seg, entry.sha256] for entry in entries]
     return sha256(canonical_json({"inputs": inputs, "profile": profile, "tasks": pieces}))
 
 
-def check_pieces(task: FoldTask, parts: Sequence[PartEntry]) -> None:
+def check_pieces(task: CompactionTask, parts: Sequence[PartEntry]) -> None:
     """Refuse parts that are not the task's pieces. Pure.
 
     Raises
@@ -141,7 +141,7 @@ def check_states(parts: Sequence[PartEntry], last: Manifest) -> None:
         if found is None or found != int(end.state_digest, 16):
             shown = "no state digest" if found is None else f"state digest {found:016x}"
             raise CorruptStore(
-                f"table {end.table!r}, rows {end.rows} and columns {end.columns}, folds to {shown}, the run's last "
+                f"table {end.table!r}, rows {end.rows} and columns {end.columns}, merges to {shown}, the run's last "
                 f"segment states {end.state_digest}; a delta is wrong or missing, run `cnr verify --deep`",
                 table=end.table, expected=end.state_digest, found=shown,
             )  # fmt: skip
@@ -174,12 +174,12 @@ def _column_ranges(manifest: Manifest, table: str) -> set[tuple[int, int]]:
     return {part.columns for part in manifest.parts if part.table == table and part.rows[0] < part.rows[1]}
 
 
-def _baseline_pieces(manifests: Sequence[Manifest], table: str) -> Iterator[tuple[FoldPiece, int]]:
+def _baseline_pieces(manifests: Sequence[Manifest], table: str) -> Iterator[tuple[MergePiece, int]]:
     """The parts of a table in a new baseline and their chunks, by column interval and rows."""
     last = manifests[-1]
     schema = last.tables[table]
     if schema.keys == "hashed" or schema.num_rows == 0:
-        yield FoldPiece(table, whole_of(schema)), sum(_chunks_of(manifest, table) for manifest in manifests)
+        yield MergePiece(table, whole_of(schema)), sum(_chunks_of(manifest, table) for manifest in manifests)
         return
     ends = [part for part in last.parts if part.table == table]
     plan = plan_table(manifests, table)
@@ -194,7 +194,7 @@ def _baseline_pieces(manifests: Sequence[Manifest], table: str) -> Iterator[tupl
 
 def _row_pieces(
     table: str, schema: TableSchema, columns: tuple[int, int], rows: tuple[int, int], times: int
-) -> Iterator[tuple[FoldPiece, int]]:
+) -> Iterator[tuple[MergePiece, int]]:
     """The rows in pieces of about the same size, cut where a part of all these rows would have chunks end.
 
     ``times``: how many rows there are to one that is stored.
@@ -205,19 +205,19 @@ def _row_pieces(
     chunks_each = -(-chunks // -(-chunks // PIECE_CHUNKS))
     for low in range(start, stop, chunks_each * chunk_rows):
         high = min(low + chunks_each * chunk_rows, stop)
-        yield FoldPiece(table, Rectangle((low, high), columns)), -(-(high - low) // chunk_rows)
+        yield MergePiece(table, Rectangle((low, high), columns)), -(-(high - low) // chunk_rows)
 
 
-def _delta_pieces(manifests: Sequence[Manifest], table: str) -> Iterator[tuple[FoldPiece, int]]:
+def _delta_pieces(manifests: Sequence[Manifest], table: str) -> Iterator[tuple[MergePiece, int]]:
     """The parts of a table in a new delta and, as a measure of the work, the chunks that are read for them."""
     last = manifests[-1]
     schema = last.tables[table]
     if schema.keys == "hashed":
-        yield FoldPiece(table, whole_of(schema)), sum(_chunks_of(manifest, table) for manifest in manifests)
+        yield MergePiece(table, whole_of(schema)), sum(_chunks_of(manifest, table) for manifest in manifests)
         return
     rectangles = [Rectangle(part.rows, part.columns) for part in last.parts if part.table == table]
     for rectangle in dict.fromkeys(rectangles):
-        yield FoldPiece(table, rectangle), sum(_chunks_of(manifest, table, rectangle) for manifest in manifests)
+        yield MergePiece(table, rectangle), sum(_chunks_of(manifest, table, rectangle) for manifest in manifests)
 
 
 def _chunks_of(manifest: Manifest, table: str, rectangle: Rectangle | None = None) -> int:

@@ -1,4 +1,4 @@
-"""What was folded and deleted while it was read is no damage, but a reason to look again (spec, CNR-GC-12)."""
+"""What was compacted and deleted while it was read is no damage, but a reason to look again (spec, CNR-GC-12)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cnr_store.log.log_reader import LogReader
 from cnr_store.maintenance.verify.report import Findings
 
 MOST_LOOKS = 3
-"""A look takes minutes, what is folded stays for the readers' grace: that one is overtaken is rare, two hardly ever."""
+"""A look takes minutes, what was compacted stays for the readers' grace: one is rarely overtaken, two hardly ever."""
 
 
 def was_overtaken(log: LogReader, findings: Findings) -> bool:
@@ -25,6 +25,6 @@ def was_overtaken(log: LogReader, findings: Findings) -> bool:
 def overtaken(url: str) -> Conflict:
     """Return the error of who looked again and again."""
     return Conflict(
-        f"others folded and deleted what was read of {url} during each of {MOST_LOOKS} looks at it; try again, or let "
+        f"others compacted and deleted what was read of {url} in each of {MOST_LOOKS} looks at it; try again, or let "
         "garbage collection wait longer"
     )

@@ -58,7 +58,7 @@ def verify_store(
     AccessDenied
         Nothing can be said about objects that may not be read.
     Conflict
-        During each of several looks what was read was folded and deleted.
+        During each of several looks what was read was compacted and deleted.
 
     Examples
     --------
@@ -79,7 +79,7 @@ def verify_store(
 def _check(
     store: Store, version: int | None, every: bool, deep: bool, threads: int | None, progress: ProgressCallback | None
 ) -> tuple[VerifyReport, list[Log]]:
-    """One look at everything; while it is taken others may fold what it reads, and delete it."""
+    """One look at everything; while it is taken others may compact what it reads, and delete it."""
     findings = Findings(store.branch)
     with Workers(threads, name="cnr-verify") as workers:
         view = read_log(

@@ -60,7 +60,7 @@ def find_newest_whole(
     AccessDenied, StorageFailure, UnknownFeature
         A record could not be read, which says nothing about what it is.
     Conflict
-        During each of several looks what was read was folded and deleted.
+        During each of several looks what was read was compacted and deleted.
     """
     for _ in range(MOST_LOOKS):
         found, findings = _look(store, avoid, threads, progress)

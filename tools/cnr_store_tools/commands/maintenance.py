@@ -48,13 +48,16 @@ MaxChain = Annotated[int, typer.Option("--max-chain", help="Most segments that a
 MaxRatio = Annotated[
     float, typer.Option("--max-restore-ratio", help="Most bytes that a restore reads, as a multiple of the baseline's.")
 ]
-Fanout = Annotated[int, typer.Option("--fanout", help="How many deltas of similar size are folded into one.")]
+Fanout = Annotated[int, typer.Option("--fanout", help="How many deltas of similar size are compacted into one.")]
 Engine = Annotated[
-    Literal["threads", "processes", "ray"], typer.Option("--engine", help="Who folds; the bytes are the same.")
+    Literal["threads", "processes", "ray"], typer.Option("--engine", help="Who compacts; the bytes are the same.")
 ]
-Workers = Annotated[int | None, typer.Option("--workers", help="How many fold at once; all CPUs if not given.", min=1)]
+Workers = Annotated[
+    int | None, typer.Option("--workers", help="How many compact at once; all CPUs if not given.", min=1)
+]
 Bandwidth = Annotated[
-    str | None, typer.Option("--bandwidth", metavar="SIZE", help="Most bytes per second that folding writes: 200MiB.")
+    str | None,
+    typer.Option("--bandwidth", metavar="SIZE", help="Most bytes per second that compacting writes: 200MiB."),
 ]
 Budget = Annotated[
     str | None,
@@ -96,7 +99,7 @@ def compact(
     storage_option: StorageOptions = None,
     json: Json = False,
 ) -> None:
-    """Fold deltas until restores are as fast as wanted, beside writers. Exit code 9 if the budget ended it."""
+    """Compact deltas until restores are as fast as wanted, beside writers. Exit code 9 if the budget ended it."""
     policy = CompactionPolicy(max_chain=max_chain, max_restore_ratio=max_restore_ratio, fanout=fanout)
     with open_store(url, storage_option, branch) as store, progress_bars(in_bytes=False) as progress:
         reports = compact_store(
@@ -107,7 +110,7 @@ def compact(
     last = reports[-1].outcome
     document = {
         "url": store.url, "branch": store.branch, "is_dry_run": dry_run, "outcome": last,
-        "folds": to_document(reports),
+        "compactions": to_document(reports),
         "bytes_in": sum(report.bytes_in for report in reports if report.outcome == "committed"),
         "bytes_out": sum(report.bytes_out for report in reports),
     }  # fmt: skip
@@ -209,7 +212,7 @@ def _maintenance(report: MaintenanceReport) -> Document:
     stages = []
     for stage in report.stages:
         document = to_document(stage) | {"stage": stage.stage.kind, "branch": stage.stage.branch}
-        document["folds"] = document.pop("compactions")
+        document["compactions"] = document.pop("compactions")
         if stage.collection is not None:
             collection = _collection(stage.collection)
             del collection["versions"]

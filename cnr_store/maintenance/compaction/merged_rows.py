@@ -1,4 +1,4 @@
-"""One row list of the result, folded chunk by chunk while it is written.
+"""One row list of the result, merged chunk by chunk while it is written.
 
 Every row of a list has the same outcome, so a chunk is a replay without statuses: of a ``set`` list the sets and the
 differences to them, of an ``add`` list the differences alone, of an ``escape`` list the exact floats.
@@ -50,7 +50,7 @@ _READS: dict[Operation, tuple[Operation, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class FoldedRows:
+class MergedRows:
     """The rows of a piece with one outcome, and where their content is.
 
     ``is_delta``: the result is part of a delta. If it is not, its rows' part of the state digest is wanted.
@@ -85,7 +85,7 @@ class FoldedRows:
         return {} if self.operation == "delete" else stored_specs(self.plan.schema, self.plan.columns, self.operation)
 
 
-def write_folded(out: SegmentWriter, path: str, rows: FoldedRows, cache_bytes: int) -> tuple[RowListEntry, int]:
+def write_merged(out: SegmentWriter, path: str, rows: MergedRows, cache_bytes: int) -> tuple[RowListEntry, int]:
     """Write the row list, and return the manifest's entry for it and what its rows add to the state digest. Blocks.
 
     Raises
@@ -116,7 +116,7 @@ class _TypedRows:
 
     def __init__(
         self,
-        rows: FoldedRows,
+        rows: MergedRows,
         plan: TablePlan,
         specs: dict[str, ArraySpec],
         dtypes: Mapping[str, np.dtype[Any]],

@@ -1,4 +1,4 @@
-"""Fold a run of segments into one part of the result, exactly, one chunk of the result at a time.
+"""Merge a run of segments into one part of the result, exactly, one chunk of the result at a time.
 
 Codes are added as integers and copied as they are stored, never decoded to floats and encoded again, so that the
 result decodes to the bits that a replay of the run gives. First the row ids alone say what becomes of each row; then
@@ -16,9 +16,9 @@ import msgspec
 from cnr_store.encodings.digest import add_digests
 from cnr_store.format.manifest import stated_digest
 from cnr_store.format.records import Manifest, PartEntry
-from cnr_store.maintenance.compaction.folded_rows import FoldedRows, write_folded
+from cnr_store.maintenance.compaction.merged_rows import MergedRows, write_merged
 from cnr_store.maintenance.compaction.statuses import replay_statuses
-from cnr_store.maintenance.compaction.tasks import FoldPiece
+from cnr_store.maintenance.compaction.tasks import MergePiece
 from cnr_store.read.plan import OPERATIONS, Operation, TablePlan, by_columns, plan_table
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.codes import array_specs
@@ -33,16 +33,16 @@ CACHE_BYTES = 256 * 1024 * 1024
 _BASELINE: tuple[Operation, ...] = ("set", "escape")
 
 
-def fold_piece(
+def merge_piece(
     readers: Sequence[SegmentReader],
     run: tuple[int, int],
-    piece: FoldPiece,
+    piece: MergePiece,
     out: SegmentWriter,
     workers: Workers,
     *,
     cache_bytes: int = CACHE_BYTES,
 ) -> PartEntry:
-    """Write one part of what the run folds to, and return the manifest's line for it. Blocks.
+    """Write one part of what the run merges to, and return the manifest's line for it. Blocks.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ def fold_piece(
         The chain's segments up to the end of the run, the baseline first. Of those before the run only the manifests
         are looked at.
     run
-        The segments [start, stop) to fold. From 0 on the result is part of a baseline, else of a delta.
+        The segments [start, stop) to merge. From 0 on the result is part of a baseline, else of a delta.
     piece
         Its columns lie in one stored interval of the table (baseline), or are those of the run's parts (delta).
     out
@@ -83,11 +83,11 @@ def fold_piece(
         before = _rows_before(manifests, start, plan)
         statuses = replay_statuses(readers, plan, before, workers)
         for operation in _BASELINE if before is None else OPERATIONS:
-            rows = FoldedRows(readers, plan, operation, statuses, is_delta=start > 0)
+            rows = MergedRows(readers, plan, operation, statuses, is_delta=start > 0)
             if rows.count:
                 if not (part.add or part.set or part.delete):
                     write_part_group(out, folder, piece.table, schema, piece.rectangle)
-                row_list, added = write_folded(out, f"{folder}/{operation}", rows, cache_bytes)
+                row_list, added = write_merged(out, f"{folder}/{operation}", rows, cache_bytes)
                 part = msgspec.structs.replace(part, **{operation: row_list})
                 found = add_digests(found, added)
     if not any(spec.is_additive for spec in array_specs(schema).values()):
@@ -99,7 +99,7 @@ def fold_piece(
     )
 
 
-def _plan(manifests: Sequence[Manifest], start: int, piece: FoldPiece) -> TablePlan:
+def _plan(manifests: Sequence[Manifest], start: int, piece: MergePiece) -> TablePlan:
     """The plan of the run's part in the piece; its segments are counted in the chain, as in messages."""
     first, stop = piece.rectangle.rows
     plan = _counted_from(
@@ -109,7 +109,7 @@ def _plan(manifests: Sequence[Manifest], start: int, piece: FoldPiece) -> TableP
     lacks_row_slots = plan.row_slots and not plan.has_own_row_slots
     if len(by_columns(plan)) > 1 or lacks_row_slots or (start > 0 and cuts - {piece.rectangle.columns}):
         raise ValueError(
-            f"columns {piece.rectangle.columns} of table {piece.table!r} cannot be folded at once: the run has parts "
+            f"columns {piece.rectangle.columns} of table {piece.table!r} cannot be merged at once: the run has parts "
             f"of columns {sorted(cuts)}"
         )
     return plan
@@ -135,7 +135,7 @@ def _rows_before(manifests: Sequence[Manifest], start: int, plan: TablePlan) -> 
     return held.num_rows
 
 
-def _base_digest(manifests: Sequence[Manifest], start: int, piece: FoldPiece) -> str | None:
+def _base_digest(manifests: Sequence[Manifest], start: int, piece: MergePiece) -> str | None:
     """What a run of deltas starts from, as its first segment states it, if the table was there and in the same unit.
 
     A rectangle at the end of a table that is resized starts from all rows that were there (spec, CNR-DOC-10), so a
@@ -152,7 +152,7 @@ def _base_digest(manifests: Sequence[Manifest], start: int, piece: FoldPiece) ->
     return None if found is None else _hex(found)
 
 
-def _stated(last: Manifest, piece: FoldPiece) -> str | None:
+def _stated(last: Manifest, piece: MergePiece) -> str | None:
     found = stated_digest((part for part in last.parts if part.table == piece.table), piece.rectangle)
     return None if found is None else _hex(found)
 

@@ -1,4 +1,4 @@
-"""Folding any run of a chain changes nothing that anybody can read, at its end or at any later point."""
+"""Merging any run of a chain changes nothing that anybody can read, at its end or at any later point."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.read.test_replay_reference import ENCODINGS, part_ops, saves, write
 from tests.segment.test_rectangles import build
 from tests.store.test_store_machine import State, StoreMachine
 from tests.support.faulty import IsolatedMemoryFileSystem
-from tests.support.folding import common_columns, fold, pieces_of, state_of
+from tests.support.merging import common_columns, merge, pieces_of, state_of
 from tests.support.row_algebra import AddMode, RowOps, compose
 
 CHUNK_BYTES = (16, 40, 200, 1 << 20)
@@ -64,12 +64,12 @@ def never_shrinks(plan: TablePlan, before: int | None) -> bool:
     return before is None or all(batch.num_rows >= before for batch in plan.batches)
 
 
-def check_folds(storage: Storage, readers: Sequence[SegmentReader], seed: int, workers: Workers, folds: int) -> None:
-    """Fold random runs, each in the chain that the last one left, and compare every later state."""
+def check_merges(storage: Storage, readers: Sequence[SegmentReader], seed: int, workers: Workers, merges: int) -> None:
+    """Merge random runs, each in the chain that the last one left, and compare every later state."""
     rng = np.random.default_rng(seed)
     original = {reader.manifest.l1: readers[: at + 1] for at, reader in enumerate(readers)}
     chain = list(readers)
-    for number in range(folds):
+    for number in range(merges):
         if len(chain) < 2:
             return
         start = int(rng.integers(len(chain) - 1)) if rng.random() < 0.7 else 0
@@ -77,16 +77,16 @@ def check_folds(storage: Storage, readers: Sequence[SegmentReader], seed: int, w
         pieces = pieces_of([reader.manifest for reader in chain[:stop]], start, rng)
         if pieces is None:
             continue
-        folded = fold(
+        merged = merge(
             storage, chain[:stop], (start, stop), pieces, workers,
             profile="compact" if rng.random() < 0.5 else "portable",
             name=f"{900 + number:020d}-{number:032x}", cache_bytes=int(rng.choice([0, 300, 1 << 20])),
         )  # fmt: skip
-        chain[start:stop] = [folded]
+        chain[start:stop] = [merged]
         for at in range(start, len(chain)):
             check_same(chain[: at + 1], original[chain[at].manifest.l1], workers)
-        check_digests(folded, original[folded.manifest.l1], workers)
-        check_inventory(storage, folded)
+        check_digests(merged, original[merged.manifest.l1], workers)
+        check_inventory(storage, merged)
 
 
 def check_same(chain: Sequence[SegmentReader], original: Sequence[SegmentReader], workers: Workers) -> None:
@@ -97,15 +97,15 @@ def check_same(chain: Sequence[SegmentReader], original: Sequence[SegmentReader]
         assert found[key] == state, key
 
 
-def check_digests(folded: SegmentReader, original: Sequence[SegmentReader], workers: Workers) -> None:
-    """A part of a folded baseline states what its codes give; one of a delta what the run's last segment states."""
+def check_digests(merged: SegmentReader, original: Sequence[SegmentReader], workers: Workers) -> None:
+    """A part of a merged baseline states what its codes give; one of a delta what the run's last segment states."""
     last = original[-1].manifest
-    for table, schema in folded.manifest.tables.items():
-        parts = [part for part in folded.manifest.parts if part.table == table]
+    for table, schema in merged.manifest.tables.items():
+        parts = [part for part in merged.manifest.parts if part.table == table]
         whole = Rectangle((0, schema.num_rows), (0, schema.dim))
         stated = stated_digest(parts, whole)
         before = stated_digest((part for part in last.parts if part.table == table), whole)
-        if folded.manifest.kind == "delta":
+        if merged.manifest.kind == "delta":
             assert stated == before, table
         elif schema.keys == "dense" and schema.num_rows:
             state = state_of(original, workers, common_columns(original))
@@ -115,79 +115,79 @@ def check_digests(folded: SegmentReader, original: Sequence[SegmentReader], work
             assert all(part.base_digest is None and part.add is None and part.delete is None for part in parts)
 
 
-def check_inventory(storage: Storage, folded: SegmentReader) -> None:
+def check_inventory(storage: Storage, merged: SegmentReader) -> None:
     """Nothing lies in the segment that its manifest does not name, but the manifest itself."""
-    prefix = segment_prefix(folded.name)
+    prefix = segment_prefix(merged.name)
     listed = {stat.key.removeprefix(prefix) for stat in storage.list_objects(prefix)}
-    named = {entry.path for entry in folded.manifest.objects}
+    named = {entry.path for entry in merged.manifest.objects}
     assert listed - named == {"_segment.json"}
     assert named <= listed
 
 
-def fold_encodings(seed: int, chunk_bytes: int, folded_chunk_bytes: int) -> None:
-    """A life of tables of several encodings, and folds of its chain."""
+def merge_encodings(seed: int, chunk_bytes: int, merged_chunk_bytes: int) -> None:
+    """A life of tables of several encodings, and merges of its chain."""
     with pytest.MonkeyPatch.context() as patch, Workers(2) as workers:
         patch.setattr("cnr_store.format.arrays.CHUNK_BYTES", chunk_bytes)
         life = live(seed)
         readers = life.store.snapshot().readers
-        patch.setattr("cnr_store.format.arrays.CHUNK_BYTES", folded_chunk_bytes)
+        patch.setattr("cnr_store.format.arrays.CHUNK_BYTES", merged_chunk_bytes)
         if seed % 2:
             patch.setattr("cnr_store.maintenance.compaction.statuses._is_sparse", never_shrinks)
-        check_folds(life.store.storage, readers, seed, workers, folds=3)
+        check_merges(life.store.storage, readers, seed, workers, merges=3)
         life.teardown()
 
 
-def fold_tilings(
-    seed: int, additive: bool, row_slot: bool, states_digest: bool, chunk_bytes: int, folded_chunk_bytes: int
+def merge_tilings(
+    seed: int, additive: bool, row_slot: bool, states_digest: bool, chunk_bytes: int, merged_chunk_bytes: int
 ) -> None:
-    """Segments of many parts, cut anew each time, and folds of their chain."""
+    """Segments of many parts, cut anew each time, and merges of their chain."""
     store = Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=2)
     with pytest.MonkeyPatch.context() as patch, Workers(2) as workers:
         patch.setattr("cnr_store.format.arrays.CHUNK_BYTES", chunk_bytes)
         build(store, seed, additive=additive, row_slot=row_slot, saves=5, states_digest=states_digest)
         readers = store.snapshot().readers
-        patch.setattr("cnr_store.format.arrays.CHUNK_BYTES", folded_chunk_bytes)
+        patch.setattr("cnr_store.format.arrays.CHUNK_BYTES", merged_chunk_bytes)
         if seed % 2:
             patch.setattr("cnr_store.maintenance.compaction.statuses._is_sparse", never_shrinks)
-        check_folds(store.storage, readers, seed, workers, folds=3)
+        check_merges(store.storage, readers, seed, workers, merges=3)
     store.close()
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(seed=SEEDS, chunk_bytes=CHUNKS, folded_chunk_bytes=CHUNKS)
-def test_folded_chains_of_any_encoding_lead_to_the_same_bits(
-    seed: int, chunk_bytes: int, folded_chunk_bytes: int
+@given(seed=SEEDS, chunk_bytes=CHUNKS, merged_chunk_bytes=CHUNKS)
+def test_merged_chains_of_any_encoding_lead_to_the_same_bits(
+    seed: int, chunk_bytes: int, merged_chunk_bytes: int
 ) -> None:
-    fold_encodings(seed, chunk_bytes, folded_chunk_bytes)
+    merge_encodings(seed, chunk_bytes, merged_chunk_bytes)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     seed=SEEDS, additive=st.booleans(), row_slot=st.booleans(), states_digest=st.booleans(), chunk_bytes=CHUNKS,
-    folded_chunk_bytes=CHUNKS,
+    merged_chunk_bytes=CHUNKS,
 )  # fmt: skip
-def test_folded_chains_of_any_tiling_lead_to_the_same_bits(
-    seed: int, additive: bool, row_slot: bool, states_digest: bool, chunk_bytes: int, folded_chunk_bytes: int
+def test_merged_chains_of_any_tiling_lead_to_the_same_bits(
+    seed: int, additive: bool, row_slot: bool, states_digest: bool, chunk_bytes: int, merged_chunk_bytes: int
 ) -> None:
-    fold_tilings(seed, additive, row_slot, states_digest, chunk_bytes, folded_chunk_bytes)
+    merge_tilings(seed, additive, row_slot, states_digest, chunk_bytes, merged_chunk_bytes)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-def test_folded_chains_lead_to_the_same_bits_over_many_lives() -> None:
+def test_merged_chains_lead_to_the_same_bits_over_many_lives() -> None:
     rng = np.random.default_rng(0)
     for _ in range(SOAK_LIVES):
         seed = int(rng.integers(2**32))
-        chunk_bytes, folded_chunk_bytes = (int(one) for one in rng.choice(CHUNK_BYTES, 2))
+        chunk_bytes, merged_chunk_bytes = (int(one) for one in rng.choice(CHUNK_BYTES, 2))
         additive, row_slot, states_digest = (bool(one) for one in rng.random(3) < 0.5)
-        fold_encodings(seed, chunk_bytes, folded_chunk_bytes)
-        fold_tilings(seed, additive, row_slot, states_digest, chunk_bytes, folded_chunk_bytes)
+        merge_encodings(seed, chunk_bytes, merged_chunk_bytes)
+        merge_tilings(seed, additive, row_slot, states_digest, chunk_bytes, merged_chunk_bytes)
 
 
 @pytest.mark.parametrize("encoding", sorted(ENCODINGS))
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(chain=saves(), chunk_bytes=CHUNKS)
-def test_a_folded_run_of_deltas_is_the_composition_of_its_row_lists(
+def test_a_merged_run_of_deltas_is_the_composition_of_its_row_lists(
     encoding: str, chain: list[tuple[int, list[str]]], chunk_bytes: int
 ) -> None:
     store = Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=2)
@@ -201,13 +201,13 @@ def test_a_folded_run_of_deltas_is_the_composition_of_its_row_lists(
         pieces = pieces_of([reader.manifest for reader in readers], 1, np.random.default_rng(0))
         assert pieces is not None
 
-        folded = fold(store.storage, readers, (1, len(readers)), pieces, workers)
+        merged = merge(store.storage, readers, (1, len(readers)), pieces, workers)
 
         expected = part_ops(readers[1], "t")
         for reader in readers[2:]:
             expected = compose(expected, part_ops(reader, "t"), modes)
-        check_same_lists(part_ops(folded, "t"), expected)
-        first, last, part = (reader.manifest.parts[0] for reader in (readers[1], readers[-1], folded))
+        check_same_lists(part_ops(merged, "t"), expected)
+        first, last, part = (reader.manifest.parts[0] for reader in (readers[1], readers[-1], merged))
         assert (part.base_digest, part.state_digest) == (first.base_digest, last.state_digest)
     store.close()
 

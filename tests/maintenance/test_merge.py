@@ -1,4 +1,4 @@
-"""Folding one part: what is copied, what is written again, what a run of deltas leaves, what is refused."""
+"""Merging one part: what is copied, what is written again, what a run of deltas leaves, what is refused."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import pytest
 from cnr_store import CorruptStore, Store, TableOptions
 from cnr_store.format.layout import segment_prefix, writer_folder
 from cnr_store.format.records import PartEntry
-from cnr_store.maintenance.compaction.fold import fold_piece
-from cnr_store.maintenance.compaction.tasks import FoldPiece
+from cnr_store.maintenance.compaction.merge import merge_piece
+from cnr_store.maintenance.compaction.tasks import MergePiece
 from cnr_store.runtime.threads import Throttle, Workers
 from cnr_store.segment.reader import Scratch, SegmentReader
 from cnr_store.segment.writer import SegmentWriter
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import Rectangle
 from tests.support.faulty import IsolatedMemoryFileSystem
-from tests.support.folding import common_columns, fold, state_of
+from tests.support.merging import common_columns, merge, state_of
 
 Array = np.ndarray[Any, Any]
 NAME = f"{7:020d}-{'e' * 32}"
@@ -53,9 +53,9 @@ def write(store: Store, *saves: Any, table: str = "t") -> tuple[SegmentReader, .
     return store.snapshot().readers
 
 
-def whole(rows: Any, columns: tuple[int, int] | int, table: str = "t") -> FoldPiece:
+def whole(rows: Any, columns: tuple[int, int] | int, table: str = "t") -> MergePiece:
     rows = (0, rows) if isinstance(rows, int) else rows
-    return FoldPiece(table, Rectangle(rows, (0, columns) if isinstance(columns, int) else columns))
+    return MergePiece(table, Rectangle(rows, (0, columns) if isinstance(columns, int) else columns))
 
 
 def rows_of(reader: SegmentReader, part: PartEntry, operation: str) -> list[int]:
@@ -94,12 +94,12 @@ def test_affine_rows_are_copied_as_they_are_stored(store: Store, workers: Worker
         lambda txn: txn.write_rows("t", ids(3, 30), values[[5, 6]] * 7),
     )
 
-    folded = fold(store.storage, readers, (0, 2), [whole((0, 9), 11), whole((9, 40), 11)], workers)
+    merged = merge(store.storage, readers, (0, 2), [whole((0, 9), 11), whole((9, 40), 11)], workers)
 
     for name in ("codes", "scale", "zero_point"):
         expected = array_of(readers[0], readers[0].manifest.parts[0], "set", name)
         expected[[3, 30]] = array_of(readers[1], readers[1].manifest.parts[0], "set", name)
-        found = np.concatenate([array_of(folded, part, "set", name) for part in folded.manifest.parts])
+        found = np.concatenate([array_of(merged, part, "set", name) for part in merged.manifest.parts])
         assert (found.dtype, found.tobytes()) == (expected.dtype, expected.tobytes()), name
 
 
@@ -112,10 +112,10 @@ def test_columns_cut_out_of_affine_rows_decode_to_the_same_bits(store: Store, wo
         lambda txn: txn.write_rows("t", ids(3, 30), values[[5, 6]] * 7),
     )
 
-    folded = fold(store.storage, readers, (0, 2), [whole(40, (0, 5)), whole(40, (5, 11))], workers)
+    merged = merge(store.storage, readers, (0, 2), [whole(40, (0, 5)), whole(40, (5, 11))], workers)
 
-    assert same_state([folded], readers, workers)
-    assert [part.columns for part in folded.manifest.parts] == [(0, 5), (5, 11)]
+    assert same_state([merged], readers, workers)
+    assert [part.columns for part in merged.manifest.parts] == [(0, 5), (5, 11)]
 
 
 def test_exact_rows_stay_exact(store: Store, workers: Workers) -> None:
@@ -127,11 +127,11 @@ def test_exact_rows_stay_exact(store: Store, workers: Workers) -> None:
         lambda txn: txn.write_rows("t", ids(4), np.full((1, 3), np.inf, np.float32), nonfinite="escape"),
     )
 
-    folded = fold(store.storage, readers, (0, 2), [whole(6, 3)], workers)
+    merged = merge(store.storage, readers, (0, 2), [whole(6, 3)], workers)
 
-    part = folded.manifest.parts[0]
-    assert rows_of(folded, part, "escape") == [2, 4]
-    found = array_of(folded, part, "escape", "values")
+    part = merged.manifest.parts[0]
+    assert rows_of(merged, part, "escape") == [2, 4]
+    found = array_of(merged, part, "escape", "values")
     assert found.tobytes() == np.stack([values[2], np.full(3, np.inf, np.float32)]).tobytes()
     assert part.state_digest == readers[1].manifest.parts[0].state_digest
 
@@ -156,17 +156,17 @@ def test_codes_that_outgrow_int16_are_written_again_and_leave_no_other_object(
         lambda txn: txn.write_rows("t", np.arange(200), again),
     )
 
-    folded = fold(store.storage, readers, (start, 3), [whole(200, 2)], workers, name=NAME)
+    merged = merge(store.storage, readers, (start, 3), [whole(200, 2)], workers, name=NAME)
 
-    part = folded.manifest.parts[0]
+    part = merged.manifest.parts[0]
     row_list = part.set if start == 0 else part.add
     assert row_list is not None
     assert row_list.arrays["codes"].dtype == "int32"
     assert all(m.arrays["codes"].dtype == "int16" for m in (readers[0].manifest.parts[0].set,) if m is not None)
-    assert same_state([*readers[:start], folded], readers, workers)
+    assert same_state([*readers[:start], merged], readers, workers)
     prefix = segment_prefix(NAME)
     listed = {stat.key.removeprefix(prefix) for stat in store.storage.list_objects(prefix)}
-    named = {entry.path for entry in folded.manifest.objects}
+    named = {entry.path for entry in merged.manifest.objects}
     assert {path.rpartition("/")[2] for path in listed - named} == {"_segment.json"}
     assert named <= listed
 
@@ -183,9 +183,9 @@ def test_who_does_a_task_again_never_puts_other_bytes_where_the_result_lies(
         lambda txn: txn.write_rows("t", np.arange(200), values + np.arange(200, dtype=np.float32)[:, None]),
         lambda txn: txn.write_rows("t", np.arange(150, 200), values[150:] * 2),
     )
-    folded = fold(store.storage, readers, (0, 3), [whole(200, 2)], workers, name=NAME)
+    merged = merge(store.storage, readers, (0, 3), [whole(200, 2)], workers, name=NAME)
     prefix, put = segment_prefix(NAME), store.storage.put
-    before = {f"{prefix}{entry.path}": store.storage.read(f"{prefix}{entry.path}") for entry in folded.manifest.objects}
+    before = {f"{prefix}{entry.path}": store.storage.read(f"{prefix}{entry.path}") for entry in merged.manifest.objects}
     puts: list[str] = []
 
     def checked(key: str, data: bytes) -> None:
@@ -194,7 +194,7 @@ def test_who_does_a_task_again_never_puts_other_bytes_where_the_result_lies(
         put(key, data)
 
     monkeypatch.setattr(store.storage, "put", checked)
-    fold(store.storage, readers, (0, 3), [whole(200, 2)], workers, name=NAME)
+    merge(store.storage, readers, (0, 3), [whole(200, 2)], workers, name=NAME)
 
     assert len(puts) > len(before.keys() & set(puts)) == len(before)
 
@@ -213,8 +213,8 @@ def test_differences_of_sixteen_bit_floats_may_need_int32_where_their_codes_do_n
     added = [reader.manifest.parts[0].add for reader in readers[1:]]
     assert [entry is not None and entry.arrays["codes"].dtype for entry in added] == ["int32", "int16"]
 
-    delta = fold(store.storage, readers, (1, 3), [whole(3, 2)], workers)
-    baseline = fold(store.storage, readers, (0, 3), [whole(3, 2)], workers)
+    delta = merge(store.storage, readers, (1, 3), [whole(3, 2)], workers)
+    baseline = merge(store.storage, readers, (0, 3), [whole(3, 2)], workers)
 
     assert same_state([readers[0], delta], readers, workers)
     assert same_state([baseline], readers, workers)
@@ -233,13 +233,13 @@ def test_a_difference_before_a_rows_first_set_counts_for_nothing(store: Store, w
         lambda txn: txn.write_rows("t", ids(1), high[:1]),
     )
 
-    folded = fold(store.storage, readers, (1, 4), [whole(3, 2)], workers)
+    merged = merge(store.storage, readers, (1, 4), [whole(3, 2)], workers)
 
-    part = folded.manifest.parts[0]
-    assert (rows_of(folded, part, "add"), rows_of(folded, part, "set")) == ([0], [1])
+    part = merged.manifest.parts[0]
+    assert (rows_of(merged, part, "add"), rows_of(merged, part, "set")) == ([0], [1])
     assert part.set is not None
     assert part.set.arrays["codes"].dtype == "int16"
-    assert same_state([readers[0], folded], readers, workers)
+    assert same_state([readers[0], merged], readers, workers)
 
 
 # ---- what a run of deltas leaves ---------------------------------------------------------------------------------
@@ -255,12 +255,12 @@ def test_rows_that_were_cut_and_brought_back_within_a_run_are_deleted(store: Sto
         lambda txn: txn.delete_rows("t", ids(1, 13)),
     )
 
-    folded = fold(store.storage, readers, (1, 4), [whole(14, 2)], workers)
+    merged = merge(store.storage, readers, (1, 4), [whole(14, 2)], workers)
 
-    part = folded.manifest.parts[0]
-    assert rows_of(folded, part, "delete") == [1, 6, 8, 9]
-    assert rows_of(folded, part, "set") == [7, 12]
-    assert same_state([readers[0], folded], readers, workers)
+    part = merged.manifest.parts[0]
+    assert rows_of(merged, part, "delete") == [1, 6, 8, 9]
+    assert rows_of(merged, part, "set") == [7, 12]
+    assert same_state([readers[0], merged], readers, workers)
 
 
 def test_a_table_that_begins_within_a_run_is_set_and_nothing_else(store: Store, workers: Workers) -> None:
@@ -273,13 +273,13 @@ def test_a_table_that_begins_within_a_run_is_set_and_nothing_else(store: Store, 
         lambda txn: txn.delete_rows("t", ids(2)),
     )
 
-    folded = fold(store.storage, readers, (1, 4), [whole(4, 2, "other"), whole(4, 2)], workers)
+    merged = merge(store.storage, readers, (1, 4), [whole(4, 2, "other"), whole(4, 2)], workers)
 
-    part = folded.manifest.parts[1]
-    assert rows_of(folded, part, "set") == [0, 1, 3]
+    part = merged.manifest.parts[1]
+    assert rows_of(merged, part, "set") == [0, 1, 3]
     assert (part.add, part.delete, part.base_digest) == (None, None, None)
     assert part.state_digest == next(one.state_digest for one in readers[3].manifest.parts if one.table == "t")
-    assert same_state([readers[0], folded], readers, workers)
+    assert same_state([readers[0], merged], readers, workers)
 
 
 def test_a_part_without_changed_rows_is_a_line_and_no_object(store: Store, workers: Workers) -> None:
@@ -291,10 +291,10 @@ def test_a_part_without_changed_rows_is_a_line_and_no_object(store: Store, worke
         lambda txn: None,
     )
 
-    folded = fold(store.storage, readers, (1, 3), [whole(4, 2)], workers)
+    merged = merge(store.storage, readers, (1, 3), [whole(4, 2)], workers)
 
-    part, last = folded.manifest.parts[0], readers[2].manifest.parts[0]
-    assert folded.manifest.objects == ()
+    part, last = merged.manifest.parts[0], readers[2].manifest.parts[0]
+    assert merged.manifest.objects == ()
     assert (part.base_digest, part.state_digest) == (last.base_digest, last.state_digest)
 
 
@@ -312,16 +312,16 @@ def test_a_run_that_changes_the_unit_states_no_digest_that_it_starts_from(store:
             txn.write_rows("t", ids(1), values[:1] * 0.5)
     readers = store.snapshot().readers
 
-    folded = fold(store.storage, readers, (1, 3), [whole(4, 2)], workers)
+    merged = merge(store.storage, readers, (1, 3), [whole(4, 2)], workers)
 
-    part = folded.manifest.parts[0]
-    assert folded.manifest.tables["t"].shift == 1
-    assert array_of(folded, part, "add", "codes").tolist() == [[4, 4], [-1, -1]]
+    part = merged.manifest.parts[0]
+    assert merged.manifest.tables["t"].shift == 1
+    assert array_of(merged, part, "add", "codes").tolist() == [[4, 4], [-1, -1]]
     assert (part.base_digest, part.state_digest) == (None, readers[2].manifest.parts[0].state_digest)
-    assert same_state([readers[0], folded], readers, workers)
+    assert same_state([readers[0], merged], readers, workers)
 
 
-def test_few_changed_rows_of_a_large_table_fold_as_many_do(
+def test_few_changed_rows_of_a_large_table_merge_as_many_do(
     store: Store, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = np.ones((5_000, 2), np.float32)
@@ -334,9 +334,9 @@ def test_few_changed_rows_of_a_large_table_fold_as_many_do(
     )
     assert readers[1].manifest.parts[0].add is not None
 
-    few = fold(store.storage, readers, (1, 4), [whole(5_002, 2)], workers)
+    few = merge(store.storage, readers, (1, 4), [whole(5_002, 2)], workers)
     monkeypatch.setattr("cnr_store.maintenance.compaction.statuses._is_sparse", lambda plan, before: False)
-    many = fold(store.storage, readers, (1, 4), [whole(5_002, 2)], workers, name=NAME)
+    many = merge(store.storage, readers, (1, 4), [whole(5_002, 2)], workers, name=NAME)
 
     assert few.manifest == msgspec.structs.replace(many.manifest, txn=few.manifest.txn, base=few.manifest.base)
     assert rows_of(few, few.manifest.parts[0], "delete") == [4_000]
@@ -351,11 +351,11 @@ def test_a_run_that_cuts_a_large_table_deletes_rows_that_no_list_names(store: St
         lambda txn: (txn.resize_table("t", 5_000), txn.write_rows("t", ids(4_998), values[:1])),
     )
 
-    folded = fold(store.storage, readers, (1, 3), [whole(5_000, 2)], workers)
+    merged = merge(store.storage, readers, (1, 3), [whole(5_000, 2)], workers)
 
-    part = folded.manifest.parts[0]
-    assert (rows_of(folded, part, "delete"), rows_of(folded, part, "set")) == ([4_997, 4_999], [4_998])
-    assert same_state([readers[0], folded], readers, workers)
+    part = merged.manifest.parts[0]
+    assert (rows_of(merged, part, "delete"), rows_of(merged, part, "set")) == ([4_997, 4_999], [4_998])
+    assert same_state([readers[0], merged], readers, workers)
 
 
 @pytest.mark.parametrize("start", [0, 1])
@@ -371,12 +371,12 @@ def test_the_keys_of_a_hashed_table_keep_their_newest_content(store: Store, work
         lambda txn: (txn.write_rows("h", ids(7), values[:1] * 3), txn.delete_rows("h", ids(2**63 - 1))),
     )
 
-    folded = fold(store.storage, readers, (start, 3), [whole(0, 2, "h")], workers)
+    merged = merge(store.storage, readers, (start, 3), [whole(0, 2, "h")], workers)
 
-    part = folded.manifest.parts[0]
-    assert rows_of(folded, part, "set") == [-5, 7]
-    assert rows_of(folded, part, "delete") == ([] if start == 0 else [-(2**63), 2**63 - 1])
-    assert same_state([*readers[:start], folded], readers, workers)
+    part = merged.manifest.parts[0]
+    assert rows_of(merged, part, "set") == [-5, 7]
+    assert rows_of(merged, part, "delete") == ([] if start == 0 else [-(2**63), 2**63 - 1])
+    assert same_state([*readers[:start], merged], readers, workers)
 
 
 # ---- each chunk once ---------------------------------------------------------------------------------------------
@@ -402,15 +402,15 @@ def test_a_chunk_that_spans_many_chunks_of_the_result_is_decoded_once(
 
     with monkeypatch.context() as patch:
         patch.setattr(SegmentReader, "read_chunk", counted)
-        folded = fold(store.storage, readers, (0, 2), [whole(200, 2)], workers, cache_bytes=cache_bytes)
+        merged = merge(store.storage, readers, (0, 2), [whole(200, 2)], workers, cache_bytes=cache_bytes)
 
-    part = folded.manifest.parts[0]
+    part = merged.manifest.parts[0]
     assert part.set is not None
     assert len(part.set.first) == 20
     codes = {key: count for key, count in decoded.items() if key[0].endswith("/codes")}
     assert [count for key, count in codes.items() if "/add/" in key[0]] == [times]
     assert {count for key, count in codes.items() if "/set/" in key[0]} == {1}
-    assert same_state([folded], readers, workers)
+    assert same_state([merged], readers, workers)
 
 
 def write_more(store: Store, *saves: Any) -> tuple[SegmentReader, ...]:
@@ -444,8 +444,10 @@ def test_neither_threads_nor_the_cache_change_a_byte(store: Store) -> None:
             with Workers(threads) as workers:
                 name = f"{start:019d}{number}-{'e' * 32}"
                 run = (start, len(readers))
-                folded = fold(store.storage, readers, run, [whole(300, 2)], workers, name=name, cache_bytes=cache_bytes)
-                manifests.append(msgspec.structs.replace(folded.manifest, base=0))
+                merged = merge(
+                    store.storage, readers, run, [whole(300, 2)], workers, name=name, cache_bytes=cache_bytes
+                )
+                manifests.append(msgspec.structs.replace(merged.manifest, base=0))
 
         assert manifests[0] == manifests[1] == manifests[2]
         found = manifests[0].parts[0].set
@@ -456,12 +458,12 @@ def test_neither_threads_nor_the_cache_change_a_byte(store: Store) -> None:
 # ---- what is refused ---------------------------------------------------------------------------------------------
 
 
-def refused(store: Store, readers: Any, run: tuple[int, int], piece: FoldPiece, workers: Workers) -> None:
+def refused(store: Store, readers: Any, run: tuple[int, int], piece: MergePiece, workers: Workers) -> None:
     out = SegmentWriter(
         store.storage, NAME, profile="compact", folder=writer_folder(0, "0" * 8), workers=workers,
         throttle=Throttle(None),
     )  # fmt: skip
-    fold_piece(readers, run, piece, out, workers)
+    merge_piece(readers, run, piece, out, workers)
 
 
 def three_saves(store: Store, *, last: str = "delete") -> list[SegmentReader]:
@@ -509,7 +511,7 @@ def test_a_difference_to_a_row_that_was_not_there_before_the_run_is_corrupt(stor
 def test_columns_that_are_not_those_of_a_runs_parts_are_refused(store: Store, workers: Workers) -> None:
     readers = three_saves(store)
 
-    with pytest.raises(ValueError, match=r"columns \(0, 1\) of table 't' cannot be folded at once"):
+    with pytest.raises(ValueError, match=r"columns \(0, 1\) of table 't' cannot be merged at once"):
         refused(store, readers, (1, 3), whole(4, (0, 1)), workers)
 
 
@@ -517,5 +519,5 @@ def test_columns_that_cut_one_dimensional_slots_are_refused(store: Store, worker
     values, slot = np.ones((4, 2), np.float32), np.ones(4, np.float32)
     readers = write(store, lambda txn: txn.write_table("t", values, slots={"m": slot}, options=TableOptions(scale=1.0)))
 
-    with pytest.raises(ValueError, match=r"columns \(0, 1\) of table 't' cannot be folded at once"):
+    with pytest.raises(ValueError, match=r"columns \(0, 1\) of table 't' cannot be merged at once"):
         refused(store, readers, (0, 1), whole(4, (0, 1)), workers)

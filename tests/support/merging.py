@@ -1,4 +1,4 @@
-"""Fold a run of a chain without a commit, and compare what two chains lead to."""
+"""Merge a run of a chain without a commit, and compare what two chains lead to."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 from cnr_store.encodings.widths import carrier
 from cnr_store.format import layout
 from cnr_store.format.records import MAJOR, ChainEntry, Manifest
-from cnr_store.maintenance.compaction.fold import fold_piece
-from cnr_store.maintenance.compaction.tasks import FoldPiece
+from cnr_store.maintenance.compaction.merge import merge_piece
+from cnr_store.maintenance.compaction.tasks import MergePiece
 from cnr_store.read.plan import plan_table
 from cnr_store.read.replay import finish, replay, replay_hashed
 from cnr_store.runtime.threads import Throttle, Workers
@@ -26,7 +26,7 @@ from cnr_store.types import Profile, Rectangle
 Array = np.ndarray[Any, Any]
 
 
-def pieces_of(manifests: Sequence[Manifest], start: int, rng: np.random.Generator) -> list[FoldPiece] | None:
+def pieces_of(manifests: Sequence[Manifest], start: int, rng: np.random.Generator) -> list[MergePiece] | None:
     """Pieces of a run [start, end of ``manifests``): any row cuts for a baseline, the last parts for a delta.
 
     None where columns of a table are cut in more ways than one within a run of deltas.
@@ -36,13 +36,13 @@ def pieces_of(manifests: Sequence[Manifest], start: int, rng: np.random.Generato
     for table, schema in last.tables.items():
         whole = Rectangle((0, schema.num_rows), (0, schema.dim))
         if schema.keys == "hashed":
-            pieces.append(FoldPiece(table, whole))
+            pieces.append(MergePiece(table, whole))
         elif start == 0:
             has_row_slots = any(slot.kind == "row" for slot in schema.slots.values())
             for columns in _cut_columns(plan_table(manifests, table).stored, rng, cuts=not has_row_slots):
                 cuts = sorted({0, schema.num_rows, *rng.integers(0, schema.num_rows + 1, 2).tolist()})
                 rows = list(pairwise(cuts)) or [(0, 0)]
-                pieces += [FoldPiece(table, Rectangle(one, columns)) for one in rows]
+                pieces += [MergePiece(table, Rectangle(one, columns)) for one in rows]
         else:
             ranges = {
                 part.columns
@@ -54,7 +54,7 @@ def pieces_of(manifests: Sequence[Manifest], start: int, rng: np.random.Generato
             if any(right[0] < left[1] for left, right in pairwise(sorted(ranges))):
                 return None
             parts = [part for part in last.parts if part.table == table]
-            pieces += [FoldPiece(table, Rectangle(part.rows, part.columns)) for part in parts]
+            pieces += [MergePiece(table, Rectangle(part.rows, part.columns)) for part in parts]
     return pieces
 
 
@@ -67,18 +67,18 @@ def _cut_columns(stored: Sequence[tuple[int, int]], rng: np.random.Generator, *,
     return intervals
 
 
-def fold(
+def merge(
     storage: Storage,
     readers: Sequence[SegmentReader],
     run: tuple[int, int],
-    pieces: Sequence[FoldPiece],
+    pieces: Sequence[MergePiece],
     workers: Workers,
     *,
     profile: Profile = "portable",
     name: str | None = None,
     **options: Any,
 ) -> SegmentReader:
-    """Write the segment that the run folds to, and open it through its manifest."""
+    """Write the segment that the run merges to, and open it through its manifest."""
     first, last = readers[run[0]].manifest, readers[run[1] - 1].manifest
     txn = f"{run[0]:016x}{run[1]:016x}"
     name = name or layout.segment_name(last.base, txn)
@@ -87,7 +87,7 @@ def fold(
         storage, name, profile=profile, folder=layout.writer_folder(0, "0" * 8), workers=workers,
         throttle=Throttle(None),
     )  # fmt: skip
-    parts = tuple(fold_piece(readers, run, piece, out, workers, **options) for piece in pieces)
+    parts = tuple(merge_piece(readers, run, piece, out, workers, **options) for piece in pieces)
     receipt = out.finish(txn=txn, rank=0, world=1, attempt="0" * 8, base=base, l0=first.l0, parts=parts)
     kind = "baseline" if run[0] == 0 else "delta"
     manifest = Manifest(
