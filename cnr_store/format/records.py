@@ -382,4 +382,4 @@ class RelayTrims(msgspec.Struct, frozen=True, kw_only=True):
 
     floor: Count = 0
     kept: tuple[Count, ...] = ()
-    doomed: dict[SegmentName, Count] = {}
+    pending_delete: dict[SegmentName, Count] = {}

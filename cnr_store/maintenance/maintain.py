@@ -378,7 +378,7 @@ def _put_note(store: Store, report: MaintenanceReport) -> None:
     note = LastMaintenance(
         ended_ms=wall_ms(), duration_s=report.duration_s, outcome=report.outcome,
         rewritten_bytes=report.rewritten_bytes, deleted_bytes=report.deleted_bytes,
-        doomed_bytes=None if found is None else found.doomed_bytes,
+        pending_delete_bytes=None if found is None else found.pending_delete_bytes,
         orphans=None if found is None else sum(segment.state == "young" for segment in found.segments),
     )  # fmt: skip
     try:

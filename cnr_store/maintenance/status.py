@@ -34,7 +34,7 @@ class LastMaintenance(msgspec.Struct, frozen=True, kw_only=True):
         Bytes of the segments that compaction made.
     deleted_bytes
         Bytes of the segments that garbage collection deleted.
-    doomed_bytes
+    pending_delete_bytes
         Bytes that it found given up and not deleted yet; None if it failed.
     orphans
         Segments that no record names: saves under way, or what is left of one that died; None if it failed.
@@ -45,7 +45,7 @@ class LastMaintenance(msgspec.Struct, frozen=True, kw_only=True):
     outcome: str
     rewritten_bytes: int
     deleted_bytes: int
-    doomed_bytes: int | None = None
+    pending_delete_bytes: int | None = None
     orphans: int | None = None
 
 
@@ -72,7 +72,7 @@ class HeadStatus:
         Those of the baseline alone; 0 without one.
     live_versions
         Versions that readers may open.
-    doomed
+    pending_delete
         Transactions whose objects may be deleted, now or later.
     """
 
@@ -85,7 +85,7 @@ class HeadStatus:
     chain_bytes: int
     baseline_bytes: int
     live_versions: int
-    doomed: int
+    pending_delete: int
 
     @property
     def restore_ratio(self) -> float | None:
@@ -155,7 +155,7 @@ def head_status(store: Store) -> HeadStatus:
         checkpoint_ms=None if checkpoint is None else checkpoint.ts_ms,
         chain_length=len(head.chain), chain_bytes=sum(entry.bytes for entry in head.chain),
         baseline_bytes=head.chain[0].bytes if head.chain else 0,
-        live_versions=count_live(head), doomed=len(head.aborted),
+        live_versions=count_live(head), pending_delete=len(head.aborted),
     )  # fmt: skip
 
 

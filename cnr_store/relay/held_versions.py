@@ -52,11 +52,11 @@ class HeldVersions:
             for version, one in self._versions.items()
         ]
 
-    def let_go(self, versions: Iterable[int], doomed: Iterable[str]) -> None:
+    def let_go(self, versions: Iterable[int], pending_delete: Iterable[str]) -> None:
         """Forget versions, and that segments which wait for deletion are here."""
         for version in versions:
             del self._versions[version]
-        self.present.difference_update(doomed)
+        self.present.difference_update(pending_delete)
         self._forget_entries()
 
     def keep_only(self, versions: Iterable[int]) -> None:

@@ -63,7 +63,7 @@ class Trimmer:
         return None
 
     def _trim(self, report: RelayReport) -> None:
-        """Let versions go, and delete segments that were doomed so long ago that no reader is at them."""
+        """Let versions go, and delete segments that were noted so long ago that no reader is at them."""
         assert self._target.head is not None
         entry = self._target.head
         head, storage = entry.record, self._target.storage
@@ -79,10 +79,12 @@ class Trimmer:
         listed = [name for name in storage.list_folders(layout.DATA) if layout.is_segment_name(name)]
         plan = plan_trim(head, versions, self._policy, holds, notes, listed, leased, now_ms, self._grace_ms)
         if plan.notes != notes:
-            # Before anything is deleted: a relay that is started again has to know since when a segment is doomed.
+            # Before anything is deleted: a relay that starts again has to know since when a segment is pending.
             self._target.put_notes(plan.notes)
-        self._held.let_go(plan.going, plan.notes.doomed)
-        self._next_trim_ms = min((due_ms for due_ms in plan.notes.doomed.values() if due_ms > now_ms), default=None)
+        self._held.let_go(plan.going, plan.notes.pending_delete)
+        self._next_trim_ms = min(
+            (due_ms for due_ms in plan.notes.pending_delete.values() if due_ms > now_ms), default=None
+        )
         if plan.due:
             if self._clock_ms is wall_ms:
                 check_clock(storage, now_ms)

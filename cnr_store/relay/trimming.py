@@ -1,8 +1,8 @@
 """What a relay lets go, from records, holds and a listing alone: pure.
 
 The source decides which versions are live; of those a relay keeps the newest ones, by a retention policy of its own,
-and what channels, tags, leases and cursors at the relay name. A segment that nothing kept needs is doomed first, by a
-note, and deleted when the grace of readers is over.
+and what channels, tags, leases and cursors at the relay name. A segment that nothing kept needs is noted
+first, and deleted when the grace of readers is over.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from cnr_store.log.retention import Holds, LiveVersion, RetentionPolicy, plan_re
 
 @dataclass(frozen=True, slots=True)
 class TrimPlan:
-    """What is kept, doomed and deleted.
+    """What is kept, what will be deleted, and what is deleted now.
 
     Attributes
     ----------
     notes
-        What ``relay/trims.json`` says from now on: versions held, and when the objects of doomed segments may go.
+        What ``relay/trims.json`` says from now on: versions held, and when objects of segments may be deleted.
     due
-        Doomed segments whose time is over, in order.
+        Segments whose time is over, in order.
     going
         Versions that are let go by this plan.
     """
@@ -65,14 +65,14 @@ def plan_trim(
     staying = {verdict.version for verdict in kept.verdicts if verdict.stays}
     needed = {name for one in versions if one.version in staying for name in one.chain} | set(leased)
     # What was begun at or above the oldest version that is kept may be on its way here for a record to come.
-    doomed = {
-        name: notes.doomed.get(name, now_ms + grace_ms)
+    pending_delete = {
+        name: notes.pending_delete.get(name, now_ms + grace_ms)
         for name in sorted(listed)
-        if name not in needed and (name in notes.doomed or base_of(name) < kept.floor)
+        if name not in needed and (name in notes.pending_delete or base_of(name) < kept.floor)
     }
     return TrimPlan(
-        RelayTrims(floor=kept.floor, kept=kept.kept, doomed=doomed),
-        tuple(name for name, due_ms in doomed.items() if due_ms <= now_ms),
+        RelayTrims(floor=kept.floor, kept=kept.kept, pending_delete=pending_delete),
+        tuple(name for name, due_ms in pending_delete.items() if due_ms <= now_ms),
         kept.going,
     )
 

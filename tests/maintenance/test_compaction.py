@@ -432,10 +432,10 @@ def test_an_unknown_outcome_is_said_and_what_was_written_stays() -> None:
     compact_run(Store.open_on(storage_from_filesystem(calm, "/root"), threads=1, retry=quick), run=(0, 2))
     commit = next(call.index for call in calm.calls if call.operation == "create" and "/commits/" in call.path)
     faulty = FaultyFileSystem(inner, fault=Fault(FaultKind.DELAYED_PUT, commit, calls=1000, delay_calls=2000))
-    doomed = Store.open_on(storage_from_filesystem(faulty, "/root"), threads=1, retry=quick)
+    crashing = Store.open_on(storage_from_filesystem(faulty, "/root"), threads=1, retry=quick)
 
     with pytest.raises(CommitStateUnknown):
-        compact_run(doomed, run=(0, 2))
+        compact_run(crashing, run=(0, 2))
     faulty.deliver_delayed()
 
     assert store.head().record.kind == "compact"

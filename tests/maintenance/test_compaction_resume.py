@@ -360,10 +360,10 @@ def test_a_crash_at_any_storage_call_leaves_a_whole_state_and_a_run_that_is_take
             if not kind.applies_to(call.operation):
                 continue
             files = inner.fork()
-            doomed = FaultyFileSystem(files, fault=Fault(kind, call.index))
+            crashing = FaultyFileSystem(files, fault=Fault(kind, call.index))
             with suppress(SimulatedCrash):
-                compact_run(open_on(doomed), run=(0, 2))
-            assert doomed.is_crashed
+                compact_run(open_on(crashing), run=(0, 2))
+            assert crashing.is_crashed
             store = open_on(files)
             assert bytes_of(store.snapshot()) == expected
             if len(store.head().record.chain) > 1:

@@ -212,7 +212,7 @@ def test_a_dry_run_is_the_default_changes_nothing_and_says_the_same(store: Store
     assert [(one.version, one.stays, one.reason) for one in said.versions][:7] == [
         (one.version, one.stays, one.reason) for one in done.versions
     ][:7]
-    assert said.doomed_bytes > 0
+    assert said.pending_delete_bytes > 0
 
 
 def test_a_dry_run_of_a_clean_store_says_so(store: Store) -> None:

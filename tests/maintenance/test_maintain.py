@@ -291,7 +291,7 @@ def test_a_run_leaves_a_note_for_monitors_and_lives_without_it(tmp_path: Path) -
     assert (note.outcome, note.rewritten_bytes, note.deleted_bytes) == (
         "done", report.rewritten_bytes, report.deleted_bytes,
     )  # fmt: skip
-    assert (note.doomed_bytes, note.orphans) == (0, 0)
+    assert (note.pending_delete_bytes, note.orphans) == (0, 0)
     assert at_once(store).outcome == "done"
 
 
@@ -308,7 +308,7 @@ def test_what_waits_for_the_grace_is_counted_in_the_note(store: Store) -> None:
 
     note = read_status(store).last_maintenance
     assert note is not None
-    assert note.doomed_bytes == size > 0
+    assert note.pending_delete_bytes == size > 0
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from cnr_store.maintenance.status import (
 
 HEAD = 12
 LAST = LastMaintenance(
-    ended_ms=1_000, duration_s=2.5, outcome="done", rewritten_bytes=3, deleted_bytes=4, doomed_bytes=5
+    ended_ms=1_000, duration_s=2.5, outcome="done", rewritten_bytes=3, deleted_bytes=4, pending_delete_bytes=5
 )
 versions = st.integers(0, HEAD)
 
@@ -71,7 +71,7 @@ def test_a_heads_status_is_that_of_its_newest_checkpoint_whatever_stands_behind_
 
     assert (status.branch, status.version, status.step, status.logical) == (None, checkpoint.v + 1, 2, 2)
     assert status.checkpoint_ms == checkpoint.ts_ms
-    assert (status.chain_length, status.live_versions, status.doomed) == (2, checkpoint.v + 2, 0)
+    assert (status.chain_length, status.live_versions, status.pending_delete) == (2, checkpoint.v + 2, 0)
     sizes = [entry.bytes for entry in checkpoint.chain]
     assert (status.baseline_bytes, status.chain_bytes) == (sizes[0], sum(sizes))
     assert status.restore_ratio == sum(sizes) / sizes[0]

@@ -691,7 +691,7 @@ def test_what_no_version_that_is_kept_needs_goes_after_the_grace(store: Store, f
     clock.ms += DAY_MS - 1
     assert relay.advance().trimmed_segments == 0
     clock.ms += 1
-    # Another process: it knows from the notes since when they are doomed.
+    # Another process: it knows from the notes since when they are pending delete.
     report = Relay(store, place(files), policy=policy, clock_ms=clock).advance()
     assert report.trimmed_segments == 2
     assert report.trimmed_bytes > 0
@@ -909,7 +909,7 @@ def test_what_another_relay_is_copying_is_left_alone(store: Store, files: Isolat
     target = place(files)
     half = f"{0:020d}-{7:032x}"
     target.put(f"{DATA}{half}/r00000-00000000/x", b"half a copy")
-    target.put(RELAY_TRIMS, canonical_json(RelayTrims(doomed={half: 1})))
+    target.put(RELAY_TRIMS, canonical_json(RelayTrims(pending_delete={half: 1})))
 
     Relay(store, target, policy=policy, grace_s=3600).advance()
     assert target.list_folders(DATA).count(half) == 1

@@ -91,27 +91,27 @@ def test_nothing_goes_that_is_needed_or_may_be_on_its_way(
     ]
     holds = Holds(dict.fromkeys(leased, "leased"), {f"c{version}": version for version in cursors})
     listed = {name for version in versions for name in version.chain} | {segment(number) for number in others}
-    notes = RelayTrims(doomed={segment(number): due_ms for number, due_ms in noted.items()})
+    notes = RelayTrims(pending_delete={segment(number): due_ms for number, due_ms in noted.items()})
     policy = RetentionPolicy(keep_last=keep_last)
 
     plan = plan_trim(head_of(), versions, policy, holds, notes, listed, {segment(3)}, now_ms, GRACE_MS)
 
-    doomed = plan.notes.doomed
+    pending_delete = plan.notes.pending_delete
     going = set(plan.going)
     needed = {name for version in versions if version.version not in going for name in version.chain} | {segment(3)}
     assert NEWEST not in going
     assert going.isdisjoint(leased)
     assert not [version for version in going if any(version >= cursor for cursor in cursors)]
     assert len(versions) - len(going) >= min(keep_last, len(versions))
-    assert needed.isdisjoint(doomed)
-    assert doomed.keys() <= listed
+    assert needed.isdisjoint(pending_delete)
+    assert pending_delete.keys() <= listed
     # Every other segment is on its way out, but one that may be on its way in.
-    for name in listed - needed - doomed.keys():
+    for name in listed - needed - pending_delete.keys():
         assert base_of(name) >= plan.notes.floor
-        assert name not in notes.doomed
-    for name, due_ms in doomed.items():
-        assert due_ms == notes.doomed.get(name, now_ms + GRACE_MS)
-    assert set(plan.due) == {name for name, due_ms in doomed.items() if due_ms <= now_ms}
+        assert name not in notes.pending_delete
+    for name, due_ms in pending_delete.items():
+        assert due_ms == notes.pending_delete.get(name, now_ms + GRACE_MS)
+    assert set(plan.due) == {name for name, due_ms in pending_delete.items() if due_ms <= now_ms}
     # A second plan behind the first changes nothing, and no grace begins anew.
     left = [version for version in versions if version.version not in going]
     again = plan_trim(head_of(), left, policy, holds, plan.notes, listed, {segment(3)}, now_ms + 1, GRACE_MS)

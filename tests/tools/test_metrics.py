@@ -21,10 +21,16 @@ Samples = dict[tuple[str, str | None], float]
 
 HEAD = HeadStatus(
     branch="trial", version=9, step=40, logical=4, checkpoint_ms=5_500, chain_length=3, chain_bytes=150,
-    baseline_bytes=100, live_versions=6, doomed=2,
+    baseline_bytes=100, live_versions=6, pending_delete=2,
 )  # fmt: skip
 LAST = LastMaintenance(
-    ended_ms=7_000, duration_s=1.5, outcome="stopped", rewritten_bytes=30, deleted_bytes=20, doomed_bytes=10, orphans=1
+    ended_ms=7_000,
+    duration_s=1.5,
+    outcome="stopped",
+    rewritten_bytes=30,
+    deleted_bytes=20,
+    pending_delete_bytes=10,
+    orphans=1,
 )
 
 
@@ -145,10 +151,10 @@ def test_every_value_of_a_status_has_its_metric() -> None:
         ("cnr_head_version", *head): 9, ("cnr_head_step", *head): 40, ("cnr_head_logical", *head): 4,
         ("cnr_checkpoint_timestamp_seconds", *head): 5.5, ("cnr_chain_segments", *head): 3,
         ("cnr_chain_bytes", *head): 150, ("cnr_restore_ratio", *head): 1.5, ("cnr_live_versions", *head): 6,
-        ("cnr_doomed_transactions", *head): 2,
+        ("cnr_pending_delete_transactions", *head): 2,
         ("cnr_maintenance_timestamp_seconds", "file:///s"): 7, ("cnr_maintenance_duration_seconds", "file:///s"): 1.5,
         ("cnr_maintenance_rewritten_bytes", "file:///s"): 30, ("cnr_maintenance_deleted_bytes", "file:///s"): 20,
-        ("cnr_doomed_bytes", "file:///s"): 10, ("cnr_orphan_segments", "file:///s"): 1,
+        ("cnr_pending_delete_bytes", "file:///s"): 10, ("cnr_orphan_segments", "file:///s"): 1,
         ("cnr_segments", "file:///s"): 8,
         ("cnr_maintenance_outcome", "file:///s", "done"): 0, ("cnr_maintenance_outcome", "file:///s", "stopped"): 1,
         ("cnr_maintenance_outcome", "file:///s", "failed"): 0,

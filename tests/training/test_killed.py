@@ -65,10 +65,10 @@ def killed_everywhere(policy: Any, every: int) -> tuple[int, int]:
             if not kind.applies_to(call.operation):
                 continue
             inner = prepared.fork()
-            doomed = FaultyFileSystem(inner, fault=Fault(kind, call.index))
+            crashing = FaultyFileSystem(inner, fault=Fault(kind, call.index))
             with suppress(SimulatedCrash):
-                run(doomed, policy)
-            assert doomed.is_crashed
+                run(crashing, policy)
+            assert crashing.is_crashed
             assert_same(run(FaultyFileSystem(inner), policy).state(), expected)
             runs += 1
     return len(calm.calls), runs

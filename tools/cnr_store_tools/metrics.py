@@ -40,7 +40,7 @@ HEAD_GAUGES: dict[str, tuple[str, Callable[[HeadStatus], float | None]]] = {
     "cnr_chain_bytes": ("Bytes that a restore of the newest state reads.", lambda head: head.chain_bytes),
     "cnr_restore_ratio": ("Those bytes as a multiple of the baseline's.", lambda head: head.restore_ratio),
     "cnr_live_versions": ("Versions that readers may open.", lambda head: head.live_versions),
-    "cnr_doomed_transactions": ("Transactions that are named to be deleted.", lambda head: head.doomed),
+    "cnr_pending_delete_transactions": ("Transactions that are named to be deleted.", lambda head: head.pending_delete),
 }
 """Name -> (help, value); each has the labels ``store`` and ``branch``, which is empty for the store's own log."""
 
@@ -49,9 +49,9 @@ MAINTENANCE_GAUGES: dict[str, tuple[str, Callable[[LastMaintenance], float | Non
     "cnr_maintenance_duration_seconds": ("How long it took.", lambda last: last.duration_s),
     "cnr_maintenance_rewritten_bytes": ("Bytes that it wrote by compaction.", lambda last: last.rewritten_bytes),
     "cnr_maintenance_deleted_bytes": ("Bytes that it deleted.", lambda last: last.deleted_bytes),
-    "cnr_doomed_bytes": (
+    "cnr_pending_delete_bytes": (
         "Bytes that were given up and not deleted yet, as it left them.",
-        lambda last: last.doomed_bytes,
+        lambda last: last.pending_delete_bytes,
     ),
     "cnr_orphan_segments": ("Segments that no record named when it ended.", lambda last: last.orphans),
 }

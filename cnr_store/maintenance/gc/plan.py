@@ -105,19 +105,19 @@ def plan_collection(
     retention = {log.branch: _retention(log, policy, holds, times.now_ms) for log in logs}
     needed = _staying_segments(logs, retention)
     needed_txns = {txn_of(name) for name in needed}
-    dooms = _dooms(logs, retention, needed)
-    doomed = {name for names in dooms.values() for name in names}
+    given_up = _given_up(logs, retention, needed)
+    pending_delete = {name for names in given_up.values() for name in names}
     listed = {txn_of(name) for name in folders}
     ripe = {name for name in ages if name in folders and _is_ripe(ages[name], times)}
-    until = dict.fromkeys((txn_of(name) for name in doomed | ripe), times.now_ms + times.grace_ms)
+    until = dict.fromkeys((txn_of(name) for name in pending_delete | ripe), times.now_ms + times.grace_ms)
     before = _named_until(live)
     carried = {txn: ms for txn, ms in before.items() if txn in listed and txn not in needed_txns}
     steps: list[ExpireStep] = []
     for log in live:
-        steps += _log_steps(log, retention[log.branch], dooms, listed, needed_txns, carried | until, until, batch)
+        steps += _log_steps(log, retention[log.branch], given_up, listed, needed_txns, carried | until, until, batch)
     reports = [
         _report(name, needed, held, until, before, ages, sizes, times.now_ms)
-        for name in sorted(folders | doomed | needed)
+        for name in sorted(folders | pending_delete | needed)
     ]
     return CollectionPlan(retention, tuple(steps), tuple(reports))
 
@@ -172,7 +172,7 @@ def _staying_segments(logs: Sequence[LogVersions], retention: Mapping[str, Reten
     return staying
 
 
-def _dooms(
+def _given_up(
     logs: Sequence[LogVersions], retention: Mapping[str, RetentionPlan], needed: Set[str]
 ) -> dict[tuple[str, int], list[str]]:
     """(branch, version) to the segments that nobody needs any more once that version has gone, in order of going.
@@ -185,10 +185,10 @@ def _dooms(
             if not verdict.stays:
                 for name in version.chain:
                     last[name] = (log.branch, version.version)
-    dooms: dict[tuple[str, int], list[str]] = {}
+    given_up: dict[tuple[str, int], list[str]] = {}
     for name in sorted(last.keys() - needed):
-        dooms.setdefault(last[name], []).append(name)
-    return dooms
+        given_up.setdefault(last[name], []).append(name)
+    return given_up
 
 
 def _is_ripe(age: FolderAge, times: Times) -> bool:
@@ -208,7 +208,7 @@ def _named_until(live: Sequence[LogVersions]) -> dict[str, int]:
 def _log_steps(
     log: LogVersions,
     retention: RetentionPlan,
-    dooms: Mapping[tuple[str, int], Sequence[str]],
+    given_up: Mapping[tuple[str, int], Sequence[str]],
     listed: Set[str],
     needed: Set[str],
     declared: Mapping[str, int],
@@ -242,7 +242,7 @@ def _log_steps(
     going = retention.going
     staying = {verdict.version for verdict in retention.verdicts if verdict.stays}
     for index, version in enumerate(going):
-        names = dooms.get((log.branch, version), ())
+        names = given_up.get((log.branch, version), ())
         aborted.update((txn_of(name), fresh[txn_of(name)]) for name in names)
         new += len(names)
         if new >= batch and index + 1 < len(going):

@@ -97,7 +97,7 @@ class GcReport:
         return sum(segment.state == "named" for segment in self.segments)
 
     @property
-    def doomed_bytes(self) -> int:
+    def pending_delete_bytes(self) -> int:
         """Bytes of the segments that are given up and not deleted yet, as far as they are known."""
         states = ("named", "waiting", "due", "failed")
         return sum(segment.size_bytes or 0 for segment in self.segments if segment.state in states)

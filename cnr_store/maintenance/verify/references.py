@@ -1,4 +1,4 @@
-"""What the newest record says about versions and transactions: it names what is there, and dooms nothing needed."""
+"""What the newest record says about versions and transactions: it names what is there, and gives up nothing needed."""
 
 from __future__ import annotations
 
