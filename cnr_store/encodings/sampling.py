@@ -1,32 +1,32 @@
-"""Rows of one table, evenly random, read as they are asked for: what a scale is measured on. Reads, decides nothing."""
+"""Rows of one table, evenly random: what a scale is measured on. Reads, decides nothing."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from cnr_store.encodings.choose import sample_rows
 from cnr_store.encodings.widths import FloatBlock, carrier
 from cnr_store.types import TableDtype
 
 SAMPLE_ROWS = 2_048
-"""Rows that a scale or the greedy search's settings are chosen on, if that is enough: it is for most tables."""
+SAMPLE_ELEMENTS = 65_536
+LEAST_ROWS = 64
+"""A sample has so many rows at most, or as many as have so many elements, if that is fewer; but no fewer than these.
 
-MOST_SAMPLE_ROWS = 131_072
-"""Rows that are read at most, however wide the error of the estimate still is."""
+A scale then takes 2 to 5 ms whatever the table (`measure_scale`), and is known to 2 % of its error for normal rows."""
 
 
 class RowSample:
-    """A growing sample without replacement: `rows` of a larger count begins with those of a smaller one.
+    """A sample of rows without replacement, read when `rows` is first asked. One thread at a time.
 
-    Memory: the rows read so far. Equal tables and seeds give equal rows (under one version of numpy).
+    Equal tables and seeds give equal rows (under one version of numpy).
 
     Parameters
     ----------
     values
-        (num_rows, dim), anything that can be indexed by an int64 array. Read only, and only where `rows` asks.
+        (num_rows, dim), anything that can be indexed by an int64 array. Read only.
     dtype
         Of the table; bfloat16 is carried as uint16.
     is_all
@@ -36,36 +36,22 @@ class RowSample:
     ----------
     size
         Rows that there are to sample.
+    is_all
+        As given.
     """
 
     def __init__(self, values: Any, dtype: TableDtype, *, is_all: bool = True, seed: int = 0) -> None:
         self.size = int(values.shape[0])
         self.is_all = is_all
-        self._values, self._carrier = values, carrier(dtype)
-        most = min(self.size, MOST_SAMPLE_ROWS)
-        if self.size <= SAMPLE_ROWS:
-            self._order = np.arange(self.size, dtype=np.int64)
-        else:
-            # Mixed, because the rows come in ascending order and every beginning of them must be random too.
-            self._order = np.random.default_rng(seed).permutation(sample_rows(self.size, most, seed))
-        self._read: list[npt.NDArray[Any]] = []
-        self._count = 0
+        self._values, self._carrier, self._seed = values, carrier(dtype), seed
+        self._rows: FloatBlock | None = None
 
-    @property
-    def most(self) -> int:
-        """Rows that can be read of it."""
-        return len(self._order)
-
-    def rows(self, count: int = SAMPLE_ROWS) -> FloatBlock:
-        """Return the first ``count`` rows of the sample (fewer if there are no more) in the table's carrier; blocks."""
-        count = min(count, self.most)
-        if count > self._count or not self._read:
-            # Ascending: storage and caches like it, and within one step of growth the order means nothing.
-            wanted = np.sort(self._order[self._count : count])
-            taken = slice(self._count, count) if self.size <= SAMPLE_ROWS else wanted
-            self._read.append(np.ascontiguousarray(self._values[taken], dtype=self._carrier))
-            self._count = count
-        whole = self._read[0] if len(self._read) == 1 else np.concatenate(self._read)
-        self._read = [whole]
-        first: FloatBlock = whole[:count]
-        return first
+    def rows(self) -> FloatBlock:
+        """Return the sampled rows (n, dim), ascending, in the table's carrier; the first call blocks for the read."""
+        if self._rows is None:
+            dim = max(1, int(self._values.shape[1]))
+            count = min(SAMPLE_ROWS, max(LEAST_ROWS, SAMPLE_ELEMENTS // dim))
+            chosen = slice(0, self.size) if self.size <= count else sample_rows(self.size, count, self._seed)
+            rows: FloatBlock = np.ascontiguousarray(self._values[chosen], dtype=self._carrier)
+            self._rows = rows
+        return self._rows

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from cnr_store.encodings import kernels
 from cnr_store.encodings.choose import choose_greedy, row_errors, squared_distances
 from cnr_store.encodings.lattice import LARGEST_SCALE, SMALLEST_SCALE, check_scale
-from cnr_store.encodings.sampling import SAMPLE_ROWS, RowSample
+from cnr_store.encodings.sampling import RowSample
 from cnr_store.encodings.widths import as_columns, to_float32
 from cnr_store.errors import BadInput
 from cnr_store.types import MAX_CODE, Affine, AffineBits, Float32s, Precision, TableDtype
@@ -36,7 +36,7 @@ _LARGEST_USABLE = float(np.nextafter(np.float32(LARGEST_SCALE), np.float32(0)))
 
 
 TOLERANCE = 0.02
-"""Half-width, relative, at which `measure_scale` is content with the ratio of errors; the scale goes with its root."""
+"""How far, as a share, the error of a measured scale may be from the one asked for: that of a table of normal rows."""
 
 CONFIDENCE = 0.95
 
@@ -71,25 +71,23 @@ def measure_scale(
     dtype: TableDtype,
     precision: Precision,
     *,
-    tolerance: float = TOLERANCE,
     confidence: float = CONFIDENCE,
     held: float | None = None,
     may_escape: bool = False,
 ) -> ScaleChoice:
-    """Return the lattice scale for a table, on as many rows of the sample as the tolerance needs.
+    """Return the lattice scale for a table, from a sample of its rows.
 
     Parameters
     ----------
     sample
-        Rows of the table; `SAMPLE_ROWS` of them are looked at, then twice as many, and so on to its end.
+        Rows of the table.
     precision
         ``scale``: taken as it is, rounded to float32. ``max_error``: twice it, rounded down. ``bits``: the
         largest scale found whose mean squared error on the sample is at most that of b-bit affine rows
         (greedy search with its settings chosen on the first rows, fp16 parameters), within 0.5 %; see
         quantization reference, 5.4.
-    tolerance, confidence
-        For ``bits``: how far, as a share, the ratio of the two errors on the whole table may be from that on the
-        sample, and how sure that must be.
+    confidence
+        For ``bits``: how sure ``relative_half_width`` of what is returned shall be.
     held
         The scale that the table had when it was last restored, if it was; see `spread_over_cells`.
     may_escape
@@ -98,7 +96,7 @@ def measure_scale(
     Returns
     -------
     ScaleChoice
-        Blocks for the reads and the computation: about 5 ms for ``bits``, more where rows differ much in size.
+        Blocks for the read and the computation: 2 to 5 ms for ``bits``, whatever the rows are like.
 
     Raises
     ------
@@ -122,24 +120,16 @@ def measure_scale(
             rows = rows[np.abs(rows).max(axis=1, initial=0.0) <= given * MAX_CODE]
         _check_range(rows, given)
         return ScaleChoice(given, len(rows), lattice_mse(rows, given), 0.0, confidence)
-    settings: tuple[int, float] | None = None
-    scale: float | None = None
-    count = SAMPLE_ROWS
-    while True:
-        rows = _finite(to_float32(sample.rows(count), dtype))
-        if held is not None:
-            rows = spread_over_cells(rows, held)
-        target = _target_of(rows, bits, settings)
-        settings = target.settings
-        scale = _scale_for_error(rows, target.mse, near=scale)
-        _check_range(rows, scale)
-        errors = lattice_row_errors(rows, scale)
-        whole = sample.size if sample.is_all else None
-        half_width = ratio_half_width(errors, target.row_errors, whole, confidence)
-        if half_width <= tolerance or count >= sample.most:
-            mse = float(np.mean(errors)) / rows.shape[1] if errors.size else 0.0
-            return ScaleChoice(scale, len(rows), mse, half_width, confidence)
-        count *= 2
+    rows = _finite(to_float32(sample.rows(), dtype))
+    if held is not None:
+        rows = spread_over_cells(rows, held)
+    target = _target_of(rows, bits)
+    scale = _scale_for_error(rows, target.mse)
+    _check_range(rows, scale)
+    errors = lattice_row_errors(rows, scale)
+    half_width = ratio_half_width(errors, target.row_errors, sample.size if sample.is_all else None, confidence)
+    mse = float(np.mean(errors)) / rows.shape[1] if errors.size else 0.0
+    return ScaleChoice(scale, len(rows), mse, half_width, confidence)
 
 
 def choose_scale(sample: Float32s, precision: Precision) -> float:
@@ -307,24 +297,21 @@ def affine_mse(sample: Float32s, bits: AffineBits) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _AffineError:
-    """The error of affine rows: their mean, each row's, and the settings of the greedy search (None: all zero)."""
+    """The error of affine rows: their mean, and each row's."""
 
     mse: float
     row_errors: npt.NDArray[np.float64]
-    settings: tuple[int, float] | None
 
 
-def _target_of(sample: Float32s, bits: AffineBits, settings: tuple[int, float] | None = None) -> _AffineError:
+def _target_of(sample: Float32s, bits: AffineBits) -> _AffineError:
     largest = float(np.max(np.abs(sample), initial=0.0))
     if largest == 0.0:
-        return _AffineError(0.0, np.zeros(len(sample)), settings)
+        return _AffineError(0.0, np.zeros(len(sample)))
     exponent = math.frexp(largest)[1] - 1
     rows = np.ascontiguousarray(np.ldexp(sample, -exponent), dtype=np.float32)
-    num_bins, ratio = settings or choose_greedy(rows, bits)
+    num_bins, ratio = choose_greedy(rows, bits)
     errors = row_errors(rows, Affine(bits, search="greedy", param_dtype="float16", num_bins=num_bins, ratio=ratio))
-    return _AffineError(
-        math.ldexp(float(np.sum(errors)) / rows.size, 2 * exponent), np.ldexp(errors, 2 * exponent), (num_bins, ratio)
-    )
+    return _AffineError(math.ldexp(float(np.sum(errors)) / rows.size, 2 * exponent), np.ldexp(errors, 2 * exponent))
 
 
 def _finite(sample: Float32s) -> Float32s:
@@ -341,15 +328,15 @@ def _check_one_target(precision: Precision) -> None:
         )
 
 
-def _scale_for_error(sample: Float32s, target: float, *, near: float | None = None) -> float:
-    """Return the largest scale found whose error on the sample is at most ``target``; ``near``: where to look first."""
+def _scale_for_error(sample: Float32s, target: float) -> float:
+    """Return the largest scale found whose error on the sample is at most ``target``."""
     largest = float(np.max(np.abs(sample), initial=0.0))
     start = math.sqrt(12.0 * target)
     # Below this the sample itself would come near the end of the code range.
     finest = largest / (MAX_CODE // 4)
     if start <= finest:
         return _usable(math.ldexp(1.0, math.frexp(largest or 1.0)[1] - 1) / FALLBACK_STEPS)
-    fits, misses = _bracket(sample, target, near or start, finest, largest)
+    fits, misses = _bracket(sample, target, start, finest, largest)
     for _ in range(_BISECTIONS):
         if misses is None or lattice_mse(sample, fits) >= (1.0 - MSE_TOLERANCE) * target:
             break

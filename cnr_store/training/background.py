@@ -97,7 +97,8 @@ class TouchedRows:
 class SaveJob:
     """Everything one save needs, of one instant; dense tensors and documents are in the transaction already.
 
-    ``taken``, ``rows``, ``whole`` and the staging go by name of the shard. ``declares``: ranks must agree on schemas.
+    ``taken``, ``rows``, ``whole`` and the staging go by name of the shard. ``declares``: whether
+    tables, of any rank, are stored anew.
     """
 
     transaction: Transaction
@@ -151,10 +152,7 @@ def run_save(job: SaveJob) -> None:
                     declared.setdefault(one.key.table, []).append(shard)
             transaction.declare_tables(declared)
         for one, shard in zip(job.whole.values(), shards, strict=True):
-            options = None if job.declares else shard.options
-            transaction.write_table(
-                one.key.table, shard.values, slots=shard.slots, options=options, rectangle=one.key.rectangle
-            )
+            transaction.write_table(one.key.table, shard.values, slots=shard.slots, rectangle=one.key.rectangle)
         tensors, codes = job.staged.tensors, job.staged.codes
         for name, rows in job.rows.items():
             if len(rows.row_ids) == 0:

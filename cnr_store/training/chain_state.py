@@ -45,8 +45,8 @@ class ChainState:
 
     def won(self, job: SaveJob, training: LiveTraining) -> Mapping[str, ScaleChange]:
         """Take notice that a save is committed; returns what it did to scales."""
-        # What ranks write anew they write on all of them, in one save.
-        self.whole_next -= training.tables if job.declares else {one.key.table for one in job.whole.values()}
+        if job.declares:  # what is stored anew is that on all ranks, in one save
+            self.whole_next -= training.tables
         self.lineage.add(job)
         self.growing.won()
         return self.rate.won(job.transaction)

@@ -88,8 +88,7 @@ class SaveStager:
             if staged is not None:
                 staged.release()
             raise
-        declares = training.holdings.placement is not None and bool(chain.whole_next)
-        return SaveJob(transaction, taken, staged, rows, written, drops, declares)
+        return SaveJob(transaction, taken, staged, rows, written, drops, declares=bool(chain.whole_next))
 
     def _touched_rows(
         self, plan: SavePlan, taken: Mapping[str, Taken], whole: set[str]

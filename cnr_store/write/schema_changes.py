@@ -108,28 +108,43 @@ class SchemaChanges:
     def _propose(
         self, tables: Mapping[str, Sequence[Declaration]], written: Set[str]
     ) -> dict[str, list[tuple[Any, int, str, Any]]]:
-        shapes = self._state.setup.held.shapes
-        made: dict[str, list[tuple[Any, int, str, Any]]] = {}
         for table, declarations in tables.items():
             check_name(table)
-            if table not in shapes:
-                raise BadInput(f"table {table!r} has no shard in the writer's placement", table=table)
-            if self._draft.kind == "delta" and table in self.before:
-                raise BadInput(f"table {table!r} exists; a delta cannot store it anew, begin a full", table=table)
-            if table in written or table in self.refined:
-                raise BadInput(f"declare table {table!r} once, before writing its rows", table=table)
-            for one in declarations:
-                chosen = one.options or self._state.mirrors.options.get(table) or TableOptions()
-                self.options[table] = chosen
-                proposal = propose(
-                    table, one.values, one.slots, chosen, shape=shapes[table],
-                    generation=self._next_generation(table), has_mirror=self._state.mirrors.mode != "none",
-                    held=self._held_scale(table),
-                )  # fmt: skip
-                schema = msgspec.to_builtins(proposal.schema)
-                choice = None if proposal.choice is None else msgspec.to_builtins(proposal.choice)
-                made.setdefault(table, []).append((schema, proposal.elements, proposal.options, choice))
+            self._check_declared(table, declarations, written)
+        shards = [(table, one) for table, declarations in tables.items() for one in declarations]
+        proposals = self._state.setup.workers.run(partial(self._proposal, *shard) for shard in shards)
+        made: dict[str, list[tuple[Any, int, str, Any]]] = {}
+        for (table, one), proposal in zip(shards, proposals, strict=True):
+            self.options[table] = self._asked(table, one.options)
+            schema = msgspec.to_builtins(proposal.schema)
+            choice = None if proposal.choice is None else msgspec.to_builtins(proposal.choice)
+            made.setdefault(table, []).append((schema, proposal.elements, proposal.options, choice))
         return made
+
+    def _check_declared(self, table: str, declarations: Sequence[Declaration], written: Set[str]) -> None:
+        held = self._state.setup.held
+        if held.placement is not None and table not in held.shapes:
+            raise BadInput(f"table {table!r} has no shard in the writer's placement", table=table)
+        if held.placement is None and (len(declarations) != 1 or len(declarations[0].values.shape) != 2):
+            raise BadInput(
+                f"table {table!r}: a writer of whole tables declares one array (num_rows, dim), found "
+                f"{[tuple(one.values.shape) for one in declarations]}",
+                table=table,
+            )
+        if self._draft.kind == "delta" and table in self.before:
+            raise BadInput(f"table {table!r} exists; a delta cannot store it anew, begin a full", table=table)
+        if table in written or table in self.refined:
+            raise BadInput(f"declare table {table!r} once, before writing its rows", table=table)
+
+    def _proposal(self, table: str, one: Declaration) -> Proposal:
+        """What one shard asks for; several threads at a time."""
+        held = self._state.setup.held
+        return propose(
+            table, one.values, one.slots, self._asked(table, one.options),
+            shape=one.values.shape if held.placement is None else held.shapes[table],
+            generation=self._next_generation(table), has_mirror=self._state.mirrors.mode != "none",
+            held=self._held_scale(table),
+        )  # fmt: skip
 
     def create(
         self,
@@ -189,7 +204,7 @@ class SchemaChanges:
         It is as it was, unless the table is new, its shape changed kind, or options are given. Of ranks that write
         together it is as they declared it.
         """
-        if self._state.setup.held.placement is None:
+        if self._state.setup.held.placement is None and table not in self.declared:
             return self._chosen(table, values, dtype, slots, options)
         if table not in self.declared and (options is not None or table not in self.tables):
             raise BadInput(
@@ -209,8 +224,7 @@ class SchemaChanges:
             same = (old.dim, old.dtype, {n: s.kind for n, s in old.slots.items()}) == (dim, dtype, kinds)
             if same:
                 return msgspec.structs.replace(old, num_rows=num_rows)
-        chosen = options or self._state.mirrors.options.get(table) or TableOptions()
-        self.options[table] = chosen
+        chosen = self.options[table] = self._asked(table, options)
         sample = RowSample(values, dtype)
         choice = choose_table_scale(chosen, dtype, sample, held=self._held_scale(table))
         schema = table_schema(
@@ -287,6 +301,9 @@ class SchemaChanges:
         self.tables.pop(table, None)
         self.created.discard(table)
         self.dropped.add(table)
+
+    def _asked(self, table: str, options: TableOptions | None) -> TableOptions:
+        return options or self._state.mirrors.options.get(table) or TableOptions()
 
     def _held_scale(self, table: str) -> float | None:
         """The lattice step that a table has at the head: rows that were restored from it, and not moved, lie on it."""

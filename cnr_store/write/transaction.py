@@ -105,8 +105,8 @@ class Transaction:
     def declare_tables(self, tables: Mapping[str, Sequence[Declaration]]) -> None:
         """Agree with all ranks on how tables are stored that `write_table` will write anew. Blocks; all ranks call it.
 
-        Only for writers with a placement, which need it for new tables and new encodings: one scale must hold for all
-        shards of a table (`cnr_store.write.schema_agreement`).
+        Scales are chosen here, of many tables at a time. Writers with a placement need it for new tables and new
+        encodings: one scale must hold for all shards of a table (`cnr_store.write.schema_agreement`).
 
         Parameters
         ----------
@@ -119,8 +119,6 @@ class Transaction:
             The ranks disagree, or an option is wrong; the transaction is over on every rank.
         """
         self._check_open()
-        if self._state.setup.held.placement is None:
-            raise BadInput("this writer holds whole tables; give options to write_table()")
         try:
             self._staged.schemas.agree(tables, self._staged.tables.written)
         except BaseException:

@@ -1,4 +1,4 @@
-"""How sure a measured scale is: intervals that hold as often as they say, samples that grow until that is enough."""
+"""How sure a measured scale is: intervals that hold as often as they say, samples of a size that never changes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from cnr_store.encodings import lattice, scale
 from cnr_store.encodings.choose import choose_greedy, row_errors
-from cnr_store.encodings.sampling import MOST_SAMPLE_ROWS, SAMPLE_ROWS, RowSample
+from cnr_store.encodings.sampling import LEAST_ROWS, SAMPLE_ELEMENTS, SAMPLE_ROWS, RowSample
 from cnr_store.encodings.scale import ScaleChoice, measure_scale, pooled, ratio_half_width, spread_over_cells
 from cnr_store.errors import BadInput
 from cnr_store.types import Affine, AffineBits, Float32s, Precision
@@ -110,24 +110,30 @@ class Counted:
         return self.values[rows]
 
 
-def test_the_sample_doubles_until_it_is_enough_and_reads_no_row_twice() -> None:
-    table = Counted(zipf_norms(rows=200_000))
+@pytest.mark.parametrize("table", [normal, zipf_norms], ids=["normal", "zipf"])
+def test_a_sample_is_read_once_and_is_as_large_for_rows_of_all_kinds(table: Callable[..., Float32s]) -> None:
+    counted = Counted(table(rows=200_000))
+    sample = RowSample(counted, "float32")
 
-    strict = measure_scale(RowSample(table, "float32"), "float32", Precision(bits=2), tolerance=0.03)
+    choice = measure_scale(sample, "float32", Precision(bits=2))
+    sample.rows()
 
-    read = np.concatenate(table.reads)
-    assert SAMPLE_ROWS < strict.sample_rows <= MOST_SAMPLE_ROWS
-    assert strict.sample_rows == len(read) == len(np.unique(read))
-    assert math.log2(strict.sample_rows / SAMPLE_ROWS).is_integer()
-    assert strict.relative_half_width <= 0.03 or strict.sample_rows == MOST_SAMPLE_ROWS
+    read = np.concatenate(counted.reads)
+    assert choice.sample_rows == len(read) == len(np.unique(read)) == SAMPLE_ROWS
+
+
+@pytest.mark.parametrize(
+    ("dim", "count"), [(1, SAMPLE_ROWS), (128, SAMPLE_ELEMENTS // 128), (4 * SAMPLE_ELEMENTS, LEAST_ROWS)]
+)
+def test_wide_rows_are_sampled_less(dim: int, count: int) -> None:
+    table = np.broadcast_to(np.float32(0), (3 * SAMPLE_ROWS, dim))
+    assert RowSample(table, "float32").rows().shape == (count, dim)
 
 
 def test_what_cannot_be_known_better_is_said() -> None:
-    """Where the bound is reached the half-width is above the tolerance, and the caller sees it."""
-    rows = zipf_norms(rows=150_000)
-    choice = measure_scale(RowSample(rows, "float32"), "float32", Precision(bits=2), tolerance=1e-4)
-    assert choice.sample_rows == MOST_SAMPLE_ROWS
-    assert choice.relative_half_width > 1e-4
+    """Where rows differ much the half-width is above the tolerance, and the caller sees it."""
+    choice = measure_scale(RowSample(zipf_norms(rows=150_000), "float32"), "float32", Precision(bits=2))
+    assert choice.relative_half_width > 2 * scale.TOLERANCE
 
 
 @pytest.mark.parametrize("table", [normal, student, zipf_norms], ids=["normal", "student", "zipf"])

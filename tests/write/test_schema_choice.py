@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cnr_store import BadInput, ChunkCache, CompactionPolicy, RetentionPolicy, TableOptions
+from cnr_store import BadInput, ChunkCache, CompactionPolicy, RetentionPolicy, Store, TableOptions
 from cnr_store.encodings.sampling import SAMPLE_ROWS
 from cnr_store.errors import BadDtype, BadShape
 from cnr_store.runtime.threads import Workers, check_rate
 from cnr_store.types import Affine, FloatBits, Lattice, Raw
+from cnr_store.write.schema_changes import Declaration
 from cnr_store.write.schema_choice import check_options, choose_encoding, sample_of, table_dtype, table_schema
 
 SAMPLE = (0.1 * np.random.default_rng(1).standard_normal((500, 8))).astype(np.float32)
@@ -196,3 +198,30 @@ def test_a_sample_is_repeatable_and_bounded() -> None:
     assert len(sample) == SAMPLE_ROWS
     assert np.array_equal(sample, sample_of(values, "float32"))
     assert np.array_equal(sample_of(values[:5], "float32"), values[:5])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_scales_chosen_together_on_threads_are_those_chosen_table_by_table(tmp_path: Path, threads: int) -> None:
+    rng = np.random.default_rng(2)
+    tables = {f"t{n}": rng.lognormal(0, 1, (300 + 50 * n, 1 + n)).astype(np.float32) for n in range(9)}
+    options = TableOptions(bits=4)
+    with Store.create(str(tmp_path / "alone")) as store, store.writer().begin(0, "full") as txn:
+        for name, values in tables.items():
+            txn.write_table(name, values, options=options)
+        alone = dict(txn.scale_choices)
+
+    with Store.create(str(tmp_path / "together"), threads=threads) as store, store.writer().begin(0, "full") as txn:
+        txn.declare_tables({name: [Declaration(values, {}, options)] for name, values in tables.items()})
+        for name, values in tables.items():
+            txn.write_table(name, values)
+
+    assert txn.scale_choices == alone
+    assert {table.generation for table in txn.tables.values()} == {1}
+
+
+def test_a_writer_of_whole_tables_declares_each_as_one_matrix(tmp_path: Path) -> None:
+    with Store.create(str(tmp_path / "store")) as store:
+        for wrong in ([Declaration(SAMPLE), Declaration(SAMPLE)], [Declaration(SAMPLE[0])], []):
+            txn = store.writer().begin(0, "full")
+            with pytest.raises(BadInput, match="one array"):
+                txn.declare_tables({"t": wrong})
