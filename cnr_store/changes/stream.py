@@ -306,13 +306,19 @@ class ChangeStream:
                 f"{self._store.url} has no version {version} to go on from; the newest is {self._head.record.v}",
                 version=version,
             )
-        if entry.record.state is None:  # else which tables it had is not known here
-            self._check_tables(entry.record.tables.keys() | self._head.record.tables.keys())
+        self._check_tables(entry, self._head)
         self._hold.put(version)
         self._path.restart(entry)
 
-    def _check_tables(self, known: Collection[str]) -> None:
-        missing = sorted((self._only or frozenset()) - frozenset(known))
+    def _check_tables(self, *entries: LogEntry) -> None:
+        """Refuse names that no entry has as a table, as far as that can be read; a GET for each, if any was named."""
+        if not self._only:
+            return
+        try:
+            known = {table for entry in entries for table in self._reader.tables_of(entry)}
+        except MissingObject:
+            return  # what the cursor's version had was folded and collected
+        missing = sorted(self._only - known)
         if missing:
             raise TableNotFound(f"no table {missing[0]!r}; there are {sorted(known)}", table=missing[0])
 
@@ -323,7 +329,7 @@ class ChangeStream:
         assert self._head is not None
         if not self._path:
             first = self._head
-            self._check_tables(first.record.tables)
+            self._check_tables(first)
             if first.record.chain:
                 return first
             self._arrive(first)  # Nothing was saved yet: there is no state to tell.

@@ -90,6 +90,10 @@ class VersionReader:
                     table, schema, slots, block, target.record.v, target.record.step, self._max_batch_rows
                 )
 
+    def tables_of(self, entry: LogEntry) -> frozenset[str]:
+        """Return the names of the tables of an entry's state. A GET if its last manifest is not known yet."""
+        return frozenset(self._end_of(entry.record.chain).tables if entry.record.chain else ())
+
     def follow(self, held: LogEntry, entry: LogEntry) -> None:
         """Take note that ``entry`` has the state of ``held``."""
         if self._copy is not None and self._copy.has(held):

@@ -191,7 +191,7 @@ def _kind_problems(record: CommitRecord) -> Iterator[str]:
 
 def _list_problems(record: CommitRecord) -> Iterator[str]:
     """Names that cannot be names, and versions that are not there or not where the lists say."""
-    for name in (*record.tables, *record.tags, *record.channels, *(pin.name for pin in record.pins.values())):
+    for name in (*record.tags, *record.channels, *(pin.name for pin in record.pins.values())):
         check_name(name)
     if record.floor > record.v:
         yield f"has floor {record.floor}, which is behind it"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import msgspec
 
@@ -14,12 +14,10 @@ from cnr_store.format.records import (
     MAJOR,
     ROW_ORDER,
     ChainEntry,
-    Generation,
     Manifest,
     PartEntry,
-    TableSchema,
 )
-from cnr_store.types import Lattice, Rectangle
+from cnr_store.types import Rectangle
 
 
 def stated_digest(parts: Iterable[PartEntry], rectangle: Rectangle) -> int | None:
@@ -50,18 +48,6 @@ def needed_reader_features(manifest: Manifest) -> tuple[str, ...]:
             if entry.order is not msgspec.UNSET:
                 found.add(ROW_ORDER)
     return tuple(sorted(found))
-
-
-def generations(tables: Mapping[str, TableSchema]) -> dict[str, Generation]:
-    """Return what a record says of each table: its scale."""
-    return {
-        name: Generation(
-            generation=schema.generation,
-            scale=schema.encoding.scale if isinstance(schema.encoding, Lattice) else None,
-            shift=schema.shift,
-        )
-        for name, schema in tables.items()
-    }
 
 
 def decode_manifest(data: bytes, where: str) -> Manifest:

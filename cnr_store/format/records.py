@@ -83,14 +83,6 @@ class ChainEntry(msgspec.Struct, frozen=True, kw_only=True):
     rows: Count
 
 
-class Generation(msgspec.Struct, frozen=True, kw_only=True):
-    """A table's scale history: ``generation`` counts scales, ``shift`` the halvings since that scale was chosen."""
-
-    generation: Count
-    scale: float | None = None
-    shift: Shift = 0
-
-
 class Pin(msgspec.Struct, frozen=True, kw_only=True):
     """What keeps a version for a branch: the fork point, the branch's name, and when the branch ends (None: never)."""
 
@@ -127,7 +119,6 @@ class Removed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kept: tuple[Count, ...] = ()
     expired: tuple[Count, ...] = ()
     aborted: tuple[Hex32, ...] = ()
-    tables: tuple[Name, ...] = ()
 
 
 class Lists(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -139,7 +130,6 @@ class Lists(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kept: tuple[Count, ...] = ()
     expired: tuple[Count, ...] = ()
     aborted: dict[Hex32, Count] = {}
-    tables: dict[Name, Generation] = {}
     removed: Removed | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -174,7 +164,6 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     step: Count
     ts_ms: Count
     chain: Annotated[tuple[ChainEntry, ...], Meta(max_length=MAX_CHAIN)] = ()
-    tables: dict[Name, Generation] = {}
     tags: dict[Name, Count] = {}
     channels: dict[Name, Count] = {}
     pins: dict[Hex32, Pin] = {}

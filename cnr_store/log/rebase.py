@@ -93,7 +93,6 @@ def draft_branch(point: CommitRecord, branch: str, writer: WriterInfo) -> Commit
         name=branch,
         target=point.v,
         chain=point.chain,
-        tables=point.tables,
         logical=point.logical,
         step=point.step,
         reader_features=point.reader_features,
@@ -104,8 +103,7 @@ def draft_branch(point: CommitRecord, branch: str, writer: WriterInfo) -> Commit
 def rebase_data(draft: CommitRecord, intervening: LogEntry, *, txn: str) -> CommitRecord:
     """Return a ``full`` or ``delta`` draft moved behind a record that left the training state alone.
 
-    The draft's own segment (the last of its chain, named by ``txn``) is put on the new chain. ``tables`` stay
-    the draft's: no record that commutes with data changes a generation, scale or shift. Pure.
+    The draft's own segment (the last of its chain, named by ``txn``) is put on the new chain. Pure.
 
     Raises
     ------
@@ -124,7 +122,7 @@ def rebase_data(draft: CommitRecord, intervening: LogEntry, *, txn: str) -> Comm
     _check_commutes(draft, record)
     own = draft.chain[-1]
     chain = (own,) if own.kind == "baseline" else (*_chain_up_to(record, own), own)
-    return _adopt(draft, record, chain=chain, tables=draft.tables, logical=draft.logical, step=draft.step)
+    return _adopt(draft, record, chain=chain, logical=draft.logical, step=draft.step)
 
 
 def check_not_given_up(record: CommitRecord, txn: str) -> None:
@@ -158,7 +156,7 @@ def rebase_rollback(draft: CommitRecord, intervening: LogEntry) -> CommitRecord:
     _check_epoch(draft, record)
     _check_commutes(draft, record)
     _check_target_lives(draft, record)
-    return _adopt(draft, record, chain=draft.chain, tables=draft.tables, logical=draft.logical, step=draft.step)
+    return _adopt(draft, record, chain=draft.chain, logical=draft.logical, step=draft.step)
 
 
 def rebase_fence(draft: CommitRecord, intervening: LogEntry) -> CommitRecord:

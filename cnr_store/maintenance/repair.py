@@ -15,8 +15,7 @@ from cnr_store.errors import Conflict, CorruptStore, ReadOnlyStore, VersionNotFo
 from cnr_store.format import layout
 from cnr_store.format.commit_record import LogEntry, unknown_writer_features
 from cnr_store.format.documents import canonical_json
-from cnr_store.format.manifest import generations
-from cnr_store.format.records import CommitRecord, Generation, Hint, Superseded, WriterInfo
+from cnr_store.format.records import CommitRecord, Hint, Superseded, WriterInfo
 from cnr_store.log.author import writer_info
 from cnr_store.log.beginning import has_begun
 from cnr_store.log.clock import check_clock, text_of, wall_ms
@@ -29,7 +28,6 @@ from cnr_store.maintenance.verify.log import is_ahead, list_positions, read_log
 from cnr_store.maintenance.verify.report import Findings
 from cnr_store.maintenance.verify.run import check_root, root_document
 from cnr_store.runtime.threads import Workers
-from cnr_store.segment.reader import SegmentReader
 from cnr_store.store import Store
 
 ActionKind = Literal["supersede", "rollback", "time", "hint", "root"]
@@ -277,8 +275,7 @@ def return_to(
         )
     draft = draft_after(
         last, "rollback", info or writer_info(),
-        target=target.v, chain=target.chain, tables=_tables(store, target), logical=target.logical, step=target.step,
-        ts_ms=ts_ms,
+        target=target.v, chain=target.chain, logical=target.logical, step=target.step, ts_ms=ts_ms,
     )  # fmt: skip
     if end.torn:
         if read_end(store) != end:
@@ -312,11 +309,3 @@ def _carry_out(store: Store, action: RepairAction, end: LogEnd, whole: CommitRec
         store.storage.put(layout.ROOT_GROUP, root_document())
         store.storage.sync_folders([layout.ROOT_GROUP])
     return RepairAction(action.kind, action.message, version)
-
-
-def _tables(store: Store, target: CommitRecord) -> dict[str, Generation]:
-    """A record's tables; its manifest has them too where its side objects, which had them, are gone."""
-    if target.state is None or not target.chain:
-        return target.tables
-    manifest = SegmentReader.open(store.storage, target.chain[-1]).manifest
-    return generations(manifest.tables)

@@ -13,12 +13,10 @@ from cnr_store.errors import BadDtype, BadInput, BadRowIds, BadShape, CorruptSto
 from cnr_store.format import document_tree
 from cnr_store.format.chain_checks import find_dense
 from cnr_store.format.commit_record import LogEntry
-from cnr_store.format.manifest import generations
 from cnr_store.format.records import (
     ChainEntry,
     CommitRecord,
     DenseEntry,
-    Generation,
     Manifest,
     TableSchema,
 )
@@ -140,13 +138,6 @@ class Snapshot:
     def tables(self) -> dict[str, TableSchema]:
         """Table name to schema."""
         return dict(self.readers[-1].manifest.tables) if self.readers else {}
-
-    @property
-    def generations(self) -> dict[str, Generation]:
-        """Table name to what the record says of it; so does the last manifest, where the record's lists are gone."""
-        if self.record.state is None or not self.readers:
-            return self.record.tables
-        return generations(self.readers[-1].manifest.tables)
 
     def table(self, name: str) -> TableView:
         """Return one table.

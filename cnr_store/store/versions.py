@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
-from dataclasses import replace
 from functools import partial
-
-import msgspec
 
 from cnr_store.errors import BadInput, ChannelNotFound, TagNotFound, VersionNotFound
 from cnr_store.format.commit_record import DATA_KINDS, LogEntry, is_live
@@ -103,8 +100,8 @@ class Versions:
     def live(self, head: LogEntry, version: int | None) -> LogEntry:
         """Return the entry of a version, the head's if None, whose segments can be opened."""
         entry = self.by_number(head, version)
-        tables = self.open(head.record, entry).generations
-        return replace(entry, record=msgspec.structs.replace(entry.record, tables=tables))
+        self.open(head.record, entry)
+        return entry
 
     def open(self, head: CommitRecord, entry: LogEntry, cache: ChunkCache | None = None) -> Snapshot:
         """Open the snapshot of an entry that is live by the newest record."""

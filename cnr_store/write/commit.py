@@ -28,8 +28,8 @@ from cnr_store.errors import (
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.format.documents import canonical_json, sha256
 from cnr_store.format.layout import writer_folder
-from cnr_store.format.manifest import generations, needed_reader_features
-from cnr_store.format.records import MAJOR, ChainEntry, CommitRecord, Generation, Manifest, Receipt, TableSchema
+from cnr_store.format.manifest import needed_reader_features
+from cnr_store.format.records import MAJOR, ChainEntry, CommitRecord, Manifest, Receipt, TableSchema
 from cnr_store.log.rebase import check_not_given_up, draft_after, rebase_data
 from cnr_store.runtime.ranks import described, rank_zero, rebuilt, together
 from cnr_store.segment.reader import SegmentReader, read_receipt
@@ -121,8 +121,7 @@ class Commit:
             draft = draft_after(
                 record, segment.kind, state.setup.info,
                 chain=next_chain(record, entry, keep=segment.keep), logical=entry.l1, step=segment.step,
-                tables=self._generations(), user=dict(user or {}),
-                reader_features=self._reader_features(record),
+                user=dict(user or {}), reader_features=self._reader_features(record),
             )  # fmt: skip
             decision.entry = self._append(draft)
         except BaseException as error:  # noqa: BLE001 (raised by `_take`, when the other ranks know)
@@ -182,11 +181,6 @@ class Commit:
             seg=draft.segment, sha256=digest, kind=manifest.kind, l0=draft.l0, l1=l1,
             bytes=self.size_bytes, rows=manifest.changed_rows,
         )  # fmt: skip
-
-    def _generations(self) -> dict[str, Generation]:
-        """What the record says of each table."""
-        assert self.manifest is not None
-        return generations(self._staged.schemas.tables)
 
     def _reader_features(self, record: CommitRecord) -> tuple[str, ...]:
         """What the record's readers must know, and what those of the segment behind it must."""

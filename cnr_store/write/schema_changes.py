@@ -294,7 +294,7 @@ class SchemaChanges:
 
     def drop(self, table: str, written: Set[str]) -> None:
         """Drop a table."""
-        if table in self.dropped or table not in self._state.head.record.tables:
+        if table in self.dropped or table not in self._state.head_tables:
             self.schema(table)
         if table in written:
             raise BadInput(f"table {table!r} was written in this transaction", table=table)
@@ -326,9 +326,8 @@ class SchemaChanges:
     def _next_generation(self, table: str) -> int:
         """One above every generation in the chain: a one-shot delta may put two lives of a table side by side."""
         snapshot = self._state.snapshot
-        known = [m.tables[table].generation for m in (snapshot.manifests if snapshot else ()) if table in m.tables]
-        head = self._state.head.record.tables.get(table)
-        return 1 + max([0, *known, head.generation if head else 0])
+        known = [m.tables for m in snapshot.manifests] if snapshot else [self._state.head_tables]
+        return 1 + max((tables[table].generation for tables in known if table in tables), default=0)
 
     def _refuse_placed(self, verb: str) -> None:
         if self._state.setup.held.placement is not None:

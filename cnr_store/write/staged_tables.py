@@ -203,9 +203,8 @@ class StagedTables:
         ]
         if state.snapshot is not None:
             return known
-        # Without a restore the head's tables are known by name alone; one that is left out must be dropped aloud.
-        head = state.head.record.tables
-        return [*known, *(name for name in head if name not in tables and name not in self._schemas.dropped)]
+        # One of the head's that is left out must be dropped aloud.
+        return [*known, *(n for n in state.head_tables if n not in tables and n not in self._schemas.dropped)]
 
     def _can_write(self, shard: Shard) -> bool:
         """Whether a ``full`` has all rows of a shard: given, or in the mirror under the schema that it will have."""

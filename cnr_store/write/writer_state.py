@@ -20,7 +20,7 @@ from cnr_store.errors import (
     StorageFailure,
 )
 from cnr_store.format.commit_record import LogEntry
-from cnr_store.format.records import WriterInfo
+from cnr_store.format.records import ChainEntry, TableSchema, WriterInfo
 from cnr_store.log.author import fenced_by
 from cnr_store.log.commit_log import CommitLog
 from cnr_store.log.expiry import expired_by
@@ -28,7 +28,7 @@ from cnr_store.log.rebase import leaves_state
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.runtime.ranks import OneRank, Ranks, rank_zero, together
 from cnr_store.runtime.threads import Throttle, Workers
-from cnr_store.segment.reader import SegmentReader
+from cnr_store.segment.reader import SegmentReader, read_manifest
 from cnr_store.segment.shards import Placement, Shard, shards_of
 from cnr_store.storage import Storage
 from cnr_store.types import Profile, Rectangle
@@ -134,6 +134,7 @@ class WriterState:
     pending: UnknownCommit | None = None
     is_restored: bool = False
     succession: Succession | None = None
+    _told: tuple[ChainEntry, Mapping[str, TableSchema]] | None = None
 
     def snapshot_of(
         self, entry: LogEntry, *, known: Mapping[str, SegmentReader] | None = None, opens: bool = True
@@ -158,6 +159,28 @@ class WriterState:
     def shards(self, tables: Iterable[str]) -> dict[str, tuple[Shard, ...]]:
         """Return what this rank holds of the tables."""
         return shards_of(self.setup.held.placement, tables)
+
+    @property
+    def head_tables(self) -> Mapping[str, TableSchema]:
+        """The head's tables. One GET where the writer knows no more of the head than its record, and blocks for it.
+
+        Of a head that cannot be read nothing is known: a full is what takes its place.
+
+        Raises
+        ------
+        StorageFailure
+        """
+        chain = self.head.record.chain
+        if self.snapshot is not None or not chain:
+            return {} if self.snapshot is None else self.snapshot.tables
+        if self._told is None or self._told[0] != chain[-1]:
+            try:
+                tables = read_manifest(self.setup.storage, chain[-1])[1].tables
+            except CorruptStore as error:
+                logger.warning("which tables version %d has cannot be read: %s", self.head.record.v, error)
+                tables = {}
+            self._told = chain[-1], tables
+        return self._told[1]
 
     @property
     def is_synced(self) -> bool:

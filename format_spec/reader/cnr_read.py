@@ -116,7 +116,7 @@ class Store:  # in a local folder; records[v] is None where it is superseded [7.
         return record
 
     def complete(self, record, key):  # [3.4]: the newest record's lists, from its side objects and its own changes
-        empty = {"kept": [], "expired": [], **{name: {} for name in ("tags", "channels", "pins", "aborted", "tables")}}
+        empty = {"kept": [], "expired": [], **{name: {} for name in ("tags", "channels", "pins", "aborted")}}
         stacked, limit = {name: {} for name in empty}, 1 << 26
         for name in (*(record["state"] or ()), None):
             data = b"" if name is None else self.object(f"state/{name}.json", sha256=name)
@@ -141,7 +141,7 @@ class Store:  # in a local folder; records[v] is None where it is superseded [7.
         has_all = all(record[field] is not None for field in named.get(kind, "").split())
         need(has_all and (v == 0 or (record["target"] or 0) < v), bad, f"{key}: name, target")
         pins = record["pins"].values()
-        names = [*record["tags"], *record["channels"], *record["tables"], *(pin["name"] for pin in pins)]
+        names = [*record["tags"], *record["channels"], *(pin["name"] for pin in pins)]
         versions = [*record["tags"].values(), *record["channels"].values(), *(pin["version"] for pin in pins)]
         need(all(map(is_name, names)) and not {*record["tags"]} & {*record["channels"]}, bad, f"{key}: names")
         need(max([record["floor"], *versions, *record["expired"]]) <= v, bad, f"{key}: versions beyond it")
@@ -158,11 +158,7 @@ class Store:  # in a local folder; records[v] is None where it is superseded [7.
         missing = "version_expired" if self.first and record is not head else "missing_object"  # [7.11] CNR-RLY-6
         snapshot = Snapshot([Segment(self, entry, missing) for entry in record["chain"]], record)
         if record["kind"] in ("full", "delta"):
-            tables, keys = snapshot.tables, ("generation", "shift", "scale")
-            own = {name: [one[key] for key in keys] for name, one in record["tables"].items()}
-            its = {name: [(one | one["encoding"]).get(key) for key in keys] for name, one in tables.items()}
-            same = record["step"] == snapshot.last["step"] and (own == its or record["state"])
-            need(same, "corrupt_record", f"record {version}: its segment")
+            need(record["step"] == snapshot.last["step"], "corrupt_record", f"record {version}: its segment")
         return snapshot
 
 

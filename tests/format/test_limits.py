@@ -240,8 +240,8 @@ def test_lists_too_long_for_readers_are_refused_when_written(root: Path, monkeyp
     monkeypatch.setattr(sent_record, "MAX_LISTS_BYTES", 12_000)
     store, _ = opened(root)
     with store:
-        for name in "abc":  # what a record may hold beside its side object
-            store.tag(name * 500, 3)
+        for name in "abc":  # what a record and a second side object may hold beside the first one
+            store.tag(name * 1000, 3)
         before = store.head()
 
         with pytest.raises(BadInput, match="at most 12000"):

@@ -36,7 +36,7 @@ PUBLIC = {
         collect_garbage RetentionPolicy GcReport Lease
         segment_sizes total_sizes fp32_bytes SegmentSizes
         export_snapshot ExportReport ExportedTensor import_tensors ImportReport TensorFile TensorSpec
-        LogEntry CommitRecord ChainEntry WriterInfo TableSchema DenseEntry Generation Pin Cursor
+        LogEntry CommitRecord ChainEntry WriterInfo TableSchema DenseEntry Pin Cursor
         RelayMarker SegmentReport VersionReport LostState
     """,
     "cnr_store_gpu": """

@@ -9,7 +9,7 @@ import msgspec
 from cnr_store.format.commit_record import Layer, LogEntry
 from cnr_store.format.documents import canonical_json
 from cnr_store.format.limits import MAX_CHANGES_BYTES, MAX_INLINE_BYTES, MAX_LAYERS
-from cnr_store.format.records import CommitRecord, Generation, Lists, Pin, WriterInfo
+from cnr_store.format.records import CommitRecord, Lists, Pin, WriterInfo
 from cnr_store.log.layers import merge_lists, split_lists
 from cnr_store.log.rebase import draft_init
 
@@ -50,7 +50,6 @@ def test_every_list_grows_shrinks_and_changes_in_layers() -> None:
         "tags": {f"tag {n}": n for n in many}, "channels": {f"channel {n}": n for n in many},
         "pins": {f"{n:032x}": Pin(version=n, name=f"b{n}") for n in many}, "kept": tuple(range(0, 400, 2)),
         "expired": tuple(range(401, 800)), "aborted": {f"{n:032x}": n for n in many},
-        "tables": {f"t{n}": Generation(generation=n) for n in many},
     }  # fmt: skip
     log.write(1001, floor=400, **lists)
     fewer = {name: type(entries)(list(entries)[1:]) for name, entries in lists.items() if isinstance(entries, tuple)}
@@ -62,7 +61,7 @@ def test_every_list_grows_shrinks_and_changes_in_layers() -> None:
     assert len(log.written) == 1
     assert sent.tags == {"tag 5": 6}
     assert sent.removed.tags == ("tag 0",)
-    assert (sent.removed.kept, sent.removed.expired, sent.removed.tables) == ((0,), (401,), ("t0",))
+    assert (sent.removed.kept, sent.removed.expired) == ((0,), (401,))
 
 
 def test_what_is_written_grows_with_what_changes() -> None:

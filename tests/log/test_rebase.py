@@ -22,7 +22,7 @@ from cnr_store.errors import (
 )
 from cnr_store.format.commit_record import LogEntry, check_statements, is_live
 from cnr_store.format.layout import segment_name
-from cnr_store.format.records import ChainEntry, CommitRecord, Generation, Pin, RecordKind, WriterInfo
+from cnr_store.format.records import ChainEntry, CommitRecord, Pin, RecordKind, WriterInfo
 from cnr_store.log.rebase import (
     draft_after,
     draft_init,
@@ -74,7 +74,6 @@ def head_record(**changes: Any) -> CommitRecord:
     record = msgspec.structs.replace(
         record,
         v=9,
-        tables={"user": Generation(generation=1, scale=0.5)},
         tags={"old": 3},
         floor=2,
         expired=(5,),
@@ -92,7 +91,6 @@ def delta_draft(head: CommitRecord) -> CommitRecord:
         chain=(*head.chain, own),
         logical=head.logical + 1,
         step=500,
-        tables={**head.tables, "item": Generation(generation=1, scale=0.25)},
         user={"note": 1},
     )
 
@@ -108,7 +106,7 @@ def test_draft_carries_everything_over_but_what_is_the_records_own() -> None:
 
     draft = draft_after(head, "tag", WRITER, name="t", target=9)
 
-    carried = ("chain", "tables", "tags", "pins", "floor", "expired", "aborted", "logical", "step", "epoch")
+    carried = ("chain", "tags", "pins", "floor", "expired", "aborted", "logical", "step", "epoch")
     assert all(getattr(draft, field) == getattr(head, field) for field in (*carried, "writer_features"))
     assert (draft.name, draft.target, draft.user) == ("t", 9, {})
     assert draft.writer == WRITER
@@ -123,7 +121,7 @@ def test_delta_follows_records_that_leave_the_state_alone(kind: RecordKind) -> N
     moved = rebase_data(draft, after(head, kind, **changes), txn=MINE)
 
     assert {name: getattr(moved, name) for name in changes} == changes
-    assert (moved.chain, moved.tables, moved.user) == (draft.chain, draft.tables, draft.user)
+    assert (moved.chain, moved.user) == (draft.chain, draft.user)
     assert (moved.kind, moved.logical, moved.step, moved.epoch) == ("delta", 5, 500, 2)
     assert moved.writer == WRITER
 
@@ -371,11 +369,11 @@ def test_tags_and_channels_do_not_share_a_name() -> None:
 
 def test_rollback_keeps_its_targets_state_behind_a_compaction() -> None:
     head = head_record()
-    draft = draft_after(head, "rollback", WRITER, target=7, chain=head.chain[:2], logical=2, step=200, tables={})
+    draft = draft_after(head, "rollback", WRITER, target=7, chain=head.chain[:2], logical=2, step=200)
 
     moved = rebase_rollback(draft, after(head, "compact", chain=(segment(7, 0, 4),)))
 
-    assert (moved.chain, moved.logical, moved.step, moved.tables) == (head.chain[:2], 2, 200, {})
+    assert (moved.chain, moved.logical, moved.step) == (head.chain[:2], 2, 200)
     assert moved.target == 7
     check_statements(msgspec.structs.replace(moved, v=99))
 

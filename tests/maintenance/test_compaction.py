@@ -85,7 +85,7 @@ def test_every_run_of_a_golden_store_reads_the_same_compacted(name: str, tmp_pat
             assert bytes_of(after) == expected
             assert bytes_of(store.snapshot(version=before.version)) == expected
             assert (after.record.logical, after.record.step) == (before.record.logical, before.record.step)
-            assert after.record.tables == before.record.tables
+            assert after.tables == before.tables
             found = verify_store(store, deep=True)
             assert found.is_sound, found.problems
         compare(root)

@@ -17,7 +17,6 @@ import numpy as np
 
 from cnr_store import Store
 from cnr_store.format import layout
-from cnr_store.format.manifest import generations
 from cnr_store.format.records import MAJOR, ChainEntry, Manifest, PartEntry, SlotSchema, TableSchema, WriterInfo
 from cnr_store.log.rebase import draft_after, rebase_data
 from cnr_store.runtime.threads import Throttle, Workers
@@ -203,7 +202,7 @@ class Parts:
         )  # fmt: skip
         draft = draft_after(
             record, "full" if full else "delta", WriterInfo(host="", lib="", run_id=""), chain=(*chain, entry),
-            logical=l1, step=l1, tables=generations(manifest.tables),
+            logical=l1, step=l1,
         )  # fmt: skip
         self._head = self.store.internals.log.append(self._head, draft, partial(rebase_data, txn=txn))
 

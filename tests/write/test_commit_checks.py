@@ -6,10 +6,9 @@ import pytest
 
 from cnr_store import BadInput
 from cnr_store.errors import DoesNotApply
-from cnr_store.format.manifest import generations
-from cnr_store.format.records import ChainEntry, CommitRecord, Manifest, PartEntry, Receipt, TableSchema, WriterInfo
+from cnr_store.format.records import ChainEntry, CommitRecord, Manifest, PartEntry, Receipt, WriterInfo
 from cnr_store.log.rebase import draft_init
-from cnr_store.types import MAX_CHAIN, FloatBits, Lattice
+from cnr_store.types import MAX_CHAIN
 from cnr_store.write.commit_checks import check_receipts, next_chain
 
 WRITER = WriterInfo(host="h", lib="l", run_id="r")
@@ -53,16 +52,6 @@ def test_a_chain_ends_at_its_cap() -> None:
     assert len(next_chain(head(MAX_CHAIN - 1), entry(99), keep=MAX_CHAIN - 1)) == MAX_CHAIN
     with pytest.raises(BadInput, match="commit a full"):
         next_chain(head(MAX_CHAIN), entry(99), keep=MAX_CHAIN)
-
-
-def test_a_record_says_each_tables_scale() -> None:
-    tables = {
-        "l": TableSchema(num_rows=1, dim=1, dtype="float32", encoding=Lattice(scale=0.5), generation=4, shift=2),
-        "e": TableSchema(num_rows=1, dim=1, dtype="float32", encoding=FloatBits(mantissa_bits=23)),
-    }
-    found = generations(tables)
-    assert (found["l"].generation, found["l"].scale, found["l"].shift) == (4, 0.5, 2)
-    assert (found["e"].generation, found["e"].scale) == (1, None)
 
 
 def test_receipts_that_start_from_the_base_apply() -> None:
