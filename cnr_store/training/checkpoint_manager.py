@@ -128,7 +128,7 @@ class CheckpointManager:
         self._policy, self._is_closed = save_policy, False
         self._training = training = watch_training(
             model, optimizer, reader, extras or {}, tables, options, ranks,
-            tracking=tracking, store_options=store_options,
+            tracking=tracking, precision=precision, store_options=store_options,
         )  # fmt: skip
         warmup()  # compiled code is loaded now, rather than in the stall of the first save
         try:

@@ -11,8 +11,9 @@ from torch import nn
 
 from cnr_store.runtime.ranks import Ranks, together
 from cnr_store.training.arguments import check_table_options, options_by_table
+from cnr_store.training.dense_layers import EveryRow, large_layers, watched_layer
 from cnr_store.training.devices import compile_kernels
-from cnr_store.training.options import StoreOptions, TrackingOptions
+from cnr_store.training.options import PrecisionPolicy, StoreOptions, TrackingOptions
 from cnr_store.training.reader import IntervalReader, Stateful
 from cnr_store.training.shard_ownership import Holdings, check_alike, find_local_shards, hold
 from cnr_store.training.shards import Handle, LocalShard, follow_lookups, plain_optimizers, unwrapped, watched_shard
@@ -32,7 +33,7 @@ class LiveTraining:
     Attributes
     ----------
     declared
-        Names of parameters that are tables besides the embeddings.
+        Names of parameters that are tables besides the embeddings, dense layers that are stored as tables among them.
     options
         By table, of all tables, also those of other ranks.
     ranks, control
@@ -82,6 +83,7 @@ def watch_training(
     ranks: Ranks,
     *,
     tracking: TrackingOptions,
+    precision: PrecisionPolicy,
     store_options: StoreOptions,
 ) -> LiveTraining:
     """Find what is to be saved, agree on it with all ranks, and hook the tracker to the model. Blocks.
@@ -94,12 +96,24 @@ def watch_training(
     model = unwrapped(model)
     optimizers = plain_optimizers([optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer))
     declared = tuple(tables)
-    found: list[tuple[dict[str, nn.Parameter], list[LocalShard]]] = []
+    layers: list[str] = []
+    plain: dict[str, nn.Parameter] = {}
+    shards: list[LocalShard] = []
+
+    def find() -> None:
+        if precision.dense is not None:
+            layers.extend(large_layers(model, optimizers, declared, precision.dense_above_bytes))
+        found, here = find_local_shards(model, optimizers, (*declared, *layers), ranks)
+        plain.update((name, parameter) for name, parameter in found.items() if name not in layers)
+        shards.extend(here)
+
     # Where one rank cannot go on the others hear of it now, rather than wait for it.
-    together(ranks, lambda: found.append(find_local_shards(model, optimizers, declared, ranks)))
-    plain, shards = found[0]
+    together(ranks, find)
     holdings = hold(shards, ranks)
     by_table = options_by_table(options, holdings.tables)
+    if precision.dense is not None:
+        named = options if isinstance(options, Mapping) else {}
+        by_table |= {layer: named.get(layer, precision.dense) for layer in layers}
     # It refuses what cannot be saved, too.
     check_alike(lambda: plan_state(model, optimizers, holdings.shards, holdings.tables), optimizers, ranks)
     _log_memory(holdings, by_table, store_options.mirror)
@@ -114,9 +128,16 @@ def watch_training(
             RowTracker(
                 model, plain, optimizers=optimizers, allow_dense=tracking.allow_dense, assume=tracking.movements,
                 on_bypass=tracking.on_bypass, verify_rows=tracking.verify_rows, in_flight=tracking.in_flight,
-                shards=[watched_shard(shard) for shard in shards if shard.table not in plain],
+                shards=[
+                    watched_layer(shard) if shard.table in layers else watched_shard(shard)
+                    for shard in shards
+                    if shard.table not in plain
+                ],
             )
         )  # fmt: skip
+        for shard in shards:
+            if shard.table in layers:
+                trackers[0].add_source(shard.name, EveryRow(shard.num_rows))
         lookups.extend(follow_lookups(model, trackers[0]))
         compile_kernels(shards)
 
@@ -130,8 +151,9 @@ def watch_training(
             tracker.detach()
         raise
     return LiveTraining(
-        model, optimizers, reader, dict(extras), declared, by_table, holdings, trackers[0], lookups, ranks, control
-    )
+        model, optimizers, reader, dict(extras), (*declared, *layers), by_table, holdings, trackers[0], lookups,
+        ranks, control,
+    )  # fmt: skip
 
 
 def _log_memory(holdings: Holdings, options: Mapping[str, TableOptions], mirror: MirrorMode) -> None:

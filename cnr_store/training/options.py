@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from cnr_store.errors import BadInput
 from cnr_store.runtime.arguments import checked_choice, checked_count, checked_number
 from cnr_store.runtime.ranks import Ranks
 from cnr_store.runtime.threads import check_rate
 from cnr_store.write.mirrors import MirrorMode
 from cnr_store.write.policy import Policy
+from cnr_store.write.table_options import TableOptions
 from cnr_store_gpu import Movement
 from cnr_store_gpu.tracker import InFlight
 
@@ -130,6 +132,11 @@ class PrecisionPolicy:
         Choose the scales by `calibrate` before the first save, unless something was restored: ``validate()`` may become
         so much larger, as a share. It must not train; it is called some ten times, while that save blocks the training,
         with the model in evaluation mode and a host copy of the tables beside it.
+    dense, dense_above_bytes
+        Store large dense layers as tables are stored, by these options: every two-dimensional parameter in float32,
+        float16 or bfloat16 that no embedding has and that takes at least so many bytes. All its rows are in every save,
+        as differences to the one before, and so is the optimizer's state. None stores dense tensors exactly, whole
+        whenever they changed.
 
     Raises
     ------
@@ -139,9 +146,14 @@ class PrecisionPolicy:
     schedule: Schedule = "constant"
     max_quality_loss: float | None = None
     validate: Callable[[], float] | None = None
+    dense: TableOptions | None = None
+    dense_above_bytes: int = 1 << 20
 
     def __post_init__(self) -> None:
         checked_choice("schedule", self.schedule, get_args(Schedule))
+        checked_count("dense_above_bytes", self.dense_above_bytes)
+        if not isinstance(self.dense, TableOptions | None):
+            raise BadInput(f"dense= takes TableOptions or None; found {self.dense!r}", found=self.dense)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
