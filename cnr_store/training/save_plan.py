@@ -59,14 +59,15 @@ def plan_save(training: LiveTraining, chain: ChainState, policy: Policy, writer:
         }  # fmt: skip
         return {
             "kind": mine.kind, "base": mine.base, "whole": sorted(chain.whole_next),
-            "tables": document_tree.encode(known, leaf_of),
+            "tables": known if training.control.world == 1 else document_tree.encode(known, leaf_of),
         }  # fmt: skip
 
     answers = together(training.control, share)
     chain.whole_next.update(*(answer["whole"] for answer in answers))
     known: dict[str, Any] = {"slots": {}, "fused": {}, "stepped": {}}
     for answer in reversed(answers):
-        given = document_tree.decode(answer["tables"], tensor_of)
+        tables = answer["tables"]
+        given = tables if training.control.world == 1 else document_tree.decode(tables, tensor_of)
         for name, of_tables in known.items():
             of_tables.update(given[name])
     state, slots, decision = found[0]

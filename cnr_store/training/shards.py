@@ -106,9 +106,8 @@ def whole_shard(
     """
 
     def owner() -> torch.optim.Optimizer | None:
-        # Asked each time: a group may be added to an optimizer while training.
-        groups = ((one, group) for one in optimizers for group in one.param_groups)
-        return next((one for one, group in groups if any(p is parameter for p in group["params"])), None)
+        # Asked each time: a group may be added to an optimizer while training. Who has no state has no slots either.
+        return next((one for one in optimizers if parameter in one.state), None)
 
     def slots() -> Slots:
         optimizer = owner()

@@ -305,12 +305,16 @@ class Writer:
         state = self._state
         if state.snapshot is None:
             return False
-        return any(
-            any(slot.kind == "row" for slot in schema.slots.values())
-            and state.setup.held.cuts.get(table, {(0, schema.dim)}) != set(state.snapshot.table(table).column_cuts)
-            for table, schema in state.snapshot.tables.items()
-            if schema.keys == "dense" and schema.num_rows  # without a row there is no slot that could be cut
-        )
+        newest = _newest_cuts(state.snapshot)
+        for table, schema in state.snapshot.tables.items():
+            if schema.keys != "dense" or not schema.num_rows:  # without a row there is no slot that could be cut
+                continue
+            held = state.setup.held.cuts.get(table, {(0, schema.dim)})
+            if newest.get(table) == held or not any(slot.kind == "row" for slot in schema.slots.values()):
+                continue
+            if held != set(state.snapshot.table(table).column_cuts):
+                return True
+        return False
 
     def settle(self) -> LogEntry | None:
         """Learn the outcome of a commit that ended unknown: its entry if it won, None if it lost. Blocks.
@@ -332,6 +336,20 @@ class Writer:
                 "the outcome of the last commit is not known yet; call settle() first",
                 version=None if pending.undecided is None else pending.undecided.record.v,
             )
+
+
+def _newest_cuts(snapshot: Snapshot) -> dict[str, set[tuple[int, int]]]:
+    """Return the column ranges of each table in the newest segment that has rows of it: those of its life, mostly."""
+    found: dict[str, set[tuple[int, int]]] = {}
+    for manifest in reversed(snapshot.manifests):
+        here: dict[str, set[tuple[int, int]]] = {}
+        for part in manifest.parts:
+            if part.table not in found and part.rows[0] < part.rows[1]:
+                here.setdefault(part.table, set()).add(part.columns)
+        found |= here
+        if len(found) >= len(snapshot.tables):
+            break
+    return found
 
 
 def _checked_step(step: Any) -> int:
