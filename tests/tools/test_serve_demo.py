@@ -173,6 +173,20 @@ def maintenance(name: str, store: Path) -> WorkerProcess:
     return WorkerProcess(name, {"module": MAINTAINING, "store": str(store)})
 
 
+def test_what_a_process_tells_just_before_it_ends_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = WorkerProcess("brief", {})
+    process.starts = 1
+
+    def has_ended() -> bool:
+        """It tells its event, and ends, between two looks."""
+        process.events.append(Event(0, "finished", {"step": 3}))
+        return True
+
+    monkeypatch.setattr(process, "has_ended", has_ended)
+
+    assert process.wait_for("finished", 60) == {"step": 3}
+
+
 def test_a_killed_process_is_told_from_one_that_ended_by_itself(tmp_path: Path) -> None:
     Store.create(str(tmp_path / "store")).close()
     process = maintenance("killed", tmp_path / "store")
