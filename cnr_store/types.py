@@ -61,7 +61,7 @@ class Lattice(msgspec.Struct, frozen=True, tag_field="encoding", tag="lattice"):
 class FloatBits(msgspec.Struct, frozen=True, tag_field="encoding", tag="float_bits"):
     """The ordered integer image of the float, rounded to ``mantissa_bits`` (23 is exact fp32)."""
 
-    mantissa_bits: Annotated[int, msgspec.Meta(ge=1, le=23)]
+    mantissa_bits: Annotated[int, msgspec.Meta(ge=0, le=23)]
 
 
 Encoding = Raw | Affine | Lattice | FloatBits

@@ -99,7 +99,9 @@ def lattice_case(folder: Path, profile: str = "compact") -> None:
     momentum = random.exponential(1.0, 40).astype(np.float32)
     average = random.normal(0, 0.1, (40, 6)).astype(np.float32)
     items = random.laplace(0, 300.0, (30, 3)).astype(np.float32)
-    options = TableOptions(scale=scale)
+    square = random.exponential(0.01, (40, 6)).astype(np.float32)
+    coarse = float(np.float32(np.sqrt(np.mean(np.square(average.astype(np.float64)))) / 16))
+    options = TableOptions(scale=scale, slot_bits={"exp_avg_sq": 4})
     dense = {
         "layer.weight": random.normal(size=(3, 5)).astype(np.float32),
         "layer.bias": random.normal(size=5).astype(np.float16),
@@ -119,12 +121,16 @@ def lattice_case(folder: Path, profile: str = "compact") -> None:
 
     def state():
         return {
-            "user": {"values": lattice(user, scale), "momentum": rounded(momentum, 7), "exp_avg": rounded(average, 7)},
+            "user": {"values": lattice(user, scale), "momentum": rounded(momentum, 7),
+                     "exp_avg": lattice(average, coarse), "exp_avg_sq": rounded(square, 1)},
             name: {"values": lattice(items, 0.5)},
-        }
+        }  # fmt: skip
+
+    def slots(rows=slice(None)):
+        return {"momentum": momentum[rows], "exp_avg": average[rows], "exp_avg_sq": square[rows]}
 
     with golden.writer.begin(step=100) as txn:
-        txn.write_table("user", user, slots={"momentum": momentum, "exp_avg": average}, options=options)
+        txn.write_table("user", user, slots=slots(), options=options)
         txn.write_table(name, items, options=TableOptions(scale=0.5))
         txn.put_dense(dense, dtypes)
         txn.put_scalars({"epoch": 1, "loss": 0.25})
@@ -139,9 +145,10 @@ def lattice_case(folder: Path, profile: str = "compact") -> None:
         user[rows] += random.normal(0, 0.02, (12, 6)).astype(np.float32)
         momentum[rows] *= np.float32(1.5)
         average[rows] *= np.float32(0.9)
+        square[rows] *= np.float32(1.1)
         dense["layer.weight"] = dense["layer.weight"] + np.float32(step)
         with golden.writer.begin(step=step) as txn:
-            txn.write_rows("user", rows, user[rows], slots={"momentum": momentum[rows], "exp_avg": average[rows]})
+            txn.write_rows("user", rows, user[rows], slots=slots(rows))
             if step == 300:
                 items[[0, 1, 2, 29]] *= np.float32(70)  # some codes leave int16
                 txn.write_rows(name, np.asarray([0, 1, 2, 29]), items[[0, 1, 2, 29]])
@@ -159,13 +166,11 @@ def lattice_case(folder: Path, profile: str = "compact") -> None:
     with golden.store.writer(run_id="golden") as writer:
         writer.restore()
         user = kept[0]["user"]["values"].copy()
-        momentum, average = kept[0]["user"]["momentum"].copy(), kept[0]["user"]["exp_avg"].copy()
+        momentum, average, square = (kept[0]["user"][slot].copy() for slot in ("momentum", "exp_avg", "exp_avg_sq"))
         items = kept[0][name]["values"].copy()
         user[3] += np.float32(1)
         with writer.begin(step=150) as txn:
-            txn.write_rows(
-                "user", np.asarray([3]), user[3:4], slots={"momentum": momentum[3:4], "exp_avg": average[3:4]}
-            )
+            txn.write_rows("user", np.asarray([3]), user[3:4], slots=slots([3]))
             version = txn.commit()
     golden.expect(version, state(), dense=kept[1])
     golden.close()

@@ -48,7 +48,7 @@ def vectors() -> dict[str, Any]:
     block = np.asarray(found["state_digest"]["codes"], np.int32)
     total = digest.digest_of_block(block, 5, digest.column_multipliers(0, 3), digest.PRESENCE_CODED)
     found["state_digest"]["digest"] = f"{total:016x}"
-    for bits in (1, 7, 15, 23):
+    for bits in (0, 1, 7, 15, 23):
         encoded = float_bits.encode(values.reshape(1, -1), bits)
         found["float_bits"].append(
             {"dtype": "float32", "mantissa_bits": bits, "values": hexes(values), "codes": encoded.reshape(-1).tolist(),

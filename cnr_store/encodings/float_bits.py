@@ -41,12 +41,12 @@ def bit_shift(mantissa_bits: int, dtype: TableDtype = "float32") -> int:
     Raises
     ------
     BadInput
-        If ``mantissa_bits`` is outside 1..23 (float32) or not the exact number of a 16-bit dtype.
+        If ``mantissa_bits`` is outside 0..23 (float32) or not the exact number of a 16-bit dtype.
     """
     exact = EXACT_MANTISSA_BITS[dtype]
-    allowed = range(1, 24) if dtype == "float32" else (exact,)
+    allowed = range(24) if dtype == "float32" else (exact,)
     if mantissa_bits not in allowed:
-        expected = "1 to 23" if dtype == "float32" else str(exact)
+        expected = "0 to 23" if dtype == "float32" else str(exact)
         raise BadInput(
             f"float_bits on {dtype} takes mantissa_bits = {expected}, found {mantissa_bits}",
             expected=expected,

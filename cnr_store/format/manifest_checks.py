@@ -32,7 +32,7 @@ from cnr_store.types import Affine, FloatBits, Lattice
 _CARRIERS = {"float32": "float32", "float16": "float16", "bfloat16": "uint16"}
 _STORED_AS = {"bfloat16": "uint16", "bool": "uint8"}
 _NO_BYTES = xxhash.xxh3_128_hexdigest(b"")
-_MANTISSA_BITS = {"float32": range(1, 24), "float16": range(10, 11), "bfloat16": range(7, 8)}
+_MANTISSA_BITS = {"float32": range(24), "float16": range(10, 11), "bfloat16": range(7, 8)}
 
 Inventory = Mapping[str, ObjectEntry]
 

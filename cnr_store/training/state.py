@@ -19,6 +19,8 @@ from cnr_store.format.records import TableSchema
 from cnr_store.training.shards import LocalShard, Slots
 from cnr_store.training.tensors import slot_kind, table_dtype_name
 from cnr_store.types import Affine, FloatBits, Lattice, Raw
+from cnr_store.write.schema_choice import asked_bits
+from cnr_store.write.slot_encoding import keeps_exactness, slot_bits_of
 from cnr_store.write.table_options import TableOptions
 from cnr_store_gpu import plan_tables, scalar_state
 
@@ -235,7 +237,7 @@ def needs_new_schema(
     if kinds != {name: (slot.kind, slot.dtype) for name, slot in schema.slots.items()}:
         return True
     dtype = table_dtype_name(shard.weight, shard.table)
-    if schema.dtype != dtype or _wanted_slot_bits(schema, options):
+    if schema.dtype != dtype or _wants_other_slots(schema, options):
         return True
     match options.encoding or ("lattice" if dtype == "float32" else "float_bits"):
         case "raw":
@@ -260,18 +262,15 @@ def mirror_estimate(weight: torch.Tensor, slots: Mapping[str, torch.Tensor], opt
             per_element = float_bits.code_dtype(bits, dtype).itemsize
         case _:
             return 0
-    vectors = sum(slot_kind(slot) == "row" for slot in slots.values() if slot.layout is torch.strided)
-    slot_bytes = 2 if options.slot_mantissa_bits <= 7 else 4
-    return weight.numel() * per_element + vectors * weight.shape[0] * slot_bytes
+    held = {name: slot.numel() for name, slot in slots.items() if slot.layout is torch.strided}
+    bits = asked_bits(options)
+    wide = sum(count for name, count in held.items() if slot_bits_of(options, name, bits) == "exact")
+    return weight.numel() * per_element + 2 * sum(held.values()) + 2 * wide
 
 
-def _wanted_slot_bits(schema: TableSchema, options: TableOptions) -> bool:
-    return any(
-        slot.dtype == "float32"
-        and isinstance(slot.encoding, FloatBits)
-        and slot.encoding.mantissa_bits != options.slot_mantissa_bits
-        for slot in schema.slots.values()
-    )
+def _wants_other_slots(schema: TableSchema, options: TableOptions) -> bool:
+    bits = asked_bits(options)
+    return not all(keeps_exactness(slot, slot_bits_of(options, name, bits)) for name, slot in schema.slots.items())
 
 
 def _row_shape(slot: torch.Tensor, dim: int) -> list[int]:

@@ -16,7 +16,7 @@ import msgspec
 from cnr_store.encodings.sampling import RowSample
 from cnr_store.encodings.scale import ScaleChoice, pooled
 from cnr_store.errors import BadInput
-from cnr_store.format.records import TableSchema
+from cnr_store.format.records import SlotSchema, TableSchema
 from cnr_store.types import Affine, Lattice
 from cnr_store.write.schema_choice import choose_table_scale, table_dtype, table_schema
 from cnr_store.write.table_options import TableOptions
@@ -66,7 +66,7 @@ def propose(
     choice = choose_table_scale(options, dtype, sample, held=held)
     schema = table_schema(
         table, options, num_rows=shape[0], dim=shape[1], dtype=dtype, sample=sample, choice=choice,
-        slots={name: array[0:1] for name, array in slots.items()}, generation=generation, has_mirror=has_mirror,
+        slots=slots, generation=generation, has_mirror=has_mirror,
     )  # fmt: skip
     return Proposal(schema, math.prod(values.shape), msgspec.json.encode(options, order="sorted").decode(), choice)
 
@@ -97,16 +97,38 @@ def agree(table: str, proposals: Sequence[Proposal]) -> TableSchema:
         "encoding": _agreed_encoding(proposals),
         "generation": max(proposal.schema.generation for proposal in proposals),
     }
-    candidates = {
-        msgspec.json.encode(msgspec.structs.replace(one.schema, **merged), order="sorted") for one in proposals
-    }
+    steps = _agreed_steps(proposals)
+    merged_schemas = [
+        msgspec.structs.replace(one.schema, **merged, slots=_with_steps(one.schema.slots, steps)) for one in proposals
+    ]
+    candidates = {msgspec.json.encode(schema, order="sorted") for schema in merged_schemas}
     if len(candidates) > 1:
         raise BadInput(
             f"the ranks do not agree on table {table!r}: {sorted(c.decode() for c in candidates)}; give every rank the "
             "same options, dtype and optimizer",
             table=table,
         )
-    return msgspec.structs.replace(proposals[0].schema, **merged)
+    return merged_schemas[0]
+
+
+def _agreed_steps(proposals: Sequence[Proposal]) -> dict[str, Lattice]:
+    """The step of each slot that is a lattice, over all shards; one whose slot is all zero has no say in it."""
+    known: dict[str, list[tuple[ScaleChoice, int]]] = {}
+    for one in proposals:
+        for name, slot in one.schema.slots.items():
+            if isinstance(slot.encoding, Lattice):
+                known.setdefault(name, []).append((ScaleChoice(slot.encoding.scale, 0, 0.0, 0.0), one.elements))
+    return {
+        name: Lattice(scale=pooled([choice for choice, _ in given], [count for _, count in given]).scale)
+        for name, given in known.items()
+    }
+
+
+def _with_steps(slots: Mapping[str, SlotSchema], steps: Mapping[str, Lattice]) -> dict[str, SlotSchema]:
+    return {
+        name: msgspec.structs.replace(slot, encoding=steps[name]) if name in steps else slot
+        for name, slot in slots.items()
+    }
 
 
 def _agreed_encoding(proposals: Sequence[Proposal]) -> Any:

@@ -229,7 +229,7 @@ class SchemaChanges:
         choice = choose_table_scale(chosen, dtype, sample, held=self._held_scale(table))
         schema = table_schema(
             table, chosen, num_rows=num_rows, dim=dim, dtype=dtype, sample=sample, choice=choice,
-            slots={name: array[0:1] for name, array in slots.items()}, generation=self._next_generation(table),
+            slots=slots, generation=self._next_generation(table),
             has_mirror=self._state.mirrors.mode != "none",
         )  # fmt: skip
         self._chose(table, choice)

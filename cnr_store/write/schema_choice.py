@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from cnr_store.errors import BadDtype, BadInput, BadShape
 from cnr_store.format.limits import MAX_DIM, MAX_SLOTS
 from cnr_store.format.records import SlotSchema, TableSchema
 from cnr_store.types import Affine, AffineBits, Encoding, EncodingName, FloatBits, Lattice, Precision, Raw, TableDtype
+from cnr_store.write.slot_encoding import choose_slot_encoding, slot_bits_of
 from cnr_store.write.table_options import TableOptions, check_used
 
 _DEFAULT_BITS: AffineBits = 8
@@ -47,7 +48,7 @@ def table_schema(
     dim: int,
     dtype: TableDtype,
     sample: RowSample | npt.NDArray[Any],
-    slots: Mapping[str, npt.NDArray[Any]],
+    slots: Mapping[str, Any],
     keys: str = "dense",
     generation: int = 1,
     has_mirror: bool = True,
@@ -60,7 +61,7 @@ def table_schema(
     sample
         Rows of the table to choose on; an array (n, dim) in the table's dtype counts as the whole table.
     slots
-        Slot name to its array, or any array of its dtype and number of dimensions.
+        Slot name to its array; of means of gradients a sample is read.
     has_mirror
         Whether the writer keeps a code mirror; without one every row is ``set``.
     choice
@@ -92,7 +93,7 @@ def table_schema(
         generation=generation,
         fill=options.fill,
         slots={
-            name: _slot_schema(table, name, array, options, mirror=additive and array.ndim == 1)
+            name: _slot_schema(table, name, array, options, beside=slots, mirror=additive)
             for name, array in slots.items()
         },
     )
@@ -193,15 +194,17 @@ def _sampled(sample: RowSample | npt.NDArray[Any], dtype: TableDtype) -> RowSamp
     return sample if isinstance(sample, RowSample) else RowSample(sample, dtype)
 
 
-def _slot_schema(table: str, name: str, array: Any, options: TableOptions, *, mirror: bool) -> SlotSchema:
-    if array.ndim not in (1, 2):
-        raise BadShape(f"slot {name!r} of table {table!r} has {array.ndim} dimensions; a slot has 1 or 2", table=table)
+def _slot_schema(
+    table: str, name: str, array: Any, options: TableOptions, *, beside: Collection[str], mirror: bool
+) -> SlotSchema:
+    dimensions = len(array.shape)
+    if dimensions not in (1, 2):
+        raise BadShape(f"slot {name!r} of table {table!r} has {dimensions} dimensions; a slot has 1 or 2", table=table)
     dtype = table_dtype(array, f"{table}, slot {name}")
-    exact = float_bits.EXACT_MANTISSA_BITS[dtype]
-    bits = min(options.slot_mantissa_bits, exact) if dtype == "float32" else exact
+    bits = slot_bits_of(options, name, asked_bits(options))
     return SlotSchema(
-        kind="row" if array.ndim == 1 else "element",
+        kind="row" if dimensions == 1 else "element",
         dtype=dtype,
-        encoding=FloatBits(mantissa_bits=bits),
+        encoding=choose_slot_encoding(name, array, dtype, bits, beside),
         mirror=mirror,
     )

@@ -6,7 +6,7 @@ Checked where it is made, as far as no table is needed for it: what only the dty
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -15,6 +15,9 @@ from cnr_store.errors import BadInput
 from cnr_store.format.limits import MAX_FLOAT32
 from cnr_store.runtime.arguments import checked_choice, checked_count, checked_number
 from cnr_store.types import AffineBits, AffineSearch, EncodingName, ParamDtype
+
+SlotBits = AffineBits | Literal["exact"]
+"""How exact an optimizer slot is: as beside a table of so many bits, or every bit of it."""
 
 _TARGETS = ("bits", "max_error", "scale")
 ENCODINGS_WITH: dict[str, tuple[EncodingName, ...]] = {
@@ -50,8 +53,9 @@ class TableOptions:
         For ``affine``: the parameter search, and the dtype scale and zero_point are stored in.
     mantissa_bits
         For ``float_bits``: 23 is exact fp32 (default: exact for the dtype).
-    slot_mantissa_bits
-        float_bits mantissa of optimizer slots (7 by default, 23 exact).
+    slot_bits
+        How exact optimizer slots are: as beside a table of so many bits (2, 3, 4, 8), or ``"exact"``; for all slots, or
+        by name of the slot. None, and slots that are not named: as the table's ``bits``, 8 where it has none.
     nonfinite
         What to do with rows that hold NaN, Inf or values beyond the code range: refuse the save, or keep them exactly
         as escape rows.
@@ -77,7 +81,7 @@ class TableOptions:
     search: AffineSearch = "grid"
     param_dtype: ParamDtype = "float16"
     mantissa_bits: int | None = None
-    slot_mantissa_bits: int = 7
+    slot_bits: SlotBits | Mapping[str, SlotBits] | None = None
     nonfinite: Literal["refuse", "escape"] = "refuse"
     fill: float = 0.0
 
@@ -111,16 +115,15 @@ class TableOptions:
         checked_choice("search", self.search, get_args(AffineSearch))
         checked_choice("param_dtype", self.param_dtype, get_args(ParamDtype))
         if self.mantissa_bits is not None:
-            _set(self, "mantissa_bits", checked_count("mantissa_bits", self.mantissa_bits, least=1, most=23))
-        bits = checked_count("slot_mantissa_bits", self.slot_mantissa_bits, least=1, most=23)
-        _set(self, "slot_mantissa_bits", bits)
+            _set(self, "mantissa_bits", checked_count("mantissa_bits", self.mantissa_bits, least=0, most=23))
+        _set(self, "slot_bits", _checked_slot_bits(self.slot_bits))
         checked_choice("nonfinite", self.nonfinite, ("refuse", "escape"))
         _set(self, "fill", checked_number("fill", self.fill, least=-MAX_FLOAT32, most=MAX_FLOAT32))
 
     @classmethod
     def exact(cls, *, nonfinite: Literal["refuse", "escape"] = "refuse") -> TableOptions:
         """Bit-exact tables and slots: float_bits with every mantissa bit."""
-        return cls(encoding="float_bits", slot_mantissa_bits=23, nonfinite=nonfinite)
+        return cls(encoding="float_bits", slot_bits="exact", nonfinite=nonfinite)
 
 
 def check_used(options: TableOptions, encodings: Sequence[str]) -> None:
@@ -141,6 +144,15 @@ def check_used(options: TableOptions, encodings: Sequence[str]) -> None:
             f"encoding that is meant ({', '.join(sorted({one for name in least for one in ENCODINGS_WITH[name]}))})",
             expected=encoding, found=least,
         )  # fmt: skip
+
+
+def _checked_slot_bits(given: Any) -> Any:
+    allowed = (*get_args(AffineBits), "exact")
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        return checked_choice("slot_bits", given, allowed)
+    return {name: checked_choice(f"slot_bits of {name!r}", bits, allowed) for name, bits in given.items()}
 
 
 def _set(record: Any, name: str, value: Any) -> None:

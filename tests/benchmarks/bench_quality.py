@@ -30,9 +30,11 @@ import harness
 import quality_tables
 from click_cases import Source, load, real_sources
 from quality_points import Noise, Point, When, noise_of, point_of
-from restored_runs import Order, Outcome, Quality, Setting, run
+from restored_runs import Optimizer, Order, Outcome, Quality, Setting, run
 
-SECTIONS = ("generated", "real")
+from cnr_store.types import AffineBits
+
+SECTIONS = ("generated", "real", "slots")
 RESTORES = (1, 3, 20, 100)
 COMMAND = "python tests/benchmarks/bench_quality.py"
 
@@ -45,6 +47,18 @@ LATTICE = (
 )  # fmt: skip
 """Half steps of the scale where quality begins to show, whole ones elsewhere."""
 
+SLOT_SAMPLES = 100_000
+OPTIMIZERS: tuple[Optimizer, ...] = ("rowwise", "adagrad", "adam")
+MANTISSAS = (7, 4, 2, 1, 0)
+FINE_STEP = 1 / 64
+MEANS = (0.25, 0.5, 1.0, 2.0, 4.0)
+RESTORES_OF: dict[AffineBits, int] = {2: 1, 3: 3, 4: 20, 8: 100}
+"""Restores that a run with so many bits expects, at most (Check-N-Run, section 5.2)."""
+BESIDE_COARSE = ((7, 0.0), (2, 0.5), (1, 0.5), (1, 1.0), (0, 1.0))
+BESIDE_FINE = ((7, 0.0), (7, FINE_STEP), (4, FINE_STEP), (4, 1 / 16))
+"""Mantissa bits and steps that are tried beside a lattice of 2 to 4 and of 8 bits; the first is what the others are
+compared with."""
+
 QUICK = (Setting("affine", 4), Setting("affine", 8), *(Setting("lattice", bits) for bits in (3, 4, 8)))
 
 
@@ -55,15 +69,16 @@ class Plan:
     source: Source
     settings: dict[int, tuple[Setting, ...]]
     seeds: int
+    optimizer: Optimizer = "rowwise"
 
     def orders(self) -> Iterator[Order]:
         """Yield every run, seed by seed; exact mode only at the first, where it must change nothing."""
         for seed in range(self.seeds):
-            yield Order(self.source, seed, None, 0)
+            yield Order(self.source, seed, None, 0, self.optimizer)
             for restores, settings in self.settings.items():
                 for setting in settings:
                     if setting is not EXACT or seed == 0:
-                        yield Order(self.source, seed, setting, restores)
+                        yield Order(self.source, seed, setting, restores, self.optimizer)
 
 
 def plan_quality(source: Source, *, seeds: int, is_quick: bool) -> Plan:
@@ -72,6 +87,23 @@ def plan_quality(source: Source, *, seeds: int, is_quick: bool) -> Plan:
     if is_quick:
         return Plan(source, dict.fromkeys((1, 20) if is_generated else (3,), (*QUICK, EXACT)), seeds)
     return Plan(source, dict.fromkeys(RESTORES, (*AFFINE, *LATTICE, EXACT)), seeds)
+
+
+def plan_slots(source: Source, optimizer: Optimizer, *, seeds: int, is_quick: bool) -> Plan:
+    """Return the runs that tell how exact slots must be: beside exact weights, and beside coarse ones."""
+    has_means = optimizer == "adam"
+    alone = [Setting("slots", mantissa=bits, step=FINE_STEP if has_means else 0.0) for bits in MANTISSAS]
+    if has_means:
+        alone += [Setting("slots", mantissa=7, step=step) for step in MEANS]
+    settings: dict[int, tuple[Setting, ...]] = {}
+    for bits, restores in RESTORES_OF.items():
+        tried = BESIDE_FINE if bits == 8 else BESIDE_COARSE
+        precisions = dict.fromkeys((mantissa, step if has_means else 0.0) for mantissa, step in tried)
+        together = [Setting("lattice", bits, mantissa=mantissa, step=step) for mantissa, step in precisions]
+        settings[restores] = (EXACT, *together, *(alone if bits == 4 else ()))
+    if is_quick:
+        return Plan(source, {3: settings[3]}, seeds, optimizer)
+    return Plan(source, settings, seeds, optimizer)
 
 
 class Runs:
@@ -123,12 +155,12 @@ def outcome_of(document: dict[str, object]) -> Outcome:
 
 def points_of(plan: Plan, runs: Runs, when: When) -> tuple[Noise, list[Point]]:
     """Return what the uninterrupted runs and the restored ones of a plan say of one model."""
-    reference = {seed: runs[Order(plan.source, seed, None, 0)] for seed in range(plan.seeds)}
+    reference = {seed: runs[Order(plan.source, seed, None, 0, plan.optimizer)] for seed in range(plan.seeds)}
     points = []
     for restores, settings in plan.settings.items():
         for setting in settings:
             seeds = range(1 if setting is EXACT else plan.seeds)
-            found = {seed: runs[Order(plan.source, seed, setting, restores)] for seed in seeds}
+            found = {seed: runs[Order(plan.source, seed, setting, restores, plan.optimizer)] for seed in seeds}
             points.append(point_of(setting, restores, found, reference, when))
     return noise_of(reference), points
 
@@ -152,12 +184,18 @@ def main() -> None:
     if options.data:
         sources.append(Source(Path(options.data).stem, options.data, options.label))
     plans = [plan_quality(source, seeds=seeds, is_quick=is_quick) for source in sources]
+    slot_sources = [Source("generated", samples=SLOT_SAMPLES), *real_sources()] if "slots" in sections else []
+    slot_plans = [
+        plan_slots(source, optimizer, seeds=seeds, is_quick=is_quick)
+        for source in (slot_sources[:1] if is_quick else slot_sources)
+        for optimizer in OPTIMIZERS
+    ]
     report = harness.Report(f"quality after restores: {', '.join(sections)}, {seeds} seeds")
     report.start()
     runs = Runs(options.keep, options.workers, options.folder)
     # One list, so that all workers have something to do until the very end; a seed of everything before the next one,
     # so that what is kept of a run that was cut off can be looked at with fewer seeds.
-    orders = [order for plan in plans for order in plan.orders()]
+    orders = [order for plan in [*plans, *slot_plans] for order in plan.orders()]
     runs.make(sorted(orders, key=lambda order: order.seed))
     everything = []
     for plan in plans:
@@ -167,6 +205,10 @@ def main() -> None:
     if everything:
         quality_tables.print_smallest(report, everything, "" if is_quick else COMMAND)
         quality_tables.print_equal_quality(report, everything)
+    for plan in slot_plans:
+        quality_tables.print_slots(
+            report, load(plan.source), plan.optimizer, points_of(plan, runs, "trained"), points_of(plan, runs, "served")
+        )
     if "real" in sections and not real_sources():
         report.note("no real data beside this checkout: that section is left out")
     report.finish(options.json)

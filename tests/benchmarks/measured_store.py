@@ -71,7 +71,7 @@ def _equal_scale(sample: bytes, dim: int, bits: AffineBits) -> float:
     return choose_scale(rows, Precision(bits=bits))
 
 
-RAW = Encoding("raw fp32", lambda _: TableOptions(encoding="raw", slot_mantissa_bits=23))
+RAW = Encoding("raw fp32", lambda _: TableOptions(encoding="raw", slot_bits="exact"))
 EXACT = Encoding("exact", lambda _: TableOptions.exact())
 
 

@@ -50,7 +50,7 @@ class Point:
     ----------
     setting, restores
         What was run.
-    row_bytes, other_bytes, baseline_bytes, rows
+    row_bytes, slot_bytes, other_bytes, baseline_bytes, rows
         As in `Outcome`, mean over seeds.
     auc, logloss, true_logloss
         Relative losses of the model asked for (``trained`` or ``served``); the last is NaN without a truth.
@@ -63,6 +63,7 @@ class Point:
     setting: Setting
     restores: int
     row_bytes: float
+    slot_bytes: float
     other_bytes: float
     baseline_bytes: float
     rows: float
@@ -128,7 +129,8 @@ def point_of(
         return statistics.fmean(getattr(run, name) for run in runs.values())
 
     return Point(
-        setting, restores, mean("row_bytes"), mean("other_bytes"), mean("baseline_bytes"), mean("rows"),
+        setting, restores, mean("row_bytes"), mean("slot_bytes"), mean("other_bytes"), mean("baseline_bytes"),
+        mean("rows"),
         auc=estimate([(before.auc - after.auc) / before.auc for before, after in pairs]),
         logloss=estimate([(after.logloss - before.logloss) / before.logloss for before, after in pairs]),
         true_logloss=estimate(

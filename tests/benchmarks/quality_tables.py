@@ -68,6 +68,31 @@ def print_case(report: harness.Report, case: Case, trained: Judged, served: Judg
         )  # fmt: skip
 
 
+def print_slots(report: harness.Report, case: Case, optimizer: str, trained: Judged, served: Judged) -> None:
+    """Print how exact the slots of an optimizer must be on one data set."""
+    (noise, points), (_, after_restore) = trained, served
+    name = f"{case.source.name}, {optimizer}"
+    report.note(
+        f"{name}, uninterrupted: AUC {noise.auc:.5f} (seeds spread by {noise.auc_spread:.4%}), logloss "
+        f"{noise.logloss:.5f} (by {noise.logloss_spread:.4%})"
+    )
+    _check_exact(report, name, points, after_restore)
+    elements = case.config.dim / 8
+    report.table(
+        f"{name}: slots",
+        ("restores", "stored as", "slots, bits", "rows, bits", "AUC, trained", "logloss, trained", "AUC, served",
+         "logloss, served", "moved, 1e-6 nats", "spread"),
+        [
+            (point.restores, str(point.setting), point.slot_bytes / (point.rows * elements),
+             point.row_bytes / (point.rows * elements), point.auc.percent, point.logloss.percent, after.auc.percent,
+             after.logloss.percent, 1e6 * after.moved, _yes(holds(point, noise.limits("spread"))))
+            for point, after in zip(points, after_restore, strict=True)
+        ],
+        f"bits of a delta per element of the weights, for slots alone and for all of a row; {_LOSSES}; the last: "
+        "whether the trained model's mean losses stay within the spread of the seeds",
+    )  # fmt: skip
+
+
 def print_smallest(report: harness.Report, cases: Sequence[tuple[str, Judged, Judged]], command: str) -> None:
     """Print the fewest bytes that hold at each number of restores, of both sides, and the goals.
 

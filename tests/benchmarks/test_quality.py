@@ -32,7 +32,7 @@ TINY = Source("generated", samples=16_000)
 
 def point(family, row_bytes, loss, *, moved=1e-4):
     lost = Estimate(loss, 0.0)
-    return Point(Setting(family, 4), 3, row_bytes, 10.0, 100.0, 5.0, lost, lost, lost, moved, 5)
+    return Point(Setting(family, 4), 3, row_bytes, row_bytes / 4, 10.0, 100.0, 5.0, lost, lost, lost, moved, 5)
 
 
 def test_exact_mode_changes_nothing_however_often_it_is_restored():

@@ -50,7 +50,7 @@ def test_23_mantissa_bits_are_the_ordered_image_of_the_bits() -> None:
     assert float_bits.encode(np.array([-0.0, 0.0], np.float32), 23).tolist() == [-1, 0]
 
 
-@pytest.mark.parametrize("mantissa_bits", [1, 7, 12, 22, 23])
+@pytest.mark.parametrize("mantissa_bits", [0, 1, 7, 12, 22, 23])
 def test_codes_are_ordered_as_the_floats(mantissa_bits: int) -> None:
     values = np.concatenate([SPECIAL, random_bits(10_000)]).view(np.float32)
     values = np.sort(values[~np.isnan(values)])
@@ -62,7 +62,7 @@ def test_codes_are_ordered_as_the_floats(mantissa_bits: int) -> None:
     assert (steps >= 0).all()
 
 
-@pytest.mark.parametrize("mantissa_bits", [1, 7, 8, 22])
+@pytest.mark.parametrize("mantissa_bits", [0, 1, 7, 8, 22])
 def test_a_finite_value_never_becomes_infinite_and_infinity_stays(mantissa_bits: int) -> None:
     values = np.array([LARGEST, -LARGEST, np.nextafter(LARGEST, np.float32(0)), np.inf, -np.inf], np.float32)
 
@@ -85,13 +85,28 @@ def test_seven_bits_are_the_nearest_bfloat16() -> None:
     np.testing.assert_array_equal(back.view(np.uint32), expected.view(np.uint32))
 
 
-@pytest.mark.parametrize("mantissa_bits", [1, 7, 15, 22])
+@pytest.mark.parametrize("mantissa_bits", [0, 1, 7, 15, 22])
 def test_relative_error_is_half_a_step(mantissa_bits: int) -> None:
     values = np.random.default_rng(1).lognormal(0, 10, 10_000).astype(np.float32)
 
     back = float_bits.decode(float_bits.encode(values, mantissa_bits), mantissa_bits)
 
     assert np.max(np.abs(back - values) / values) <= 2.0 ** -(mantissa_bits + 1)
+
+
+@pytest.mark.parametrize("mantissa_bits", [0, 1, 2, 4, 7])
+def test_nothing_but_a_subnormal_becomes_zero_and_zero_stays(mantissa_bits: int) -> None:
+    """A second moment that a restore turned into zero would let Adam divide by its epsilon."""
+    normal = 2.0 ** np.arange(-126, 128, dtype=np.float64)
+    values = np.concatenate([normal, np.nextafter(normal.astype(np.float32), np.float32(np.inf))]).astype(np.float32)
+    subnormal = (np.float32(2.0**-149) * np.arange(1, 1 << 12, dtype=np.float32) * np.float32(2048)).astype(np.float32)
+
+    back = float_bits.decode(float_bits.encode(values, mantissa_bits), mantissa_bits)
+    small = float_bits.decode(float_bits.encode(subnormal, mantissa_bits), mantissa_bits)
+
+    assert (back >= 2.0**-126).all()
+    assert (small <= 2.0**-126).all()
+    assert float_bits.decode(float_bits.encode(np.zeros(1, np.float32), mantissa_bits), mantissa_bits)[0] == 0.0
 
 
 def test_rounding_ties_go_to_even_and_are_symmetric() -> None:
@@ -139,7 +154,7 @@ def test_bfloat16_codes_equal_the_seven_bit_codes_of_the_widened_floats() -> Non
 
 
 @pytest.mark.parametrize(
-    ("mantissa_bits", "dtype"), [(0, "float32"), (24, "float32"), (7, "float16"), (23, "bfloat16")]
+    ("mantissa_bits", "dtype"), [(-1, "float32"), (24, "float32"), (7, "float16"), (23, "bfloat16")]
 )
 def test_mantissa_bits_that_the_dtype_has_not_are_refused(mantissa_bits: int, dtype: TableDtype) -> None:
     with pytest.raises(BadInput, match="mantissa_bits"):

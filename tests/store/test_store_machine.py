@@ -44,7 +44,7 @@ from tests.support.store_oracle import (
 QUICK = RetryPolicy(deadline_s=0.02, first_delay_s=0.001, max_delay_s=0.002)
 DIM = 3
 MOST_ROWS = 14
-HASHED = TableOptions(scale=0.25, slot_mantissa_bits=23)
+HASHED = TableOptions(scale=0.25, slot_bits="exact")
 Array = np.ndarray[Any, Any]
 
 

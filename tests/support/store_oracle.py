@@ -36,7 +36,7 @@ class Kind:
 
 
 KINDS: dict[str, Kind] = {
-    "lattice": Kind(TableOptions(scale=0.0625, nonfinite="escape"), scale=0.0625, slots=("row",)),
+    "lattice": Kind(TableOptions(scale=0.0625, nonfinite="escape"), scale=0.0625, slots=("row", "element")),
     "lattice_wide": Kind(TableOptions(scale=0.01, nonfinite="escape", fill=2.5), scale=0.01, spread=400.0),
     "lattice_half": Kind(
         TableOptions(encoding="lattice", scale=0.125, nonfinite="escape"), dtype="float16", scale=0.125, slots=("row",)
@@ -113,8 +113,8 @@ class TableModel:
         kind = KINDS[self.kind]
         out = {"values": decoded_values(self)}
         for name, slot in self.slots.items():
-            bits = kind.options.slot_mantissa_bits
-            out[name] = slot.copy() if bits == 23 else rounded_bits(columns(slot), bits).reshape(slot.shape)
+            is_exact = kind.options.slot_bits == "exact"
+            out[name] = slot.copy() if is_exact else rounded_bits(columns(slot), 7).reshape(slot.shape)
         exact = {"values": self.values, **self.slots}
         for name, array in out.items():
             array[self.status == ESCAPED] = exact[name][self.status == ESCAPED]

@@ -109,7 +109,7 @@ class Training:
             assert verify_store(store, deep=True, threads=1).problems == ()
 
 
-OPTIONS = {"exact": TableOptions.exact(nonfinite="escape"), "raw": TableOptions(encoding="raw", slot_mantissa_bits=23)}
+OPTIONS = {"exact": TableOptions.exact(nonfinite="escape"), "raw": TableOptions(encoding="raw", slot_bits="exact")}
 
 
 @pytest.mark.parametrize("options", sorted(OPTIONS))

@@ -56,7 +56,7 @@ def test_exact_keeps_every_bit_of_tables_and_slots() -> None:
     assert schema.encoding == FloatBits(mantissa_bits=23)
     assert [slot.encoding.mantissa_bits for slot in schema.slots.values()] == [23, 23, 10]  # type: ignore[union-attr]
     assert [(slot.kind, slot.mirror) for slot in schema.slots.values()] == [
-        ("row", True), ("element", False), ("row", True)
+        ("row", True), ("element", True), ("row", True)
     ]  # fmt: skip
 
 
@@ -75,15 +75,16 @@ def test_exact_keeps_every_bit_of_tables_and_slots() -> None:
         {"max_error": float("inf")},
         {"encoding": "float_bits", "bits": 4},
         {"encoding": "float_bits", "scale": 0.5},
-        {"encoding": "float_bits", "mantissa_bits": 0},
+        {"encoding": "float_bits", "mantissa_bits": -1},
         {"encoding": "float_bits", "mantissa_bits": 24},
         {"encoding": "raw", "max_error": 0.5},
         {"encoding": "affine", "scale": 0.5},
         {"encoding": "affine", "bits": 7},
         {"encoding": "lattice", "mantissa_bits": 7},
         {"encoding": "zip"},
-        {"slot_mantissa_bits": 0},
-        {"slot_mantissa_bits": 24},
+        {"slot_bits": 5},
+        {"slot_bits": "all"},
+        {"slot_bits": {"sum": 16}},
         {"nonfinite": "hide"},
         {"fill": float("nan")},
         {"fill": 1e39},
