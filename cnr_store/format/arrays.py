@@ -24,6 +24,7 @@ from cnr_store.errors import CorruptObject
 from cnr_store.format.documents import canonical_json
 from cnr_store.format.fields import ArrayDtype
 from cnr_store.format.limits import CHUNK_BYTES, MAX_CHUNK_ROWS
+from cnr_store.format.packed import content_size
 from cnr_store.format.records import ArrayEntry, CodecName
 from cnr_store.types import JsonValue, Profile
 
@@ -159,7 +160,7 @@ def decode_chunk(entry: ArrayEntry, data: bytes, out: npt.NDArray[Any], where: s
             raise CorruptObject(f"{where} is no pcodec stream of {entry.dtype}: {error}", path=where) from error
         found = progress.n_processed if progress.finished else f"more than {flat.size}"
     elif entry.codec == "zstd":
-        size = _zstd_content_size(payload)
+        size = content_size(payload)
         found = size // flat.itemsize if size is not None else "an unknown number of"
         if size == flat.nbytes:
             try:
@@ -218,18 +219,3 @@ def _fill_value(dtype: np.dtype[Any]) -> Any:
 
 def _fill_document(dtype: np.dtype[Any]) -> JsonValue:
     return "NaN" if dtype.kind == "f" else int(_fill_value(dtype))
-
-
-def _zstd_content_size(frame: memoryview) -> int | None:
-    """Return the content size in a zstd frame header (RFC 8878, section 3.1.1), None if it states none."""
-    if len(frame) < 6 or bytes(frame[:4]) != b"\x28\xb5\x2f\xfd":
-        return None
-    descriptor = frame[4]
-    single_segment = bool(descriptor & 0x20)
-    size_flag, dictionary_flag = descriptor >> 6, descriptor & 3
-    size_bytes = (1 if single_segment else 0, 2, 4, 8)[size_flag]
-    start = 5 + (0 if single_segment else 1) + (0, 1, 2, 4)[dictionary_flag]
-    if size_bytes == 0 or len(frame) < start + size_bytes:
-        return None
-    size = int.from_bytes(frame[start : start + size_bytes], "little")
-    return size + 256 if size_bytes == 2 else size

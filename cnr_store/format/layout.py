@@ -24,8 +24,8 @@ COMPACTION_LEASE = "leases/compact.json"
 FOLDERS = (COMMITS, STATE, "hint/", BRANCHES, DATA, LEASES, "relay/")
 """All that a store, or a relay, writes to below its root; other names there are left alone."""
 
-MANIFEST = "_segment.json"
-RECEIPT = "_receipt.json"
+MANIFEST = "_segment.json.zst"
+RECEIPT = "_receipt.json.zst"
 
 MAX_NAME_BYTES = 1024
 """Longest table, tensor or slot name in UTF-8 bytes."""
@@ -144,7 +144,7 @@ def encode_name(name: str) -> str:
     """Return ``name`` as one Zarr node name: percent-encoded to ``[A-Za-z0-9._-]`` and ``%``.
 
     Names that Zarr v3 or this format keep for themselves (only dots, a ``__`` prefix, ``zarr.json``,
-    ``_receipt.json``) get their first character encoded too, so every non-empty name has a node and the mapping
+    ``_receipt.json.zst``) get their first character encoded too, so every non-empty name has a node and the mapping
     is one to one.
 
     >>> encode_name("model.ebc/user:0")

@@ -31,7 +31,7 @@ MAX_LAYERS = 16
 """Side objects of one record: each is larger than `MAX_CHANGES_BYTES`, and has twice the bytes of the next, or more."""
 
 MAX_MANIFEST_BYTES = 256 * 1024 * 1024
-"""A manifest or a receipt, whose inventory grows with the state, and a document inside a segment."""
+"""A manifest or a receipt, whose inventory grows with the state, and a document in a segment: as JSON, and stored."""
 
 MAX_OBJECT_BYTES = MAX_MANIFEST_BYTES
 """An object that an inventory lists: a document, or the largest chunk and what its codec may add."""

@@ -9,6 +9,7 @@ import msgspec
 from cnr_store.errors import BadName, CorruptObject, CorruptStore, NewerFormat
 from cnr_store.format.documents import decode_document, sha256
 from cnr_store.format.manifest_checks import entry_problems, manifest_problems
+from cnr_store.format.packed import unpack
 from cnr_store.format.records import (
     INT8_CODES,
     MAJOR,
@@ -51,16 +52,17 @@ def needed_reader_features(manifest: Manifest) -> tuple[str, ...]:
 
 
 def decode_manifest(data: bytes, where: str) -> Manifest:
-    """Parse ``_segment.json`` and check what it says before anybody allocates by it.
+    """Parse a stored manifest and check what it says before anybody allocates by it.
 
     Raises
     ------
     CorruptStore, NewerFormat
     """
+    text = unpack(data, where)
     try:
-        manifest = decode_document(data, Manifest, where)
+        manifest = decode_document(text, Manifest, where)
     except CorruptStore:
-        _check_format(decode_document(data, dict, where).get("format"), where)  # a newer one may look otherwise
+        _check_format(decode_document(text, dict, where).get("format"), where)  # a newer one may look otherwise
         raise
     _check_format(manifest.format, where)
     try:

@@ -278,7 +278,7 @@ class ObjectEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
-    """``_receipt.json``: what one writer wrote, for whoever puts the manifest over it; no reader opens one."""
+    """``_receipt.json.zst``: what one writer wrote, for whoever puts the manifest over it; no reader opens one."""
 
     txn: Hex32
     rank: Count
@@ -294,7 +294,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """``_segment.json``: the whole segment; opening a snapshot reads one of these per segment."""
+    """``_segment.json.zst``: the whole segment; opening a snapshot reads one of these per segment."""
 
     format: Positive
     profile: Profile

@@ -23,6 +23,7 @@ from cnr_store.format.chain_checks import chain_problems, record_problems
 from cnr_store.format.documents import JSON, decode_document, loads, sha256
 from cnr_store.format.limits import MAX_MANIFEST_BYTES, MAX_TREE_NESTING
 from cnr_store.format.manifest import decode_segment
+from cnr_store.format.packed import unpack
 from cnr_store.format.records import ArrayEntry, ChainEntry, CommitRecord, DenseEntry, Manifest, Receipt, RowListEntry
 from cnr_store.runtime.threads import Workers
 from cnr_store.storage import Storage, object_digest, read_verified
@@ -47,7 +48,7 @@ def read_receipt(storage: Storage, name: str, folder: str, digest: str) -> Recei
         raise CorruptObject(
             f"receipt {key} has another sha256 than its rank says", path=key, expected=digest, found=sha256(data)
         )
-    return decode_document(data, Receipt, key)
+    return decode_document(unpack(data, key), Receipt, key)
 
 
 IfMissing = Callable[[MissingObject], None]

@@ -23,6 +23,7 @@ from cnr_store.format.documents import canonical_json, sha256
 from cnr_store.format.fields import ArrayDtype, TensorDtype
 from cnr_store.format.limits import MAX_MANIFEST_BYTES
 from cnr_store.format.manifest import decode_manifest
+from cnr_store.format.packed import pack
 from cnr_store.format.records import ArrayEntry, DenseEntry, Manifest, ObjectEntry, PartEntry, Receipt, RowListEntry
 from cnr_store.runtime.threads import Throttle, Workers
 from cnr_store.storage import Storage, object_digest
@@ -197,7 +198,7 @@ class SegmentWriter:
 
     def put_receipt(self, receipt: Receipt) -> str:
         """Put the receipt, the last object of this writer, for whoever puts the manifest; returns its sha256."""
-        data = canonical_json(receipt)
+        data = pack(receipt)
         key = layout.segment_key(self.name, f"{self.folder}/{layout.RECEIPT}")
         self._storage.put_document(key, data, MAX_MANIFEST_BYTES)
         return sha256(data)
@@ -261,14 +262,14 @@ def check_dense_dtype(name: str, dtype: np.dtype[Any], logical: str | None) -> N
 
 
 def write_manifest(storage: Storage, name: str, manifest: Manifest) -> tuple[str, int]:
-    """Put ``_segment.json`` durably; returns its sha256 and size. The segment is complete and still invisible.
+    """Put the manifest durably; returns its sha256 and size. The segment is complete and still invisible.
 
     Raises
     ------
     BadInput
         No reader would take it: what was given cannot be stored.
     """
-    data = canonical_json(manifest)
+    data = pack(manifest)
     key = layout.segment_key(name, layout.MANIFEST)
     try:
         decode_manifest(data, key)

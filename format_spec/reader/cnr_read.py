@@ -62,6 +62,16 @@ def with_defaults(value, schema, rule=None):  # [3.1] CNR-DOC-5
     return [with_defaults(one, schema, rule.get("items") or {}) for one in value] if isinstance(value, list) else value
 
 
+def unzstd(frame, sizes, kind, where):  # [3.1] CNR-DOC-23; the content size in the header: RFC 8878, 3.1.1
+    try:
+        single, flag = frame[4] >> 5 & 1, frame[4] >> 6
+        start, width = 6 - single + (0, 1, 2, 4)[frame[4] & 3], (single, 2, 4, 8)[flag]
+        fits = int.from_bytes(frame[start : start + width], "little") + 256 * (flag == 1) in sizes
+        return bytes(Zstd().decode(frame if fits else b""))
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise Refused(kind, f"{where}: {error}") from error
+
+
 def is_name(text):  # [2]
     return 0 < len(text.encode()) <= 1024 and not re.search(r"[\x00-\x1f\x7f]", text)
 
@@ -91,8 +101,7 @@ class Store:  # in a local folder; records[v] is None where it is superseded [7.
             except Refused as error:
                 record, torn = None, [*torn, (digest, error)]
             self.records.append(record)
-        if torn:
-            raise torn[0][1]
+        need(not torn, *(torn[0][1].args if torn else ("", "")))
         self.complete(self.records[-1], key)
         need(begin.items() <= (self.records[0] or {}).items(), "corrupt_record", f"branch {branch}: position 0")
 
@@ -156,16 +165,15 @@ class Store:  # in a local folder; records[v] is None where it is superseded [7.
         live = (version >= head["floor"] or version in [*head["kept"], *named]) and version not in head["expired"]
         need(live and head["kind"] != "close", "version_expired", f"version {version}")
         missing = "version_expired" if self.first and record is not head else "missing_object"  # [7.11] CNR-RLY-6
-        snapshot = Snapshot([Segment(self, entry, missing) for entry in record["chain"]], record)
-        if record["kind"] in ("full", "delta"):
-            need(record["step"] == snapshot.last["step"], "corrupt_record", f"record {version}: its segment")
-        return snapshot
+        state = Snapshot([Segment(self, entry, missing) for entry in record["chain"]], record)
+        need(record["kind"] not in ("full", "delta") or record["step"] == state.last["step"], "corrupt_record", "step")
+        return state
 
 
 class Segment:  # [4.1]: a manifest and the objects that it lists
     def __init__(self, store, entry, missing):
-        self.store, self.name, where = store, entry["seg"], f"manifest of {entry['seg']}"
-        data = store.object(f"data/{self.name}/_segment.json", missing, entry["sha256"])
+        self.store, self.name, where = store, entry["seg"], f"data/{entry['seg']}/_segment.json.zst"
+        data = unzstd(store.object(where, missing, entry["sha256"]), range(1, 2**28 + 1), "corrupt_store", where)
         need(parse(data, "corrupt_store", where).get("format", 0) == 1, "newer_format", where)
         self.manifest = manifest = parse(data, "corrupt_store", where, "segment")
         self.objects, same = {item["path"]: item for item in manifest["objects"]}, ("kind", "l0", "l1")
@@ -214,8 +222,7 @@ class Segment:  # [4.1]: a manifest and the objects that it lists
         return [f"{entry['path']}/c/{k}" + "/0" * (len(entry["shape"]) - 1) for k in range(count)]
 
     def read(self, path):
-        item = self.objects.get(path)
-        need(item is not None, "corrupt_store", f"{self.name}/{path}: not in the inventory")
+        need((item := self.objects.get(path)) is not None, "corrupt_store", f"{self.name}/{path}: not in the inventory")
         data = self.store.object(f"data/{self.name}/{path}")
         need((len(data), xxhash.xxh3_128_hexdigest(data)) == (item["size"], item["xxh3_128"]), "corrupt_object", path)
         return data
@@ -235,11 +242,8 @@ class Segment:  # [4.1]: a manifest and the objects that it lists
             if codec == "pcodec":
                 progress = standalone.simple_decompress_into(data, out)
                 fits = progress.finished and progress.n_processed == len(out)
-            elif codec == "zstd":  # RFC 8878, 3.1.1: the content size in the frame header
-                single, flag = data[4] >> 5 & 1, data[4] >> 6
-                start, width = 6 - single + (0, 1, 2, 4)[data[4] & 3], (single, 2, 4, 8)[flag]
-                fits = int.from_bytes(data[start : start + width], "little") + 256 * (flag == 1) == out.nbytes
-                Zstd().decode(data if fits else b"", out=out.view(np.uint8))
+            elif fits := codec == "zstd":
+                out.view(np.uint8)[:] = np.frombuffer(unzstd(data, [out.nbytes], "corrupt_object", path), np.uint8)
             elif fits := codec == "bytes" and len(data) == out.nbytes:
                 out.view(np.uint8)[:] = np.frombuffer(data, np.uint8)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:

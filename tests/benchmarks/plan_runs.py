@@ -15,8 +15,8 @@ from plan_model import Rates, Workload, id_bits
 
 from cnr_store import Store, TableOptions
 from cnr_store.encodings.scale import choose_scale
-from cnr_store.format.documents import canonical_json
 from cnr_store.format.layout import segment_prefix
+from cnr_store.format.packed import pack
 from cnr_store.format.records import Manifest, Receipt
 from cnr_store.format.sizes import SegmentSizes, segment_sizes
 from cnr_store.types import AffineBits, Precision, Rectangle, RowIds
@@ -177,7 +177,7 @@ def _receipt_bytes(manifest: Manifest) -> int:
         txn=manifest.txn, rank=1, world=2, attempt=manifest.txn[:8], base=manifest.base, l0=manifest.l0,
         parts=manifest.parts, objects=manifest.objects,
     )  # fmt: skip
-    return len(canonical_json(receipt))
+    return len(pack(receipt))
 
 
 def measure_rates(folder: Path, bits: AffineBits, work: Workload) -> Rates:

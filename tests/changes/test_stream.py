@@ -366,7 +366,7 @@ def test_rows_that_a_delta_sets_are_read_from_it_alone(files: IsolatedMemoryFile
 
     assert told(changes(reader, first)) == [(second, "t", "upsert", [2])]
 
-    assert [path for path in fs.paths("read") if baseline in path and not path.endswith("_segment.json")] == []
+    assert [path for path in fs.paths("read") if baseline in path and not path.endswith("_segment.json.zst")] == []
 
 
 def test_what_the_next_versions_need_again_is_kept(files: IsolatedMemoryFileSystem, store: Store) -> None:

@@ -22,6 +22,7 @@ import xxhash
 
 from cnr_store.errors import CnrStoreError
 from cnr_store.format import arrays
+from cnr_store.format.layout import MANIFEST
 from cnr_store.format.manifest import decode_manifest
 from format_spec import vectors
 from tests.faults.fuzz_stores import GOLDEN, Objects, Sample, golden, put_all, read_all
@@ -40,8 +41,8 @@ KINDS: tuple[tuple[str, str], ...] = (
     (r"commits/.*", "record"),
     (r"branches/[^/]+/commits/.*", "record of a branch"),
     (r"state/.*", "side object"),
-    (r"data/[^/]+/_segment\.json", "manifest"),
-    (r"data/.*/_receipt\.json", "receipt"),
+    (r"data/[^/]+/_segment\.json\.zst", "manifest"),
+    (r"data/.*/_receipt\.json\.zst", "receipt"),
     (r".*zarr\.json", "zarr.json"),
     (r"data/.*\.json", "tree"),
     (r".*/c/[0-9/]+", "chunk"),
@@ -225,7 +226,7 @@ def _reencode(chance: random.Random, case: Case) -> None:
 
 
 def _entry_of(objects: Objects, segment: str, path: str) -> Any:
-    manifest = decode_manifest(objects[f"data/{segment}/_segment.json"], segment)
+    manifest = decode_manifest(objects[f"data/{segment}/{MANIFEST}"], segment)
     lists = [getattr(part, name) for part in manifest.parts for name in ("add", "set", "delete", "escape")]
     entries = [*manifest.dense_arrays, *(array for one in lists if one is not None for array in one.arrays.values())]
     folder = path.rpartition("/c/")[0]
@@ -244,8 +245,8 @@ _NUMBERS = (
 _FLOATS = (0.0, -0.0, 0.5, -1.5, 1e308, 5e-324, 1e-40, 1.7e38, 3.5e38)
 _TEXTS = (
     "", "x", "../../x", "/etc/passwd", "a/../b", "..", ".", "a//b", "a\nb", "x" * 300, "x" * 1025, "ü" * 513, "%",
-    "zarr.json", "_segment.json", "float32", "int64", "delta", "full", "init", "close", "rollback", "pcodec", "zstd",
-    "bytes", "hashed", "dense", "0" * 64, "f" * 32, "0" * 16, "0" * 8, "G" * 16, "0" * 20 + "-" + "0" * 32, "lattice",
+    "zarr.json", MANIFEST, "float32", "int64", "delta", "full", "init", "close", "rollback", "pcodec", "zstd", "bytes",
+    "hashed", "dense", "0" * 64, "f" * 32, "0" * 16, "0" * 8, "G" * 16, "0" * 20 + "-" + "0" * 32, "lattice",
     "raw", "affine",
 )  # fmt: skip
 _EDGES = (0, 1, 2, 2**31 - 1, 2**31, 2**50, 2**53 - 2, 2**53 - 1, 2**53, 2**63 - 1)
@@ -258,7 +259,7 @@ _CHANGES = (
 def _say_otherwise(chance: random.Random, case: Case, alike: list[str]) -> None:
     key = case.what
     try:
-        document = json.loads(case.objects[key])
+        document = json.loads(vectors.text_of(key, case.objects[key]))
     except ValueError:  # a superseded position
         case.objects[key] = chance.randbytes(9)
         case.what = f"random {key}"
@@ -266,7 +267,8 @@ def _say_otherwise(chance: random.Random, case: Case, alike: list[str]) -> None:
         return
     raws: dict[str, str] = {}
     done = []
-    other = json.loads(case.objects[chance.choice(alike)] or b"{}") if case.kind != "record" else None
+    beside = chance.choice(alike) if case.kind != "record" else None
+    other = None if beside is None else json.loads(vectors.text_of(beside, case.objects[beside]) or b"{}")
     left = 1 if chance.random() < 0.8 else chance.randrange(2, 5)
     before = data = _text(document, raws)
     for _ in range(20):
@@ -278,7 +280,7 @@ def _say_otherwise(chance: random.Random, case: Case, alike: list[str]) -> None:
             before, left = data, left - 1
         if not left:
             break
-    case.objects[key] = data
+    case.objects[key] = vectors.stored_as(key, data)
     case.what = f"{key}: {'; '.join(done)}"[:300]
     seal(case.sample.objects, case.objects, key, keeps_check=any(one.startswith("check ") for one in done))
 
@@ -287,14 +289,16 @@ def _say_together(chance: random.Random, case: Case) -> None:
     """Give a number another value in each record and manifest that says it: they do not contradict each other."""
     case.kind = "records and manifests"
     keys = sorted(key for key in case.objects if kind_of(key) in ("record", "record of a branch", "manifest"))
-    name, old = chance.choice(sorted(set(_NUMBER.findall(b"".join(case.objects[key] for key in keys)))))
+    texts = {key: vectors.text_of(key, case.objects[key]) for key in keys}
+    name, old = chance.choice(sorted(set(_NUMBER.findall(b"".join(texts.values())))))
     new = str(chance.choice([*_EDGES, _near(chance, int(old))])).encode()
     case.what = f"{name.decode()} = {old.decode()} is {new.decode()[:40]} everywhere"
     said = re.compile(rb'"%s":%s(?=[,}])' % (name, old))
     for key in keys:
         before = dict(case.objects)
-        case.objects[key] = said.sub(b'"%s":%s' % (name, new), before[key])
-        if case.objects[key] != before[key]:
+        text = vectors.text_of(key, before[key])
+        if (data := said.sub(b'"%s":%s' % (name, new), text)) != text:
+            case.objects[key] = vectors.stored_as(key, data)
             seal(before, case.objects, key)
 
 
@@ -410,8 +414,8 @@ def seal(before: Objects, objects: Objects, key: str, *, keeps_check: bool = Fal
     entry: tuple[re.Pattern[bytes], bytes] | None = None
     if key.startswith("data/"):
         segment, _, path = key.removeprefix("data/").partition("/")
-        manifest = f"data/{segment}/_segment.json"
-        if path != "_segment.json":
+        manifest = f"data/{segment}/{MANIFEST}"
+        if path != MANIFEST:
             _seal_inventory(objects, manifest, path, objects[key])
         _rename(renamed, before[manifest], objects[manifest])
         entry = _chain_entry(segment, objects[manifest])
@@ -445,21 +449,21 @@ def _xxh3(data: bytes) -> bytes:
 
 
 def _seal_inventory(objects: Objects, manifest: str, path: str, data: bytes) -> None:
-    document = json.loads(objects[manifest])
+    document = json.loads(vectors.text_of(manifest, objects[manifest]))
     for line in document["objects"]:
         if line["path"] == path:
             line |= {"size": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data)}
-            objects[manifest] = msgspec.json.encode(document, order="sorted")
+            objects[manifest] = vectors.stored_as(manifest, msgspec.json.encode(document, order="sorted"))
 
 
 def _chain_entry(segment: str, data: bytes) -> tuple[re.Pattern[bytes], bytes] | None:
     """How the numbers in a segment's chain entries are replaced by those of its manifest, if that has some."""
     try:
-        manifest = json.loads(data)
+        manifest = json.loads(vectors.text_of(MANIFEST, data))
         size = len(data) + sum(int(one["size"]) for one in manifest["objects"])
         lists = (part.get(name) for part in manifest["parts"] for name in _LISTS)
         rows = sum(int(one["count"]) for one in lists if one)
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError, RuntimeError):
         return None
     middle = rb'("kind":"[a-z]+","l0":[0-9]+,"l1":[0-9]+)'
     pattern = rb'"bytes":[0-9]+,' + middle + rb',"rows":[0-9]+,"seg":"' + segment.encode() + b'"'

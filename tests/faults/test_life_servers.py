@@ -16,6 +16,7 @@ import pytest
 from cnr_store import CnrStoreError, Conflict, StorageFailure, Store, Writer, verify_store
 from cnr_store.errors import CommitStateUnknown, DoesNotApply, NotAStore, StoreExists
 from cnr_store.format.commit_record import DATA_KINDS, LogEntry, is_live
+from cnr_store.format.layout import MANIFEST
 from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.log.retention import RetentionPolicy
 from cnr_store.maintenance.compaction.plan import CompactionPolicy
@@ -37,7 +38,7 @@ PATIENCE = 40
 
 COMMITS = ("PUT", "/commits/")
 TARGETS = [
-    COMMITS, COMMITS, ("GET", "/commits/"), ("PUT", "/data/"), ("GET", "/data/"), ("PUT", "/_segment.json"), ("", "")
+    COMMITS, COMMITS, ("GET", "/commits/"), ("PUT", "/data/"), ("GET", "/data/"), ("PUT", f"/{MANIFEST}"), ("", ""),
 ]  # fmt: skip
 DELETIONS = [COMMITS, ("DELETE", "/data/"), ("DELETE", "/data/"), ("", "")]
 """What faults aim at: method and a part of the path."""

@@ -26,7 +26,7 @@ from cnr_store import (
 )
 from cnr_store.errors import CorruptObject, CorruptRecord
 from cnr_store.format import layout, limits
-from cnr_store.format.documents import canonical_json, sha256
+from cnr_store.format.documents import sha256
 from cnr_store.format.limits import (
     MAX_LISTS_BYTES,
     MAX_MANIFEST_BYTES,
@@ -35,6 +35,7 @@ from cnr_store.format.limits import (
     MAX_SMALL_BYTES,
 )
 from cnr_store.format.manifest import decode_manifest
+from cnr_store.format.packed import pack
 from cnr_store.log import sent_record
 from cnr_store.log.leases import put_cursor, read_leases, take_lease
 from cnr_store.relay import Relay
@@ -128,7 +129,7 @@ def test_a_sound_store_is_used_without_a_read_that_has_no_end(root: Path) -> Non
         ("commits/*4.json", MAX_RECORD_BYTES),
         ("commits/*.json", MAX_RECORD_BYTES),
         ("state/*.json", MAX_LISTS_BYTES),
-        ("data/*/_segment.json", MAX_MANIFEST_BYTES),
+        ("data/*/_segment.json.zst", MAX_MANIFEST_BYTES),
         ("leases/readers/*.json", MAX_SMALL_BYTES),
         ("leases/cursors/*.json", MAX_SMALL_BYTES),
     ],
@@ -264,7 +265,7 @@ def test_an_object_larger_than_any_chunk_is_refused_by_its_inventory(root: Path,
         objects = tuple(
             msgspec.structs.replace(entry, size=size) if entry in listed else entry for entry in manifest.objects
         )
-        data = canonical_json(msgspec.structs.replace(manifest, objects=objects))
+        data = pack(msgspec.structs.replace(manifest, objects=objects))
 
         with pytest.raises(CorruptStore, match=r"expected 124|<= 268435456") if is_refused else nullcontext():
             decode_manifest(data, key)
@@ -278,7 +279,7 @@ def test_a_manifest_too_large_for_readers_is_refused_when_written(root: Path, mo
         monkeypatch.setattr(segment_writer, "MAX_MANIFEST_BYTES", 100)
         before = store.head()
 
-        with pytest.raises(BadInput, match=r"_segment\.json"), writer.begin(step=50) as txn:
+        with pytest.raises(BadInput, match=r"_segment\.json\.zst"), writer.begin(step=50) as txn:
             txn.put_scalars({"epoch": 2})
 
         assert store.head() == before

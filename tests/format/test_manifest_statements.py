@@ -15,10 +15,11 @@ import xxhash
 
 from cnr_store.errors import CorruptObject, CorruptStore, NewerFormat
 from cnr_store.format.chain_checks import chain_problems, find_dense, record_problems
-from cnr_store.format.documents import canonical_json, sha256
+from cnr_store.format.documents import sha256
 from cnr_store.format.layout import segment_name
 from cnr_store.format.manifest import decode_manifest, decode_segment
 from cnr_store.format.manifest_checks import manifest_problems
+from cnr_store.format.packed import pack
 from cnr_store.format.records import ChainEntry, Manifest, WriterInfo
 from cnr_store.log.rebase import draft_after, draft_init
 
@@ -93,13 +94,13 @@ def changed(**changes: Any) -> Document:
 
 
 def test_the_manifest_that_the_others_are_made_of_is_sound() -> None:
-    decode_manifest(canonical_json(manifest()), "here")
+    decode_manifest(pack(manifest()), "here")
 
 
 @pytest.mark.parametrize("changes", [{"tables.t.fill": 1e300}, {"tables.t.slots.m.fill": -1e39}])
 def test_a_fill_that_is_no_finite_float32_is_refused(changes: Document) -> None:
     with pytest.raises(CorruptStore, match=r"3\.4028"):
-        decode_manifest(canonical_json(changed(**changes)), "here")
+        decode_manifest(pack(changed(**changes)), "here")
 
 
 LARGE = {"num_rows": 1 << 40, "dim": 1 << 20}
@@ -165,11 +166,11 @@ def test_a_manifest_that_contradicts_itself_is_refused(changes: Document, messag
 
     assert any(re.search(message, problem) for problem in problems), problems
     with pytest.raises(CorruptStore):
-        decode_manifest(canonical_json(document), "here")
+        decode_manifest(pack(document), "here")
 
 
 def entry_of(document: Document, **changes: Any) -> tuple[bytes, ChainEntry]:
-    data = canonical_json(document)
+    data = pack(document)
     named: Document = {
         "seg": segment_name(document["base"], document["txn"]), "sha256": sha256(data), "rows": 12, "bytes": 1000,
         **{key: document[key] for key in ("kind", "l0", "l1")},
@@ -178,7 +179,7 @@ def entry_of(document: Document, **changes: Any) -> tuple[bytes, ChainEntry]:
 
 
 def test_a_manifest_is_the_one_that_its_chain_entry_describes() -> None:
-    assert decode_segment(*entry_of(manifest()), "here") == decode_manifest(canonical_json(manifest()), "here")
+    assert decode_segment(*entry_of(manifest()), "here") == decode_manifest(pack(manifest()), "here")
 
 
 @pytest.mark.parametrize(
@@ -197,12 +198,12 @@ def test_a_manifest_of_another_chain_entry_is_refused(changes: Document, message
 
 
 def test_a_manifest_with_another_digest_than_its_entry_names_is_refused() -> None:
-    data, entry = entry_of(manifest())
+    _, entry = entry_of(manifest())
 
     with pytest.raises(CorruptObject, match="another sha256"):
-        decode_segment(data.replace(b'"step":20', b'"step":21'), entry, "here")
+        decode_segment(pack(changed(step=21)), entry, "here")
     with pytest.raises(NewerFormat):
-        decode_manifest(data.replace(b'"format":1', b'"format":2'), "here")
+        decode_manifest(pack(changed(format=2)), "here")
 
 
 def chain_of(*changes: Callable[[Document], Any]) -> tuple[list[str], list[Manifest]]:
@@ -217,7 +218,7 @@ def chain_of(*changes: Callable[[Document], Any]) -> tuple[list[str], list[Manif
     for document, change in zip(documents, changes, strict=True):
         change(document)
     names = [segment_name(document["base"], document["txn"]) for document in documents]
-    return names, [decode_manifest(canonical_json(document), "here") for document in documents]
+    return names, [decode_manifest(pack(document), "here") for document in documents]
 
 
 def as_it_is(document: Document) -> None:
@@ -251,7 +252,7 @@ def test_a_table_that_comes_back_has_another_generation() -> None:
     names, (before, after) = chain_of(as_it_is, as_it_is)
     without = manifest()
     without.update(txn="e" * 32, parts=without["parts"][2:], tables={"h": without["tables"]["h"]})
-    between = decode_manifest(canonical_json(without), "here")
+    between = decode_manifest(pack(without), "here")
     names = [names[0], segment_name(7, "e" * 32), names[1]]
 
     problems = [found.message for found in chain_problems(names, [before, between, after])]
@@ -269,7 +270,7 @@ def test_a_tensor_whose_segment_was_compacted_is_found_by_its_bytes_alone() -> N
 
 
 def test_a_record_says_of_its_segment_what_that_says_of_itself() -> None:
-    last = decode_manifest(canonical_json(manifest()), "here")
+    last = decode_manifest(pack(manifest()), "here")
     writer = WriterInfo(host="h", lib="l", run_id="r")
     record = draft_after(draft_init(writer), "delta", writer, step=20)
 

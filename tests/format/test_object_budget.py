@@ -59,7 +59,7 @@ def test_untouched_tables_and_empty_deltas_cost_no_object(tmp_path: Path) -> Non
     none, empty = saved(tmp_path / "b", 10, 1, 0)
 
     assert len(objects_of(one, version)) == 1 + 2 + 2 * 3
-    assert sorted(Path(key).name for key in objects_of(none, empty)) == ["_segment.json"]
+    assert sorted(Path(key).name for key in objects_of(none, empty)) == ["_segment.json.zst"]
 
 
 def test_the_objects_of_a_commit_beside_its_segment_are_its_record_and_the_hint(tmp_path: Path) -> None:

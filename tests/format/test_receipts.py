@@ -43,5 +43,5 @@ def test_another_receipt_than_its_writer_named_is_refused(written: tuple[Storage
 
 
 def test_a_receipt_that_is_not_there_is_refused(written: tuple[Storage, str]) -> None:
-    with pytest.raises(MissingObject, match=r"r00002-.*_receipt.json is missing"):
+    with pytest.raises(MissingObject, match=r"r00002-.*_receipt.json.zst is missing"):
         read_receipt(written[0], SEGMENT, "r00002-" + "b" * 8, written[1])

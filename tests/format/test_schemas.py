@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from cnr_store import Store
-from format_spec import generate_schemas
+from format_spec import generate_schemas, vectors
 from tests.support.ranks import ThreadRank
 from tests.write.test_many_ranks import all_well, on_ranks, one_table, open_store, row_wise, save, started, touch
 
@@ -19,7 +19,7 @@ PATTERNS = {
     "identity": "*/store/cnr.json",
     "commit_record": "*/store/commits/*.json",
     "overflow": "*/store/state/*.json",
-    "segment": "*/store/data/*/_segment.json",
+    "segment": "*/store/data/*/_segment.json.zst",
     "hint": "*/store/hint/latest.json",
 }
 
@@ -51,8 +51,11 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 
     all_well(on_ranks(2, work))
     paths = {name: sorted(GOLDEN.glob(pattern)) for name, pattern in PATTERNS.items()}
-    paths["receipt"] = sorted(folder.glob("data/*/*/_receipt.json"))
-    return {name: [json.loads(path.read_bytes()) for path in of_schema] for name, of_schema in paths.items()}
+    paths["receipt"] = sorted(folder.glob("data/*/*/_receipt.json.zst"))
+    return {
+        name: [json.loads(vectors.text_of(path.name, path.read_bytes())) for path in of_schema]
+        for name, of_schema in paths.items()
+    }
 
 
 def load(name: str) -> dict[str, Any]:

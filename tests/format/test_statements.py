@@ -17,6 +17,7 @@ from cnr_store.errors import BadShape
 from cnr_store.format.limits import MAX_DIM
 from cnr_store.format.manifest import decode_manifest
 from cnr_store.format.manifest_checks import manifest_problems
+from cnr_store.format.packed import pack
 from cnr_store.format.records import Manifest, PartEntry, TableSchema
 from cnr_store.log.author import writer_info
 from cnr_store.log.rebase import draft_after, rebase_expire
@@ -63,7 +64,7 @@ def test_a_manifest_that_no_reader_takes_is_not_put(store: Store) -> None:
 
 def test_a_manifest_of_a_newer_format_may_have_other_fields() -> None:
     with pytest.raises(Exception, match="manifest format 2") as caught:
-        decode_manifest(b'{"format":2,"parts":"elsewhere"}', "here")
+        decode_manifest(pack({"format": 2, "parts": "elsewhere"}), "here")
 
     assert getattr(caught.value, "kind", "") == "newer_format"
 
@@ -119,4 +120,4 @@ def test_a_table_name_of_more_bytes_than_characters_is_refused(store: Store) -> 
     tables = {**manifest.tables, "ü" * 513: TableSchema(num_rows=0, dim=1, dtype="float32", encoding=Raw())}
 
     with pytest.raises(CorruptStore, match="1024 bytes"):
-        decode_manifest(msgspec.json.encode(msgspec.structs.replace(manifest, tables=tables)), "here")
+        decode_manifest(pack(msgspec.structs.replace(manifest, tables=tables)), "here")

@@ -23,8 +23,9 @@ from cnr_store import (
     verify_store,
 )
 from cnr_store.errors import CommitStateUnknown, ReadOnlyStore
-from cnr_store.format.documents import canonical_json, sha256
+from cnr_store.format.documents import sha256
 from cnr_store.format.layout import MANIFEST, RECEIPT, segment_prefix
+from cnr_store.format.packed import pack
 from cnr_store.log.author import writer_info
 from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.log.rebase import draft_after, rebase_expire
@@ -493,7 +494,7 @@ def test_a_run_that_leads_to_another_state_is_not_committed(store: Store, traini
     baseline, _, second, _ = head.record.chain
     behind = manifest_in(store, second.seg)
     parts = tuple(msgspec.structs.replace(part, base_digest=None) for part in behind.parts)
-    moved = canonical_json(msgspec.structs.replace(behind, l0=baseline.l1, parts=parts))
+    moved = pack(msgspec.structs.replace(behind, l0=baseline.l1, parts=parts))
     store.storage.put(segment_prefix(second.seg) + MANIFEST, moved)
     chain = (baseline, msgspec.structs.replace(second, l0=baseline.l1, sha256=sha256(moved)))
     draft = draft_after(head.record, "compact", writer_info(), chain=chain, logical=second.l1)

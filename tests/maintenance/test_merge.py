@@ -167,7 +167,7 @@ def test_codes_that_outgrow_int16_are_written_again_and_leave_no_other_object(
     prefix = segment_prefix(NAME)
     listed = {stat.key.removeprefix(prefix) for stat in store.storage.list_objects(prefix)}
     named = {entry.path for entry in merged.manifest.objects}
-    assert {path.rpartition("/")[2] for path in listed - named} == {"_segment.json"}
+    assert {path.rpartition("/")[2] for path in listed - named} == {"_segment.json.zst"}
     assert named <= listed
 
 

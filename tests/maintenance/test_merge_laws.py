@@ -120,7 +120,7 @@ def check_inventory(storage: Storage, merged: SegmentReader) -> None:
     prefix = segment_prefix(merged.name)
     listed = {stat.key.removeprefix(prefix) for stat in storage.list_objects(prefix)}
     named = {entry.path for entry in merged.manifest.objects}
-    assert listed - named == {"_segment.json"}
+    assert listed - named == {"_segment.json.zst"}
     assert named <= listed
 
 

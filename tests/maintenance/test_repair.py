@@ -16,6 +16,7 @@ from cnr_store.errors import CommitStateUnknown, CorruptObject, CorruptRecord, F
 from cnr_store.format.commit_record import LogEntry, encode_record
 from cnr_store.format.documents import sha256
 from cnr_store.format.layout import HINT, ROOT_GROUP, commit_key, state_key
+from cnr_store.format.packed import pack, unpack
 from cnr_store.format.records import ChainEntry, CommitRecord, WriterInfo
 from cnr_store.log.commit_log import CommitLog, RetryPolicy
 from cnr_store.log.log_reader import LogEnd
@@ -275,10 +276,10 @@ def test_a_state_that_only_a_replay_finds_wrong_is_rolled_back(files: IsolatedMe
     with open_store(files) as store:
         entry = store.head()
         seg = entry.record.chain[-1]
-        key = f"data/{seg.seg}/_segment.json"
-        manifest = msgspec.json.decode(files.cat_file(path(key)))
+        key = f"data/{seg.seg}/_segment.json.zst"
+        manifest = msgspec.json.decode(unpack(files.cat_file(path(key)), key))
         manifest["parts"][0]["state_digest"] = "0" * 16
-        data = msgspec.json.encode(manifest, order="sorted")
+        data = pack(manifest)
         files.pipe_file(path(key), data)
         for version in (4, 5):
             read = store.internals.log.read(version)

@@ -15,8 +15,8 @@ from cnr_store import Store, TableOptions, repair_store, verify_store
 from cnr_store.errors import VersionNotFound
 from cnr_store.format import arrays
 from cnr_store.format.commit_record import decode_record, encode_record
-from cnr_store.format.documents import canonical_json
 from cnr_store.format.layout import RECEIPT, segment_key
+from cnr_store.format.packed import pack, unpack
 from cnr_store.format.records import Manifest, PartEntry, Receipt
 from cnr_store.maintenance.compaction import compact_run
 from tests.tools.sample_store import Forgery, build_store, flip, forge_head, key_of, object_files
@@ -122,9 +122,11 @@ def test_problem_lists_the_versions_it_hurts(root: Path) -> None:
 def test_receipt_that_differs_hurts_no_version(root: Path, damage: str) -> None:
     with Store.open(str(root), fsync=False) as store:
         compact_run(store, run=(0, 4))
-    receipt = next(root.glob("data/*/*/_receipt.json"))
+    receipt = next(root.glob("data/*/*/_receipt.json.zst"))
     data = receipt.read_bytes()
-    receipt.write_bytes(flip(data, 0) if damage == "flipped" else canonical_json({**json.loads(data), "txn": "0" * 32}))
+    receipt.write_bytes(
+        flip(data, 0) if damage == "flipped" else pack({**json.loads(unpack(data, "")), "txn": "0" * 32})
+    )
 
     assert problems_by_path(root) == {key_of(root, receipt): ()}
 
@@ -139,7 +141,7 @@ def test_a_receipt_of_the_committer_is_no_problem_if_it_agrees(root: Path) -> No
             txn=manifest.txn, rank=0, world=1, attempt=folder[7:], base=manifest.base, l0=manifest.l0,
             parts=manifest.parts, objects=manifest.objects,
         )  # fmt: skip
-        store.storage.put(segment_key(segment, f"{folder}/{RECEIPT}"), canonical_json(receipt))
+        store.storage.put(segment_key(segment, f"{folder}/{RECEIPT}"), pack(receipt))
         report = verify_store(store, deep=True)
 
         assert report.problems == ()
@@ -396,7 +398,7 @@ def test_a_version_of_which_something_was_not_read_is_not_called_restorable(root
 def test_segments_that_no_version_needs_are_counted_and_are_no_problem(root: Path) -> None:
     orphan = root / "data" / f"{6:020d}-{'a' * 32}" / "r00000-aaaaaaaa"
     orphan.mkdir(parents=True)
-    (orphan / "_receipt.json").write_bytes(b"{}")
+    (orphan / "_receipt.json.zst").write_bytes(b"{}")
 
     with Store.open(str(root)) as store:
         report = verify_store(store)

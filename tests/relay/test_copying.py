@@ -66,7 +66,7 @@ def test_a_segment_was_copied_if_its_manifest_is_the_one_that_is_named(store: St
 
     stored = target.read(key, stop=1 << 20)
     assert stored is not None
-    target.put(key, stored.replace(b'"step":1', b'"step":2'))
+    target.put(key, stored[:-1] + b"x")
     assert not has_segment(target, entry)
     copy(store, target)
     assert has_segment(target, entry)

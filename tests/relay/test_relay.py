@@ -429,7 +429,7 @@ def test_a_version_that_goes_while_it_is_copied_is_passed_over(store: Store, fil
     is_done = []
 
     def expire(call: Any) -> None:
-        if "_segment.json" in call.path and not is_done:
+        if "_segment.json.zst" in call.path and not is_done:
             is_done.append(call)
             save(store, 3, kind="full")
             expire_all_but_newest(store)
@@ -490,7 +490,7 @@ def test_a_look_ends_though_the_source_goes_on_and_makes_room_on_its_way(
     stop, reports = threading.Event(), list[RelayReport]()
 
     def go_on(call: Any) -> None:
-        if "_segment.json" in call.path and not stop.is_set():
+        if "_segment.json.zst" in call.path and not stop.is_set():
             with store.writer() as writer:  # One version for each that is copied.
                 writer.restore()
                 with writer.begin(store.head().record.step + 1, kind="full") as txn:
@@ -630,7 +630,7 @@ def test_a_manifest_that_is_not_the_one_the_record_names_is_not_copied(
     store: Store, files: IsolatedMemoryFileSystem
 ) -> None:
     save(store, 1)
-    key = f"{DATA}{store.head().record.chain[0].seg}/_segment.json"
+    key = f"{DATA}{store.head().record.chain[0].seg}/_segment.json.zst"
     manifest = store.storage.read(key)
     assert manifest is not None
     store.storage.put(key, manifest + b" ")

@@ -17,6 +17,7 @@ from cnr_store.encodings import reference
 from cnr_store.encodings.row_order import into_order, out_of_order
 from cnr_store.format import arrays
 from cnr_store.format.manifest import decode_manifest
+from cnr_store.format.packed import pack
 from cnr_store.format.records import ROW_ORDER, Manifest, RowListEntry, TableSchema
 from cnr_store.maintenance.compaction import compact_run
 from cnr_store.read.prefetch import wanted_objects
@@ -247,7 +248,7 @@ def test_an_order_that_cannot_be_one_is_refused(store: Store, damage: dict[str, 
         found[name]["order"] = found.get(changes["order"], {"path": "nowhere"})["path"]
 
     with pytest.raises(CorruptStore, match="lie in the order of"):
-        decode_manifest(msgspec.json.encode(document), "here")
+        decode_manifest(pack(document), "here")
 
 
 @pytest.mark.parametrize("how", ["an order", "the path of the slot"])
@@ -266,7 +267,7 @@ def test_no_other_array_has_an_order_or_is_where_the_slot_is(store: Store, how: 
         document["dense_arrays"] = [{**slot, "dtype": "int64"}]
 
     with pytest.raises(CorruptStore, match="is another array too" if how != "an order" else "lie in the order of"):
-        decode_manifest(msgspec.json.encode(document), "here")
+        decode_manifest(pack(document), "here")
 
 
 def test_an_order_of_another_length_reaches_no_kernel(store: Store) -> None:
@@ -293,7 +294,7 @@ def test_a_set_list_has_no_order(store: Store) -> None:
     found["codes"]["order"] = found["slots/momentum1"]["path"]
 
     with pytest.raises(CorruptStore, match="lie in the order of"):
-        decode_manifest(msgspec.json.encode(document), "here")
+        decode_manifest(pack(document), "here")
 
 
 def test_the_slot_that_gives_the_order_may_be_damaged_and_is_named(store: Store) -> None:

@@ -48,7 +48,7 @@ class Damaged:
 
 TOUCHING = [
     {"op": "elements", "key": "@4/r*/user/set/rows/c/0", "codec": "pcodec", "dtype": "int64", "values": [3, 4, 9]},
-    {"op": "set", "key": "@4/_segment.json", "at": ["parts", 0, "set", "first"], "value": [3]},
+    {"op": "set", "key": "@4/_segment.json.zst", "at": ["parts", 0, "set", "first"], "value": [3]},
 ]
 """The one row that is added to is the first of those that are set."""
 
@@ -58,7 +58,10 @@ TOO_LARGE = [
         "op": "elements", "key": "@4/r*/user/add/codes/c/0/0", "codec": "pcodec", "dtype": "int32",
         "values": [LARGEST, LARGEST, SMALLEST, LARGEST],
     },
-    {"op": "set", "key": "@4/_segment.json", "at": ["parts", 0, "add", "arrays", "codes", "dtype"], "value": "int32"},
+    {
+        "op": "set", "key": "@4/_segment.json.zst", "at": ["parts", 0, "add", "arrays", "codes", "dtype"],
+        "value": "int32",
+    },
 ]  # fmt: skip
 """Differences that lead out of int32 from codes of either sign."""
 
@@ -87,8 +90,8 @@ def damaged(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Damaged]
 def _without_digests(root: Path) -> list[dict[str, Any]]:
     return [
         {"op": "set", "key": str(path.relative_to(root)), "at": ["parts", number, name], "value": None}
-        for path in root.glob("data/*/_segment.json")
-        for number in range(len(json.loads(path.read_bytes())["parts"]))
+        for path in root.glob("data/*/_segment.json.zst")
+        for number in range(len(json.loads(vectors.text_of(path.name, path.read_bytes()))["parts"]))
         for name in ("base_digest", "state_digest")
     ]
 

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from cnr_store import CorruptStore, Store, TableOptions
 from cnr_store.errors import MissingObject
 from cnr_store.format.commit_record import LogEntry
-from cnr_store.format.documents import canonical_json, sha256
+from cnr_store.format.documents import sha256
 from cnr_store.format.layout import MANIFEST, segment_key, segment_prefix
+from cnr_store.format.packed import pack
 from cnr_store.format.records import ChainEntry, PartEntry, TableSchema
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, array_specs, decode_block
@@ -328,7 +329,7 @@ def starting_from_anything(store: Store) -> ChainEntry:
     entry = store.head().record.chain[-1]
     manifest = store.snapshot().manifests[-1]
     parts = tuple(msgspec.structs.replace(part, base_digest=None) for part in manifest.parts)
-    data = canonical_json(msgspec.structs.replace(manifest, parts=parts))
+    data = pack(msgspec.structs.replace(manifest, parts=parts))
     store.storage.put(segment_key(entry.seg, MANIFEST), data)
     return msgspec.structs.replace(entry, sha256=sha256(data))
 
@@ -427,7 +428,7 @@ def test_only_what_is_needed_is_read() -> None:
         paths = [call.path for call in files.calls[start:] if call.operation == "read"]
         reads[holding] = paths
         sizes = [len(store.storage.read(path.split("/root/", 1)[1]) or b"") for path in paths]
-        assert sum("_segment.json" in path for path in paths) == 1
+        assert sum("_segment.json.zst" in path for path in paths) == 1
         assert not any("slots" in path for path in paths)
         assert updates.rows == (200 if holding.shard is None else 10)
         if holding.shard is None:

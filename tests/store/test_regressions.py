@@ -70,12 +70,12 @@ def test_a_table_may_be_named_like_the_receipt(store: Store) -> None:
     values = np.ones((2, 2), np.float32)
     with store.writer() as writer:
         with writer.begin(step=1) as txn:
-            txn.write_table("_receipt.json", values, options=TableOptions(scale=1.0))
+            txn.write_table("_receipt.json.zst", values, options=TableOptions(scale=1.0))
         with writer.begin(step=2) as txn:
-            txn.write_rows("_receipt.json", np.asarray([1]), values[1:])
+            txn.write_rows("_receipt.json.zst", np.asarray([1]), values[1:])
     compact_run(store, run=(0, 2))
 
-    assert np.array_equal(store.snapshot().table("_receipt.json").read(), values)
+    assert np.array_equal(store.snapshot().table("_receipt.json.zst").read(), values)
 
 
 def test_a_failed_full_that_gave_up_its_mirror_needs_a_restore_before_the_next_delta(store: Store) -> None:
@@ -135,7 +135,7 @@ import sys, threading
 from cnr_store.format.manifest import decode_manifest
 from cnr_store.store import Store
 store = Store.open({store.url!r})
-data = [store.storage.read(f"data/{{entry.seg}}/_segment.json") for entry in store.head().record.chain]
+data = [store.storage.read(f"data/{{entry.seg}}/_segment.json.zst") for entry in store.head().record.chain]
 sys.setswitchinterval(1e-6)
 gate = threading.Barrier(8)
 def decode(index):
@@ -314,7 +314,7 @@ def test_a_compaction_whose_work_was_given_up_and_deleted_is_abandoned() -> None
                 txn.write_rows("t", np.arange(4), np.full((4, 2), step, np.float32))
 
     def at_call(call: Call) -> None:
-        if call.operation == "read" and call.path.endswith("_receipt.json") and not is_deleted[0]:
+        if call.operation == "read" and call.path.endswith("_receipt.json.zst") and not is_deleted[0]:
             is_deleted[0] = True
             collect_garbage(other, grace_s=0, orphan_age_s=0, dry_run=False, force=True)
 

@@ -96,7 +96,7 @@ def test_opening_a_snapshot_reads_one_manifest_per_segment(deltas: int) -> None:
     snapshot = store.snapshot()
     opening = fs.calls[before:]
 
-    manifests = [call.path for call in opening if call.path.endswith("_segment.json")]
+    manifests = [call.path for call in opening if call.path.endswith("_segment.json.zst")]
     assert len(manifests) == len(set(manifests)) == deltas + 1 == len(snapshot.readers)
     assert len(opening) - len(manifests) == len(finding) <= 3
     assert {call.operation for call in opening} == {"read"}

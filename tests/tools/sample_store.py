@@ -13,8 +13,9 @@ import numpy.typing as npt
 from cnr_store import Store, TableOptions
 from cnr_store.format import arrays, layout
 from cnr_store.format.commit_record import decode_record, encode_record
-from cnr_store.format.documents import canonical_json, sha256
+from cnr_store.format.documents import sha256
 from cnr_store.format.manifest import decode_manifest
+from cnr_store.format.packed import pack
 from cnr_store.format.records import ArrayEntry, Manifest, ObjectEntry, RowListEntry
 from cnr_store.storage import object_digest
 
@@ -77,7 +78,7 @@ def forge_head(store: Store, change: Callable[[Manifest, Forgery], Manifest]) ->
     before = decode_manifest(data, key)
     forgery = Forgery(store, entry.seg, [item.path for item in before.objects])
     manifest = forgery.with_new_objects(change(before, forgery))
-    data = canonical_json(manifest)
+    data = pack(manifest)
     store.storage.put(key, data)
     size = len(data) + sum(item.size for item in manifest.objects)
     forged = msgspec.structs.replace(entry, sha256=sha256(data), bytes=size, rows=manifest.changed_rows)

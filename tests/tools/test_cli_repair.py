@@ -82,7 +82,7 @@ def test_after_a_spoilt_delta_the_store_goes_on_from_the_version_before_it_and_s
 
 
 def test_a_store_without_a_whole_version_ends_with_one(root: Path) -> None:
-    for manifest in root.glob("data/*/_segment.json"):
+    for manifest in root.glob("data/*/_segment.json.zst"):
         manifest.unlink()
 
     done = cnr("repair", root)

@@ -48,7 +48,7 @@ def test_damaged_object_ends_with_one_and_is_named(root: Path) -> None:
 
 
 def test_only_the_asked_version_is_read(root: Path) -> None:
-    next(root.glob("data/*4-*/_segment.json")).unlink()
+    next(root.glob("data/*4-*/_segment.json.zst")).unlink()
 
     assert cnr("verify", root, "--version", 4).code == 0
     assert cnr("verify", root, "--version", 5).code == 1

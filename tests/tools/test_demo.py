@@ -31,7 +31,7 @@ def checked(options: DemoOptions) -> DemoReport:
     record = store.snapshot().record
     assert report.kill.objects > 0
     assert report.kill.segment not in {item.seg for one in store.log() for item in one.chain}
-    assert not Path(options.store, "data", report.kill.segment, "_segment.json").exists()
+    assert not Path(options.store, "data", report.kill.segment, "_segment.json.zst").exists()
     assert report.kill.committed_step == report.restored_step
     assert report.checkpoints[0].kind == "full"
     assert [one.step for one in report.checkpoints] == sorted({one.step for one in report.checkpoints})

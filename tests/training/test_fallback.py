@@ -68,7 +68,7 @@ def damage_chunk(root: Path) -> str:
 
 
 def remove_manifest(root: Path) -> str:
-    path = newest_segment(root) / "_segment.json"
+    path = newest_segment(root) / "_segment.json.zst"
     path.unlink()
     return path.relative_to(root).as_posix()
 
@@ -291,7 +291,7 @@ class Job:
                 one.key for one in store.storage.list_objects(f"data/{segment}") if pattern in one.key
             )  # fmt: skip
         path = f"/root/{key}"
-        if pattern.endswith("_segment.json"):
+        if pattern.endswith("_segment.json.zst"):
             self.files.rm_file(path)
         else:
             data = bytearray(self.files.cat_file(path))
@@ -300,7 +300,7 @@ class Job:
         return key
 
 
-@pytest.mark.parametrize("pattern", ["t1.weight/add/codes/c/", "t0.weight/add/codes/c/", "_segment.json", "torn"])
+@pytest.mark.parametrize("pattern", ["t1.weight/add/codes/c/", "t0.weight/add/codes/c/", "_segment.json.zst", "torn"])
 def test_damage_that_one_rank_sees_takes_all_ranks_back_to_one_version(
     monkeypatch: pytest.MonkeyPatch, pattern: str
 ) -> None:

@@ -28,8 +28,8 @@ pytestmark = pytest.mark.slow
 
 KILLS: dict[str, tuple[int, str, int, When, int]] = {
     "chunk": (2, "/add/codes/c/", 1, "before", 1),
-    "receipt": (2, "/_receipt.json", 2, "after", 1),
-    "manifest": (0, "/_segment.json", 3, "after", 2),
+    "receipt": (2, "/_receipt.json.zst", 2, "after", 1),
+    "manifest": (0, "/_segment.json.zst", 3, "after", 2),
     "commit": (0, "create commits/", 4, "before", 2),
     "committed": (0, "create commits/", 3, "after", 2),
 }
@@ -75,7 +75,7 @@ class Calm:
 
     def of_saves(self, rank: int) -> int:
         """How many calls the saves of `STEPS` steps take."""
-        last_put = "_receipt.json" if rank else "_segment.json"
+        last_put = "_receipt.json.zst" if rank else "_segment.json.zst"
         ends = [index for index, call in enumerate(self.calls[rank]) if last_put in call and "put" in call]
         last = ends[STEPS - 1]
         return last + 1 if rank else next(i for i in range(last, len(self.calls[0])) if "hint" in self.calls[0][i]) + 1
@@ -240,7 +240,7 @@ def test_a_rank_whose_mirror_is_damaged_is_refused_on_all_ranks_until_a_restore(
 
 
 def test_a_rank_that_is_too_slow_ends_the_save_on_all_ranks(launcher: Launcher, calm: Calm, tmp_path: Path) -> None:
-    index = calm.index(3, "/_receipt.json", 2)
+    index = calm.index(3, "/_receipt.json.zst", 2)
 
     codes = launcher.run(tmp_path, "slow", slow=[3, index, "before"], sleep_s=13, timeout_s=6)
 

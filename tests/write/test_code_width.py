@@ -12,6 +12,7 @@ import pytest
 
 from cnr_store import CompactionPolicy, CorruptStore, Store, TableOptions, verify_store
 from cnr_store.format.manifest import decode_manifest
+from cnr_store.format.packed import pack
 from cnr_store.format.records import INT8_CODES, Manifest, RowListEntry
 from cnr_store.maintenance.compaction import compact_run
 from cnr_store.types import Float32s, Profile, Rectangle
@@ -189,4 +190,4 @@ def test_int8_elsewhere_is_refused(tmp_path: Path, where: str) -> None:
     arrays["codes" if where == "add" else where]["dtype"] = "int8"
 
     with pytest.raises(CorruptStore, match="int8"):
-        decode_manifest(msgspec.json.encode(msgspec.convert(document, Manifest)), "key")
+        decode_manifest(pack(msgspec.convert(document, Manifest)), "key")

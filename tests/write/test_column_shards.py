@@ -12,8 +12,8 @@ import pytest
 from cnr_store import BadInput, CorruptStore, Store, Unsupported, verify_store
 from cnr_store.errors import BadShape
 from cnr_store.format.chain_checks import chain_problems
-from cnr_store.format.documents import canonical_json
 from cnr_store.format.manifest import decode_manifest
+from cnr_store.format.packed import pack
 from cnr_store.format.records import Manifest
 from cnr_store.read.plan import by_columns, expected_digest, plan_table
 from cnr_store.storage import storage_from_filesystem
@@ -243,11 +243,11 @@ def test_parts_that_overlap_or_cut_a_hashed_table_are_refused() -> None:
     ]
     schema = msgspec.structs.replace(manifest.tables[TABLE], keys="hashed", num_rows=0)
 
-    decode_manifest(canonical_json(manifest), "manifest")
+    decode_manifest(pack(manifest), "manifest")
     with pytest.raises(CorruptStore, match="overlap"):
-        decode_manifest(canonical_json(msgspec.structs.replace(manifest, parts=tuple(moved))), "manifest")
+        decode_manifest(pack(msgspec.structs.replace(manifest, parts=tuple(moved))), "manifest")
     with pytest.raises(CorruptStore, match="of a hashed table"):
-        decode_manifest(canonical_json(msgspec.structs.replace(manifest, tables={TABLE: schema})), "manifest")
+        decode_manifest(pack(msgspec.structs.replace(manifest, tables={TABLE: schema})), "manifest")
 
 
 def test_ranks_without_rows_cut_nothing() -> None:

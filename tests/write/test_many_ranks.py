@@ -425,7 +425,7 @@ def test_on_restore_each_rank_reads_the_chunks_of_its_rectangle_alone() -> None:
         assert sum(sizes) > 0
         assert all(count == 1 for count in Counter(path for of_rank in chunks for path in of_rank).values())
         assert max(sizes) <= 1.1 * share * sum(sizes)
-        assert Counter(path.rsplit("/", 1)[1] for path in others).keys() <= {"_segment.json"}
+        assert Counter(path.rsplit("/", 1)[1] for path in others).keys() <= {"_segment.json.zst"}
         assert len(others) == len(placements)
 
 
@@ -784,10 +784,10 @@ def test_a_commit_of_four_ranks_costs_their_objects_and_a_receipt_of_each_that_d
     per_part = 2 + 2 * 2  # two groups; metadata and a chunk of the rows and of the codes
     assert [len(of_rank) for of_rank in puts] == [per_part + 1 + 1 + 1, per_part + 1, 1, 1]
     assert len(segment.objects) == 2 * per_part
-    assert [of_rank.count("_receipt.json") for of_rank in puts] == [0, 1, 1, 1]
-    assert {record, "_segment.json", "latest.json"} <= set(puts[0])
-    assert sorted(reads[0]) == ["_receipt.json"] * 3
-    assert [sorted(of_rank) for of_rank in reads[1:]] == [sorted([record, "_segment.json"])] * 3
+    assert [of_rank.count("_receipt.json.zst") for of_rank in puts] == [0, 1, 1, 1]
+    assert {record, "_segment.json.zst", "latest.json"} <= set(puts[0])
+    assert sorted(reads[0]) == ["_receipt.json.zst"] * 3
+    assert [sorted(of_rank) for of_rank in reads[1:]] == [sorted([record, "_segment.json.zst"])] * 3
 
 
 def test_rank_zero_learns_alone_that_its_commit_lost() -> None:

@@ -31,8 +31,9 @@ from cnr_store.errors import (
     VersionNotFound,
 )
 from cnr_store.format.commit_record import sealed
-from cnr_store.format.documents import canonical_json, sha256
+from cnr_store.format.documents import sha256
 from cnr_store.format.layout import IDENTITY, commit_key, segment_key
+from cnr_store.format.packed import pack, unpack
 from cnr_store.segment.shards import Shard
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import MAX_CHAIN
@@ -590,7 +591,7 @@ def objects(world: World) -> list[str]:
     """Keys of the objects that reading every table and tensor needs: chunks, and the manifest."""
     reader = world.store.snapshot().readers[-1]
     names = [entry.path for entry in reader.manifest.objects if "/c/" in entry.path]
-    return [segment_key(reader.name, name) for name in ("_segment.json", *names)]
+    return [segment_key(reader.name, name) for name in ("_segment.json.zst", *names)]
 
 
 def read_all(world: World) -> None:
@@ -694,10 +695,10 @@ def with_manifest(world: World, change: Callable[[dict[str, Any]], None]) -> Non
     """Alter the newest manifest and make the record name its new digest: what a hostile writer could do."""
     version = world.store.latest_version()
     record = json.loads(world.read(commit_key(version)))
-    key = segment_key(record["chain"][-1]["seg"], "_segment.json")
-    manifest = json.loads(world.read(key))
+    key = segment_key(record["chain"][-1]["seg"], "_segment.json.zst")
+    manifest = json.loads(unpack(world.read(key), key))
     change(manifest)
-    data = canonical_json(manifest)
+    data = pack(manifest)
     world.write(key, data)
     lists = [part[name] for part in manifest.get("parts", ()) for name in ("add", "set", "delete", "escape")]
     record["chain"][-1] |= {
@@ -748,7 +749,7 @@ def test_a_hostile_manifest_is_refused_before_memory_is_taken(world: World, case
     with_manifest(world, HOSTILE[case])
     with pytest.raises(CorruptStore) as caught:
         world.open().snapshot()
-    assert "_segment.json" in str(caught.value)
+    assert "_segment.json.zst" in str(caught.value)
 
 
 def test_a_stream_that_holds_more_than_its_chunk_is_refused(world: World) -> None:

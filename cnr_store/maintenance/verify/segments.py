@@ -15,6 +15,7 @@ from cnr_store.errors import AccessDenied, CnrStoreError, CorruptObject
 from cnr_store.format import arrays, document_tree, layout
 from cnr_store.format.documents import JSON, decode_document, loads
 from cnr_store.format.limits import MAX_MANIFEST_BYTES, MAX_TREE_NESTING
+from cnr_store.format.packed import unpack
 from cnr_store.format.records import (
     ArrayEntry,
     ChainEntry,
@@ -232,7 +233,7 @@ def _check_receipt(storage: Storage, key: str, manifest: Manifest) -> None:
     data = storage.read_document(key, MAX_MANIFEST_BYTES)
     if data is None:
         return
-    receipt = decode_document(data, Receipt, key)
+    receipt = decode_document(unpack(data, key), Receipt, key)
     same = receipt.txn == manifest.txn and set(receipt.objects) <= set(manifest.objects)
     if not same or any(part not in manifest.parts for part in receipt.parts):
         raise CorruptObject(f"{key} differs from the segment's manifest; no reader needs it")

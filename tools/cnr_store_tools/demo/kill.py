@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from cnr_store import Store
 from cnr_store_tools.demo.processes import WorkerProcess
 
-MANIFEST = "_segment.json"
+MANIFEST = "_segment.json.zst"
 POLL_S = 0.0005
 
 

@@ -1,0 +1,78 @@
+"""Documents of segments as stored: one zstd frame that states its size, refused before memory is taken for it."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cnr_store.errors import CorruptStore
+from cnr_store.format import packed
+from cnr_store.format.documents import canonical_json
+from cnr_store.format.limits import MAX_MANIFEST_BYTES
+from cnr_store.format.packed import content_size, pack, unpack
+from format_spec.reader import cnr_read
+
+TREES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=9),
+    lambda inside: st.lists(inside, max_size=4) | st.dictionaries(st.text(max_size=9), inside, max_size=4),
+)
+SOME = range(1, MAX_MANIFEST_BYTES + 1)
+SIZES = [(0x20, 1), (0x60, 2), (0xA0, 4), (0xE0, 8)]
+"""Descriptors of frames of a single segment, and how many bytes their content size has."""
+
+
+@given(st.dictionaries(st.text(max_size=9), TREES, max_size=4), st.integers(0, 70_000))
+def test_what_is_packed_is_unpacked_again(document: dict[str, object], more: int) -> None:
+    document["more"] = "x" * more
+
+    stored = pack(document)
+
+    assert unpack(stored, "here") == canonical_json(document) == cnr_read.unzstd(stored, SOME, "corrupt_store", "here")
+    assert json.loads(unpack(stored, "here")) == document
+    assert content_size(memoryview(stored)) == len(canonical_json(document))
+
+
+@pytest.mark.parametrize(("descriptor", "width"), SIZES[2:])
+@pytest.mark.parametrize("size", [MAX_MANIFEST_BYTES + 1, 2**32 - 1])
+def test_a_frame_is_refused_before_memory_is_taken_for_it(descriptor: int, width: int, size: int) -> None:
+    frame = bytes([0x28, 0xB5, 0x2F, 0xFD, descriptor]) + size.to_bytes(width, "little") + b"\1\0\0"
+
+    tracemalloc.start()
+    with pytest.raises(CorruptStore, match="here"):
+        unpack(frame, "here")
+    with pytest.raises(cnr_read.Refused):
+        cnr_read.unzstd(frame, SOME, "corrupt_store", "here")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert peak < 1 << 20
+
+
+@pytest.mark.parametrize(("descriptor", "width"), SIZES)
+def test_a_frame_that_holds_another_size_than_it_states_is_refused(descriptor: int, width: int) -> None:
+    size = 300 - 256 * (width == 2) if width > 1 else 44
+    text = b"7" * (300 if width > 1 else 44)
+    block = (1 | len(text) << 3).to_bytes(3, "little") + text  # the last one, raw
+    frame = bytes([0x28, 0xB5, 0x2F, 0xFD, descriptor]) + size.to_bytes(width, "little") + block
+
+    assert unpack(frame, "here") == text
+    for other in (frame[:-1], frame + b"x", frame + frame, frame[:5] + (size - 1).to_bytes(width, "little") + block):
+        with pytest.raises(CorruptStore, match="here"):
+            unpack(other, "here")
+
+
+@pytest.mark.parametrize("frame", [b"", b"{}", b"\x28\xb5\x2f\xfd", b"\x28\xb5\x2f\xfd\x00\x58\x01\x00\x00"])
+def test_what_states_no_size_is_refused(frame: bytes) -> None:
+    with pytest.raises(CorruptStore, match="here"):
+        unpack(frame, "here")
+
+
+def test_a_document_that_no_reader_would_take_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "MAX_MANIFEST_BYTES", 100)
+
+    with pytest.raises(packed.BadInput, match="at most 100"):
+        pack({"a": "x" * 100})
