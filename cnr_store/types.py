@@ -15,7 +15,6 @@ import numpy.typing as npt
 RowId = NewType("RowId", int)
 VersionId = NewType("VersionId", int)
 
-Profile = Literal["compact", "portable"]
 TableDtype = Literal["float32", "float16", "bfloat16"]
 EncodingName = Literal["raw", "affine", "lattice", "float_bits"]
 AffineBits = Literal[2, 3, 4, 8]

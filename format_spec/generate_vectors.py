@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cnr_store.encodings import affine, digest, float_bits, packing
+from cnr_store.encodings import affine, digest, float_bits, packing, reference
 from cnr_store.format.documents import canonical_json
 from cnr_store.format.layout import encode_name
 
@@ -21,6 +21,18 @@ PATH = Path(__file__).parent / "golden" / "encodings.json"
 VALUES = [0.0, -0.0, 0.5, -0.5, 1.5, 2.5, 0.1, -0.3, 1e-45, 3.4028234663852886e38, 65519.0, -1.0000001]
 NAMES = ["user", "model.ebc/user:0", "..", "__x", "zarr.json", "_receipt.json.zst", "größe", "a b%"]
 FLOATS = [0.0, -0.0, 1.0, 0.1, 1e-4, 1.5e-5, 9.5e-6, 1.5e-7, 1e15, 9999999999999998.0, 1e16, 1.25e17, 5e-324]
+
+DIGITS: list[tuple[tuple[int, ...], str, list[int]]] = [
+    ((), "int16", [0, 0, 0]),
+    ((3,), "int16", [-1, 0, 1, 1, 0, -1, 1]),
+    ((16, 5), "int16", [-42, -3, 0, 2, 37, 1, 1, -1]),
+    ((256, 16), "int16", [-2056, -9, -8, 0, 7, 8, 2039]),
+    ((16, 256, 16), "int16", [-32768, 32767, 0, -1, 2040]),
+    ((256, 256, 256, 256), "int32", [-(2**31), 2**31 - 1, 0, -1]),
+    ((7, 2), "int32", [-7, 6, 0, -1, 1]),
+    ((256,) * 8, "int64", [-(2**63), 2**63 - 1, 0, 1]),
+]
+"""Bases, dtype and values of section 4.2."""
 
 
 def hexes(array: Any) -> list[str]:
@@ -39,6 +51,7 @@ def vectors() -> dict[str, Any]:
                     "decoded": hexes(np.float32(0.25) * codes.astype(np.float32))},
         "float_bits": [],
         "packed": [],
+        "digits": [],
         "affine": [],
         "names": {name: encode_name(name) for name in NAMES},
         "canonical": {"value": {"b": FLOATS, "a": {"ü": "\u0001\n/\"", "Z": None}},
@@ -54,6 +67,10 @@ def vectors() -> dict[str, Any]:
             {"dtype": "float32", "mantissa_bits": bits, "values": hexes(values), "codes": encoded.reshape(-1).tolist(),
              "decoded": hexes(float_bits.decode(encoded, bits))}
         )  # fmt: skip
+    for bases, dtype, chosen in DIGITS:
+        integers = np.asarray(chosen, dtype)
+        planes = reference.digit_planes(integers, bases).tobytes().hex()
+        found["digits"].append({"dtype": dtype, "bases": list(bases), "values": chosen, "bytes": planes})
     for width in (2, 3, 4, 8):
         unpacked = (np.arange(16, dtype=np.uint8).reshape(1, 16) * 37 % 251).astype(np.uint8) & np.uint8(2**width - 1)
         packed = np.empty((1, packing.packed_width(16, width)), np.uint8)

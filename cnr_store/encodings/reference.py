@@ -132,3 +132,34 @@ def digest(codes: Integers, rows: npt.NDArray[np.int64], multipliers: npt.NDArra
         if presence:
             total += splitmix64(key ^ presence)
     return total & _MASK
+
+
+def digit_planes(values: Integers, bases: tuple[int, ...]) -> npt.NDArray[np.uint8]:
+    """Return the planes of the digits of ``values`` (n,), one behind the other, the top one first."""
+    rest = [int(value) for value in values]
+    planes = []
+    for base in reversed(bases):
+        shifted = [value + base // 2 for value in rest]
+        rest = [value // base for value in shifted]
+        per = max(count for count in range(1, 9) if base**count <= 256)
+        size = -(-len(shifted) // per)
+        plane = [0] * size
+        for position, value in enumerate(shifted):
+            plane[position % size] += value % base * base ** (position // size)
+        planes.append(plane)
+    return np.array([byte for plane in reversed(planes) for byte in plane], np.uint8)
+
+
+def digit_values(planes: npt.NDArray[np.uint8], bases: tuple[int, ...], values: Integers) -> Integers:
+    """Return what `digit_planes` made of as many values, in the dtype of ``values``, modulo its width."""
+    found, start = [0] * values.size, 0
+    for base in bases:
+        per = max(count for count in range(1, 9) if base**count <= 256)
+        size = -(-values.size // per)
+        plane = planes[start : start + size].tolist()
+        start += size
+        for position in range(values.size):
+            digit = plane[position % size] // base ** (position // size) % base
+            found[position] = found[position] * base + digit - base // 2
+    width = 8 * values.itemsize
+    return np.array([(v + (1 << width - 1)) % (1 << width) - (1 << width - 1) for v in found], values.dtype)

@@ -17,10 +17,10 @@ from cnr_store.errors import BadName, CorruptRecord, UnknownFeature
 from cnr_store.format.documents import canonical_json, loads, sha256
 from cnr_store.format.layout import check_name
 from cnr_store.format.limits import MAX_RECORD_BYTES
-from cnr_store.format.records import INT8_CODES, ROW_ORDER, CommitRecord, Lists, Pin
+from cnr_store.format.records import CommitRecord, Lists, Pin
 from cnr_store.types import MAX_CHAIN
 
-KNOWN_READER_FEATURES: frozenset[str] = frozenset({INT8_CODES, ROW_ORDER})
+KNOWN_READER_FEATURES: frozenset[str] = frozenset()
 KNOWN_WRITER_FEATURES: frozenset[str] = frozenset()
 RESERVED_FEATURES: frozenset[str] = frozenset({"row_classes"})
 _RAW = msgspec.json.Decoder(dict[str, Any])

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import msgspec
-
 from cnr_store.errors import BadName, CorruptObject, CorruptStore, NewerFormat
 from cnr_store.format.documents import decode_document, sha256
 from cnr_store.format.manifest_checks import entry_problems, manifest_problems
 from cnr_store.format.packed import unpack
 from cnr_store.format.records import (
-    INT8_CODES,
     MAJOR,
-    ROW_ORDER,
     ChainEntry,
     Manifest,
     PartEntry,
@@ -37,18 +33,6 @@ def stated_digest(parts: Iterable[PartEntry], rectangle: Rectangle) -> int | Non
             covered += (end - start) * (high - low)
             total += int(part.state_digest, 16)
     return total % (1 << 64) if covered == rectangle.area else None
-
-
-def needed_reader_features(manifest: Manifest) -> tuple[str, ...]:
-    """Return the reader features that the segment's own arrays need. Pure."""
-    found = set()
-    for row_list in (one for part in manifest.parts for one in (part.add, part.set) if one is not None):
-        for entry in row_list.arrays.values():
-            if entry.dtype == "int8":
-                found.add(INT8_CODES)
-            if entry.order is not msgspec.UNSET:
-                found.add(ROW_ORDER)
-    return tuple(sorted(found))
 
 
 def decode_manifest(data: bytes, where: str) -> Manifest:

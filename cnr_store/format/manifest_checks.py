@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from cnr_store.format import arrays
 from cnr_store.format.layout import check_name, segment_name
 from cnr_store.format.limits import CHUNK_BYTES, MAX_CHUNK_BYTES, MAX_ELEMENTS, MAX_SCALE, MIN_SCALE
 from cnr_store.format.records import (
@@ -31,6 +32,7 @@ from cnr_store.types import Affine, FloatBits, Lattice
 
 _CARRIERS = {"float32": "float32", "float16": "float16", "bfloat16": "uint16"}
 _STORED_AS = {"bfloat16": "uint16", "bool": "uint8"}
+_INTEGERS = ("int16", "int32", "int64")
 _NO_BYTES = xxhash.xxh3_128_hexdigest(b"")
 _MANTISSA_BITS = {"float32": range(24), "float16": range(10, 11), "bfloat16": range(7, 8)}
 
@@ -156,8 +158,7 @@ def _expected_arrays(schema: TableSchema, operation: str, width: int) -> dict[st
             expected["codes"] = (("uint8",), (width + 7) // 8 * encoding.bits)
             expected["scale"] = expected["zero_point"] = ((encoding.param_dtype,), None)
         elif isinstance(encoding, Lattice | FloatBits):
-            is_narrow = name == "codes" and operation == "set" and isinstance(encoding, Lattice)
-            expected[name] = (("int8", "int16", "int32") if is_narrow else ("int16", "int32"), columns)
+            expected[name] = (("int16", "int32"), columns)
         else:
             expected[name] = ((_CARRIERS[dtype],), columns)
     return expected
@@ -223,14 +224,14 @@ def _order_problems(manifest: Manifest) -> Iterator[str]:
     ]
     lists += [(f"dense array {array.path}", "", {"dense": array}) for array in manifest.dense_arrays]
     seen: set[str] = set()
-    for where, operation, arrays in lists:
-        for name, array in arrays.items():
+    for where, operation, named in lists:
+        for name, array in named.items():
             if array.path in seen:
                 yield f"{where}: {array.path} is another array too"
             seen.add(array.path)
             if array.order is msgspec.UNSET:
                 continue
-            keys = next((one for one in arrays.values() if one.path == array.order), None)
+            keys = next((one for one in named.values() if one.path == array.order), None)
             is_key = keys is not None and (keys.dtype, len(keys.shape)) == ("int16", 1)
             if (operation, name) != ("add", "codes") or not is_key:
                 yield f"{where}: the rows of array {name!r} lie in the order of {array.order!r}"
@@ -254,10 +255,13 @@ def _array_problems(array: ArrayEntry, known: Inventory, most_bytes: int) -> Ite
         return
     if f"{array.path}/zarr.json" not in known:
         yield f"array {array.path} has no document in the inventory"
-    suffix = "/0" if len(array.shape) == 2 else ""
+    is_integer = array.dtype in _INTEGERS if array.codec == "digits" else array.dtype == "int64"
+    if array.codec != "bytes" and not is_integer:
+        yield f"array {array.path} of {array.dtype} has codec {array.codec}"
+    size = arrays.chunk_bytes(array)
     least, most = (size + 4, size + 4) if array.codec == "bytes" else (4, size + size // 4 + 4096)
     for k in range(count):
-        chunk = known.get(f"{array.path}/c/{k}{suffix}")
+        chunk = known.get(arrays.chunk_path(array, k))
         if chunk is None:
             yield f"chunk {k} of array {array.path} is not in the inventory"
         elif not least <= chunk.size <= most:

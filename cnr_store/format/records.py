@@ -38,24 +38,19 @@ from cnr_store.format.fields import (
     Text,
 )
 from cnr_store.format.limits import MAX_LAYERS, MAX_SLOTS
-from cnr_store.types import MAX_CHAIN, Encoding, JsonValue, Profile, TableDtype
+from cnr_store.types import MAX_CHAIN, Encoding, JsonValue, TableDtype
 
 FORMAT = "cnr-store"
 MAJOR = 1
 MINOR = 0
-
-INT8_CODES = "int8_codes"
-"""Reader feature of records in whose chain codes are stored as int8."""
-
-ROW_ORDER = "row_order"
-"""Reader feature of records in whose chain the rows of codes lie in the order of a slot."""
 
 RecordKind = Literal[
     "init", "fence", "full", "delta", "compact", "rollback", "tag", "untag", "channel", "expire", "fork", "close"
 ]
 
 SegmentKind = Literal["baseline", "delta"]
-CodecName = Literal["pcodec", "zstd", "bytes"]
+CodecName = Literal["bytes", "digits", "gaps"]
+"""How a chunk is stored (spec, section 4.2): as it is; as digits of its integers; as digits of their differences."""
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +63,6 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     created_ms: Count
     hash: Literal["sha256"]
     exclusive_create: Literal["verified", "unsafe_single_writer"]
-    profile: Profile
 
 
 class ChainEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -211,7 +205,9 @@ class TableSchema(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ArrayEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One Zarr array; ``path`` is relative to the segment, chunks are (chunk_rows, full width).
+    """One array; ``path`` is relative to the segment, chunks are (chunk_rows, full width).
+
+    ``dtype`` and ``shape`` are those of its values, whatever the ``codec`` stores.
 
     ``order`` is the path of the array of the same row list whose values, ascending, the rows of each chunk follow; left
     out where they follow the row ids.
@@ -297,7 +293,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """``_segment.json.zst``: the whole segment; opening a snapshot reads one of these per segment."""
 
     format: Positive
-    profile: Profile
     txn: Hex32
     base: Count
     kind: SegmentKind

@@ -180,7 +180,8 @@ class SegmentReader:
             return out
         path = arrays.chunk_path(entry, index)
         out = scratch.take(arrays.chunk_shape(entry), np.dtype(entry.dtype))
-        arrays.decode_chunk(entry, self.read_object(path), out, layout.segment_key(self.name, path))
+        memory = scratch.spare.take((arrays.chunk_bytes(entry),), np.dtype(np.uint8))
+        arrays.decode_chunk(entry, self.read_object(path), out, layout.segment_key(self.name, path), memory)
         return out[: min(entry.chunk_rows, entry.shape[0] - index * entry.chunk_rows)]
 
     def read_rows(self, row_list: RowListEntry, index: int, scratch: Scratch) -> RowIds:

@@ -13,22 +13,21 @@ from typing import Any
 import numpy as np
 
 from cnr_store.segment.codes import ArraySpec
-from cnr_store.types import Profile
 
 LEAST_CODES = 1 << 16
 """Below it rows stay as they are: there is little to gain, and one more object to read."""
 
 
 def order_of(
-    operation: str, specs: Mapping[str, ArraySpec], dtypes: Mapping[str, np.dtype[Any]], count: int, profile: Profile
+    operation: str, specs: Mapping[str, ArraySpec], dtypes: Mapping[str, np.dtype[Any]], count: int
 ) -> str | None:
     """Return the name of the array in whose order the codes of a row list of ``count`` rows are stored, or None. Pure.
 
-    The first one-dimensional slot whose differences fit int16, for differences of codes in profile ``compact``;
-    ``portable`` keeps codes beside their ids for any Zarr reader. ``dtypes`` are those that the list is stored in.
+    The first one-dimensional slot whose differences fit int16, for differences of codes. ``dtypes`` are those that the
+    list is stored in.
     """
     codes = specs.get("codes")
-    if operation != "add" or profile != "compact" or codes is None or not codes.is_additive:
+    if operation != "add" or codes is None or not codes.is_additive:
         return None
     if count * codes.width < LEAST_CODES or codes.width < 2:
         return None

@@ -27,7 +27,7 @@ from cnr_store.format.packed import pack
 from cnr_store.format.records import ArrayEntry, DenseEntry, Manifest, ObjectEntry, PartEntry, Receipt, RowListEntry
 from cnr_store.runtime.threads import Throttle, Workers
 from cnr_store.storage import Storage, object_digest
-from cnr_store.types import JsonValue, Profile, Rectangle
+from cnr_store.types import JsonValue, Rectangle
 
 logger = logging.getLogger(__name__)
 
@@ -76,11 +76,8 @@ class RowList:
 class SegmentWriter:
     """One writer's side of a segment. Blocking; puts run on ``workers``."""
 
-    def __init__(
-        self, storage: Storage, name: str, *, profile: Profile, folder: str, workers: Workers, throttle: Throttle
-    ) -> None:
+    def __init__(self, storage: Storage, name: str, *, folder: str, workers: Workers, throttle: Throttle) -> None:
         self.name = name
-        self.profile = profile
         self.folder = folder
         self._storage = storage
         self._workers = workers
@@ -118,7 +115,6 @@ class SegmentWriter:
                 (row_list.count,) if width is None else (row_list.count, width),
                 dtype,
                 chunk_rows,
-                self.profile,
             )
             for name, (dtype, width) in row_list.widths.items()
         }
@@ -218,7 +214,6 @@ class SegmentWriter:
             offset += tensor.size
         pack = np.concatenate([tensor.reshape(-1) for _, tensor in tensors])
         rows = arrays.chunk_rows_for(offset, dtype.itemsize)
-        # Floats are stored as bytes and model weights as integers are rare: never pcodec, so any Zarr reader opens it.
         entry = ArrayEntry(
             path=path, dtype=cast(ArrayDtype, dtype_name), shape=(offset,), chunk_rows=rows, codec="bytes"
         )

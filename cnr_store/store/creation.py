@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from typing import get_args
 
 from cnr_store.errors import NotAStore, StorageFailure, StoreExists
 from cnr_store.format import arrays, layout
@@ -16,26 +15,23 @@ from cnr_store.log.author import writer_info
 from cnr_store.log.clock import check_clock, wall_ms
 from cnr_store.log.commit_log import CommitLog
 from cnr_store.log.rebase import draft_init
-from cnr_store.runtime.arguments import checked_choice
 from cnr_store.storage import CreateOutcome, Storage
-from cnr_store.types import Profile
 
 
-def create_identity(storage: Storage, profile: Profile) -> Identity:
+def create_identity(storage: Storage) -> Identity:
     """Create ``cnr.json`` and the Zarr group of a root that holds no store. Blocks; a few requests.
 
     Raises
     ------
     BadInput, StoreExists, UnsafeBackend, WrongClock, AccessDenied, StorageFailure
     """
-    checked_choice("profile", profile, get_args(Profile))
     beginning.check_vacant(storage)
     now_ms = wall_ms()
     check_clock(storage, now_ms, may_be_behind=True)
     if storage.is_exclusive:
         storage.probe()
     identity = Identity(
-        format=FORMAT, major=MAJOR, minor=MINOR, hash="sha256", profile=profile,
+        format=FORMAT, major=MAJOR, minor=MINOR, hash="sha256",
         store_uuid=uuid.uuid4().hex, created_ms=now_ms,
         exclusive_create="verified" if storage.is_exclusive else "unsafe_single_writer",
     )  # fmt: skip

@@ -24,7 +24,6 @@ from cnr_store.store.internals import StoreInternals
 from cnr_store.store.refs import Refs
 from cnr_store.store.versions import Versions
 from cnr_store.store.writing import open_writer
-from cnr_store.types import Profile
 from cnr_store.write.mirrors import MirrorMode
 from cnr_store.write.writer import Writer
 from cnr_store.write.writer_state import Succession
@@ -56,7 +55,7 @@ class Store:
 
     @classmethod
     def create(
-        cls, url: str, *, storage_options: Mapping[str, Any] | None = None, profile: Profile = "compact",
+        cls, url: str, *, storage_options: Mapping[str, Any] | None = None,
         fsync: bool = True, unsafe_single_writer: bool = False, threads: int | None = None,
     ) -> Store:  # fmt: skip
         """Create a store; the URL's folder must hold none.
@@ -67,8 +66,6 @@ class Store:
             Any fsspec URL, or a local path.
         storage_options
             Passed to fsspec; they appear in no record, log or error.
-        profile
-            ``compact`` (pcodec) or ``portable`` (core Zarr codecs only).
         fsync
             Whether local files are made durable before a commit.
         unsafe_single_writer
@@ -82,15 +79,12 @@ class Store:
         storage = open_storage(
             url, storage_options=storage_options, fsync=fsync, unsafe_single_writer=unsafe_single_writer
         )
-        return cls.create_on(storage, profile=profile, threads=threads)
+        return cls.create_on(storage, threads=threads)
 
     @classmethod
-    def create_on(
-        cls, storage: Storage, *, profile: Profile = "compact", threads: int | None = None,
-        retry: RetryPolicy | None = None,
-    ) -> Store:  # fmt: skip
+    def create_on(cls, storage: Storage, *, threads: int | None = None, retry: RetryPolicy | None = None) -> Store:
         """Create a store on opened storage; see `create`. ``retry`` bounds how long an unclear commit is pursued."""
-        identity = create_identity(storage, profile)
+        identity = create_identity(storage)
         store = cls(storage, identity, threads=threads, retry=retry)
         begin_log(store.internals.log, canonical_json(identity))
         return store

@@ -56,7 +56,7 @@ def open_writer(
     return Writer(
         WriterState(
             WriterSetup(
-                internals.storage, internals.log, internals.identity.profile, info, internals.workers,
+                internals.storage, internals.log, info, internals.workers,
                 Throttle(bytes_per_s), ranks,
                 RankShards(
                     ranks.rank, None if shards is None else placements[ranks.rank], shapes, column_cuts(placements)

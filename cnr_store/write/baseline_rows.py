@@ -20,7 +20,6 @@ from cnr_store.segment.codes import (
     ABSENT,
     CODED,
     ESCAPED,
-    TASK_ROWS,
     Allocate,
     Array,
     ArraySpec,
@@ -30,7 +29,6 @@ from cnr_store.segment.codes import (
 from cnr_store.segment.shards import whole_of
 from cnr_store.segment.writer import Blocks, RowList
 from cnr_store.types import MAX_CODE, Affine, Lattice, Rectangle, RowIds
-from cnr_store.write.code_width import LARGEST_INT8, sample_blocks, stored_dtype
 from cnr_store.write.delta_rows import StagedRows
 from cnr_store.write.encode import (
     ENCODE_ROWS,
@@ -185,20 +183,7 @@ def _scan(
     if held is not None and held.dtype == np.int16 and largest > _INT16_MAX and mirror is not None:
         mirror.widen(spec.name)
         workers.run(partial(scan, a, b) for a, b in ranges)
-    sample = None
-    if spec.name == "codes" and largest <= LARGEST_INT8:
-        pieces = [_encoded(spec, values, mirror, a, b) for a, b in sample_blocks(len(flags), spec.width)]
-        sample = np.concatenate(pieces) if pieces else None
-    return stored_dtype(min(largest, MAX_CODE), len(flags) * spec.width, sample)
-
-
-def _encoded(spec: ArraySpec, values: Any, mirror: TableCodes | None, start: int, stop: int) -> npt.NDArray[np.int16]:
-    """The codes of some rows, known to fit; zeros for rows that cannot be encoded."""
-    if mirror is not None and spec.name in mirror.arrays:
-        return np.asarray(mirror.arrays[spec.name][start:stop], np.int16)
-    out = np.empty((stop - start, spec.width), np.int16)
-    scan_block(spec, _block_of(values, start, stop), out, np.zeros(stop - start, np.uint8))
-    return out
+    return widths.narrowest(min(largest, MAX_CODE))
 
 
 def _table_rows(
@@ -258,18 +243,7 @@ def _overlaid_dtype(name: str, mirror: TableCodes, staged: StagedRows | None) ->
         codes = columns_of(item.arrays[name]).astype(np.int32)
         base = held[item.rows - mirror.start].astype(np.int32) if item is staged.lists.get("add") else 0  # type: ignore[union-attr]
         limit = max(limit, int(np.abs(codes + base).max(initial=0)))
-    if name != "codes" or limit > LARGEST_INT8 or not isinstance(mirror.specs[name].encoding, Lattice):
-        return widths.narrowest(limit)
-    pieces = [held[a:b] for a, b in sample_blocks(len(held), held.shape[1])]
-    chosen = stored_dtype(limit, held.size, np.concatenate(pieces) if pieces else None)
-    # The sample first: most tables that do not take int8 are told by it, and the whole mirror is not looked at.
-    if chosen == np.int8 and any(_outgrows_int8(held[a:b]) for a, b in blocks(len(held), TASK_ROWS)):
-        return np.dtype(np.int16)
-    return chosen
-
-
-def _outgrows_int8(codes: Array) -> bool:
-    return max(int(codes.max()), -int(codes.min())) > LARGEST_INT8
+    return widths.narrowest(limit)
 
 
 def _overlay(block: Array, rows: RowIds, staged: StagedList, name: str, *, adds: bool) -> None:

@@ -28,7 +28,6 @@ from cnr_store.errors import (
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.format.documents import canonical_json, sha256
 from cnr_store.format.layout import writer_folder
-from cnr_store.format.manifest import needed_reader_features
 from cnr_store.format.records import MAJOR, ChainEntry, CommitRecord, Manifest, Receipt, TableSchema
 from cnr_store.log.rebase import check_not_given_up, draft_after, rebase_data
 from cnr_store.runtime.ranks import described, rank_zero, rebuilt, together
@@ -121,7 +120,7 @@ class Commit:
             draft = draft_after(
                 record, segment.kind, state.setup.info,
                 chain=next_chain(record, entry, keep=segment.keep), logical=entry.l1, step=segment.step,
-                user=dict(user or {}), reader_features=self._reader_features(record),
+                user=dict(user or {}),
             )  # fmt: skip
             decision.entry = self._append(draft)
         except BaseException as error:  # noqa: BLE001 (raised by `_take`, when the other ranks know)
@@ -170,7 +169,7 @@ class Commit:
         check_coverage(receipts, self._staged.schemas.tables)
         l1 = max(state.head.record.logical, draft.l0) + 1
         self.manifest = manifest = Manifest(
-            format=MAJOR, profile=state.setup.profile, txn=draft.txn, base=state.head.record.v,
+            format=MAJOR, txn=draft.txn, base=state.head.record.v,
             kind="baseline" if draft.kind == "full" else "delta", l0=draft.l0, l1=l1, step=draft.step,
             tables=dict(self._staged.schemas.tables), scalars=dict(self._staged.documents.scalars),
             **merge_receipts(receipts),
@@ -181,11 +180,6 @@ class Commit:
             seg=draft.segment, sha256=digest, kind=manifest.kind, l0=draft.l0, l1=l1,
             bytes=self.size_bytes, rows=manifest.changed_rows,
         )  # fmt: skip
-
-    def _reader_features(self, record: CommitRecord) -> tuple[str, ...]:
-        """What the record's readers must know, and what those of the segment behind it must."""
-        assert self.manifest is not None
-        return tuple(sorted({*record.reader_features, *needed_reader_features(self.manifest)}))
 
     def _append(self, draft: CommitRecord) -> LogEntry:
         """Append the record, and note it in `undecided` if its fate stays open."""

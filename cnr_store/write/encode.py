@@ -105,12 +105,12 @@ def encode_block(spec: ArraySpec, values: Array, dtype: np.dtype[Any]) -> dict[s
         if not_finite(np.ascontiguousarray(values), spec).any():
             raise FoundBadRows
         return {spec.name: stored_shape(spec, values)}
-    out = np.empty(values.shape, np.int16 if dtype == np.int8 else dtype)
+    out = np.empty(values.shape, dtype)
     flags = np.zeros(len(values), np.uint8)
     scan_block(spec, values, out, flags)
     if (flags == _BAD).any():
         raise FoundBadRows
-    return {spec.name: stored_shape(spec, out.astype(dtype, copy=False))}
+    return {spec.name: stored_shape(spec, out)}
 
 
 def unencodable(spec: ArraySpec, values: Array) -> npt.NDArray[np.bool_]:

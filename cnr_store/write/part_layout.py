@@ -74,7 +74,7 @@ class PartWriter:
             path = f"{self._group(shard, schema)}/{operation}"
             attributes = list_attributes(shard.table, schema, operation)
             dtypes = {name: array.dtype for name, array in item.arrays.items()}
-            order = order_of(operation, specs, dtypes, len(item.rows), self.out.profile)
+            order = order_of(operation, specs, dtypes, len(item.rows))
             row_list = replace(item.row_list(), order=order)
             entries[operation] = self.out.write_row_list(path, row_list, attributes)
 

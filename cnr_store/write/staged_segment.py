@@ -33,8 +33,8 @@ class StagedSegment:
         self._state = state
         self._attempt = draft.txn[:8]
         out = SegmentWriter(
-            setup.storage, draft.segment, profile=setup.profile,
-            folder=writer_folder(setup.ranks.rank, self._attempt), workers=setup.workers, throttle=setup.throttle,
+            setup.storage, draft.segment, folder=writer_folder(setup.ranks.rank, self._attempt),
+            workers=setup.workers, throttle=setup.throttle,
         )  # fmt: skip
         self._parts = PartWriter(out)
         self.draft = draft

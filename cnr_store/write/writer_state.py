@@ -31,7 +31,7 @@ from cnr_store.runtime.threads import Throttle, Workers
 from cnr_store.segment.reader import SegmentReader, read_manifest
 from cnr_store.segment.shards import Placement, Shard, shards_of
 from cnr_store.storage import Storage
-from cnr_store.types import Profile, Rectangle
+from cnr_store.types import Rectangle
 from cnr_store.write.mirrors import Mirrors
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,6 @@ class WriterSetup:
 
     storage: Storage
     log: CommitLog
-    profile: Profile
     info: WriterInfo
     workers: Workers
     throttle: Throttle

@@ -1,7 +1,7 @@
 """One scale per table, the next finer one, or scales by row class: bytes of a delta against quality after a restore.
 
 ``python tests/benchmarks/bench_classes.py``: a prototype, no format. The model of each seed is trained once; its tables
-are rounded at the end, as a restore would give them back, and judged on later samples. Bytes are pcodec's of the last
+are rounded at the end, as a restore would give them back, and judged on later samples. Bytes are those of the last
 interval: differences of codes of the touched rows, and with classes the rows that change theirs as absolute codes with
 their ids and classes. A row's class is the power of two nearest its rms, among 8 below the largest; it keeps its class
 until its rms is 0.75 octaves away. The curve of each kind is swept in steps of the square root of two around the scale
@@ -130,7 +130,7 @@ def octaves_of(values: Float32s, before: Octaves | None = None) -> Octaves:
 
 
 def delta_bytes(before: Float32s, after: Float32s, rows: RowIds, steps: tuple[Float32s, Float32s]) -> int:
-    """Return pcodec's bytes of an interval's codes; rows whose step is another one are absolute, with id and step."""
+    """Return the bytes of an interval's codes; rows whose step is another one are absolute, with id and step."""
     first, second = (np.rint(v[rows] / s[rows, None]) for v, s in zip((before, after), steps, strict=True))
     stays = steps[0][rows] == steps[1][rows]
     changed = (second - first)[stays]

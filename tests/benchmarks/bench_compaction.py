@@ -1,7 +1,7 @@
 """What compacting costs: a baseline and ten deltas into a new baseline, against a bare loop; and what it leaves.
 
 ``python tests/benchmarks/bench_compaction.py``: 5,000,000 x 64 fp32, 5 % of the rows in each delta, every file in the
-page cache. The bare loop reads the same files, decodes with the same pcodec into one array, adds with the same kernels
+page cache. The bare loop reads the same files, decodes with the same codecs into one array, adds with the same kernels
 on as many threads, encodes with the same codec and writes the bytes; it hashes, checks and describes nothing, and
 keeps the whole table in memory. What both make of the codes is compared.
 """
@@ -16,9 +16,7 @@ from typing import Any
 
 import harness
 import numpy as np
-from drifting import DIM, TABLE, DriftingTable
-from numcodecs.zstd import Zstd
-from pcodec import standalone
+from drifting import DIM, TABLE, DriftingTable, decompress
 
 from cnr_store import Store, TableOptions
 from cnr_store.encodings import row_kernels
@@ -99,7 +97,7 @@ class Sides:
         chunk = arrays.chunk_rows_for(len(codes), 2 * DIM)
         shutil.rmtree(self.bare_folder, ignore_errors=True)
         self.bare_folder.mkdir()
-        entry = arrays.describe("codes", codes.shape, codes.dtype, chunk, "compact")
+        entry = arrays.describe("codes", codes.shape, codes.dtype, chunk)
         self.workers.run(
             partial(_encode, self.bare_folder / str(start), entry, codes[start:stop])
             for start, stop in blocks(len(codes), chunk)
@@ -109,7 +107,7 @@ class Sides:
         """The codes that the bare loop wrote."""
         codes = np.empty((self.schema.num_rows, DIM), np.int16)
         chunk = arrays.chunk_rows_for(len(codes), 2 * DIM)
-        entry = arrays.describe("codes", codes.shape, codes.dtype, chunk, "compact")
+        entry = arrays.describe("codes", codes.shape, codes.dtype, chunk)
         for start, stop in blocks(len(codes), chunk):
             out = np.empty(arrays.chunk_shape(entry), np.int16)
             arrays.decode_chunk(entry, (self.bare_folder / str(start)).read_bytes(), out, "bare")
@@ -139,10 +137,7 @@ def _apply(root: Path, row_list: RowListEntry, index: int, codes: Codes, *, adds
 def _decode(root: Path, entry: ArrayEntry, index: int) -> Any:
     data = (root / arrays.chunk_path(entry, index)).read_bytes()
     out = np.empty(arrays.chunk_shape(entry), entry.dtype)
-    if entry.codec == "zstd":  # codes of a baseline at 4-bit quality
-        Zstd().decode(data[:-4], out)
-    else:
-        standalone.simple_decompress_into(data[:-4], out.reshape(-1))
+    decompress(entry, data, out)
     return out
 
 

@@ -80,7 +80,7 @@ class Sides:
     def kernels_alone(self) -> None:
         self.bare.encode_only(self.rows, self.staged)
 
-    def pcodec_alone(self) -> None:
+    def coder_alone(self) -> None:
         self.bare.compress_only(self.rows, self.codes)
 
     def start(self) -> None:
@@ -114,16 +114,16 @@ def deltas(report: harness.Report, sides: Sides, bits: int, repeats: int) -> Non
         how = "with fsync" if fsync else "no fsync"
         work = {
             "commit": sides.commit_delta, "bare": sides.write_bare_delta, "torch": sides.save_with_torch,
-            "kernels": sides.kernels_alone, "pcodec": sides.pcodec_alone,
+            "kernels": sides.kernels_alone, "coder": sides.coder_alone,
         }  # fmt: skip
         found = harness.alternating(work, repeats, before_round=sides.drift, before_each=os.sync)
         name = f"{bits} bits, {how}: delta"
         report.add_ratio(f"{name}, commit / torch.save of the table", found["commit"], found["torch"], COMMIT_TO_TORCH)
         report.add_ratio(f"{name}, commit / bare loop", found["commit"], found["bare"], COMMIT_TO_BARE)
-        report.add_ratio(f"{name}, pcodec alone / torch.save", found["pcodec"], found["torch"])
-        both = found["kernels"].plus(found["pcodec"])
-        report.add_ratio(f"{name}, commit / (kernels + pcodec) in memory", found["commit"], both)
-        report.note(f"      kernels alone {found['kernels']}; pcodec alone {found['pcodec']}")
+        report.add_ratio(f"{name}, entropy coder alone / torch.save", found["coder"], found["torch"])
+        both = found["kernels"].plus(found["coder"])
+        report.add_ratio(f"{name}, commit / (kernels + coder) in memory", found["commit"], both)
+        report.note(f"      kernels alone {found['kernels']}; coder alone {found['coder']}")
         entry = sides.writer.head.record.chain[-1]
         stored = 8 * entry.bytes / (sides.rows.size * DIM)
         size = f"{entry.bytes / 1e6:.1f} MB, {stored:.2f} bits per element"

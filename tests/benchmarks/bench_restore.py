@@ -1,7 +1,7 @@
 """What a restore costs: baseline and ten deltas into preallocated memory, against a bare loop and safetensors.
 
 ``python tests/benchmarks/bench_restore.py``: 5,000,000 x 64 fp32, 20 % of the rows in each delta, every file in the
-page cache. The bare loop reads the same files, decodes with the same pcodec, adds with the same kernels on as many
+page cache. The bare loop reads the same files, decodes with the same codecs, adds with the same kernels on as many
 threads and dequantizes; it checks nothing. What both leave in memory is compared.
 """
 
@@ -170,7 +170,7 @@ def time_all(report: harness.Report, sides: Sides, repeats: int) -> None:
     report.add_ratio("trainer (with its mirror) / bare loop", found["trainer"], found["bare"], RESTORE_TO_BARE)
     name = "reader / safetensors into the same tensor"
     report.add_ratio(name, found["read"], found["copied"], RESTORE_TO_SAFETENSORS)
-    report.add_ratio("pcodec and reading files alone / safetensors", found["decode"], found["copied"])
+    report.add_ratio("decoding and reading files alone / safetensors", found["decode"], found["copied"])
     report.note(f"      safetensors load_file alone, which maps the file: {found['mapped']}")
     sides.close()
 

@@ -22,10 +22,9 @@ from typing import Any, get_args
 import harness
 import numpy as np
 import numpy.typing as npt
-from drifting import DIM
+from drifting import DIM, decompress
 from numba import njit
 from partners import Partner, Told
-from pcodec import standalone
 from serving_stores import BITS, DELTA_SHARE, STEP_CHANGED, STEP_TABLES, TABLE, write_deltas
 
 from cnr_store import Store
@@ -418,7 +417,7 @@ def add_scaled(table: Any, rows: Any, differences: Any, scale: Any) -> None:
 def _decode(root: Path, entry: ArrayEntry, index: int) -> npt.NDArray[Any]:
     data = (root / arrays.chunk_path(entry, index)).read_bytes()
     out = np.empty(arrays.chunk_shape(entry), entry.dtype)
-    standalone.simple_decompress_into(data[:-4], out.reshape(-1))
+    decompress(entry, data, out)
     return out
 
 

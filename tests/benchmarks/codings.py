@@ -14,18 +14,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from numcodecs.zstd import Zstd
-from pcodec import ChunkConfig, DeltaSpec, ModeSpec, PagingSpec, standalone
 
-from cnr_store.format import arrays
+from cnr_store.format import arrays, digit_chunks
 from cnr_store.types import RowIds
 
 Codes = npt.NDArray[np.int16]
 Order = npt.NDArray[np.int64]
 Stored = dict[str, list[bytes]]
 """Kind (``rows``, ``codes``, ``slots``, ``classes``) to what is stored of it."""
-
-PAGE = 1 << 18
-"""Numbers that share a histogram in pcodec, as numcodecs has it by default."""
 
 GROUP_ROWS = 8192
 
@@ -82,11 +78,8 @@ def codings() -> list[Coding]:
     """Return the plain coding first, by row id, then what may be better; the store's is the order of slots."""
     made = [
         Coding("by row id", by_id, from_ids),
-        Coding("pcodec level 12", partial(by_id, level=12), from_ids),
-        Coding("pcodec chooses mode and differences", partial(by_id, chooses=True), from_ids),
-        Coding("pages of 65,536 codes", partial(by_id, page=1 << 16), from_ids),
         Coding("columns one after the other", by_columns, from_columns),
-        Coding("int8 under zstd", as_bytes, from_bytes, lambda chunk: bool(np.abs(chunk.codes).max(initial=0) < 128)),
+        Coding("bytes under zstd level 1", as_bytes, from_bytes),
         Coding("row ids as a bitmap under zstd", with_bitmap, from_bitmap),
         Coding("slots in the order of the rows' energy", slots_by_energy, slots_from_energy),
         Coding("order of slots", in_slot_order, from_slot_order),
@@ -101,10 +94,9 @@ def codings() -> list[Coding]:
     return made
 
 
-def by_id(chunk: Chunk, *, level: int = 8, page: int = PAGE, chooses: bool = False) -> Stored:
-    """All three by ascending row id, with the settings of `cnr_store.format.arrays`."""
-    codes = [pack(chunk.codes, level, page, chooses=chooses)]
-    return _with_codes(chunk, codes, [pack(chunk.slots, level, chooses=chooses)])
+def by_id(chunk: Chunk) -> Stored:
+    """All three by ascending row id."""
+    return _with_codes(chunk, [pack(chunk.codes)], [pack(chunk.slots)])
 
 
 def from_ids(stored: Stored, shape: tuple[int, int]) -> Chunk:
@@ -114,8 +106,8 @@ def from_ids(stored: Stored, shape: tuple[int, int]) -> Chunk:
 
 
 def by_columns(chunk: Chunk) -> Stored:
-    """Column after column, each with a histogram of its own: Zarr's ``transpose`` codec."""
-    return _with_codes(chunk, [pack(chunk.codes.T, page=max(256, len(chunk.rows)))])
+    """Column after column: Zarr's ``transpose`` codec."""
+    return _with_codes(chunk, [pack(chunk.codes.T)])
 
 
 def from_columns(stored: Stored, shape: tuple[int, int]) -> Chunk:
@@ -125,13 +117,15 @@ def from_columns(stored: Stored, shape: tuple[int, int]) -> Chunk:
 
 
 def as_bytes(chunk: Chunk) -> Stored:
-    """Codes as int8 under zstd level 1, as baselines may have them."""
-    return _with_codes(chunk, [bytes(Zstd(level=1).encode(np.ascontiguousarray(chunk.codes.astype(np.int8))))])
+    """The low bytes of the codes, then the high ones, as any library compresses them."""
+    planes = np.ascontiguousarray(chunk.codes.reshape(-1).view(np.uint8).reshape(-1, 2).T)
+    return _with_codes(chunk, [bytes(Zstd(level=1).encode(planes))])
 
 
 def from_bytes(stored: Stored, shape: tuple[int, int]) -> Chunk:
     """See `Coding`."""
-    codes = np.frombuffer(Zstd().decode(stored["codes"][0]), np.int8).reshape(shape).astype(np.int16)
+    planes = np.frombuffer(Zstd().decode(stored["codes"][0]), np.uint8).reshape(2, -1)
+    codes = np.ascontiguousarray(planes.T).view(np.int16).reshape(shape)
     return _chunk(_ids(stored, shape), codes, _unpack(stored["slots"][0], (shape[0],)))
 
 
@@ -153,7 +147,7 @@ def from_bitmap(stored: Stored, shape: tuple[int, int]) -> Chunk:
 
 def slots_by_energy(chunk: Chunk) -> Stored:
     """Slots in the order of their rows' energy, which the codes tell."""
-    return _with_codes(chunk, [pack(chunk.codes)], [pack(chunk.slots[_by_energy(chunk.codes)], page=4096)])
+    return _with_codes(chunk, [pack(chunk.codes)], [pack(chunk.slots[_by_energy(chunk.codes)])])
 
 
 def slots_from_energy(stored: Stored, shape: tuple[int, int]) -> Chunk:
@@ -166,9 +160,9 @@ def in_slot_order(chunk: Chunk, *, by_column: bool = False) -> Stored:
     """Codes in the order of their rows' slot differences, which a reader has: ids and slots stay as they are."""
     codes = np.take(chunk.codes, _stable(chunk.slots), axis=0)
     if not by_column:
-        return _with_codes(chunk, [pack(codes, page=1 << 16)])
+        return _with_codes(chunk, [pack(codes)])
     groups = [codes[start : start + GROUP_ROWS] for start in range(0, len(codes), GROUP_ROWS)]
-    return _with_codes(chunk, [pack(group.T, page=max(256, len(group))) for group in groups])
+    return _with_codes(chunk, [pack(group.T) for group in groups])
 
 
 def from_slot_order(stored: Stored, shape: tuple[int, int], *, by_column: bool = False) -> Chunk:
@@ -187,14 +181,13 @@ def from_slot_order(stored: Stored, shape: tuple[int, int], *, by_column: bool =
 def in_energy_order(chunk: Chunk) -> Stored:
     """All three arrays in the order of energy: what the ids cost then."""
     order = _by_energy(chunk.codes)
-    rows = pack(chunk.rows[order])
-    return {"rows": [rows], "codes": [pack(chunk.codes[order], page=1 << 16)], "slots": [pack(chunk.slots[order])]}
+    rows = pack_ids(chunk.rows[order])
+    return {"rows": [rows], "codes": [pack(chunk.codes[order])], "slots": [pack(chunk.slots[order])]}
 
 
 def from_energy_order(stored: Stored, shape: tuple[int, int]) -> Chunk:
     """See `Coding`."""
-    rows = np.empty(shape[0], np.int64)
-    standalone.simple_decompress_into(stored["rows"][0], rows)
+    rows = _ids(stored, shape)
     order = np.argsort(rows)
     codes, slots = _unpack(stored["codes"][0], shape), _unpack(stored["slots"][0], (shape[0],))
     return _chunk(rows[order], codes[order], slots[order])
@@ -202,7 +195,7 @@ def from_energy_order(stored: Stored, shape: tuple[int, int]) -> Chunk:
 
 def in_accumulator_order(chunk: Chunk) -> Stored:
     """Codes in the order of the accumulators themselves; a reader of one delta has them only if they are stored."""
-    codes = [pack(np.take(chunk.codes, _stable(chunk.slots_now), axis=0), page=1 << 16)]
+    codes = [pack(np.take(chunk.codes, _stable(chunk.slots_now), axis=0))]
     return _with_codes(chunk, codes, [pack(chunk.slots), pack(chunk.slots_now)])
 
 
@@ -220,8 +213,8 @@ def in_classes(chunk: Chunk, *, count: int) -> Stored:
     return {
         "rows": [pack_ids(chunk.rows)],
         "classes": [pack(classes)],
-        "codes": [pack(chunk.codes[rows], page=1 << 24) for rows in found if len(rows)],
-        "slots": [pack(chunk.slots[rows], page=1 << 24) for rows in found if len(rows)],
+        "codes": [pack(chunk.codes[rows]) for rows in found if len(rows)],
+        "slots": [pack(chunk.slots[rows]) for rows in found if len(rows)],
     }
 
 
@@ -312,31 +305,25 @@ def _chunk(rows: RowIds, codes: Codes, slots: Codes) -> Chunk:
 
 def _ids(stored: Stored, shape: tuple[int, int]) -> RowIds:
     rows = np.empty(shape[0], np.int64)
-    standalone.simple_decompress_into(stored["rows"][0], rows)
-    return rows
+    _decode(stored["rows"][0], rows)
+    return np.cumsum(rows)
 
 
-def pack(array: npt.NDArray[Any], level: int = 8, page: int = PAGE, *, chooses: bool = False) -> bytes:
-    config = ChunkConfig(
-        compression_level=level,
-        delta_spec=DeltaSpec.auto() if chooses else DeltaSpec.none(),
-        mode_spec=ModeSpec.auto() if chooses else ModeSpec.classic(),
-        paging_spec=PagingSpec.equal_pages_up_to(page),
-    )
-    return bytes(standalone.simple_compress(np.ascontiguousarray(array).reshape(-1), config))
+def pack(array: npt.NDArray[Any]) -> bytes:
+    """Return what a store makes of a chunk."""
+    return digit_chunks.encode(np.ascontiguousarray(array).reshape(-1))
 
 
 def pack_ids(rows: RowIds) -> bytes:
-    config = ChunkConfig(
-        compression_level=8,
-        delta_spec=DeltaSpec.try_consecutive(1),
-        mode_spec=ModeSpec.classic(),
-        paging_spec=PagingSpec.equal_pages_up_to(PAGE),
-    )
-    return bytes(standalone.simple_compress(rows, config))
+    """Return what a store makes of a chunk of row ids."""
+    return pack(np.diff(rows, prepend=np.int64(0)))
 
 
 def _unpack(data: bytes, shape: tuple[int, ...]) -> Codes:
     out = np.empty(shape, np.int16)
-    standalone.simple_decompress_into(data, out.reshape(-1))
+    _decode(data, out.reshape(-1))
     return out
+
+
+def _decode(data: bytes, out: npt.NDArray[Any]) -> None:
+    digit_chunks.decode(memoryview(data), out.size, out.itemsize, "coding").unpack(0, out)

@@ -6,27 +6,20 @@ no dropping of unchanged rows, no inventory, no commit, no checks.
 
 from __future__ import annotations
 
-import json
 import shutil
-import warnings
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import zarr
-from numcodecs import Zstd
-from numcodecs.pcodec import PCodec
-from pcodec import standalone
-from zarr.codecs import Crc32cCodec
-from zarr.codecs import numcodecs as zarr_numcodecs
 
 from cnr_store.encodings import digest, kernels, row_kernels
 from cnr_store.format import arrays
 from cnr_store.format.records import ArrayEntry
 from cnr_store.runtime.threads import Workers, blocks
 from cnr_store.segment.codes import BLOCK_ROWS, TASK_ROWS
+from cnr_store.segment.reader import Scratch
 from cnr_store.types import Codes, Float32s, RowIds
 from cnr_store.write.encode import ENCODE_ROWS
 
@@ -37,7 +30,12 @@ DRIFT = 0.3
 """Drift of a touched row over the width of the values: about 2.3 bits per element at 4-bit quality, 6 at 8-bit."""
 SHARE = 0.2
 
-warnings.filterwarnings("ignore", message="Numcodecs codecs are not in the Zarr version 3 specification")
+
+class _Memory(threading.local, Scratch):
+    """What a thread decodes through."""
+
+
+_MEMORY = _Memory()
 
 
 class DriftingTable:
@@ -64,7 +62,7 @@ class DriftingTable:
 
 
 class BareWriter:
-    """Encode, subtract the codes kept, compress with pcodec and write with zarr-python, chunk by chunk on threads."""
+    """Encode, subtract the codes kept, compress and write, chunk by chunk on threads."""
 
     def __init__(self, folder: Path, scale: float, workers: Workers) -> None:
         self.folder = folder
@@ -72,12 +70,11 @@ class BareWriter:
         self._scale = np.float32(scale)
         self._workers = workers
         self._multipliers = digest.column_multipliers(0, DIM)
-        zarr.config.set({"threading.max_workers": workers.threads})
 
     def write_baseline(self, values: Float32s) -> None:
         """Encode and write every row."""
         self.mirror = np.zeros(values.shape, np.int16)
-        row_ids, codes = self._arrays(len(values))
+        chunk_rows = self._start(len(values))
 
         def write(start: int, stop: int) -> None:
             flags = np.zeros(stop - start, np.uint8)
@@ -85,22 +82,20 @@ class BareWriter:
             for low, high in blocks(stop - start, BLOCK_ROWS):
                 held = self.mirror[start + low : start + high]
                 kernels.digest_block(held, start + low, self._multipliers, digest.PRESENCE_CODED)
-            row_ids[start:stop] = np.arange(start, stop, dtype=np.int64)
-            codes[start:stop] = self.mirror[start:stop]
+            self._put(start, np.arange(start, stop, dtype=np.int64), self.mirror[start:stop])
 
-        self._run(write, len(values), codes.chunks[0])
+        self._run(write, len(values), chunk_rows)
 
     def write_delta(self, rows: RowIds, values: Float32s) -> None:
         """Encode and write the differences of ``rows``, and move the mirror."""
-        row_ids, codes = self._arrays(len(rows))
+        chunk_rows = self._start(len(rows))
 
         def write(start: int, stop: int) -> None:
             out = self.differences(rows, values, start, stop)
-            row_ids[start:stop] = rows[start:stop]
-            codes[start:stop] = out
+            self._put(start, rows[start:stop], out)
             row_kernels.add_codes(self.mirror, rows[start:stop], 0, out, 0)
 
-        self._run(write, len(rows), codes.chunks[0])
+        self._run(write, len(rows), chunk_rows)
 
     def differences(self, rows: RowIds, values: Float32s, start: int, stop: int) -> np.ndarray[Any, Any]:
         """Encode positions [start, stop) of ``rows`` as differences to the mirror."""
@@ -117,29 +112,23 @@ class BareWriter:
         return self._workers.run(partial(self.differences, rows, values, a, b) for a, b in chunks_of(len(rows)))
 
     def compress_only(self, rows: RowIds, codes: list[np.ndarray[Any, Any]]) -> int:
-        """The pcodec of `write_delta` alone, over chunks of codes and of row ids; returns the bytes."""
-        codec, row_codec = (_pcodec(_entry(name, len(rows))) for name in ("codes", "rows"))
-        tasks = [partial(codec.encode, block.reshape(-1)) for block in codes]
-        tasks += [partial(row_codec.encode, rows[start:stop]) for start, stop in chunks_of(len(rows))]
+        """The entropy coder of `write_delta` alone, over chunks of codes and of row ids; returns the bytes."""
+        tasks = [partial(_encode, block) for block in codes]
+        tasks += [partial(_encode, rows[start:stop]) for start, stop in chunks_of(len(rows))]
         return sum(len(data) for data in self._workers.run(tasks))
 
     def _run(self, write: Any, count: int, chunk_rows: int) -> None:
         self._workers.run(partial(write, a, b) for a, b in blocks(count, chunk_rows))
 
-    def _arrays(self, count: int) -> tuple[zarr.Array[Any], zarr.Array[Any]]:
-        """Create the arrays as a store's profile ``compact`` has them."""
+    def _start(self, count: int) -> int:
+        """Forget what was written; returns the rows of a chunk."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        group = zarr.create_group(str(self.folder))
-        made = []
-        for name in ("rows", "codes"):
-            entry = _entry(name, count)
-            made.append(
-                group.create_array(
-                    name, shape=entry.shape, chunks=arrays.chunk_shape(entry), dtype=entry.dtype, filters=None,
-                    serializer=zarr_numcodecs.PCodec(**_pcodec_config(entry)), compressors=[Crc32cCodec()],
-                )
-            )  # fmt: skip
-        return made[0], made[1]
+        self.folder.mkdir(parents=True)
+        return arrays.chunk_rows_for(count, 2 * DIM)
+
+    def _put(self, start: int, rows: RowIds, codes: Codes) -> None:
+        for name, block in (("rows", rows), ("codes", codes)):
+            (self.folder / f"{name}-{start}").write_bytes(_encode(block))
 
 
 def chunks_of(count: int) -> list[tuple[int, int]]:
@@ -152,23 +141,10 @@ def decode_ranges(count: int) -> list[tuple[int, int]]:
     return blocks(count, TASK_ROWS)
 
 
-def _entry(name: str, count: int) -> Any:
-    shape, dtype = ((count,), np.dtype(np.int64)) if name == "rows" else ((count, DIM), np.dtype(np.int16))
-    return arrays.describe(name, shape, dtype, arrays.chunk_rows_for(count, 2 * DIM), "compact")
+def _encode(block: np.ndarray[Any, Any]) -> bytes:
+    return arrays.encode_chunk(arrays.describe("bare", block.shape, block.dtype, len(block)), block)
 
 
-def _pcodec_config(entry: Any) -> dict[str, Any]:
-    configuration: dict[str, Any] = json.loads(arrays.array_document(entry))["codecs"][0]["configuration"]
-    return configuration
-
-
-def _pcodec(entry: Any) -> PCodec:
-    return PCodec(**_pcodec_config(entry))
-
-
-def decompress(entry: ArrayEntry, data: bytes, out: Codes | npt.NDArray[np.int8] | RowIds) -> None:
+def decompress(entry: ArrayEntry, data: bytes, out: Codes | RowIds) -> None:
     """Decode a chunk's bytes, its crc32c left aside, into ``out``, an array of the chunk's shape."""
-    if entry.codec == "pcodec":
-        standalone.simple_decompress_into(data[:-4], out.reshape(-1))
-    else:
-        Zstd().decode(memoryview(data)[:-4], out=out.reshape(-1).view(np.uint8))
+    arrays.decode_chunk(entry, data, out, "bare", _MEMORY.take((arrays.chunk_bytes(entry),), np.dtype(np.uint8)))

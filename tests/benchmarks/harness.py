@@ -38,7 +38,7 @@ DATA_FOLDER = "/var/tmp"
 
 QUICK_ROWS, QUICK_REPEATS = 100_000, 2
 
-_LIBRARIES = ("numpy", "numba", "pcodec", "zarr", "torch", "safetensors")
+_LIBRARIES = ("numpy", "numba", "zstandard", "zarr", "torch", "safetensors")
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,7 @@ def kept_case(root: Path) -> None:
 
 def parts_case(root: Path) -> None:
     """Tables of many rectangles, some of them rows of escapes in some columns only."""
-    with Store.create(str(root), fsync=False, threads=1, profile="portable") as store:
+    with Store.create(str(root), fsync=False, threads=1) as store:
         random_numbers = np.random.default_rng(4)
         ranges = ((0, 2), (2, 5))
         parts = Parts(store, Model(schema_of(20, 5, row_slot=True), ranges), 4)

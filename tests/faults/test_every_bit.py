@@ -28,21 +28,19 @@ from cnr_store import CnrStoreError, Store, TableOptions, repair_store, verify_s
 from cnr_store.format.layout import HINT, IDENTITY, RECEIPT, commit_key
 from cnr_store.maintenance.compaction import compact_run
 from cnr_store.storage import storage_from_filesystem
-from cnr_store.types import Profile
 from tests.support.faulty import IsolatedMemoryFileSystem
 from tests.support.snapshot_bytes import bytes_of
 
 ROOT = "/s"
 LEASES = "leases/"
-PROFILES: tuple[Profile, ...] = ("compact", "portable")
 SAMPLED = 200
-"""Bytes flipped per profile in the small tier, chosen by a seed, besides the first and last byte of each object."""
+"""Bytes flipped in the small tier, chosen by a seed, besides the first and last byte of each object."""
 
 
-def build(profile: Profile) -> IsolatedMemoryFileSystem:
+def build() -> IsolatedMemoryFileSystem:
     files = IsolatedMemoryFileSystem()
     numbers = np.random.default_rng(5)
-    store = Store.create_on(storage_from_filesystem(files, ROOT), profile=profile, threads=1)
+    store = Store.create_on(storage_from_filesystem(files, ROOT), threads=1)
     lattice = numbers.integers(-9, 9, (6, 2)).astype(np.float32)
     exact, affine = numbers.normal(size=(5, 2)).astype(np.float32), numbers.normal(size=(4, 8)).astype(np.float32)
     slot = np.abs(numbers.normal(size=6)).astype(np.float32)
@@ -81,10 +79,10 @@ def build(profile: Profile) -> IsolatedMemoryFileSystem:
     return files
 
 
-def build_overflow(profile: Profile) -> IsolatedMemoryFileSystem:
+def build_overflow() -> IsolatedMemoryFileSystem:
     """A store of one small table, and more tags than a record has room for."""
     files = IsolatedMemoryFileSystem()
-    store = Store.create_on(storage_from_filesystem(files, ROOT), profile=profile, threads=1)
+    store = Store.create_on(storage_from_filesystem(files, ROOT), threads=1)
     with store.writer() as writer, writer.begin(step=1) as txn:
         txn.write_table("t", np.ones((2, 2), np.float32), options=TableOptions(scale=1.0))
     for number in range(9):
@@ -93,10 +91,10 @@ def build_overflow(profile: Profile) -> IsolatedMemoryFileSystem:
     return files
 
 
-def build_smallest(profile: Profile) -> IsolatedMemoryFileSystem:
+def build_smallest() -> IsolatedMemoryFileSystem:
     """A baseline and a delta of one table, small enough to flip every byte of everything."""
     files = IsolatedMemoryFileSystem()
-    store = Store.create_on(storage_from_filesystem(files, ROOT), profile=profile, threads=1)
+    store = Store.create_on(storage_from_filesystem(files, ROOT), threads=1)
     values = np.arange(8, dtype=np.float32).reshape(4, 2)
     with store.writer() as writer:
         with writer.begin(step=1) as txn:
@@ -131,8 +129,8 @@ class Count:
 class Sweep:
     """One store, and what its versions hold while nothing is wrong with it."""
 
-    def __init__(self, profile: Profile, build: Callable[[Profile], IsolatedMemoryFileSystem] = build) -> None:
-        self.files = build(profile)
+    def __init__(self, build: Callable[[], IsolatedMemoryFileSystem] = build) -> None:
+        self.files = build()
         self.objects = {path.removeprefix(f"{ROOT}/"): file.getvalue() for path, file in self.files.store.items()}
         self.count = Count()
         with self.open() as store:
@@ -250,73 +248,68 @@ def sampled(objects: dict[str, bytes], number: int = SAMPLED) -> Iterator[tuple[
             yield key, at, bit
 
 
-@pytest.mark.parametrize("profile", PROFILES)
-def test_some_bytes_of_each_object_are_named_and_never_restored(profile: Profile) -> None:
-    sweep = Sweep(profile)
+def test_some_bytes_of_each_object_are_named_and_never_restored() -> None:
+    sweep = Sweep()
 
     sweep.flip(sampled(sweep.objects))
 
-    report(sweep, profile)
+    report(sweep)
 
 
-@pytest.mark.parametrize("profile", PROFILES)
-def test_each_third_object_is_named_and_never_restored(profile: Profile) -> None:
-    sweep = Sweep(profile)
+def test_each_third_object_is_named_and_never_restored() -> None:
+    sweep = Sweep()
 
     sweep.whole_objects(every=3)
 
-    report(sweep, profile)
+    report(sweep)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("profile", PROFILES)
-def test_every_object_is_named_and_never_restored(profile: Profile) -> None:
-    sweep = Sweep(profile)
+def test_every_object_is_named_and_never_restored() -> None:
+    sweep = Sweep()
 
     sweep.whole_objects()
 
-    report(sweep, profile)
+    report(sweep)
 
 
 def test_damage_of_side_objects_is_named_and_never_restored() -> None:
-    sweep = Sweep("compact", build_overflow)
+    sweep = Sweep(build_overflow)
     sides = {key: data for key, data in sweep.objects.items() if key.startswith("state/")}
     assert len(sides) == 1
 
     sweep.flip(sampled(sides, 60))
     sweep.whole_objects(every=5)
 
-    report(sweep, "compact")
+    report(sweep)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("part", range(4))
-@pytest.mark.parametrize("profile", PROFILES)
-def test_every_byte_of_the_smallest_store_is_named_and_never_restored(profile: Profile, part: int) -> None:
-    sweep = Sweep(profile, build_smallest)
+def test_every_byte_of_the_smallest_store_is_named_and_never_restored(part: int) -> None:
+    sweep = Sweep(build_smallest)
 
     sweep.flip(itertools.islice(every_byte(sweep.objects, 1), part, None, 4))
 
-    report(sweep, profile)
+    report(sweep)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("part", range(8))
-@pytest.mark.parametrize("profile", PROFILES)
-def test_every_byte_is_named_and_never_restored(profile: Profile, part: int) -> None:
+def test_every_byte_is_named_and_never_restored(part: int) -> None:
     """One seeded bit of every byte, and every bit of what is no text; in parts that may run at once."""
-    sweep = Sweep(profile)
+    sweep = Sweep()
     chunks = {key: data for key, data in sweep.objects.items() if not key.endswith(".json")}
 
     sweep.flip(itertools.islice(every_byte(sweep.objects, 1), part, None, 8))
     sweep.flip(itertools.islice(every_byte(chunks, 8), part, None, 8))
 
-    report(sweep, profile)
+    report(sweep)
 
 
-def report(sweep: Sweep, profile: Profile) -> None:
+def report(sweep: Sweep) -> None:
     size = sum(map(len, sweep.objects.values()))
-    print(f"{profile}: {len(sweep.objects)} objects, {size} bytes: {sweep.count}")  # noqa: T201  shown with -s
+    print(f"{len(sweep.objects)} objects, {size} bytes: {sweep.count}")  # noqa: T201  shown with -s
     assert sweep.count.failures == []

@@ -351,7 +351,7 @@ class Count:
 
 def prepared() -> Run:
     files = IsolatedMemoryFileSystem()
-    Store.create_on(storage_from_filesystem(files, "/root"), profile="portable", threads=1, retry=QUICK).close()
+    Store.create_on(storage_from_filesystem(files, "/root"), threads=1, retry=QUICK).close()
     run = Run(files).start(begin)
     assert set(run.ends.values()) == {None}, run.ends
     return run

@@ -129,7 +129,7 @@ class World:
         self.steps: list[IsolatedMemoryFileSystem] = []
         self.heads: list[int] = []
         files = IsolatedMemoryFileSystem()
-        Store.create_on(storage_from_filesystem(files, "/root"), profile="portable", threads=1).close()
+        Store.create_on(storage_from_filesystem(files, "/root"), threads=1).close()
         for act in (training.begin, *training.acts()):
             files = files.fork()
             with Store.open_on(storage_from_filesystem(files, "/root"), threads=1) as store:

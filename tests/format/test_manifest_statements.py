@@ -27,13 +27,17 @@ Document = dict[str, Any]
 PART = "r00000-0123abcd/t"
 
 
-def array(path: str, dtype: str, shape: list[int], *, chunk_rows: int = 4, codec: str = "zstd") -> Document:
-    return {"path": path, "dtype": dtype, "shape": shape, "chunk_rows": chunk_rows, "codec": codec}
+def _codec_of(dtype: str) -> str:
+    return "gaps" if dtype == "int64" else "digits" if dtype.startswith("int") else "bytes"
+
+
+def array(path: str, dtype: str, shape: list[int], *, chunk_rows: int = 4, codec: str | None = None) -> Document:
+    return {"path": path, "dtype": dtype, "shape": shape, "chunk_rows": chunk_rows, "codec": codec or _codec_of(dtype)}
 
 
 def objects_of(one: Document, size: int = 40) -> Iterator[Document]:
     chunks = -(-one["shape"][0] // one["chunk_rows"])
-    suffix = "/0" if len(one["shape"]) == 2 else ""
+    suffix = "/0" if len(one["shape"]) == 2 or one["codec"] != "bytes" else ""
     for path in (f"{one['path']}/zarr.json", *(f"{one['path']}/c/{k}{suffix}" for k in range(chunks))):
         yield {"path": path, "size": size, "xxh3_128": "a" * 32}
 
@@ -50,14 +54,14 @@ def manifest() -> Document:
     schema["slots"] = {"m": {"kind": "row", "dtype": "float32", "encoding": bits, "mirror": True}}
     codes = {"codes": array("", "int16", [8, 2]), "slots/m": array("", "int16", [8])}
     added = row_list("add", {"rows": array("", "int64", [8]), **codes}, [0, 5], [3, 9])
-    codes = {"codes": array("", "int8", [4, 2]), "slots/m": array("", "int16", [4])}
+    codes = {"codes": array("", "int16", [4, 2]), "slots/m": array("", "int16", [4])}
     placed = row_list("set", {"rows": array("", "int64", [4]), **codes}, [10], [13])
     raw = {"num_rows": 0, "dim": 2, "dtype": "float32", "keys": "hashed", "encoding": {"encoding": "raw"}}
     pack = array("dense/float32", "float32", [8], chunk_rows=8, codec="bytes")
     tensor = {"segment": "", "path": "dense/float32", "offset": 0, "dtype": "float32", "shape": [2, 3]}
     digests = {"base_digest": "1" * 16, "state_digest": "2" * 16}
     return {
-        "format": 1, "profile": "compact", "txn": "c" * 32, "base": 7, "kind": "delta", "l0": 1, "l1": 2, "step": 20,
+        "format": 1, "txn": "c" * 32, "base": 7, "kind": "delta", "l0": 1, "l1": 2, "step": 20,
         "tables": {"t": schema, "h": raw},
         "parts": [
             {"table": "t", "folder": PART, "rows": [0, 10], "columns": [0, 2], "add": added, **digests},

@@ -20,9 +20,7 @@ def written(tmp_path: Path) -> tuple[Storage, str]:
     """A storage with the receipt of rank 1 of 2, and the receipt's digest."""
     storage = open_storage(str(tmp_path))
     with Workers(1) as workers:
-        writer = SegmentWriter(
-            storage, SEGMENT, profile="portable", folder=FOLDER, workers=workers, throttle=Throttle(None)
-        )
+        writer = SegmentWriter(storage, SEGMENT, folder=FOLDER, workers=workers, throttle=Throttle(None))
         writer.write_document("reader/1", {"yielded": 7})
         receipt = writer.finish(txn=TXN, rank=1, world=2, attempt="b" * 8, base=1, l0=0, parts=())
         digest = writer.put_receipt(receipt)

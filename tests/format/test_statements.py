@@ -99,7 +99,7 @@ def test_the_sweep_finds_an_overlap_where_two_parts_share_an_element(found: Any)
     parts = tuple(PartEntry(table="t", folder=f"p{k}", rows=rows, columns=cols) for k, (rows, cols) in enumerate(found))
     schema = TableSchema(num_rows=6, dim=5, dtype="float32", encoding=Raw())
     manifest = Manifest(
-        format=1, profile="compact", txn="0" * 32, base=0, kind="baseline", l0=0, l1=1, step=0, tables={"t": schema},
+        format=1, txn="0" * 32, base=0, kind="baseline", l0=0, l1=1, step=0, tables={"t": schema},
         parts=parts, objects=(),
     )  # fmt: skip
 

@@ -30,8 +30,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     for room, below in {
         "errors": "",
         "types": "",
-        "format": "errors types",
         "runtime": "errors",
+        "format": "errors types runtime",
         "storage": "errors",
         "encodings": "errors types runtime",
         "testing": "errors storage",

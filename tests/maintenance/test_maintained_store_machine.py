@@ -98,11 +98,10 @@ class MaintainedStoreMachine(StoreMachine):
     changed: Any = of_the_line("changed")
 
     @initialize(
-        profile=st.sampled_from(["compact", "portable"]),
         mirror=st.sampled_from(["memory", "memory", "mmap", "none"]),
         seed=st.integers(0, 2**32 - 1),
     )
-    def create(self, profile: Any, mirror: Any, seed: int) -> None:
+    def create(self, mirror: Any, seed: int) -> None:
         self.line = Line()
         self.lines = [self.line]
         self.leases: list[Hold] = []
@@ -110,7 +109,7 @@ class MaintainedStoreMachine(StoreMachine):
         self.ahead_ms = 0
         self.was_killed = False
         self.is_saving = False
-        super().create(profile, mirror, seed)
+        super().create(mirror, seed)
 
     def teardown(self) -> None:
         for line in getattr(self, "lines", []):

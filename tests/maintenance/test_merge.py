@@ -460,7 +460,7 @@ def test_neither_threads_nor_the_cache_change_a_byte(store: Store) -> None:
 
 def refused(store: Store, readers: Any, run: tuple[int, int], piece: MergePiece, workers: Workers) -> None:
     out = SegmentWriter(
-        store.storage, NAME, profile="compact", folder=writer_folder(0, "0" * 8), workers=workers,
+        store.storage, NAME, folder=writer_folder(0, "0" * 8), workers=workers,
         throttle=Throttle(None),
     )  # fmt: skip
     merge_piece(readers, run, piece, out, workers)

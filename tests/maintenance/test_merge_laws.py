@@ -51,7 +51,7 @@ def live(seed: int) -> Life:
     """Some saves of tables of random encodings, with a restart here and there after which scales are refined."""
     rng = np.random.default_rng(seed)
     life = Life()
-    life.create(profile="portable" if rng.random() < 0.5 else "compact", mirror="memory", seed=seed)
+    life.create(mirror="memory", seed=seed)
     for _ in range(int(rng.integers(1, 8))):
         if rng.random() < 0.2:
             life.reopen(mirror="none" if rng.random() < 0.2 else "memory", in_outputs=False)
@@ -79,7 +79,6 @@ def check_merges(storage: Storage, readers: Sequence[SegmentReader], seed: int, 
             continue
         merged = merge(
             storage, chain[:stop], (start, stop), pieces, workers,
-            profile="compact" if rng.random() < 0.5 else "portable",
             name=f"{900 + number:020d}-{number:032x}", cache_bytes=int(rng.choice([0, 300, 1 << 20])),
         )  # fmt: skip
         chain[start:stop] = [merged]

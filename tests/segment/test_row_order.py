@@ -18,13 +18,13 @@ from cnr_store.encodings.row_order import into_order, out_of_order
 from cnr_store.format import arrays
 from cnr_store.format.manifest import decode_manifest
 from cnr_store.format.packed import pack
-from cnr_store.format.records import ROW_ORDER, Manifest, RowListEntry, TableSchema
+from cnr_store.format.records import Manifest, RowListEntry, TableSchema
 from cnr_store.maintenance.compaction import compact_run
 from cnr_store.read.prefetch import wanted_objects
 from cnr_store.segment.codes import array_specs
 from cnr_store.segment.reader import Scratch, SegmentReader
 from cnr_store.segment.row_order import LEAST_CODES, order_of
-from cnr_store.types import Float32s, Lattice, Profile, Rectangle
+from cnr_store.types import Float32s, Lattice, Rectangle
 from format_spec.reader.compare import compare
 from tests.support.loader_checks import opened_loader
 from tests.support.store_oracle import same_bits
@@ -65,11 +65,9 @@ def schema(**slots: Any) -> TableSchema:
     return msgspec.convert(msgspec.to_builtins(document), TableSchema)
 
 
-def chosen(
-    table: TableSchema, count: int = LEAST_CODES, *, operation: str = "add", profile: Profile = "compact", **wide: Any
-) -> str | None:
+def chosen(table: TableSchema, count: int = LEAST_CODES, *, operation: str = "add", **wide: Any) -> str | None:
     specs = array_specs(table)
-    return order_of(operation, specs, {name: wide.get(name[6:], INT16) for name in specs}, count, profile)
+    return order_of(operation, specs, {name: wide.get(name[6:], INT16) for name in specs}, count)
 
 
 def test_differences_follow_the_first_slot_of_one_value_per_row() -> None:
@@ -86,7 +84,6 @@ def test_other_lists_stay_in_the_order_of_their_ids() -> None:
     assert chosen(schema(momentum1={"mirror": False})) is None
     assert chosen(table, operation="set") is None
     assert chosen(table, operation="delete") is None
-    assert chosen(table, profile="portable") is None
     assert chosen(table, momentum1=np.dtype(np.int32)) is None
     assert chosen(table, LEAST_CODES // DIM - 1) is None
     assert chosen(table, LEAST_CODES // DIM) == "slots/momentum1"
@@ -98,13 +95,13 @@ def test_other_lists_stay_in_the_order_of_their_ids() -> None:
 class Table:
     """Rows that drift as far as their slot grows, and what a store holds of them."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, num_rows: int = ROWS) -> None:
         self.random = np.random.default_rng(seed)
-        self.values = self.random.normal(0, 3, (ROWS, DIM)).astype(np.float32)
-        self.slots = self.random.uniform(0.5, 1, ROWS).astype(np.float32)
+        self.values = self.random.normal(0, 3, (num_rows, DIM)).astype(np.float32)
+        self.slots = self.random.uniform(0.5, 1, num_rows).astype(np.float32)
 
     def step(self) -> npt.NDArray[np.int64]:
-        rows = np.flatnonzero(self.random.random(ROWS) < 0.9).astype(np.int64)
+        rows = np.flatnonzero(self.random.random(len(self.slots)) < 0.9).astype(np.int64)
         grown = self.random.uniform(0.05, 2, len(rows)).astype(np.float32)
         self.values[rows] += self.random.normal(0, 0.5, (len(rows), DIM)).astype(np.float32) * grown[:, None]
         self.slots[rows] += np.square(grown)
@@ -140,14 +137,12 @@ def test_a_delta_in_order_reads_as_ever(store: Store) -> None:
     table = Table()
     with store.writer() as writer:
         save(writer, table)
-        assert ROW_ORDER not in store.head().record.reader_features
         for _ in range(2):
             save(writer, table, table.step())
 
     codes = add_list(store).arrays["codes"]
     assert codes.order == add_list(store).arrays["slots/momentum1"].path
     assert arrays.chunk_count(codes) == 3
-    assert ROW_ORDER in store.head().record.reader_features
     view = store.snapshot().table("t")
     assert same_bits(view.read(), table.stored)
     assert same_bits(view.read(100, 2345), table.stored[100:2345])
@@ -158,8 +153,9 @@ def test_a_delta_in_order_reads_as_ever(store: Store) -> None:
     assert compare(Path(store.url)) > 0
 
 
-def test_codes_in_order_are_smaller(store: Store) -> None:
-    table = Table()
+def test_codes_in_order_are_smaller(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cnr_store.format.arrays.CHUNK_BYTES", 1 << 20)
+    table = Table(num_rows=50_000)
     with store.writer() as writer:
         save(writer, table)
         save(writer, table, table.step())
@@ -185,7 +181,6 @@ def test_a_writer_goes_on_after_a_restore_and_a_compact_of_deltas_has_the_order_
 
     assert [entry.kind for entry in store.snapshot().record.chain] == ["baseline", "delta", "delta"]
     assert add_list(store, 1).arrays["codes"].order is not msgspec.UNSET
-    assert ROW_ORDER in store.head().record.reader_features
     assert same_bits(store.snapshot().table("t").read(), table.stored)
     assert verify_store(store, deep=True).problems == ()
     assert compare(Path(store.url)) > 0

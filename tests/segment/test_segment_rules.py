@@ -78,9 +78,7 @@ def test_a_check_finds_a_record_of_another_step_than_its_segment(store: Store) -
 
 def test_an_object_of_a_segment_is_written_once(store: Store) -> None:
     name = store.snapshot().readers[-1].name
-    writer = SegmentWriter(
-        store.storage, name, profile="compact", folder="r00000-0123abcd", workers=Workers(1), throttle=Throttle(None)
-    )
+    writer = SegmentWriter(store.storage, name, folder="r00000-0123abcd", workers=Workers(1), throttle=Throttle(None))
     writer.write_document("reader", {"at": 1})
 
     with pytest.raises(CorruptStore, match="would be written twice"):

@@ -128,8 +128,8 @@ def test_codes_are_added_to_as_a_replay_adds() -> None:
 # One segment.
 
 
-def new_store(profile: Any = "portable") -> Store:
-    return Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), profile=profile, threads=2)
+def new_store() -> Store:
+    return Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=2)
 
 
 def train(store: Store, kind: str, seed: int, *, deltas: int = 1) -> None:
@@ -407,7 +407,7 @@ def test_only_what_is_needed_is_read() -> None:
     files = FaultyFileSystem(IsolatedMemoryFileSystem())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cnr_store.format.arrays.CHUNK_BYTES", 64)  # 4 rows of int32 codes
-        store = Store.create_on(storage_from_filesystem(files, "/root"), profile="portable", threads=1)
+        store = Store.create_on(storage_from_filesystem(files, "/root"), threads=1)
         with store.writer() as writer:
             with writer.begin(1, "full") as txn:
                 slots = {"m": np.ones(400, np.float32)}

@@ -62,13 +62,12 @@ class LoaderMachine(MaintainedStoreMachine):
     """The rules of a maintained training, and those of who serves it."""
 
     @initialize(
-        profile=st.sampled_from(["compact", "portable"]),
         mirror=st.sampled_from(["memory", "memory", "mmap", "none"]),
         seed=st.integers(0, 2**32 - 1),
     )
-    def create(self, profile: Any, mirror: Any, seed: int) -> None:
+    def create(self, mirror: Any, seed: int) -> None:
         self.followers: list[Follower] = []
-        super().create(profile, mirror, seed)
+        super().create(mirror, seed)
         self.open_loader("poll", "auto", False)
 
     def teardown(self) -> None:

@@ -32,8 +32,8 @@ Array = np.ndarray[Any, Any]
 OPERATIONS = ("keep", "write", "delete")
 
 
-def new_store(profile: Any = "portable") -> Store:
-    return Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), profile=profile, threads=2)
+def new_store() -> Store:
+    return Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=2)
 
 
 def spoiled(kind: str, values: Array, rows: Array) -> Array:
@@ -65,7 +65,7 @@ def check(snapshot: Snapshot, served: ServedTable, holding: HeldAs, status: Arra
 @given(seed=st.integers(0, 2**32 - 1), holding=st.sampled_from(HOLDINGS), window_bytes=st.sampled_from([50, 1 << 20]))
 def test_a_table_is_loaded_as_it_is_with_every_status(kind: str, seed: int, holding: HeldAs, window_bytes: int) -> None:
     rng = np.random.default_rng(seed)
-    store = new_store("compact" if seed % 2 else "portable")
+    store = new_store()
     status = np.zeros(ROWS, np.uint8)
     with store.writer() as writer:
         with writer.begin(1, "full") as txn:

@@ -34,16 +34,15 @@ class ConsumedStoreMachine(MaintainedStoreMachine):
     """The rules of a maintained training, and consumers that look on."""
 
     @initialize(
-        profile=st.sampled_from(["compact", "portable"]),
         mirror=st.sampled_from(["memory", "memory", "mmap", "none"]),
         seed=st.integers(0, 2**32 - 1),
     )
-    def create(self, profile: Any, mirror: Any, seed: int) -> None:
+    def create(self, mirror: Any, seed: int) -> None:
         self.random = np.random.default_rng(seed + 1)
         chosen = self.random.choice(len(HOLDINGS), CONSUMERS, replace=False)
         self.consumers = [Consumer(HOLDINGS[index], self.random, TrackedMemory()) for index in chosen]
         self.places: dict[int, Line] = {}
-        super().create(profile, mirror, seed)
+        super().create(mirror, seed)
 
     def go_to(self, consumer: Consumer, line: Line, version: int) -> None:
         """One consumer, from a store of its own; it has seen the records on the way, if it comes from behind."""

@@ -79,14 +79,13 @@ class StoreMachine(RuleBasedStateMachine):
     """Rules change the model and the store alike; invariants compare them."""
 
     @initialize(
-        profile=st.sampled_from(["compact", "portable"]),
         mirror=st.sampled_from(["memory", "memory", "mmap", "none"]),
         seed=st.integers(0, 2**32 - 1),
     )
-    def create(self, profile: Any, mirror: Any, seed: int) -> None:
+    def create(self, mirror: Any, seed: int) -> None:
         self.inner = IsolatedMemoryFileSystem()
         self.fs = Flaky(self.inner)
-        self.store = Store.create_on(storage_from_filesystem(self.fs, "/root"), profile=profile, threads=1, retry=QUICK)
+        self.store = Store.create_on(storage_from_filesystem(self.fs, "/root"), threads=1, retry=QUICK)
         self.writer = self.store.writer(mirror=mirror)
         self.rng = np.random.default_rng(seed)
         self.steps = itertools.count(1)

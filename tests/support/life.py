@@ -114,7 +114,7 @@ class World(FaultyWorld):
 
     def create(self) -> None:
         """Make the store."""
-        Store.create_on(storage_from_filesystem(self.files, ROOT), profile="portable", threads=1).close()
+        Store.create_on(storage_from_filesystem(self.files, ROOT), threads=1).close()
 
     def open(self, on_call: OnCall | None = None, fault: Fault | None = None) -> Store:
         """Open the store in a process of its own, whose waiting takes no time."""

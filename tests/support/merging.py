@@ -21,7 +21,7 @@ from cnr_store.segment.codes import TableCodes, array_specs
 from cnr_store.segment.reader import SegmentReader
 from cnr_store.segment.writer import SegmentWriter, merge_receipts, write_manifest
 from cnr_store.storage import Storage
-from cnr_store.types import Profile, Rectangle
+from cnr_store.types import Rectangle
 
 Array = np.ndarray[Any, Any]
 
@@ -74,7 +74,6 @@ def merge(
     pieces: Sequence[MergePiece],
     workers: Workers,
     *,
-    profile: Profile = "portable",
     name: str | None = None,
     **options: Any,
 ) -> SegmentReader:
@@ -84,14 +83,14 @@ def merge(
     name = name or layout.segment_name(last.base, txn)
     base, txn = int(name[:20]), name[21:]
     out = SegmentWriter(
-        storage, name, profile=profile, folder=layout.writer_folder(0, "0" * 8), workers=workers,
+        storage, name, folder=layout.writer_folder(0, "0" * 8), workers=workers,
         throttle=Throttle(None),
     )  # fmt: skip
     parts = tuple(merge_piece(readers, run, piece, out, workers, **options) for piece in pieces)
     receipt = out.finish(txn=txn, rank=0, world=1, attempt="0" * 8, base=base, l0=first.l0, parts=parts)
     kind = "baseline" if run[0] == 0 else "delta"
     manifest = Manifest(
-        format=MAJOR, profile=profile, txn=txn, base=base, kind=kind, l0=first.l0, l1=last.l1, step=last.step,
+        format=MAJOR, txn=txn, base=base, kind=kind, l0=first.l0, l1=last.l1, step=last.step,
         tables=last.tables, **merge_receipts([receipt]),
     )  # fmt: skip
     sha, size = write_manifest(storage, name, manifest)

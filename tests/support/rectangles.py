@@ -170,7 +170,7 @@ class Parts:
         receipts = []
         for rank, tile in enumerate(tiles):
             out = SegmentWriter(
-                self.store.storage, name, profile="portable", folder=layout.writer_folder(rank, "0" * 8),
+                self.store.storage, name, folder=layout.writer_folder(rank, "0" * 8),
                 workers=self._workers, throttle=Throttle(None),
             )  # fmt: skip
             ranges = f"r{tile.rows[0]}-{tile.rows[1]}/c{tile.columns[0]}-{tile.columns[1]}"
@@ -192,7 +192,7 @@ class Parts:
         record = self._head.record
         l1 = record.logical + 1
         manifest = Manifest(
-            format=MAJOR, profile="portable", txn=txn, base=record.v, kind="baseline" if full else "delta",
+            format=MAJOR, txn=txn, base=record.v, kind="baseline" if full else "delta",
             l0=l0, l1=l1, step=l1, tables={TABLE: self.model.schema}, **merged,
         )  # fmt: skip
         sha, size = write_manifest(self.store.storage, name, manifest)

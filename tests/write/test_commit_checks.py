@@ -36,7 +36,7 @@ def receipt(rank: int = 0, world: int = 1, l0: int = 3, *parts: PartEntry) -> Re
 
 def manifest(*parts: PartEntry) -> Manifest:
     return Manifest(
-        format=1, profile="compact", txn="x", base=0, kind="baseline", l0=0, l1=3, step=1, tables={}, parts=parts,
+        format=1, txn="x", base=0, kind="baseline", l0=0, l1=3, step=1, tables={}, parts=parts,
         objects=(),
     )  # fmt: skip
 

@@ -25,7 +25,6 @@ from cnr_store.runtime.threads import Throttle, Workers, default_threads
 from cnr_store.segment.reader import SegmentReader, open_chain
 from cnr_store.segment.writer import SegmentWriter
 from cnr_store.storage import Storage, StorageRecipe, reopen_storage
-from cnr_store.types import Profile
 
 
 @runtime_checkable
@@ -84,7 +83,6 @@ class Job:
     l0: int
     attempt: str
     world: int
-    profile: Profile
     chain: tuple[ChainEntry, ...]
     run: Run
 
@@ -105,7 +103,7 @@ class Bench:
     def writer(self, job: Job, index: int) -> SegmentWriter:
         """Return what writes the folder of task ``index``."""
         return SegmentWriter(
-            self.storage, job.segment, profile=job.profile, folder=job.folder(index), workers=self.workers,
+            self.storage, job.segment, folder=job.folder(index), workers=self.workers,
             throttle=self.throttle,
         )  # fmt: skip
 

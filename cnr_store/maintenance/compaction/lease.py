@@ -30,7 +30,7 @@ MAX_RECORDS = 256
 MAX_LEASE_S = 86_400.0
 """A note that claims to hold for longer is of a wrong clock, or of nobody: it must not keep all others away."""
 
-_WRITERS_OF_BYTES = ("numpy", "numcodecs", "pcodec")
+_WRITERS_OF_BYTES = ("numpy", "zstandard")
 _TASK = re.compile("[0-9]{1,9}")
 
 

@@ -39,9 +39,6 @@ from cnr_store.types import RowIds
 from cnr_store.write.encode import stored_shape
 from cnr_store.write.part_layout import list_attributes
 
-_WIDER: dict[np.dtype[Any], np.dtype[Any]] = {
-    np.dtype(np.int8): np.dtype(np.int16), np.dtype(np.int16): np.dtype(np.int32)
-}  # fmt: skip
 _STATUS: dict[Operation, int] = {"add": ADDED, "set": CODED, "delete": ABSENT, "escape": ESCAPED}
 _READS: dict[Operation, tuple[Operation, ...]] = {
     "add": ("add",), "set": ("add", "set"), "delete": (), "escape": ("escape",)
@@ -98,7 +95,7 @@ def write_merged(out: SegmentWriter, path: str, rows: MergedRows, cache_bytes: i
     tries = 0
     while True:
         attempt = _TypedRows(rows, plan, specs, dtypes, cache_bytes)
-        order = order_of(rows.operation, specs, dtypes, rows.count, out.profile)
+        order = order_of(rows.operation, specs, dtypes, rows.count)
         row_list = replace(attempt.row_list, order=order)
         place = f"{path}-{tries}" if tries else path
         try:
@@ -106,7 +103,7 @@ def write_merged(out: SegmentWriter, path: str, rows: MergedRows, cache_bytes: i
         except NarrowCodes as overflow:
             # At another place: whoever does this task at the same time may have ended with the wider codes already,
             # and what was committed must not be written again with others.
-            dtypes = dtypes | {name: _WIDER[dtypes[name]] for name in overflow.names}
+            dtypes = dtypes | dict.fromkeys(overflow.names, np.dtype(np.int32))
             out.discard(place)
             tries += 1
 
@@ -196,12 +193,9 @@ class _TypedRows:
 
 
 def _narrowest(spec: ArraySpec, plan: TablePlan) -> np.dtype[Any]:
-    """What the segments have where int32 might be needed: for sets with differences to them, what the sets have."""
+    """What the segments have where int32 might be needed."""
     if spec.held_dtype != np.int32:
         return spec.held_dtype
     steps = [step for batch in plan.batches for step in batch.steps if spec.name in step.row_list.arrays]
-    found = {np.dtype(step.row_list.arrays[spec.name].dtype) for step in steps}
-    if np.dtype(np.int32) in found:
-        return np.dtype(np.int32)
-    sets = {np.dtype(step.row_list.arrays[spec.name].dtype) for step in steps if step.operation == "set"}
-    return np.dtype(np.int8) if sets == {np.dtype(np.int8)} else np.dtype(np.int16)
+    is_wide = any(step.row_list.arrays[spec.name].dtype == "int32" for step in steps)
+    return np.dtype(np.int32 if is_wide else np.int16)

@@ -104,7 +104,7 @@ def put_manifest(
     first, last = manifests[0], manifests[-1]
     scalars: dict[str, JsonValue] = dict(last.scalars)
     manifest = Manifest(
-        format=MAJOR, profile=job.profile, txn=job.txn, base=job.base, kind=job.run.kind, l0=first.l0, l1=last.l1,
+        format=MAJOR, txn=job.txn, base=job.base, kind=job.run.kind, l0=first.l0, l1=last.l1,
         step=last.step, tables=dict(last.tables), scalars=scalars, **merge_receipts(receipts),
     )  # fmt: skip
     if job.run.kind == "baseline":

@@ -218,12 +218,12 @@ def _choose(head: LogEntry, policy: CompactionPolicy, wanted: tuple[int, int] | 
 def _plan(store: Store, head: LogEntry, chosen: Run) -> _Plan:
     chain = head.record.chain
     readers = open_chain(store.storage, chain, store.internals.workers)
-    return _plan_of(store, head, readers, compactable_run([reader.manifest for reader in readers], chosen))
+    return _plan_of(head, readers, compactable_run([reader.manifest for reader in readers], chosen))
 
 
-def _plan_of(store: Store, head: LogEntry, readers: tuple[SegmentReader, ...], run: Run) -> _Plan:
+def _plan_of(head: LogEntry, readers: tuple[SegmentReader, ...], run: Run) -> _Plan:
     tasks = plan_tasks([reader.manifest for reader in readers], run)
-    digest = plan_digest(head.record.chain[run.start : run.stop], store.identity.profile, tasks)
+    digest = plan_digest(head.record.chain[run.start : run.stop], tasks)
     return _Plan(head, readers, run, tasks, digest)
 
 
@@ -249,7 +249,7 @@ def _take_up(
         if place.is_live(old) and not force:
             return plan.describe(report, "busy", f"{old.holder} is at work on it; its lease ends by itself")
         kind = plan.head.record.chain[where[0]].kind
-        again = _plan_of(store, plan.head, plan.readers, Run(*where, kind, "begun by an earlier compaction"))
+        again = _plan_of(plan.head, plan.readers, Run(*where, kind, "begun by an earlier compaction"))
         if (old.plan, old.libraries) == (again.digest, libraries()) and not (is_bound and again.names != plan.names):
             plan, note = again, msgspec.structs.replace(old, holder=writer_info().host)
     if note is None:
@@ -269,7 +269,7 @@ class _Work:
         self._store, self._plan, self._held, self._options = store, plan, held, options
         self._job = Job(
             segment=note.segment, txn=note.txn, base=note.base, l0=plan.entries[0].l0, attempt=plan.digest[:8],
-            world=len(plan.tasks) + 1, profile=store.identity.profile,
+            world=len(plan.tasks) + 1,
             chain=plan.head.record.chain[: plan.run.stop], run=plan.run,
         )  # fmt: skip
         self._head = plan.head

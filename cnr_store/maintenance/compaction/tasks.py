@@ -20,7 +20,7 @@ from cnr_store.maintenance.compaction.plan import Run
 from cnr_store.read.plan import OPERATIONS, is_sparse, plan_table, stored_rows
 from cnr_store.segment.codes import array_specs
 from cnr_store.segment.shards import whole_of
-from cnr_store.types import Affine, Profile, Rectangle
+from cnr_store.types import Affine, Rectangle
 
 PIECE_CHUNKS = 64
 """Most chunks of codes in a piece, near 8 MiB each: small enough to share out and to do again, large enough to pay."""
@@ -100,11 +100,11 @@ def plan_tasks(manifests: Sequence[Manifest], run: Run) -> tuple[CompactionTask,
     return tuple(CompactionTask(index, tuple(pieces)) for index, pieces in enumerate(dealt))
 
 
-def plan_digest(entries: Sequence[ChainEntry], profile: Profile, tasks: Sequence[CompactionTask]) -> str:
+def plan_digest(entries: Sequence[ChainEntry], tasks: Sequence[CompactionTask]) -> str:
     """Return the sha256 of a plan: two compactions of one digest, by the same libraries, write the same bytes. Pure."""
     pieces = [[[piece.table, piece.rectangle.rows, piece.rectangle.columns] for piece in task.pieces] for task in tasks]
     inputs = [[entry.seg, entry.sha256] for entry in entries]
-    return sha256(canonical_json({"inputs": inputs, "profile": profile, "tasks": pieces}))
+    return sha256(canonical_json({"inputs": inputs, "tasks": pieces}))
 
 
 def check_pieces(task: CompactionTask, parts: Sequence[PartEntry]) -> None:

@@ -141,7 +141,7 @@ def _check_object(reader: SegmentReader, entry: ObjectEntry, role: _Role) -> Non
     if role.array is not None:
         wanted = msgspec.json.decode(arrays.array_document(role.array))
         found = document if isinstance(document, dict) else {}
-        differs = sorted(name for name in wanted if name != "attributes" and found.get(name) != wanted[name])
+        differs = sorted(name for name in wanted if found.get(name) != wanted[name])
         if differs:
             raise CorruptObject(f"{key} differs from the manifest in {differs}; other Zarr readers see another array")
     elif entry.path in reader.manifest.documents.values():

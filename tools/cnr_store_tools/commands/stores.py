@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator, Mapping
 from importlib import metadata
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -33,19 +33,11 @@ KINDS = ("rows", "codes", "scales", "slots", "dense", "documents", "metadata", "
 TRAINER = "trainer/0"
 
 
-def init(
-    url: Url,
-    profile: Annotated[
-        Literal["compact", "portable"],
-        typer.Option("--profile", help="compact: smallest. portable: core Zarr codecs only."),
-    ] = "compact",
-    storage_option: StorageOptions = None,
-    json: Json = False,
-) -> None:
+def init(url: Url, storage_option: StorageOptions = None, json: Json = False) -> None:
     """Create an empty store."""
-    with Store.create(url, profile=profile, **place_options(storage_option)) as store:
-        document = {"url": store.url, "store_uuid": store.uuid, "profile": profile}
-    emit_message(f"created {store.url} (profile {profile}, uuid {store.uuid})", document, as_json=json)
+    with Store.create(url, **place_options(storage_option)) as store:
+        document = {"url": store.url, "store_uuid": store.uuid}
+    emit_message(f"created {store.url} (uuid {store.uuid})", document, as_json=json)
 
 
 def log(
@@ -129,7 +121,7 @@ def _version(store: Store, snapshot: Snapshot) -> Document:
         )  # fmt: skip
     total, full = total_sizes(all_sizes), sum(item["fp32_bytes"] for item in chain)
     return {
-        "url": store.url, "branch": store.branch, "store_uuid": store.uuid, "profile": store.identity.profile,
+        "url": store.url, "branch": store.branch, "store_uuid": store.uuid,
         "format": f"{store.identity.major}.{store.identity.minor}", "version": record.v, "kind": record.kind,
         "step": snapshot.step, "logical": record.logical, "time_ms": record.ts_ms,
         **_names(head.tags, head.channels, record.v),
@@ -172,7 +164,7 @@ def _version_parts(document: Document) -> Iterator[Part]:
     """What the version is, its tables, and its chain by kind of byte."""
     yield (
         f"{place_text(document)}  version {document['version']} ({document['kind']}), step {document['step']}, "
-        f"{time_text(document['time_ms'])}, profile {document['profile']}, format {document['format']}"
+        f"{time_text(document['time_ms'])}, format {document['format']}"
     )
     for kind in ("tags", "channels"):
         if document[kind]:

@@ -1,0 +1,152 @@
+"""Chunks of integers as bytes under zstd: planes of digits, and their bases at the end (spec, section 4.2). Pure.
+
+zstd is used for its Huffman coder: in codes the same bytes come again by chance alone, and what a search finds costs
+more than the bytes it stands for. So the writer lets it search for next to nothing. Each block of a frame has a
+table of its own: at most 64 KiB are in one, and never of two planes. Any zstd decoder reads the result.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+from numcodecs.zstd import Zstd
+
+from cnr_store.errors import CorruptObject
+from cnr_store.format import digits
+from cnr_store.format.packed import content_size
+
+Bytes = npt.NDArray[np.uint8]
+
+LEVEL = 1
+_PARAMETERS = zstandard.ZstdCompressionParameters(
+    compression_level=LEVEL, window_log=16, hash_log=6, chain_log=6, search_log=1, min_match=7, target_length=0,
+    strategy=zstandard.STRATEGY_FAST,
+)  # fmt: skip
+_SLACK_BYTES = 8
+"""Each plane ends with a whole byte, so the planes of few values may take a little more than the values."""
+
+_SAMPLE_PLACES, _SAMPLE_RUN = 16, 4096
+_UNPACKED_TO_STORED = 100
+"""So many bytes to unpack count as one more that is stored."""
+
+
+def chunk_bytes(count: int, itemsize: int) -> int:
+    """Return the bytes of a chunk of ``count`` integers before zstd: always the same, whatever their bases."""
+    return count * itemsize + _SLACK_BYTES + digits.MOST_DIGITS
+
+
+@dataclass(frozen=True, slots=True)
+class DigitChunk:
+    """A chunk without its zstd: ``count`` values, any of which can be unpacked."""
+
+    planes: Bytes
+    bases: digits.Bases
+    count: int
+
+    def unpack(self, start: int, out: npt.NDArray[Any]) -> None:
+        """Write the values from ``start`` on to ``out`` (n,), as many as it holds."""
+        digits.unpack(self.planes, self.bases, self.count, start, out)
+
+
+class _Compressor(threading.local):
+    """A thread's compressor, and the memory that it compresses."""
+
+    def __init__(self) -> None:
+        self._zstd = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
+        self._memory = np.empty(0, np.uint8)
+
+    def take(self, size: int) -> Bytes:
+        if self._memory.size < size:
+            self._memory = np.empty(size, np.uint8)
+        return self._memory[:size]
+
+    def compress(self, chunk: Bytes, planes: Sequence[int]) -> bytes:
+        """Return the frame of a chunk that begins with planes of so many bytes."""
+        stream = self._zstd.compressobj(size=chunk.size)
+        pieces, start = [], 0
+        for size in planes:
+            pieces.append(stream.compress(chunk[start : start + size].data))
+            pieces.append(stream.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK))
+            start += size
+        pieces += [stream.compress(chunk[start:].data), stream.flush()]
+        return b"".join(pieces)
+
+
+_COMPRESSOR = _Compressor()
+
+
+def encode(values: npt.NDArray[Any]) -> bytes:
+    """Return the zstd frame of a chunk of int16, int32 or int64 values (n,), contiguous.
+
+    Memory: `chunk_bytes` per thread, kept. Releases the GIL.
+    """
+    bases = choose(values)
+    chunk = _COMPRESSOR.take(chunk_bytes(values.size, values.itemsize))
+    used = digits.pack(values, bases, chunk)
+    chunk[used:] = 0
+    chunk[chunk.size - digits.MOST_DIGITS :] = 1
+    if bases:
+        chunk[chunk.size - len(bases) :] = np.array(bases, np.int64).astype(np.uint8)
+    return _COMPRESSOR.compress(chunk, digits.plane_bytes(bases, values.size))
+
+
+def choose(values: npt.NDArray[Any]) -> digits.Bases:
+    """Return the bases in which a sample of the values takes the fewest bytes. Pure."""
+    if values.size == 0:
+        return ()
+    found = digits.choices(int(values.min()), int(values.max()), values.dtype)
+    if len(found) == 1:
+        return found[0]
+    sample = _sample(values)
+    return min(found, key=lambda bases: _cost(sample, bases))
+
+
+def _sample(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The values, or some of them, evenly over the chunk."""
+    if values.size <= _SAMPLE_PLACES * _SAMPLE_RUN:
+        return values
+    starts = np.linspace(0, values.size - _SAMPLE_RUN, _SAMPLE_PLACES).astype(np.int64)
+    return np.concatenate([values[start : start + _SAMPLE_RUN] for start in starts])
+
+
+def _cost(sample: npt.NDArray[Any], bases: digits.Bases) -> int:
+    planes = _COMPRESSOR.take(chunk_bytes(sample.size, sample.itemsize))
+    used = digits.pack(sample, bases, planes)
+    stored = len(_COMPRESSOR.compress(planes[:used], digits.plane_bytes(bases, sample.size)))
+    return _UNPACKED_TO_STORED * stored + used
+
+
+def decode(frame: memoryview, count: int, itemsize: int, where: str, memory: Bytes | None = None) -> DigitChunk:
+    """Return a chunk of ``count`` values in ``memory`` (`chunk_bytes`), which is allocated if it is None.
+
+    Raises
+    ------
+    CorruptObject
+        It is no such frame, or one of another size, or its bases say what cannot be; names ``where``.
+    """
+    size = chunk_bytes(count, itemsize)
+    chunk = np.empty(size, np.uint8) if memory is None else memory[:size]
+    found = content_size(frame)
+    if found != size:
+        raise CorruptObject(
+            f"{where} has {'an unknown number of' if found is None else found} bytes under zstd, a chunk of {count} "
+            f"elements has {size}; run `cnr verify`",
+            path=where, expected=size, found=found,
+        )  # fmt: skip
+    try:
+        Zstd().decode(frame, out=chunk)
+    except (RuntimeError, ValueError) as error:
+        raise CorruptObject(f"{where} is no zstd frame: {error}", path=where) from error
+    bases = tuple(int(base) or digits.LARGEST_BASE for base in chunk[size - digits.MOST_DIGITS :] if base != 1)
+    if sum(digits.plane_bytes(bases, count)) > size - digits.MOST_DIGITS:
+        raise CorruptObject(
+            f"{where} has digits of bases {bases}, which {count} elements have no room for; run `cnr verify`",
+            path=where, found=bases,
+        )  # fmt: skip
+    return DigitChunk(chunk, bases, count)

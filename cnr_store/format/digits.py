@@ -1,0 +1,136 @@
+"""Integers as planes of digits: what an entropy coder makes small lies together, and what it cannot lies apart.
+
+``value = sum of (digit_i - base_i // 2) * (product of the bases below i)``, modulo the width of the integer. Each digit
+has a plane of its own, the top one first. A byte holds as many digits as fit (`per_byte`), and byte i of a plane of m
+bytes has the digits of the values i, i + m, i + 2 m and so on, so packing and unpacking are plain loops over memory.
+
+Within a few neighbouring codes their density is nearly flat, so a low digit is as small raw as coded; what is above it
+fits a byte, which is what a Huffman coder takes (`format_spec/decisions/0021`). Pure, no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cnr_store.format import digit_kernels
+
+Integers = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
+Bases = tuple[int, ...]
+"""Of the digits, the top one first: each 2 to 256. None at all: every value is 0."""
+
+LARGEST_BASE = 256
+MOST_DIGITS = 8
+_LOWEST = (256, 16, 5, 3)
+"""What the lowest digit may have: a whole byte, half of one, and what five or three values take."""
+
+_RECIPROCAL_BITS = 32
+
+
+def per_byte(base: int) -> int:
+    """Return how many digits of ``base`` a byte holds.
+
+    >>> [per_byte(base) for base in (256, 16, 5, 3, 2)]
+    [1, 2, 3, 5, 8]
+    """
+    count = 1
+    while base ** (count + 1) <= LARGEST_BASE:
+        count += 1
+    return count
+
+
+def plane_bytes(bases: Sequence[int], count: int) -> tuple[int, ...]:
+    """Return the bytes of the plane of each digit of ``count`` values."""
+    return tuple(-(-count // per_byte(base)) for base in bases)
+
+
+def reach(bases: Sequence[int]) -> tuple[int, int]:
+    """Return the smallest and the largest value that such digits have.
+
+    >>> reach((256,)), reach((16, 3)), reach(())
+    ((-128, 127), (-25, 22), (0, 0))
+    """
+    low = high = 0
+    for base in bases:
+        low, high = low * base - base // 2, high * base + base - 1 - base // 2
+    return low, high
+
+
+def choices(low: int, high: int, dtype: np.dtype[Any]) -> list[Bases]:
+    """Return the bases that a writer may choose from for values from ``low`` to ``high`` of a dtype. Pure.
+
+    One for each lowest digit, with as few bytes above it as the values need; never more bytes than the dtype has.
+    """
+    if low == high == 0:
+        return [()]
+    found: list[Bases] = []
+    for lowest in _LOWEST if dtype.itemsize <= 2 else (256, 16):
+        bases = next(upper for upper in _uppers(lowest) if _holds(upper, low, high, dtype))
+        if len(bases) <= MOST_DIGITS and sum(plane_bytes(bases, 240)) <= 240 * dtype.itemsize:
+            found.append(bases)
+    return found
+
+
+def _uppers(lowest: int) -> list[Bases]:
+    """Digits above a lowest one, from none to what holds every integer: bytes, and a half where that is enough."""
+    ladder: list[Bases] = [(lowest,)]
+    for whole in range(MOST_DIGITS):
+        ladder += [(16, *[256] * whole, lowest), (256, *[256] * whole, lowest)]
+    return ladder
+
+
+def _holds(bases: Bases, low: int, high: int, dtype: np.dtype[Any]) -> bool:
+    least, most = reach(bases)
+    return (least <= low and high <= most) or np.prod(bases, dtype=object) >= 1 << 8 * dtype.itemsize
+
+
+def pack(values: Integers, bases: Bases, out: Bytes) -> int:
+    """Write the planes of ``values`` to the front of ``out``, and return how many bytes they take.
+
+    Parameters
+    ----------
+    values
+        (n,) int16, int32 or int64, contiguous; inside `reach`, or the bases hold the whole dtype.
+    bases
+        Powers of two; others for int16 alone, whose division by a reciprocal is exact.
+    out
+        uint8, at least the sum of `plane_bytes`.
+
+    Notes
+    -----
+    Blocks for the computation alone, without the GIL.
+    """
+    weights, weight, offset = [], 1, 0
+    for base in reversed(bases):
+        weights.append(weight)
+        offset += base // 2 * weight
+        weight *= base
+    start = 0
+    for base, weight, size in zip(bases, reversed(weights), plane_bytes(bases, values.size), strict=True):
+        digit_kernels.pack_plane(
+            values, np.uint64(offset % (1 << 64)), *_reciprocal(weight), *_reciprocal(base), np.uint64(base),
+            per_byte(base), out[start : start + size],
+        )  # fmt: skip
+        start += size
+    return start
+
+
+def unpack(planes: Bytes, bases: Bases, count: int, start: int, out: Integers) -> None:
+    """Write the values from ``start`` on of ``count`` that were packed to ``out`` (n,), as many as it holds.
+
+    ``planes`` has at least the sum of `plane_bytes`. Values are taken modulo the width of ``out``. Blocks for the
+    computation alone, without the GIL.
+    """
+    per = np.array([per_byte(base) for base in bases], np.int64)
+    digit_kernels.unpack_planes(planes, np.array(bases, np.int64), per, count, start, out)
+
+
+def _reciprocal(divisor: int) -> tuple[np.uint64, np.uint64]:
+    """Return factor and shift that divide by it: exact for powers of two, and of others for numbers below 2^17."""
+    if divisor & (divisor - 1) == 0:
+        return np.uint64(1), np.uint64(divisor.bit_length() - 1)
+    return np.uint64(-(-(1 << _RECIPROCAL_BITS) // divisor)), np.uint64(_RECIPROCAL_BITS)

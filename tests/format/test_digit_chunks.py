@@ -1,0 +1,104 @@
+"""Chunks of integers: as small as their entropy allows, and refused where they are not what they should be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import zstandard
+
+from cnr_store.errors import CorruptObject
+from cnr_store.format import digit_chunks, digits
+
+COUNT = 1 << 16
+
+
+def laplace(spread: float, dtype: str = "int16", count: int = COUNT) -> npt.NDArray[Any]:
+    """Codes as differences of rows are distributed."""
+    return np.rint(np.random.default_rng(3).laplace(0, spread, count)).astype(dtype)
+
+
+def entropy_bytes(values: npt.NDArray[Any]) -> float:
+    _, counts = np.unique(values, return_counts=True)
+    shares = counts / values.size
+    return float(-(shares * np.log2(shares)).sum() * values.size / 8)
+
+
+def decoded(frame: bytes, count: int, dtype: str) -> npt.NDArray[Any]:
+    out = np.empty(count, dtype)
+    digit_chunks.decode(memoryview(frame), count, out.itemsize, "chunk").unpack(0, out)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("spread", "growth"),
+    [(0.25, 1.13), (0.4, 1.07), (1.0, 1.04), (2.0, 1.05), (8.0, 1.03), (50.0, 1.03), (800.0, 1.03)],
+)
+def test_codes_take_little_more_than_their_entropy(spread: float, growth: float) -> None:
+    values = laplace(spread)
+
+    frame = digit_chunks.encode(values)
+
+    assert np.array_equal(decoded(frame, COUNT, "int16"), values)
+    assert len(frame) <= growth * entropy_bytes(values) + 100
+
+
+@pytest.mark.parametrize("dtype", ["int16", "int32", "int64"])
+def test_one_large_value_among_small_ones_costs_next_to_nothing(dtype: str) -> None:
+    values = laplace(1.0, dtype)
+    alone = len(digit_chunks.encode(values))
+    values[1000] = np.iinfo(dtype).max
+
+    frame = digit_chunks.encode(values)
+
+    assert np.array_equal(decoded(frame, COUNT, dtype), values)
+    assert len(frame) <= 1.01 * alone + 700
+
+
+@pytest.mark.parametrize("values", [[], [0] * 9, [5], [-1, 300]], ids=str)
+def test_few_values_come_back(values: list[int]) -> None:
+    given = np.array(values, np.int16)
+
+    assert decoded(digit_chunks.encode(given), given.size, "int16").tolist() == values
+
+
+def test_a_plain_compressor_would_do_for_every_reader() -> None:
+    values = laplace(3.0)
+    content = zstandard.ZstdDecompressor().decompress(digit_chunks.encode(values))
+
+    again = zstandard.ZstdCompressor(level=19).compress(content)
+
+    assert np.array_equal(decoded(again, COUNT, "int16"), values)
+
+
+def frame(content: bytes) -> memoryview:
+    return memoryview(zstandard.ZstdCompressor(level=3).compress(content))
+
+
+@pytest.mark.parametrize("size", [0, 35, 37, 10**6])
+def test_a_frame_of_another_size_is_refused_before_it_is_decoded(size: int) -> None:
+    with pytest.raises(CorruptObject, match="elements"):
+        digit_chunks.decode(frame(bytes(size)), 10, 2, "chunk")
+
+
+def test_a_frame_that_does_not_tell_its_size_is_refused() -> None:
+    silent = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(36))
+
+    with pytest.raises(CorruptObject, match="unknown number"):
+        digit_chunks.decode(memoryview(silent), 10, 2, "chunk")
+
+
+@pytest.mark.parametrize("data", [b"", b"no frame at all", bytes(frame(bytes(range(36))))[:-9]])
+def test_what_is_no_frame_is_refused(data: bytes) -> None:
+    with pytest.raises(CorruptObject, match="zstd"):
+        digit_chunks.decode(memoryview(data), 10, 2, "chunk")
+
+
+@pytest.mark.parametrize("bases", [(256,) * 3, (2, *(256,) * 2, 16, 3), (255,) * 8], ids=str)
+def test_digits_without_room_are_refused(bases: digits.Bases) -> None:
+    end = bytes(base % 256 for base in bases).rjust(8, b"\1")
+
+    with pytest.raises(CorruptObject, match="no room"):
+        digit_chunks.decode(frame(bytes(28) + end), 10, 2, "chunk")
