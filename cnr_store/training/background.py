@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
@@ -77,7 +77,7 @@ class SaveReport:
 
 @dataclass(slots=True, eq=False)
 class WholeShard:
-    """A shard to be written whole; tensors are live or copies, as the caller chose. ``options`` None keeps them."""
+    """A shard to be written whole; tensors are live. ``options`` None keeps those that the table has."""
 
     key: Shard
     weight: torch.Tensor
@@ -94,11 +94,48 @@ class TouchedRows:
 
 
 @dataclass(slots=True, eq=False)
+class LiveRead:
+    """Shards that are read into their mirrors while the training goes on, ahead of the save that they are part of.
+
+    Attributes
+    ----------
+    whole, taken
+        By name of the shard: what is read, and its marks of the instant at which that began. Rows marked since then are
+        given to the save.
+    drops
+        Tables that end with this save.
+    unread
+        Names of shards that have no full mirror; the save writes them whole while the training waits. Known once it
+        is over.
+    stall_s, read_s
+        Seconds for which it held the training up at its beginning, and that it took.
+    """
+
+    transaction: Transaction
+    whole: Mapping[str, WholeShard]
+    taken: Mapping[str, Taken]
+    drops: tuple[str, ...]
+    unread: set[str] = field(default_factory=set)
+    stall_s: float = 0.0
+    read_s: float = 0.0
+
+    def run(self) -> None:
+        """Declare the tables and read them; blocks. Errors are those of `Transaction`."""
+        started = time.perf_counter()
+        declare(self.transaction, self.whole.values(), self.drops)
+        for name, one in self.whole.items():
+            values, slots = TensorRows(one.weight), _slot_rows(one)
+            if not self.transaction.read_live(one.key.table, values, slots=slots, rectangle=one.key.rectangle):
+                self.unread.add(name)
+        self.read_s = time.perf_counter() - started
+
+
+@dataclass(slots=True, eq=False)
 class SaveJob:
     """Everything one save needs, of one instant; dense tensors and documents are in the transaction already.
 
     ``taken``, ``rows``, ``whole`` and the staging go by name of the shard. ``declares``: whether
-    tables, of any rank, are stored anew.
+    tables, of any rank, are stored anew. ``read``: what was read of them before.
     """
 
     transaction: Transaction
@@ -108,6 +145,7 @@ class SaveJob:
     whole: Mapping[str, WholeShard]
     drops: tuple[str, ...]
     declares: bool = False
+    read: LiveRead | None = None
     stall_s: float = 0.0
     wait_s: float = 0.0
     encode_s: float = 0.0
@@ -116,8 +154,14 @@ class SaveJob:
     @property
     def row_count(self) -> int:
         """Rows handed over."""
-        touched = sum(len(rows.row_ids) for rows in self.rows.values())
-        return touched + sum(one.weight.shape[0] for one in self.whole.values())
+        touched = sum(len(rows.row_ids) for name, rows in self.rows.items() if name not in self.read_shards)
+        whole = {**self.read_shards, **self.whole}
+        return touched + sum(one.weight.shape[0] for one in whole.values())
+
+    @property
+    def read_shards(self) -> Mapping[str, WholeShard]:
+        """What was read before the save, by name of the shard."""
+        return {} if self.read is None else self.read.whole
 
     def report(self, version: int, scales: Mapping[str, ScaleChange]) -> SaveReport:
         """Return the report of this save, committed as ``version``."""
@@ -142,17 +186,12 @@ def run_save(job: SaveJob) -> None:
     started = time.perf_counter()
     transaction = job.transaction
     with transaction:
-        for table in job.drops:
-            transaction.drop_table(table)
-        shards = [Declaration(TensorRows(one.weight), _slot_rows(one), one.options) for one in job.whole.values()]
-        if job.declares:
-            declared: dict[str, list[Declaration]] = {}
-            for one, shard in zip(job.whole.values(), shards, strict=True):
-                if one.options is not None:
-                    declared.setdefault(one.key.table, []).append(shard)
-            transaction.declare_tables(declared)
-        for one, shard in zip(job.whole.values(), shards, strict=True):
-            transaction.write_table(one.key.table, shard.values, slots=shard.slots, rectangle=one.key.rectangle)
+        if job.read is None:
+            declare(transaction, job.whole.values() if job.declares else None, job.drops)
+        for one in job.whole.values():
+            transaction.write_table(
+                one.key.table, TensorRows(one.weight), slots=_slot_rows(one), rectangle=one.key.rectangle
+            )
         tensors, codes = job.staged.tensors, job.staged.codes
         for name, rows in job.rows.items():
             if len(rows.row_ids) == 0:
@@ -161,10 +200,27 @@ def run_save(job: SaveJob) -> None:
             values = as_array(codes[name] if name in codes else copies.pop(WEIGHT))
             slots = {slot: as_array(flat_rows(tensor)) for slot, tensor in copies.items()}
             transaction.write_rows(rows.key.table, rows.row_ids, values, slots=slots, rectangle=rows.key.rectangle)
-        job.encode_s = time.perf_counter() - started
+        job.encode_s = time.perf_counter() - started + (job.read.read_s if job.read else 0.0)
         started = time.perf_counter()
         transaction.commit()
     job.commit_s = time.perf_counter() - started
+
+
+def declare(transaction: Transaction, whole: Iterable[WholeShard] | None, drops: Iterable[str]) -> None:
+    """Say which tables end, and how those are stored that are new or get other options; None: on no rank are there any.
+
+    Blocks; all ranks call it.
+    """
+    for table in drops:
+        transaction.drop_table(table)
+    if whole is None:
+        return
+    declared: dict[str, list[Declaration]] = {}
+    for one in whole:
+        if one.options is not None:
+            shard = Declaration(TensorRows(one.weight), _slot_rows(one), one.options)
+            declared.setdefault(one.key.table, []).append(shard)
+    transaction.declare_tables(declared)
 
 
 def _slot_rows(one: WholeShard) -> dict[str, TensorRows]:
@@ -194,11 +250,25 @@ class BackgroundSave:
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="cnr-save"))
     _job: SaveJob | None = None
     _future: Future[None] | None = None
+    _reading: Future[None] | None = None
 
     @property
     def is_running(self) -> bool:
         """Whether a save is under way."""
         return self._future is not None and not self._future.done()
+
+    def read(self, read: LiveRead) -> None:
+        """Begin to read tables; nothing else may be under way."""
+        self._reading = self._pool.submit(read.run)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the tables that `read` began with are read, or that has failed."""
+        return self._reading is not None and self._reading.done()
+
+    def read_error(self) -> BaseException | None:
+        """Return what went wrong in the last `read`; blocks until it is over."""
+        return None if self._reading is None else self._reading.exception()
 
     def start(self, job: SaveJob) -> None:
         """Hand a job over; the one before must have been collected. After an error ask `has` whose it is."""

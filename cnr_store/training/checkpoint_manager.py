@@ -146,8 +146,7 @@ class CheckpointManager:
         self._saver = Saver(
             training, chain, position, schedule,
             SaveStager(
-                training, chain, position, copies_whole=save_policy.first_full == "copy",
-                codes_on_device=tracking.quantize_on_device, saves_rng=save_policy.rng,
+                training, chain, position, codes_on_device=tracking.quantize_on_device, saves_rng=save_policy.rng,
             ),
             TrainingWriter(self._store, store_options, ranks, training.holdings.placement), save_policy, self._reports,
         )  # fmt: skip
@@ -200,7 +199,7 @@ class CheckpointManager:
             if self._policy.save_on_sigterm is True:
                 raise SystemExit(EXIT_CODE)
             return True
-        self._saver.collect_at_step()
+        self._saver.collect_at_step(self._boundary.must_wait)
         if self._saver.schedule.is_due(self.current_step, time.monotonic()) and not self._boundary.must_wait():
             self._save_due()
         return False
@@ -351,7 +350,7 @@ class CheckpointManager:
     @property
     def is_saving(self) -> bool:
         """Whether a save is under way in the background."""
-        return self._saver.background.is_running
+        return self._saver.is_saving
 
     @property
     def rate(self) -> RateStatus:

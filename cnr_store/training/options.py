@@ -22,8 +22,8 @@ WhenBusy = Literal["wait", "skip", "refuse"]
 OnError = Literal["raise", "warn"]
 """What a failed save does at the next `step`: stop the training or warn. Its rows stay dirty either way."""
 
-FirstFull = Literal["stall", "copy"]
-"""How a table that must be read whole is read: the training stalls until it is written, or a copy is made."""
+FirstFull = Literal["stall", "live"]
+"""How a table that must be read whole is read: the training stalls until it is written, or goes on meanwhile."""
 
 Schedule = Literal["constant", "loss"]
 """Whether scales stay as they were chosen, or become finer as the loss falls (`CheckpointManager.report_loss`)."""
@@ -43,7 +43,10 @@ class SavePolicy:
     every_seconds
         A save is due so long after the last one, besides the manager's ``every_steps``. For trainings of one rank.
     first_full
-        ``stall`` or ``copy``: how tables are read that must be written whole (the first save, or a new slot).
+        How tables are read that must be written whole: in the first save, with a new slot or another scale. ``live``:
+        while the training goes on; rows that it changes meanwhile are copied at the first step behind that, and the
+        checkpoint is of that step. Every writer of a row must mark it, as the library's hooks do. Tables without a full
+        mirror (``mirror="none"``, affine rows) stall all the same.
     when_busy, on_error
         See `WhenBusy` and `OnError`.
     save_on_sigterm

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from cnr_store.errors import BackgroundSaveFailed
 from cnr_store.runtime.ranks import together
-from cnr_store.training.background import WEIGHT, SaveJob, TouchedRows, WholeShard
+from cnr_store.training.background import WEIGHT, LiveRead, SaveJob, TouchedRows, WholeShard
 from cnr_store.training.capture import put_dense_state, rank_document, rows_to_write, trainer_document
 from cnr_store.training.chain_state import ChainState
 from cnr_store.training.devices import rows_as_codes, wait_for_streams
@@ -18,8 +18,7 @@ from cnr_store.training.position import TrainingPosition
 from cnr_store.training.reader import reader_name
 from cnr_store.training.replicated_rows import taken_words, union_of, words_of
 from cnr_store.training.save_plan import SavePlan
-from cnr_store.training.shard_ownership import RankShard
-from cnr_store.training.shards import Slots
+from cnr_store.training.state import needs_new_schema
 from cnr_store.training.tensors import leaf_of
 from cnr_store.write.transaction import Transaction
 from cnr_store.write.writer import Writer
@@ -32,8 +31,6 @@ class SaveStager:
 
     Attributes
     ----------
-    copies_whole
-        Tables that are written whole are copied; else they are read live, and the training must wait.
     codes_on_device
         Rows of lattices become codes before they leave their device.
     """
@@ -41,19 +38,58 @@ class SaveStager:
     training: LiveTraining
     chain: ChainState
     position: TrainingPosition
-    copies_whole: bool
     codes_on_device: bool
     saves_rng: bool
     buffers: StagingBuffers = field(default_factory=StagingBuffers)
 
-    def stage(self, transaction: Transaction, writer: Writer, plan: SavePlan) -> SaveJob:
-        """Return the job of a planned save. Blocks; all ranks call it. If it raises, all rows are dirty as before."""
+    def begin_reading(self, transaction: Transaction, writer: Writer, plan: SavePlan) -> LiveRead | None:
+        """Return what of a planned save can be read while the training goes on; None where no table is stored anew.
+
+        Takes the marks of what is read. Blocks; all ranks call it.
+        """
         training, chain = self.training, self.chain
-        schemas = writer.snapshot.tables if writer.is_synced else {}
         chain.whole_next |= chain.rate.anew_in(transaction)
-        drops = tuple(sorted((schemas.keys() | set(transaction.needs_whole_tables)) - training.tables))
+        if not chain.whole_next:
+            return None
+        whole = self._whole_shards(plan, chain.whole_next)
+        taken: dict[str, Taken] = {}
+
+        def share() -> None:
+            wait_for_streams(tensor for one in whole.values() for tensor in (one.weight, *one.slots.values()))
+            taken.update(training.tracker.take())
+
+        try:
+            together(training.control, share)
+        except BaseException:
+            training.tracker.give_back(taken)
+            raise
+        read = {name for name, own in training.holdings.by_name.items() if own.table in chain.whole_next}
+        training.tracker.give_back({name: one for name, one in taken.items() if name not in read})
+        taken = {name: one for name, one in taken.items() if name in read}
+        return LiveRead(transaction, whole, taken, self._drops(transaction, writer))
+
+    def is_outdated(self, read: LiveRead, plan: SavePlan) -> bool:
+        """Whether tables have other slots now than when they began to be read."""
+        tables, options, owned = read.transaction.tables, self.training.options, self.training.holdings.owned
+        return any(
+            needs_new_schema(tables[one.key.table], owned[name].shard, plan.slots[name], options[one.key.table])
+            for name, one in read.whole.items()
+        )
+
+    def stage(
+        self, transaction: Transaction, writer: Writer, plan: SavePlan, read: LiveRead | None = None
+    ) -> SaveJob:  # fmt: skip
+        """Return the job of a planned save. Blocks; all ranks call it. If it raises, all rows are dirty as before.
+
+        ``read``: what was read of its tables before.
+        """
+        training, chain = self.training, self.chain
+        chain.whole_next |= chain.rate.anew_in(transaction)
         whole = set(chain.whole_next) | (set(transaction.needs_whole_tables) & training.tables)
         whole |= chain.growing.stage(transaction, whole)
+        if read is not None:
+            unread = {read.whole[name].key.table for name in read.unread}
+            whole -= {one.key.table for one in read.whole.values()} - unread
         taken: dict[str, Taken] = {}
         staged = None
 
@@ -77,18 +113,20 @@ class SaveStager:
                 staged = self.buffers.gather(requests)
             except RuntimeError as error:  # no thread, no memory of the device: the training may go on
                 raise BackgroundSaveFailed(failure_message(error)) from error
-            written = {
-                name: self._whole_shard(own, plan.slots[name])
-                for name, own in training.holdings.owned.items()
-                if own.table in whole
-            }
+            written = self._whole_shards(plan, whole)
             wait_for_streams(tensor for one in written.values() for tensor in (one.weight, *one.slots.values()))
         except BaseException:
             training.tracker.give_back(taken)
             if staged is not None:
                 staged.release()
             raise
-        return SaveJob(transaction, taken, staged, rows, written, drops, declares=bool(chain.whole_next))
+        drops = self._drops(transaction, writer)
+        return SaveJob(transaction, taken, staged, rows, written, drops, declares=bool(chain.whole_next), read=read)
+
+    def _drops(self, transaction: Transaction, writer: Writer) -> tuple[str, ...]:
+        """Tables of the head that the training does not have."""
+        schemas = writer.snapshot.tables if writer.is_synced else {}
+        return tuple(sorted((schemas.keys() | set(transaction.needs_whole_tables)) - self.training.tables))
 
     def _touched_rows(
         self, plan: SavePlan, taken: Mapping[str, Taken], whole: set[str]
@@ -123,9 +161,13 @@ class SaveStager:
         if reader is not None:
             transaction.put_document(reader_name(rank), reader, leaf_of)
 
-    def _whole_shard(self, own: RankShard, slots: Slots) -> WholeShard:
-        weight = own.shard.weight.detach()
-        if self.copies_whole:
-            weight, slots = weight.clone(), {name: slot.detach().clone() for name, slot in slots.items()}
-        is_new = own.table in self.chain.whole_next
-        return WholeShard(own.key, weight, slots, self.chain.rate.options_for(own.table) if is_new else None)
+    def _whole_shards(self, plan: SavePlan, tables: set[str]) -> dict[str, WholeShard]:
+        """This rank's shards of tables, by name."""
+        anew, options = self.chain.whole_next, self.chain.rate.options_for
+        return {
+            name: WholeShard(
+                own.key, own.shard.weight.detach(), plan.slots[name], options(own.table) if own.table in anew else None
+            )
+            for name, own in self.training.holdings.owned.items()
+            if own.table in tables
+        }

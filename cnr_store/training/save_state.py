@@ -12,6 +12,8 @@ class SaveState(Enum):
     """Nothing: a save may begin."""
     RESTORED = "restored"
     """A checkpoint was restored; the next step or save takes the store over."""
+    READING = "reading"
+    """Tables are read while the training goes on; the save is of a later step, at which the rows changed since join."""
     RUNNING = "running"
     """A save is under way, or over and not yet collected."""
     UNKNOWN = "unknown"
@@ -29,6 +31,8 @@ class SaveEvent(Enum):
     """A checkpoint, or the empty store, is in place."""
     STEPPED = "stepped"
     """A step was trained behind a restore."""
+    READ = "read"
+    """Tables began to be read while the training goes on."""
     STARTED = "started"
     """A save was handed to the background."""
     WON = "won"
@@ -48,6 +52,10 @@ _NEXT: dict[tuple[SaveState, SaveEvent], SaveState] = {
     (SaveState.IDLE, SaveEvent.RESTORED): SaveState.RESTORED,
     (SaveState.FENCED, SaveEvent.RESTORED): SaveState.RESTORED,
     (SaveState.RESTORED, SaveEvent.STEPPED): SaveState.IDLE,
+    (SaveState.IDLE, SaveEvent.READ): SaveState.READING,
+    (SaveState.RESTORED, SaveEvent.READ): SaveState.READING,
+    (SaveState.READING, SaveEvent.STARTED): SaveState.RUNNING,
+    (SaveState.READING, SaveEvent.LOST): SaveState.IDLE,
     (SaveState.IDLE, SaveEvent.STARTED): SaveState.RUNNING,
     (SaveState.RESTORED, SaveEvent.STARTED): SaveState.RUNNING,
     # A save that could not be handed to the background was never running.

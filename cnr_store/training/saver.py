@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
+from collections.abc import Callable
 
 from cnr_store.errors import (
     BackgroundSaveFailed,
@@ -17,18 +18,20 @@ from cnr_store.errors import (
     Fenced,
     TransactionAborted,
 )
-from cnr_store.training.background import BackgroundSave, Finished, SaveJob, SaveOutcome, SaveReport
+from cnr_store.runtime.ranks import together
+from cnr_store.training.background import BackgroundSave, Finished, LiveRead, SaveJob, SaveOutcome, SaveReport
 from cnr_store.training.chain_state import ChainState
 from cnr_store.training.continuing import TakeOver
 from cnr_store.training.failures import FailureReports, failure_message
 from cnr_store.training.live_training import LiveTraining
 from cnr_store.training.options import SavePolicy
 from cnr_store.training.position import TrainingPosition
-from cnr_store.training.save_plan import plan_save
+from cnr_store.training.save_plan import SavePlan, plan_save
 from cnr_store.training.save_staging import SaveStager
 from cnr_store.training.save_state import SaveEvent, SaveState, next_state
 from cnr_store.training.schedule import SaveSchedule
 from cnr_store.training.training_writer import TrainingWriter
+from cnr_store.write.transaction import Transaction
 from cnr_store.write.writer import Writer
 
 logger = logging.getLogger(__name__)
@@ -63,6 +66,7 @@ class Saver:
         self.state = SaveState.IDLE
         self._unknown: Finished | None = None  # in the state UNKNOWN
         self._fenced_by: Fenced | None = None  # in the state FENCED
+        self._reading: LiveRead | None = None  # in the state READING
         self._unreported: BaseException | None = None  # waits for the step at which all ranks are asked
 
     # ---- beginning a save
@@ -70,7 +74,7 @@ class Saver:
     def begin(self, *, wait_s: float) -> bool:
         """Copy what is to be saved and hand it to the background; the only part that holds the training up.
 
-        Returns whether the save is over, because it read live tables.
+        Returns whether the save is over, because the training waited until tables were written.
         """
         started = time.perf_counter()
         self.settle()
@@ -82,29 +86,106 @@ class Saver:
             self.chain.quality = None
         plan = plan_save(self.training, self.chain, self.policy.policy, writer)
         transaction = writer.begin(self.position.step, plan.decision.kind, base=plan.decision.base)
+        if self.policy.first_full == "live":
+            try:
+                read = self.stager.begin_reading(transaction, writer, plan)
+                if read is not None:
+                    self._read(read, started)
+                    return False
+            except BaseException:
+                transaction.abort()
+                raise
+        return self._save(transaction, writer, plan, started, wait_s=wait_s)
+
+    def _read(self, read: LiveRead, started: float) -> None:
+        """Read tables in the background; the save goes on in `finish`, at the first step behind that."""
+        try:
+            together(self.training.control, lambda: self.background.read(read))
+        except BaseException:  # no thread, no memory, here or on another rank
+            self.background.read_error()
+            self.training.tracker.give_back(read.taken)
+            raise
+        self._reading = read
+        self._move(SaveEvent.READ)
+        self.mark_saved()
+        read.stall_s = time.perf_counter() - started
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way."""
+        return self._reading is not None or self.background.is_running
+
+    def finish(self) -> BaseException | None:
+        """Go on with a save whose tables were read: copy the rows changed since. Waits until they are read.
+
+        Call it between optimizer steps. All ranks call it. Returns the error of a save that was given up.
+        """
+        read, writer, control = self._reading, self.writer.current, self.training.control
+        assert read is not None  # the caller has asked
+        assert writer is not None  # a save has begun
+        failed = self.background.read_error()
+        started = time.perf_counter()
+
+        def share() -> bool:
+            if failed is not None:
+                raise failed
+            self.training.tracker.check_boundary()
+            return self.stager.is_outdated(read, plan)
+
+        try:
+            plan = plan_save(self.training, self.chain, self.policy.policy, writer)
+            is_outdated = any(together(control, share))
+        except Exception as error:  # noqa: BLE001 (whoever waits for the save is told)
+            self._give_up(read)
+            return error
+        if is_outdated:  # an optimizer made its state meanwhile, which belongs to the save
+            self._give_up(read)
+            self.begin(wait_s=0.0)
+            return None
+        self._reading = None
+        read.transaction.move_to(self.position.step)
+        self._save(read.transaction, writer, plan, started, read=read)
+        return None
+
+    def _give_up(self, read: LiveRead) -> None:
+        self._reading = None
+        read.transaction.abort()
+        self.chain.rate.lost()
+        self.training.tracker.give_back(read.taken)
+        self._move(SaveEvent.LOST)
+
+    def _save(
+        self, transaction: Transaction, writer: Writer, plan: SavePlan, started: float, *, wait_s: float = 0.0,
+        read: LiveRead | None = None,
+    ) -> bool:  # fmt: skip
+        """Stage a save and hand it to the background; returns whether it is over, because it reads live tables."""
         job: SaveJob | None = None
         try:
-            job = self.stager.stage(transaction, writer, plan)
+            job = self.stager.stage(transaction, writer, plan, read)
+            stalled = 0.0 if read is None else read.stall_s
             job.wait_s = wait_s
-            job.stall_s = time.perf_counter() - started
+            job.stall_s = stalled + time.perf_counter() - started
             self._start(job)
             self.mark_saved()
-            if self._reads_live(job):
+            if job.whole:
                 self.background.wait()
-                job.stall_s = time.perf_counter() - started
+                job.stall_s = stalled + time.perf_counter() - started
         except BaseException:
             if self.training.ranks.world > 1:
                 self.mark_saved()  # others may have begun theirs: the next save must be due on all at the same step
             if job is None:
                 transaction.abort()
+                if read is not None:
+                    self.training.tracker.give_back(read.taken)
+                    self._move(SaveEvent.LOST)
             elif not self.background.has(job):
                 transaction.abort()
                 self._lost(job, None)
-            elif self._reads_live(job):
+            elif job.whole:
                 # Training that went on now would tear what is being read.
                 self.background.wait_to_the_end()
             raise
-        return self._reads_live(job)
+        return bool(job.whole)
 
     def mark_saved(self) -> None:
         """Count from this step until the next save is due."""
@@ -119,9 +200,6 @@ class Saver:
             if self.background.has(job):
                 self._move(SaveEvent.STARTED)
 
-    def _reads_live(self, job: SaveJob) -> bool:
-        return bool(job.whole) and not self.stager.copies_whole
-
     # ---- what became of it
 
     @property
@@ -130,10 +208,17 @@ class Saver:
         return self.history[-1] if self.history else None
 
     def collect(self, *, wait: bool) -> BaseException | None:
-        """Take notice of a save that is over; returns its error if it is not known to be committed."""
+        """Take notice of a save that is over; returns its error if it is not known to be committed.
+
+        With ``wait`` a save whose tables are read becomes one of the present step. All ranks call it then.
+        """
         if self._unreported is not None:
-            error, self._unreported = self._unreported, None
-            return error
+            unreported, self._unreported = self._unreported, None
+            return unreported
+        while wait and self._reading is not None:
+            error = self.finish()
+            if error is not None:
+                return error
         finished = self.background.collect(wait=wait)
         if finished is None:
             return None
@@ -150,9 +235,17 @@ class Saver:
             self._lost(finished.job, finished.error)
         return finished.error
 
-    def collect_at_step(self) -> None:
-        """Take notice of a save that is over; several ranks are told of its error where all are asked (`collect`)."""
-        error = self.collect(wait=False)
+    def collect_at_step(self, must_wait: Callable[[], bool]) -> None:
+        """Take notice of a save that is over, or go on with one whose tables are read, unless it ``must_wait``.
+
+        Several ranks are told of its error where all are asked (`collect`). All ranks call it.
+        """
+        if self._reading is not None:
+            self.mark_saved()  # what comes due meanwhile is this save
+            is_read = all(together(self.training.control, lambda: self.background.is_read))
+            error = self.finish() if is_read and not must_wait() else None
+        else:
+            error = self.collect(wait=False)
         if self.training.ranks.world == 1:
             self.reports.report(error)
         else:
@@ -206,6 +299,8 @@ class Saver:
         job.staged.release()
         self.chain.rate.lost()
         self.training.tracker.give_back(job.taken)
+        if job.read is not None:
+            self.training.tracker.give_back(job.read.taken)
         if isinstance(error, Fenced):
             self._fenced_by = error
             self._move(SaveEvent.FENCED)

@@ -88,6 +88,53 @@ def stage_table(
     ------
     NonFiniteValues
     """
+    scan = scan_table(schema, values, allocate=allocate, workers=workers, rectangle=rectangle)
+    mirror, specs, first = scan.mirror, scan.specs, scan.rectangle.rows[0]
+    at = scan.bad_rows - first
+    if len(at) and on_bad_rows == "refuse":
+        raise refused_rows(table, int(scan.bad_rows[0]), len(at))
+    escape = None if scan.escapes is None else escape_list(specs, scan.escapes)
+    coded = None
+    if len(at):
+        coded = np.setdiff1d(np.arange(scan.rectangle.num_rows, dtype=np.int64), at, assume_unique=True)
+    row_list = _table_rows(scan.rectangle, specs, values, mirror, scan.dtypes, coded)
+    return StagedTable(schema, mirror, row_list, escape, None if mirror is None else mirror.digest(workers))
+
+
+@dataclass(slots=True)
+class TableScan:
+    """A first pass over a whole table, or a rectangle of it.
+
+    Attributes
+    ----------
+    mirror
+        Its codes, with the rows that have none as escapes; None where none was to be kept.
+    bad_rows, escapes
+        Rows of the table that cannot be encoded, int64 ascending, and their floats (None without any).
+    dtypes
+        By array, what stores its codes.
+    """
+
+    rectangle: Rectangle
+    specs: Mapping[str, ArraySpec]
+    mirror: TableCodes | None
+    bad_rows: RowIds
+    escapes: Given | None
+    dtypes: Mapping[str, np.dtype[Any]]
+
+
+def scan_table(
+    schema: TableSchema,
+    values: Mapping[str, Any],
+    *,
+    allocate: Allocate | None,
+    workers: Workers,
+    rectangle: Rectangle | None = None,
+) -> TableScan:
+    """Read all rows of a table into a new mirror; parameters as of `stage_table`.
+
+    Rows that somebody writes meanwhile have any code, or are escapes, until they are laid over the mirror.
+    """
     rectangle = rectangle or whole_of(schema)
     first, stop = rectangle.rows
     specs = array_specs(schema, rectangle.columns)
@@ -99,22 +146,13 @@ def stage_table(
             schema, first, stop, names=names, mirror=True, allocate=allocate, columns=rectangle.columns
         )
     dtypes = {name: _scan(spec, values[name], mirror, flags, workers) for name, spec in specs.items()}
-    bad = flags == _BAD
-    escape = None
-    rows = np.empty(0, np.int64)
-    if bad.any():
-        at = np.flatnonzero(bad).astype(np.int64)
-        rows = at + first
-        if on_bad_rows == "refuse":
-            raise refused_rows(table, int(rows[0]), len(rows))
-        escape = escape_list(specs, Given(rows, {name: _rows_of(values[name], at) for name in specs}))
-    if mirror is not None and escape is not None:
-        held = {"codes" if n == "values" else n: columns_of(a) for n, a in escape.arrays.items()}
-        mirror.mark(rows, ESCAPED)
-        mirror.escapes.put(rows, {name: held[name] for name in mirror.arrays})
-    coded = None if escape is None else np.flatnonzero(~bad).astype(np.int64)
-    row_list = _table_rows(rectangle, specs, values, mirror, dtypes, coded)
-    return StagedTable(schema, mirror, row_list, escape, None if mirror is None else mirror.digest(workers))
+    at = np.flatnonzero(flags == _BAD).astype(np.int64)
+    escapes = Given(at + first, {name: _rows_of(values[name], at) for name in specs}) if len(at) else None
+    if mirror is not None and escapes is not None:
+        held = {"codes" if n == "values" else n: columns_of(a) for n, a in escape_list(specs, escapes).arrays.items()}
+        mirror.mark(escapes.rows, ESCAPED)
+        mirror.escapes.put(escapes.rows, {name: held[name] for name in mirror.arrays})
+    return TableScan(rectangle, specs, mirror, at + first, escapes, dtypes)
 
 
 def stage_mirror(schema: TableSchema, mirror: TableCodes, staged: StagedRows | None) -> StagedTable:

@@ -11,11 +11,11 @@ from cnr_store.format.records import CommitRecord
 CommitKind = Literal["full", "delta"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SegmentDraft:
     """What a segment will be: its kind and step, its name, and the ``keep`` segments of the chain it goes behind.
 
-    ``is_one_shot``: whether it takes the place of deltas.
+    ``is_one_shot``: whether it takes the place of deltas. ``step`` alone may change.
     """
 
     kind: CommitKind

@@ -123,6 +123,10 @@ class Mirrors:
         self._codes.pop(shard, None)
         self._digests.pop(shard, None)
 
+    def stage(self, shard: Shard, codes: TableCodes, digest: int) -> None:
+        """Make this the mirror that a shard has in the open transaction, and the shard's once it has won."""
+        self._staged[shard] = (codes, digest)
+
     def stage_resize(self, shard: Shard, schema: TableSchema, workers: Workers) -> None:
         """Make the mirror that a resized table will have: grown rows are absent, cut rows are gone."""
         old = self._codes.get(shard)

@@ -9,7 +9,7 @@ import numpy as np
 
 from cnr_store.errors import BadInput, BadRowIds, BadShape, DoesNotApply
 from cnr_store.format.layout import check_name
-from cnr_store.format.records import Manifest, PartEntry
+from cnr_store.format.records import Manifest, PartEntry, TableSchema
 from cnr_store.read.table_reader import rows_since
 from cnr_store.segment.codes import Array, TableCodes
 from cnr_store.segment.reader import SegmentReader
@@ -17,10 +17,16 @@ from cnr_store.segment.rows import check_row_ids
 from cnr_store.segment.shards import Shard
 from cnr_store.types import Rectangle, RowIds
 from cnr_store.write.argument_checks import check_arrays, checked_size
-from cnr_store.write.baseline_rows import StagedTable, is_fully_mirrored, stage_mirror, stage_table
+from cnr_store.write.baseline_rows import (
+    StagedTable,
+    is_fully_mirrored,
+    scan_table,
+    stage_mirror,
+    stage_table,
+)
 from cnr_store.write.delta_rows import StagedRows, options_on_bad_rows, stage_delete, stage_rows
 from cnr_store.write.draft import SegmentDraft
-from cnr_store.write.encode import Given
+from cnr_store.write.encode import Given, refused_rows
 from cnr_store.write.mirrors import Mirrors
 from cnr_store.write.part_layout import PartWriter
 from cnr_store.write.schema_changes import SchemaChanges
@@ -42,12 +48,14 @@ class StagedTables:
         self._parts = parts
         self._rows: dict[Shard, list[StagedRows]] = {}
         self._whole: dict[Shard, StagedTable] = {}
+        self._live: dict[Shard, RowIds] = {}
+        """Shards whose mirror was read live, and their rows that could not be encoded then."""
         self._digests: dict[Shard, int | None] = {}
 
     @property
     def written(self) -> set[str]:
         """Tables that rows were given of."""
-        return {shard.table for shard in (*self._rows, *self._whole)}
+        return {shard.table for shard in (*self._rows, *self._whole, *self._live)}
 
     # ---- what the caller gives
 
@@ -60,6 +68,36 @@ class StagedTables:
         rectangle: Rectangle | None,
     ) -> tuple[Shard, StagedTable]:
         """Encode every row of a table, or of one shard of it; nothing is put yet."""
+        shard, schema, place, arrays = self._begin_whole(table, values, slots, options, rectangle)
+        mirrors = self._state.mirrors
+        return shard, stage_table(
+            table, schema, arrays,
+            allocate=None if mirrors.mode == "none" else mirrors.allocator(),
+            on_bad_rows=options_on_bad_rows(self._schemas.options_of(table)),
+            workers=self._state.setup.workers,
+            rectangle=place,
+        )  # fmt: skip
+
+    def read_live(self, table: str, values: Any, slots: Mapping[str, Any], rectangle: Rectangle | None) -> bool:
+        """Read every row of a declared table, or of one shard of it, into its mirror; False if it has no full one."""
+        if table not in self._schemas.declared:
+            raise BadInput(f"declare table {table!r} before it is read live: declare_tables()", table=table)
+        mirrors = self._state.mirrors
+        if mirrors.mode == "none" or not is_fully_mirrored(self._schemas.tables[table]):
+            return False
+        shard, schema, place, arrays = self._begin_whole(table, values, slots, None, rectangle)
+        workers = self._state.setup.workers
+        scan = scan_table(schema, arrays, allocate=mirrors.allocator(), workers=workers, rectangle=place)
+        assert scan.mirror is not None  # it is mirrored
+        mirrors.stage(shard, scan.mirror, scan.mirror.digest(workers))
+        self._live[shard] = scan.bad_rows
+        return True
+
+    def _begin_whole(
+        self, table: str, values: Any, slots: Mapping[str, Any], options: TableOptions | None,
+        rectangle: Rectangle | None,
+    ) -> tuple[Shard, TableSchema, Rectangle, dict[str, Any]]:  # fmt: skip
+        """Check what is given of a whole table, and let its old mirror go; the arrays are by name."""
         check_name(table)
         for name, array in slots.items():
             check_name(name)
@@ -85,13 +123,7 @@ class StagedTables:
         if shard in mirrors and self._state.is_synced and table in self._schemas.before:
             # The new codes take the old mirror's place in memory only if the old ones can be given up.
             mirrors.release_for_full(shard)
-        return shard, stage_table(
-            table, schema, arrays,
-            allocate=None if mirrors.mode == "none" else mirrors.allocator(),
-            on_bad_rows=options_on_bad_rows(self._schemas.options_of(table)),
-            workers=self._state.setup.workers,
-            rectangle=place,
-        )  # fmt: skip
+        return shard, schema, place, arrays
 
     def put_table(self, shard: Shard, staged: StagedTable) -> None:
         """Put an encoded table. Blocks. After an error some of its objects are there: the transaction must end."""
@@ -225,7 +257,8 @@ class StagedTables:
                 table=missing[0],
             )
         declared = self._state.shards(sorted(self._schemas.declared & self._schemas.tables.keys()))
-        unwritten = [shard for shards in declared.values() for shard in shards if shard not in self._whole]
+        given = self._whole.keys() | self._live.keys()
+        unwritten = [shard for shards in declared.values() for shard in shards if shard not in given]
         if unwritten:
             raise BadInput(
                 f"table {unwritten[0]} was declared and not written: its rows would be gone; use write_table()",
@@ -299,6 +332,11 @@ class StagedTables:
         merged = StagedRows(schema, digest=self._digests.get(shard, known))
         for staged in self._rows.get(shard, []):
             merged.lists |= staged.lists
+        if options_on_bad_rows(self._schemas.options_of(shard.table)) == "refuse":
+            given = [item.rows for item in merged.lists.values()]
+            bad = np.setdiff1d(self._live.get(shard, np.empty(0, np.int64)), np.concatenate([np.empty(0, int), *given]))
+            if len(bad):
+                raise refused_rows(shard.table, int(bad[0]), len(bad))
         whole = stage_mirror(schema, mirror, merged)
         self._digests[shard] = whole.digest
         self._parts.write_table(shard, whole)

@@ -186,6 +186,36 @@ class Transaction:
             self.abort()
             raise
 
+    def read_live(
+        self, table: str, values: Any, *, slots: Mapping[str, Any] | None = None, rectangle: Rectangle | None = None
+    ) -> bool:
+        """Read every row of a declared table into its mirror, from memory that somebody may write meanwhile. Blocks.
+
+        Puts nothing: `commit` writes the table from the mirror, with the rows laid over it that `write_rows` gets. For
+        a ``full``; every row that was written since this call began must come to `write_rows`, as it is at the step of
+        the commit (`move_to`). What was read of such a row, all of it or half, is in no object then.
+
+        Parameters are those of `write_table`.
+
+        Returns
+        -------
+        bool
+            False if the table has no mirror of all its arrays (``mirror="none"``, affine rows): nothing was read, give
+            it to `write_table`, which wants that nobody writes.
+
+        Raises
+        ------
+        BadInput and its kinds
+            Nothing of the table was read; the transaction goes on.
+        """
+        self._check_open()
+        return self._staged.tables.read_live(table, values, slots or {}, rectangle)
+
+    def move_to(self, step: int) -> None:
+        """Say that the rows are those of another training step; every rank says the same, before `commit`."""
+        self._check_open()
+        self.step = self._staged.draft.step = step
+
     def write_rows(
         self,
         table: str,

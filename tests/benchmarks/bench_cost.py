@@ -166,7 +166,7 @@ def _keep(kept: list[Cost], cost: Cost, size_bytes: int) -> None:
 def measure_peers(report: harness.Report, place: Place, trainee: Trainee, size: Size) -> Costs:
     """Run every peer and every quality of the store in rounds of alternating order, and report."""
     _warm_up(place)
-    stores = [(partial(Cnr, bits), SHARES) for bits in size.qualities] + [(partial(Cnr, 8, copies_first=True), ())]
+    stores = [(partial(Cnr, bits), SHARES) for bits in size.qualities] + [(partial(Cnr, 8, reads_live=True), ())]
     costs = Costs(trainee.size_bytes)
     turns: list[Callable[[], None]] = [partial(run_full_peer, make, place, trainee, costs) for make in FULL_PEERS]
     turns += [partial(run_store, make, place, trainee, costs, shares) for make, shares in stores]

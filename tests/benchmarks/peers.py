@@ -246,15 +246,13 @@ class DcpAsyncKept(DcpAsync):
 class Cnr(_Saved):
     """``CheckpointManager``: the first save is a full one, the next ones are deltas of the rows that were touched.
 
-    The first save encodes the live tables while the training waits; with ``copies_first`` it waits for a copy of them.
+    The first save encodes the live tables while the training waits; with ``reads_live`` the training goes on meanwhile.
     """
 
-    def __init__(self, bits: AffineBits | None, *, copies_first: bool = False) -> None:
-        self.name = (
-            f"cnr_store{' (copies first)' if copies_first else ''}, {'exact' if bits is None else f'{bits}-bit'}"
-        )
+    def __init__(self, bits: AffineBits | None, *, reads_live: bool = False) -> None:
+        self.name = f"cnr_store{' (reads live)' if reads_live else ''}, {'exact' if bits is None else f'{bits}-bit'}"
         self.options = TableOptions.exact() if bits is None else TableOptions(bits=bits)
-        self.copies_first = copies_first
+        self.reads_live = reads_live
         self.manager: CheckpointManager | None = None
 
     def open(self, place: Place, trainee: Trainee, url: str | None = None) -> None:
@@ -271,7 +269,7 @@ class Cnr(_Saved):
             model=self.trainee.model,
             optimizer=self.trainee.optimizers,
             options=self.options,
-            save_policy=SavePolicy(first_full="copy" if self.copies_first else "stall", rng=False),
+            save_policy=SavePolicy(first_full="live" if self.reads_live else "stall", rng=False),
             tracking=TrackingOptions(assume={"RowWiseAdagrad": "touched"}),
             store_options=StoreOptions(storage_options=self.place.options or None),
         )

@@ -50,7 +50,7 @@ def test_a_model_that_is_no_preset_is_refused():
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adagrad", "adam"])
 def test_a_store_loads_what_was_saved_of_a_model_with_any_optimizer(optimizer, tmp_path):
     trainee = Trainee(models.BenchModel("two", ((60, 8), (300, 16)), optimizer))
-    store = Cnr(8)
+    store = Cnr(None)
     store.open(local_disk(tmp_path), trainee)
     store.save()()
     store.touch(0.1)

@@ -55,7 +55,7 @@ def train(model: Model, optimizer: torch.optim.Optimizer, number: int) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("first_full", ["stall", "copy"])
+@pytest.mark.parametrize("first_full", ["stall", "live"])
 def test_a_full_save_waits_for_the_stream_that_trains(first_full: Any) -> None:
     model, store = Model(), store_in_memory()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

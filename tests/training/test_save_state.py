@@ -34,7 +34,11 @@ def test_a_running_save_is_left_only_by_its_outcome() -> None:
 
 def test_a_save_starts_only_where_none_runs_and_nothing_is_open() -> None:
     starts = {state for state in SaveState if SaveEvent.STARTED in ways_out(state)}
-    assert starts == {SaveState.IDLE, SaveState.RESTORED}
+    assert starts == {SaveState.IDLE, SaveState.RESTORED, SaveState.READING}
+
+
+def test_what_was_read_live_becomes_a_save_or_is_given_up() -> None:
+    assert ways_out(SaveState.READING) == {SaveEvent.STARTED: SaveState.RUNNING, SaveEvent.LOST: SaveState.IDLE}
 
 
 @pytest.mark.parametrize("event", [SaveEvent.WON, SaveEvent.NO_REPLY])

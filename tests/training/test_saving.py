@@ -326,25 +326,6 @@ def test_training_goes_on_while_a_save_is_written(backend: Backend) -> None:
     manager.close()
 
 
-def test_a_copied_first_full_holds_the_instant_of_its_step(backend: Backend) -> None:
-    store, training = create(backend), Training()
-    manager = manager_of(store, training, first_full="copy")
-    training.train(0)
-    expected = training.model.user.weight.detach().clone()
-    manager._saver.ready_writer()
-    backend.gate.clear()
-    manager.save(wait=False)
-    training.train(1)
-    backend.gate.set()
-    while manager.is_saving:
-        pass
-
-    np.testing.assert_array_equal(store.snapshot().table("user.weight").read(), expected.cpu().numpy())
-    manager.save()
-    assert_stored(store, training)
-    manager.close()
-
-
 def test_slots_that_appear_later_make_a_full(backend: Backend) -> None:
     store, training = create(backend), Training("sparse_adam")
     manager = manager_of(store, training, every_steps=1)
@@ -733,14 +714,14 @@ def test_rows_that_were_copied_for_a_save_that_could_not_begin_are_released(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, training = create(backend), Training()
-    manager = manager_of(store, training, first_full="copy")
+    manager = manager_of(store, training)
     training.train(0)
 
     def fail(*_: object, **__: object) -> None:
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("cnr_store.training.save_staging.SaveStager._whole_shard", fail)
+        patch.setattr("cnr_store.training.save_staging.SaveStager._whole_shards", fail)
         with pytest.raises(MemoryError):
             manager.save()
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import unittest.mock
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from torch import nn
 from cnr_store import BadInput, Store
 from cnr_store.errors import BackgroundSaveFailed, StorageFailure
 from cnr_store.training import CheckpointManager
+from cnr_store.write.transaction import Transaction
 from tests.training.ranks.copies import EXACT, Run, spoiled
 from tests.training.ranks.scenarios import Place, WatchedStorage, scenario
 from tests.training.runs import assert_same
@@ -144,21 +148,70 @@ def a_rank_that_cannot_take_part_is_named(place: Place) -> None:
 def a_save_is_skipped_by_all_or_by_none(place: Place) -> None:
     storage = watched(place, "skipping")
     run = Run(place)
-    manager = run.manager(storage.open(), every_steps=1, when_busy="skip", first_full="copy")
+    manager = run.manager(storage.open(), every_steps=1, when_busy="skip")
+    run.train(0, manager)
     if place.rank == 1:
         storage.may_put.clear()
-    for number in range(3):
+    for number in range(1, 4):
         run.train(number, manager)
     assert manager.is_saving
     place.gather(None)
     storage.may_put.set()
     manager.wait_until_finished()
-    run.train(3, manager)
+    run.train(4, manager)
     manager.wait_until_finished()
     steps = [report.step for report in manager.history]
-    assert steps == [1, 4]
+    assert steps == [1, 2, 5]
     assert place.gather(steps) == [steps, steps]
     assert_saved(place, run, manager)
+
+
+@scenario(1, 2)
+def tables_are_read_on_all_ranks_while_they_train(place: Place) -> None:
+    """The save goes on at the first step at which all have read, and is of that step on all of them."""
+    run = Run(place)
+    manager = run.manager(place.url("live"), every_steps=1, first_full="live")
+    may_read = threading.Event()
+    with unittest.mock.patch.object(Transaction, "read_live", _held(may_read)):
+        if place.rank == 0:
+            may_read.set()
+        for number in range(3):
+            run.train(number, manager)
+        assert manager.is_saving
+        assert manager.history == []
+        may_read.set()
+        manager._saver.background.read_error()
+        place.gather(None)
+        run.train(3, manager)
+    manager.wait_until_finished()
+    told = [(report.step, report.kind) for report in manager.history]
+    assert place.gather(told) == [[(4, "full")]] * 2
+    assert_saved(place, run, manager)
+
+
+@scenario(1, 2)
+def a_table_that_one_rank_cannot_read_is_saved_by_the_next_save(place: Place) -> None:
+    run = Run(place)
+    manager = run.manager(place.url("unread"), first_full="live")
+    run.train(0, manager)
+    broken = unittest.mock.Mock(side_effect=MemoryError("no room"))
+    read = broken if place.rank == 1 else Transaction.read_live
+    with unittest.mock.patch.object(Transaction, "read_live", read), pytest.raises(BackgroundSaveFailed):
+        manager.save()
+    run.train(1, manager)
+    report = manager.save()
+    assert report.kind == "full"
+    assert_saved(place, run, manager)
+
+
+def _held(may_read: threading.Event) -> Callable[..., bool]:
+    read = Transaction.read_live
+
+    def held(*args: Any, **kwargs: Any) -> bool:
+        assert may_read.wait(60), "nobody let it go on"
+        return read(*args, **kwargs)
+
+    return held
 
 
 @scenario(1, 2)

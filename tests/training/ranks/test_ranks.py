@@ -45,6 +45,8 @@ PLAIN = {
     "what_one_rank_cannot_stage_no_rank_has_saved": 1,
     "a_rank_that_cannot_take_part_is_named": 1,
     "a_save_is_skipped_by_all_or_by_none": 1,
+    "tables_are_read_on_all_ranks_while_they_train": 1,
+    "a_table_that_one_rank_cannot_read_is_saved_by_the_next_save": 1,
     "ranks_that_are_told_to_end_save_together": 1,
     "what_one_rank_cannot_read_no_rank_goes_on_with": 1,
     "clocks_of_several_ranks_are_no_measure": 1,
