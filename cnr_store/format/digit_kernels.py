@@ -68,11 +68,24 @@ def _add_digits(plane, low, high, base, half, out):  # type: ignore[no-untyped-d
 
 
 @_compiled
+def _put_bits(plane, shift, mask, half, out):  # type: ignore[no-untyped-def]
+    for i in range(out.shape[0]):
+        out[i] = np.int16((plane[i] >> shift) & mask) - half
+
+
+@_compiled
+def _add_bits(plane, shift, mask, base, half, out):  # type: ignore[no-untyped-def]
+    for i in range(out.shape[0]):
+        out[i] = out[i] * base + (np.int16((plane[i] >> shift) & mask) - half)
+
+
+@_compiled
 def unpack_planes(planes, bases, per, count, start, out):  # type: ignore[no-untyped-def]
     """Write the values [start, start + n) of ``count`` to ``out`` (n,), modulo its width.
 
     ``bases``, ``per`` (k,) int64. ``planes`` (m,) uint8, which the caller has checked against ``count``. A byte
-    b holds the digit ``b // base^k % base``: divided by reciprocals of 16 bits, which are exact for bytes.
+    b holds the digit ``b // base^k % base``: shifted out where the base is a power of two, about twice as fast, else
+    divided by reciprocals of 16 bits, which are exact for bytes.
     """
     n = out.shape[0]
     if bases.shape[0] == 0:
@@ -89,13 +102,20 @@ def unpack_planes(planes, bases, per, count, start, out):  # type: ignore[no-unt
                 digit = (start + low + done) // size
                 first = start + low + done - digit * size
                 length = min(size - first, block.shape[0] - done)
-                power = 1
+                power, bits = 1, 0
                 for _ in range(digit):
                     power *= bases[j]
+                while 1 << bits < power:
+                    bits += 1
                 divide = np.uint32((65536 + power - 1) // power)
                 over = np.uint32((65536 + power * bases[j] - 1) // (power * bases[j]))
                 piece = plane[first : first + length]
-                if j == 0:
+                shift, mask, half = np.uint8(bits), np.uint8(base - 1), np.int16(base // 2)
+                if base & (base - 1) == 0 and j == 0:
+                    _put_bits(piece, shift, mask, half, block[done : done + length])
+                elif base & (base - 1) == 0:
+                    _add_bits(piece, shift, mask, out.dtype.type(base), half, block[done : done + length])
+                elif j == 0:
                     _put_digits(piece, divide, over, base, base // np.int32(2), block[done : done + length])
                 else:
                     _add_digits(piece, divide, over, base, base // np.int32(2), block[done : done + length])

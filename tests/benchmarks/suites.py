@@ -46,7 +46,6 @@ SUITES = (
     Suite("compaction", "bench_compaction.py", "compacting deltas into baselines"),
     Suite("gc", "bench_gc.py", "collecting what nobody needs"),
     Suite("affine", "bench_affine.py", "the published row quantizer against torch's"),
-    Suite("arrays", "bench_arrays.py", "writing and reading chunks"),
     Suite("kernels", "bench_kernels.py", "the compiled loops"),
 )
 """In the order of the page. `bench_gpu.py` needs a GPU and stands alone."""

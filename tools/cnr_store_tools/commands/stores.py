@@ -201,7 +201,7 @@ def _version_parts(document: Document) -> Iterator[Part]:
 def version(json: Json = False) -> None:
     """Print the versions of the program and of the packages it works with."""
     packages: dict[str, str | None] = {}
-    for name in ("cnr-store", "numpy", "numba", "pcodec", "zarr", "fsspec", "pyarrow", "torch"):
+    for name in ("cnr-store", "numpy", "numba", "zstandard", "zarr", "fsspec", "pyarrow", "torch"):
         try:
             packages[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
