@@ -213,10 +213,10 @@ class SegmentReader:
         path = self.manifest.documents.get(name)
         if path is None:
             raise TableNotFound(f"segment {self.name} has no document {name!r}", path=name)
+        key = layout.segment_key(self.name, path)
         try:
-            return loads(self.read_object(path), JSON, deepest=MAX_TREE_NESTING)
+            return loads(unpack(self.read_object(path), key), JSON, deepest=MAX_TREE_NESTING)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            key = layout.segment_key(self.name, path)
             raise CorruptStore(f"document {key} cannot be parsed: {error}; run `cnr verify`", path=key) from error
 
     def read_dense(self, name: str, entry: DenseEntry) -> npt.NDArray[Any]:

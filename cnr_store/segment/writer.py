@@ -19,7 +19,7 @@ import numpy.typing as npt
 from cnr_store.encodings.row_order import into_order
 from cnr_store.errors import BadDtype, BadInput, CorruptStore, StorageFailure
 from cnr_store.format import arrays, layout
-from cnr_store.format.documents import canonical_json, sha256
+from cnr_store.format.documents import sha256
 from cnr_store.format.fields import ArrayDtype, TensorDtype
 from cnr_store.format.limits import MAX_MANIFEST_BYTES
 from cnr_store.format.manifest import decode_manifest
@@ -175,10 +175,10 @@ class SegmentWriter:
         self._dense[name] = entry
 
     def write_document(self, name: str, document: JsonValue) -> None:
-        """Put a JSON document (reader state, RNG state) under ``<writer>/<name>.json``."""
+        """Put a JSON document (reader state, RNG state) under ``<writer>/<name>.json.zst``."""
         # The ending goes through the encoding: a document named _receipt must not become the receipt.
-        path = "/".join([self.folder, *(layout.encode_name(part) for part in f"{name}.json".split("/"))])
-        self._put(path, canonical_json(document))
+        path = "/".join([self.folder, *(layout.encode_name(part) for part in f"{name}.json.zst".split("/"))])
+        self._put(path, pack(document))
         self._documents[name] = path
 
     def finish(

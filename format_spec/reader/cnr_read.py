@@ -61,7 +61,7 @@ def with_defaults(value, schema, rule=None):  # [3.1] CNR-DOC-5
     return [with_defaults(one, schema, rule.get("items") or {}) for one in value] if isinstance(value, list) else value
 
 
-def unzstd(frame, sizes, kind, where):  # [3.1] CNR-DOC-23: the size is compared before anything is decompressed
+def unzstd(frame, where, kind="corrupt_store", sizes=range(1, 2**28 + 1)):  # [3.1] CNR-DOC-23: before memory is taken
     try:
         need(zstandard.frame_content_size(frame) in sizes, kind, f"{where}: size")
         return zstandard.decompress(frame)
@@ -170,7 +170,7 @@ class Store:  # in a local folder; records[v] is None where it is superseded [7.
 class Segment:  # [4.1]: a manifest and the objects that it lists
     def __init__(self, store, entry, missing):
         self.store, self.name, where = store, entry["seg"], f"data/{entry['seg']}/_segment.json.zst"
-        data = unzstd(store.object(where, missing, entry["sha256"]), range(1, 2**28 + 1), "corrupt_store", where)
+        data = unzstd(store.object(where, missing, entry["sha256"]), where)
         need(parse(data, "corrupt_store", where).get("format", 0) == 1, "newer_format", where)
         self.manifest = manifest = parse(data, "corrupt_store", where, "segment")
         self.objects, same = {item["path"]: item for item in manifest["objects"]}, ("kind", "l0", "l1")
@@ -238,7 +238,7 @@ class Segment:  # [4.1]: a manifest and the objects that it lists
         if codec == "bytes":
             need(len(data) == count * dtype.itemsize, "corrupt_object", f"{where}: number of elements")
             return np.frombuffer(data, dtype)
-        chunk = np.frombuffer(unzstd(data, [count * dtype.itemsize + 16], "corrupt_object", where), np.uint8)
+        chunk = np.frombuffer(unzstd(data, where, "corrupt_object", [count * dtype.itemsize + 16]), np.uint8)
         return unpack(chunk, count, dtype, codec == "gaps")
 
 
@@ -281,7 +281,7 @@ class Snapshot:
         return flat.reshape(entry["shape"])
 
     def read_document(self, name):  # [4.7], with its $ tags
-        return json.loads(self.segments[-1].read(self.last["documents"][name]))
+        return json.loads(unzstd(self.segments[-1].read(self.last["documents"][name]), name))
 
     def read_table(self, name):  # {"values", slots, and "keys" of a hashed table}; (n, ranges) if a slot has several
         schema, named = self.tables[name], [s.manifest["tables"].get(name, {}) for s in self.segments]

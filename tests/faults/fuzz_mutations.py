@@ -44,7 +44,7 @@ KINDS: tuple[tuple[str, str], ...] = (
     (r"data/[^/]+/_segment\.json\.zst", "manifest"),
     (r"data/.*/_receipt\.json\.zst", "receipt"),
     (r".*zarr\.json", "zarr.json"),
-    (r"data/.*\.json", "tree"),
+    (r"data/.*\.json\.zst", "tree"),
     (r".*/c/[0-9/]+", "chunk"),
 )
 

@@ -20,7 +20,6 @@ TREES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=9),
     lambda inside: st.lists(inside, max_size=4) | st.dictionaries(st.text(max_size=9), inside, max_size=4),
 )
-SOME = range(1, MAX_MANIFEST_BYTES + 1)
 SIZES = [(0x20, 1), (0x60, 2), (0xA0, 4), (0xE0, 8)]
 """Descriptors of frames of a single segment, and how many bytes their content size has."""
 
@@ -31,7 +30,7 @@ def test_what_is_packed_is_unpacked_again(document: dict[str, object], more: int
 
     stored = pack(document)
 
-    assert unpack(stored, "here") == canonical_json(document) == cnr_read.unzstd(stored, SOME, "corrupt_store", "here")
+    assert unpack(stored, "here") == canonical_json(document) == cnr_read.unzstd(stored, "here")
     assert json.loads(unpack(stored, "here")) == document
     assert content_size(memoryview(stored)) == len(canonical_json(document))
 
@@ -45,7 +44,7 @@ def test_a_frame_is_refused_before_memory_is_taken_for_it(descriptor: int, width
     with pytest.raises(CorruptStore, match="here"):
         unpack(frame, "here")
     with pytest.raises(cnr_read.Refused):
-        cnr_read.unzstd(frame, SOME, "corrupt_store", "here")
+        cnr_read.unzstd(frame, "here")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
 

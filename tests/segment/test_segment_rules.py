@@ -12,6 +12,7 @@ from cnr_store import BadInput, CorruptStore, Store, TableOptions, verify_store
 from cnr_store.errors import BadName, CorruptObject, CorruptRecord
 from cnr_store.format.commit_record import encode_record
 from cnr_store.format.layout import check_name, commit_key, encode_name, segment_key, segment_prefix
+from cnr_store.format.packed import pack
 from cnr_store.format.records import ObjectEntry, Receipt
 from cnr_store.runtime.threads import Throttle, Workers
 from cnr_store.segment.reader import Scratch, SegmentReader, check_record
@@ -84,7 +85,7 @@ def test_an_object_of_a_segment_is_written_once(store: Store) -> None:
     with pytest.raises(CorruptStore, match="would be written twice"):
         writer.write_document("reader", {"at": 2})
 
-    assert store.storage.read(segment_key(name, "r00000-0123abcd/reader.json"), stop=100) == b'{"at":1}'
+    assert store.storage.read(segment_key(name, "r00000-0123abcd/reader.json.zst"), stop=100) == pack({"at": 1})
 
 
 @pytest.mark.parametrize("kind", ["documents", "dense"])

@@ -17,6 +17,7 @@ from cnr_store.maintenance.gc import collect_garbage
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import Rectangle
 from cnr_store.write.schema_changes import Declaration
+from format_spec import vectors
 from tests.support.faulty import Call, Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
 
 
@@ -205,7 +206,7 @@ def test_a_document_too_deep_to_parse_is_corruption_not_a_crash(store: Store) ->
         txn.write_table("t", np.ones((4, 2), np.float32), options=TableOptions(scale=1.0))
         txn.put_document("reader/0", {"a": 1})
     reader = store.snapshot().readers[-1]
-    deep = b"[" * 200_000 + b"]" * 200_000
+    deep = vectors.stored_as("reader/0.json.zst", b"[" * 200_000 + b"]" * 200_000)
     monkey = pytest.MonkeyPatch()
     monkey.setattr(type(reader), "read_object", lambda self, path: deep)
 

@@ -132,7 +132,9 @@ def _check_object(reader: SegmentReader, entry: ObjectEntry, role: _Role) -> Non
             _check_rows(key, chunk, role.row_list, role.chunk)
         return
     data = reader.read_object(entry.path)
-    if not entry.path.endswith(".json"):
+    if entry.path in reader.manifest.documents.values():
+        data = unpack(data, key)
+    elif not entry.path.endswith(".json"):
         return
     try:
         document: JsonValue = loads(data, JSON, deepest=MAX_TREE_NESTING)
