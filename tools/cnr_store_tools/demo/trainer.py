@@ -71,7 +71,7 @@ def _train_saved(
         task["store"], model=model, optimizer=optimizers, reader=batches,
         every_steps=max(1, len(batches) // NUM_CHECKPOINTS),
         options=TableOptions.exact() if task["is_exact"] else TableOptions(bits=task["bits"]),
-        save_policy=SavePolicy(policy=task["policy"], first_full="live"),
+        save_policy=SavePolicy(policy=task["policy"]),
         tracking=TrackingOptions(assume={"RowWiseAdagrad": "touched"}),
     )  # fmt: skip
     started = time.perf_counter()
