@@ -76,6 +76,15 @@ def test_the_objects_of_a_commit_beside_its_segment_are_its_record_and_the_hint(
     }
 
 
+def test_a_commit_record_does_not_grow_with_the_tables(tmp_path: Path) -> None:
+    (one, of_one), (many, of_many) = (saved(tmp_path / f"{n}", n, 1, n) for n in (1, 200))
+
+    sizes = [len(store.storage.read(f"commits/{v:020d}.json") or b"") for store, v in ((one, of_one), (many, of_many))]
+
+    assert sizes[1] - sizes[0] < 32  # digits of the sums of bytes and rows
+    assert list(many.storage.list_objects("state/")) == []
+
+
 def test_dense_tensors_cost_two_objects_per_dtype_and_documents_one_each(tmp_path: Path) -> None:
     store = Store.create(str(tmp_path / "store"), fsync=False, threads=1)
     weights = {f"w{k}": np.ones((3, k), np.float32) for k in range(1, 9)}
