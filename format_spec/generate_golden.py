@@ -121,7 +121,7 @@ def lattice_case(folder: Path) -> None:
     def state():
         return {
             "user": {"values": lattice(user, scale), "momentum": rounded(momentum, 7),
-                     "exp_avg": lattice(average, coarse), "exp_avg_sq": rounded(square, 1)},
+                     "exp_avg": lattice(average, coarse), "exp_avg_sq": rounded(square, 2)},
             name: {"values": lattice(items, 0.5)},
         }  # fmt: skip
 
@@ -447,7 +447,7 @@ def row_order_case(folder):
     slots = random.uniform(0.5, 1, 40).astype(np.float32)
 
     def expected():
-        return {"t": {"values": lattice(values, scale), "momentum1": rounded(slots, 7)}}
+        return {"t": {"values": lattice(values, scale), "momentum1": rounded(slots, 4)}}
 
     with mock.patch.object(row_order, "LEAST_CODES", 1):
         with golden.writer.begin(step=0) as txn:

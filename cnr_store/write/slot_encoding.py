@@ -26,7 +26,7 @@ OTHER_MANTISSA_BITS = 7
 """Of slots that are neither squares nor means by their name, unless ``slot_bits`` names them."""
 
 ROW_MANTISSA_BITS = 4
-"""Of slots with one number per row, at least: they cost little beside the row."""
+"""Of sums and means with one number per row, whatever the bits: they cost little beside the row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class SlotPrecision:
 SLOT_PRECISION: dict[AffineBits, SlotPrecision] = {
     2: SlotPrecision(0, 1.0),
     3: SlotPrecision(1, 1.0),
-    4: SlotPrecision(1, 0.5),
-    8: SlotPrecision(7, 1 / 16),
+    4: SlotPrecision(2, 0.5),
+    8: SlotPrecision(4, 1 / 16),
 }
 """Bits of a table to the precision of its slots."""
 
@@ -87,9 +87,9 @@ def choose_slot_encoding(
         return FloatBits(mantissa_bits=exact)
     if bits is None:
         return FloatBits(mantissa_bits=OTHER_MANTISSA_BITS)
-    precision = SLOT_PRECISION[bits]
     if len(array.shape) == 1:
-        return FloatBits(mantissa_bits=max(precision.mantissa_bits, ROW_MANTISSA_BITS))
+        return FloatBits(mantissa_bits=ROW_MANTISSA_BITS)
+    precision = SLOT_PRECISION[bits]
     if _is_mean(name, beside):
         step = precision.step * root_mean_square(RowSample(array, dtype))
         if step > 0.0:

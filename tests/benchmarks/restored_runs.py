@@ -223,7 +223,8 @@ def schedule(steps: int, restores: int) -> tuple[list[int], list[int]]:
 def slots_as_in(setting: Setting) -> Iterator[None]:
     """Let ``slot_bits=8`` mean what a setting says of slots: the table that is measured here is what users get."""
     measured = SlotPrecision(setting.mantissa, setting.step)
-    with patch.dict(slot_encoding.SLOT_PRECISION, {8: measured}), patch.object(slot_encoding, "ROW_MANTISSA_BITS", 0):
+    by_row = patch.object(slot_encoding, "ROW_MANTISSA_BITS", setting.mantissa)
+    with patch.dict(slot_encoding.SLOT_PRECISION, {8: measured}), by_row:
         yield
 
 

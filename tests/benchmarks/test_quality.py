@@ -35,9 +35,11 @@ def point(family, row_bytes, loss, *, moved=1e-4):
     return Point(Setting(family, 4), 3, row_bytes, row_bytes / 4, 10.0, 100.0, 5.0, lost, lost, lost, moved, 5)
 
 
-def test_exact_mode_changes_nothing_however_often_it_is_restored():
-    reference = run(Order(TINY, 0, None, 0))
-    restored = run(Order(TINY, 0, Setting("exact"), 3))
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("optimizer", ["rowwise", "adagrad", "adam"])
+def test_exact_mode_changes_nothing_however_often_it_is_restored(optimizer):
+    reference = run(Order(TINY, 0, None, 0, optimizer))
+    restored = run(Order(TINY, 0, Setting("exact"), 3, optimizer))
     assert restored.trained == restored.served == reference.trained
     assert reference.trained.moved == 0.0
 
@@ -50,6 +52,16 @@ def test_coarse_rows_change_the_outcome_and_take_fewer_bytes():
     assert 0 < coarse.baseline_bytes < exact.baseline_bytes
     assert coarse.rows == exact.rows > 0
     assert coarse.deltas == exact.deltas == 21
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
+def test_coarse_slots_change_the_outcome_and_take_fewer_bytes_and_weights_stay_exact(optimizer):
+    exact = run(Order(TINY, 0, Setting("exact"), 3, optimizer))
+    fine, coarse = (run(Order(TINY, 0, Setting("slots", mantissa=m, step=1.0), 3, optimizer)) for m in (7, 0))
+    assert coarse.trained.moved > 0.0
+    assert 0 < coarse.slot_bytes < fine.slot_bytes < exact.slot_bytes
+    assert coarse.rows == exact.rows
 
 
 def test_the_suite_keeps_runs_and_writes_json(tmp_path, monkeypatch, capsys):

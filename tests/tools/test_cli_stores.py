@@ -74,7 +74,7 @@ def test_show_lists_tables_chain_and_bytes_by_kind(root: Path) -> None:
     assert done["step"] == 40
     user = done["tables"]["user"]
     assert (user["rows"], user["dim"], user["dtype"], user["encoding"]["encoding"]) == (400, 8, "float32", "lattice")
-    assert user["slots"]["momentum1"]["encoding"] == {"encoding": "float_bits", "mantissa_bits": 7}
+    assert user["slots"]["momentum1"]["encoding"] == {"encoding": "float_bits", "mantissa_bits": 4}
     assert done["tables"]["half/item"]["encoding"] == {"encoding": "float_bits", "mantissa_bits": 10}
     assert [item["kind"] for item in done["chain"]] == ["baseline", "delta", "delta", "delta"]
     assert done["dense"]["flag"] == {"dtype": "bool", "shape": [2]}
