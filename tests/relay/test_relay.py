@@ -562,7 +562,11 @@ def test_an_identity_that_was_altered_is_not_copied(store: Store, files: Isolate
     save(store, 1)
     right = store.storage.read(IDENTITY)
     assert right is not None
-    for wrong in (right[:-9], right.replace(b"created_ms", b"created_mz"), right.replace(b"compact", b"portable")):
+    for wrong in (
+        right[:-9],
+        right.replace(b"created_ms", b"created_mz"),
+        right.replace(b"verified", b"unsafe_single_writer"),
+    ):
         store.storage.put(IDENTITY, wrong)
         with pytest.raises(CorruptStore, match=r"cnr\.json"):
             Relay(store, place(files)).advance()
