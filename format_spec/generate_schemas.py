@@ -18,7 +18,7 @@ DOCUMENTS = {
     "identity": records.Identity,
     "commit_record": records.CommitRecord,
     "overflow": records.Overflow,
-    "segment": records.Manifest,
+    "segment": records.SegmentDocument,
     "receipt": records.Receipt,
     "hint": records.Hint,
     "reader_lease": records.ReaderLease,

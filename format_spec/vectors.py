@@ -148,6 +148,20 @@ def _frame(root: Path, key: str, content: str, repeat: int = 1) -> None:
     find(root, key).write_bytes(payload + b"\0\0\0\0")
 
 
+def objects_of(manifest: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return path and line of every object that a manifest lists, also as a part of an array."""
+    groups = [*manifest.get("groups", []), *manifest.get("dense_arrays", [])]
+    arrays = [(group["path"], *named) for group in groups for named in group["arrays"].items()]
+    listed = [(item["path"], item) for item in manifest["objects"]]
+    for group, name, array in arrays:
+        place = f"{group}.{name.replace('/', '.')}"
+        end = "/0" * (array["codec"] != "bytes" or array["width"] is not None)
+        chunks = [f"c/{k}{end}" for k in range(len(array["objects"]) - 1)]
+        named = zip(["zarr.json", *chunks], array["objects"], strict=False)
+        listed += [(f"{place}/{key}", item) for key, item in named]
+    return listed
+
+
 def _reseal(root: Path) -> None:
     """Make every inventory, chain entry and parent digest right again."""
     manifests = {}
@@ -157,8 +171,9 @@ def _reseal(root: Path) -> None:
         except (ValueError, zstandard.ZstdError):  # of a vector about the frame
             manifests[path.parent.name] = {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
             continue
-        for item in manifest["objects"]:
-            stored = path.parent / item["path"]
+        listed = objects_of(manifest)
+        for item_path, item in listed:
+            stored = path.parent / item_path
             if stored.resolve().is_relative_to(path.parent.resolve()) and stored.is_file():
                 data = stored.read_bytes()
                 item |= {"size": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data)}
@@ -167,7 +182,7 @@ def _reseal(root: Path) -> None:
         lists = (part.get(name) for part in manifest["parts"] for name in ("add", "set", "delete", "escape"))
         manifests[path.parent.name] = {
             "sha256": hashlib.sha256(data).hexdigest(),
-            "bytes": len(data) + sum(item["size"] for item in manifest["objects"]),
+            "bytes": len(data) + sum(item["size"] for _, item in listed),
             "rows": sum(row_list["count"] for row_list in lists if row_list),
         }
     parent = hashlib.sha256((root / "cnr.json").read_bytes()).hexdigest()

@@ -15,12 +15,11 @@ import numpy as np
 
 from cnr_store.changes.arrow import RowBlock
 from cnr_store.changes.table_rows import Span, TableRows, Window, merged, plan_windows
-from cnr_store.format.records import Manifest, RowListEntry, TableSchema
-from cnr_store.read.plan import OPERATIONS, Operation
+from cnr_store.format.records import OPERATIONS, Manifest, Operation, RowListEntry, TableSchema
 from cnr_store.read.replay import ChunkReader
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.codes import Array
-from cnr_store.segment.reader import Scratch
+from cnr_store.segment.decoded import Scratch
 from cnr_store.types import RowIds
 
 LISTED_ROWS = 1 << 20
@@ -49,12 +48,7 @@ class ListedChunk:
     @property
     def span(self) -> Span:
         """First row, last row, and how many."""
-        rows = min(self.row_list.arrays["rows"].chunk_rows, self.row_list.count - self.chunk * self._chunk_rows)
-        return self.row_list.first[self.chunk], self.row_list.last[self.chunk], rows
-
-    @property
-    def _chunk_rows(self) -> int:
-        return self.row_list.arrays["rows"].chunk_rows
+        return self.row_list.first[self.chunk], self.row_list.last[self.chunk], self.row_list.rows_in(self.chunk)
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,11 +82,7 @@ class TableRows:
         if self.schema.keys == "dense":
             size, most = self.schema.num_rows, self.most_rows
             return [(start, min(start + most, size) - 1, min(most, size - start)) for start in range(0, size, most)]
-        return [
-            (step.first, step.last, _count(step.row_list.count, step.row_list.arrays["rows"].chunk_rows, step.chunk))
-            for batch in self._plan().batches
-            for step in batch.steps
-        ]
+        return [(step.first, step.last, step.num_rows) for batch in self._plan().batches for step in batch.steps]
 
     def read_window(self, window: Window) -> RowBlock:
         """Return the rows of a window that the table has."""
@@ -171,11 +167,6 @@ def _clipped(plan: TablePlan, window: Window) -> tuple[SegmentSteps, ...]:
         )
         for batch in plan.batches
     )
-
-
-def _count(rows: int, chunk_rows: int, chunk: int) -> int:
-    """Rows of a chunk of a list."""
-    return min(chunk_rows, rows - chunk * chunk_rows)
 
 
 def merged(left: RowBlock, right: RowBlock) -> RowBlock:

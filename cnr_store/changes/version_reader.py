@@ -218,7 +218,7 @@ class VersionReader:
 
     def _reader(self, name: str) -> ChunkReader:
         reader = self._readers[name]
-        return reader if self._cache is None else self._cache.over([reader])[0]
+        return reader if self._cache is None else reader.kept_by(self._cache)
 
 
 def segment_of(missing: MissingObject) -> str:

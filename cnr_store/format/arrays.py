@@ -27,9 +27,14 @@ from cnr_store.types import JsonValue
 _CRC_BYTES = 4
 
 
+def full_chunk_rows(row_bytes: int) -> int:
+    """Return the rows of a chunk of `CHUNK_BYTES` of codes, at most."""
+    return max(1, min(MAX_CHUNK_ROWS, CHUNK_BYTES // max(1, row_bytes)))
+
+
 def chunk_rows_for(num_rows: int, row_bytes: int) -> int:
     """Return rows per chunk: near `CHUNK_BYTES` of codes, equalized so that no chunk is mostly padding."""
-    target = max(1, min(MAX_CHUNK_ROWS, CHUNK_BYTES // max(1, row_bytes)))
+    target = full_chunk_rows(row_bytes)
     count = max(1, -(-num_rows // target))
     return max(1, -(-num_rows // count))
 
@@ -49,12 +54,14 @@ def describe(path: str, array_shape: tuple[int, ...], dtype: np.dtype[Any], chun
         shape=array_shape,
         chunk_rows=chunk_rows,
         codec=codec_for(dtype),
+        start=0,
+        count=array_shape[0],
     )
 
 
 def chunk_count(entry: ArrayEntry) -> int:
-    """Return how many chunks the array has."""
-    return -(-entry.shape[0] // entry.chunk_rows)
+    """Return how many chunks hold rows of the entry."""
+    return -(-(entry.start % entry.chunk_rows + entry.count) // entry.chunk_rows)
 
 
 def chunk_shape(entry: ArrayEntry) -> tuple[int, ...]:
@@ -68,9 +75,20 @@ def chunk_bytes(entry: ArrayEntry) -> int:
     return count * itemsize if entry.codec == "bytes" else digit_chunks.chunk_bytes(count, itemsize)
 
 
+def decoded_bytes(entry: ArrayEntry) -> int:
+    """Return the memory that a decoded chunk of the array takes."""
+    return math.prod(chunk_shape(entry)) * np.dtype(entry.dtype).itemsize
+
+
+def real_rows(entry: ArrayEntry, index: int) -> int:
+    """Return how many rows the stored chunk has in which the entry's chunk ``index`` is, without padding."""
+    return min(entry.chunk_rows, entry.shape[0] - entry.stored_chunk(index) * entry.chunk_rows)
+
+
 def chunk_path(entry: ArrayEntry, index: int) -> str:
-    """Return the path of chunk ``index`` relative to the segment (Zarr's default chunk key encoding)."""
-    return f"{entry.path}/c/{index}" + ("" if len(entry.shape) == 1 and entry.codec == "bytes" else "/0")
+    """Return the path of the entry's chunk ``index`` relative to the segment (Zarr's default chunk key encoding)."""
+    is_vector = len(entry.shape) == 1 and entry.codec == "bytes"
+    return f"{entry.path}/c/{entry.stored_chunk(index)}" + ("" if is_vector else "/0")
 
 
 def array_document(entry: ArrayEntry) -> bytes:

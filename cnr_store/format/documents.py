@@ -19,12 +19,12 @@ from cnr_store.format.records import (
     Cursor,
     Hint,
     Identity,
-    Manifest,
     Overflow,
     ReaderLease,
     Receipt,
     RelayMarker,
     RelayTrims,
+    SegmentDocument,
 )
 from cnr_store.types import JsonValue
 
@@ -36,7 +36,8 @@ DocumentType = TypeVar("DocumentType")
 _DECODERS: dict[type[Any], msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind)
     for kind in (
-        dict, Identity, CommitRecord, Overflow, Receipt, Manifest, Hint, ReaderLease, Cursor, RelayMarker, RelayTrims,
+        dict, Identity, CommitRecord, Overflow, Receipt, SegmentDocument, Hint, ReaderLease, Cursor, RelayMarker,
+        RelayTrims,
     )
 }  # fmt: skip
 

@@ -62,6 +62,9 @@ KeyPath = Annotated[str, Meta(pattern=PATH_PATTERN)]
 Name = Annotated[str, Meta(min_length=1, max_length=1024, pattern=rf"^[^\x00-\x1f\x7f]+{_END}")]
 """The name of a table, slot, tensor, tag, channel or branch (1,024 bytes at most, which a schema cannot say)."""
 
+ArrayName = Annotated[str, Meta(pattern=rf"^([a-z0-9_]+|slots/[^\x00-\x1f\x7f]+){_END}")]
+"""An array of a group: ``rows``, ``codes``, ``slots/<slot>`` ...; a dense one is named by its dtype."""
+
 Text = Annotated[str, Meta(pattern=rf"^[^\x00-\x1f\x7f]*{_END}")]
 """For people: without control characters."""
 

@@ -9,6 +9,7 @@ from cnr_store.format.fields import PATH_PATTERN, SEGMENT_PATTERN
 
 IDENTITY = "cnr.json"
 ROOT_GROUP = "zarr.json"
+DATA_GROUP = "data/zarr.json"
 HINT = "hint/latest.json"
 LAST_MAINTENANCE = "hint/maintenance.json"
 RELAY = "relay.json"
@@ -151,7 +152,7 @@ def encode_name(name: str) -> str:
     'model.ebc%2Fuser%3A0'
     """
     check_name(name)
-    encoded = "".join(chr(b) if chr(b) in _SAFE else f"%{b:02X}" for b in name.encode())
+    encoded = percent_encoded(name)
     if set(encoded) == {"."} or encoded.startswith("__") or encoded in (ROOT_GROUP, RECEIPT):
         encoded = f"%{ord(encoded[0]):02X}{encoded[1:]}"
     if len(encoded) > MAX_NODE_BYTES:
@@ -160,6 +161,11 @@ def encode_name(name: str) -> str:
             expected=MAX_NODE_BYTES, found=len(encoded),
         )  # fmt: skip
     return encoded
+
+
+def percent_encoded(name: str) -> str:
+    """Return ``name`` with each byte of its UTF-8 that is not safe in a path as ``%XX``."""
+    return "".join(chr(b) if chr(b) in _SAFE else f"%{b:02X}" for b in name.encode())
 
 
 def check_name(name: str) -> None:

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
 
 from cnr_store.errors import BadName, CorruptObject, CorruptStore, NewerFormat
+from cnr_store.format.arrays import chunk_count, chunk_path
 from cnr_store.format.documents import decode_document, sha256
+from cnr_store.format.layout import MAX_NODE_BYTES, check_relative_path, percent_encoded
 from cnr_store.format.manifest_checks import entry_problems, manifest_problems
 from cnr_store.format.packed import unpack
 from cnr_store.format.records import (
     MAJOR,
+    OPERATIONS,
+    ArrayEntry,
+    ArrayGroup,
     ChainEntry,
+    ListLine,
     Manifest,
+    ObjectEntry,
     PartEntry,
+    PartPlace,
+    RowListEntry,
+    SegmentDocument,
+    Written,
 )
 from cnr_store.types import Rectangle
 
 
-def stated_digest(parts: Iterable[PartEntry], rectangle: Rectangle) -> int | None:
+def stated_digest(parts: Iterable[PartPlace], rectangle: Rectangle) -> int | None:
     """Return the state digest that parts of one table state for a rectangle of it, by their sum. Pure.
 
     None where the parts inside do not make the rectangle up, or one of them states none. Parts without rows do not
@@ -35,6 +50,102 @@ def stated_digest(parts: Iterable[PartEntry], rectangle: Rectangle) -> int | Non
     return total % (1 << 64) if covered == rectangle.area else None
 
 
+def array_path(group: str, name: str) -> str:
+    """Return the path of an array of a group: ``<group>.<name>``, ``<group>.slots.<slot>`` of a slot.
+
+    Raises
+    ------
+    BadName
+        It is no path, or its last part is longer than a file name may be.
+    """
+    head, _, slot = name.partition("/")
+    path = f"{group}.{head}.{percent_encoded(slot)}" if slot else f"{group}.{head}"
+    check_relative_path(path)
+    node = path.rpartition("/")[2]
+    if len(node) > MAX_NODE_BYTES:
+        raise BadName(
+            f"array {name[:80]!r} has {len(node)} bytes as a path; at most {MAX_NODE_BYTES} fit a file name",
+            expected=MAX_NODE_BYTES, found=len(node),
+        )  # fmt: skip
+    return path
+
+
+class Expanded(NamedTuple):
+    """What writers put, with every array and object at its path: as the fields of `Manifest`."""
+
+    parts: tuple[PartEntry, ...]
+    arrays: tuple[ArrayEntry, ...]
+    dense_arrays: tuple[ArrayEntry, ...]
+    objects: tuple[ObjectEntry, ...]
+
+
+def expand(written: Written) -> Expanded:
+    """Work out what `Written` leaves out because it follows from the rest. Pure; takes no more memory than that has.
+
+    Raises
+    ------
+    ValueError
+        Statements contradict each other.
+    BadName
+        Of a slot.
+    """
+    objects = [*written.objects]
+    groups = {group.path: _arrays_of(group, objects) for group in written.groups}
+    dense = [entry for group in written.dense_arrays for entry in _arrays_of(group, objects).values()]
+    if len(groups) != len(written.groups):
+        raise ValueError("a group of arrays is listed twice")
+    begun: Counter[str] = Counter()
+    parts = []
+    for line in written.parts:
+        lists: dict[str, Any] = dict.fromkeys(OPERATIONS)
+        for operation in OPERATIONS:
+            row_list: ListLine | None = getattr(line, operation)
+            if row_list is not None:
+                if row_list.group not in groups:
+                    raise ValueError(f"part {line} has rows in {row_list.group}, which is no group of arrays")
+                lists[operation] = _window(row_list, groups[row_list.group], begun[row_list.group])
+                begun[row_list.group] += row_list.count
+        parts.append(PartEntry(**(msgspec.structs.asdict(line) | lists)))
+    for group in written.groups:
+        if begun[group.path] != group.rows:
+            raise ValueError(f"the lists of group {group.path} have {begun[group.path]} rows, its arrays {group.rows}")
+    arrays = tuple(entry for entries in groups.values() for entry in entries.values())
+    return Expanded(tuple(parts), arrays, tuple(dense), tuple(objects))
+
+
+def _arrays_of(group: ArrayGroup, objects: list[ObjectEntry]) -> dict[str, ArrayEntry]:
+    """The arrays of a group, whole, by name; their objects go to ``objects``."""
+    entries = {
+        name: ArrayEntry(
+            path=array_path(group.path, name), dtype=one.dtype, codec=one.codec, chunk_rows=group.chunk_rows,
+            shape=(group.rows,) if one.width is None else (group.rows, one.width),
+            order=one.order if one.order is msgspec.UNSET else array_path(group.path, one.order),
+            start=0, count=group.rows,
+        )
+        for name, one in group.arrays.items()
+    }  # fmt: skip
+    for name, entry in entries.items():
+        stated, chunks = group.arrays[name].objects, chunk_count(entry)
+        if len(stated) != 1 + chunks:
+            raise ValueError(f"array {entry.path} has {len(stated)} objects, expected a document and {chunks} chunks")
+        paths = [f"{entry.path}/zarr.json", *(chunk_path(entry, k) for k in range(chunks))]
+        found = zip(paths, stated, strict=True)
+        objects += [ObjectEntry(path=path, size=one.size, xxh3_128=one.xxh3_128) for path, one in found]
+    return entries
+
+
+def _window(line: ListLine, arrays: Mapping[str, ArrayEntry], start: int) -> RowListEntry:
+    """What a row list has of the arrays of its group."""
+    own = {name: msgspec.structs.replace(one, start=start, count=line.count) for name, one in arrays.items()}
+    return RowListEntry(count=line.count, first=line.first, last=line.last, arrays=own)
+
+
+def resolved(document: SegmentDocument) -> Manifest:
+    """Return what readers make of a document that they have not checked yet. Pure; raises as `expand`."""
+    same = {name: getattr(document, name) for name in _SAME_FIELDS}
+    return Manifest(**same, **expand(document)._asdict())
+
+
 def decode_manifest(data: bytes, where: str) -> Manifest:
     """Parse a stored manifest and check what it says before anybody allocates by it.
 
@@ -44,18 +155,24 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     """
     text = unpack(data, where)
     try:
-        manifest = decode_document(text, Manifest, where)
+        document = decode_document(text, SegmentDocument, where)
     except CorruptStore:
         _check_format(decode_document(text, dict, where).get("format"), where)  # a newer one may look otherwise
         raise
-    _check_format(manifest.format, where)
+    _check_format(document.format, where)
     try:
+        manifest = resolved(document)
         problem = next(manifest_problems(manifest), None)
     except BadName as error:
         raise CorruptStore(f"{where}: {error}", path=where, found=error.found) from error
+    except ValueError as error:
+        raise CorruptStore(f"{where}: {error}; run `cnr verify`", path=where) from error
     if problem:
         raise CorruptStore(f"{where}: {problem}; run `cnr verify`", path=where)
     return manifest
+
+
+_SAME_FIELDS = tuple(name for name in Manifest.__struct_fields__ if name not in Expanded._fields)
 
 
 def decode_segment(data: bytes, entry: ChainEntry, where: str) -> Manifest:

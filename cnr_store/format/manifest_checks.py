@@ -12,18 +12,17 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import msgspec
-import numpy as np
 import xxhash
 
-from cnr_store.format import arrays
+from cnr_store.format.arrays import chunk_bytes, chunk_count, decoded_bytes
 from cnr_store.format.layout import check_name, segment_name
 from cnr_store.format.limits import CHUNK_BYTES, MAX_CHUNK_BYTES, MAX_ELEMENTS, MAX_SCALE, MIN_SCALE
 from cnr_store.format.records import (
+    OPERATIONS,
     ArrayEntry,
     ChainEntry,
     DenseEntry,
     Manifest,
-    ObjectEntry,
     PartEntry,
     RowListEntry,
     TableSchema,
@@ -35,8 +34,6 @@ _STORED_AS = {"bfloat16": "uint16", "bool": "uint8"}
 _INTEGERS = ("int16", "int32", "int64")
 _NO_BYTES = xxhash.xxh3_128_hexdigest(b"")
 _MANTISSA_BITS = {"float32": range(24), "float16": range(10, 11), "bfloat16": range(7, 8)}
-
-Inventory = Mapping[str, ObjectEntry]
 
 
 def manifest_problems(manifest: Manifest) -> Iterator[str]:
@@ -63,13 +60,11 @@ def manifest_problems(manifest: Manifest) -> Iterator[str]:
         if part.table not in manifest.tables:
             yield f"a part belongs to unknown table {part.table!r}"
             continue
-        yield from _part_problems(part, manifest.tables[part.table], known)
+        yield from _part_problems(part, manifest.tables[part.table])
     yield from _overlaps(manifest.parts)
     yield from _gaps(manifest)
-    for array in manifest.dense_arrays:
-        if len(array.shape) != 1:
-            yield f"dense array {array.path} has shape {array.shape}"
-        yield from _array_problems(array, known, CHUNK_BYTES)
+    yield from _array_problems(manifest)
+    yield from _chunk_problems(manifest)
     yield from _order_problems(manifest)
     packs = {array.path: array for array in manifest.dense_arrays}
     for name, tensor in manifest.dense.items():
@@ -164,24 +159,22 @@ def _expected_arrays(schema: TableSchema, operation: str, width: int) -> dict[st
     return expected
 
 
-def _part_problems(part: PartEntry, schema: TableSchema, known: Inventory) -> Iterator[str]:
+def _part_problems(part: PartEntry, schema: TableSchema) -> Iterator[str]:
     start, stop = part.columns
     if not start < stop <= schema.dim:
-        yield f"part {part.folder} has columns {part.columns} of {schema.dim}"
+        yield f"part {part} has columns {part.columns} of {schema.dim}"
     if schema.keys == "hashed" and (part.columns != (0, schema.dim) or part.rows != (0, 0) or part.add is not None):
-        yield f"part {part.folder} of a hashed table has rows {part.rows}, columns {part.columns}, or differences"
+        yield f"part {part} of a hashed table has rows {part.rows}, columns {part.columns}, or differences"
     if not part.rows[0] <= part.rows[1] <= (schema.num_rows if schema.keys == "dense" else 0):
-        yield f"part {part.folder} has rows {part.rows} of {schema.num_rows}"
-    for operation in ("add", "set", "delete", "escape"):
+        yield f"part {part} has rows {part.rows} of {schema.num_rows}"
+    for operation in OPERATIONS:
         row_list: RowListEntry | None = getattr(part, operation)
         if row_list is not None:
-            yield from _list_problems(part, operation, row_list, schema, known)
+            yield from _list_problems(part, operation, row_list, schema)
 
 
-def _list_problems(
-    part: PartEntry, operation: str, row_list: RowListEntry, schema: TableSchema, known: Inventory
-) -> Iterator[str]:
-    where = f"part {part.folder} {operation}"
+def _list_problems(part: PartEntry, operation: str, row_list: RowListEntry, schema: TableSchema) -> Iterator[str]:
+    where = f"part {part} {operation}"
     if "rows" not in row_list.arrays:
         yield f"{where} has no rows"
         return
@@ -191,81 +184,76 @@ def _list_problems(
             yield f"{where} lacks array {name!r}"
         elif found.dtype not in dtypes or found.shape[1:] != (() if width is None else (width,)):
             yield f"{where}: array {name!r} is {found.dtype} {found.shape}"
-    chunk_rows = row_list.arrays["rows"].chunk_rows
-    weights = next(name for name in ("codes", "values", "rows") if name in row_list.arrays)
-    for name, array in row_list.arrays.items():
-        yield from _array_problems(array, known, CHUNK_BYTES if name == weights else MAX_CHUNK_BYTES)
-        if array.shape[0] != row_list.count or array.chunk_rows != chunk_rows:
-            yield f"{where}: array {array.path} has shape {array.shape}, the list has {row_list.count} rows"
-        if not array.path.startswith(f"{part.folder}/"):
-            yield f"{where}: array {array.path} is not in the part's folder"
-    chunks = -(-row_list.count // chunk_rows)
+    chunks = chunk_count(row_list.arrays["rows"])
     if len(row_list.first) != chunks or len(row_list.last) != chunks:
         yield f"{where} has {len(row_list.first)} and {len(row_list.last)} chunk ranges for {chunks} chunks"
         return
     for k, (first, last) in enumerate(zip(row_list.first, row_list.last, strict=True)):
-        rows_here = min(chunk_rows, row_list.count - k * chunk_rows)
-        if last - first + 1 < rows_here or (k and first <= row_list.last[k - 1]):
+        if last - first + 1 < row_list.rows_in(k) or (k and first <= row_list.last[k - 1]):
             yield f"{where} chunk {k} covers rows {first} to {last} out of order"
     if schema.keys == "dense" and not part.rows[0] <= row_list.first[0] <= row_list.last[-1] < part.rows[1]:
         yield f"{where} holds rows outside {part.rows}"
 
 
-def _order_problems(manifest: Manifest) -> Iterator[str]:
-    """An array has one line, and only codes of an ``add`` list have an order: that of an int16 vector beside them.
-
-    A reader finds that vector by its path, and gives it to a kernel without checks of bounds.
-    """
-    lists = [
-        (f"part {part.folder} {operation}", operation, row_list.arrays)
-        for part in manifest.parts
-        for operation in ("add", "set", "delete", "escape")
-        if (row_list := getattr(part, operation)) is not None
-    ]
-    lists += [(f"dense array {array.path}", "", {"dense": array}) for array in manifest.dense_arrays]
-    seen: set[str] = set()
-    for where, operation, named in lists:
-        for name, array in named.items():
-            if array.path in seen:
-                yield f"{where}: {array.path} is another array too"
-            seen.add(array.path)
-            if array.order is msgspec.UNSET:
-                continue
-            keys = next((one for one in named.values() if one.path == array.order), None)
-            is_key = keys is not None and (keys.dtype, len(keys.shape)) == ("int16", 1)
-            if (operation, name) != ("add", "codes") or not is_key:
-                yield f"{where}: the rows of array {name!r} lie in the order of {array.order!r}"
+def _array_problems(manifest: Manifest) -> Iterator[str]:
+    """Arrays that are no dense pack or have chunks too large to decode; groups that hold lists of two operations."""
+    operations: dict[str, str] = {}
+    for part in manifest.parts:
+        for operation in OPERATIONS:
+            row_list: RowListEntry | None = getattr(part, operation)
+            if row_list is not None:
+                own = row_list.arrays
+                weights = next((own[name].path for name in ("codes", "values", "rows") if name in own), "")
+                if operations.setdefault(weights, operation) != operation:
+                    yield f"array {weights} holds {operation} and {operations[weights]} rows"
+    for array in manifest.arrays:
+        yield from _size_problems(array, CHUNK_BYTES if array.path in operations else MAX_CHUNK_BYTES)
+    for array in manifest.dense_arrays:
+        if len(array.shape) != 1:
+            yield f"dense array {array.path} has shape {array.shape}"
+        yield from _size_problems(array, CHUNK_BYTES)
 
 
-def _array_problems(array: ArrayEntry, known: Inventory, most_bytes: int) -> Iterator[str]:
-    """Chunks that the inventory lacks, or that cannot be what they are said to be.
-
-    ``most_bytes``: of a decoded chunk, unless it is one row.
-    """
+def _size_problems(array: ArrayEntry, most_bytes: int) -> Iterator[str]:
+    """``most_bytes``: of a decoded chunk, unless it is one row."""
     if math.prod(array.shape) > MAX_ELEMENTS:
         yield f"array {array.path} claims {math.prod(array.shape)} elements"
-        return
-    size = math.prod((array.chunk_rows, *array.shape[1:])) * np.dtype(array.dtype).itemsize
+    size = decoded_bytes(array)
     if size > most_bytes and array.chunk_rows > 1:
         yield f"array {array.path} declares chunks of {size} bytes, at most {most_bytes} are read"
-        return
-    count = -(-array.shape[0] // array.chunk_rows)
-    if count > len(known):
-        yield f"array {array.path} claims {count} chunks, the inventory has {len(known)} objects"
-        return
-    if f"{array.path}/zarr.json" not in known:
-        yield f"array {array.path} has no document in the inventory"
     is_integer = array.dtype in _INTEGERS if array.codec == "digits" else array.dtype == "int64"
     if array.codec != "bytes" and not is_integer:
         yield f"array {array.path} of {array.dtype} has codec {array.codec}"
-    size = arrays.chunk_bytes(array)
-    least, most = (size + 4, size + 4) if array.codec == "bytes" else (4, size + size // 4 + 4096)
-    for k in range(count):
-        chunk = known.get(arrays.chunk_path(array, k))
-        if chunk is None:
-            yield f"chunk {k} of array {array.path} is not in the inventory"
-        elif not least <= chunk.size <= most:
-            yield f"chunk {k} of array {array.path} has {chunk.size} bytes, expected {least} to {most}"
+
+
+def _order_problems(manifest: Manifest) -> Iterator[str]:
+    """Only codes of an ``add`` list have an order: that of an int16 vector beside them.
+
+    A reader finds that vector by its path, and gives it to a kernel without checks of bounds.
+    """
+    by_path = {array.path: array for array in manifest.arrays}
+    lists = [part.add.arrays for part in manifest.parts if part.add is not None]
+    codes = {arrays["codes"].path for arrays in lists if "codes" in arrays}
+    for array in (*manifest.arrays, *manifest.dense_arrays):
+        if array.order is msgspec.UNSET:
+            continue
+        keys = by_path.get(array.order)
+        is_key = keys is not None and (keys.dtype, len(keys.shape), keys.order) == ("int16", 1, msgspec.UNSET)
+        if array.path not in codes or not is_key:
+            yield f"the rows of array {array.path} lie in the order of {array.order!r}"
+
+
+def _chunk_problems(manifest: Manifest) -> Iterator[str]:
+    """Stored chunks that cannot be what they are said to be."""
+    arrays = {array.path: array for array in (*manifest.arrays, *manifest.dense_arrays)}
+    for item in manifest.objects:
+        path, mark, chunk = item.path.partition("/c/")
+        array = arrays.get(path) if mark else None
+        if array is not None:
+            size = chunk_bytes(array)
+            least, most = (size + 4, size + 4) if array.codec == "bytes" else (4, size + size // 4 + 4096)
+            if not least <= item.size <= most:
+                yield f"chunk {chunk} of array {path} has {item.size} bytes, expected {least} to {most}"
 
 
 def _tensor_problems(name: str, tensor: DenseEntry, packs: Mapping[str, ArrayEntry]) -> Iterator[str]:

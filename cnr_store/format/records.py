@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from cnr_store.format.fields import (
     ArrayDtype,
+    ArrayName,
     ArrayShape,
     BranchOrNone,
     ChunkRows,
@@ -51,6 +52,9 @@ RecordKind = Literal[
 SegmentKind = Literal["baseline", "delta"]
 CodecName = Literal["bytes", "digits", "gaps"]
 """How a chunk is stored (spec, section 4.2): as it is; as digits of its integers; as digits of their differences."""
+
+Operation = Literal["add", "set", "delete", "escape"]
+OPERATIONS: tuple[Operation, ...] = ("add", "set", "delete", "escape")
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
@@ -205,12 +209,12 @@ class TableSchema(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ArrayEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One array; ``path`` is relative to the segment, chunks are (chunk_rows, full width).
+    """Rows [start, start + count) of a stored Zarr array: all of it, or what it holds of one row list; in memory alone.
 
+    ``path`` is relative to the segment, ``shape`` that of the whole array, chunks are (chunk_rows, full width);
     ``dtype`` and ``shape`` are those of its values, whatever the ``codec`` stores.
-
-    ``order`` is the path of the array of the same row list whose values, ascending, the rows of each chunk follow; left
-    out where they follow the row ids.
+    ``order`` is the path of the array of the same group whose values, ascending, the rows of each chunk follow; left
+    out where they follow the row ids. The chunks of an entry are those that hold rows of it, counted from 0.
     """
 
     path: KeyPath
@@ -219,12 +223,23 @@ class ArrayEntry(msgspec.Struct, frozen=True, kw_only=True):
     chunk_rows: ChunkRows
     codec: CodecName
     order: KeyPath | msgspec.UnsetType = msgspec.UNSET
+    start: int
+    count: int
+
+    def stored_chunk(self, index: int) -> int:
+        """Return which chunk of the array its chunk ``index`` is."""
+        return self.start // self.chunk_rows + index
+
+    def span(self, index: int) -> tuple[int, int]:
+        """Return which of its rows, counted from 0, stand in its chunk ``index``: half-open."""
+        begin = index * self.chunk_rows - self.start % self.chunk_rows
+        return max(begin, 0), min(begin + self.chunk_rows, self.count)
 
 
 class RowListEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One row list of a part and its arrays, all chunked alike.
+    """One row list of a part: what it has of the arrays of its group, all chunked alike; in memory alone.
 
-    ``first[k]``, ``last[k]`` are the first and last row id of chunk k (inclusive).
+    ``first[k]``, ``last[k]`` are the first and last row id in chunk k (inclusive).
     """
 
     count: Positive
@@ -232,19 +247,89 @@ class RowListEntry(msgspec.Struct, frozen=True, kw_only=True):
     last: tuple[RowNumber, ...]
     arrays: dict[str, ArrayEntry]
 
+    def rows_in(self, chunk: int) -> int:
+        """Return how many of its rows stand in chunk ``chunk``."""
+        low, high = self.arrays["rows"].span(chunk)
+        return high - low
 
-class PartEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One writer's rectangle of a table: half-open row and column ranges, its row lists, its digests.
 
-    A part without row lists is a line here and no object. ``base_digest`` is the state digest the part starts from.
+class ObjectDigest(msgspec.Struct, frozen=True, kw_only=True):
+    """Size and xxh3-128 of an object's stored bytes."""
+
+    size: ObjectSize
+    xxh3_128: Hex32
+
+
+class ObjectEntry(ObjectDigest, frozen=True, kw_only=True):
+    """One line of the inventory: path relative to the segment, size and xxh3-128 of the stored bytes."""
+
+    path: KeyPath
+
+
+class StoredArray(msgspec.Struct, frozen=True, kw_only=True):
+    """One array of a group, at ``<path of the group>.<name>``.
+
+    ``width`` is None for a one-dimensional array. ``order`` names the array of the group whose values, ascending, the
+    rows of each chunk follow; left out where they follow the row ids. ``objects``: its ``zarr.json``, then its chunks
+    in order.
+    """
+
+    dtype: ArrayDtype
+    width: Dim | None
+    codec: CodecName
+    order: ArrayName | msgspec.UnsetType = msgspec.UNSET
+    objects: tuple[ObjectDigest, ...]
+
+
+class ArrayGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Arrays of as many ``rows``, chunked alike, that hold row lists end to end, in the order of the parts."""
+
+    path: KeyPath
+    rows: NumRows
+    chunk_rows: ChunkRows
+    arrays: dict[ArrayName, StoredArray]
+
+
+class ListLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One row list of a part: ``count`` rows of the group at path ``group``, behind those of the parts before.
+
+    ``first[k]``, ``last[k]``: first and last row id (inclusive) in the k-th chunk that holds some of them.
+    """
+
+    group: KeyPath
+    count: Positive
+    first: tuple[RowNumber, ...]
+    last: tuple[RowNumber, ...]
+
+
+class PartPlace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One writer's rectangle of a table: half-open row and column ranges, and its digests.
+
+    ``base_digest`` is the state digest the part starts from.
     """
 
     table: Name
-    folder: KeyPath
     rows: tuple[NumRows, NumRows]
     columns: tuple[NumRows, Dim]
     base_digest: Hex16 | None = None
     state_digest: Hex16 | None = None
+
+    def __str__(self) -> str:
+        return f"{self.table!r} (rows {self.rows}, columns {self.columns})"
+
+
+class PartLine(PartPlace, frozen=True, kw_only=True, omit_defaults=True):
+    """A part as documents have it. What is not there is left out; without row lists it is a line and no object."""
+
+    add: ListLine | None = None
+    set: ListLine | None = None
+    delete: ListLine | None = None
+    escape: ListLine | None = None
+
+
+class PartEntry(PartPlace, frozen=True, kw_only=True):
+    """A part as readers have it: its row lists know their arrays; in memory alone."""
+
     add: RowListEntry | None = None
     set: RowListEntry | None = None
     delete: RowListEntry | None = None
@@ -265,15 +350,18 @@ class DenseEntry(msgspec.Struct, frozen=True, kw_only=True):
     digest: Hex32
 
 
-class ObjectEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the inventory: path relative to the segment, size and xxh3-128 of the stored bytes."""
+class Written(msgspec.Struct, frozen=True, kw_only=True):
+    """What writers put: parts, the groups of arrays with their rows, dense tensors, documents, all other objects."""
 
-    path: KeyPath
-    size: ObjectSize
-    xxh3_128: Hex32
+    parts: tuple[PartLine, ...]
+    groups: tuple[ArrayGroup, ...] = ()
+    dense: dict[Name, DenseEntry] = {}
+    dense_arrays: tuple[ArrayGroup, ...] = ()
+    documents: dict[Text, KeyPath] = {}
+    objects: tuple[ObjectEntry, ...]
 
 
-class Receipt(msgspec.Struct, frozen=True, kw_only=True):
+class Receipt(Written, frozen=True, kw_only=True):
     """``_receipt.json.zst``: what one writer wrote, for whoever puts the manifest over it; no reader opens one."""
 
     txn: Hex32
@@ -282,14 +370,9 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     attempt: Hex8
     base: Count
     l0: Count
-    parts: tuple[PartEntry, ...]
-    dense: dict[Name, DenseEntry] = {}
-    dense_arrays: tuple[ArrayEntry, ...] = ()
-    documents: dict[Text, KeyPath] = {}
-    objects: tuple[ObjectEntry, ...]
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+class SegmentDocument(Written, frozen=True, kw_only=True):
     """``_segment.json.zst``: the whole segment; opening a snapshot reads one of these per segment."""
 
     format: Positive
@@ -300,11 +383,29 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     l1: Count
     step: Count
     tables: dict[Name, TableSchema]
+    scalars: dict[str, JsonValue] = {}
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """A segment's manifest as readers have it; in memory alone.
+
+    ``arrays`` are those of all row lists, whole, and ``objects`` all that are named, also as parts of arrays.
+    """
+
+    format: int
+    txn: str
+    base: int
+    kind: SegmentKind
+    l0: int
+    l1: int
+    step: int
+    tables: dict[str, TableSchema]
     parts: tuple[PartEntry, ...]
-    dense: dict[Name, DenseEntry] = {}
+    arrays: tuple[ArrayEntry, ...] = ()
+    dense: dict[str, DenseEntry] = {}
     dense_arrays: tuple[ArrayEntry, ...] = ()
     scalars: dict[str, JsonValue] = {}
-    documents: dict[Text, KeyPath] = {}
+    documents: dict[str, str] = {}
     objects: tuple[ObjectEntry, ...]
 
     @property

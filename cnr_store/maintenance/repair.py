@@ -26,7 +26,7 @@ from cnr_store.log.side_objects import complete
 from cnr_store.maintenance.verify import Problem, ProgressCallback, find_newest_whole
 from cnr_store.maintenance.verify.log import is_ahead, list_positions, read_log
 from cnr_store.maintenance.verify.report import Findings
-from cnr_store.maintenance.verify.run import check_root, root_document
+from cnr_store.maintenance.verify.run import check_root, zarr_groups
 from cnr_store.runtime.threads import Workers
 from cnr_store.store import Store
 
@@ -159,7 +159,7 @@ def plan_repair(
     if is_hint_wrong and last is not None:
         actions.append(RepairAction("hint", f"write {layout.HINT} anew"))
     if is_root_wrong:
-        actions.append(RepairAction("root", f"write {layout.ROOT_GROUP} anew"))
+        actions.append(RepairAction("root", f"write {layout.ROOT_GROUP} and {layout.DATA_GROUP} anew"))
     return tuple(actions)
 
 
@@ -216,7 +216,7 @@ def repair_store(
     now_ms = wall_ms()
     is_time_wrong = end.last is not None and is_ahead(end.last.record, now_ms)
     actions = plan_repair(
-        end, whole, is_hint_wrong=hint_key in wrong, is_root_wrong=layout.ROOT_GROUP in wrong,
+        end, whole, is_hint_wrong=hint_key in wrong, is_root_wrong=not wrong.isdisjoint(zarr_groups()),
         is_time_wrong=is_time_wrong,
     )  # fmt: skip
     if not dry_run:
@@ -225,7 +225,7 @@ def repair_store(
         ts_ms = now_ms if is_time_wrong else 0
         actions = tuple(_carry_out(store, action, end, whole, ts_ms) for action in actions)
     torn = {layout.commit_key(version, prefix) for version in end.torn_positions}
-    mended = {hint_key, layout.ROOT_GROUP, end.lost, *torn}
+    mended = {hint_key, *zarr_groups(), end.lost, *torn}
     return RepairReport(
         url=store.url, is_dry_run=dry_run, newest=end.newest, target=None if whole is None else whole.v,
         actions=actions, torn=tuple(end.torn_positions) if end.last is not None else (),
@@ -306,6 +306,7 @@ def _carry_out(store: Store, action: RepairAction, end: LogEnd, whole: CommitRec
         newest = max(list_positions(store.storage, store.internals.log.prefix))
         store.storage.put(layout.hint_key(store.internals.log.prefix), canonical_json(Hint(newest)))
     else:
-        store.storage.put(layout.ROOT_GROUP, root_document())
-        store.storage.sync_folders([layout.ROOT_GROUP])
+        for key, document in zarr_groups().items():
+            store.storage.put(key, document)
+        store.storage.sync_folders(zarr_groups())
     return RepairAction(action.kind, action.message, version)

@@ -10,19 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
 
 import numpy as np
 
 from cnr_store.encodings import digest
 from cnr_store.errors import BadInput, CorruptStore, TableNotFound, Unsupported
 from cnr_store.format.manifest import stated_digest
-from cnr_store.format.records import Manifest, PartEntry, RowListEntry, TableSchema
+from cnr_store.format.records import OPERATIONS, Manifest, Operation, PartEntry, RowListEntry, TableSchema
 from cnr_store.segment.codes import array_specs
 from cnr_store.types import Rectangle, RowIds, SlotsRule
 
-Operation = Literal["add", "set", "delete", "escape"]
-OPERATIONS: tuple[Operation, ...] = ("add", "set", "delete", "escape")
 Columns = tuple[int, int]
 
 UNASKED_BYTES = 256 * 1024 * 1024
@@ -56,8 +53,7 @@ class Step:
     @property
     def num_rows(self) -> int:
         """Rows of the chunk."""
-        chunk_rows = self.row_list.arrays["rows"].chunk_rows
-        return min(chunk_rows, self.row_list.count - self.chunk * chunk_rows)
+        return self.row_list.rows_in(self.chunk)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,24 +38,31 @@ class Wanted:
 
 
 def wanted_objects(readers: Sequence[SegmentReader], plan: TablePlan, names: Iterable[str]) -> list[Wanted]:
-    """Return the chunks that a replay of ``plan`` into arrays ``names`` reads, in its order. Pure.
+    """Return the chunks that a replay of ``plan`` into arrays ``names`` reads, in its order. No I/O.
 
-    Without those that it may leave out: row ids of chunks whose rows have no gap. The slot in whose order codes are
-    stored is read for them, and again for itself.
+    Without those that it may leave out: row ids of chunks whose rows have no gap, and chunks that are decoded already.
+    The slot in whose order codes are stored is read for them, and again for itself.
     """
     arrays_of_codes = ("codes", "values", "scale", "zero_point")
-    found: list[Wanted] = []
+    found: dict[tuple[int, str], Wanted] = {}
     chosen = {"rows", *names, *(arrays_of_codes if "codes" in names else ())}
     for step in (step for batch in plan.batches for step in batch.steps):
+        reader, entries = readers[step.segment], step.row_list.arrays
         has_gaps = step.last - step.first + 1 != step.num_rows
-        orders = {entry.order for name, entry in step.row_list.arrays.items() if name in chosen}
+        asked = {
+            name: entry
+            for name, entry in entries.items()
+            if name in chosen and (has_gaps or name != "rows") and not reader.is_kept(entry, step.chunk)
+        }
+        orders = {entry.order for entry in asked.values()}
         # Asked for before the codes that lie in its order.
-        for name, entry in sorted(step.row_list.arrays.items(), key=lambda item: item[1].path not in orders):
-            times = (name in chosen and (has_gaps or name != "rows")) + (entry.path in orders)
+        for name, entry in sorted(entries.items(), key=lambda item: item[1].path not in orders):
+            times = (name in asked) + (entry.path in orders)
             if times:
                 path = arrays.chunk_path(entry, step.chunk)
-                found.append(Wanted(step.segment, path, readers[step.segment].size_of(path), times))
-    return found
+                # A chunk in which the table has two lists is decoded once.
+                found.setdefault((step.segment, path), Wanted(step.segment, path, reader.size_of(path), times))
+    return list(found.values())
 
 
 @contextlib.contextmanager

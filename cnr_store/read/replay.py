@@ -35,7 +35,7 @@ from cnr_store.segment.codes import (
     array_specs,
     decode_block,
 )
-from cnr_store.segment.reader import Scratch
+from cnr_store.segment.decoded import Scratch
 from cnr_store.types import Affine, RowIds
 
 _MERGED_KEYS = 1 << 20

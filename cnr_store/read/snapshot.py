@@ -112,7 +112,7 @@ class Snapshot:
     @property
     def lookup_readers(self) -> Sequence[ChunkReader]:
         """The segments of the chain through the cache, if there is one."""
-        return self.readers if self._cache is None else self._cache.over(self.readers)
+        return self.readers if self._cache is None else [reader.kept_by(self._cache) for reader in self.readers]
 
     @property
     def version(self) -> int:

@@ -20,7 +20,8 @@ from cnr_store.read.prefetch import reading_ahead
 from cnr_store.read.replay import ChunkReader, finish, replay
 from cnr_store.runtime.threads import Workers, blocks
 from cnr_store.segment.codes import CODED, Allocate, Array, ArraySpec, TableCodes, array_specs
-from cnr_store.segment.reader import Scratch, SegmentReader
+from cnr_store.segment.decoded import Scratch
+from cnr_store.segment.reader import SegmentReader
 from cnr_store.types import RowIds, SlotsRule
 
 WINDOW_BYTES = 64 * 1024 * 1024

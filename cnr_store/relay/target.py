@@ -6,7 +6,7 @@ import random
 import time
 
 from cnr_store.errors import CorruptRecord, CorruptStore, StorageFailure, StoreExists
-from cnr_store.format import layout
+from cnr_store.format import arrays, layout
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.format.documents import canonical_json, decode_document, sha256
 from cnr_store.format.identity import decode_identity, decode_relay_marker
@@ -93,10 +93,11 @@ class RelayTarget:
         self.first = marker.first
 
     def put_root(self, root: bytes | None, identity: bytes) -> None:
-        """Put the Zarr group, and create ``cnr.json`` last: until then there is nothing to open."""
+        """Put the Zarr groups, and create ``cnr.json`` last: until then there is nothing to open."""
         if root is not None:
             self.storage.put(layout.ROOT_GROUP, root)
-            self.storage.sync_folders([layout.ROOT_GROUP])
+            self.storage.put(layout.DATA_GROUP, arrays.group_document({}))
+            self.storage.sync_folders([layout.ROOT_GROUP, layout.DATA_GROUP])
         self._create(layout.IDENTITY, identity)
 
     def find_head(self) -> LogEntry:

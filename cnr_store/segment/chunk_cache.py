@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cnr_store.format.arrays import decoded_bytes
 from cnr_store.format.records import ArrayEntry
 from cnr_store.runtime.arguments import checked_count
-from cnr_store.segment.cached_reader import Array, CachedReader, Decode, decoded_bytes
-from cnr_store.segment.reader import Scratch, SegmentReader
+from cnr_store.segment.decoded import Array, Decode, Scratch
 
 _Key = tuple[str, str, int]
 
@@ -73,9 +72,16 @@ class ChunkCache:
         with self._lock:
             return CacheCounts(self._hits, self._misses, self._passed)
 
-    def over(self, readers: Sequence[SegmentReader]) -> list[CachedReader]:
-        """Return segments of the store as readers through this cache."""
-        return [CachedReader(reader, self) for reader in readers]
+    def holds(self, segment: str, entry: ArrayEntry, chunk: int) -> bool:
+        """Return whether a chunk is kept now; as a guess of what a read will fetch."""
+        return (segment, entry.path, chunk) in self._kept
+
+    def drop(self, segment: str, entry: ArrayEntry, chunk: int) -> None:
+        """Give a chunk up, if it is kept: nobody will ask for it."""
+        key = (segment, entry.path, chunk)
+        with self._lock:
+            if self._kept.pop(key, None) is not None:
+                self._held_bytes -= self._sizes.pop(key)
 
     def read(self, segment: str, entry: ArrayEntry, chunk: int, scratch: Scratch, decode: Decode) -> Array:
         """See `ChunkKeeper`. The array stays as it is for as long as the caller holds it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -26,6 +27,8 @@ from cnr_store.format.manifest import decode_segment
 from cnr_store.format.packed import unpack
 from cnr_store.format.records import ArrayEntry, ChainEntry, CommitRecord, DenseEntry, Manifest, Receipt, RowListEntry
 from cnr_store.runtime.threads import Workers
+from cnr_store.segment.chunk_cache import ChunkCache
+from cnr_store.segment.decoded import ChunkKeeper, Decode, Scratch
 from cnr_store.storage import Storage, object_digest, read_verified
 from cnr_store.types import JsonValue, RowIds
 
@@ -78,15 +81,28 @@ def read_manifest(
 TakeObject = Callable[[str], bytes | None]
 """Path to the verified bytes of an object that was fetched before; None where it was not."""
 
+SHARED_BYTES = 256 * 1024 * 1024
+"""Bound on decoded chunks that wait for the other tables which have rows in them, over the segments of a chain."""
+
 
 class SegmentReader:
-    """One segment, read through its manifest. Thread-safe; keeps no data but the manifest.
+    """One segment, read through its manifest. Thread-safe.
 
+    Keeps the manifest, and of chunks in which several row lists have rows those that were read, until all their rows
+    were: so tables that are read one after the other decode what they share once. `SHARED_BYTES` bounds them.
     ``if_missing`` is called with the error before a missing object is raised, and may raise what is behind it.
     ``sound_behind`` names the segments before it in a chain that was found free of contradictions up to it.
     """
 
-    def __init__(self, storage: Storage, name: str, manifest: Manifest, *, if_missing: IfMissing | None = None) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        name: str,
+        manifest: Manifest,
+        *,
+        if_missing: IfMissing | None = None,
+        shared: ChunkCache | None = None,
+    ) -> None:
         self.sound_behind: tuple[str, ...] | None = None
         self.name = name
         self.manifest = manifest
@@ -94,9 +110,19 @@ class SegmentReader:
         self._if_missing = if_missing
         self._objects = {entry.path: entry for entry in manifest.objects}
         self._take: TakeObject | None = None
+        self._keeper: ChunkKeeper | None = None
+        self.shared = ChunkCache(SHARED_BYTES) if shared is None else shared
+        self._given: Counter[tuple[str, int]] = Counter()
 
     @classmethod
-    def open(cls, storage: Storage, entry: ChainEntry, *, if_missing: IfMissing | None = None) -> SegmentReader:
+    def open(
+        cls,
+        storage: Storage,
+        entry: ChainEntry,
+        *,
+        if_missing: IfMissing | None = None,
+        shared: ChunkCache | None = None,
+    ) -> SegmentReader:
         """Read and check the manifest that a chain entry names: one GET.
 
         Raises
@@ -104,12 +130,12 @@ class SegmentReader:
         MissingObject, CorruptObject, CorruptStore
         """
         _, manifest = read_manifest(storage, entry, if_missing=if_missing)
-        return cls(storage, entry.seg, manifest, if_missing=if_missing)
+        return cls(storage, entry.seg, manifest, if_missing=if_missing, shared=shared)
 
     @property
     def is_remote(self) -> bool:
-        """Whether a read waits for a network."""
-        return self._storage.is_remote
+        """Whether every read waits for a network: not where a keeper may have the chunk."""
+        return self._storage.is_remote and self._keeper is None
 
     def size_of(self, path: str) -> int:
         """Return the bytes of an object by the inventory; 0 if it has none of that path, which a read refuses."""
@@ -126,6 +152,12 @@ class SegmentReader:
         """Return the same segment, of which ``take`` is asked for the verified bytes of an object first."""
         other = copy.copy(self)
         other._take = take
+        return other
+
+    def kept_by(self, keeper: ChunkKeeper) -> SegmentReader:
+        """Return the same segment, whose decoded chunks ``keeper`` keeps: what is read must not be written to."""
+        other = copy.copy(self)
+        other._keeper = keeper
         return other
 
     def read_object(self, path: str) -> bytes:
@@ -152,23 +184,56 @@ class SegmentReader:
 
     @cached_property
     def _vectors(self) -> dict[str, ArrayEntry]:
-        """One-dimensional arrays of the ``add`` lists by path: what codes may lie in the order of."""
-        lists = (part.add for part in self.manifest.parts if part.add is not None)
-        return {vector.path: vector for one in lists for vector in one.arrays.values() if len(vector.shape) == 1}
+        """One-dimensional arrays of row lists by path: what codes may lie in the order of."""
+        return {array.path: array for array in self.manifest.arrays if len(array.shape) == 1}
 
     def chunk_bytes(self, entry: ArrayEntry, index: int) -> int:
-        """Return how many bytes chunk ``index`` is stored in, 0 where the inventory lacks it; no I/O."""
-        stored = self._objects.get(arrays.chunk_path(entry, index))
-        return 0 if stored is None else stored.size
+        """Return how many bytes the rows of chunk ``index`` are stored in, 0 where the inventory lacks it; no I/O.
+
+        Of a chunk that has rows of other lists too, it is their share of it.
+        """
+        low, high = entry.span(index)
+        return self.size_of(arrays.chunk_path(entry, index)) * (high - low) // arrays.real_rows(entry, index)
+
+    def is_kept(self, entry: ArrayEntry, index: int) -> bool:
+        """Return whether a read of chunk ``index`` will most likely find it decoded; no I/O."""
+        return self.shared.holds(self.name, entry, entry.stored_chunk(index))
 
     def read_chunk(self, entry: ArrayEntry, index: int, scratch: Scratch) -> npt.NDArray[Any]:
-        """Return chunk ``index`` (its real rows, without padding) in ``scratch``'s memory, by ascending row id.
+        """Return the entry's rows in its chunk ``index``, by ascending row id, in ``scratch``'s memory if they can be.
 
         Codes that are stored in the order of a slot take that slot's chunk too: one object more.
         """
+        low, high = entry.span(index)
+        skipped = max(0, entry.start - entry.stored_chunk(index) * entry.chunk_rows)
+        real = arrays.real_rows(entry, index)
+        decode: Decode = partial(self._decode, entry, index)
+        if high - low < real and not isinstance(self._keeper, ChunkCache):  # which keeps whole chunks itself
+            decode = partial(self._decode_shared, entry, index, decode)
+        if self._keeper is None:
+            chunk = decode(scratch)
+        else:
+            chunk = self._keeper.read(self.name, entry, entry.stored_chunk(index), scratch, decode)
+        return chunk[skipped : skipped + high - low]
+
+    def _decode_shared(self, entry: ArrayEntry, index: int, decode: Decode, scratch: Scratch) -> npt.NDArray[Any]:
+        """A chunk with rows of other lists: kept until all its rows were asked for, as far as there is room."""
+        stored = entry.stored_chunk(index)
+        chunk = self.shared.read(self.name, entry, stored, scratch, decode)
+        low, high = entry.span(index)
+        key = entry.path, stored
+        self._given[key] += high - low
+        if self._given[key] >= len(chunk):
+            del self._given[key]
+            self.shared.drop(self.name, entry, stored)
+        return chunk
+
+    def _decode(self, entry: ArrayEntry, index: int, scratch: Scratch) -> npt.NDArray[Any]:
+        """All rows of a stored chunk without its padding, by ascending row id."""
         if entry.order is not msgspec.UNSET:
-            keys = self.read_chunk(self._vectors[entry.order], index, Scratch())
-            stored = self.read_chunk(msgspec.structs.replace(entry, order=msgspec.UNSET), index, scratch.spare)
+            # Whole: the order is one of all rows of the chunk.
+            keys = self._decode(self._vectors[entry.order], entry.stored_chunk(index), Scratch())
+            stored = self._decode(msgspec.structs.replace(entry, order=msgspec.UNSET), index, scratch.spare)
             if keys.dtype != np.int16 or keys.shape != stored.shape[:1]:  # the kernel checks no bounds
                 raise CorruptStore(
                     f"segment {self.name}: {entry.path} of shape {stored.shape} cannot lie in the order of "
@@ -182,7 +247,7 @@ class SegmentReader:
         out = scratch.take(arrays.chunk_shape(entry), np.dtype(entry.dtype))
         memory = scratch.spare.take((arrays.chunk_bytes(entry),), np.dtype(np.uint8))
         arrays.decode_chunk(entry, self.read_object(path), out, layout.segment_key(self.name, path), memory)
-        return out[: min(entry.chunk_rows, entry.shape[0] - index * entry.chunk_rows)]
+        return out[: arrays.real_rows(entry, index)]
 
     def read_rows(self, row_list: RowListEntry, index: int, scratch: Scratch) -> RowIds:
         """Return the row ids of chunk ``index``: sorted, unique, within the manifest's range for it.
@@ -190,9 +255,8 @@ class SegmentReader:
         No object is read when the range says that the rows are contiguous.
         """
         entry = row_list.arrays["rows"]
-        count = min(entry.chunk_rows, row_list.count - index * entry.chunk_rows)
         first, last = row_list.first[index], row_list.last[index]
-        if last - first + 1 == count:
+        if last - first + 1 == row_list.rows_in(index):
             return np.arange(first, last + 1, dtype=np.int64)
         rows = self.read_chunk(entry, index, scratch)
         if rows[0] != first or rows[-1] != last or np.any(rows[1:] <= rows[:-1]):
@@ -255,7 +319,10 @@ def open_chain(
     MissingObject, CorruptObject, CorruptStore, NewerFormat, StorageFailure
     """
     missing = [entry for entry in chain if entry.seg not in known]
-    fresh = workers.run(partial(SegmentReader.open, storage, entry, if_missing=if_missing) for entry in missing)
+    shared = next((reader.shared for reader in known.values()), ChunkCache(SHARED_BYTES))
+    fresh = workers.run(
+        partial(SegmentReader.open, storage, entry, if_missing=if_missing, shared=shared) for entry in missing
+    )
     by_name = {**known, **{reader.name: reader for reader in fresh}}
     readers = tuple(by_name[entry.seg] for entry in chain)
     names = tuple(reader.name for reader in readers)
@@ -277,25 +344,3 @@ def check_record(record: CommitRecord, last: SegmentReader) -> None:
     """
     for problem in record_problems(record, last.manifest):
         raise CorruptRecord(f"commit record {record.v} {problem}; run `cnr verify`", version=record.v, path=last.name)
-
-
-class Scratch:
-    """Memory that chunks are decoded into, reused from chunk to chunk; one per thread and array."""
-
-    def __init__(self) -> None:
-        self._memory = np.empty(0, np.uint8)
-        self._spare: Scratch | None = None
-
-    @property
-    def spare(self) -> Scratch:
-        """More such memory, for what must not be where the array that is returned will be."""
-        if self._spare is None:
-            self._spare = Scratch()
-        return self._spare
-
-    def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-        """Return an array of that shape in the reused memory; the array taken before is overwritten."""
-        size = math.prod(shape) * dtype.itemsize
-        if self._memory.nbytes < size:
-            self._memory = np.empty(size, np.uint8)
-        return self._memory[:size].view(dtype).reshape(shape)

@@ -15,13 +15,11 @@ import numpy as np
 from cnr_store.segment.codes import ArraySpec
 
 LEAST_CODES = 1 << 16
-"""Below it rows stay as they are: there is little to gain, and one more object to read."""
+"""Arrays with fewer stay as they are: there is little to gain, and one more object to read."""
 
 
-def order_of(
-    operation: str, specs: Mapping[str, ArraySpec], dtypes: Mapping[str, np.dtype[Any]], count: int
-) -> str | None:
-    """Return the name of the array in whose order the codes of a row list of ``count`` rows are stored, or None. Pure.
+def order_of(operation: str, specs: Mapping[str, ArraySpec], dtypes: Mapping[str, np.dtype[Any]]) -> str | None:
+    """Return the name of the array in whose order the codes of a row list may be stored, or None. Pure.
 
     The first one-dimensional slot whose differences fit int16, for differences of codes. ``dtypes`` are those that the
     list is stored in.
@@ -29,7 +27,7 @@ def order_of(
     codes = specs.get("codes")
     if operation != "add" or codes is None or not codes.is_additive:
         return None
-    if count * codes.width < LEAST_CODES or codes.width < 2:
+    if codes.width < 2:
         return None
     slots = (name for name, spec in specs.items() if name != "codes" and spec.is_vector and spec.is_additive)
     return next((name for name in slots if dtypes[name] == np.int16), None)

@@ -8,31 +8,42 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.encodings.row_order import into_order
 from cnr_store.errors import BadDtype, BadInput, CorruptStore, StorageFailure
 from cnr_store.format import arrays, layout
 from cnr_store.format.documents import sha256
 from cnr_store.format.fields import ArrayDtype, TensorDtype
 from cnr_store.format.limits import MAX_MANIFEST_BYTES
-from cnr_store.format.manifest import decode_manifest
+from cnr_store.format.manifest import array_path, decode_manifest
 from cnr_store.format.packed import pack
-from cnr_store.format.records import ArrayEntry, DenseEntry, Manifest, ObjectEntry, PartEntry, Receipt, RowListEntry
-from cnr_store.runtime.threads import Throttle, Workers
+from cnr_store.format.records import (
+    ArrayEntry,
+    ArrayGroup,
+    DenseEntry,
+    Manifest,
+    ObjectDigest,
+    ObjectEntry,
+    Receipt,
+    SegmentDocument,
+    StoredArray,
+)
+from cnr_store.runtime.threads import Throttle, Workers, blocks
+from cnr_store.segment.groups import GroupShape, RowList, SharedGroup, WrittenList, WrittenPart
 from cnr_store.storage import Storage, object_digest
-from cnr_store.types import JsonValue, Rectangle
+from cnr_store.types import JsonValue
 
 logger = logging.getLogger(__name__)
 
-Blocks = dict[str, npt.NDArray[Any]]
-"""Array name (``rows``, ``codes``, ``slots/momentum1`` ...) to the block of one chunk."""
+Put = Callable[[], None]
+"""Encodes and puts one object."""
 
 
 _DENSE_DTYPES = frozenset(
@@ -43,38 +54,11 @@ _DENSE_DTYPES = frozenset(
 _CARRIERS = {"bfloat16": "uint16", "bool": "uint8"}
 
 
-@dataclass(frozen=True, slots=True)
-class RowList:
-    """What a row list will hold, produced chunk by chunk on a worker thread.
-
-    Attributes
-    ----------
-    count
-        Rows in the list.
-    widths
-        Array name to (dtype, width); width None is a 1-d array. ``rows`` is among them.
-    produce
-        Positions [start, stop) of the list to a block of each array: C-contiguous, owned by the caller until the
-        chunk is encoded.
-    order
-        The array in whose order each chunk of ``codes`` is stored (`row_order`); None for that of the row ids.
-    """
-
-    count: int
-    widths: Mapping[str, tuple[np.dtype[Any], int | None]]
-    produce: Callable[[int, int], Blocks]
-    order: str | None = None
-
-    @property
-    def chunk_rows(self) -> int:
-        """Rows per chunk: the weights, as codes or exact, give a chunk its size."""
-        name = next(name for name in ("codes", "values", "rows") if name in self.widths)
-        dtype, width = self.widths[name]
-        return arrays.chunk_rows_for(self.count, dtype.itemsize * (width or 1))
-
-
 class SegmentWriter:
-    """One writer's side of a segment. Blocking; puts run on ``workers``."""
+    """One writer's side of a segment. Blocking; puts run on ``workers``.
+
+    Lists that fill a chunk are put when they are given; what is small waits for `finish`, which puts it all at once.
+    """
 
     def __init__(self, storage: Storage, name: str, *, folder: str, workers: Workers, throttle: Throttle) -> None:
         self.name = name
@@ -84,79 +68,79 @@ class SegmentWriter:
         self._throttle = throttle
         self._lock = threading.Lock()
         self._objects: dict[str, ObjectEntry] = {}
+        self._waiting: list[Put] = []
+        self._numbers: Counter[str] = Counter()
+        self._shared: dict[GroupShape, SharedGroup] = {}
+        self._groups: dict[str, dict[str, ArrayEntry]] = {}
+        self._attempts: set[str] = set()
         self._dense: dict[str, DenseEntry] = {}
-        self._dense_arrays: list[ArrayEntry] = []
+        self._dense_arrays: dict[str, ArrayEntry] = {}
         self._documents: dict[str, str] = {}
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes put so far."""
-        return sum(entry.size for entry in self._objects.values())
+    def write_row_list(self, operation: str, row_list: RowList) -> WrittenList:
+        """Write one row list, which is not empty: into arrays of its own, or into those that small ones share.
 
-    def part_folder(self, table: str, rectangle: Rectangle, num_rows: int, dim: int) -> str:
-        """Return the folder of this writer's part of ``table``; ranges that are not whole stand in it."""
-        ranges = {"r": (rectangle.rows, (0, num_rows)), "c": (rectangle.columns, (0, dim))}
-        suffix = "".join(f"/{kind}{own[0]}-{own[1]}" for kind, (own, whole) in ranges.items() if own != whole)
-        return f"{self.folder}/{layout.encode_name(table)}{suffix}"
-
-    def write_group(self, path: str, attributes: dict[str, JsonValue]) -> None:
-        """Put a Zarr group document whose attributes are one ``cnr`` object."""
-        self._put(f"{path}/zarr.json", arrays.group_document({"cnr": attributes}))
-
-    def write_row_list(self, path: str, row_list: RowList, attributes: dict[str, JsonValue]) -> RowListEntry:
-        """Write one row list as a Zarr group of arrays chunked alike, and return the manifest's entry for it.
-
-        Memory: the blocks of two chunks per thread. The list must not be empty.
+        Memory: the blocks of two chunks per thread; of small lists of each shape one chunk until `finish`.
         """
-        chunk_rows = row_list.chunk_rows
-        entries = {
-            name: arrays.describe(
-                f"{path}/{_array_path(name)}",
-                (row_list.count,) if width is None else (row_list.count, width),
-                dtype,
-                chunk_rows,
-            )
-            for name, (dtype, width) in row_list.widths.items()
-        }
-        if row_list.order is not None:
-            keys = entries[row_list.order]
-            entries["codes"] = msgspec.structs.replace(entries["codes"], order=keys.path)
-            attributes = {**attributes, "order": row_list.order}
-        self.write_group(path, attributes)
-        for entry in entries.values():
-            self._put(f"{entry.path}/zarr.json", arrays.array_document(entry))
+        shape = GroupShape.of(operation, row_list)
+        if row_list.is_large:
+            return self._write_large(shape, row_list)
+        if shape not in self._shared:
+            self._shared[shape] = SharedGroup(self._next_group(operation), shape, row_list.row_bytes)
+        group = self._shared[shape]
+        written = group.append(row_list)
+        if group.is_full:
+            self._workers.run(self._chunks_of(group, full_only=True))
+        return written
 
-        def write_chunk(index: int) -> tuple[int, int]:
-            start, stop = index * chunk_rows, min((index + 1) * chunk_rows, row_list.count)
-            produced = row_list.produce(start, stop)
-            if row_list.order is not None:
-                produced = {**produced, "codes": into_order(produced["codes"], produced[row_list.order])}
+    def _next_group(self, operation: str) -> str:
+        number = self._numbers[operation]
+        self._numbers[operation] += 1
+        return f"{self.folder}/{operation}-{number}"
+
+    def _write_large(self, shape: GroupShape, row_list: RowList) -> WrittenList:
+        """Write a list chunk by chunk into arrays of its own.
+
+        If that fails they stay behind, and the list may be written again: to other paths, since whoever does the same
+        work at the same time may have committed what it wrote, and that must not be written again with others.
+        """
+        written = WrittenList(self._next_group(shape.operation), row_list.count)
+        self._attempts.add(written.group)
+        chunk_rows = row_list.chunk_rows
+        entries = shape.arrays_at(written.group, row_list.count, chunk_rows)
+
+        def put_chunk(start: int, stop: int) -> tuple[int, int]:
+            produced = shape.stored(row_list.produce(start, stop), entries)
             for name, entry in entries.items():
-                self._put(arrays.chunk_path(entry, index), arrays.encode_chunk(entry, produced[name]))
+                self._put(arrays.chunk_path(entry, start // chunk_rows), arrays.encode_chunk(entry, produced[name]))
             return int(produced["rows"][0]), int(produced["rows"][-1])
 
-        count = arrays.chunk_count(entries["rows"])
-        spans = self._workers.run(lambda k=k: write_chunk(k) for k in range(count))  # type: ignore[misc]
-        return RowListEntry(
-            count=row_list.count,
-            first=tuple(first for first, _ in spans),
-            last=tuple(last for _, last in spans),
-            arrays=entries,
-        )
+        spans = self._workers.run(partial(put_chunk, a, b) for a, b in blocks(row_list.count, chunk_rows))
+        written.first, written.last = [first for first, _ in spans], [last for _, last in spans]
+        self._close_group(written.group, entries)
+        return written
 
-    def discard(self, path: str) -> None:
-        """Take the objects below ``path`` off the inventory and delete them: no manifest will name them.
+    def _chunks_of(self, group: SharedGroup, *, full_only: bool) -> Iterator[Put]:
+        """The chunks of a group that can be put, each array of one by itself."""
+        if group.entries is None:
+            group.entries = group.shape.arrays_at(group.path, group.rows, group.chunk_rows)
+        while group.is_full or (group.waiting_rows and not full_only):
+            index, produced = group.take()
+            stored = group.shape.stored(produced, group.entries)
+            for name, entry in group.entries.items():
+                yield partial(self._encode, arrays.chunk_path(entry, index), entry, stored[name])
 
-        They stay where deleting is not allowed, and go with the segment.
-        """
-        with self._lock:
-            dropped = [key for key in self._objects if key.startswith(f"{path}/")]
-            for key in dropped:
-                del self._objects[key]
-        try:
-            self._storage.delete([layout.segment_key(self.name, key) for key in dropped])
-        except StorageFailure as error:
-            logger.warning("segment %s: %d objects that it does not need stay: %s", self.name, len(dropped), error)
+    def _close_group(self, path: str, entries: Mapping[str, ArrayEntry]) -> None:
+        """Of a group whose chunks are put, or wait: name it, and put its documents with what waits."""
+        self._groups[path] = dict(entries)
+        self._attempts.discard(path)
+        self._waiting += [self._document_of(entry) for entry in entries.values()]
+
+    def _document_of(self, entry: ArrayEntry) -> Put:
+        return partial(self._put, f"{entry.path}/zarr.json", arrays.array_document(entry))
+
+    def _encode(self, path: str, entry: ArrayEntry, block: npt.NDArray[Any]) -> None:
+        self._put(path, arrays.encode_chunk(entry, block))
 
     def write_dense(self, tensors: Mapping[str, npt.NDArray[Any]], dtypes: Mapping[str, str]) -> None:
         """Write dense tensors, packed end to end into one 1-d array per stored dtype.
@@ -175,22 +159,67 @@ class SegmentWriter:
         self._dense[name] = entry
 
     def write_document(self, name: str, document: JsonValue) -> None:
-        """Put a JSON document (reader state, RNG state) under ``<writer>/<name>.json.zst``."""
+        """Have `finish` put a JSON document (reader state, RNG state) under ``<writer>/<name>.json.zst``."""
         # The ending goes through the encoding: a document named _receipt must not become the receipt.
         path = "/".join([self.folder, *(layout.encode_name(part) for part in f"{name}.json.zst".split("/"))])
-        self._put(path, pack(document))
+        if name in self._documents:
+            raise CorruptStore(f"segment {self.name}: {path} would be written twice", path=path)
+        self._waiting.append(partial(self._put, path, pack(document)))
         self._documents[name] = path
 
     def finish(
-        self, *, txn: str, rank: int, world: int, attempt: str, base: int, l0: int, parts: tuple[PartEntry, ...]
+        self, *, txn: str, rank: int, world: int, attempt: str, base: int, l0: int, parts: Sequence[WrittenPart]
     ) -> Receipt:
-        """Make everything durable, and return what was written."""
+        """Put what waits, make everything durable, and return what was written.
+
+        ``parts`` in the order in which their lists were written; rank 0 puts the segment's group document, too.
+        """
+        for group in (one for one in self._shared.values() if one.rows):  # a list that failed may have been its first
+            self._waiting += self._chunks_of(group, full_only=False)
+            assert group.entries is not None
+            self._close_group(group.path, {name: grown(one, group.rows) for name, one in group.entries.items()})
+        if self._waiting:
+            self._waiting.append(partial(self._put, f"{self.folder}/{layout.ROOT_GROUP}", arrays.group_document({})))
+        if rank == 0:
+            self._waiting.append(partial(self._put, layout.ROOT_GROUP, arrays.group_document({})))
+        self._workers.run(self._waiting)
+        self._waiting = []
+        self._forget_attempts()
         self._storage.sync_folders(layout.segment_key(self.name, path) for path in self._objects)
+        groups = {path: self._stored(path, entries) for path, entries in self._groups.items()}
+        packs = [self._stored(f"{self.folder}/dense", {name: one}) for name, one in self._dense_arrays.items()]
+        inside = {path for entries in (*self._groups.values(), self._dense_arrays) for path in _paths_of(entries)}
         return Receipt(
-            txn=txn, rank=rank, world=world, attempt=attempt, base=base, l0=l0, parts=parts,
-            dense=self._dense, dense_arrays=tuple(self._dense_arrays), documents=self._documents,
-            objects=tuple(self._objects[path] for path in sorted(self._objects)),
+            txn=txn, rank=rank, world=world, attempt=attempt, base=base, l0=l0,
+            parts=tuple(part.line() for part in parts), groups=tuple(groups[path] for path in sorted(groups)),
+            dense=self._dense, dense_arrays=tuple(packs), documents=self._documents,
+            objects=tuple(self._objects[path] for path in sorted(self._objects) if path not in inside),
         )  # fmt: skip
+
+    def _forget_attempts(self) -> None:
+        """Delete what was put of lists that were written again. It stays where deleting is not allowed."""
+        failed = tuple(f"{path}." for path in self._attempts)
+        dropped = [path for path in self._objects if path.startswith(failed)] if failed else []
+        for path in dropped:
+            del self._objects[path]
+        try:
+            self._storage.delete([layout.segment_key(self.name, path) for path in dropped])
+        except StorageFailure as error:
+            logger.warning("segment %s: %d objects that it does not need stay: %s", self.name, len(dropped), error)
+
+    def _stored(self, path: str, entries: Mapping[str, ArrayEntry]) -> ArrayGroup:
+        """What the manifest says of arrays with as many rows, and of their objects."""
+        names = {one.path: name for name, one in entries.items()}
+        found = {}
+        for name, entry in entries.items():
+            objects = [self._objects[path] for path in _paths_of({name: entry})]
+            found[name] = StoredArray(
+                dtype=entry.dtype, width=None if len(entry.shape) == 1 else entry.shape[1], codec=entry.codec,
+                order=entry.order if entry.order is msgspec.UNSET else names[entry.order],
+                objects=tuple(ObjectDigest(size=one.size, xxh3_128=one.xxh3_128) for one in objects),
+            )  # fmt: skip
+        first = next(iter(entries.values()))
+        return ArrayGroup(path=path, rows=first.shape[0], chunk_rows=first.chunk_rows, arrays=found)
 
     def put_receipt(self, receipt: Receipt) -> str:
         """Put the receipt, the last object of this writer, for whoever puts the manifest; returns its sha256."""
@@ -203,7 +232,7 @@ class SegmentWriter:
         self, dtype_name: str, tensors: list[tuple[str, npt.NDArray[Any]]], dtypes: Mapping[str, str]
     ) -> None:
         dtype = np.dtype(dtype_name)
-        path = f"{self.folder}/dense/{dtype_name}"
+        path = array_path(f"{self.folder}/dense", dtype_name)
         offset = 0
         for name, tensor in tensors:
             logical = cast(TensorDtype, dtypes.get(name, dtype_name))
@@ -215,16 +244,15 @@ class SegmentWriter:
         pack = np.concatenate([tensor.reshape(-1) for _, tensor in tensors])
         rows = arrays.chunk_rows_for(offset, dtype.itemsize)
         entry = ArrayEntry(
-            path=path, dtype=cast(ArrayDtype, dtype_name), shape=(offset,), chunk_rows=rows, codec="bytes"
-        )
-        self._put(f"{path}/zarr.json", arrays.array_document(entry))
-        self._workers.run(
-            lambda k=k: self._put(  # type: ignore[misc]
-                arrays.chunk_path(entry, k), arrays.encode_chunk(entry, pack[k * rows : (k + 1) * rows])
-            )
+            path=path, dtype=cast(ArrayDtype, dtype_name), shape=(offset,), chunk_rows=rows, codec="bytes",
+            start=0, count=offset,
+        )  # fmt: skip
+        self._dense_arrays[dtype_name] = entry
+        self._waiting.append(self._document_of(entry))
+        self._waiting += [
+            partial(self._encode, arrays.chunk_path(entry, k), entry, pack[k * rows : (k + 1) * rows])
             for k in range(arrays.chunk_count(entry))
-        )
-        self._dense_arrays.append(entry)
+        ]
 
     def _put(self, path: str, data: bytes) -> None:
         self._throttle.take(len(data))
@@ -256,27 +284,29 @@ def check_dense_dtype(name: str, dtype: np.dtype[Any], logical: str | None) -> N
         )  # fmt: skip
 
 
-def write_manifest(storage: Storage, name: str, manifest: Manifest) -> tuple[str, int]:
-    """Put the manifest durably; returns its sha256 and size. The segment is complete and still invisible.
+def write_manifest(storage: Storage, name: str, document: SegmentDocument) -> tuple[str, int, Manifest]:
+    """Put the manifest durably; returns its sha256, its size, and what a reader makes of it.
+
+    The segment is complete then, and still invisible.
 
     Raises
     ------
     BadInput
         No reader would take it: what was given cannot be stored.
     """
-    data = pack(manifest)
+    data = pack(document)
     key = layout.segment_key(name, layout.MANIFEST)
     try:
-        decode_manifest(data, key)
+        manifest = decode_manifest(data, key)
     except CorruptStore as error:
         raise BadInput(f"this cannot be saved, because no reader would take it: {error}", path=key) from error
     storage.put_document(key, data, MAX_MANIFEST_BYTES)
     storage.sync_folders([key])
-    return sha256(data), len(data)
+    return sha256(data), len(data), manifest
 
 
 def merge_receipts(receipts: list[Receipt]) -> dict[str, Any]:
-    """Return the manifest fields that come from receipts: parts, dense, documents and the whole inventory. Pure.
+    """Return the manifest's fields that come from receipts: those of `Written`. Pure.
 
     The receipts themselves stay out of the inventory: the manifest supersedes them.
 
@@ -298,6 +328,7 @@ def merge_receipts(receipts: list[Receipt]) -> dict[str, Any]:
                     )
     return {
         "parts": tuple(part for receipt in ordered for part in receipt.parts),
+        "groups": tuple(group for receipt in ordered for group in receipt.groups),
         "dense": {name: entry for receipt in ordered for name, entry in receipt.dense.items()},
         "dense_arrays": tuple(entry for receipt in ordered for entry in receipt.dense_arrays),
         "documents": {name: path for receipt in ordered for name, path in receipt.documents.items()},
@@ -305,7 +336,13 @@ def merge_receipts(receipts: list[Receipt]) -> dict[str, Any]:
     }
 
 
-def _array_path(name: str) -> str:
-    """``slots/<name>`` keeps its folder; the slot's own name becomes one node name."""
-    head, _, tail = name.partition("/")
-    return f"{head}/{layout.encode_name(tail)}" if tail else head
+def grown(entry: ArrayEntry, rows: int) -> ArrayEntry:
+    """Return a whole array with that many rows. Pure."""
+    return msgspec.structs.replace(entry, shape=(rows, *entry.shape[1:]), count=rows)
+
+
+def _paths_of(entries: Mapping[str, ArrayEntry]) -> Iterator[str]:
+    """The objects of whole arrays: of each its document, then its chunks."""
+    for entry in entries.values():
+        yield f"{entry.path}/zarr.json"
+        yield from (arrays.chunk_path(entry, k) for k in range(arrays.chunk_count(entry)))

@@ -26,8 +26,8 @@ from cnr_store.segment.codes import (
     TableCodes,
     array_specs,
 )
+from cnr_store.segment.groups import Blocks, RowList
 from cnr_store.segment.shards import whole_of
-from cnr_store.segment.writer import Blocks, RowList
 from cnr_store.types import MAX_CODE, Affine, Lattice, Rectangle, RowIds
 from cnr_store.write.delta_rows import StagedRows
 from cnr_store.write.encode import (

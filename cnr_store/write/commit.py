@@ -28,7 +28,15 @@ from cnr_store.errors import (
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.format.documents import canonical_json, sha256
 from cnr_store.format.layout import writer_folder
-from cnr_store.format.records import MAJOR, ChainEntry, CommitRecord, Manifest, Receipt, TableSchema
+from cnr_store.format.records import (
+    MAJOR,
+    ChainEntry,
+    CommitRecord,
+    Manifest,
+    Receipt,
+    SegmentDocument,
+    TableSchema,
+)
 from cnr_store.log.rebase import check_not_given_up, draft_after, rebase_data
 from cnr_store.runtime.ranks import described, rank_zero, rebuilt, together
 from cnr_store.segment.reader import SegmentReader, read_receipt
@@ -168,13 +176,14 @@ class Commit:
         )
         check_coverage(receipts, self._staged.schemas.tables)
         l1 = max(state.head.record.logical, draft.l0) + 1
-        self.manifest = manifest = Manifest(
+        document = SegmentDocument(
             format=MAJOR, txn=draft.txn, base=state.head.record.v,
             kind="baseline" if draft.kind == "full" else "delta", l0=draft.l0, l1=l1, step=draft.step,
             tables=dict(self._staged.schemas.tables), scalars=dict(self._staged.documents.scalars),
             **merge_receipts(receipts),
         )  # fmt: skip
-        digest, size = write_manifest(state.setup.storage, draft.segment, manifest)
+        digest, size, manifest = write_manifest(state.setup.storage, draft.segment, document)
+        self.manifest = manifest
         self.size_bytes = size + sum(entry.size for entry in manifest.objects)
         return ChainEntry(
             seg=draft.segment, sha256=digest, kind=manifest.kind, l0=draft.l0, l1=l1,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from cnr_store.errors import BadInput, DoesNotApply
-from cnr_store.format.records import ChainEntry, CommitRecord, Manifest, PartEntry, Receipt, TableSchema
+from cnr_store.format.records import ChainEntry, CommitRecord, Manifest, PartPlace, Receipt, TableSchema
 from cnr_store.segment.shards import check_placements, column_cuts
 from cnr_store.types import MAX_CHAIN, Rectangle
 
@@ -59,13 +59,13 @@ def check_receipts(receipts: Sequence[Receipt], *, txn: str, world: int, l0: int
 
 
 def _check_digests(receipts: Sequence[Receipt], base: Manifest) -> None:
-    ends: dict[str, dict[Rectangle, PartEntry]] = {}
-    starts: dict[str, dict[Rectangle, tuple[int, PartEntry]]] = {}
-    for part in base.parts:
-        ends.setdefault(part.table, {})[Rectangle(part.rows, part.columns)] = part
+    ends: dict[str, dict[Rectangle, PartPlace]] = {}
+    starts: dict[str, dict[Rectangle, tuple[int, PartPlace]]] = {}
+    for end in base.parts:
+        ends.setdefault(end.table, {})[Rectangle(end.rows, end.columns)] = end
     for receipt in receipts:
-        for part in receipt.parts:
-            starts.setdefault(part.table, {})[Rectangle(part.rows, part.columns)] = (receipt.rank, part)
+        for start in receipt.parts:
+            starts.setdefault(start.table, {})[Rectangle(start.rows, start.columns)] = (receipt.rank, start)
     for table, mine in starts.items():
         wanted = ends.get(table, {})
         if len(mine) == len(wanted) == 1:  # a table in one part, which may have been resized
@@ -74,9 +74,9 @@ def _check_digests(receipts: Sequence[Receipt], base: Manifest) -> None:
             pairs = []  # cut to the size of a part, the one part starts from the rows of all parts all the same
         else:
             pairs = [(mine[rectangle], wanted[rectangle]) for rectangle in mine.keys() & wanted.keys()]
-        for (rank, part), end in pairs:
-            if None not in (part.base_digest, end.state_digest) and part.base_digest != end.state_digest:
-                raise _another_state(table, f"rank {rank}", end.state_digest, part.base_digest)
+        for (rank, part), before in pairs:
+            if None not in (part.base_digest, before.state_digest) and part.base_digest != before.state_digest:
+                raise _another_state(table, f"rank {rank}", before.state_digest, part.base_digest)
         if mine and wanted and len(pairs) < max(len(mine), len(wanted)):
             found = _sum_of([part.base_digest for _, part in mine.values()])
             expected = _sum_of([part.state_digest for part in wanted.values()])

@@ -15,7 +15,7 @@ from cnr_store.errors import NonFiniteValues
 from cnr_store.format.records import TableSchema
 from cnr_store.runtime.threads import Workers, blocks
 from cnr_store.segment.codes import Array, ArraySpec, array_specs, decode_block
-from cnr_store.segment.writer import Blocks, RowList
+from cnr_store.segment.groups import Blocks, RowList
 from cnr_store.types import MAX_CODE, Affine, Lattice, RowIds
 
 ENCODE_ROWS = 16_384

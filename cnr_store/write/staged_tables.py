@@ -9,9 +9,10 @@ import numpy as np
 
 from cnr_store.errors import BadInput, BadRowIds, BadShape, DoesNotApply
 from cnr_store.format.layout import check_name
-from cnr_store.format.records import Manifest, PartEntry, TableSchema
+from cnr_store.format.records import Manifest, TableSchema
 from cnr_store.read.table_reader import rows_since
 from cnr_store.segment.codes import Array, TableCodes
+from cnr_store.segment.groups import WrittenPart
 from cnr_store.segment.reader import SegmentReader
 from cnr_store.segment.rows import check_row_ids
 from cnr_store.segment.shards import Shard
@@ -290,13 +291,13 @@ class StagedTables:
 
     # ---- what becomes of it
 
-    def write_parts(self, base: Manifest | None) -> tuple[PartEntry, ...]:
-        """Put what is not there yet, and return the manifest's lines of this rank's shards. Blocks.
+    def write_parts(self, base: Manifest | None) -> tuple[WrittenPart, ...]:
+        """Put what is not there yet, and return the parts of this rank's shards, as their lists were written. Blocks.
 
         ``base``: the manifest that the segment is a delta to.
         """
         tables = self._schemas.tables
-        shards = [shard for held in self._state.shards(tables).values() for shard in held]
+        shards = dict.fromkeys(shard for held in self._state.shards(tables).values() for shard in held)
         for shard in shards if self._draft.kind == "full" else ():
             if shard not in self._whole and tables[shard.table].keys == "dense":
                 self._write_from_mirror(shard)
@@ -305,9 +306,10 @@ class StagedTables:
             if self._draft.kind == "delta" or tables[shard.table].keys == "hashed":
                 for staged in changes:
                     self._parts.write_lists(shard, tables[shard.table], staged)
-        return tuple(self._part(shard, base) for shard in shards)
+        written = [shard for shard in self._parts.entries if shard in shards]
+        return tuple(self._part(shard, base) for shard in dict.fromkeys([*written, *shards]))
 
-    def _part(self, shard: Shard, base: Manifest | None) -> PartEntry:
+    def _part(self, shard: Shard, base: Manifest | None) -> WrittenPart:
         table, schema = shard.table, self._schemas.tables[shard.table]
         mirrors = self._state.mirrors
         before = None

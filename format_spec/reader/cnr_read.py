@@ -6,6 +6,7 @@ import math
 import re
 from itertools import accumulate, pairwise
 from pathlib import Path
+from urllib.parse import quote
 
 import numpy as np
 import xxhash
@@ -44,8 +45,7 @@ def parse(data, kind, where, schema=None):  # [3.6]: of the four brackets, those
         document = json.loads(data, parse_constant=lambda name: need(False, kind, f"{where}: {name}"))
     except ValueError as error:
         raise Refused(kind, f"{where}: {error}") from error
-    is_valid = isinstance(document, dict) and (schema is None or SCHEMAS[schema].is_valid(document))
-    need(is_valid, kind, f"{where}: {schema}")
+    need(isinstance(document, dict) and (schema is None or SCHEMAS[schema].is_valid(document)), kind, where)
     return document if schema is None else with_defaults(document, schema)
 
 
@@ -169,55 +169,52 @@ class Store:  # in a local folder; records[v] is None where it is superseded [7.
 
 class Segment:  # [4.1]: a manifest and the objects that it lists
     def __init__(self, store, entry, missing):
-        self.store, self.name, where = store, entry["seg"], f"data/{entry['seg']}/_segment.json.zst"
-        data = unzstd(store.object(where, missing, entry["sha256"]), where)
-        need(parse(data, "corrupt_store", where).get("format", 0) == 1, "newer_format", where)
-        self.manifest = manifest = parse(data, "corrupt_store", where, "segment")
-        self.objects, same = {item["path"]: item for item in manifest["objects"]}, ("kind", "l0", "l1")
-        lists = [(part, part[op]) for part in manifest["parts"] for op in OPS if part[op]]
-        rows, size = sum(one["count"] for _, one in lists), sum(item["size"] for item in manifest["objects"])
-        sane = self.name == f"{manifest['base']:020d}-{manifest['txn']}" and all(manifest[k] == entry[k] for k in same)
-        need(sane and rows == entry["rows"] and size <= entry["bytes"], "corrupt_store", f"{where}: its entry")
-        tables, dense, areas = manifest["tables"], manifest["dense_arrays"], dict.fromkeys(manifest["tables"], 0)
+        self.store, self.name, bad = store, entry["seg"], ("corrupt_store", f"data/{entry['seg']}/_segment.json.zst")
+        data = unzstd(store.object(bad[1], missing, entry["sha256"]), bad[1])
+        need(parse(data, *bad).get("format", 0) == 1, "newer_format", bad[1])
+        self.manifest = manifest = parse(data, *bad, "segment")
+        objects, self.arrays = [(item["path"], item) for item in manifest["objects"]], {}
+        for group in manifest["groups"] + manifest["dense_arrays"]:  # [4.2]: what follows from the rest
+            group["begun"], rows, chunk_rows = 0, group["rows"], group["chunk_rows"]
+            for name, one in group["arrays"].items():
+                path = ".".join([group["path"], *(quote(x, safe="").replace("~", "%7E") for x in name.split("/", 1))])
+                one |= {"path": path, "rows": rows, "chunk_rows": chunk_rows, "start": 0, "count": rows}
+                size = chunk_rows * (one["width"] or 1) * np.dtype(one["dtype"]).itemsize
+                sane = one["codec"] == "bytes" or one["dtype"] in INTEGERS[2 * (one["codec"] == "gaps") :]
+                least, most = (size + 4, size + 4) if one["codec"] == "bytes" else (4, (size + 16) * 5 // 4 + 4096)
+                limit = 1 << (23 if name in ("codes", "values", one["dtype"]) else 27)  # dense: named by dtype
+                sane = sane and (size <= limit or chunk_rows == 1) and len(one["objects"]) == 1 - (-rows // chunk_rows)
+                need(sane and all(least <= item["size"] <= most for item in one["objects"][1:]), *bad)
+                end = "/0" * (one["codec"] != "bytes" or one["width"] is not None)
+                one["keys"] = [f"{path}/c/{k}{end}" for k in range(-(-rows // chunk_rows))]
+                objects += zip([f"{path}/zarr.json", *one["keys"]], one["objects"], strict=True)
+                self.arrays[path] = one
+        groups, self.objects = {one["path"]: one for one in manifest["groups"]}, dict(objects)
+        tables, areas, rows = manifest["tables"], dict.fromkeys(manifest["tables"], 0), 0
+        for part in manifest["parts"]:  # [3.5] CNR-DOC-8: legal rectangles, which make each table up
+            need(part["table"] in tables, *bad)
+            table, (start, stop), (low, high) = tables[part["table"]], part["rows"], part["columns"]
+            need(start <= stop <= table["num_rows"] and low < high <= table["dim"], *bad)
+            need(table["keys"] == "dense" or (high - low == table["dim"] and not part["add"]), *bad)
+            areas[part["table"]] += (stop - start) * (high - low)
+            for op, one in ((op, part[op]) for op in OPS if part[op]):  # [4.2]: behind those of the parts before
+                need((group := groups.get(one["group"])) and group.setdefault("op", op) == op, *bad)
+                at = {"start": group["begun"], "count": one["count"]}
+                one["arrays"] = {name: array | at for name, array in group["arrays"].items()}
+                group["begun"], rows = group["begun"] + one["count"], rows + one["count"]
+        sane = all(one["begun"] == one["rows"] for one in manifest["groups"]) and len(self.objects) == len(objects)
+        need(sane and all(manifest[name] == entry[name] for name in ("kind", "l0", "l1")), *bad)
+        sane = self.name == f"{manifest['base']:020d}-{manifest['txn']}" and rows == entry["rows"]
+        need(sane and sum(one["size"] for _, one in objects) <= entry["bytes"], *bad)
         names = [*tables, *manifest["dense"], *(slot for table in tables.values() for slot in table["slots"])]
         names += [node for name in manifest["documents"] for node in name.split("/")]
-        sane = len(self.objects) == len(manifest["objects"]) and {*manifest["documents"].values()} <= {*self.objects}
-        need(sane and all(map(is_name, names)), "corrupt_store", f"{where}: its lists")
-        for part in manifest["parts"]:  # [3.5] CNR-DOC-8: legal rectangles, which make each table up
-            need(part["table"] in tables, "corrupt_store", f"{where}: part of {part['table']}")
-            table, (rows, columns) = tables[part["table"]], (part["rows"], part["columns"])
-            sane = rows[0] <= rows[1] <= table["num_rows"] and columns[0] < columns[1] <= table["dim"]
-            sane = sane and (table["keys"] == "dense" or (columns == [0, table["dim"]] and not part["add"]))
-            need(sane, "corrupt_store", f"{where}: part {part['folder']}")
-            areas[part["table"]] += (rows[1] - rows[0]) * (columns[1] - columns[0])
-        for name, table in tables.items():
-            sane = table["num_rows"] * table["dim"] <= 1 << 50 and (table["keys"] == "dense" or not table["num_rows"])
-            need(sane and areas[name] == table["num_rows"] * table["dim"], "corrupt_store", f"{where}: table {name}")
-        arrays = [(part["folder"] + "/", 1 << 27, one) for part, lst in lists for one in lst["arrays"].values()]
-        arrays += [("", 1 << 23, one) for one in dense]
-        need(len({one["path"] for *_, one in arrays}) == len(arrays), "corrupt_store", f"{where}: an array twice")
-        for folder, limit, one in arrays:  # [4.2]: every chunk is there, and can be what it is said to be
-            size = one["chunk_rows"] * math.prod(one["shape"][1:]) * np.dtype(one["dtype"]).itemsize
-            is_legal = one["codec"] == "bytes" or one["dtype"] in INTEGERS[2 * (one["codec"] == "gaps") :]
-            least, most = (size + 4, size + 4) if one["codec"] == "bytes" else (4, (size + 16) * 5 // 4 + 4096)
-            paths = self.chunks(one) if -(-one["shape"][0] // one["chunk_rows"]) <= len(self.objects) else ["?"]
-            limit = 1 << 23 if one["path"].rpartition("/")[2] in ("codes", "values") else limit
-            sane = is_legal and one["path"].startswith(folder) and f"{one['path']}/zarr.json" in self.objects
-            sizes = [self.objects[path]["size"] if path in self.objects else -1 for path in paths]
-            sane = sane and (size <= limit or one["chunk_rows"] == 1) and all(least <= n <= most for n in sizes)
-            need(sane, "corrupt_store", f"{where}: array {one['path']}")
-        packs = {one["path"]: one for one in dense if len(one["shape"]) == 1}
-        for name, tensor in manifest["dense"].items():  # [4.6]
-            size, pack = math.prod(tensor["shape"]), packs.get(tensor["path"])
-            sane = size > 0 or tensor["digest"] == xxhash.xxh3_128_hexdigest(b"")
-            inside = pack and tensor["offset"] + size <= pack["shape"][0]
+        need({*manifest["documents"].values()} <= {*self.objects} and all(map(is_name, names)), *bad)
+        need(all(areas[k] == t["num_rows"] * t["dim"] <= (t["keys"] == "dense") << 50 for k, t in tables.items()), *bad)
+        for tensor in manifest["dense"].values():  # [4.6]
+            size, pack = math.prod(tensor["shape"]), self.arrays.get(tensor["path"])
+            inside = pack and pack["width"] is None and tensor["offset"] + size <= pack["rows"]
             here = inside and pack["dtype"] == STORED_AS.get(tensor["dtype"], tensor["dtype"])
-            need(sane and (tensor["segment"] or here), "corrupt_store", f"{where}: dense {name}")
-
-    @staticmethod
-    def chunks(entry):
-        end = "/0" * (entry["codec"] != "bytes" or len(entry["shape"]) == 2)
-        return [f"{entry['path']}/c/{k}{end}" for k in range(-(-entry["shape"][0] // entry["chunk_rows"]))]
+            need((tensor["segment"] or here) and (size or tensor["digest"] == xxhash.xxh3_128_hexdigest(b"")), *bad)
 
     def read(self, path):
         item, data = self.objects[path], self.store.object(f"data/{self.name}/{path}")
@@ -225,13 +222,18 @@ class Segment:  # [4.1]: a manifest and the objects that it lists
         return data
 
     def array(self, entry, beside=()):  # [4.2]: sizes are compared before anything is decoded
-        shape, rows, path = entry["shape"], entry["chunk_rows"], entry["path"]
-        size, dtype = rows * math.prod(shape[1:]), np.dtype(entry["dtype"])
-        chunks = [self.decode(entry["codec"], key, size, dtype) for key in self.chunks(entry)]
-        values = np.concatenate([np.empty(0, dtype), *chunks]).reshape(-1, *shape[1:])[: shape[0]]
-        order = [self.array(one) for one in beside if one["path"] == entry.get("order") and one["dtype"] == "int16"]
-        need([one.shape for one in order] == [values.shape[:1]] * ("order" in entry), "corrupt_store", f"{path}: order")
-        return values[np.argsort(np.lexsort((order[0], np.arange(len(values)) // rows)))] if order else values
+        rows, start, path, width = (entry[name] for name in ("chunk_rows", "start", "path", "width"))
+        size, dtype, first = rows * (width or 1), np.dtype(entry["dtype"]), start // rows
+        keys = entry["keys"][first : -(-(start + entry["count"]) // rows)]
+        chunks = [self.decode(entry["codec"], key, size, dtype) for key in keys]
+        values = np.concatenate([np.empty(0, dtype), *chunks])[: (entry["rows"] - first * rows) * (width or 1)]
+        values = values if width is None else values.reshape(-1, width)
+        if "order" in entry:  # of whole chunks
+            order = beside.get(entry["order"], {"dtype": None})
+            need(order["dtype"] == "int16" and order["width"] is None and "order" not in order, "corrupt_store", path)
+            order = self.array(order | {"start": first * rows, "count": len(values)})
+            values = values[np.argsort(np.lexsort((order, np.arange(len(values)) // rows)))]
+        return values[start - first * rows :][: entry["count"]]
 
     def decode(self, codec, path, count, dtype):
         data, where = self.read(path)[:-4], f"{self.name}/{path}"  # the crc32c is for readers without an inventory
@@ -256,15 +258,13 @@ class Snapshot:
                 sane = sane if goes_on or first is table else table["generation"] > first["generation"]
                 need(sane, "corrupt_store", f"{segment.name}: table {name} within its generation")
                 lives[name] = first if goes_on else table
-            ends = {p["table"]: [] for p in before.manifest["parts"]} if before else {}
-            for part in before.manifest["parts"] if before else ():
-                ends[part["table"]].append((part["rows"], part["columns"], part["state_digest"]))
+            parts = before.manifest["parts"] if before else ()
+            ends = {(part["table"], *part["rows"], *part["columns"]): part["state_digest"] for part in parts}
             for part in segment.manifest["parts"]:  # CNR-DOC-10, where the rectangle was one before
                 old, new = (one and one.manifest["tables"].get(part["table"]) for one in (before, segment))
                 same = old and all(old[key] == new[key] for key in ("generation", "shift", "num_rows"))
-                end = [d for r, c, d in ends.get(part["table"], ()) if (r, c) == (part["rows"], part["columns"])]
-                starts = not same or not end or None in end or part["base_digest"] in (None, *end)
-                need(starts, "corrupt_store", f"{segment.name}: base_digest")
+                end = ends.get((part["table"], *part["rows"], *part["columns"]))
+                need(not same or end is None or part["base_digest"] in (None, end), "corrupt_store", segment.name)
 
     def read_dense(self, name):  # [4.6]
         entry, same = self.last["dense"][name], ("digest", "dtype", "shape")
@@ -273,10 +273,8 @@ class Snapshot:
         own = [(s, e) for s, e in held if e["segment"] == "" and all(e[key] == entry[key] for key in same)]
         segment, entry = (named + own + [(None, entry)])[0]
         start, size, where = entry["offset"], math.prod(entry["shape"]), f"dense {name}"
-        there = segment and segment.manifest["dense"].get(name) == entry | {"segment": ""}
-        need(there, "corrupt_store", f"{where}: not as it is referenced")
-        array = next(item for item in segment.manifest["dense_arrays"] if item["path"] == entry["path"])
-        flat = segment.array(array)[start : start + size]
+        need(segment and segment.manifest["dense"].get(name) == entry | {"segment": ""}, "corrupt_store", where)
+        flat = segment.array(segment.arrays[entry["path"]])[start : start + size]
         need(xxhash.xxh3_128_hexdigest(flat.tobytes()) == entry["digest"], "corrupt_object", f"{where}: digest")
         return flat.reshape(entry["shape"])
 
@@ -327,7 +325,8 @@ class Table:  # columns [low, high) of one; arrays: name -> (encoding, dtype, on
 
     def row_ids(self, segment, part, row_list):  # [4.3]
         rows, (low, high) = segment.array(row_list["arrays"]["rows"]), part["rows"]
-        ends = np.append(np.arange(0, len(rows), row_list["arrays"]["rows"]["chunk_rows"]), len(rows))
+        chunk, start = row_list["arrays"]["rows"]["chunk_rows"], row_list["arrays"]["rows"]["start"]
+        ends = np.unique(np.clip(np.arange(-(start % chunk), len(rows) + chunk, chunk), 0, len(rows)))
         sane = rows.dtype == np.int64 and rows.shape == (row_list["count"],) and bool(np.all(rows[1:] > rows[:-1]))
         sane = sane and [row_list["first"], row_list["last"]] == [rows[ends[:-1]].tolist(), rows[ends[1:] - 1].tolist()]
         need(sane and (self.hashed or low <= rows[0] <= rows[-1] < high), "corrupt_store", f"{self.where}: row ids")
@@ -340,7 +339,7 @@ class Table:  # columns [low, high) of one; arrays: name -> (encoding, dtype, on
         self.status[at] = {"delete": ABSENT, "escape": ESCAPED}.get(op, CODED)
         for name, (encoding, dtype, vector, adds, _) in self.arrays.items() if op != "delete" else ():
             target = (self.exact if op == "escape" else self.held)[name]
-            values = segment.array(arrays["values" if (op, name) == ("escape", "codes") else name], arrays.values())
+            values = segment.array(arrays["values" if (op, name) == ("escape", "codes") else name], arrays)
             if op != "escape" and encoding["encoding"] == "affine":  # [5.2]
                 bits = np.unpackbits(values, axis=1, bitorder="little").reshape(len(at), -1, encoding["bits"])
                 codes = (bits << np.arange(encoding["bits"], dtype=np.uint8)).sum(axis=2, dtype=np.uint8)

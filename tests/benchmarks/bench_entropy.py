@@ -183,8 +183,8 @@ def write(source: Source, bits: int, folder: Path) -> tuple[dict[str, int], byte
     sizes = {"record": newest.stat().st_size}
     names = {MANIFEST: "manifest", "zarr.json": "zarr.json"}
     for path in (path for path in segment.rglob("*") if path.is_file()):
-        array = path.relative_to(segment).as_posix().partition("/c/")[0].split("/")
-        kind = names.get(path.name) or ("slots" if array[-2] == "slots" else array[-1])
+        array = path.relative_to(segment).as_posix().partition("/c/")[0].split(".")
+        kind = names.get(path.name) or array[1]
         sizes[kind] = sizes.get(kind, 0) + path.stat().st_size
     store.close()
     return sizes, unpack((segment / MANIFEST).read_bytes(), MANIFEST)

@@ -31,9 +31,9 @@ def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
     return float(np.polyfit(np.log(np.asarray(sizes, float)), np.log(np.asarray(values, float)), 1)[0])
 
 
-def budget(tables: int, arrays: int = 3) -> int:
-    """Objects that the design allows a delta of one-chunk parts: rows, codes and one slot in each table."""
-    return 1 + tables * (2 + 2 * arrays)
+def budget(arrays: int = 3) -> int:
+    """Objects of a segment of any number of tables: rows, codes and one slot, of one chunk each, and three others."""
+    return 3 + 2 * arrays
 
 
 def show_growth(
@@ -141,14 +141,13 @@ def by_tables(
         one = costs(store, statistics.median(found[str(size)].wall), opens[str(size)])
         per_size.append(one)
         report.add(
-            f"objects of a delta of {size} tables, budget {budget(size)}", one["save, objects"],
-            goal=budget(size), unit="",
+            f"objects of a delta of {size} tables, budget {budget()}", one["save, objects"],
+            goal=budget(), unit="",
         )  # fmt: skip
     measured = {name: [one[name] for one in per_size] for name in per_size[0]}
     show_growth(
         report, "tables", sizes, measured,
-        f"{touched:,} of {rows:,} rows in each save, spread over all tables: rows, codes and one slot of each are a "
-        "Zarr array",
+        f"{touched:,} of {rows:,} rows in each save, spread over all tables, which share arrays",
     )  # fmt: skip
     for store in stores.values():
         store.close()

@@ -227,8 +227,7 @@ def _reencode(chance: random.Random, case: Case) -> None:
 
 def _entry_of(objects: Objects, segment: str, path: str) -> Any:
     manifest = decode_manifest(objects[f"data/{segment}/{MANIFEST}"], segment)
-    lists = [getattr(part, name) for part in manifest.parts for name in ("add", "set", "delete", "escape")]
-    entries = [*manifest.dense_arrays, *(array for one in lists if one is not None for array in one.arrays.values())]
+    entries = [*manifest.dense_arrays, *manifest.arrays]
     folder = path.rpartition("/c/")[0]
     return next((entry for entry in entries if entry.path == folder), None)
 
@@ -450,8 +449,8 @@ def _xxh3(data: bytes) -> bytes:
 
 def _seal_inventory(objects: Objects, manifest: str, path: str, data: bytes) -> None:
     document = json.loads(vectors.text_of(manifest, objects[manifest]))
-    for line in document["objects"]:
-        if line["path"] == path:
+    for listed, line in vectors.objects_of(document):
+        if listed == path:
             line |= {"size": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data)}
             objects[manifest] = vectors.stored_as(manifest, msgspec.json.encode(document, order="sorted"))
 
@@ -460,7 +459,7 @@ def _chain_entry(segment: str, data: bytes) -> tuple[re.Pattern[bytes], bytes] |
     """How the numbers in a segment's chain entries are replaced by those of its manifest, if that has some."""
     try:
         manifest = json.loads(vectors.text_of(MANIFEST, data))
-        size = len(data) + sum(int(one["size"]) for one in manifest["objects"])
+        size = len(data) + sum(int(one["size"]) for _, one in vectors.objects_of(manifest))
         lists = (part.get(name) for part in manifest["parts"] for name in _LISTS)
         rows = sum(int(one["count"]) for one in lists if one)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError, RuntimeError):

@@ -25,7 +25,7 @@ CI_CASES, CI_TRAININGS, SOAK_CASES, SOAK_TRAININGS, PROCESSES = 200, 30, 10_000,
 HOSTILE = (
     "chain_entry_counts_other_rows", "delta_without_a_chain", "dense_array_that_is_not_there", "dense_empty_digest",
     "dense_shape_beyond_its_pack", "dense_shape_of_2_pow_63", "dim_changes", "floor_beyond_the_log",
-    "hashed_keys_of_a_dense_table", "hashed_scale_changes", "hostile_base_digest", "hostile_part_folder",
+    "hashed_keys_of_a_dense_table", "hashed_scale_changes", "hostile_base_digest", "hostile_group_path",
     "hostile_state_digest", "negative_epoch", "record_nests_too_deep", "rows_beyond_2_pow_50", "slot_precision_changes",
     "torn_record",
 )  # fmt: skip

@@ -6,7 +6,7 @@ Manifests are made by hand here, from plain documents; what real ones are refuse
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -17,34 +17,32 @@ from cnr_store.errors import CorruptObject, CorruptStore, NewerFormat
 from cnr_store.format.chain_checks import chain_problems, find_dense, record_problems
 from cnr_store.format.documents import sha256
 from cnr_store.format.layout import segment_name
-from cnr_store.format.manifest import decode_manifest, decode_segment
+from cnr_store.format.manifest import decode_manifest, decode_segment, resolved
 from cnr_store.format.manifest_checks import manifest_problems
 from cnr_store.format.packed import pack
-from cnr_store.format.records import ChainEntry, Manifest, WriterInfo
+from cnr_store.format.records import ChainEntry, Manifest, SegmentDocument, WriterInfo
 from cnr_store.log.rebase import draft_after, draft_init
 
 Document = dict[str, Any]
-PART = "r00000-0123abcd/t"
+WRITER = "r00000-0123abcd"
+ADDED, PLACED, READER = f"{WRITER}/add-0", f"{WRITER}/set-0", f"{WRITER}/reader.json"
 
 
-def _codec_of(dtype: str) -> str:
-    return "gaps" if dtype == "int64" else "digits" if dtype.startswith("int") else "bytes"
+def group(path: str, rows: int, arrays: dict[str, tuple[str, int | None]], *, chunk_rows: int = 4) -> Document:
+    """Arrays of a dtype and a width, one-dimensional without; floats are stored as they are."""
+
+    def array(dtype: str, width: int | None) -> Document:
+        size, codec = (36, "bytes") if dtype == "float32" else (40, "gaps" if dtype == "int64" else "digits")
+        objects = [{"size": size, "xxh3_128": "a" * 32} for _ in range(1 - (-rows // chunk_rows))]
+        return {"dtype": dtype, "width": width, "codec": codec, "objects": objects}
+
+    found = {name: array(*kind) for name, kind in arrays.items()}
+    return {"path": path, "rows": rows, "chunk_rows": chunk_rows, "arrays": found}
 
 
-def array(path: str, dtype: str, shape: list[int], *, chunk_rows: int = 4, codec: str | None = None) -> Document:
-    return {"path": path, "dtype": dtype, "shape": shape, "chunk_rows": chunk_rows, "codec": codec or _codec_of(dtype)}
-
-
-def objects_of(one: Document, size: int = 40) -> Iterator[Document]:
-    chunks = -(-one["shape"][0] // one["chunk_rows"])
-    suffix = "/0" if len(one["shape"]) == 2 or one["codec"] != "bytes" else ""
-    for path in (f"{one['path']}/zarr.json", *(f"{one['path']}/c/{k}{suffix}" for k in range(chunks))):
-        yield {"path": path, "size": size, "xxh3_128": "a" * 32}
-
-
-def row_list(operation: str, arrays: Document, first: list[int], last: list[int]) -> Document:
-    named = {name: {**one, "path": f"{PART}/{operation}/{name}"} for name, one in arrays.items()}
-    return {"count": named["rows"]["shape"][0], "first": first, "last": last, "arrays": named}
+ADD_ARRAYS: dict[str, tuple[str, int | None]] = {
+    "rows": ("int64", None), "codes": ("int16", 2), "slots/m": ("int16", None)
+}  # fmt: skip
 
 
 def manifest() -> Document:
@@ -52,33 +50,27 @@ def manifest() -> Document:
     schema: Document = {"num_rows": 16, "dim": 2, "dtype": "float32", "encoding": {"encoding": "lattice", "scale": 0.5}}
     bits = {"encoding": "float_bits", "mantissa_bits": 7}
     schema["slots"] = {"m": {"kind": "row", "dtype": "float32", "encoding": bits, "mirror": True}}
-    codes = {"codes": array("", "int16", [8, 2]), "slots/m": array("", "int16", [8])}
-    added = row_list("add", {"rows": array("", "int64", [8]), **codes}, [0, 5], [3, 9])
-    codes = {"codes": array("", "int16", [4, 2]), "slots/m": array("", "int16", [4])}
-    placed = row_list("set", {"rows": array("", "int64", [4]), **codes}, [10], [13])
     raw = {"num_rows": 0, "dim": 2, "dtype": "float32", "keys": "hashed", "encoding": {"encoding": "raw"}}
-    pack = array("dense/float32", "float32", [8], chunk_rows=8, codec="bytes")
-    tensor = {"segment": "", "path": "dense/float32", "offset": 0, "dtype": "float32", "shape": [2, 3]}
+    tensor = {"segment": "", "path": "dense.float32", "offset": 0, "dtype": "float32", "shape": [2, 3]}
     digests = {"base_digest": "1" * 16, "state_digest": "2" * 16}
+    added = {"group": ADDED, "count": 8, "first": [0, 5], "last": [3, 9]}
+    placed = {"group": PLACED, "count": 4, "first": [10], "last": [13]}
     return {
         "format": 1, "txn": "c" * 32, "base": 7, "kind": "delta", "l0": 1, "l1": 2, "step": 20,
         "tables": {"t": schema, "h": raw},
         "parts": [
-            {"table": "t", "folder": PART, "rows": [0, 10], "columns": [0, 2], "add": added, **digests},
-            {"table": "t", "folder": PART, "rows": [10, 16], "columns": [0, 2], "set": placed, **digests},
-            {"table": "h", "folder": "r00000-0123abcd/h", "rows": [0, 0], "columns": [0, 2]},
+            {"table": "t", "rows": [0, 10], "columns": [0, 2], "add": added, **digests},
+            {"table": "t", "rows": [10, 16], "columns": [0, 2], "set": placed, **digests},
+            {"table": "h", "rows": [0, 0], "columns": [0, 2]},
         ],
+        "groups": [group(ADDED, 8, ADD_ARRAYS), group(PLACED, 4, ADD_ARRAYS)],
         "dense": {
             "w": {**tensor, "digest": "d" * 32},
             "none": {**tensor, "offset": 6, "shape": [0, 3], "digest": xxhash.xxh3_128_hexdigest(b"")},
         },
-        "dense_arrays": [pack],
-        "documents": {"reader": "r00000-0123abcd/reader.json"},
-        "objects": [
-            *(one for listed in (added, placed) for each in listed["arrays"].values() for one in objects_of(each)),
-            *objects_of(pack, size=36),
-            {"path": "r00000-0123abcd/reader.json", "size": 2, "xxh3_128": "b" * 32},
-        ],
+        "dense_arrays": [group("dense", 8, {"float32": ("float32", None)}, chunk_rows=8)],
+        "documents": {"reader": READER},
+        "objects": [{"path": READER, "size": 2, "xxh3_128": "b" * 32}],
     }  # fmt: skip
 
 
@@ -108,9 +100,10 @@ def test_a_fill_that_is_no_finite_float32_is_refused(changes: Document) -> None:
 
 
 LARGE = {"num_rows": 1 << 40, "dim": 1 << 20}
-ADD, SET = "parts.0.add", "parts.1.set"
+ADD, SET, ADD_GROUP = "parts.0.add", "parts.1.set", "groups.0"
 CASES: list[tuple[Document, str]] = [
     ({"objects": lambda old: [*old, old[0]]}, "an object is listed twice"),
+    ({"objects": lambda old: [*old, old[0] | {"path": f"{ADDED}.codes/c/1/0"}]}, "an object is listed twice"),
     ({"tables.t": lambda old: {**old, **LARGE}}, r"table 't' has shape \(1099511627776, 1048576\)"),
     ({"tables.h": lambda old: {**old, "num_rows": 3}}, "hashed keys and 3 rows"),
     ({"tables.t.encoding": {"encoding": "lattice", "scale": 1e-300}}, "has scale 1e-300"),
@@ -123,37 +116,34 @@ CASES: list[tuple[Document, str]] = [
     ({"parts.1.rows": [10, 15]}, "do not make it up"),
     ({"parts.0.columns": [0, 3]}, r"columns \(0, 3\) of 2"),
     ({"parts.1.rows": [10, 17]}, r"rows \(10, 17\) of 16"),
-    ({"parts.2": lambda old: {**old, "add": manifest()["parts"][0]["add"]}}, "of a hashed table"),
-    ({f"{ADD}.arrays.rows": ...}, "has no rows"),
-    ({f"{ADD}.arrays.codes": ...}, "lacks array 'codes'"),
-    ({f"{ADD}.arrays.codes.dtype": "int8"}, "array 'codes' is int8"),
-    ({f"{ADD}.arrays.codes.shape": [8, 1]}, r"array 'codes' is int16 \(8, 1\)"),
-    ({f"{ADD}.arrays.slots/m.shape": [7]}, "the list has 8 rows"),
-    ({f"{ADD}.arrays.slots/m.chunk_rows": 8}, "the list has 8 rows"),
-    ({f"{ADD}.arrays.codes.path": "elsewhere/codes"}, "is not in the part's folder"),
+    ({"parts.0.add": None, "parts.2": lambda old: {**old, "add": manifest()["parts"][0]["add"]}}, "of a hashed table"),
+    ({f"{ADD}.group": f"{WRITER}/add-1"}, "which is no group of arrays"),
+    ({f"{ADD}.count": 7}, "lists of group .*add-0 have 7 rows, its arrays 8"),
+    ({f"{ADD_GROUP}.rows": 7}, "lists of group .*add-0 have 8 rows, its arrays 7"),
+    ({"groups.1.path": ADDED}, "group of arrays is listed twice"),
+    ({"groups": [group(ADDED, 12, ADD_ARRAYS)], f"{SET}.group": ADDED}, "holds set and add rows"),
+    ({f"{ADD_GROUP}.arrays.rows": ...}, "has no rows"),
+    ({f"{ADD_GROUP}.arrays.codes": ...}, "lacks array 'codes'"),
+    ({f"{ADD_GROUP}.arrays.codes.dtype": "int8"}, "array 'codes' is int8"),
+    ({f"{ADD_GROUP}.arrays.codes.width": 1}, r"array 'codes' is int16 \(8, 1\)"),
     ({f"{ADD}.first": [0]}, "1 and 2 chunk ranges for 2 chunks"),
     ({f"{ADD}.last": [3]}, "2 and 1 chunk ranges for 2 chunks"),
     ({f"{ADD}.first": [0, 3]}, "chunk 1 covers rows 3 to 9 out of order"),
     ({f"{ADD}.last": [3, 7]}, "chunk 1 covers rows 5 to 7 out of order"),
     ({f"{ADD}.last": [3, 10]}, r"holds rows outside \(0, 10\)"),
     ({f"{SET}.first": [9]}, r"holds rows outside \(10, 16\)"),
-    ({f"{SET}.arrays.codes.path": f"{PART}/set/rows"}, "is another array too"),
-    ({f"{SET}.arrays.codes.order": f"{PART}/set/slots/m"}, "lie in the order of"),
-    ({f"{ADD}.arrays.codes.order": f"{PART}/add/rows"}, "lie in the order of"),
-    ({f"{ADD}.arrays.codes.order": f"{PART}/set/slots/m"}, "lie in the order of"),
-    ({f"{ADD}.arrays.codes.shape": [8, 1 << 20], f"{ADD}.arrays.codes.dtype": "int32"}, "chunks of 16777216 bytes"),
-    ({f"{ADD}.arrays.codes.shape": [1 << 50, 2]}, "claims 2251799813685248 elements"),
-    ({"dense_arrays.0.shape": [1000]}, "claims 125 chunks, the inventory has"),
-    ({"objects": lambda old: [one for one in old if not one["path"].endswith("add/codes/c/1/0")]},
-     "chunk 1 of array .*add/codes is not in the inventory"),
-    ({"objects": lambda old: [one for one in old if one["path"] != "dense/float32/zarr.json"]},
-     "array dense/float32 has no document in the inventory"),
-    ({"objects.0.size": 3, "objects.1.size": 3}, "has 3 bytes, expected 4 to"),
-    ({"objects": lambda old: [one | {"size": 35} if one["path"] == "dense/float32/c/0" else one for one in old]},
-     "has 35 bytes, expected 36 to 36"),
-    ({"objects": lambda old: [one | {"size": 9000} if one["path"].endswith("add/codes/c/0/0") else one for one in old]},
-     "has 9000 bytes, expected 4 to"),
-    ({"dense.w.offset": 3}, "is not in array dense/float32 at offset 3"),
+    ({"groups.1.arrays.codes.order": "slots/m"}, "lie in the order of"),
+    ({f"{ADD_GROUP}.arrays.codes.order": "rows"}, "lie in the order of"),
+    ({f"{ADD_GROUP}.arrays.codes.order": "slots/other"}, "lie in the order of"),
+    ({f"{ADD_GROUP}.arrays.codes.width": 1 << 20, f"{ADD_GROUP}.arrays.codes.dtype": "int32"},
+     "chunks of 16777216 bytes"),
+    ({f"{ADD_GROUP}.rows": 1 << 50}, "has 3 objects, expected a document and 281474976710656 chunks"),
+    ({"dense_arrays.0.rows": 1000}, "has 2 objects, expected a document and 125 chunks"),
+    ({f"{ADD_GROUP}.arrays.codes.objects": lambda old: old[1:]}, "add-0.codes has 2 objects, expected"),
+    ({f"{ADD_GROUP}.arrays.codes.objects.1.size": 3}, "has 3 bytes, expected 4 to"),
+    ({"dense_arrays.0.arrays.float32.objects.1.size": 35}, "has 35 bytes, expected 36 to 36"),
+    ({f"{ADD_GROUP}.arrays.codes.objects.1.size": 9000}, "has 9000 bytes, expected 4 to"),
+    ({"dense.w.offset": 3}, "is not in array dense.float32 at offset 3"),
     ({"dense.w.dtype": "int32"}, "int32 of shape .* is not in array"),
     ({"dense.w.path": "dense/other"}, "is not in array dense/other"),
     ({"dense.none.digest": "d" * 32}, "dense tensor 'none' of shape"),
@@ -162,11 +152,19 @@ CASES: list[tuple[Document, str]] = [
 ]  # fmt: skip
 
 
+def problems_of(document: Document) -> list[str]:
+    """All that is wrong, or the one thing that makes the rest meaningless."""
+    try:
+        return list(manifest_problems(resolved(msgspec.convert(document, SegmentDocument))))
+    except ValueError as error:
+        return [str(error)]
+
+
 @pytest.mark.parametrize(("changes", "message"), CASES, ids=[" ".join(changes) for changes, _ in CASES])
 def test_a_manifest_that_contradicts_itself_is_refused(changes: Document, message: str) -> None:
     document = changed(**changes)
 
-    problems = list(manifest_problems(msgspec.convert(document, Manifest)))
+    problems = problems_of(document)
 
     assert any(re.search(message, problem) for problem in problems), problems
     with pytest.raises(CorruptStore):
@@ -255,7 +253,7 @@ def test_manifests_that_contradict_each_other_are_refused(before: Any, after: An
 def test_a_table_that_comes_back_has_another_generation() -> None:
     names, (before, after) = chain_of(as_it_is, as_it_is)
     without = manifest()
-    without.update(txn="e" * 32, parts=without["parts"][2:], tables={"h": without["tables"]["h"]})
+    without.update(txn="e" * 32, parts=without["parts"][2:], groups=[], tables={"h": without["tables"]["h"]})
     between = decode_manifest(pack(without), "here")
     names = [names[0], segment_name(7, "e" * 32), names[1]]
 

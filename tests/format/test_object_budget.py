@@ -1,8 +1,8 @@
-"""How many objects a save makes: 1 per segment, and 2 + 2 per array for each list of one chunk.
+"""How many objects a save makes, and how many a read takes: neither grows with the number of tables.
 
-A part with one list, which is what a delta of existing rows has, so costs 2 group documents and 2 objects per array. A
-second list (deleted or new rows besides) costs 1 group document and 2 objects per array more. Dense tensors cost 2 per
-stored dtype that changed, documents 1 each; the commit itself is 1 record.
+A segment has its manifest and its group document, each writer a group document, and each group of arrays 2 objects per
+array while its rows fit one chunk. Dense tensors cost 2 per stored dtype that changed, documents 1 each; the commit
+itself is 1 record.
 """
 
 from __future__ import annotations
@@ -45,22 +45,79 @@ def saved(tmp_path: Path, tables: int, slots: int, touched: int) -> tuple[Store,
     return store, version
 
 
-@pytest.mark.parametrize("tables", [1, 10])
+SEGMENT = 3  # manifest, group documents of the segment and of the writer
+RECORD = 1
+
+
+@pytest.mark.parametrize("tables", [1, 26, 300, 1000])
 @pytest.mark.parametrize("slots", [0, 1])
-def test_a_delta_of_one_chunk_stays_within_the_budget(tmp_path: Path, tables: int, slots: int) -> None:
+def test_a_delta_of_any_number_of_tables_has_the_objects_of_one(tmp_path: Path, tables: int, slots: int) -> None:
     store, version = saved(tmp_path, tables, slots, tables)
 
-    arrays_per_part = 2 + slots  # rows, codes, slots
+    arrays = 2 + slots  # rows, codes, slots
 
-    assert len(objects_of(store, version)) == 1 + tables * (2 + 2 * arrays_per_part)
+    assert len(objects_of(store, version)) == SEGMENT + 2 * arrays
+    assert len(objects_of(store, version)) + RECORD <= 12
+
+
+def test_a_further_group_costs_two_objects_per_array(tmp_path: Path) -> None:
+    store, _ = saved(tmp_path, 8, 1, 8)
+    with store.writer() as writer:
+        writer.restore()
+        with writer.begin(step=3) as txn:
+            for table in range(8):
+                txn.delete_rows(f"t{table}", np.asarray([5, 6]))
+                rows, values = np.asarray([1, 2]), np.full((2, 4), 9, np.float32)
+                txn.write_rows(f"t{table}", rows, values, slots={"slot0": np.full(2, 3, np.float32)})
+            version = txn.commit()
+
+    assert len(objects_of(store, version)) == SEGMENT + 2 * 3 + 2 * 1  # added rows with a slot, deleted rows
 
 
 def test_untouched_tables_and_empty_deltas_cost_no_object(tmp_path: Path) -> None:
     one, version = saved(tmp_path / "a", 10, 1, 1)
     none, empty = saved(tmp_path / "b", 10, 1, 0)
 
-    assert len(objects_of(one, version)) == 1 + 2 + 2 * 3
-    assert sorted(Path(key).name for key in objects_of(none, empty)) == ["_segment.json.zst"]
+    assert len(objects_of(one, version)) == SEGMENT + 2 * 3
+    assert sorted(Path(key).name for key in objects_of(none, empty)) == ["_segment.json.zst", "zarr.json"]
+
+
+@pytest.mark.parametrize("tables", [1, 26, 300])
+def test_a_restore_reads_each_chunk_that_tables_share_once(tmp_path: Path, tables: int) -> None:
+    saved(tmp_path, tables, 1, tables)
+    with Store.open(str(tmp_path / "store"), threads=1) as store:
+        snapshot = store.snapshot()
+        read: list[str] = []
+        for reader in snapshot.readers:
+            read_object = reader.read_object
+            reader.read_object = lambda path, read_object=read_object: (read.append(path), read_object(path))[1]  # type: ignore[method-assign,misc]
+        for table in snapshot.tables:
+            snapshot.table(table).load({"codes": None, "slots/slot0": None})
+
+    assert len(read) == len(set(read)) <= 2 + 3  # codes and slots of the baseline, all of the delta
+    assert all(reader.shared.nbytes == 0 for reader in snapshot.readers), "what was read whole is not kept"
+
+
+def test_a_list_that_fills_a_chunk_has_arrays_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cnr_store.format.arrays.CHUNK_BYTES", 2 * 4 * 10)  # ten rows
+    store = Store.create(str(tmp_path / "store"), fsync=False, threads=1)
+    sizes = {"a": 4, "b": 25, "c": 9, "d": 3, "e": 10}
+    values = {name: np.arange(4 * count, dtype=np.float32).reshape(count, 4) for name, count in sizes.items()}
+    with store.writer() as writer, writer.begin(step=1) as txn:
+        for name, given in values.items():
+            txn.write_table(name, given, options=TableOptions(scale=1.0))
+    manifest = open_segment(store, store.latest_version()).manifest
+    lists = {part.table: part.set for part in manifest.parts if part.set is not None}
+
+    assert {name: one.arrays["rows"].path.rpartition("/")[2] for name, one in lists.items()} == {
+        "a": "set-0.rows", "c": "set-0.rows", "d": "set-0.rows", "b": "set-1.rows", "e": "set-2.rows"
+    }  # fmt: skip
+    assert {name: (one.arrays["rows"].start, one.first, one.last) for name, one in lists.items()} == {
+        "a": (0, (0,), (3,)), "c": (4, (0, 6), (5, 8)), "d": (13, (0,), (2,)), "b": (0, (0, 9, 18), (8, 17, 24)),
+        "e": (0, (0,), (9,)),
+    }  # fmt: skip
+    for name, given in values.items():
+        assert np.array_equal(store.snapshot().table(name).read(), given)
 
 
 def test_the_objects_of_a_commit_beside_its_segment_are_its_record_and_the_hint(tmp_path: Path) -> None:
@@ -98,27 +155,42 @@ def test_dense_tensors_cost_two_objects_per_dtype_and_documents_one_each(tmp_pat
             txn.put_dense({**weights, "w3": weights["w3"] + 1, "steps": np.asarray(1)})
             second = txn.commit()
 
-    assert len(objects_of(store, first)) == 1 + 2 * 2 + 2
-    assert len(objects_of(store, second)) == 1 + 2
+    assert len(objects_of(store, first)) == SEGMENT + 2 * 2 + 2
+    assert len(objects_of(store, second)) == SEGMENT + 2
 
 
 def test_a_plain_zarr_reader_opens_the_add_rows_at_the_path_of_the_manifest(tmp_path: Path) -> None:
-    store, version = saved(tmp_path, 1, 1, 1)
+    store, version = saved(tmp_path, 2, 1, 2)
     manifest = open_segment(store, version).manifest
     folder = tmp_path / "store" / "data" / store.record(version).chain[-1].seg
-    listed = manifest.parts[0].add
+    listed = manifest.parts[1].add
     assert listed is not None
 
-    group = zarr.open_group(str(folder / manifest.parts[0].folder), mode="r")
-    arrays = {
+    start, stop = listed.arrays["rows"].start, listed.arrays["rows"].start + listed.count
+    whole = {
         name: integers_of(zarr.open_array(str(folder / entry.path), mode="r")) for name, entry in listed.arrays.items()
     }
+    found = {name: array[start:stop] for name, array in whole.items()}
 
-    assert group.attrs["cnr"]["table"] == "t0"
-    assert group["add"].attrs["cnr"]["encoding"] == {"encoding": "lattice", "scale": 0.5}
-    assert np.array_equal(arrays["rows"], [3, 4, 40])
-    assert np.array_equal(arrays["codes"], np.full((3, 4), 4))  # from 2 steps of 0.5 to 6
-    assert set(arrays["slots/slot0"]) == {0}
+    assert whole["codes"].shape == (6, 4)
+    assert (start, stop) == (3, 6)
+    assert np.array_equal(found["rows"], [3, 4, 40])
+    assert np.array_equal(found["codes"], np.full((3, 4), 4))  # from 2 steps of 0.5 to 6
+    assert set(found["slots/slot0"].tolist()) == {0}
+
+
+@pytest.mark.filterwarnings("ignore:Object at .* is not recognized as a component of a Zarr hierarchy")
+def test_a_plain_zarr_reader_walks_from_the_root_to_every_array(tmp_path: Path) -> None:
+    store, version = saved(tmp_path, 3, 1, 3)
+    root = zarr.open_group(str(tmp_path / "store"), mode="r")
+
+    found = {name for name, member in root.members(max_depth=None) if isinstance(member, zarr.Array)}
+
+    assert found == {
+        f"data/{entry.seg}/{array.path}"
+        for entry, manifest in zip(store.record(version).chain, store.snapshot().manifests, strict=True)
+        for array in manifest.arrays
+    }
 
 
 def test_a_plain_zarr_reader_opens_the_root_of_a_store(tmp_path: Path) -> None:

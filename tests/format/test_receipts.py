@@ -32,7 +32,7 @@ def test_the_receipt_that_its_writer_named_is_read_back(written: tuple[Storage, 
 
     assert (receipt.rank, receipt.world, receipt.txn) == (1, 2, TXN)
     assert list(receipt.documents) == ["reader/1"]
-    assert [entry.path for entry in receipt.objects] == [f"{FOLDER}/reader/1.json.zst"]
+    assert [entry.path for entry in receipt.objects] == [f"{FOLDER}/reader/1.json.zst", f"{FOLDER}/zarr.json"]
 
 
 def test_another_receipt_than_its_writer_named_is_refused(written: tuple[Storage, str]) -> None:

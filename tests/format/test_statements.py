@@ -24,6 +24,7 @@ from cnr_store.log.rebase import draft_after, rebase_expire
 from cnr_store.segment.writer import write_manifest
 from cnr_store.types import Raw
 from format_spec.reader.compare import compare
+from tests.support.documents import segment_document
 
 FIELDS: dict[str, Any] = {
     "negative epoch": {"epoch": 5, "step": -1},
@@ -96,7 +97,7 @@ def rectangles(rows: int, columns: int) -> st.SearchStrategy[list[tuple[tuple[in
 
 @given(rectangles(6, 5))
 def test_the_sweep_finds_an_overlap_where_two_parts_share_an_element(found: Any) -> None:
-    parts = tuple(PartEntry(table="t", folder=f"p{k}", rows=rows, columns=cols) for k, (rows, cols) in enumerate(found))
+    parts = tuple(PartEntry(table="t", rows=rows, columns=cols) for rows, cols in found)
     schema = TableSchema(num_rows=6, dim=5, dtype="float32", encoding=Raw())
     manifest = Manifest(
         format=1, txn="0" * 32, base=0, kind="baseline", l0=0, l1=1, step=0, tables={"t": schema},
@@ -116,8 +117,8 @@ def meets(a: tuple[int, int], b: tuple[int, int]) -> bool:
 
 
 def test_a_table_name_of_more_bytes_than_characters_is_refused(store: Store) -> None:
-    manifest = store.snapshot().manifests[-1]
-    tables = {**manifest.tables, "ü" * 513: TableSchema(num_rows=0, dim=1, dtype="float32", encoding=Raw())}
+    manifest = segment_document(store)
+    tables = {**manifest["tables"], "ü" * 513: TableSchema(num_rows=0, dim=1, dtype="float32", encoding=Raw())}
 
     with pytest.raises(CorruptStore, match="1024 bytes"):
-        decode_manifest(pack(msgspec.structs.replace(manifest, tables=tables)), "here")
+        decode_manifest(pack({**manifest, "tables": tables}), "here")

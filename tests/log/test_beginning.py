@@ -14,7 +14,7 @@ from cnr_store import CorruptStore, Store, TableOptions, collect_garbage, mainta
 from cnr_store.changes import changes
 from cnr_store.errors import StoreExists, VersionNotFound
 from cnr_store.format.documents import sha256
-from cnr_store.format.layout import COMMITS, HINT, IDENTITY, RELAY, commit_key
+from cnr_store.format.layout import COMMITS, DATA_GROUP, HINT, IDENTITY, RELAY, commit_key
 from cnr_store.maintenance.compaction import compact_run
 from cnr_store.relay import Relay
 from cnr_store.serving import Loader
@@ -70,7 +70,7 @@ def store(tmp_path: Path) -> Store:
 def unbegun(tmp_path: Path) -> Store:
     """A store whose creator died before the first record."""
     made = Store.create(str(tmp_path / "store"))
-    made.storage.delete([commit_key(0), HINT])
+    made.storage.delete([commit_key(0), HINT, DATA_GROUP])
     return Store.open(made.url)
 
 

@@ -36,6 +36,7 @@ from cnr_store.types import Rectangle
 from cnr_store.write.writer import Writer
 from format_spec.reader.compare import compare
 from tests.support.compacted import Training, manifest_in, objects_in
+from tests.support.documents import document_of
 from tests.support.faulty import Call, Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
 from tests.support.snapshot_bytes import bytes_of
 
@@ -494,7 +495,7 @@ def test_a_run_that_leads_to_another_state_is_not_committed(store: Store, traini
     baseline, _, second, _ = head.record.chain
     behind = manifest_in(store, second.seg)
     parts = tuple(msgspec.structs.replace(part, base_digest=None) for part in behind.parts)
-    moved = pack(msgspec.structs.replace(behind, l0=baseline.l1, parts=parts))
+    moved = pack(document_of(msgspec.structs.replace(behind, l0=baseline.l1, parts=parts)))
     store.storage.put(segment_prefix(second.seg) + MANIFEST, moved)
     chain = (baseline, msgspec.structs.replace(second, l0=baseline.l1, sha256=sha256(moved)))
     draft = draft_after(head.record, "compact", writer_info(), chain=chain, logical=second.l1)

@@ -39,13 +39,13 @@ def schema_of(
 
 
 def row_list(chunks: int) -> RowListEntry:
-    array = ArrayEntry(path="x", dtype="int64", shape=(chunks,), chunk_rows=1, codec="bytes")
+    array = ArrayEntry(path="x", dtype="int64", shape=(chunks,), chunk_rows=1, codec="bytes", start=0, count=chunks)
     return RowListEntry(count=chunks, first=tuple(range(chunks)), last=tuple(range(chunks)), arrays={"rows": array})
 
 
 def part_of(table: str, tile: Tile, digest: int | None = None, *, chunks: int = 0) -> PartEntry:
     return PartEntry(
-        table=table, folder="x", rows=tile[0], columns=tile[1],
+        table=table, rows=tile[0], columns=tile[1],
         state_digest=None if digest is None else f"{digest:016x}", add=row_list(chunks) if chunks else None,
     )  # fmt: skip
 
@@ -71,7 +71,15 @@ def full(part: PartEntry) -> PartEntry:
     start, stop = part.rows
     if start == stop:
         return part
-    array = ArrayEntry(path="x", dtype="int64", shape=(stop - start,), chunk_rows=stop - start, codec="bytes")
+    array = ArrayEntry(
+        path="x",
+        dtype="int64",
+        shape=(stop - start,),
+        chunk_rows=stop - start,
+        codec="bytes",
+        start=0,
+        count=stop - start,
+    )
     rows = RowListEntry(count=stop - start, first=(start,), last=(stop - 1,), arrays={"rows": array})
     return msgspec.structs.replace(part, set=rows)
 

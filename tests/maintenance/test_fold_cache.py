@@ -14,7 +14,8 @@ import pytest
 from cnr_store import Store, TableOptions
 from cnr_store.maintenance.compaction.counted_chunks import CountedChunks
 from cnr_store.read.plan import Step, plan_table
-from cnr_store.segment.reader import Scratch, SegmentReader
+from cnr_store.segment.decoded import Scratch
+from cnr_store.segment.reader import SegmentReader
 from cnr_store.storage import storage_from_filesystem
 from tests.support.faulty import IsolatedMemoryFileSystem
 
@@ -23,14 +24,14 @@ from tests.support.faulty import IsolatedMemoryFileSystem
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The arrays that were decoded."""
     found: list[str] = []
-    read_chunk = SegmentReader.read_chunk
+    decode = SegmentReader._decode
 
     def slowly(self: SegmentReader, entry: Any, index: int, scratch: Scratch) -> Any:
-        found.append(entry.path.rpartition("/")[2])
+        found.append(entry.path.rpartition(".")[2])
         time.sleep(0.002)
-        return read_chunk(self, entry, index, scratch)
+        return decode(self, entry, index, scratch)
 
-    monkeypatch.setattr(SegmentReader, "read_chunk", slowly)
+    monkeypatch.setattr(SegmentReader, "_decode", slowly)
     return found
 
 

@@ -30,7 +30,7 @@ from cnr_store.errors import (
     TransactionAborted,
     VersionExpired,
 )
-from cnr_store.format.layout import DATA, MANIFEST, RECEIPT, segment_key
+from cnr_store.format.layout import DATA, DATA_GROUP, MANIFEST, RECEIPT, segment_key
 from cnr_store.log.leases import CLOCK_TOLERANCE_MS
 from cnr_store.maintenance.compaction import compact_run
 from cnr_store.segment.shards import Shard
@@ -437,7 +437,7 @@ class MaintainedStoreMachine(StoreMachine):
                             paths = {MANIFEST, *(entry.path for entry in reader.manifest.objects)}
                             needed[reader.name] = {segment_key(reader.name, path) for path in paths}
         held = {seg for hold in [*self.leases, *self.cursors.values()] if hold.counts(now_ms) for seg in hold.left}
-        listed = {stat.key for stat in self.main.store.storage.list_objects(DATA)}
+        listed = {stat.key for stat in self.main.store.storage.list_objects(DATA)} - {DATA_GROUP}
         found = {key for key in listed if key.split("/")[1] not in held - needed.keys()}
         # A writer without objects is named nowhere but in its receipt; a committer has none.
         receipts = {key for key in found if key.endswith(f"/{RECEIPT}") and key.split("/")[1] in needed}

@@ -16,7 +16,8 @@ from cnr_store.format.records import PartEntry
 from cnr_store.maintenance.compaction.merge import merge_piece
 from cnr_store.maintenance.compaction.tasks import MergePiece
 from cnr_store.runtime.threads import Throttle, Workers
-from cnr_store.segment.reader import Scratch, SegmentReader
+from cnr_store.segment.decoded import Scratch
+from cnr_store.segment.reader import SegmentReader
 from cnr_store.segment.writer import SegmentWriter
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import Rectangle
@@ -294,7 +295,7 @@ def test_a_part_without_changed_rows_is_a_line_and_no_object(store: Store, worke
     merged = merge(store.storage, readers, (1, 3), [whole(4, 2)], workers)
 
     part, last = merged.manifest.parts[0], readers[2].manifest.parts[0]
-    assert merged.manifest.objects == ()
+    assert [item.path for item in merged.manifest.objects] == ["zarr.json"]
     assert (part.base_digest, part.state_digest) == (last.base_digest, last.state_digest)
 
 
@@ -394,22 +395,22 @@ def test_a_chunk_that_spans_many_chunks_of_the_result_is_decoded_once(
     readers = write_more(store, lambda txn: txn.write_rows("t", changed, values[changed] * 2))
     monkeypatch.setattr("cnr_store.format.arrays.CHUNK_BYTES", 40)
     decoded: Counter[tuple[str, int]] = Counter()
-    read_chunk = SegmentReader.read_chunk
+    decode = SegmentReader._decode
 
     def counted(self: SegmentReader, entry: Any, index: int, scratch: Scratch) -> Any:
         decoded[entry.path, index] += 1
-        return read_chunk(self, entry, index, scratch)
+        return decode(self, entry, index, scratch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(SegmentReader, "read_chunk", counted)
+        patch.setattr(SegmentReader, "_decode", counted)
         merged = merge(store.storage, readers, (0, 2), [whole(200, 2)], workers, cache_bytes=cache_bytes)
 
     part = merged.manifest.parts[0]
     assert part.set is not None
     assert len(part.set.first) == 20
-    codes = {key: count for key, count in decoded.items() if key[0].endswith("/codes")}
-    assert [count for key, count in codes.items() if "/add/" in key[0]] == [times]
-    assert {count for key, count in codes.items() if "/set/" in key[0]} == {1}
+    codes = {key: count for key, count in decoded.items() if key[0].endswith(".codes")}
+    assert [count for key, count in codes.items() if "/add-" in key[0]] == [times]
+    assert {count for key, count in codes.items() if "/set-" in key[0]} == {1}
     assert same_state([merged], readers, workers)
 
 

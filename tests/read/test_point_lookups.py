@@ -14,7 +14,8 @@ import pytest
 
 from cnr_store import BadInput, CacheCounts, ChunkCache, Store, TableOptions, TableView
 from cnr_store.errors import BadRowIds, BadShape, CorruptObject
-from cnr_store.segment.reader import Scratch, SegmentReader
+from cnr_store.segment.decoded import Scratch
+from cnr_store.segment.reader import SegmentReader
 from cnr_store.storage.local import LocalStorage
 from cnr_store.types import Float32s, RowIds
 from tests.support.store_oracle import same_bits
@@ -250,7 +251,7 @@ def test_a_damaged_chunk_is_an_error_with_a_cache_too_and_read_again_once_it_is_
 ) -> None:
     view = baseline_only(store, ChunkCache(1 << 20))
     expected = baseline_only(store).read()[[150]]
-    path = next(Path(storage.root).glob("data/*/*/t/set/codes/c/1/0"))
+    path = next(Path(storage.root).glob("data/*/*/set-0.codes/c/1/0"))
     whole = path.read_bytes()
     path.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
 

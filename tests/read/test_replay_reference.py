@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from cnr_store import Store, TableOptions
 from cnr_store.runtime.threads import Workers
-from cnr_store.segment.reader import Scratch, SegmentReader
+from cnr_store.segment.decoded import Scratch
+from cnr_store.segment.reader import SegmentReader
 from cnr_store.segment.shards import Shard
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import RowRange

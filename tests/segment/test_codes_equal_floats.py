@@ -83,7 +83,7 @@ def contents(store: Store) -> tuple[Any, ...]:
     head = store.snapshot()
     manifest = head.manifests[-1]
     parts = [(part.table, part.rows, part.base_digest, part.state_digest) for part in manifest.parts]
-    objects = sorted((entry.path.split("/")[-2:], entry.size, entry.xxh3_128) for entry in manifest.objects)
+    objects = sorted((entry.path.partition("/")[2], entry.size, entry.xxh3_128) for entry in manifest.objects)
     return parts, objects, head.tables["t"], head.table("t").read().tobytes(), head.table("t").read(slot="m").tobytes()
 
 

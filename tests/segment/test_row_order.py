@@ -18,14 +18,17 @@ from cnr_store.encodings.row_order import into_order, out_of_order
 from cnr_store.format import arrays
 from cnr_store.format.manifest import decode_manifest
 from cnr_store.format.packed import pack
-from cnr_store.format.records import Manifest, RowListEntry, TableSchema
+from cnr_store.format.records import RowListEntry, TableSchema
 from cnr_store.maintenance.compaction import compact_run
 from cnr_store.read.prefetch import wanted_objects
 from cnr_store.segment.codes import array_specs
-from cnr_store.segment.reader import Scratch, SegmentReader
+from cnr_store.segment.decoded import Scratch
+from cnr_store.segment.groups import GroupShape
+from cnr_store.segment.reader import SegmentReader
 from cnr_store.segment.row_order import LEAST_CODES, order_of
 from cnr_store.types import Float32s, Lattice, Rectangle
 from format_spec.reader.compare import compare
+from tests.support.documents import segment_document
 from tests.support.loader_checks import opened_loader
 from tests.support.store_oracle import same_bits
 
@@ -65,9 +68,9 @@ def schema(**slots: Any) -> TableSchema:
     return msgspec.convert(msgspec.to_builtins(document), TableSchema)
 
 
-def chosen(table: TableSchema, count: int = LEAST_CODES, *, operation: str = "add", **wide: Any) -> str | None:
+def chosen(table: TableSchema, *, operation: str = "add", **wide: Any) -> str | None:
     specs = array_specs(table)
-    return order_of(operation, specs, {name: wide.get(name[6:], INT16) for name in specs}, count)
+    return order_of(operation, specs, {name: wide.get(name[6:], INT16) for name in specs})
 
 
 def test_differences_follow_the_first_slot_of_one_value_per_row() -> None:
@@ -85,8 +88,15 @@ def test_other_lists_stay_in_the_order_of_their_ids() -> None:
     assert chosen(table, operation="set") is None
     assert chosen(table, operation="delete") is None
     assert chosen(table, momentum1=np.dtype(np.int32)) is None
-    assert chosen(table, LEAST_CODES // DIM - 1) is None
-    assert chosen(table, LEAST_CODES // DIM) == "slots/momentum1"
+
+
+@pytest.mark.parametrize(("rows", "has_order"), [(LEAST_CODES // DIM - 1, False), (LEAST_CODES // DIM, True)])
+def test_arrays_of_few_codes_stay_in_the_order_of_their_ids(rows: int, has_order: bool) -> None:
+    widths = (("codes", INT16, DIM), ("rows", np.dtype(np.int64), None), ("slots/momentum1", INT16, None))
+
+    arrays_of = GroupShape("add", widths, "slots/momentum1").arrays_at("r/add-0", rows, rows)
+
+    assert (arrays_of["codes"].order == "r/add-0.slots.momentum1") == has_order
 
 
 # A store of them.
@@ -236,32 +246,24 @@ def test_an_order_that_cannot_be_one_is_refused(store: Store, damage: dict[str, 
     with store.writer() as writer:
         save(writer, table)
         save(writer, table, table.step())
-    manifest: Manifest = store.snapshot().manifests[-1]
-    document = msgspec.to_builtins(manifest)
-    found = document["parts"][0]["add"]["arrays"]
+    document = segment_document(store)
+    found = document["groups"][0]["arrays"]
     for name, changes in damage.items():
-        found[name]["order"] = found.get(changes["order"], {"path": "nowhere"})["path"]
+        found[name] |= changes
 
     with pytest.raises(CorruptStore, match="lie in the order of"):
         decode_manifest(pack(document), "here")
 
 
-@pytest.mark.parametrize("how", ["an order", "the path of the slot"])
-def test_no_other_array_has_an_order_or_is_where_the_slot_is(store: Store, how: str) -> None:
-    """A path of two arrays gave the kernel, which checks no bounds, keys of another length; so did dense arrays."""
+def test_no_other_array_has_an_order(store: Store) -> None:
     table = Table()
     with store.writer() as writer:
         save(writer, table)
         save(writer, table, table.step())
-    document = msgspec.to_builtins(store.snapshot().manifests[-1])
-    found = document["parts"][0]["add"]["arrays"]
-    slot = found["slots/momentum1"]
-    if how == "an order":
-        found["rows"]["order"] = slot["path"]
-    else:
-        document["dense_arrays"] = [{**slot, "dtype": "int64"}]
+    document = segment_document(store)
+    document["groups"][0]["arrays"]["rows"]["order"] = "slots/momentum1"
 
-    with pytest.raises(CorruptStore, match="is another array too" if how != "an order" else "lie in the order of"):
+    with pytest.raises(CorruptStore, match="lie in the order of"):
         decode_manifest(pack(document), "here")
 
 
@@ -271,10 +273,13 @@ def test_an_order_of_another_length_reaches_no_kernel(store: Store) -> None:
     with store.writer() as writer:
         save(writer, table)
         save(writer, table, table.step())
-    document = msgspec.to_builtins(store.snapshot().manifests[-1])
-    slot = document["parts"][0]["add"]["arrays"]["slots/momentum1"]
-    slot["shape"] = [slot["shape"][0] - 1]
-    reader = SegmentReader(store.storage, store.snapshot().record.chain[-1].seg, msgspec.convert(document, Manifest))
+    manifest = store.snapshot().manifests[-1]
+    shorter = tuple(
+        msgspec.structs.replace(array, shape=(array.shape[0] - 1,)) if "momentum1" in array.path else array
+        for array in manifest.arrays
+    )
+    segment = store.snapshot().record.chain[-1].seg
+    reader = SegmentReader(store.storage, segment, msgspec.structs.replace(manifest, arrays=shorter))
 
     with pytest.raises(CorruptStore, match="cannot lie in the order of"):
         reader.read_chunk(add_list(store).arrays["codes"], 2, Scratch())
@@ -284,9 +289,8 @@ def test_a_set_list_has_no_order(store: Store) -> None:
     table = Table()
     with store.writer() as writer:
         save(writer, table)
-    document = msgspec.to_builtins(store.snapshot().manifests[0])
-    found = document["parts"][0]["set"]["arrays"]
-    found["codes"]["order"] = found["slots/momentum1"]["path"]
+    document = segment_document(store, 0)
+    document["groups"][0]["arrays"]["codes"]["order"] = "slots/momentum1"
 
     with pytest.raises(CorruptStore, match="lie in the order of"):
         decode_manifest(pack(document), "here")

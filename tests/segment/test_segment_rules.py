@@ -15,7 +15,8 @@ from cnr_store.format.layout import check_name, commit_key, encode_name, segment
 from cnr_store.format.packed import pack
 from cnr_store.format.records import ObjectEntry, Receipt
 from cnr_store.runtime.threads import Throttle, Workers
-from cnr_store.segment.reader import Scratch, SegmentReader, check_record
+from cnr_store.segment.decoded import Scratch
+from cnr_store.segment.reader import SegmentReader, check_record
 from cnr_store.segment.writer import SegmentWriter, merge_receipts
 
 ROWS = np.array([1, 5, 9], np.int64)
@@ -84,6 +85,7 @@ def test_an_object_of_a_segment_is_written_once(store: Store) -> None:
 
     with pytest.raises(CorruptStore, match="would be written twice"):
         writer.write_document("reader", {"at": 2})
+    writer.finish(txn="a" * 32, rank=1, world=2, attempt="0123abcd", base=1, l0=0, parts=())
 
     assert store.storage.read(segment_key(name, "r00000-0123abcd/reader.json.zst"), stop=100) == pack({"at": 1})
 

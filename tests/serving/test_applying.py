@@ -292,7 +292,7 @@ def test_a_segment_of_another_chain_is_refused(store: Store) -> None:
 
 def test_a_segment_is_put_on_the_state_that_its_parts_start_from() -> None:
     def parts(*bases: str | None) -> list[PartEntry]:
-        return [PartEntry(table="t", folder="f", rows=(0, 4), columns=(0, 2), base_digest=base) for base in bases]
+        return [PartEntry(table="t", rows=(0, 4), columns=(0, 2), base_digest=base) for base in bases]
 
     check_base(parts("0" * 15 + "3", "0" * 15 + "4"), "t", 7, "segment")
     check_base(parts("0" * 15 + "3", None), "t", 7, "segment")  # one of them says nothing

@@ -31,7 +31,7 @@ from cnr_store.errors import (
     StorageFailure,
 )
 from cnr_store.format.commit_record import LogEntry, is_live
-from cnr_store.format.layout import DATA, MANIFEST, RECEIPT, segment_key
+from cnr_store.format.layout import DATA, DATA_GROUP, MANIFEST, RECEIPT, segment_key, segment_prefix
 from cnr_store.format.records import CommitRecord
 from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.log.retention import RetentionPolicy
@@ -551,13 +551,11 @@ def referenced(store: Store) -> set[str]:
     """Every object of a live version: manifests, what they list, and the receipts there are of who wrote that."""
     head = store.head().record
     there = {stat.key for stat in store.storage.list_objects(DATA)}
-    keys: set[str] = set()
+    keys = {DATA_GROUP}
     for entry in {entry for record in store.log() if is_live(head, record.v) for entry in record.chain}:
         manifest = SegmentReader.open(store.storage, entry).manifest
-        paths = {item.path for item in manifest.objects}
-        folders = {path.split("/")[0] for path in (*paths, *(part.folder for part in manifest.parts))}
-        keys |= {segment_key(entry.seg, path) for path in {MANIFEST, *paths}}
-        keys |= there & {segment_key(entry.seg, f"{folder}/{RECEIPT}") for folder in folders}
+        keys |= {segment_key(entry.seg, path) for path in (MANIFEST, *(item.path for item in manifest.objects))}
+        keys |= {key for key in there if key.startswith(segment_prefix(entry.seg)) and key.endswith(RECEIPT)}
     return keys
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from cnr_store.encodings.widths import carrier
 from cnr_store.format import layout
-from cnr_store.format.records import MAJOR, ChainEntry, Manifest
+from cnr_store.format.records import MAJOR, ChainEntry, Manifest, SegmentDocument
 from cnr_store.maintenance.compaction.merge import merge_piece
 from cnr_store.maintenance.compaction.tasks import MergePiece
 from cnr_store.read.plan import plan_table
@@ -89,11 +89,11 @@ def merge(
     parts = tuple(merge_piece(readers, run, piece, out, workers, **options) for piece in pieces)
     receipt = out.finish(txn=txn, rank=0, world=1, attempt="0" * 8, base=base, l0=first.l0, parts=parts)
     kind = "baseline" if run[0] == 0 else "delta"
-    manifest = Manifest(
+    document = SegmentDocument(
         format=MAJOR, txn=txn, base=base, kind=kind, l0=first.l0, l1=last.l1, step=last.step,
         tables=last.tables, **merge_receipts([receipt]),
     )  # fmt: skip
-    sha, size = write_manifest(storage, name, manifest)
+    sha, size, manifest = write_manifest(storage, name, document)
     entry = ChainEntry(
         seg=name, sha256=sha, kind=kind, l0=first.l0, l1=last.l1, rows=manifest.changed_rows,
         bytes=size + sum(item.size for item in manifest.objects),

@@ -17,10 +17,11 @@ import numpy as np
 
 from cnr_store import Store
 from cnr_store.format import layout
-from cnr_store.format.records import MAJOR, ChainEntry, Manifest, PartEntry, SlotSchema, TableSchema, WriterInfo
+from cnr_store.format.records import MAJOR, ChainEntry, PartPlace, SegmentDocument, SlotSchema, TableSchema, WriterInfo
 from cnr_store.log.rebase import draft_after, rebase_data
 from cnr_store.runtime.threads import Throttle, Workers
-from cnr_store.segment.writer import RowList, SegmentWriter, merge_receipts, write_manifest
+from cnr_store.segment.groups import RowList, WrittenPart
+from cnr_store.segment.writer import SegmentWriter, merge_receipts, write_manifest
 from cnr_store.types import FloatBits, Lattice, Raw, Rectangle
 
 Array = np.ndarray[Any, Any]
@@ -173,14 +174,11 @@ class Parts:
                 self.store.storage, name, folder=layout.writer_folder(rank, "0" * 8),
                 workers=self._workers, throttle=Throttle(None),
             )  # fmt: skip
-            ranges = f"r{tile.rows[0]}-{tile.rows[1]}/c{tile.columns[0]}-{tile.columns[1]}"
-            folder = f"{out.folder}/{layout.encode_name(TABLE)}/{ranges}"
-            lists = self._write_part(out, folder, tile, full=full)
+            lists = self._write_part(out, tile, full=full)
             known = states_digest and not self.model.is_raw
             digest = f"{self.model.digest(tile):016x}" if known else None
-            part = PartEntry(
-                table=TABLE, folder=folder, rows=tile.rows, columns=tile.columns, state_digest=digest, **lists
-            )  # fmt: skip
+            place = PartPlace(table=TABLE, rows=tile.rows, columns=tile.columns, state_digest=digest)
+            part = WrittenPart(place, lists)
             receipt = out.finish(
                 txn=txn, rank=rank, world=len(tiles), attempt="0" * 8, base=self._head.record.v, l0=l0, parts=(part,)
             )
@@ -191,11 +189,11 @@ class Parts:
     def commit(self, name: str, txn: str, merged: dict[str, Any], chain: Any, l0: int, *, full: bool) -> None:
         record = self._head.record
         l1 = record.logical + 1
-        manifest = Manifest(
+        document = SegmentDocument(
             format=MAJOR, txn=txn, base=record.v, kind="baseline" if full else "delta",
             l0=l0, l1=l1, step=l1, tables={TABLE: self.model.schema}, **merged,
         )  # fmt: skip
-        sha, size = write_manifest(self.store.storage, name, manifest)
+        sha, size, manifest = write_manifest(self.store.storage, name, document)
         entry = ChainEntry(
             seg=name, sha256=sha, kind=manifest.kind, l0=l0, l1=l1, rows=manifest.changed_rows,
             bytes=size + sum(item.size for item in manifest.objects),
@@ -206,7 +204,7 @@ class Parts:
         )  # fmt: skip
         self._head = self.store.internals.log.append(self._head, draft, partial(rebase_data, txn=txn))
 
-    def _write_part(self, out: SegmentWriter, folder: str, tile: Rectangle, *, full: bool) -> dict[str, Any]:
+    def _write_part(self, out: SegmentWriter, tile: Rectangle, *, full: bool) -> dict[str, Any]:
         """Draw an operation for each row of a part, write the row lists, move the model."""
         count = tile.rows[1] - tile.rows[0]
         fates = np.asarray(["set"] * count if full and self.random.random() < 0.5 else self._fates(count, full=full))
@@ -218,8 +216,6 @@ class Parts:
             rows = np.flatnonzero(fates == operation).astype(np.int64) + tile.rows[0]
             if len(rows) == 0:
                 continue
-            if not lists:
-                out.write_group(folder, {"table": TABLE})
             arrays = {"rows": rows, **self._content(operation, rows, tile)}
             kinds = {n: (a.dtype, None if a.ndim == 1 else a.shape[1]) for n, a in arrays.items()}
 
@@ -227,7 +223,7 @@ class Parts:
                 return {name: array[start:stop].copy() for name, array in arrays.items()}
 
             row_list = RowList(len(rows), kinds, produce)
-            lists[operation] = out.write_row_list(f"{folder}/{operation}", row_list, {"operation": operation})
+            lists[operation] = out.write_row_list(operation, row_list)
         return lists
 
     def _fates(self, count: int, *, full: bool) -> list[str]:

@@ -18,6 +18,7 @@ from cnr_store.format.manifest import decode_manifest
 from cnr_store.format.packed import pack
 from cnr_store.format.records import ArrayEntry, Manifest, ObjectEntry, RowListEntry
 from cnr_store.storage import object_digest
+from tests.support.documents import document_of
 
 Array = npt.NDArray[Any]
 
@@ -78,7 +79,7 @@ def forge_head(store: Store, change: Callable[[Manifest, Forgery], Manifest]) ->
     before = decode_manifest(data, key)
     forgery = Forgery(store, entry.seg, [item.path for item in before.objects])
     manifest = forgery.with_new_objects(change(before, forgery))
-    data = pack(manifest)
+    data = pack(document_of(manifest))
     store.storage.put(key, data)
     size = len(data) + sum(item.size for item in manifest.objects)
     forged = msgspec.structs.replace(entry, sha256=sha256(data), bytes=size, rows=manifest.changed_rows)
@@ -110,17 +111,19 @@ class Forgery:
         """Replace an array of one chunk."""
         self._new[arrays.chunk_path(array, 0)] = arrays.encode_chunk(array, values)
 
-    def copy_list(self, row_list: RowListEntry, folder: str, other: str) -> RowListEntry:
-        """Return the same rows as another list's: objects below ``folder`` once more below ``other``."""
-        for path in [path for path in self._objects if path.startswith(f"{folder}/")]:
+    def copy_list(self, row_list: RowListEntry, operation: str) -> tuple[RowListEntry, list[ArrayEntry]]:
+        """Return the same rows in another list, and its arrays: those of the list once more, in a group of its own."""
+        group = row_list.arrays["rows"].path.removesuffix(".rows")
+        other = f"{group.rpartition('/')[0]}/{operation}-9"
+        for path in [path for path in self._objects if path.startswith(f"{group}.")]:
             data = self._store.storage.read(layout.segment_key(self._segment, path))
             assert data is not None
-            self._new[other + path.removeprefix(folder)] = data
+            self._new[other + path.removeprefix(group)] = data
         moved = {
-            name: msgspec.structs.replace(array, path=other + array.path.removeprefix(folder))
+            name: msgspec.structs.replace(array, path=other + array.path.removeprefix(group), order=msgspec.UNSET)
             for name, array in row_list.arrays.items()
         }
-        return msgspec.structs.replace(row_list, arrays=moved)
+        return msgspec.structs.replace(row_list, arrays=moved), list(moved.values())
 
     def with_new_objects(self, manifest: Manifest) -> Manifest:
         """Put the new chunks, and return the manifest with their sizes and digests."""

@@ -60,7 +60,7 @@ def newest_segment(root: Path) -> Path:
 
 
 def damage_chunk(root: Path) -> str:
-    path = next(newest_segment(root).glob("r*/user.weight/add/codes/c/0/0"))
+    path = next(newest_segment(root).glob("r*/add-0.codes/c/0/0"))
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
     path.write_bytes(bytes(data))
@@ -137,7 +137,7 @@ def test_a_baseline_that_is_damaged_takes_its_deltas_along(tmp_path: Path) -> No
         go_on(training, manager, STEPS, STEPS + 3)
         assert [report.kind for report in manager.history] == ["full", "delta", "delta"]
         baseline = manager.store.head().record.chain[0].seg
-    path = next((tmp_path / "data" / baseline).glob("r*/user.weight/set/codes/c/0/0"))
+    path = next((tmp_path / "data" / baseline).glob("r*/set-0.codes/c/0/0"))
     path.write_bytes(path.read_bytes()[:-1])
     training = Training(KIND)
     with manager_of(training, tmp_path) as manager:
@@ -191,11 +191,11 @@ def test_where_no_version_is_whole_the_damage_is_raised_and_nothing_written(tmp_
     trained(tmp_path)
     with Store.open(str(tmp_path)) as store:
         baseline = store.head().record.chain[0].seg
-    path = next((tmp_path / "data" / baseline).glob("r*/user.weight/set/codes/c/0/0"))
+    path = next((tmp_path / "data" / baseline).glob("r*/set-0.codes/c/0/0"))
     path.write_bytes(b"")
 
     with manager_of(Training(KIND), tmp_path) as manager:
-        with pytest.raises(CorruptStore, match=r"user\.weight/set/codes"):
+        with pytest.raises(CorruptStore, match=r"set-0\.codes"):
             manager.restore(fallback=True)
         assert "rollback" not in {record.kind for record in manager.store.log()}
 
@@ -287,9 +287,9 @@ class Job:
     def damage(self, pattern: str) -> str:
         with self.open() as store:
             segment = store.head().record.chain[-1].seg
-            key = next(
-                one.key for one in store.storage.list_objects(f"data/{segment}") if pattern in one.key
-            )  # fmt: skip
+            keys = [one.key for one in store.storage.list_objects(f"data/{segment}")]
+        chosen = [key for key in keys if pattern in key and "add-0.codes/c/" in key]
+        key = next(key for key in [*chosen, *keys] if pattern in key)
         path = f"/root/{key}"
         if pattern.endswith("_segment.json.zst"):
             self.files.rm_file(path)
@@ -300,7 +300,7 @@ class Job:
         return key
 
 
-@pytest.mark.parametrize("pattern", ["t1.weight/add/codes/c/", "t0.weight/add/codes/c/", "_segment.json.zst", "torn"])
+@pytest.mark.parametrize("pattern", ["r00001", "r00000", "_segment.json.zst", "torn"])
 def test_damage_that_one_rank_sees_takes_all_ranks_back_to_one_version(
     monkeypatch: pytest.MonkeyPatch, pattern: str
 ) -> None:

@@ -19,6 +19,7 @@ from cnr_store.read.plan import by_columns, expected_digest, plan_table
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.transfer.exporting import export_snapshot
 from cnr_store.types import Rectangle
+from tests.support.documents import document_of
 from tests.support.faulty import FaultyFileSystem, IsolatedMemoryFileSystem
 from tests.support.rectangles import TABLE, Model, Parts, schema_of
 
@@ -243,11 +244,12 @@ def test_parts_that_overlap_or_cut_a_hashed_table_are_refused() -> None:
     ]
     schema = msgspec.structs.replace(manifest.tables[TABLE], keys="hashed", num_rows=0)
 
-    decode_manifest(pack(manifest), "manifest")
+    decode_manifest(pack(document_of(manifest)), "manifest")
     with pytest.raises(CorruptStore, match="overlap"):
-        decode_manifest(pack(msgspec.structs.replace(manifest, parts=tuple(moved))), "manifest")
+        decode_manifest(pack(document_of(msgspec.structs.replace(manifest, parts=tuple(moved)))), "manifest")
+    hashed = msgspec.structs.replace(manifest, tables={TABLE: schema})
     with pytest.raises(CorruptStore, match="of a hashed table"):
-        decode_manifest(pack(msgspec.structs.replace(manifest, tables={TABLE: schema})), "manifest")
+        decode_manifest(pack(document_of(hashed)), "manifest")
 
 
 def test_ranks_without_rows_cut_nothing() -> None:

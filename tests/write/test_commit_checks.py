@@ -27,7 +27,7 @@ def head(length: int) -> CommitRecord:
 def part(
     table: str = "t", base: str | None = None, state: str | None = None, rows: tuple[int, int] = (0, 4)
 ) -> PartEntry:
-    return PartEntry(table=table, folder="f", rows=rows, columns=(0, 2), base_digest=base, state_digest=state)
+    return PartEntry(table=table, rows=rows, columns=(0, 2), base_digest=base, state_digest=state)
 
 
 def receipt(rank: int = 0, world: int = 1, l0: int = 3, *parts: PartEntry) -> Receipt:

@@ -781,9 +781,9 @@ def test_a_commit_of_four_ranks_costs_their_objects_and_a_receipt_of_each_that_d
     record = f"{version:020d}.json"
     puts = [[name for operation, name in of_rank if operation in ("write", "create")] for of_rank in calls]
     reads = [[name for operation, name in of_rank if operation == "read"] for of_rank in calls]
-    per_part = 2 + 2 * 2  # two groups; metadata and a chunk of the rows and of the codes
-    assert [len(of_rank) for of_rank in puts] == [per_part + 1 + 1 + 1, per_part + 1, 1, 1]
-    assert len(segment.objects) == 2 * per_part
+    per_writer = 1 + 2 * 2  # its Zarr group; metadata and a chunk of the rows and of the codes
+    assert [len(of_rank) for of_rank in puts] == [per_writer + 1 + 1 + 1 + 1, per_writer + 1, 1, 1]
+    assert len(segment.objects) == 2 * per_writer + 1
     assert [of_rank.count("_receipt.json.zst") for of_rank in puts] == [0, 1, 1, 1]
     assert {record, "_segment.json.zst", "latest.json"} <= set(puts[0])
     assert sorted(reads[0]) == ["_receipt.json.zst"] * 3

@@ -9,10 +9,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 
+from cnr_store.format.arrays import decoded_bytes
 from cnr_store.format.records import ArrayEntry
 from cnr_store.read.plan import Step
-from cnr_store.segment.cached_reader import Array, CachedReader, Decode, decoded_bytes
-from cnr_store.segment.reader import Scratch, SegmentReader
+from cnr_store.segment.decoded import Array, Decode, Scratch
+from cnr_store.segment.reader import SegmentReader
 
 
 class CountedChunks:
@@ -34,14 +35,16 @@ class CountedChunks:
     """
 
     def __init__(self, readers: Sequence[SegmentReader], uses: Iterable[tuple[Step, int]], limit_bytes: int) -> None:
-        self.readers = [CachedReader(reader, self) for reader in readers]
+        self.readers = [reader.kept_by(self) for reader in readers]
         self._limit_bytes = limit_bytes
         self._kept_bytes = 0
         self._lock = threading.Lock()
         self._shared: dict[tuple[str, str, int], _Shared] = {}
         for step, count in uses:
             if count > 1:
-                shared = _Shared(count)
+                # Two lists of a piece may have rows in one chunk.
+                shared = self._shared.get(self._key(step, step.row_list.arrays["rows"]), _Shared())
+                shared.uses += count
                 for entry in step.row_list.arrays.values():
                     self._shared[self._key(step, entry)] = shared
 
@@ -52,8 +55,9 @@ class CountedChunks:
             return
         with self._lock:
             shared.uses -= 1
-            if shared.uses == 0:
+            if shared.uses <= 0:
                 self._kept_bytes -= shared.nbytes
+                shared.nbytes = 0
                 shared.arrays.clear()
 
     def read(self, segment: str, entry: ArrayEntry, chunk: int, scratch: Scratch, decode: Decode) -> Array:
@@ -70,7 +74,7 @@ class CountedChunks:
         return decode(scratch)
 
     def _key(self, step: Step, entry: ArrayEntry) -> tuple[str, str, int]:
-        return self.readers[step.segment].name, entry.path, step.chunk
+        return self.readers[step.segment].name, entry.path, entry.stored_chunk(step.chunk)
 
     def _reserve(self, shared: _Shared, size_bytes: int) -> bool:
         with self._lock:
@@ -82,10 +86,10 @@ class CountedChunks:
 
 
 class _Shared:
-    """The arrays of one chunk of one row list that are kept, and how many uses are still to come."""
+    """The arrays of one chunk that are kept, and how many uses are still to come."""
 
-    def __init__(self, uses: int) -> None:
-        self.uses = uses
+    def __init__(self) -> None:
+        self.uses = 0
         self.nbytes = 0
         self.arrays: dict[str, Array] = {}
         self.lock = threading.Lock()

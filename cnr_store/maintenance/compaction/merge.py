@@ -15,16 +15,16 @@ import msgspec
 
 from cnr_store.encodings.digest import add_digests
 from cnr_store.format.manifest import stated_digest
-from cnr_store.format.records import Manifest, PartEntry
+from cnr_store.format.records import OPERATIONS, Manifest, Operation, PartPlace
 from cnr_store.maintenance.compaction.merged_rows import MergedRows, write_merged
 from cnr_store.maintenance.compaction.statuses import replay_statuses
 from cnr_store.maintenance.compaction.tasks import MergePiece
-from cnr_store.read.plan import OPERATIONS, Operation, TablePlan, by_columns, plan_table
+from cnr_store.read.plan import TablePlan, by_columns, plan_table
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.codes import array_specs
+from cnr_store.segment.groups import WrittenList, WrittenPart
 from cnr_store.segment.reader import SegmentReader
 from cnr_store.segment.writer import SegmentWriter
-from cnr_store.write.part_layout import write_part_group
 
 CACHE_BYTES = 256 * 1024 * 1024
 """Bound on the decoded chunks kept for several chunks of the result: of 16 deltas, as a rule, those of one place."""
@@ -41,8 +41,8 @@ def merge_piece(
     workers: Workers,
     *,
     cache_bytes: int = CACHE_BYTES,
-) -> PartEntry:
-    """Write one part of what the run merges to, and return the manifest's line for it. Blocks.
+) -> WrittenPart:
+    """Write one part of what the run merges to, and return it. Blocks.
 
     Parameters
     ----------
@@ -60,7 +60,7 @@ def merge_piece(
 
     Returns
     -------
-    PartEntry
+    WrittenPart
         With the state digest recomputed from the codes (baseline), or as the run's last segment states it (delta).
 
     Raises
@@ -73,10 +73,8 @@ def merge_piece(
     start, stop = run
     manifests = [reader.manifest for reader in readers[:stop]]
     schema = manifests[-1].tables[piece.table]
-    folder = out.part_folder(piece.table, piece.rectangle, schema.num_rows, schema.dim)
-    part = PartEntry(
-        table=piece.table, folder=folder, rows=piece.rectangle.rows, columns=piece.rectangle.columns
-    )  # fmt: skip
+    place = PartPlace(table=piece.table, rows=piece.rectangle.rows, columns=piece.rectangle.columns)
+    lists: dict[str, WrittenList] = {}
     found = 0
     if schema.keys == "hashed" or piece.rectangle.num_rows:
         plan = _plan(manifests, start, piece)
@@ -85,18 +83,13 @@ def merge_piece(
         for operation in _BASELINE if before is None else OPERATIONS:
             rows = MergedRows(readers, plan, operation, statuses, is_delta=start > 0)
             if rows.count:
-                if not (part.add or part.set or part.delete):
-                    write_part_group(out, folder, piece.table, schema, piece.rectangle)
-                row_list, added = write_merged(out, f"{folder}/{operation}", rows, cache_bytes)
-                part = msgspec.structs.replace(part, **{operation: row_list})
+                lists[operation], added = write_merged(out, rows, cache_bytes)
                 found = add_digests(found, added)
-    if not any(spec.is_additive for spec in array_specs(schema).values()):
-        return part
-    if start == 0:
-        return msgspec.structs.replace(part, state_digest=_hex(found))
-    return msgspec.structs.replace(
-        part, base_digest=_base_digest(manifests, start, piece), state_digest=_stated(manifests[-1], piece)
-    )
+    if any(spec.is_additive for spec in array_specs(schema).values()):
+        base = _base_digest(manifests, start, piece) if start > 0 else None
+        state = _stated(manifests[-1], piece) if start > 0 else _hex(found)
+        place = msgspec.structs.replace(place, base_digest=base, state_digest=state)
+    return WrittenPart(place, lists)
 
 
 def _plan(manifests: Sequence[Manifest], start: int, piece: MergePiece) -> TablePlan:

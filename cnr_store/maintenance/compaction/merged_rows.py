@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from cnr_store.encodings import digest, kernels
-from cnr_store.format.records import RowListEntry
+from cnr_store.format.records import Operation
 from cnr_store.maintenance.compaction.counted_chunks import CountedChunks
 from cnr_store.maintenance.compaction.statuses import Statuses
-from cnr_store.read.plan import Operation, Step, TablePlan, clip
+from cnr_store.read.plan import Step, TablePlan, clip
 from cnr_store.read.replay import NarrowCodes, Replay
 from cnr_store.runtime.threads import Inline, blocks
 from cnr_store.segment.codes import (
@@ -32,12 +32,12 @@ from cnr_store.segment.codes import (
     escape_bits,
     stored_specs,
 )
+from cnr_store.segment.groups import Blocks, RowList, WrittenList
 from cnr_store.segment.reader import SegmentReader
 from cnr_store.segment.row_order import order_of
-from cnr_store.segment.writer import Blocks, RowList, SegmentWriter
+from cnr_store.segment.writer import SegmentWriter
 from cnr_store.types import RowIds
 from cnr_store.write.encode import stored_shape
-from cnr_store.write.part_layout import list_attributes
 
 _STATUS: dict[Operation, int] = {"add": ADDED, "set": CODED, "delete": ABSENT, "escape": ESCAPED}
 _READS: dict[Operation, tuple[Operation, ...]] = {
@@ -82,8 +82,8 @@ class MergedRows:
         return {} if self.operation == "delete" else stored_specs(self.plan.schema, self.plan.columns, self.operation)
 
 
-def write_merged(out: SegmentWriter, path: str, rows: MergedRows, cache_bytes: int) -> tuple[RowListEntry, int]:
-    """Write the row list, and return the manifest's entry for it and what its rows add to the state digest. Blocks.
+def write_merged(out: SegmentWriter, rows: MergedRows, cache_bytes: int) -> tuple[WrittenList, int]:
+    """Write the row list, and return it and what its rows add to the state digest. Blocks.
 
     Raises
     ------
@@ -91,21 +91,13 @@ def write_merged(out: SegmentWriter, path: str, rows: MergedRows, cache_bytes: i
     """
     plan, specs = rows.reading(), rows.specs()
     dtypes = {name: _narrowest(spec, plan) for name, spec in specs.items()}
-    attributes = list_attributes(plan.table, plan.schema, rows.operation)
-    tries = 0
     while True:
         attempt = _TypedRows(rows, plan, specs, dtypes, cache_bytes)
-        order = order_of(rows.operation, specs, dtypes, rows.count)
-        row_list = replace(attempt.row_list, order=order)
-        place = f"{path}-{tries}" if tries else path
+        row_list = replace(attempt.row_list, order=order_of(rows.operation, specs, dtypes))
         try:
-            return out.write_row_list(place, row_list, attributes), attempt.digest
+            return out.write_row_list(rows.operation, row_list), attempt.digest
         except NarrowCodes as overflow:
-            # At another place: whoever does this task at the same time may have ended with the wider codes already,
-            # and what was committed must not be written again with others.
             dtypes = dtypes | dict.fromkeys(overflow.names, np.dtype(np.int32))
-            out.discard(place)
-            tries += 1
 
 
 class _TypedRows:

@@ -8,7 +8,8 @@ from functools import partial
 from cnr_store.errors import CorruptStore, MissingObject
 from cnr_store.format.chain_checks import find_dense
 from cnr_store.format.layout import segment_key
-from cnr_store.format.records import MAJOR, ChainEntry, Manifest, Receipt
+from cnr_store.format.manifest import expand
+from cnr_store.format.records import MAJOR, ChainEntry, Manifest, Receipt, SegmentDocument
 from cnr_store.maintenance.compaction.engines import Bench, FinishedTask, Job
 from cnr_store.maintenance.compaction.tasks import CompactionTask, check_pieces, check_states
 from cnr_store.runtime.threads import Workers
@@ -67,7 +68,7 @@ def verified(storage: Storage, job: Job, done: FinishedTask, workers: Workers) -
                 read_verified, storage, segment_key(job.segment, entry.path),
                 size_bytes=entry.size, digest=entry.xxh3_128,
             )
-            for entry in receipt.objects
+            for entry in expand(receipt).objects
         )  # fmt: skip
     except (CorruptStore, MissingObject):
         return None
@@ -103,13 +104,13 @@ def put_manifest(
         check_pieces(task, receipt.parts)
     first, last = manifests[0], manifests[-1]
     scalars: dict[str, JsonValue] = dict(last.scalars)
-    manifest = Manifest(
+    document = SegmentDocument(
         format=MAJOR, txn=job.txn, base=job.base, kind=job.run.kind, l0=first.l0, l1=last.l1,
         step=last.step, tables=dict(last.tables), scalars=scalars, **merge_receipts(receipts),
     )  # fmt: skip
     if job.run.kind == "baseline":
-        check_states(manifest.parts, last)
-    digest, size = write_manifest(storage, job.segment, manifest)
+        check_states(document.parts, last)
+    digest, size, manifest = write_manifest(storage, job.segment, document)
     return ChainEntry(
         seg=job.segment, sha256=digest, kind=job.run.kind, l0=first.l0, l1=last.l1,
         bytes=size + sum(entry.size for entry in manifest.objects), rows=manifest.changed_rows,

@@ -113,7 +113,7 @@ def _is_sparse(plan: TablePlan, before: int | None) -> bool:
 
     Where the table shrinks within a run of deltas, rows are lost that no list names.
     """
-    changed = sum(step.row_list.arrays["rows"].chunk_rows for step in _steps(plan))
+    changed = sum(step.num_rows for step in _steps(plan))
     return 9 * changed < plan.stop - plan.start and (
         before is None or all(batch.num_rows >= before for batch in plan.batches)
     )

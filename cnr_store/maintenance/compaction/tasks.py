@@ -15,9 +15,9 @@ from cnr_store.errors import CorruptStore
 from cnr_store.format.arrays import chunk_rows_for
 from cnr_store.format.documents import canonical_json, sha256
 from cnr_store.format.manifest import stated_digest
-from cnr_store.format.records import ChainEntry, Manifest, PartEntry, TableSchema
+from cnr_store.format.records import OPERATIONS, ChainEntry, Manifest, PartEntry, PartPlace, TableSchema
 from cnr_store.maintenance.compaction.plan import Run
-from cnr_store.read.plan import OPERATIONS, is_sparse, plan_table, stored_rows
+from cnr_store.read.plan import is_sparse, plan_table, stored_rows
 from cnr_store.segment.codes import array_specs
 from cnr_store.segment.shards import whole_of
 from cnr_store.types import Affine, Rectangle
@@ -107,7 +107,7 @@ def plan_digest(entries: Sequence[ChainEntry], tasks: Sequence[CompactionTask]) 
     return sha256(canonical_json({"inputs": inputs, "tasks": pieces}))
 
 
-def check_pieces(task: CompactionTask, parts: Sequence[PartEntry]) -> None:
+def check_pieces(task: CompactionTask, parts: Sequence[PartPlace]) -> None:
     """Refuse parts that are not the task's pieces. Pure.
 
     Raises
@@ -123,7 +123,7 @@ def check_pieces(task: CompactionTask, parts: Sequence[PartEntry]) -> None:
         )  # fmt: skip
 
 
-def check_states(parts: Sequence[PartEntry], last: Manifest) -> None:
+def check_states(parts: Sequence[PartPlace], last: Manifest) -> None:
     """Refuse a new baseline whose state is not the one that the run's last segment states, part by part. Pure.
 
     Raises
@@ -131,7 +131,7 @@ def check_states(parts: Sequence[PartEntry], last: Manifest) -> None:
     CorruptStore
         The run does not lead to the state that its last writer had: a delta is wrong or missing.
     """
-    made: dict[str, list[PartEntry]] = {}
+    made: dict[str, list[PartPlace]] = {}
     for part in parts:
         made.setdefault(part.table, []).append(part)
     for end in last.parts:

@@ -168,9 +168,10 @@ def _check_version(store: Store, view: LogView, version: int | None, findings: F
         )
 
 
-def root_document() -> bytes:
-    """Return what ``zarr.json`` of the root is. Pure."""
-    return arrays.group_document({"cnr": {"format": FORMAT, "major": MAJOR, "minor": MINOR}})
+def zarr_groups() -> dict[str, bytes]:
+    """Return key and content of the Zarr documents that every store has. Pure."""
+    root = arrays.group_document({"cnr": {"format": FORMAT, "major": MAJOR, "minor": MINOR}})
+    return {layout.ROOT_GROUP: root, layout.DATA_GROUP: arrays.group_document({})}
 
 
 def check_links(storage: Storage, findings: Findings) -> None:
@@ -182,12 +183,19 @@ def check_links(storage: Storage, findings: Findings) -> None:
 
 
 def check_root(storage: Storage, findings: Findings) -> None:
-    """Add what is wrong with the Zarr document of the root. One GET."""
-    wanted = root_document()
-    data = storage.read(layout.ROOT_GROUP, stop=len(wanted) + 1)
-    if data is None:
-        message = f"{layout.ROOT_GROUP} is missing; Zarr readers do not see the store as a group"
-        findings.add(Problem(MissingObject.kind, layout.ROOT_GROUP, (), message))
-    elif data != wanted:
-        message = f"{layout.ROOT_GROUP} is not the document a store of format {MAJOR}.{MINOR} has"
-        findings.add(Problem(CorruptObject.kind, layout.ROOT_GROUP, (), message))
+    """Add what is wrong with the Zarr documents of the root and of the folder of segments. A GET each."""
+    for key, wanted in zarr_groups().items():
+        data = storage.read(key, stop=len(wanted) + 1)
+        if data is None and key == layout.DATA_GROUP and not _has_log(storage):
+            continue  # it is put behind the first record
+        if data is None:
+            message = f"{key} is missing; Zarr readers do not see the store as a group"
+            findings.add(Problem(MissingObject.kind, key, (), message))
+        elif data != wanted:
+            message = f"{key} is not the document a store of format {MAJOR}.{MINOR} has"
+            findings.add(Problem(CorruptObject.kind, key, (), message))
+
+
+def _has_log(storage: Storage) -> bool:
+    """Return whether the store has its first record, or is a relay. A GET or two."""
+    return any(storage.read(key, stop=1) is not None for key in (layout.commit_key(0), layout.RELAY))

@@ -15,6 +15,7 @@ from cnr_store.errors import AccessDenied, CnrStoreError, CorruptObject
 from cnr_store.format import arrays, document_tree, layout
 from cnr_store.format.documents import JSON, decode_document, loads
 from cnr_store.format.limits import MAX_MANIFEST_BYTES, MAX_TREE_NESTING
+from cnr_store.format.manifest import expand
 from cnr_store.format.packed import unpack
 from cnr_store.format.records import (
     ArrayEntry,
@@ -28,7 +29,8 @@ from cnr_store.format.records import (
 )
 from cnr_store.maintenance.verify.report import Findings
 from cnr_store.runtime.threads import Workers
-from cnr_store.segment.reader import Scratch, SegmentReader
+from cnr_store.segment.decoded import Scratch
+from cnr_store.segment.reader import SegmentReader
 from cnr_store.storage import Storage
 from cnr_store.types import JsonValue, RowIds
 
@@ -38,11 +40,14 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class _Role:
-    """What the manifest says an object is: an array's document, one of its chunks, or a JSON document."""
+    """What the manifest says an object is: an array's document, one of its chunks, or a JSON document.
+
+    ``lists``: whose row ids a chunk holds, and in which of their chunks.
+    """
 
     array: ArrayEntry | None = None
     chunk: int | None = None
-    row_list: RowListEntry | None = None
+    lists: tuple[tuple[RowListEntry, int], ...] = ()
 
 
 def open_segment(
@@ -99,22 +104,18 @@ def check_objects(
 
 
 def _roles(manifest: Manifest) -> dict[str, _Role]:
+    rows: dict[str, list[tuple[RowListEntry, int]]] = {}
+    for row_list in (one for part in manifest.parts for one in _lists(part)):
+        entry = row_list.arrays["rows"]
+        for index in range(arrays.chunk_count(entry)):
+            rows.setdefault(arrays.chunk_path(entry, index), []).append((row_list, index))
     roles: dict[str, _Role] = {}
-    for array, row_list in _arrays(manifest):
+    for array in (*manifest.arrays, *manifest.dense_arrays):
         roles[f"{array.path}/zarr.json"] = _Role(array)
         for index in range(arrays.chunk_count(array)):
-            roles[arrays.chunk_path(array, index)] = _Role(array, index, row_list)
+            path = arrays.chunk_path(array, index)
+            roles[path] = _Role(array, index, tuple(rows.get(path, ())))
     return roles
-
-
-def _arrays(manifest: Manifest) -> Iterator[tuple[ArrayEntry, RowListEntry | None]]:
-    """Every array; with its row list if it is the list's ``rows``."""
-    for part in manifest.parts:
-        for row_list in _lists(part):
-            for name, array in row_list.arrays.items():
-                yield array, row_list if name == "rows" else None
-    for array in manifest.dense_arrays:
-        yield array, None
 
 
 def _lists(part: PartEntry) -> list[RowListEntry]:
@@ -128,8 +129,10 @@ def _check_object(reader: SegmentReader, entry: ObjectEntry, role: _Role) -> Non
         # In the order in which it is stored: another object's damage is that object's.
         array = msgspec.structs.replace(role.array, order=msgspec.UNSET)
         chunk = reader.read_chunk(array, role.chunk, Scratch())
-        if role.row_list is not None:
-            _check_rows(key, chunk, role.row_list, role.chunk)
+        for row_list, index in role.lists:
+            own = row_list.arrays["rows"]
+            low, high = (own.start + row - role.chunk * array.chunk_rows for row in own.span(index))
+            _check_rows(key, chunk[low:high], row_list, index)
         return
     data = reader.read_object(entry.path)
     if entry.path in reader.manifest.documents.values():
@@ -236,8 +239,12 @@ def _check_receipt(storage: Storage, key: str, manifest: Manifest) -> None:
     if data is None:
         return
     receipt = decode_document(unpack(data, key), Receipt, key)
-    same = receipt.txn == manifest.txn and set(receipt.objects) <= set(manifest.objects)
-    if not same or any(part not in manifest.parts for part in receipt.parts):
+    try:
+        parts, _, _, objects = expand(receipt)
+    except ValueError as error:
+        raise CorruptObject(f"{key} contradicts itself: {error}; no reader needs it") from error
+    same = receipt.txn == manifest.txn and set(objects) <= set(manifest.objects)
+    if not same or any(part not in manifest.parts for part in parts):
         raise CorruptObject(f"{key} differs from the segment's manifest; no reader needs it")
 
 

@@ -35,7 +35,7 @@ from cnr_store.segment.codes import (
     array_specs,
     decode_block,
 )
-from cnr_store.segment.reader import Scratch
+from cnr_store.segment.decoded import Scratch
 from cnr_store.serving.rows.memory import ANONYMOUS, Memory
 from cnr_store.serving.rows.served_table import Overlay, RowKind, ServedTable
 from cnr_store.serving.rows.shards import HashShard, meets_shard, rows_in_shard

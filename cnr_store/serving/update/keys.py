@@ -20,7 +20,7 @@ from cnr_store.read.plan import Step, TablePlan
 from cnr_store.read.replay import ChunkReader, Replay, matching
 from cnr_store.runtime.threads import Inline, Workers, blocks
 from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, EscapeRows, array_specs, decode_block
-from cnr_store.segment.reader import Scratch
+from cnr_store.segment.decoded import Scratch
 from cnr_store.serving.rows.key_index import KeyIndex
 from cnr_store.serving.rows.served_table import RowKind
 from cnr_store.serving.rows.shards import Shard, rows_in_shard

@@ -166,7 +166,9 @@ def assert_each_table_has_one_owner(store: Store) -> None:
     snapshot = store.snapshot()
     for reader in snapshot.readers:
         for part in reader.manifest.parts:
-            rank = part.folder.split("-")[0]
+            lists = [one for one in (part.add, part.set, part.delete, part.escape) if one is not None]
+            assert lists, "its writer is known by what it wrote"
+            rank = lists[0].arrays["rows"].path.split("-")[0]
             shape = (part.rows[1] - part.rows[0], part.columns[1] - part.columns[0])
             schema = snapshot.tables[part.table]
             assert shape == (schema.num_rows, schema.dim), "one has all of it"

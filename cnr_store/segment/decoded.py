@@ -1,0 +1,49 @@
+"""Decoded chunks: the memory that one is decoded into, and who keeps it beyond a read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from cnr_store.format.records import ArrayEntry
+
+Array = npt.NDArray[Any]
+
+
+class Scratch:
+    """Memory that chunks are decoded into, reused from chunk to chunk; one per thread and array."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+        self._spare: Scratch | None = None
+
+    @property
+    def spare(self) -> Scratch:
+        """More such memory, for what must not be where the array that is returned will be."""
+        if self._spare is None:
+            self._spare = Scratch()
+        return self._spare
+
+    def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        """Return an array of that shape in the reused memory; the array taken before is overwritten."""
+        size = math.prod(shape) * dtype.itemsize
+        if self._memory.nbytes < size:
+            self._memory = np.empty(size, np.uint8)
+        return self._memory[:size].view(dtype).reshape(shape)
+
+
+Decode = Callable[[Scratch], Array]
+
+
+class ChunkKeeper(Protocol):
+    """Keeps decoded chunks of segments. What it gives out must not be written to."""
+
+    def read(self, segment: str, entry: ArrayEntry, chunk: int, scratch: Scratch, decode: Decode) -> Array:
+        """Return chunk ``chunk`` of the stored array, whole: one that is kept, or ``decode(memory)``.
+
+        ``decode`` checks all that a read checks; it is given ``scratch``, or memory of its own where that is kept.
+        """

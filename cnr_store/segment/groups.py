@@ -1,0 +1,180 @@
+"""Row lists on their way into arrays: small ones of one shape share a group of arrays, large ones have their own.
+
+Cost belongs to the bytes that changed: a delta of a few rows in each of a thousand tables puts as many objects as one
+of a table (`format_spec/decisions/0022`). Nothing is put here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from cnr_store.encodings.row_order import into_order
+from cnr_store.format import arrays
+from cnr_store.format.manifest import array_path
+from cnr_store.format.records import ArrayEntry, ListLine, PartLine, PartPlace
+from cnr_store.segment import row_order
+
+Blocks = dict[str, npt.NDArray[Any]]
+"""Array name (``rows``, ``codes``, ``slots/momentum1`` ...) to the block of one chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowList:
+    """What a row list will hold, produced chunk by chunk on a worker thread.
+
+    Attributes
+    ----------
+    count
+        Rows in the list.
+    widths
+        Array name to (dtype, width); width None is a 1-d array. ``rows`` is among them.
+    produce
+        Positions [start, stop) of the list to a block of each array: C-contiguous, owned by the caller until the
+        chunk is encoded.
+    order
+        The array in whose order each chunk of ``codes`` may be stored (`row_order`); None for that of the row ids.
+    """
+
+    count: int
+    widths: Mapping[str, tuple[np.dtype[Any], int | None]]
+    produce: Callable[[int, int], Blocks]
+    order: str | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row's weights, as codes or exact: they give a chunk its size."""
+        name = next(name for name in ("codes", "values", "rows") if name in self.widths)
+        dtype, width = self.widths[name]
+        return dtype.itemsize * (width or 1)
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows per chunk of arrays of its own."""
+        return arrays.chunk_rows_for(self.count, self.row_bytes)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it fills a chunk by itself, and so has arrays of its own."""
+        return self.count >= arrays.full_chunk_rows(self.row_bytes)
+
+
+@dataclass(slots=True)
+class WrittenList:
+    """A row list of a segment in the making; its ranges are known when its chunks are."""
+
+    group: str
+    count: int
+    first: list[int] = field(default_factory=list)
+    last: list[int] = field(default_factory=list)
+
+    def line(self) -> ListLine:
+        """Return the manifest's words for it, once all its rows are in chunks."""
+        return ListLine(group=self.group, count=self.count, first=tuple(self.first), last=tuple(self.last))
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenPart:
+    """A part of a segment in the making: where it is, and its lists by operation."""
+
+    place: PartPlace
+    lists: Mapping[str, WrittenList]
+
+    def line(self) -> PartLine:
+        """Return the manifest's line, once all rows are in chunks."""
+        lists: dict[str, Any] = {operation: one.line() for operation, one in self.lists.items()}
+        return PartLine(**msgspec.structs.asdict(self.place), **lists)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """What row lists have in common that may share arrays."""
+
+    operation: str
+    widths: tuple[tuple[str, np.dtype[Any], int | None], ...]
+    order: str | None
+
+    @classmethod
+    def of(cls, operation: str, row_list: RowList) -> GroupShape:
+        """Return the shape of a list."""
+        widths = tuple((name, dtype, width) for name, (dtype, width) in sorted(row_list.widths.items()))
+        return cls(operation, widths, row_list.order)
+
+    def arrays_at(self, path: str, rows: int, chunk_rows: int) -> dict[str, ArrayEntry]:
+        """Return the arrays of a group at ``path`` by name. ``rows``: how many they have, or have at least."""
+        entries = {
+            name: arrays.describe(
+                array_path(path, name), (rows,) if width is None else (rows, width), dtype, chunk_rows
+            )
+            for name, dtype, width in self.widths
+        }
+        if self.order is not None and rows * entries["codes"].shape[1] >= row_order.LEAST_CODES:
+            entries["codes"] = msgspec.structs.replace(entries["codes"], order=entries[self.order].path)
+        return entries
+
+    def stored(self, produced: Blocks, entries: Mapping[str, ArrayEntry]) -> Blocks:
+        """Return the blocks of a chunk with its codes in their order."""
+        if self.order is None or entries["codes"].order is msgspec.UNSET:
+            return produced
+        return {**produced, "codes": into_order(produced["codes"], produced[self.order])}
+
+
+class SharedGroup:
+    """Lists that share arrays: they wait here until their rows fill a chunk. Memory: one chunk, and one list.
+
+    ``entries`` are the arrays, from the first chunk on; they have more rows in the end.
+    """
+
+    def __init__(self, path: str, shape: GroupShape, row_bytes: int) -> None:
+        self.path = path
+        self.shape = shape
+        self.rows = 0
+        self.waiting_rows = 0
+        self.entries: dict[str, ArrayEntry] | None = None
+        self._full = arrays.full_chunk_rows(row_bytes)
+        self._waiting: list[tuple[WrittenList, Blocks]] = []
+        self._taken = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the rows that wait fill a chunk."""
+        return self.waiting_rows >= self._full
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows per chunk: of a full one, or all rows where they fill none."""
+        return min(self._full, self.rows)
+
+    def append(self, row_list: RowList) -> WrittenList:
+        """Take a small list, whole; its blocks are copied."""
+        produced = {name: block.copy() for name, block in row_list.produce(0, row_list.count).items()}
+        written = WrittenList(self.path, row_list.count)
+        self._waiting.append((written, produced))
+        self.waiting_rows += row_list.count
+        self.rows += row_list.count
+        return written
+
+    def take(self) -> tuple[int, Blocks]:
+        """Return the next chunk of the rows that wait, and its number; their lists learn what it has of them."""
+        left = min(self._full, self.waiting_rows)
+        self.waiting_rows -= left
+        self._taken += 1
+        pieces: list[Blocks] = []
+        while left:
+            written, blocks = self._waiting[0]
+            rows = blocks["rows"]
+            taken = min(left, len(rows))
+            written.first.append(int(rows[0]))
+            written.last.append(int(rows[taken - 1]))
+            pieces.append({name: block[:taken] for name, block in blocks.items()})
+            if taken < len(rows):
+                self._waiting[0] = written, {name: block[taken:] for name, block in blocks.items()}
+            else:
+                del self._waiting[0]
+            left -= taken
+        return self._taken - 1, {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
