@@ -148,7 +148,7 @@ def golden(name: str) -> Sample:
 
 def samples(folder: Path) -> list[Sample]:
     """Make all samples; ``folder`` is for their files and may be thrown away afterwards."""
-    names = ("rows", "affine", "float_bits", "branches", "overflow", "int8", "row_order", "one_shot")
+    names = ("rows", "affine", "float_bits", "branches", "overflow", "digits", "row_order", "one_shot")
     found = [golden(name) for name in names]
     makers: tuple[Callable[[Path], None], ...] = (kept_case, parts_case)
     for make in makers:
