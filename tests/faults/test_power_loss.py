@@ -130,7 +130,7 @@ def test_what_a_relay_copied_survives_with_its_record(machine: Machine, tmp_path
     check(machine, 3)
 
 
-@pytest.mark.parametrize("name", [r"near/data/.*/_segment\.json\.zst", r"near/data/.*/codes/c/0/0", r"near/state/.*"])
+@pytest.mark.parametrize("name", [r"near/data/.*/_segment\.json\.zst", r"near/data/.*\.codes/c/0/0", r"near/state/.*"])
 def test_what_a_killed_relay_left_is_made_safe_by_the_next(machine: Machine, tmp_path: Path, name: str) -> None:
     """The next relay finds a segment whole, of which the one before had not synced every folder."""
     with Store.create(str(tmp_path / "store"), threads=1) as store:
@@ -149,7 +149,7 @@ def test_what_a_killed_relay_left_is_made_safe_by_the_next(machine: Machine, tmp
     check(machine, 1)
 
 
-@pytest.mark.parametrize("name", [r".*/_segment\.json\.zst", r".*/_receipt\.json\.zst", r".*/codes/c/0/0"])
+@pytest.mark.parametrize("name", [r".*/_segment\.json\.zst", r".*/_receipt\.json\.zst", r".*\.codes/c/0/0"])
 def test_what_a_killed_compaction_left_is_made_safe_by_the_next(machine: Machine, tmp_path: Path, name: str) -> None:
     with Store.create(str(tmp_path / "store"), threads=1) as store:
         save(store, 0, 1, 2)

@@ -887,7 +887,7 @@ def test_a_damaged_delta_leaves_what_is_served_until_a_way_past_it(training: Tra
         rows = served(loader)
         before = set(training.files.find("/root/data"))
         training.save()
-        (codes,) = [path for path in set(training.files.find("/root/data")) - before if "/codes/c" in path]
+        (codes,) = [path for path in set(training.files.find("/root/data")) - before if ".codes/c" in path]
         training.files.pipe_file(codes, bytes(reversed(training.files.cat_file(codes))))
         for _ in range(2):
             assert isinstance(loader.poll().error, CorruptObject)
@@ -903,7 +903,7 @@ def test_the_thread_asks_for_news_but_lets_what_failed_rest(training: Training, 
     with Loader(training.open(fs), options=LoaderOptions(poll_interval_s=60)) as loader:
         before = set(training.files.find("/root/data"))
         training.save()
-        (codes,) = [path for path in set(training.files.find("/root/data")) - before if "/codes/c" in path]
+        (codes,) = [path for path in set(training.files.find("/root/data")) - before if ".codes/c" in path]
         training.files.pipe_file(codes, b"")
         failed = loader._follower.look(is_patient=True)
         assert isinstance(failed.error, CorruptObject)
