@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--sections", default=",".join(SECTIONS), help=f"of {', '.join(SECTIONS)}")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1_000_000, 10_000_000, 50_000_000], help="in rows")
     parser.add_argument("--versions", type=int, nargs="+", default=[10, 100, 1000])
-    parser.add_argument("--tables", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--tables", type=int, nargs="+", default=[1, 26, 300, 1000])
     parser.add_argument("--writers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--touched", type=int, default=TOUCHED, help="rows of a save where rows or writers grow")
     parser.add_argument("--fsync", action="store_true")
