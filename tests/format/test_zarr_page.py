@@ -14,21 +14,24 @@ from tests.support.zarr_values import weights_of
 
 @pytest.fixture
 def segment(tmp_path: Path) -> Path:
-    """A baseline of a table in several chunks, with a slot."""
+    """A baseline of two tables that share arrays, with a slot."""
     values = np.random.default_rng(0).normal(0, 3, (3000, 6)).astype(np.float32)
     slots = np.random.default_rng(1).uniform(0, 9, 3000).astype(np.float32)
     with Store.create(str(tmp_path / "store"), fsync=False, threads=1) as store, store.writer() as writer:
         with writer.begin(step=1) as txn:
-            txn.write_table("t", values, slots={"momentum": slots}, options=TableOptions(scale=0.125))
+            for table, rows in (("s", 40), ("t", 3000)):
+                given = {"momentum": slots[:rows]}
+                txn.write_table(table, values[:rows], slots=given, options=TableOptions(scale=0.125))
         name = store.snapshot().record.chain[-1].seg
     return tmp_path / "store" / "data" / name
 
 
 def test_the_page_gives_the_weights_that_a_snapshot_gives(segment: Path) -> None:
     with Store.open(str(segment.parents[1])) as store:
-        expected = store.snapshot().table("t").read()
+        expected = {table: store.snapshot().table(table).read() for table in ("s", "t")}
 
-    assert np.array_equal(weights_of(segment, "t"), expected)
+    for table, values in expected.items():
+        assert np.array_equal(weights_of(segment, table), values)
 
 
 def test_every_array_of_a_store_opens_without_a_warning(segment: Path) -> None:

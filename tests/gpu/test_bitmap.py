@@ -76,6 +76,18 @@ def test_bitmap_equals_a_set_per_table(tables: list[int], data: st.DataObject) -
     assert bitmap.any() == any(model.values())
 
 
+@pytest.mark.parametrize("on_host", [None, False])
+def test_what_was_taken_is_a_copy(on_host: bool | None) -> None:
+    bitmap = bitmap_of({"t": 100}, on_host=on_host)
+    bitmap.mark("t", np.array([1, 2]))
+
+    taken = bitmap.take_all()
+    bitmap.mark("t", np.array([70]))
+    bitmap.give_back(taken)
+
+    assert bitmap.row_ids("t").tolist() == [1, 2, 70]
+
+
 @law
 @given(num_rows=sizes, ids=raw_ids, skip=st.integers(-1, 40), is_int32=st.booleans())
 def test_kernel_equals_the_numpy_and_the_torch_reference(
