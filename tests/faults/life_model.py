@@ -8,7 +8,7 @@ import numpy as np
 
 from cnr_store import Store, Transaction
 from cnr_store.format.commit_record import is_live
-from cnr_store.format.layout import segment_key
+from cnr_store.format.layout import DATA_GROUP, segment_key
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.segment.reader import SegmentReader
 from tests.support.store_oracle import (
@@ -139,7 +139,7 @@ def unreferenced(store: Store) -> list[str]:
     head = store.head().record
     named = {*range(head.floor, head.v + 1), *head.kept, *head.tags.values(), *head.channels.values()}
     chains = [store.record(version).chain for version in named if is_live(head, version)]
-    listed = {stat.key for stat in store.storage.list_objects("data")}
+    listed = {stat.key for stat in store.storage.list_objects("data")} - {DATA_GROUP}
     wanted: set[str] = set()
     for entry in {entry.seg: entry for chain in chains for entry in chain}.values():
         paths = {one.path for one in SegmentReader.open(store.storage, entry).manifest.objects}

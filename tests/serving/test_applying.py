@@ -33,6 +33,7 @@ from cnr_store.serving.update.update_tables import HeldAs, update_tables
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import FloatBits, Lattice, RowRange
 from tests.support.consumers import HOLDINGS, Consumer, TrackedMemory
+from tests.support.documents import document_of
 from tests.support.faulty import FaultyFileSystem, IsolatedMemoryFileSystem
 from tests.support.store_oracle import KINDS, training_slots, training_values
 
@@ -329,7 +330,7 @@ def starting_from_anything(store: Store) -> ChainEntry:
     entry = store.head().record.chain[-1]
     manifest = store.snapshot().manifests[-1]
     parts = tuple(msgspec.structs.replace(part, base_digest=None) for part in manifest.parts)
-    data = pack(msgspec.structs.replace(manifest, parts=parts))
+    data = pack(document_of(msgspec.structs.replace(manifest, parts=parts)))
     store.storage.put(segment_key(entry.seg, MANIFEST), data)
     return msgspec.structs.replace(entry, sha256=sha256(data))
 

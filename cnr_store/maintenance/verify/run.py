@@ -186,16 +186,11 @@ def check_root(storage: Storage, findings: Findings) -> None:
     """Add what is wrong with the Zarr documents of the root and of the folder of segments. A GET each."""
     for key, wanted in zarr_groups().items():
         data = storage.read(key, stop=len(wanted) + 1)
-        if data is None and key == layout.DATA_GROUP and not _has_log(storage):
-            continue  # it is put behind the first record
+        if data is None and key == layout.DATA_GROUP and not storage.list_folders(layout.DATA):
+            continue  # a writer puts it before the first segment
         if data is None:
             message = f"{key} is missing; Zarr readers do not see the store as a group"
             findings.add(Problem(MissingObject.kind, key, (), message))
         elif data != wanted:
             message = f"{key} is not the document a store of format {MAJOR}.{MINOR} has"
             findings.add(Problem(CorruptObject.kind, key, (), message))
-
-
-def _has_log(storage: Storage) -> bool:
-    """Return whether the store has its first record, or is a relay. A GET or two."""
-    return any(storage.read(key, stop=1) is not None for key in (layout.commit_key(0), layout.RELAY))
