@@ -93,7 +93,7 @@ class Sides:
     def forget_segments(self) -> None:
         """Remove the store's old files, which nothing here reads again, so that the disk does not fill up."""
         keep = {entry.seg for entry in self.writer.head.record.chain}
-        for segment in (self.folder / "store" / "data").iterdir():
+        for segment in (self.folder / "store" / "data").glob("*/"):
             if segment.name not in keep:
                 shutil.rmtree(segment)
 

@@ -40,7 +40,8 @@ def show_rates(report: harness.Report, rates: dict[AffineBits, Rates]) -> None:
     rows = [
         (
             f"{bits}-bit", one.add_bits, one.set_bits, one.slot_add_bits, one.slot_set_bits, one.id_overhead,
-            one.encode_values_s / 1e6, one.decode_values_s / 1e6, one.base_json, one.part_json, one.part_receipt,
+            one.encode_values_s / 1e6, one.decode_values_s / 1e6, one.base_json, one.part_json, one.group_json,
+            one.part_receipt,
         )
         for bits, one in rates.items()
     ]  # fmt: skip
@@ -49,7 +50,7 @@ def show_rates(report: harness.Report, rates: dict[AffineBits, Rates]) -> None:
         (
             "quality", "bits of a changed element", "of an absolute one", "bits of a changed slot",
             "of an absolute one ", "ids / entropy", "million elements/s saved", "restored", "JSON of a save, bytes",
-            "of each part", "of it in a receipt",
+            "of each part", "of each group of arrays", "of a part in a receipt",
         ),
         rows, "drifting rows, as in the other benchmarks: a change has 0.3 of the standard deviation of the values",
     )  # fmt: skip

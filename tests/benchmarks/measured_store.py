@@ -254,20 +254,21 @@ class MeasuredStore:
         """Count what is new or changed since the last call. A segment never changes, so each is listed once."""
         new = Written()
         home = self.folder / DATA
-        for name in sorted({path.name for path in home.iterdir()} - self._segments.keys()):
+        for name in sorted({path.name for path in home.glob("*/")} - self._segments.keys()):
             self._segments[name] = _count_segment(home / name)
             new += self._segments[name]
-        others = _listing(self.folder, without=home)
-        changed = [stat for path, stat in others.items() if self._others.get(path) != stat]
+        others = _listing(self.folder, below=home)
+        changed = {path: stat for path, stat in others.items() if self._others.get(path) != stat}
         self._others = others
-        new.kinds["record"] += sum(stat[0] for stat in changed)
-        new.blocks_bytes += sum(stat[1] for stat in changed)
+        for path, (length, blocks, _) in changed.items():
+            new.kinds["metadata" if path.parent == home else "record"] += length
+            new.blocks_bytes += blocks
         return new
 
     def _held(self) -> tuple[int, int]:
         """File lengths without dense tensors, and blocks, of all that is there."""
         there = [written for name, written in self._segments.items() if (self.folder / DATA / name / MANIFEST).exists()]
-        others = _listing(self.folder, without=self.folder / DATA).values()
+        others = _listing(self.folder, below=self.folder / DATA).values()
         length = sum(written.kinds.total() for written in there) + sum(stat[0] for stat in others)
         return length, sum(written.blocks_bytes for written in there) + sum(stat[1] for stat in others)
 
@@ -287,7 +288,7 @@ def _count_segment(folder: Path) -> Written:
     counted = Written(Counter(rows=sizes.rows, codes=sizes.codes, scales=sizes.scales, slots=sizes.slots))
     for path, (length, blocks, _) in _listing(folder).items():
         counted.blocks_bytes += blocks
-        if path.relative_to(folder).parts[1:2] == ("dense",):
+        if path.relative_to(folder).as_posix().partition("/")[2].startswith("dense."):
             counted.dense_bytes += length
         elif path.name == RECEIPT:
             counted.kinds["receipt"] += length
@@ -298,12 +299,12 @@ def _count_segment(folder: Path) -> Written:
     return counted
 
 
-def _listing(folder: Path, without: Path | None = None) -> dict[Path, tuple[int, int, int]]:
-    """Path to length, bytes in blocks, and time of change of every file below a folder, but not below ``without``."""
+def _listing(folder: Path, below: Path | None = None) -> dict[Path, tuple[int, int, int]]:
+    """Path to length, bytes in blocks, and time of change of every file below a folder, but not in folders of ``below``."""
     found = {}
     for path in folder.iterdir():
         if path.is_dir():
-            found |= {} if path == without else _listing(path)
+            found |= {} if folder == below else _listing(path, below)
         else:
             stat = path.stat()
             found[path] = (stat.st_size, 512 * stat.st_blocks, stat.st_mtime_ns)

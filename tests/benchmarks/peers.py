@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,10 +26,11 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from trainee import Trainee
 
 from cnr_store import CompactionPolicy, Store, TableOptions
+from cnr_store.encodings.float_bits import EXACT_MANTISSA_BITS
 from cnr_store.maintenance.compaction.plan import DEFAULT_POLICY
 from cnr_store.maintenance.maintain import compact
 from cnr_store.training import CheckpointManager, SavePolicy, StoreOptions, TrackingOptions
-from cnr_store.types import AffineBits, Lattice
+from cnr_store.types import AffineBits, Encoding, FloatBits, Lattice, TableDtype
 
 Wait = Callable[[], object]
 """Blocks until what was saved is durable and can be found."""
@@ -243,6 +245,23 @@ class DcpAsyncKept(DcpAsync):
         super().close()
 
 
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """How far an element may be off after a load: so much, or so large a share of it; exact if both are 0."""
+
+    absolute: float = 0.0
+    relative: float = 0.0
+
+    @classmethod
+    def of(cls, encoding: Encoding, dtype: TableDtype) -> Bound:
+        """Return half a step of a stored encoding."""
+        if isinstance(encoding, Lattice):
+            return cls(absolute=encoding.scale / 2)
+        if isinstance(encoding, FloatBits) and encoding.mantissa_bits < EXACT_MANTISSA_BITS[dtype]:
+            return cls(relative=2.0 ** -(encoding.mantissa_bits + 1))
+        return cls()
+
+
 class Cnr(_Saved):
     """``CheckpointManager``: the first save is a full one, the next ones are deltas of the rows that were touched.
 
@@ -307,14 +326,15 @@ class Cnr(_Saved):
         """Return the store, opened by somebody else than the manager."""
         return Store.open(self.url, storage_options=self.place.options or None)
 
-    def bounds(self) -> dict[str, float]:
-        """Return how far an element may be off after a load, by table: half a step of its lattice, 0 if exact."""
+    def bounds(self) -> dict[str, Bound]:
+        """Return how far an element may be off after a load, by tensor: tables and their slots, as they are stored."""
         with self.opened() as store:
             tables = store.snapshot().tables
-        return {
-            name: table.encoding.scale / 2 if isinstance(table.encoding, Lattice) else 0.0
-            for name, table in tables.items()
-        }
+        found = {name: Bound.of(table.encoding, table.dtype) for name, table in tables.items()}
+        for name, table in tables.items():
+            for slot, schema in table.slots.items():
+                found[f"optimizer.{name}.{slot}"] = Bound.of(schema.encoding, schema.dtype)
+        return found
 
     def leave(self) -> None:
         """Close the manager; the store stays."""
@@ -327,12 +347,8 @@ class Cnr(_Saved):
         super().close()
 
 
-SLOT_ERROR: float = 2.0**-8
-"""Relative error of a slot with the default 7 mantissa bits."""
-
-
-def assert_same(expected: Tensors, found: Tensors, bounds: Mapping[str, float] | None = None) -> None:
-    """Compare bit for bit; where a table has a bound above 0, within it, and its slots within theirs.
+def assert_same(expected: Tensors, found: Tensors, bounds: Mapping[str, Bound] | None = None) -> None:
+    """Compare bit for bit; a tensor with a bound above 0 within it.
 
     Raises
     ------
@@ -340,15 +356,15 @@ def assert_same(expected: Tensors, found: Tensors, bounds: Mapping[str, float] |
         A tensor differs.
     """
     for name, tensor in expected.items():
-        table = name.removeprefix("optimizer.").rpartition(".")[0] if name.startswith("optimizer.") else name
-        bound = (bounds or {}).get(table, 0.0)
-        if bound == 0.0:
+        bound = (bounds or {}).get(name, Bound())
+        if bound == Bound():
             is_same = torch.equal(tensor, found[name])
-        elif name == table:
-            # Half an ulp of what is restored comes on top.
-            is_same = float((tensor - found[name]).abs().max()) <= bound + float(tensor.abs().max()) * 2.0**-24
         else:
-            is_same = bool(((tensor - found[name]).abs() <= SLOT_ERROR * tensor.abs()).all())
+            allowed = bound.relative * tensor.abs()
+            if bound.absolute:
+                # Half an ulp of what is restored comes on top.
+                allowed += bound.absolute + float(tensor.abs().max()) * 2.0**-24
+            is_same = bool(((tensor - found[name]).abs() <= allowed).all())
         if not is_same:
             raise SystemExit(f"{name} is not what was saved")
 

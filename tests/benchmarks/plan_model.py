@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from cnr_store.format.arrays import chunk_rows_for
+from cnr_store.format.arrays import chunk_rows_for, full_chunk_rows
 from cnr_store.write.policy import CheckpointSize, Decision, Policy, decide
 
 PlanPolicy = Literal["fp32 full", "full", "one_shot", "consecutive", "intermittent", "consecutive + compaction"]
@@ -23,9 +23,9 @@ POLICIES: tuple[PlanPolicy, ...] = (
 )  # fmt: skip
 
 ARRAYS = 3
-"""Of a part: row ids, codes, and one row-wise optimizer slot."""
-OBJECTS_PER_PART, OBJECTS_PER_ARRAY = 2, 1
-"""Zarr metadata: groups of the table and of its row list; each array's own, its chunks come on top."""
+"""Of a group: row ids, codes, and one row-wise optimizer slot."""
+OBJECTS_PER_SEGMENT, OBJECTS_PER_RANK, OBJECTS_PER_ARRAY = 1, 1, 1
+"""Zarr metadata: groups of the segment and of each writer; each array's own, its chunks come on top."""
 MESSAGES_PER_SAVE = 7
 """Short messages that all ranks exchange in a save (docs/ranks.md)."""
 READS_PER_RANK = 3
@@ -96,7 +96,9 @@ class Rates:
     id_overhead
         Bytes of the row ids over their entropy.
     base_json, part_json
-        Bytes of manifest and record of a save, and what each part adds, Zarr metadata included.
+        Bytes of manifest, record and Zarr metadata of a save of one writer and one group, and what each part adds.
+    group_json
+        What each further group of arrays adds, as that of a further writer: its own Zarr metadata and receipt included.
     part_receipt
         Bytes that a part adds to the receipt of its rank, where that is not rank 0.
     encode_values_s, decode_values_s
@@ -112,6 +114,7 @@ class Rates:
     id_overhead: float
     base_json: float
     part_json: float
+    group_json: float
     part_receipt: float
     encode_values_s: float
     decode_values_s: float
@@ -234,7 +237,9 @@ def save_of(decision: Decision, since: int, work: Workload, cluster: Cluster, ra
     ids = 0.0 if is_full else id_bits(share) * rates.id_overhead
     others = cluster.ranks - 1
     receipts = cluster.parts * others / cluster.ranks * rates.part_receipt
-    size = rows * (bits + ids) / 8 + rates.base_json + cluster.parts * rates.part_json + receipts
+    documents = rates.base_json + cluster.parts * rates.part_json
+    documents += (groups_of(rows / cluster.parts, work.dim, cluster) - 1) * rates.group_json
+    size = rows * (bits + ids) / 8 + documents + receipts
     objects = objects_of(rows / cluster.parts, work.dim, cluster)
     copied = rows / cluster.ranks * (4 * work.dim + 4)
     # Later baselines come from the mirror: training stalls for the rows of the last interval alone.
@@ -276,14 +281,23 @@ def objects_of(rows_per_part: float, dim: int, cluster: Cluster) -> int:
 
     Rank 0 puts no receipt. The commit record is no object of the segment; it is a request.
     """
-    metadata = OBJECTS_PER_PART + ARRAYS * OBJECTS_PER_ARRAY
-    return cluster.parts * metadata + chunks_of(rows_per_part, dim, cluster) + cluster.ranks
+    metadata = OBJECTS_PER_SEGMENT + cluster.ranks * OBJECTS_PER_RANK
+    metadata += groups_of(rows_per_part, dim, cluster) * ARRAYS * OBJECTS_PER_ARRAY
+    return metadata + chunks_of(rows_per_part, dim, cluster) + cluster.ranks
+
+
+def groups_of(rows_per_part: float, dim: int, cluster: Cluster) -> int:
+    """Return the groups of arrays of such a save: one per part that fills a chunk, else one per rank."""
+    return cluster.parts if round(rows_per_part) >= full_chunk_rows(2 * dim) else cluster.ranks
 
 
 def chunks_of(rows_per_part: float, dim: int, cluster: Cluster) -> int:
     """Return the chunks of all arrays of such a save."""
     rows = max(1, round(rows_per_part))
-    return cluster.parts * ARRAYS * math.ceil(rows / chunk_rows_for(rows, 2 * dim))
+    full = full_chunk_rows(2 * dim)
+    if rows >= full:
+        return cluster.parts * ARRAYS * math.ceil(rows / chunk_rows_for(rows, 2 * dim))
+    return cluster.ranks * ARRAYS * math.ceil(rows * cluster.tables_per_rank / full)
 
 
 def id_bits(share: float) -> float:

@@ -183,19 +183,22 @@ def _receipt_bytes(manifest: Manifest) -> int:
 def measure_rates(folder: Path, bits: AffineBits, work: Workload) -> Rates:
     """Measure what one core does with the rows of a workload, and the bytes that come of them; one writer, one table.
 
-    Seconds are CPU seconds of the process. Blocks for six saves, a restore, and three saves of eight tables.
+    Seconds are CPU seconds of the process. Blocks for six saves, a restore, three saves of eight tables, and three of
+    two writers.
     """
     one = replace(work, tables=1, intervals=6)
     saves = Run(folder / f"rates{bits}", "consecutive", one, 1, bits).play()
     parted = Run(folder / f"parts{bits}", "consecutive", replace(one, tables=PARTS, intervals=3), 1, bits).play()
+    shared = Run(folder / f"shared{bits}", "consecutive", replace(one, intervals=3), 2, bits).play()
     with Store.open(str(folder / f"rates{bits}")) as store:
         snapshot = store.snapshot()
+        receipt_bytes = _receipt_bytes(snapshot.manifests[-1])
         snapshot.table("table0").read(0, 1)
         cpu = time.process_time()
         snapshot.table("table0").read()
         decode_s = time.process_time() - cpu
     with Store.open(str(folder / f"parts{bits}")) as store:
-        receipt_bytes = _receipt_bytes(store.snapshot().manifests[-1])
+        part_receipt = (_receipt_bytes(store.snapshot().manifests[-1]) - receipt_bytes) / (PARTS - 1)
     full, deltas = saves[0], saves[1:]
     rows = statistics.fmean(save.rows for save in deltas)
     ids = 8 * statistics.fmean(save.sizes.rows for save in deltas) / rows
@@ -208,7 +211,8 @@ def measure_rates(folder: Path, bits: AffineBits, work: Workload) -> Rates:
         id_overhead=ids / id_bits(rows / one.num_rows),
         base_json=saves[2].json_bytes - part_json,
         part_json=part_json,
-        part_receipt=receipt_bytes / PARTS,
+        group_json=shared[-1].json_bytes - saves[2].json_bytes - part_json - part_receipt,
+        part_receipt=part_receipt,
         encode_values_s=rows * one.dim / statistics.median(save.cpu_s for save in deltas),
         decode_values_s=sum(save.rows for save in saves) * one.dim / decode_s,
         plain_requests=float(deltas[-1].requests - deltas[-1].objects),

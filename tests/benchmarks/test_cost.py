@@ -9,7 +9,7 @@ import pytest
 import torch
 from drifting import DIM
 from models import equal_tables
-from peers import FULL_PEERS, Cnr, assert_same
+from peers import FULL_PEERS, Bound, Cnr, assert_same
 from places import behind_link, local_disk
 from trainee import Trainee
 
@@ -67,8 +67,13 @@ def test_a_store_loads_the_state_of_the_moment_of_its_save_within_its_bound(bits
     store.load()
 
     bounds = store.bounds()
-    assert bounds.keys() == set(trainee.table_names)
-    assert all(bound == 0.0 if bits is None else 0 < bound < 0.2 for bound in bounds.values())
+    slots = {name for name in trainee.tensors if name.startswith("optimizer.tables.")}
+    assert bounds.keys() == set(trainee.table_names) | slots
+    if bits is None:
+        assert set(bounds.values()) == {Bound()}
+    else:
+        assert all(0 < bounds[name].absolute < 0.2 and bounds[name].relative == 0 for name in trainee.table_names)
+        assert all(bounds[name] == Bound(relative=2.0**-5) for name in slots)
     assert_same(expected, trainee.tensors, bounds)
     assert len(store.chain_bytes()) == 2
     store.close()
@@ -77,7 +82,8 @@ def test_a_store_loads_the_state_of_the_moment_of_its_save_within_its_bound(bits
 def test_a_difference_is_seen_wherever_it_is():
     trainee = Trainee(ROWS)
     expected = trainee.copy()
-    bounds = dict.fromkeys(trainee.table_names, 0.01)
+    bounds = dict.fromkeys(trainee.table_names, Bound(absolute=0.01))
+    bounds |= {name: Bound(relative=2.0**-5) for name in trainee.tensors if name.startswith("optimizer.tables.")}
     for name, tensor in trainee.tensors.items():
         tensor.flatten()[-1:].add_(0.5) if tensor.dim() else tensor.add_(0.5)
         with pytest.raises(SystemExit, match=name):

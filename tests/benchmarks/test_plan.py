@@ -9,7 +9,7 @@ from plan_model import POLICIES, Cluster, Rates, Workload, fp32_save, id_bits, o
 from plan_runs import ChangingRows, Run, measure_rates
 
 WORK = Workload(num_rows=24_000, dim=16, tables=2, touched_share=0.25, intervals=8)
-RATES = Rates(2.0, 4.0, 8.0, 10.0, 1.1, 2000.0, 3000.0, 1500.0, 20e6, 100e6, 5.0)
+RATES = Rates(2.0, 4.0, 8.0, 10.0, 1.1, 2000.0, 100.0, 2000.0, 100.0, 20e6, 100e6, 5.0)
 
 
 @pytest.fixture(scope="module")
