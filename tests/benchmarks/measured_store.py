@@ -300,7 +300,7 @@ def _count_segment(folder: Path) -> Written:
 
 
 def _listing(folder: Path, below: Path | None = None) -> dict[Path, tuple[int, int, int]]:
-    """Path to length, bytes in blocks, and time of change of every file below a folder, but not in folders of ``below``."""
+    """Path to length, bytes in blocks, time of change of every file below a folder, but not in folders of ``below``."""
     found = {}
     for path in folder.iterdir():
         if path.is_dir():
