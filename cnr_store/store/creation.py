@@ -65,24 +65,15 @@ def read_identity(storage: Storage) -> Identity:
     return decode_identity(data, f"{storage.url}/{layout.IDENTITY}")
 
 
-def begin_log(log: CommitLog, identity: bytes) -> None:
+def begin_log(storage: Storage, log: CommitLog, identity: bytes) -> None:
     """Write the first record of a store's own log, behind the bytes of its ``cnr.json``. Safe to call again.
+
+    And behind it the Zarr group of the segments: something below ``data/`` without a record is a log that was lost.
 
     Raises
     ------
     CommitStateUnknown, CorruptStore, StorageFailure
     """
     log.append_first(draft_init(writer_info(uuid.uuid4().hex), sha256(identity)))
-
-
-def put_data_group(storage: Storage) -> None:
-    """Put the Zarr group of the segments, durably, before the first of them.
-
-    Behind the first record: something below ``data/`` without one is a log that was lost.
-
-    Raises
-    ------
-    StorageFailure
-    """
     storage.put(layout.DATA_GROUP, arrays.group_document({}))
     storage.sync_folders([layout.DATA_GROUP])

@@ -195,7 +195,7 @@ class StoreInternals:
             self.check_begun()
         except VersionNotFound:
             check_clock(self.storage, wall_ms(), may_be_behind=True)
-            begin_log(self.log, self.storage.read_document(layout.IDENTITY, MAX_SMALL_BYTES) or b"")
+            begin_log(self.storage, self.log, self.storage.read_document(layout.IDENTITY, MAX_SMALL_BYTES) or b"")
         self._has_first = True
 
     def settled_head(self) -> LogEntry:

@@ -86,7 +86,7 @@ class Store:
         """Create a store on opened storage; see `create`. ``retry`` bounds how long an unclear commit is pursued."""
         identity = create_identity(storage)
         store = cls(storage, identity, threads=threads, retry=retry)
-        begin_log(store.internals.log, canonical_json(identity))
+        begin_log(storage, store.internals.log, canonical_json(identity))
         return store
 
     @classmethod

@@ -16,7 +16,6 @@ from cnr_store.runtime.arguments import checked_choice
 from cnr_store.runtime.ranks import Ranks, rank_zero, together
 from cnr_store.runtime.threads import Throttle, check_rate
 from cnr_store.segment.shards import Placement, check_placements, column_cuts
-from cnr_store.store.creation import put_data_group
 from cnr_store.store.internals import StoreInternals
 from cnr_store.types import Rectangle
 from cnr_store.write.mirrors import MirrorMode, Mirrors, check_mirror_folder
@@ -72,10 +71,7 @@ def _fence(internals: StoreInternals, info: WriterInfo) -> LogEntry:
     """Commit a fence: no earlier writer commits any more."""
     head = internals.writable_head()
     draft = draft_after(head.record, "fence", info, epoch=head.record.epoch + 1)
-    fenced = internals.log.append(head, draft, rebase_fence)
-    if not fenced.record.chain:  # nothing was saved yet
-        put_data_group(internals.storage)
-    return fenced
+    return internals.log.append(head, draft, rebase_fence)
 
 
 def _exchange_shards(ranks: Ranks, shards: Placement | None) -> list[dict[str, list[Rectangle]]]:

@@ -187,7 +187,7 @@ def check_root(storage: Storage, findings: Findings) -> None:
     for key, wanted in zarr_groups().items():
         data = storage.read(key, stop=len(wanted) + 1)
         if data is None and key == layout.DATA_GROUP and not storage.list_folders(layout.DATA):
-            continue  # a writer puts it before the first segment
+            continue  # creation was interrupted before it, and nothing was saved
         if data is None:
             message = f"{key} is missing; Zarr readers do not see the store as a group"
             findings.add(Problem(MissingObject.kind, key, (), message))
