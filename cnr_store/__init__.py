@@ -4,7 +4,7 @@
 
     store = Store.create("s3://bucket/run-7")
     with store.writer() as writer:
-        with writer.begin(step=100, kind="full") as txn:
+        with writer.begin(step=100, kind="baseline") as txn:
             txn.write_table("user", weights, slots={"momentum1": state})
         with writer.begin(step=200) as txn:
             txn.write_rows("user", row_ids, weights[row_ids], slots={"momentum1": state[row_ids]})

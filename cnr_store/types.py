@@ -31,7 +31,7 @@ MAX_CODE = 1 << 21
 """Largest |code| of the lattice: up to here encoding a decoded value gives the same code (spec, section 5)."""
 
 MAX_CHAIN = 64
-"""Longest chain a record may carry; a writer commits a ``full`` when it is reached."""
+"""Longest chain a record may carry; a writer commits a ``baseline`` when it is reached."""
 
 
 class Raw(msgspec.Struct, frozen=True, tag_field="encoding", tag="raw", forbid_unknown_fields=False):

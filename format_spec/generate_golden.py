@@ -342,7 +342,7 @@ def halved_scale(golden, scale, user, momentum, expected, slot, note, other) -> 
 
 
 def one_shot_case(folder: Path) -> None:
-    """A one-shot delta takes the place of the deltas before it; a later full starts over at another scale."""
+    """A one-shot delta takes the place of the deltas before it; a later baseline starts over at another scale."""
     golden = Golden(folder)
     random = np.random.default_rng(5)
     values = random.normal(size=(20, 3)).astype(np.float32)
@@ -360,7 +360,7 @@ def one_shot_case(folder: Path) -> None:
             version = txn.commit()
         held = {"bias": bias, "same": np.arange(6, dtype=np.float32)}
         golden.expect(version, {"t": {"values": lattice(values, 0.125)}}, dense=held)
-    with golden.writer.begin(step=4, kind="full") as txn:
+    with golden.writer.begin(step=4, kind="baseline") as txn:
         txn.write_table("t", values, options=TableOptions(scale=0.03125))
         golden.expect(txn.commit(), {"t": {"values": lattice(values, 0.03125)}}, dense=held)
     golden.close()

@@ -49,8 +49,8 @@ def chain_problems(names: Sequence[str], manifests: Sequence[Manifest], known: i
 
 
 def record_problems(record: CommitRecord, last: Manifest) -> Iterator[str]:
-    """Yield where a ``full`` or ``delta`` record differs from the manifest that it made visible. Pure."""
-    if record.kind not in ("full", "delta"):
+    """Yield where a ``baseline`` or ``delta`` record differs from the manifest that it made visible. Pure."""
+    if record.kind not in ("baseline", "delta"):
         return
     if record.step != last.step:
         yield f"says step {record.step}, its segment says {last.step}"

@@ -25,7 +25,7 @@ KNOWN_WRITER_FEATURES: frozenset[str] = frozenset()
 RESERVED_FEATURES: frozenset[str] = frozenset({"row_classes"})
 _RAW = msgspec.json.Decoder(dict[str, Any])
 
-DATA_KINDS: frozenset[str] = frozenset({"full", "delta", "rollback"})
+DATA_KINDS: frozenset[str] = frozenset({"baseline", "delta", "rollback"})
 """Kinds that change the training state a reader sees."""
 
 
@@ -155,8 +155,8 @@ def _chain_problems(record: CommitRecord) -> Iterator[str]:
     entries = record.chain
     if len(entries) > MAX_CHAIN:
         yield f"has a chain of {len(entries)} segments, at most {MAX_CHAIN} are allowed"
-    if (entries[-1].l1 if entries else 0) != record.logical:
-        yield f"is at logical {record.logical}, its chain ends at {entries[-1].l1 if entries else 0}"
+    if (entries[-1].l1 if entries else 0) != record.checkpoint:
+        yield f"is at checkpoint {record.checkpoint}, its chain ends at {entries[-1].l1 if entries else 0}"
     if entries and (entries[0].kind != "baseline" or entries[0].l0 != 0):
         yield "has a chain that does not start with a baseline"
     if len({entry.seg for entry in entries}) != len(entries):
@@ -173,7 +173,9 @@ def _kind_problems(record: CommitRecord) -> Iterator[str]:
     kind, length = record.kind, len(record.chain)
     if kind not in ("init", "fork") if record.v == 0 else kind == "init":
         yield f"has kind {kind}, which cannot be at its position"
-    lengths = {"init": range(1), "full": range(1, 2), "delta": range(2, MAX_CHAIN + 1), "compact": range(1, MAX_CHAIN)}
+    lengths = {
+        "init": range(1), "baseline": range(1, 2), "delta": range(2, MAX_CHAIN + 1), "compact": range(1, MAX_CHAIN),
+    }  # fmt: skip
     if length not in lengths.get(kind, range(MAX_CHAIN + 1)):
         yield f"has kind {kind} and a chain of {length} segments"
     lacks_name = record.name is None and kind in ("tag", "untag", "channel", "fork")

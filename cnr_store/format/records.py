@@ -46,7 +46,7 @@ MAJOR = 1
 MINOR = 0
 
 RecordKind = Literal[
-    "init", "fence", "full", "delta", "compact", "rollback", "tag", "untag", "channel", "expire", "fork", "close"
+    "init", "fence", "baseline", "delta", "compact", "rollback", "tag", "untag", "channel", "expire", "fork", "close"
 ]
 
 SegmentKind = Literal["baseline", "delta"]
@@ -158,7 +158,7 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     store_uuid: Hex32
     parent_digest: Sha256
     epoch: Count
-    logical: Count
+    checkpoint: Count
     step: Count
     ts_ms: Count
     chain: Annotated[tuple[ChainEntry, ...], Meta(max_length=MAX_CHAIN)] = ()

@@ -89,7 +89,7 @@ def total_sizes(sizes: Iterable[SegmentSizes]) -> SegmentSizes:
 
 
 def fp32_bytes(manifest: Manifest) -> int:
-    """Return what a full checkpoint of the same state takes with every table and slot in fp32. Pure, no I/O.
+    """Return what a baseline of the same state takes with every table and slot in fp32. Pure, no I/O.
 
     Dense tensors count in their own dtype. Of a hashed table only the rows in this segment are known.
     """

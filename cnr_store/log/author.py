@@ -25,7 +25,7 @@ def author_of(record: CommitRecord) -> str:
     >>> info = WriterInfo(host="node-7:4711", lib=LIBRARY, run_id="")
     >>> author_of(
     ...     CommitRecord(
-    ...         v=0, kind="init", commit_uuid="", store_uuid="", parent_digest="", epoch=0, logical=0, step=0,
+    ...         v=0, kind="init", commit_uuid="", store_uuid="", parent_digest="", epoch=0, checkpoint=0, step=0,
     ...         ts_ms=1_700_000_000_000, writer=info,
     ...     )
     ... )

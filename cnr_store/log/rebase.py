@@ -75,7 +75,7 @@ def draft_init(writer: WriterInfo, identity_digest: str = "0" * 64) -> CommitRec
         store_uuid="",
         parent_digest=identity_digest,
         epoch=0,
-        logical=0,
+        checkpoint=0,
         step=0,
         ts_ms=0,
         writer=writer,
@@ -93,7 +93,7 @@ def draft_branch(point: CommitRecord, branch: str, writer: WriterInfo) -> Commit
         name=branch,
         target=point.v,
         chain=point.chain,
-        logical=point.logical,
+        checkpoint=point.checkpoint,
         step=point.step,
         reader_features=point.reader_features,
         writer_features=point.writer_features,
@@ -101,7 +101,7 @@ def draft_branch(point: CommitRecord, branch: str, writer: WriterInfo) -> Commit
 
 
 def rebase_data(draft: CommitRecord, intervening: LogEntry, *, txn: str) -> CommitRecord:
-    """Return a ``full`` or ``delta`` draft moved behind a record that left the training state alone.
+    """Return a ``baseline`` or ``delta`` draft moved behind a record that left the training state alone.
 
     The draft's own segment (the last of its chain, named by ``txn``) is put on the new chain. Pure.
 
@@ -112,7 +112,7 @@ def rebase_data(draft: CommitRecord, intervening: LogEntry, *, txn: str) -> Comm
     TransactionAborted
         The record's abort list names ``txn``.
     Conflict
-        The record is itself ``full``, ``delta`` or ``rollback``.
+        The record is itself ``baseline``, ``delta`` or ``rollback``.
     DoesNotApply
         Compaction merged the segment that the delta starts from into a later one.
     """
@@ -122,7 +122,7 @@ def rebase_data(draft: CommitRecord, intervening: LogEntry, *, txn: str) -> Comm
     _check_commutes(draft, record)
     own = draft.chain[-1]
     chain = (own,) if own.kind == "baseline" else (*_chain_up_to(record, own), own)
-    return _adopt(draft, record, chain=chain, logical=draft.logical, step=draft.step)
+    return _adopt(draft, record, chain=chain, checkpoint=draft.checkpoint, step=draft.step)
 
 
 def check_not_given_up(record: CommitRecord, txn: str) -> None:
@@ -156,7 +156,7 @@ def rebase_rollback(draft: CommitRecord, intervening: LogEntry) -> CommitRecord:
     _check_epoch(draft, record)
     _check_commutes(draft, record)
     _check_target_lives(draft, record)
-    return _adopt(draft, record, chain=draft.chain, logical=draft.logical, step=draft.step)
+    return _adopt(draft, record, chain=draft.chain, checkpoint=draft.checkpoint, step=draft.step)
 
 
 def rebase_fence(draft: CommitRecord, intervening: LogEntry) -> CommitRecord:
@@ -376,7 +376,7 @@ def _check_commutes(draft: CommitRecord, record: CommitRecord) -> None:
     if not leaves_state(record):
         raise Conflict(
             f"commit record {record.v} ({record.kind}; {author_of(record)}) changed the training state that this "
-            f"{draft.kind} started from; restore it, or commit a full checkpoint",
+            f"{draft.kind} started from; restore it, or commit a baseline",
             version=record.v,
             found=record.kind,
         )
@@ -400,7 +400,7 @@ def _chain_up_to(record: CommitRecord, own: ChainEntry) -> tuple[ChainEntry, ...
         if entry.l1 == own.l0:
             return record.chain[: index + 1]
     raise DoesNotApply(
-        f"segment {own.seg} starts at logical {own.l0}, where no segment of commit record {record.v} ends "
+        f"segment {own.seg} starts at checkpoint {own.l0}, where no segment of commit record {record.v} ends "
         "any more: compaction merged it into a later one; save again",
         version=record.v,
         expected=own.l0,

@@ -20,11 +20,11 @@ class RetentionPolicy:
     Attributes
     ----------
     keep_last
-        The newest this many checkpoints, counted by ``logical``; of each the newest version. At least 1.
+        The newest this many checkpoints; of each the newest version. At least 1.
     keep_within_s
         Every version committed in the last so many seconds as well; none counts as younger than a later one.
     keep_every
-        Every checkpoint whose ``logical`` is a multiple of this as well.
+        Every checkpoint whose number is a multiple of this as well.
 
     Raises
     ------
@@ -49,7 +49,7 @@ class LiveVersion:
     """What retention needs of one record: its place, checkpoint and time, and the names of its chain's segments."""
 
     version: int
-    logical: int
+    checkpoint: int
     ts_ms: int
     chain: tuple[str, ...]
 
@@ -126,7 +126,7 @@ def plan_retention(
     >>> from cnr_store.log.rebase import draft_init
     >>> from cnr_store.format.records import WriterInfo
     >>> head = draft_init(WriterInfo(host="", lib="", run_id=""))
-    >>> log = [LiveVersion(v, logical=v, ts_ms=v, chain=(f"full {v}",)) for v in range(1, 7)]
+    >>> log = [LiveVersion(v, checkpoint=v, ts_ms=v, chain=(f"full {v}",)) for v in range(1, 7)]
     >>> plan = plan_retention(head, log, RetentionPolicy(keep_last=2, keep_every=3), NO_HOLDS, now_ms=9)
     >>> plan.floor, plan.kept, plan.going
     (5, (3,), (1, 2, 4))
@@ -155,7 +155,7 @@ def plan_retention(
             elif reason is not None:
                 verdicts.append(VersionVerdict(version, False, f"version {first.version} has the same state"))
             else:
-                newer = versions[runs[newest.get(first.logical, index)].start]
+                newer = versions[runs[newest.get(first.checkpoint, index)].start]
                 verdicts.append(VersionVerdict(version, False, _why_not(first, newer)))
     kept = tuple(verdict.version for verdict in verdicts if verdict.stays and verdict.version < floor)
     return RetentionPlan(floor, kept, tuple(verdicts))
@@ -175,12 +175,12 @@ def _runs(versions: Sequence[LiveVersion]) -> list[_StateSpan]:
 
 
 def _newest_runs(versions: Sequence[LiveVersion], runs: Sequence[_StateSpan]) -> dict[int, int]:
-    """Checkpoint (``logical``) to the newest run that shows it; newest checkpoint first."""
+    """Checkpoint number to the newest run that shows it; newest checkpoint first."""
     newest: dict[int, int] = {}
     for index in reversed(range(len(runs))):
         first = versions[runs[index].start]
         if first.chain:
-            newest.setdefault(first.logical, index)
+            newest.setdefault(first.checkpoint, index)
     return newest
 
 
@@ -196,8 +196,8 @@ def _policy_reasons(
     for index in list(newest.values())[: policy.keep_last]:
         reasons.setdefault(index, f"one of the newest {policy.keep_last} checkpoints")
     if policy.keep_every is not None:
-        for logical, index in newest.items():
-            if logical % policy.keep_every == 0:
+        for checkpoint, index in newest.items():
+            if checkpoint % policy.keep_every == 0:
                 reasons.setdefault(index, f"every {policy.keep_every}. checkpoint")
     if policy.keep_within_s is not None:
         since_ms = now_ms - policy.keep_within_s * 1000

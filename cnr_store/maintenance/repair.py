@@ -275,7 +275,7 @@ def return_to(
         )
     draft = draft_after(
         last, "rollback", info or writer_info(),
-        target=target.v, chain=target.chain, logical=target.logical, step=target.step, ts_ms=ts_ms,
+        target=target.v, chain=target.chain, checkpoint=target.checkpoint, step=target.step, ts_ms=ts_ms,
     )  # fmt: skip
     if end.torn:
         if read_end(store) != end:

@@ -16,7 +16,7 @@ from cnr_store.format.limits import MAX_SMALL_BYTES
 from cnr_store.format.records import CommitRecord
 from cnr_store.store import Store
 
-CHECKPOINT_KINDS = frozenset({"full", "delta"})
+CHECKPOINT_KINDS = frozenset({"baseline", "delta"})
 
 
 class LastMaintenance(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +60,7 @@ class HeadStatus:
     ----------
     branch
         The branch; None is the store's own log.
-    version, step, logical
+    version, step, checkpoint
         Of the newest record.
     checkpoint_ms
         When the newest checkpoint was committed; None if nothing was ever saved. Maintenance moves the head, not this.
@@ -79,7 +79,7 @@ class HeadStatus:
     branch: str | None
     version: int
     step: int
-    logical: int
+    checkpoint: int
     checkpoint_ms: int | None
     chain_length: int
     chain_bytes: int
@@ -151,7 +151,7 @@ def head_status(store: Store) -> HeadStatus:
     head = store.head().record
     checkpoint = next((record for record in store.log() if record.kind in CHECKPOINT_KINDS), None)
     return HeadStatus(
-        branch=store.branch, version=head.v, step=head.step, logical=head.logical,
+        branch=store.branch, version=head.v, step=head.step, checkpoint=head.checkpoint,
         checkpoint_ms=None if checkpoint is None else checkpoint.ts_ms,
         chain_length=len(head.chain), chain_bytes=sum(entry.bytes for entry in head.chain),
         baseline_bytes=head.chain[0].bytes if head.chain else 0,

@@ -114,7 +114,7 @@ def plan_table(
     """
     last = manifests[-1]
     if table not in last.tables:
-        raise TableNotFound(f"no table {table!r} at logical {last.l1}; there are {sorted(last.tables)}", table=table)
+        raise TableNotFound(f"no table {table!r} at checkpoint {last.l1}; there are {sorted(last.tables)}", table=table)
     schema = last.tables[table]
     hashed = schema.keys == "hashed"
     stop = schema.num_rows if stop is None else stop

@@ -39,7 +39,7 @@ class Snapshot:
     Attributes
     ----------
     record
-        The commit record: version ``record.v``, ``step``, ``logical``, chain.
+        The commit record: version ``record.v``, ``step``, ``checkpoint``, chain.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from cnr_store.log.retention import LiveVersion
 
 @dataclass(frozen=True, slots=True)
 class _HeldVersion:
-    logical: int
+    checkpoint: int
     ts_ms: int
     chain: tuple[ChainEntry, ...] = field(repr=False)
 
@@ -38,7 +38,7 @@ class HeldVersions:
         """Take a version as held."""
         record = entry.record
         chain = tuple(self._entries.setdefault(item.seg, item) for item in record.chain)
-        self._versions[record.v] = _HeldVersion(record.logical, record.ts_ms, chain)
+        self._versions[record.v] = _HeldVersion(record.checkpoint, record.ts_ms, chain)
 
     def chain_of(self, version: int) -> tuple[ChainEntry, ...]:
         """Return the chain of a version that is held."""
@@ -48,7 +48,7 @@ class HeldVersions:
         """Forget what has expired by the newest record; return the rest, ascending."""
         self._versions = {version: one for version, one in sorted(self._versions.items()) if is_live(head, version)}
         return [
-            LiveVersion(version, one.logical, one.ts_ms, tuple(item.seg for item in one.chain))
+            LiveVersion(version, one.checkpoint, one.ts_ms, tuple(item.seg for item in one.chain))
             for version, one in self._versions.items()
         ]
 

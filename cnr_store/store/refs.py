@@ -75,7 +75,7 @@ class Refs:
         target = self._versions.live(head, checked_count("a version", version, least=None)).record
         return self._append(
             head, "rollback", rebase_rollback,
-            target=target.v, chain=target.chain, logical=target.logical, step=target.step,
+            target=target.v, chain=target.chain, checkpoint=target.checkpoint, step=target.step,
         )  # fmt: skip
 
     def fork(self, name: str, version: int | None, expires_s: float | None) -> Branch:

@@ -235,7 +235,7 @@ class Store:
 
         With ``ranks``, all of them call this together and get writers that write one segment between them.
 
-        The writer starts at the head without its mirrors: `Writer.restore` loads them, or begin with a ``full``.
+        The writer starts at the head without its mirrors: `Writer.restore` loads them, or begin with a ``baseline``.
 
         Parameters
         ----------

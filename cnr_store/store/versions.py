@@ -69,10 +69,10 @@ class Versions:
             if record.step != step or not _has_state(record):
                 continue
             newest = newest or entry
-            if record.logical == newest.record.logical:
+            if record.checkpoint == newest.record.checkpoint:
                 if is_live(head.record, record.v):
                     return entry
-                if record.kind in ("full", "delta"):
+                if record.kind in ("baseline", "delta"):
                     break
         if newest is None:
             relay = self._internals.relay

@@ -47,7 +47,7 @@ class SaveReport:
     Attributes
     ----------
     version, step, kind
-        Position in the log, training step, ``full`` or ``delta``.
+        Position in the log, training step, ``baseline`` or ``delta``.
     rows
         Touched rows that this rank handed over, of all tables; all rows of tables that were written whole.
     size_bytes
@@ -65,7 +65,7 @@ class SaveReport:
 
     version: int
     step: int
-    kind: Literal["full", "delta"]
+    kind: Literal["baseline", "delta"]
     rows: int
     size_bytes: int
     stall_s: float

@@ -66,7 +66,7 @@ def rank_document(*, with_rng: bool) -> dict[str, Any]:
 
 def rows_to_write(taken: Taken, decision: Decision, changed: Cumulative) -> RowIds:
     """Return the rows a save writes of a table: the taken ones, and all since the baseline for a one-shot delta."""
-    if decision.kind == "full" or decision.base == "head":
+    if decision.kind == "baseline" or decision.base == "head":
         return taken.row_ids
     both = Cumulative({taken.table: taken.num_rows})
     both.add(taken)

@@ -92,7 +92,7 @@ class CheckpointManager:
     ...     _ = manager.step()
     >>> manager.close()
     >>> [(report.step, report.kind) for report in manager.history]
-    [(2, 'full'), (4, 'delta')]
+    [(2, 'baseline'), (4, 'delta')]
     """
 
     def __init__(
@@ -281,7 +281,7 @@ class CheckpointManager:
             Stored name to mine, for tables that are named differently.
         strict
             Refuse where checkpoint and model differ in tables, dense tensors, optimizers or the number of ranks; else
-            restore what both have and return what was ``missing`` and ``unexpected``; the next save is then a full.
+            restore what both have and return what was ``missing`` and ``unexpected``; the next save is then a baseline.
         resize
             Take tables that have more rows than the stored ones: the new rows get the stored table's ``fill``, or stay
             as the ``model`` has them, as their optimizer state does. For trainings of one process with whole tables.
@@ -394,7 +394,7 @@ class CheckpointManager:
             self._saver.mark_saved()
             warnings.warn(f"no checkpoint at step {self.current_step}: {error}", RuntimeWarning, stacklevel=3)
             return
-        if self._training.ranks.world == 1 and is_over:  # a first full that stalled: its failure is news of this step
+        if self._training.ranks.world == 1 and is_over:  # a first baseline that stalled failed in this step
             self._reports.report(self._saver.collect(wait=False))
 
     def _save_last(self) -> None:

@@ -10,7 +10,7 @@ from cnr_store.write.policy import CheckpointSize, Policy
 
 def sizes_of_chain(record: CommitRecord) -> list[CheckpointSize]:
     """Return the sizes of a record's own chain. Pure."""
-    return [CheckpointSize("full" if e.kind == "baseline" else "delta", e.bytes) for e in record.chain]
+    return [CheckpointSize(e.kind, e.bytes) for e in record.chain]
 
 
 def sizes_since_baseline(policy: Policy, records: Iterable[CommitRecord]) -> list[CheckpointSize]:
@@ -30,10 +30,10 @@ def sizes_since_baseline(policy: Policy, records: Iterable[CommitRecord]) -> lis
     deltas = {last.seg: last.bytes}
     for record in walk:
         if not record.chain or record.chain[0].seg != baseline.seg:
-            if record.kind in ("full", "compact", "delta"):
+            if record.kind in ("baseline", "compact", "delta"):
                 break
             continue
-        if record.kind == "full":
+        if record.kind == "baseline":
             break
         if record.kind == "delta" and len(record.chain) > 1:
             deltas.setdefault(record.chain[-1].seg, record.chain[-1].bytes)

@@ -24,7 +24,7 @@ class Lineage:
     def add(self, job: SaveJob) -> None:
         """Take over a committed save."""
         size = CheckpointSize(job.transaction.kind, job.transaction.size_bytes)
-        if size.kind == "full":
+        if size.kind == "baseline":
             self.sizes = [size]
             self.changed.clear()
         else:

@@ -22,7 +22,7 @@ WhenBusy = Literal["wait", "skip", "refuse"]
 OnError = Literal["raise", "warn"]
 """What a failed save does at the next `step`: stop the training or warn. Its rows stay dirty either way."""
 
-FirstFull = Literal["stall", "live"]
+FirstBaseline = Literal["stall", "live"]
 """How a table that must be read whole is read: the training stalls until it is written, or goes on meanwhile."""
 
 Schedule = Literal["constant", "loss"]
@@ -39,14 +39,14 @@ class SavePolicy:
     Attributes
     ----------
     policy
-        ``full``, ``consecutive``, ``one_shot`` or ``intermittent`` (`cnr_store.write.policy`).
+        ``baseline``, ``consecutive``, ``one_shot`` or ``intermittent`` (`cnr_store.write.policy`).
     every_seconds
         A save is due so long after the last one, besides the manager's ``every_steps``. For trainings of one rank.
-    first_full
+    first_baseline
         How tables are read that must be written whole: in the first save, with a new slot or another scale. ``live``:
         while the training goes on; rows that it changes meanwhile are copied at the first step behind that, and the
-        checkpoint is of that step. Every writer of a row must mark it, as the library's hooks do. Tables without a full
-        mirror (``mirror="none"``, affine rows) stall all the same.
+        checkpoint is of that step. Every writer of a row must mark it, as the library's hooks do. Tables without a
+        full mirror (``mirror="none"``, affine rows) stall all the same.
     when_busy, on_error
         See `WhenBusy` and `OnError`.
     save_on_sigterm
@@ -63,7 +63,7 @@ class SavePolicy:
 
     policy: Policy = "consecutive"
     every_seconds: float | None = None
-    first_full: FirstFull = "stall"
+    first_baseline: FirstBaseline = "stall"
     when_busy: WhenBusy = "wait"
     on_error: OnError = "raise"
     save_on_sigterm: bool | Literal["flag"] = False
@@ -71,7 +71,7 @@ class SavePolicy:
 
     def __post_init__(self) -> None:
         checked_choice("policy", self.policy, get_args(Policy))
-        checked_choice("first_full", self.first_full, get_args(FirstFull))
+        checked_choice("first_baseline", self.first_baseline, get_args(FirstBaseline))
         checked_choice("when_busy", self.when_busy, get_args(WhenBusy))
         checked_choice("on_error", self.on_error, get_args(OnError))
         checked_choice("save_on_sigterm", self.save_on_sigterm, (False, True, "flag"))

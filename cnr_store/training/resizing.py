@@ -69,8 +69,8 @@ class Growing:
         }
 
     def stage(self, transaction: Transaction, whole: set[str]) -> set[str]:
-        """Resize in a delta what is not written ``whole``; returns what a full must be given whole."""
-        if transaction.kind == "full":
+        """Resize in a delta what is not written ``whole``; returns what a baseline must be given whole."""
+        if transaction.kind == "baseline":
             return set(self.rows)
         for table in self.rows.keys() - whole:
             transaction.resize_table(table, self.rows[table])

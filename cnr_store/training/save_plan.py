@@ -1,4 +1,4 @@
-"""What a save writes, decided by all ranks together: a full or a delta, and which tables whole."""
+"""What a save writes, decided by all ranks together: a baseline or a delta, and which tables whole."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def plan_save(training: LiveTraining, chain: ChainState, policy: Policy, writer:
         for name, of_tables in known.items():
             of_tables.update(given[name])
     state, slots, decision = found[0]
-    if any(answer["kind"] == "full" for answer in answers):
-        decision = Decision("full", "baseline", "a rank needs it")
-    if decision.kind == "full":
-        chain.whole_next |= chain.rate.waits_for_full()
+    if any(answer["kind"] == "baseline" for answer in answers):
+        decision = Decision("baseline", "baseline", "a rank needs it")
+    if decision.kind == "baseline":
+        chain.whole_next |= chain.rate.waits_for_baseline()
         chain.whole_next |= chain.rate.too_fine(training.control, writer, chain.whole_next)
     return SavePlan(state, slots, decision, known)
 
@@ -89,7 +89,7 @@ def _decide_here(
 ) -> Decision:
     """What this rank would save, without knowing of the others."""
     schemas = chain.growing.applied_to(writer.snapshot.tables) if writer.is_synced else {}
-    chain.whole_next |= chain.rate.waits_for_full()
+    chain.whole_next |= chain.rate.waits_for_baseline()
     chain.whole_next |= {
         shard.table
         for name, shard in state.shards.items()
@@ -97,8 +97,8 @@ def _decide_here(
     }
     if not writer.is_synced:
         chain.whole_next |= training.tables  # also those of other ranks, which forget them with us
-        return Decision("full", "baseline", "the writer does not know the head's state")
+        return Decision("baseline", "baseline", "the writer does not know the head's state")
     if chain.whole_next or schemas.keys() - training.tables:
-        return Decision("full", "baseline", f"tables {sorted(chain.whole_next)} must be written whole")
+        return Decision("baseline", "baseline", f"tables {sorted(chain.whole_next)} must be written whole")
     length = len(writer.head.record.chain)
     return chain.rate.decide(decide(policy, chain.lineage.sizes, chain_length=length), length)

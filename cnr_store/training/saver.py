@@ -86,7 +86,7 @@ class Saver:
             self.chain.quality = None
         plan = plan_save(self.training, self.chain, self.policy.policy, writer)
         transaction = writer.begin(self.position.step, plan.decision.kind, base=plan.decision.base)
-        if self.policy.first_full == "live":
+        if self.policy.first_baseline == "live":
             try:
                 read = self.stager.begin_reading(transaction, writer, plan)
                 if read is not None:
@@ -286,7 +286,7 @@ class Saver:
         changes = self.chain.won(job, self.training)
         if error is not None:
             # What the mirrors hold is not known then, and the next save asks the writer (`plan_save`).
-            logger.warning("version %d is committed, but then failed (%r); the next save is a full", version, error)
+            logger.warning("version %d is committed, but then failed (%r); the next save is a baseline", version, error)
         report = job.report(version, changes)
         self.history.append(report)
         logger.info(
@@ -309,7 +309,7 @@ class Saver:
         if isinstance(error, TransactionAborted) and self.training.ranks.world > 1:
             pass  # a rank gave up before anything was appended: the mirrors are the head's, on all ranks
         elif isinstance(error, Conflict):
-            # The head is not what our mirrors are: the next save is a full one behind a fence of its own.
+            # The head is not what our mirrors are: the next save is a baseline behind a fence of its own.
             self.writer.close()
 
     def _move(self, event: SaveEvent) -> None:
@@ -335,7 +335,7 @@ class Saver:
             writer = self.writer.current = self.writer.open(None)
             if writer.head.record.chain:
                 logger.warning(
-                    "%s holds checkpoints that were not restored; the next save is a full one of the live state",
+                    "%s holds checkpoints that were not restored; the next save is a baseline of the live state",
                     store.url,
                 )
                 self.chain.whole_next |= self.training.tables

@@ -143,7 +143,7 @@ def import_tensors(
     replace: bool = False,
     progress: ImportProgress | None = None,
 ) -> ImportReport:
-    """Commit tensors as a ``full``. Becomes the store's writer: another one that is open is fenced. Blocks.
+    """Commit tensors as a ``baseline``. Becomes the store's writer: another one that is open is fenced. Blocks.
 
     Parameters
     ----------
@@ -176,7 +176,7 @@ def import_tensors(
     missing = sorted(store.snapshot().tables.keys() - plan.tables.keys())
     if missing and not replace:
         raise BadInput(
-            f"the store has tables {missing}, which the source does not hold; a full replaces the whole state: "
+            f"the store has tables {missing}, which the source does not hold; a baseline replaces the whole state: "
             "ask to replace it, or import into another store",
             table=missing[0], found=missing,
         )  # fmt: skip
@@ -184,7 +184,7 @@ def import_tensors(
     done = 0
     # With a mirror, so that the baseline carries state digests; in files, so that it takes no memory.
     with store.writer(mirror="mmap") as writer:
-        with writer.begin(chosen_step, kind="full") as txn:
+        with writer.begin(chosen_step, kind="baseline") as txn:
             for table in missing:
                 txn.drop_table(table)
             for table, tensor in plan.tables.items():

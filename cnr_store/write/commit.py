@@ -127,7 +127,7 @@ class Commit:
             record, segment = state.head.record, self._staged.draft
             draft = draft_after(
                 record, segment.kind, state.setup.info,
-                chain=next_chain(record, entry, keep=segment.keep), logical=entry.l1, step=segment.step,
+                chain=next_chain(record, entry, keep=segment.keep), checkpoint=entry.l1, step=segment.step,
                 user=dict(user or {}),
             )  # fmt: skip
             decision.entry = self._append(draft)
@@ -175,10 +175,10 @@ class Commit:
             receipts, txn=draft.txn, world=state.setup.ranks.world, l0=draft.l0, base=self._staged.base_manifest
         )
         check_coverage(receipts, self._staged.schemas.tables)
-        l1 = max(state.head.record.logical, draft.l0) + 1
+        l1 = max(state.head.record.checkpoint, draft.l0) + 1
         document = SegmentDocument(
             format=MAJOR, txn=draft.txn, base=state.head.record.v,
-            kind="baseline" if draft.kind == "full" else "delta", l0=draft.l0, l1=l1, step=draft.step,
+            kind=draft.kind, l0=draft.l0, l1=l1, step=draft.step,
             tables=dict(self._staged.schemas.tables), scalars=dict(self._staged.documents.scalars),
             **merge_receipts(receipts),
         )  # fmt: skip

@@ -21,7 +21,7 @@ def next_chain(head: CommitRecord, entry: ChainEntry, *, keep: int) -> tuple[Cha
     """
     chain = (entry,) if entry.kind == "baseline" else (*head.chain[:keep], entry)
     if len(chain) > MAX_CHAIN:
-        raise BadInput(f"a chain holds at most {MAX_CHAIN} segments; commit a full", expected=MAX_CHAIN)
+        raise BadInput(f"a chain holds at most {MAX_CHAIN} segments; commit a baseline", expected=MAX_CHAIN)
     return chain
 
 
@@ -35,7 +35,7 @@ def check_receipts(receipts: Sequence[Receipt], *, txn: str, world: int, l0: int
     Raises
     ------
     DoesNotApply
-        A mirror that is not the head's: the writer must restore first, or commit a full.
+        A mirror that is not the head's: the writer must restore first, or commit a baseline.
     BadInput
         A receipt is missing.
     """
@@ -51,7 +51,7 @@ def check_receipts(receipts: Sequence[Receipt], *, txn: str, world: int, l0: int
             )  # fmt: skip
         if receipt.l0 != l0:
             raise DoesNotApply(
-                f"rank {receipt.rank} staged a delta from logical {receipt.l0}, the commit is on {l0}; restore first",
+                f"rank {receipt.rank} staged a delta from checkpoint {receipt.l0}, the commit is on {l0}: restore",
                 expected=l0, found=receipt.l0,
             )  # fmt: skip
     if base is not None:
@@ -93,7 +93,7 @@ def _sum_of(digests: Sequence[str | None]) -> str | None:
 def _another_state(table: str, who: str, expected: str | None, found: str | None) -> DoesNotApply:
     return DoesNotApply(
         f"the mirror of table {table!r} ({who}) starts from state digest {found}, the head's is {expected}; restore "
-        "first, or commit a full",
+        "first, or commit a baseline",
         table=table, expected=expected, found=found,
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ from typing import Literal
 from cnr_store.format.layout import segment_name
 from cnr_store.format.records import CommitRecord
 
-CommitKind = Literal["full", "delta"]
+CommitKind = Literal["baseline", "delta"]
 
 
 @dataclass(slots=True)

@@ -114,7 +114,7 @@ class Mirrors:
 
         return allocate
 
-    def release_for_full(self, shard: Shard) -> None:
+    def release_for_baseline(self, shard: Shard) -> None:
         """Let a shard's mirror go before it is encoded anew, so that two never stand side by side.
 
         From here until the commit has won the mirrors are incomplete: `is_complete` is False.

@@ -1,7 +1,7 @@
 """How exact a table is stored, decided from what a run shows: restores and the loss. Pure; records in, records out.
 
 A scale may change in two places (design, section 4): by halvings in the first save after a restore, and to anything
-in a ``full``. What is decided here waits for one of the two.
+in a ``baseline``. What is decided here waits for one of the two.
 """
 
 from __future__ import annotations
@@ -91,14 +91,14 @@ def halvings_to(scale: float, wanted: float) -> int:
 
 
 DRIFT = 2.0
-"""A full chooses a scale anew that has become so many times finer than what was asked for."""
+"""A baseline chooses a scale anew that has become so many times finer than what was asked for."""
 
 
 def is_too_fine(scale: float, target: float) -> bool:
     """Say whether a table's scale is finer by `DRIFT` than the one that its options ask for now. Pure.
 
     Training widens rows, so a scale that is kept becomes finer than asked, by about a bit an element for each doubling.
-    One that is too coarse is left to refinements, which cost no full.
+    One that is too coarse is left to refinements, which cost no baseline.
 
     >>> is_too_fine(0.1, 0.19), is_too_fine(0.1, 0.2), is_too_fine(0.1, 0.01)
     (False, True, False)
@@ -152,7 +152,7 @@ class Refinement:
     Attributes
     ----------
     how
-        ``refine``: halve it ``halvings`` times in the first save after the restore. ``anew``: choose it in a full.
+        ``refine``: halve it ``halvings`` times in the first save after the restore. ``anew``: choose it in a baseline.
         ``keep``: it is fine enough, for ``bits`` too.
     bits
         The width that the scale is for from then on.

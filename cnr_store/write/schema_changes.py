@@ -132,7 +132,7 @@ class SchemaChanges:
                 table=table,
             )
         if self._draft.kind == "delta" and table in self.before:
-            raise BadInput(f"table {table!r} exists; a delta cannot store it anew, begin a full", table=table)
+            raise BadInput(f"table {table!r} exists; a delta cannot store it anew, begin a baseline", table=table)
         if table in written or table in self.refined:
             raise BadInput(f"declare table {table!r} once, before writing its rows", table=table)
 
@@ -242,8 +242,8 @@ class SchemaChanges:
         num_rows = checked_size(table, "rows", num_rows, dim=schema.dim)
         if schema.keys == "hashed":
             raise BadInput(f"table {table!r} has hashed keys and no number of rows", table=table)
-        if self._draft.kind == "full":
-            raise BadInput(f"a full takes the new size from write_table(); resize {table!r} in a delta", table=table)
+        if self._draft.kind == "baseline":
+            raise BadInput(f"a baseline takes the size from write_table(); resize {table!r} in a delta", table=table)
         if table in written or table in self.refined:
             raise BadInput(f"resize table {table!r} before writing its rows", table=table)
         self.tables[table] = msgspec.structs.replace(schema, num_rows=num_rows)
@@ -253,7 +253,7 @@ class SchemaChanges:
         """Halve a lattice's step so many times, and stage mirrors of its finer codes."""
         schema = self.schema(table)
         state = self._state
-        if self._draft.kind == "full" or self._draft.is_one_shot or not state.is_restored:
+        if self._draft.kind == "baseline" or self._draft.is_one_shot or not state.is_restored:
             raise BadInput(
                 f"the scale of table {table!r} can be refined only in the first delta after a restore", table=table
             )
@@ -271,7 +271,7 @@ class SchemaChanges:
             raise BadInput(
                 f"table {table!r} cannot be refined by {halvings} halvings: its chain would hold codes of scales "
                 f"{finer.shift - coarsest} halvings apart, at most {MAX_SHIFT_IN_CHAIN} fit 32 bits; compact the chain "
-                "into its baseline first (compact), or choose a scale in a full",
+                "into its baseline first (compact), or choose a scale in a baseline",
                 table=table, expected=MAX_SHIFT_IN_CHAIN, found=finer.shift - coarsest,
             )  # fmt: skip
         smallest = schema.encoding.scale * 0.5**finer.shift

@@ -45,7 +45,7 @@ class StagedSegment:
     @property
     def base_manifest(self) -> Manifest | None:
         """The manifest that the segment is a delta to."""
-        if self.draft.kind == "full" or self._state.snapshot is None:
+        if self.draft.kind == "baseline" or self._state.snapshot is None:
             return None
         return self._state.snapshot.manifests[self.draft.keep - 1]
 

@@ -80,7 +80,7 @@ class StagedTables:
         )  # fmt: skip
 
     def read_live(self, table: str, values: Any, slots: Mapping[str, Any], rectangle: Rectangle | None) -> bool:
-        """Read every row of a declared table, or of one shard of it, into its mirror; False if it has no full one."""
+        """Read every row of a declared table, or of one shard of it, into its mirror; False if it has no baseline."""
         if table not in self._schemas.declared:
             raise BadInput(f"declare table {table!r} before it is read live: declare_tables()", table=table)
         mirrors = self._state.mirrors
@@ -109,7 +109,8 @@ class StagedTables:
                 )  # fmt: skip
         if self._draft.kind == "delta" and table in self._schemas.before:
             raise BadInput(
-                f"table {table!r} exists; a delta takes its changed rows by write_rows(), or begin a full", table=table
+                f"table {table!r} exists; a delta takes its changed rows by write_rows(), or begin a baseline",
+                table=table,
             )
         shard = self._state.setup.held.one_of(table, rectangle)
         self._check_first(shard)
@@ -123,7 +124,7 @@ class StagedTables:
         mirrors = self._state.mirrors
         if shard in mirrors and self._state.is_synced and table in self._schemas.before:
             # The new codes take the old mirror's place in memory only if the old ones can be given up.
-            mirrors.release_for_full(shard)
+            mirrors.release_for_baseline(shard)
         return shard, schema, place, arrays
 
     def put_table(self, shard: Shard, staged: StagedTable) -> None:
@@ -152,9 +153,9 @@ class StagedTables:
         self._check_first(shard, "add", "set", "escape")
         self._check_disjoint(shard, row_ids)
         mirror, base = self._mirror(shard)
-        if self._draft.kind == "full" and not hashed and (mirror is None or not is_fully_mirrored(schema)):
+        if self._draft.kind == "baseline" and not hashed and (mirror is None or not is_fully_mirrored(schema)):
             raise BadInput(
-                f"table {table!r} has no full mirror, so a full needs all its rows: use write_table()", table=table
+                f"table {table!r} has no full mirror, so a baseline needs all its rows: use write_table()", table=table
             )
         if len(row_ids) == 0:
             self._rows.setdefault(shard, [])
@@ -181,9 +182,10 @@ class StagedTables:
         self._check_first(shard, "delete")
         self._check_disjoint(shard, row_ids)
         mirror, base = self._mirror(shard)
-        if self._draft.kind == "full" and (mirror is None or not is_fully_mirrored(schema)):
+        if self._draft.kind == "baseline" and (mirror is None or not is_fully_mirrored(schema)):
             raise BadInput(
-                f"table {table!r} has no full mirror, so a full needs all its rows: delete them in a delta", table=table
+                f"table {table!r} has no full mirror, so a baseline needs all its rows: delete them in a delta",
+                table=table,
             )
         if len(row_ids) == 0:
             return
@@ -227,7 +229,7 @@ class StagedTables:
 
     @property
     def missing_tables(self) -> list[str]:
-        """Tables of the head that this rank cannot write its shards of, in a ``full``."""
+        """Tables of the head that this rank cannot write its shards of, in a ``baseline``."""
         if self._draft.kind == "delta":
             return []
         tables, state = self._schemas.tables, self._state
@@ -240,7 +242,7 @@ class StagedTables:
         return [*known, *(n for n in state.head_tables if n not in tables and n not in self._schemas.dropped)]
 
     def _can_write(self, shard: Shard) -> bool:
-        """Whether a ``full`` has all rows of a shard: given, or in the mirror under the schema that it will have."""
+        """Whether a baseline has all rows of a shard: given, or in the mirror under the schema that it will have."""
         schema = self._schemas.tables[shard.table]
         if schema.keys == "hashed":
             return shard in self._rows or shard.table in self._schemas.created
@@ -253,7 +255,7 @@ class StagedTables:
         missing = self.missing_tables
         if missing:
             raise BadInput(
-                f"a full needs every row of tables {missing}: they have no mirror; use write_table() "
+                f"a baseline needs every row of tables {missing}: they have no mirror; use write_table() "
                 "(write_rows() for hashed keys) or drop_table()",
                 table=missing[0],
             )
@@ -298,11 +300,11 @@ class StagedTables:
         """
         tables = self._schemas.tables
         shards = dict.fromkeys(shard for held in self._state.shards(tables).values() for shard in held)
-        for shard in shards if self._draft.kind == "full" else ():
+        for shard in shards if self._draft.kind == "baseline" else ():
             if shard not in self._whole and tables[shard.table].keys == "dense":
                 self._write_from_mirror(shard)
         for shard, changes in self._rows.items():
-            # The rows given of a hashed table are all it has in a full: it has no mirror to lay them over.
+            # The rows given of a hashed table are all it has in a baseline: it has no mirror to lay them over.
             if self._draft.kind == "delta" or tables[shard.table].keys == "hashed":
                 for staged in changes:
                     self._parts.write_lists(shard, tables[shard.table], staged)

@@ -29,7 +29,7 @@ class Transaction:
     Attributes
     ----------
     kind
-        ``full`` or ``delta``.
+        ``baseline`` or ``delta``.
     step, txn
         The training step that is saved, and the name of the transaction.
 
@@ -96,7 +96,7 @@ class Transaction:
 
     @property
     def needs_whole_tables(self) -> list[str]:
-        """Tables of the head that this rank cannot write its shards of from the mirror, in a ``full``.
+        """Tables of the head that this rank cannot write its shards of from the mirror, in a ``baseline``.
 
         Give dense ones to `write_table` and all rows of hashed ones to `write_rows`, or drop them.
         """
@@ -157,7 +157,7 @@ class Transaction:
         options: TableOptions | None = None,
         rectangle: Rectangle | None = None,
     ) -> None:
-        """Write every row of a table: in a ``full``, or as a new table of a delta. Blocks until it is written.
+        """Write every row of a table: in a ``baseline``, or as a new table of a delta. Blocks until it is written.
 
         With a placement: every row of one shard of it, whose table was declared or stays stored as it was.
 
@@ -192,7 +192,7 @@ class Transaction:
         """Read every row of a declared table into its mirror, from memory that somebody may write meanwhile. Blocks.
 
         Puts nothing: `commit` writes the table from the mirror, with the rows laid over it that `write_rows` gets. For
-        a ``full``; every row that was written since this call began must come to `write_rows`, as it is at the step of
+        a baseline; every row that was written since this call began must come to `write_rows`, as it is at the step of
         the commit (`move_to`). What was read of such a row, all of it or half, is in no object then.
 
         Parameters are those of `write_table`.
@@ -376,7 +376,7 @@ class Transaction:
         Raises
         ------
         BadInput
-            A full lacks tables, a declared table was not written, a one-shot delta lacks rows, or ``user`` is no JSON,
+            A baseline lacks tables, a declared table was not written, a one-shot delta lacks rows, ``user`` is no JSON,
             or nests deeper than 32 levels; the transaction can go on.
         Fenced, Conflict, DoesNotApply, TransactionAborted
             Nothing became visible; the rows are still to be saved.

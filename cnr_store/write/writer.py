@@ -97,7 +97,7 @@ class Writer:
         """
         if self._state.snapshot is None:
             raise DoesNotApply(
-                "this writer's mirrors are not the head's state; call restore() first, or commit a full",
+                "this writer's mirrors are not the head's state; call restore() first, or commit a baseline",
                 version=self.head.record.v,
             )
         return self._state.snapshot
@@ -145,7 +145,7 @@ class Writer:
             filled in place. What is not named only gets its mirror.
         slots_rule
             What becomes of one-dimensional slots of tables that were cut into other column shards
-            (`TableView.read_rectangle`). Unless it is ``exact``, the next save must be a full.
+            (`TableView.read_rectangle`). Unless it is ``exact``, the next save must be a baseline.
 
         Raises
         ------
@@ -228,7 +228,7 @@ class Writer:
     def begin(self, step: int, kind: CommitKind = "delta", *, base: Base = "head") -> Transaction:
         """Start a transaction for training step ``step``; with several ranks, all of them do so. Blocks.
 
-        A ``delta`` becomes a ``full`` on an empty store, on a chain at its cap, if another rank asks for one, and where
+        A delta becomes a baseline on an empty store, on a chain at its cap, if another rank asks for one, and where
         a table with one-dimensional slots is cut into other column shards: look at `Transaction.kind`.
         ``base="baseline"`` makes a one-shot delta: it replaces the deltas since the baseline, so it must be given every
         row changed since then.
@@ -244,15 +244,16 @@ class Writer:
         SaveInProgress
             The transaction before has neither been committed nor aborted.
         CorruptStore, StorageFailure
-            The chain of the last commit cannot be opened; behind a CorruptStore the writer needs `restore`, or a full.
+            The chain of the last commit cannot be opened; after a CorruptStore the writer needs `restore` or a
+            baseline.
         BadInput
             ``step`` is no integer of 0 or more, or the ranks are at different steps.
         """
         state = self._state
         state.take_over()
         wishes = [_Wish(**given) for given in together(state.setup.ranks, partial(self._wish, step, kind, base))]
-        if any(wish.kind == "full" for wish in wishes):
-            kind = "full"
+        if any(wish.kind == "baseline" for wish in wishes):
+            kind = "baseline"
         steps, bases = {wish.step for wish in wishes}, {wish.base for wish in wishes}
         if len(steps) > 1 or (kind == "delta" and len(bases) > 1):
             raise BadInput(
@@ -263,15 +264,15 @@ class Writer:
         if kind == "delta" and len(heads) > 1:
             raise DoesNotApply(
                 f"the ranks' mirrors are the states of versions {sorted(heads)}: some missed a commit; call restore() "
-                "first, or commit a full",
+                "first, or commit a baseline",
                 expected=max(heads), found=min(heads),
             )  # fmt: skip
-        if kind == "full" and not (all(wish.is_synced for wish in wishes) and len(heads) == 1):
+        if kind == "baseline" and not (all(wish.is_synced for wish in wishes) and len(heads) == 1):
             # What one rank does not know no rank may build on, or they would store different tables.
             if state.snapshot is not None:
                 state.forget()
             state.catch_up()
-        elif kind == "full" or base == "baseline":
+        elif kind == "baseline" or base == "baseline":
             state.follow()
         wish, one_shot = wishes[0], base == "baseline"
         draft = SegmentDraft.behind(self.head.record, kind, step=wish.step, txn=wish.txn, one_shot=one_shot)
@@ -290,7 +291,7 @@ class Writer:
         chain = self.head.record.chain
         keep = 1 if base == "baseline" else len(chain)
         if kind == "delta" and (not chain or keep + 1 > MAX_CHAIN or self._is_cut_anew()):
-            kind = "full"
+            kind = "baseline"
         if kind == "delta":
             _ = self.snapshot
         if state.setup.held.placement is not None and state.snapshot is not None:

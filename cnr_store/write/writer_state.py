@@ -163,7 +163,7 @@ class WriterState:
     def head_tables(self) -> Mapping[str, TableSchema]:
         """The head's tables. One GET where the writer knows no more of the head than its record, and blocks for it.
 
-        Of a head that cannot be read nothing is known: a full is what takes its place.
+        Of a head that cannot be read nothing is known: a baseline is what takes its place.
 
         Raises
         ------
@@ -337,7 +337,7 @@ class WriterState:
         StorageFailure
             The mirrors stay: ask again.
         CorruptStore, DoesNotApply
-            The chain cannot be built on: the writer needs a restore, or a full.
+            The chain cannot be built on: the writer needs a restore, or a baseline.
         """
         if self.snapshot is not None:
             try:
@@ -349,8 +349,8 @@ class WriterState:
     def lost(self, error: BaseException) -> None:
         """Nothing became visible.
 
-        After a conflict the head has moved, and after a failed full a mirror may be gone: then the mirrors are nobody's
-        state until a restore or another full.
+        After a conflict the head has moved, and after a failed baseline a mirror may be gone: the mirrors are nobody's
+        state until a restore or another baseline.
         """
         self.open = None
         self.mirrors.drop_staged()

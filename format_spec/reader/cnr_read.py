@@ -138,8 +138,8 @@ class Store:  # in a local folder; records[v] is None where it is superseded [7.
 
     def check(self, record, key, bad):  # [3.3] CNR-LOG-20 and 61
         v, kind, ends = record["v"], record["kind"], [0] + [entry["l1"] for entry in record["chain"]]
-        lengths = {"init": (1, 1), "full": (2, 2), "delta": (3, 65), "compact": (2, 64)}.get(kind, (1, 65))
-        need(lengths[0] <= len(ends) <= lengths[1] and ends[-1] == record["logical"], bad, f"{key}: chain")
+        lengths = {"init": (1, 1), "baseline": (2, 2), "delta": (3, 65), "compact": (2, 64)}.get(kind, (1, 65))
+        need(lengths[0] <= len(ends) <= lengths[1] and ends[-1] == record["checkpoint"], bad, f"{key}: chain")
         for k, entry in enumerate(record["chain"]):
             need(entry["l0"] == ends[k] < entry["l1"] and entry["kind"] == ("delta" if k else "baseline"), bad, key)
         need(kind in ("init", "fork") if v == 0 else kind != "init", bad, f"{key}: {kind} at {v}")
@@ -163,7 +163,8 @@ class Store:  # in a local folder; records[v] is None where it is superseded [7.
         need(live and head["kind"] != "close", "version_expired", f"version {version}")
         missing = "version_expired" if self.first and record is not head else "missing_object"  # [7.11] CNR-RLY-6
         state = Snapshot([Segment(self, entry, missing) for entry in record["chain"]], record)
-        need(record["kind"] not in ("full", "delta") or record["step"] == state.last["step"], "corrupt_record", "step")
+        saves = record["kind"] in ("baseline", "delta")
+        need(not saves or record["step"] == state.last["step"], "corrupt_record", "step")
         return state
 
 

@@ -112,7 +112,7 @@ class Following:
         for watched, movement in found:
             if not movement.is_known:
                 warnings.warn(
-                    f"table {watched.table!r}: {movement.explanation}, and every save will be a full "
+                    f"table {watched.table!r}: {movement.explanation}, and every save will be a baseline "
                     f"one. Say what it does with "
                     f"assume={{{type(optimizer).__name__!r}: Movement.TOUCHED}}, and check it with "
                     f"verify_rows=1000",
@@ -146,7 +146,7 @@ class Following:
         if movement.rows is Movement.ALL and not self._allow_dense:
             raise BadInput(
                 f"table {watched.table!r}: {movement.explanation}, so no delta is smaller than a "
-                f"full save. Put tables into a group without weight decay, or accept it with "
+                f"baseline. Put tables into a group without weight decay, or accept it with "
                 f"allow_dense=True",
                 table=watched.table,
                 found=movement.explanation,

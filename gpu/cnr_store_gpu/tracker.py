@@ -56,7 +56,7 @@ class RowTracker:
     steps_ahead
         With ``"remark"``: how many batches are looked up before the step of an earlier one.
     allow_dense
-        Accept optimizers that move every row in every step. Every delta is then a full save of such a table.
+        Accept optimizers that move every row in every step. Every delta is then a baseline of such a table.
     assume
         What optimizers that the library does not know do, by class name; they count as ALL otherwise.
     on_bypass

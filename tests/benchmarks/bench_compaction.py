@@ -38,7 +38,7 @@ def write_stores(folder: Path, rows: int, bits: AffineBits) -> None:
     table = DriftingTable(rows, share=SHARE)
     options = TableOptions(bits=bits)
     with Store.create(str(folder / "store"), fsync=False) as store, store.writer() as writer:
-        with writer.begin(0, "full") as txn:
+        with writer.begin(0, "baseline") as txn:
             txn.write_table(TABLE, table.values, options=options)
         for step in range(1, DELTAS + 1):
             changed = table.step()
@@ -48,7 +48,7 @@ def write_stores(folder: Path, rows: int, bits: AffineBits) -> None:
     with (
         Store.create(str(folder / "fresh"), fsync=False) as store,
         store.writer(mirror="none") as writer,
-        writer.begin(0, "full") as txn,
+        writer.begin(0, "baseline") as txn,
     ):
         txn.write_table(TABLE, table.values, options=TableOptions(scale=scale))
 

@@ -3,7 +3,7 @@
 ``python tests/benchmarks/bench_cost.py [--sections peers,chain,tracking] [--places disk,1,10,free]
 [--model mlperf/adam] [--quick]``: four tables, 1,000,000 x 64 fp32 in all, row-wise Adagrad, or one of `models`, and a
 small dense network. Every round each peer saves the same
-tensors once and loads them; each quality of the store writes a full checkpoint, restores it, writes deltas of 1, 10 and
+tensors once and loads them; each quality of the store writes a baseline, restores it, writes deltas of 1, 10 and
 25 % touched rows and restores the chain. Rounds run in alternating order; all ratios are between values of one round.
 
 What is loaded is compared with what was saved, every time: bit for bit, or within half a step of the lattice.

@@ -60,7 +60,7 @@ class Sides:
             txn.write_rows(TABLE, self.rows, self.staged)
 
     def commit_baseline(self) -> None:
-        with self.writer.begin(1, "full") as txn:
+        with self.writer.begin(1, "baseline") as txn:
             txn.write_table(TABLE, self.table.values, options=self.options)
 
     def save_with_torch(self) -> None:
@@ -171,7 +171,7 @@ def peak_memory(rows: int, bits: AffineBits, folder: str) -> dict[str, int]:
         peak = harness.PeakMemory()
         store = Store.create(str(path / "store"))
         writer = store.writer()
-        with writer.begin(1, "full") as txn:
+        with writer.begin(1, "baseline") as txn:
             txn.write_table(TABLE, table.values, options=TableOptions(bits=bits))
         found = {"model": table.values.nbytes, "mirror": writer.mirror_nbytes, "baseline": peak.beyond_bytes}
         peak.restart()
@@ -183,7 +183,7 @@ def peak_memory(rows: int, bits: AffineBits, folder: str) -> dict[str, int]:
             staged.release()
         found |= {"delta": peak.beyond_bytes, "staged": staged.size_bytes, "codes": changed.size * DIM * 2}
         peak.restart()
-        with writer.begin(4, "full"):
+        with writer.begin(4, "baseline"):
             pass
         found["baseline_from_mirror"] = peak.beyond_bytes
         store.close()

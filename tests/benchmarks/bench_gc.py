@@ -24,11 +24,11 @@ DAY_MS = 86_400_000
 
 
 def build(storage: LocalStorage, segments: int, objects: int) -> int:
-    """Make full checkpoints, each filled up with objects as a large table would have them; returns the objects."""
+    """Make baselines, each filled up with objects as a large table would have them; returns the objects."""
     store = Store.create_on(storage)
     with store.writer() as writer:
         for step in range(segments):
-            with writer.begin(step, "full") as txn:
+            with writer.begin(step, "baseline") as txn:
                 txn.write_table("t", np.full((4, 2), step, np.float32), options=TableOptions(scale=1.0))
     present = sum(1 for _ in storage.list_objects(DATA))
     more = -(-(objects - present) // segments)

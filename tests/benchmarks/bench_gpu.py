@@ -369,7 +369,7 @@ def bench_saves(report: Report, device: torch.device, rows: int, batch: int, fol
         report.note(
             f"      step {1e3 * step_s:.2f} ms, stall {stall_ms:.2f} for {saved.rows} rows ({host_ms:.2f} on host), "
             f"{saved.encode_s:.2f} s to encode, {saved.commit_s:.2f} s to commit {saved.size_bytes / 1e6:.1f} MB; "
-            f"the first, full save {full_s:.1f} s"
+            f"the first, baseline {full_s:.1f} s"
         )
 
 

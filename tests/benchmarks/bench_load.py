@@ -47,7 +47,7 @@ def write_store(url: str, table: DriftingTable, bits: Any, options: Mapping[str,
     """Write baseline and deltas, and compact them; returns the bits per element of the codes."""
     with Store.create(url, fsync=False, storage_options=options) as store:
         with store.writer() as writer:
-            with writer.begin(0, "full") as txn:
+            with writer.begin(0, "baseline") as txn:
                 txn.write_table(TABLE, table.values, options=TableOptions(bits=bits))
             for step in range(1, DELTAS + 1):
                 changed = table.step()

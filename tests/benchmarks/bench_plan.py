@@ -21,7 +21,7 @@ from plan_runs import Run, measure_rates
 from cnr_store.types import AffineBits
 from cnr_store.write.policy import Policy
 
-CHECKED: tuple[Policy, ...] = ("full", "one_shot", "intermittent", "consecutive")
+CHECKED: tuple[Policy, ...] = ("baseline", "one_shot", "intermittent", "consecutive")
 DIM = 64
 TABLES_PER_RANK = 8
 MODELS = (("1 TB", 1e12), ("100 TB", 1e14))
@@ -62,10 +62,10 @@ def check(report: harness.Report, folder: Path, work: Workload, bits: AffineBits
     for policy in CHECKED:
         real = Run(folder / policy, policy, work, HERE.ranks, bits).play()
         plan = simulate(policy, work, replace(HERE, tables_per_rank=work.tables), rates)
-        kinds = "".join("F" if save.decision.kind == "full" else "d" for save in real)
+        kinds = "".join("F" if save.decision.kind == "baseline" else "d" for save in real)
         ratio = plan.mean_bytes / statistics.fmean(save.size_bytes for save in real)
         rows.append((
-            policy, kinds, "".join("F" if save.kind == "full" else "d" for save in plan.saves), ratio,
+            policy, kinds, "".join("F" if save.kind == "baseline" else "d" for save in plan.saves), ratio,
             sum(save.objects for save in real), sum(save.objects for save in plan.saves),
             sum(save.requests for save in real), round(sum(save.requests for save in plan.saves)),
             sum(save.seconds for save in real[1:]), sum(save.commit_s for save in plan.saves[1:]),
@@ -80,7 +80,7 @@ def check(report: harness.Report, folder: Path, work: Workload, bits: AffineBits
     report.table(
         f"the model against runs here: {work.num_rows:,} x {work.dim}, {work.tables} tables, {HERE.ranks} writers, "
         f"{bits}-bit quality", columns, rows,
-        "F a full checkpoint, d a delta; the seconds leave the first save out, and the model knows neither Python's "
+        "F a baseline, d a delta; the seconds leave the first save out, and the model knows neither Python's "
         "own time nor that both writers share one interpreter",
     )  # fmt: skip
 

@@ -33,7 +33,7 @@ def write_store(folder: Path, rows: int, bits: AffineBits) -> None:
     """Write baseline, deltas and the same table as a safetensors file."""
     table = DriftingTable(rows)
     with Store.create(str(folder / "store"), fsync=False) as store, store.writer() as writer:
-        with writer.begin(0, "full") as txn:
+        with writer.begin(0, "baseline") as txn:
             txn.write_table(TABLE, table.values, options=TableOptions(bits=bits))
         for step in range(1, DELTAS + 1):
             changed = table.step()

@@ -8,7 +8,7 @@ manifests and records included. Dense tensors stand apart and are in no ratio; t
 
 Row ids and slots (float_bits 7; exact in ``raw`` and ``exact``) are stored alike by all encodings. Affine rows have
 fp16 parameters, and no mirror, so their slots are absolute. A lattice takes the scale at which touched rows have the
-error of affine rows of its width; training widens rows, so half-way through the run a full checkpoint chooses it anew
+error of affine rows of its width; training widens rows, so half-way through the run a baseline chooses it anew
 in every store of consecutive deltas, affine ones too, and it counts in the bytes of the second half on both sides.
 """
 
@@ -162,7 +162,7 @@ class LongRun:
             store.encoding.name: Measured(store.savings[first:], self._errors.mean(store.encoding.name), elements)
             for store in self._encodings
         }
-        stretch = f"intervals {self._start} (a full) to {self.intervals}"
+        stretch = f"intervals {self._start} (a baseline) to {self.intervals}"
         title = f"Encodings, consecutive deltas, {stretch}"
         print_encodings(report, title, measured)
         add_goals(report, "second half", measured)

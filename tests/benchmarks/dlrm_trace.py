@@ -65,7 +65,7 @@ class Interval:
 
     @property
     def fp32_bytes(self) -> int:
-        """Bytes of all tables and slots in fp32, as a full checkpoint has them."""
+        """Bytes of all tables and slots in fp32, as a baseline has them."""
         return sum(array.nbytes for named in (self.tables, self.slots) for array in named.values())
 
 

@@ -55,7 +55,7 @@ class Growing:
         self._rows, self._touched = rows, touched
         self._names = [f"table{number}" for number in range(tables)]
         self._values = TiledRows(rows)
-        with self.writer.begin(0, "full") as txn:
+        with self.writer.begin(0, "baseline") as txn:
             for table in self._names:
                 slots = {"momentum1": np.zeros(rows, np.float32)}
                 txn.write_table(table, self._values, slots=slots, options=TableOptions(scale=SCALE))
@@ -171,7 +171,7 @@ def shared_saves(folder: Path, writers: int, rows: int, touched: int, repeats: i
         here = Rectangle((rank.rank * share, (rank.rank + 1) * share), (0, DIM))
         slots = {"momentum1": np.zeros(share, np.float32)}
         with stores[rank.rank].writer(ranks=rank, shards={"table0": [here]}) as writer:
-            with writer.begin(0, "full") as txn:
+            with writer.begin(0, "baseline") as txn:
                 mine = values[here.rows[0] : here.rows[1]]
                 txn.declare_tables({"table0": [Declaration(mine, slots, TableOptions(scale=SCALE))]})
                 txn.write_table("table0", mine, slots=slots)

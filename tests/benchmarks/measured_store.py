@@ -82,7 +82,7 @@ class Saving:
     Attributes
     ----------
     kind
-        ``full`` or ``delta``.
+        ``baseline`` or ``delta``.
     rows
         Rows that its segment holds.
     written
@@ -135,7 +135,7 @@ class MeasuredStore:
     folder
         Where the store is made.
     rescale_at
-        Numbers of intervals, from 1, at which a full chooses options anew, as the first one does and every full that
+        Intervals, from 1, at which a baseline chooses options anew, as the first one does and every baseline that
         ``intermittent`` asks for.
     compaction
         Compact the chain after each save, as a job beside the training does.
@@ -189,19 +189,20 @@ class MeasuredStore:
         number = len(self.savings) + 1
         length = len(self.store.head().record.chain)
         decision = decide(self.policy, self._sizes, chain_length=length)
-        is_new = number == 1 or number in self.rescale_at or (self.policy == "intermittent" and decision.kind == "full")
-        rows = self._rows(interval, is_full=is_new or decision.kind == "full", since_baseline=decision.base)
-        with self._writer.begin(interval.step, "full" if is_new else decision.kind, base=decision.base) as txn:
+        is_planned = self.policy == "intermittent" and decision.kind == "baseline"
+        is_new = number == 1 or number in self.rescale_at or is_planned
+        rows = self._rows(interval, is_full=is_new or decision.kind == "baseline", since_baseline=decision.base)
+        with self._writer.begin(interval.step, "baseline" if is_new else decision.kind, base=decision.base) as txn:
             for table, values in interval.tables.items():
                 slots = interval.slots[table]
-                if txn.kind == "full":
+                if txn.kind == "baseline":
                     options = self.encoding.choose(values[interval.touched[table]]) if is_new else None
                     txn.write_table(table, values, slots={SLOT: slots}, options=options)
                 else:
                     changed = rows[table]
                     txn.write_rows(table, changed, values[changed], slots={SLOT: slots[changed]})
             txn.put_dense(interval.dense)
-        if txn.kind == "full":
+        if txn.kind == "baseline":
             self._sizes.clear()
         self._sizes.append(CheckpointSize(txn.kind, txn.size_bytes))
         kept_rows = int(self.store.head().record.chain[-1].rows or 0)
@@ -212,7 +213,7 @@ class MeasuredStore:
             compacted = self._take_new()
             written += compacted
         peak_bytes = self._held()[0]
-        is_replaced = txn.kind == "full" or decision.base == "baseline" or compacted.kinds["codes"] > 0
+        is_replaced = txn.kind == "baseline" or decision.base == "baseline" or compacted.kinds["codes"] > 0
         if self.is_collected and is_replaced:
             # The first run gives up what nobody needs, the second deletes it.
             for _ in range(2):
@@ -241,7 +242,7 @@ class MeasuredStore:
 
     def _rows(self, interval: Interval, *, is_full: bool, since_baseline: str) -> dict[str, RowIds]:
         """The rows of a delta: touched in this interval, or since the baseline."""
-        if self.policy in ("full", "consecutive"):
+        if self.policy in ("baseline", "consecutive"):
             return interval.touched
         for table, touched in interval.touched.items():
             changed = self._changed.setdefault(table, np.zeros(len(interval.tables[table]), np.bool_))

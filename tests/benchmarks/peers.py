@@ -263,7 +263,7 @@ class Bound:
 
 
 class Cnr(_Saved):
-    """``CheckpointManager``: the first save is a full one, the next ones are deltas of the rows that were touched.
+    """``CheckpointManager``: the first save is a baseline, the next ones are deltas of the rows that were touched.
 
     The first save encodes the live tables while the training waits; with ``reads_live`` the training goes on meanwhile.
     """
@@ -288,7 +288,7 @@ class Cnr(_Saved):
             model=self.trainee.model,
             optimizer=self.trainee.optimizers,
             options=self.options,
-            save_policy=SavePolicy(first_full="live" if self.reads_live else "stall", rng=False),
+            save_policy=SavePolicy(first_baseline="live" if self.reads_live else "stall", rng=False),
             tracking=TrackingOptions(assume={"RowWiseAdagrad": "touched"}),
             store_options=StoreOptions(storage_options=self.place.options or None),
         )

@@ -17,9 +17,9 @@ import numpy as np
 from cnr_store.format.arrays import chunk_rows_for, full_chunk_rows
 from cnr_store.write.policy import CheckpointSize, Decision, Policy, decide
 
-PlanPolicy = Literal["fp32 full", "full", "one_shot", "consecutive", "intermittent", "consecutive + compaction"]
+PlanPolicy = Literal["fp32 full", "baseline", "one_shot", "consecutive", "intermittent", "consecutive + compaction"]
 POLICIES: tuple[PlanPolicy, ...] = (
-    "fp32 full", "full", "one_shot", "intermittent", "consecutive", "consecutive + compaction",
+    "fp32 full", "baseline", "one_shot", "intermittent", "consecutive", "consecutive + compaction",
 )  # fmt: skip
 
 ARRAYS = 3
@@ -125,7 +125,7 @@ class Rates:
 class Save:
     """One checkpoint, of all ranks; one that is not coded holds floats as they are."""
 
-    kind: Literal["full", "delta"]
+    kind: Literal["baseline", "delta"]
     base: Literal["head", "baseline"]
     rows: float
     size_bytes: float
@@ -166,8 +166,8 @@ class _Chain:
     replaced: list[Save] = field(default_factory=list)
 
     def add(self, save: Save) -> None:
-        """Put a save behind; a full one begins anew, a one-shot delta replaces the deltas before."""
-        if save.kind == "full":
+        """Put a save behind; a baseline begins anew, a one-shot delta replaces the deltas before."""
+        if save.kind == "baseline":
             self.replaced, self.segments = self.segments, [save]
         elif save.base == "baseline":
             self.replaced, self.segments = self.segments[1:], [self.segments[0], save]
@@ -204,7 +204,7 @@ def simulate(
         if policy == "consecutive + compaction" and (
             len(chain.segments) > compact_at or total > compact_ratio * baseline
         ):
-            compacted = save_of(Decision("full", "baseline", "compacted"), 1, work, cluster, rates)
+            compacted = save_of(Decision("baseline", "baseline", "compacted"), 1, work, cluster, rates)
             job_bytes += total + compacted.size_bytes
             peak = max(peak, chain.kept_bytes + compacted.size_bytes)
             chain.segments = [compacted]
@@ -226,8 +226,8 @@ def simulate(
 
 
 def save_of(decision: Decision, since: int, work: Workload, cluster: Cluster, rates: Rates) -> Save:
-    """Return what one save is: a full one, or a delta of the rows changed in the last ``since`` intervals."""
-    is_full = decision.kind == "full"
+    """Return what one save is: a baseline, or a delta of the rows changed in the last ``since`` intervals."""
+    is_full = decision.kind == "baseline"
     share = 1.0 if is_full else work.changed_since(since)
     # The first delta behind a baseline is a difference to what the mirror holds, under every policy.
     adds = not is_full and (decision.base == "head" or since == 1)
@@ -270,7 +270,7 @@ def fp32_save(work: Workload, cluster: Cluster) -> Save:
     size = float(work.fp32_bytes)
     copied = size / cluster.ranks
     return Save(
-        "full", "baseline", float(work.num_rows), size, cluster.parts, float(cluster.parts),
+        "baseline", "baseline", float(work.num_rows), size, cluster.parts, float(cluster.parts),
         copied / cluster.device_bytes_s, size / cluster.hosts / cluster.link_bytes_s + 2 * cluster.put_s,
         is_coded=False,
     )  # fmt: skip
@@ -329,7 +329,7 @@ def _saves(policy: PlanPolicy, work: Workload, cluster: Cluster, rates: Rates, c
     for _ in range(work.intervals):
         decision = decide(asked, history, chain_length=len(chain.segments))
         since = 1 if decision.base == "head" else since + 1
-        if decision.kind == "full":
+        if decision.kind == "baseline":
             history, since = [], 0
         save = save_of(decision, since, work, cluster, rates)
         history.append(CheckpointSize(save.kind, round(save.size_bytes)))

@@ -157,7 +157,7 @@ class Run:
         entry, manifest = record.chain[-1], writer.snapshot.manifests[-1]
         files = [path for path in (self._folder / segment_prefix(entry.seg)).rglob("*") if path.is_file()]
         size = sum(path.stat().st_size for path in [*files, self._folder / "commits" / f"{record.v:020}.json"])
-        is_full = decision.kind == "full"
+        is_full = decision.kind == "baseline"
         if is_full:
             self._rows.start_anew()
             self._history = []

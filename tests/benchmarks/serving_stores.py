@@ -50,7 +50,7 @@ def publish(
 def _saves(url: str, rows: int, deltas: int, storage_options: Mapping[str, Any] | None) -> Iterator[tuple[int, float]]:
     table = DriftingTable(rows, share=DELTA_SHARE)
     with Store.create(url, storage_options=storage_options) as store, store.writer() as writer:
-        with writer.begin(0, "full") as txn:
+        with writer.begin(0, "baseline") as txn:
             txn.write_table(TABLE, table.values, options=TableOptions(bits=BITS))
         yield writer.head.record.v, time.monotonic()
         for step in range(1, deltas + 1):
@@ -63,7 +63,7 @@ def _saves(url: str, rows: int, deltas: int, storage_options: Mapping[str, Any] 
 def write_steps(told: Told, url: str) -> None:
     """Write deltas as fast as they can be written, each row its step, until an order comes; tell how many."""
     with Store.create(url, fsync=False) as store, store.writer() as writer:
-        with writer.begin(0, "full") as txn:
+        with writer.begin(0, "baseline") as txn:
             for table in STEP_TABLES:
                 txn.write_table(table, _steps(STEP_ROWS, 0), options=TableOptions(scale=1.0))
         told.tell(version=writer.head.record.v)

@@ -98,7 +98,7 @@ def print_encodings(report: harness.Report, title: str, measured: Mapping[str, M
         ("encoding", "error", "/ affine's", "bits/el", "bytes / affine's", "without JSON", "deltas alone", *columns()),
         rows,
         note="Error: mean squared, of touched rows as the store gives them back. Bits per element: codes of the deltas "
-        "alone. Bytes are means per save, the full that chose the scale anew among them; without JSON: row ids, codes, "
+        "alone. Bytes are means per save, the baseline with the new scale among them; without JSON: row ids, codes, "
         "row parameters and slots; deltas alone: the same of deltas.",
     )
 

@@ -17,7 +17,7 @@ from cnr_store.maintenance.compaction import DEFAULT_POLICY
 from cnr_store.write.policy import Policy
 
 POLICIES: tuple[tuple[Policy, bool], ...] = (
-    ("full", False),
+    ("baseline", False),
     ("one_shot", False),
     ("intermittent", False),
     ("consecutive", False),
@@ -37,12 +37,12 @@ the ends are its 2-bit and its 8-bit rows follows from its 13x and 4x for quanti
 
 
 def policy_stores(folder: Path, encodings: Sequence[Encoding], rescale_at: Collection[int]) -> Iterator[MeasuredStore]:
-    """Yield a store for every policy and encoding; policies that write fulls of their own keep to those."""
+    """Yield a store for every policy and encoding; policies that write baselines of their own keep to those."""
     for encoding in encodings:
         for policy, is_compacted in POLICIES:
             compaction = DEFAULT_POLICY if is_compacted else None
             name = f"{policy}{'-compacted' if is_compacted else ''}-{encoding.name}".replace(" ", "-")
-            at = rescale_at if policy in ("full", "consecutive") else ()
+            at = rescale_at if policy in ("baseline", "consecutive") else ()
             yield MeasuredStore(folder / name, encoding, policy, rescale_at=at, compaction=compaction)
 
 
@@ -52,7 +52,7 @@ def print_policies(report: harness.Report, stores: Sequence[MeasuredStore], fp32
     Parameters
     ----------
     fp32_bytes
-        Of a full checkpoint: what each interval would write and what would be kept.
+        Of a baseline: what each interval would write and what would be kept.
     command
         What the README says beside the headline.
     """
@@ -74,17 +74,17 @@ def print_policies(report: harness.Report, stores: Sequence[MeasuredStore], fp32
                 written / intervals,
                 sum(saving.compacted_bytes for saving in savings) / intervals,
                 held,
-                sum(saving.kind == "full" for saving in savings),
+                sum(saving.kind == "baseline" for saving in savings),
             ]
         )
     report.table(
-        f"Policies over {intervals} intervals, times fewer bytes than an fp32 full checkpoint at each of them",
+        f"Policies over {intervals} intervals, times fewer bytes than an fp32 baseline at each of them",
         (
             "policy, encoding", "bandwidth x", "by the trainer x", "capacity x", "while writing x",
-            "bytes per interval", "of it compaction", "most bytes kept", "fulls",
+            "bytes per interval", "of it compaction", "most bytes kept", "baselines",
         ),
         rows,
-        note="Bandwidth: all bytes written (records, manifests, receipts, compaction, the first full); by the trainer: "
+        note="Bandwidth: all bytes written (records, manifests, receipts, compaction, first baseline); by the trainer: "
         "without what the compaction job writes beside the storage. Capacity: most bytes kept after older checkpoints "
         "were deleted, against one fp32 checkpoint; while writing: before, against two. Published figures are of "
         "models, intervals (26 % of the rows touched) and slots of their own.",
@@ -116,7 +116,7 @@ def _plot(report: harness.Report, stores: Sequence[MeasuredStore], fp32_bytes: i
             cumulative[store.policy_name] = harness.Series(x, [sum(totals[: n + 1]) for n in range(len(totals))])
             kept[store.policy_name] = harness.Series(x, [saving.held_bytes / fp32_bytes for saving in store.savings])
         name = encoding.replace(" ", "-")
-        unit = "fp32 full checkpoints"
+        unit = "fp32 baselines"
         report.plot(f"bytes-{name}", f"Written per interval, {encoding}", "interval", unit, per_interval)
         report.plot(f"cumulative-{name}", f"Written so far, {encoding}", "interval", unit, cumulative)
         report.plot(f"kept-{name}", f"Kept after the save, {encoding}", "interval", unit, kept)

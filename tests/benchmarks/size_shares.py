@@ -1,4 +1,4 @@
-"""Deltas against an fp32 full checkpoint, by the share of the rows that an interval touches.
+"""Deltas against an fp32 baseline, by the share of the rows that an interval touches.
 
 The share is set by the length of the interval alone: the model, its state and its traffic are those of the long run.
 """
@@ -96,7 +96,7 @@ def print_shares(report: harness.Report, label: str, results: Sequence[ShareResu
             )  # fmt: skip
     num_rows = results[0].num_rows
     report.table(
-        f"{label}: one delta against an fp32 full checkpoint of {results[0].fp32_bytes / 1e6:.1f} MB "
+        f"{label}: one delta against an fp32 baseline of {results[0].fp32_bytes / 1e6:.1f} MB "
         f"({num_rows:,} rows), by the share of rows touched",
         ("touched", "steps", "encoding", "times fewer bytes", "without JSON", "error", *columns()),
         rows,

@@ -17,7 +17,7 @@ def rates(tmp_path_factory):
     return measure_rates(tmp_path_factory.mktemp("rates"), 4, WORK)
 
 
-@pytest.mark.parametrize("policy", ["full", "one_shot", "intermittent", "consecutive"])
+@pytest.mark.parametrize("policy", ["baseline", "one_shot", "intermittent", "consecutive"])
 def test_the_model_is_what_a_real_run_of_two_writers_is(policy, rates, tmp_path):
     real = Run(tmp_path / "store", policy, WORK, 2, 4).play()
     plan = simulate(policy, WORK, replace(bench_plan.HERE, tables_per_rank=WORK.tables), rates)
@@ -57,7 +57,7 @@ def test_one_shot_deltas_grow_and_consecutive_ones_do_not():
 
 def test_the_predictor_of_the_paper_begins_anew_at_last():
     plan = simulate("intermittent", replace(WORK, num_rows=10**8, intervals=60), Cluster(), RATES)
-    assert 2 <= sum(save.kind == "full" for save in plan.saves) < 30
+    assert 2 <= sum(save.kind == "baseline" for save in plan.saves) < 30
 
 
 def test_compaction_bounds_restores_and_storage_and_costs_the_job_bytes():
@@ -74,7 +74,8 @@ def test_compaction_bounds_restores_and_storage_and_costs_the_job_bytes():
 def test_twice_the_hosts_halve_what_a_link_bounds():
     work = replace(WORK, num_rows=10**10)
     fast = replace(RATES, encode_values_s=1e12)
-    seconds = [simulate("full", work, Cluster(hosts=hosts, put_s=0.0, get_s=0.0), fast).commit_s for hosts in (8, 16)]
+    clusters = [Cluster(hosts=hosts, put_s=0.0, get_s=0.0) for hosts in (8, 16)]
+    seconds = [simulate("baseline", work, cluster, fast).commit_s for cluster in clusters]
     assert seconds[0] == pytest.approx(2 * seconds[1])
 
 

@@ -54,7 +54,7 @@ def test_a_trace_touches_exactly_the_rows_that_it_changes(intervals: list[Interv
             assert after.touched[name].size > 0
 
 
-@pytest.mark.parametrize("policy", ["full", "one_shot", "intermittent", "consecutive"])
+@pytest.mark.parametrize("policy", ["baseline", "one_shot", "intermittent", "consecutive"])
 def test_a_store_holds_what_the_disk_holds_and_gives_back_the_run(
     tmp_path: Path, intervals: list[Interval], policy: str
 ) -> None:
@@ -68,7 +68,7 @@ def test_a_store_holds_what_the_disk_holds_and_gives_back_the_run(
     assert store.savings[-1].held_bytes == length - len(kept) * store.savings[-1].dense_bytes
     assert store.savings[-1].held_du == blocks
     assert store.error(intervals[-1]) < 1e-5
-    assert [saving.kind for saving in store.savings][3] == "full"
+    assert [saving.kind for saving in store.savings][3] == "baseline"
 
 
 def test_without_a_collection_all_that_was_written_is_held(tmp_path: Path, intervals: list[Interval]) -> None:

@@ -62,7 +62,7 @@ def opened(files: IsolatedMemoryFileSystem, on_call: Callable[[Call], None] | No
 def begin(store: Store, rows: int = 8, table: str = "t", *, options: TableOptions = EXACT, step: int = 10) -> int:
     """A full; returns its version."""
     with store.writer() as writer:
-        with writer.begin(step, "full") as txn:
+        with writer.begin(step, "baseline") as txn:
             txn.write_table(table, np.zeros((rows, 2), np.float32), options=options)
         return writer.head.record.v
 
@@ -215,7 +215,7 @@ def test_keys_of_a_part_that_was_abandoned_are_deleted(store: Store) -> None:
 def test_a_full_tells_the_rows_that_differ(store: Store) -> None:
     begin(store)
     before = store.latest_version()
-    with store.writer() as writer, writer.begin(30, "full") as txn:
+    with store.writer() as writer, writer.begin(30, "baseline") as txn:
         values = np.zeros((9, 2), np.float32)
         values[[2, 6]] = 1
         values[3] = -0.0
@@ -233,7 +233,7 @@ def test_resized_dropped_and_other_tables(store: Store) -> None:
         lambda txn: (txn.drop_table("t"), txn.write_table("u", np.ones((1, 2), np.float32), options=EXACT)),
     )
     begin(store, rows=1, table="u")
-    with store.writer() as writer, writer.begin(40, "full") as txn:
+    with store.writer() as writer, writer.begin(40, "baseline") as txn:
         txn.write_table("u", np.ones((2, 3), np.float32), options=EXACT)
 
     assert told(changes(store, shrunk - 1))[:4] == [
@@ -403,7 +403,7 @@ def test_memory_does_not_grow_with_the_table(tmp_path: Path) -> None:
     for name, rows in sizes.items():
         with Store.create(str(tmp_path / name), fsync=False) as store:
             begin(store, options=TableOptions(scale=0.01))
-            with store.writer() as writer, writer.begin(20, "full") as txn:
+            with store.writer() as writer, writer.begin(20, "baseline") as txn:
                 values = np.zeros((rows, 64), np.float32)
                 values[:, 0] = np.arange(rows) % 1000
                 txn.write_table("t", values, options=TableOptions(scale=0.01))
@@ -465,7 +465,7 @@ def test_a_mirror_tells_of_every_kind_of_change_what_the_store_does(store: Store
     )  # fmt: skip
     compact_all(store)
     store.rollback(5)
-    with store.writer() as writer, writer.begin(40, "full") as txn:
+    with store.writer() as writer, writer.begin(40, "baseline") as txn:
         txn.write_table("t", np.ones((4, 2), np.float32), options=EXACT)
         txn.drop_table("h")
 
@@ -498,7 +498,7 @@ def test_a_mirror_knows_what_was_consumed_when_the_store_no_longer_does(
         assert next(stream).num_rows == 8
     values = np.zeros((8, 2), np.float32)
     values[6] = 1
-    with store.writer() as writer, writer.begin(30, "full") as txn:
+    with store.writer() as writer, writer.begin(30, "baseline") as txn:
         txn.write_table("t", values, options=EXACT)
     expire(store)
 

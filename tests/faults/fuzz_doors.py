@@ -297,7 +297,7 @@ class Visit:
                 self.judge_any(root, snapshot, before)
                 step = snapshot.step + 1
                 if self.chance.random() < 0.3:
-                    with writer.begin(step=step, kind="full") as txn:
+                    with writer.begin(step=step, kind="baseline") as txn:
                         for name, schema in snapshot.tables.items():
                             if schema.keys == "dense":
                                 slots = {slot: snapshot.table(name).read(slot=slot) for slot in schema.slots}

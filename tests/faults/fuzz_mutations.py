@@ -244,7 +244,8 @@ _NUMBERS = (
 _FLOATS = (0.0, -0.0, 0.5, -1.5, 1e308, 5e-324, 1e-40, 1.7e38, 3.5e38)
 _TEXTS = (
     "", "x", "../../x", "/etc/passwd", "a/../b", "..", ".", "a//b", "a\nb", "x" * 300, "x" * 1025, "ü" * 513, "%",
-    "zarr.json", MANIFEST, "float32", "int64", "delta", "full", "init", "close", "rollback", "digits", "gaps", "bytes",
+    "zarr.json", MANIFEST, "float32", "int64", "delta", "baseline", "init", "close", "rollback", "digits", "gaps",
+    "bytes",
     "hashed", "dense", "0" * 64, "f" * 32, "0" * 16, "0" * 8, "G" * 16, "0" * 20 + "-" + "0" * 32, "lattice",
     "raw", "affine",
 )  # fmt: skip

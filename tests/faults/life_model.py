@@ -71,10 +71,10 @@ class LifeModel:
             table.status[:] = CODED
 
     def write(self, txn: Transaction) -> None:
-        """Write the rows that changed since the last save that was acknowledged; in a full, what it needs besides."""
-        if txn.kind == "full":
+        """Write the rows that changed since the last save that was acknowledged; in a baseline, what else it needs."""
+        if txn.kind == "baseline":
             self.revive()
-        whole = [name for name in self.tables if txn.kind == "full" and not _is_mirrored(txn, name)]
+        whole = [name for name in self.tables if txn.kind == "baseline" and not _is_mirrored(txn, name)]
         for name, table in self.tables.items():
             if name in whole:
                 txn.write_table(name, table.values, slots=table.slots, options=KINDS[table.kind].options)

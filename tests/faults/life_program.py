@@ -43,7 +43,7 @@ from tests.faults.life_model import LifeModel, State, read_state
 ROWS = 2000
 SEED = 5
 EVERY_FULL = 16
-"""Each so many steps a full is saved."""
+"""Each so many steps a baseline is saved."""
 PHASES = ("save", "compact", "gc")
 EVERY_MAINTENANCE = 3
 """Each so many steps the store is compacted and what nobody needs is deleted."""
@@ -70,7 +70,7 @@ class Life:
             self.step += 1
             advance(self.model, self.step)
             write_values(self.folder, self.step, self.model.expected())
-            with self.phase("save"), writer.begin(self.step, "full" if is_full(self.step) else "delta") as txn:
+            with self.phase("save"), writer.begin(self.step, "baseline" if is_full(self.step) else "delta") as txn:
                 self.model.write(txn)
             self.model.saved()
             note(self.folder / "acknowledged.jsonl", [txn.version, self.step])
@@ -233,14 +233,14 @@ def race_tags(store: Store, name: str, count: int, notes: Path) -> None:
 
 
 def race_saves(store: Store, name: str, count: int, notes: Path) -> None:
-    """Take the store over from each other, and save: each commit is a fence and a full."""
+    """Take the store over from each other, and save: each commit is a fence and a baseline."""
     done, step = 0, 0
     while done < count:
         writer = store.writer()
         for _ in range(min(3, count - done)):
             step += 1
             try:
-                with writer.begin(step, "full") as txn:
+                with writer.begin(step, "baseline") as txn:
                     txn.write_table("t", np.full((4, 2), step, np.float32), options=TableOptions(scale=1.0))
                     txn.put_scalars({"by": name})
             except CommitStateUnknown:

@@ -134,7 +134,8 @@ def train_beside_killed_maintenance(launcher: Launcher, folder: Path, rounds: in
     assert [step for _, step in acknowledged] == list(range(rounds + 1))
     with Store.open(str(folder / "store")) as store:
         records = list(store.log())
-        assert [[record.v, record.step] for record in records if record.kind in ("full", "delta")] == acknowledged[::-1]
+        saves = [record for record in records if record.kind in ("baseline", "delta")]
+        assert [[record.v, record.step] for record in saves] == acknowledged[::-1]
         assert {"compact", "expire"} <= {record.kind for record in records}
     assert check_what_is_stored(folder) == "acknowledged"
     return int(answer["kills"])

@@ -261,7 +261,7 @@ class Life:
         """Everything, stage by stage."""
         first = self.create()
         writer = self.writer(first)
-        self.save(writer, "full")
+        self.save(writer, "baseline")
         self.saves(writer, 2)
         self.tag(first, "good")
         self.move(first, "serving")
@@ -288,7 +288,7 @@ class Life:
         self.saves(writer, 1)
         self.collect(second)
         self.saves(writer, 1)
-        self.save(writer, "full")
+        self.save(writer, "baseline")
         self.saves(writer, 1)
         self.tag(second, "better")
         self.move(second, "serving")
@@ -454,7 +454,7 @@ def test_many_lives_on_a_server_with_a_faulty_network_lose_and_double_nothing(
 
 @pytest.fixture
 def saved_once(backend: Backend) -> tuple[Store, Writer, LifeModel]:
-    """A store with one full, its writer behind the proxy, and a step of training that is not saved."""
+    """A store with one baseline, its writer behind the proxy, and a step of training that is not saved."""
     store = backend.create()
     writer = store.writer()
     model = LifeModel.fresh()
@@ -468,7 +468,7 @@ def saved_once(backend: Backend) -> tuple[Store, Writer, LifeModel]:
 def steps_of(backend: Backend) -> list[int]:
     """The steps of all saves in the log, oldest first."""
     with backend.open_directly() as store:
-        return [record.step for record in store.log() if record.kind in ("full", "delta")][::-1]
+        return [record.step for record in store.log() if record.kind in ("baseline", "delta")][::-1]
 
 
 def save(writer: Writer, model: LifeModel, step: int) -> None:

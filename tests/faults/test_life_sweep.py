@@ -202,7 +202,7 @@ class Trainer:
     def save(self, steps: Steps, kind: Any, base: Any) -> None:
         values, tile = values_of(steps), self.tile
         with self.writer.begin(steps[-1], kind, base=base) as txn:
-            if txn.kind == "full":
+            if txn.kind == "baseline":
                 if "t" not in txn.tables:
                     given = Declaration(values[slice(*tile.rows)], {}, OPTIONS)
                     txn.declare_tables({"t": [given]})
@@ -218,7 +218,7 @@ class Trainer:
 
 
 def begin(run: Run, process: Process) -> None:
-    """What every run starts from: a full and three deltas."""
+    """What every run starts from: a baseline and three deltas."""
     with open_store(process.fs) as store:
         trainer = Trainer(run, process, store)
         for step in range(4):
@@ -237,7 +237,7 @@ def life(run: Run, process: Process) -> None:
             trainer.train(step, *KINDS.get(step, ()))
 
 
-KINDS = {6: ("delta", "baseline"), 8: ("full",)}
+KINDS = {6: ("delta", "baseline"), 8: ("baseline",)}
 
 
 def first_job(run: Run, store: Store) -> None:
@@ -399,7 +399,7 @@ def sweep(faults: tuple[FaultKind, ...], *, first: int = 0, every: int = 1, call
     with open_store(calm.files) as store:
         kinds = Counter(record.kind for record in store.log())
     assert kinds["compact"] > 2, kinds
-    assert {"full", "delta", "rollback", "tag", "channel", "expire"} <= kinds.keys()
+    assert {"baseline", "delta", "rollback", "tag", "channel", "expire"} <= kinds.keys()
     aftermath(calm, goes_on=True)
     count = Count(sum(len(view.calls) for view in calm.views.values()), len(faults))
     for process, fault, where in list(jobs(calm, faults, calls_hit))[first::every]:

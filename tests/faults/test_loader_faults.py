@@ -51,7 +51,7 @@ class Training:
         ]
 
     def begin(self, store: Store) -> None:
-        with store.writer() as writer, writer.begin(0, "full") as txn:
+        with store.writer() as writer, writer.begin(0, "baseline") as txn:
             self.fill(txn)
         self.note(store)
 
@@ -82,7 +82,7 @@ class Training:
     def rebase_and_collect(self, store: Store) -> None:
         self.step += 1
         self.values = {name: values + np.float32(self.step) for name, values in self.values.items()}
-        with store.writer() as writer, writer.begin(self.step, "full") as txn:
+        with store.writer() as writer, writer.begin(self.step, "baseline") as txn:
             self.fill(txn)
         self.note(store)
         self.save(store, times=2)
@@ -114,7 +114,7 @@ class Training:
         """Every version that is not known yet, up to the newest, has this state."""
         for version in range(max(self.by_version, default=-1) + 1, store.latest_version() + 1):
             record = store.record(version)
-            is_saved = record.kind in ("full", "delta", "rollback") or version == store.latest_version()
+            is_saved = record.kind in ("baseline", "delta", "rollback") or version == store.latest_version()
             before = self.by_version.get(version - 1, {})
             self.by_version[version] = self.values if is_saved else before
             last = self.dense.get(version - 1, 0.0)

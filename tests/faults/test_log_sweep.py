@@ -45,7 +45,7 @@ def txn(number: int) -> str:
 
 
 def delta(head: LogEntry, number: int, epoch: int, **changes: Any) -> CommitRecord:
-    chain, start = head.record.chain, head.record.logical
+    chain, start = head.record.chain, head.record.checkpoint
     own = ChainEntry(
         seg=segment_name(head.record.v, txn(number)),
         sha256="0" * 64,
@@ -55,8 +55,8 @@ def delta(head: LogEntry, number: int, epoch: int, **changes: Any) -> CommitReco
         bytes=1,
         rows=1,
     )
-    kept = {"chain": (*chain, own), "logical": start + 1, "step": number, "epoch": epoch, **changes}
-    return draft_after(head.record, "delta" if chain else "full", WRITER, **kept)
+    kept = {"chain": (*chain, own), "checkpoint": start + 1, "step": number, "epoch": epoch, **changes}
+    return draft_after(head.record, "delta" if chain else "baseline", WRITER, **kept)
 
 
 def append_delta(log: CommitLog, head: LogEntry, number: int, epoch: int, **changes: Any) -> LogEntry:
@@ -81,7 +81,7 @@ def append_rollback(log: CommitLog, head: LogEntry, target: LogEntry) -> LogEntr
         WRITER,
         target=record.v,
         chain=record.chain,
-        logical=record.logical,
+        checkpoint=record.checkpoint,
         step=record.step,
     )
     return log.append(head, draft, rebase_rollback)
@@ -111,7 +111,7 @@ class LogScenario:
         for entry in entries:
             assert found.get(entry.record.v) == entry, f"acknowledged version {entry.record.v} is lost"
         tried = {value for what, value in acknowledged if what == "try"}
-        committed = [entry.record.step for entry in found.values() if entry.record.kind in ("full", "delta")]
+        committed = [entry.record.step for entry in found.values() if entry.record.kind in ("baseline", "delta")]
         assert len(committed) == len(set(committed)), "an append is in the log twice"
         assert set(committed) <= tried, "the log holds what nobody appended"
         self.can_go_on(fs)

@@ -83,7 +83,7 @@ def of(values: Array, tile: Rectangle) -> Array:
 def save(writer: Writer, tile: Rectangle, step: int, kind: Any = "delta") -> int:
     values = state_of(step)
     with writer.begin(step, kind) as txn:
-        if txn.kind == "full":
+        if txn.kind == "baseline":
             if not writer.mirrors.get(Shard("t", tile)):
                 txn.declare_tables({"t": [Declaration(of(values, tile), {}, OPTIONS)]})
             txn.write_table("t", of(values, tile), rectangle=tile)
@@ -140,7 +140,7 @@ class Run:
 
 
 def train(kind: str, steps: tuple[int, ...] = (2, 3, 4)) -> Callable[[Process, list[int]], None]:
-    """Restore step 1 and save three more: two deltas, then a full from the mirrors and the values given."""
+    """Restore step 1 and save three more: two deltas, then a baseline from the mirrors and the values given."""
 
     def work(process: Process, acknowledged: list[int]) -> None:
         tile = cuts(kind)[process.rank]
@@ -148,7 +148,7 @@ def train(kind: str, steps: tuple[int, ...] = (2, 3, 4)) -> Callable[[Process, l
             writer = store.writer(ranks=process, shards={"t": [tile]})
             writer.restore()
             for step in steps:
-                attempt(writer, tile, step, acknowledged, "full" if step == steps[-1] else "delta")
+                attempt(writer, tile, step, acknowledged, "baseline" if step == steps[-1] else "delta")
 
     return work
 

@@ -51,14 +51,14 @@ class Mirrored:
 
     def prepare(self, fs: fsspec.AbstractFileSystem) -> None:
         store = Store.create_on(place(fs, FAR), threads=1, retry=QUICK)
-        first = self.save(store, 1, "full")
+        first = self.save(store, 1, "baseline")
         self.stage(fs)
         self.save(store, 2, "delta")
         for number in range(4):
             store.tag(f"{number}" + "x" * 900, first)
         self.stage(fs)
         for value in range(3, 7):
-            self.save(store, value, "full")
+            self.save(store, value, "baseline")
         for number in range(4):
             store.untag(f"{number}" + "x" * 900)
         store.set_channel("serving", store.latest_version())
@@ -68,7 +68,7 @@ class Mirrored:
         self.stage(fs)
         back = store.channels()["serving"]
         for value in (7, 8, 9):
-            self.save(store, value, "full")
+            self.save(store, value, "baseline")
         store.set_channel("trial", back)
         store.rollback(back)
         self.stage(fs)
@@ -82,7 +82,7 @@ class Mirrored:
                 writer.restore()
             with writer.begin(value, kind=kind) as txn:
                 table = np.full((ROWS, DIM), value, np.float32)
-                if kind == "full":
+                if kind == "baseline":
                     txn.write_table("t", table, options=TableOptions(scale=1.0))
                 else:
                     txn.write_rows("t", np.arange(2), table[:2])

@@ -63,7 +63,7 @@ def test_a_store_lives_through_save_tag_rollback_and_restore(place: Place) -> No
             txn.write_rows("user", rows, restored[rows] + 2)
     assert np.array_equal(reopened.snapshot().table("user").read()[rows], before[rows] + 2)
     assert [record.kind for record in reopened.log()][::-1] == [
-        "init", "fence", "full", "tag", "delta", "rollback", "fence", "delta",
+        "init", "fence", "baseline", "tag", "delta", "rollback", "fence", "delta",
     ]  # fmt: skip
 
 

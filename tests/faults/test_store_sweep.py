@@ -114,7 +114,7 @@ def is_empty(store: Store) -> bool:
 
 
 class Life:
-    """Baseline, deltas, a delete, tag, rollback, restore, a full from the mirror; retried as a trainer would."""
+    """Baseline, deltas, a delete, tag, rollback, restore, a baseline from the mirror; retried as a trainer would."""
 
     def __init__(self, *, starts_empty: bool) -> None:
         self.starts_empty = starts_empty
@@ -126,7 +126,7 @@ class Life:
 
     def save(self, writer: Writer, model: Model, step: int, kind: Any = "delta") -> None:
         with writer.begin(step, kind) as txn:
-            if txn.kind == "full" and not writer.snapshot.tables:
+            if txn.kind == "baseline" and not writer.snapshot.tables:
                 write_full(txn, model)
             else:
                 write_delta(txn, model)
@@ -200,7 +200,7 @@ class Life:
         again.train(5)
         self.attempt(fs, writer, again, 5, acknowledged)
         again.train(6)
-        self.attempt(fs, writer, again, 6, acknowledged, kind="full")
+        self.attempt(fs, writer, again, 6, acknowledged, kind="baseline")
 
     def check(self, fs: fsspec.AbstractFileSystem, acknowledged: list[Any]) -> None:
         assert isinstance(fs, FaultyFileSystem)

@@ -31,7 +31,7 @@ def opened(fs: fsspec.AbstractFileSystem) -> Store:
 
 
 def build(fs: fsspec.AbstractFileSystem) -> None:
-    """A full, deltas of every kind, a compaction, a rollback, another full."""
+    """A baseline, deltas of every kind, a compaction, a rollback, another baseline."""
     rng = np.random.default_rng(3)
     with Store.create_on(storage_from_filesystem(fs, "/root"), threads=1, retry=QUICK) as store:
         with store.writer() as writer:
@@ -51,7 +51,7 @@ def build(fs: fsspec.AbstractFileSystem) -> None:
             with writer.begin(50) as txn:
                 txn.resize_table("a", 9)
         store.rollback(4)
-        with store.writer() as writer, writer.begin(60, "full") as txn:
+        with store.writer() as writer, writer.begin(60, "baseline") as txn:
             txn.write_table("a", rng.standard_normal((11, 3)).astype(np.float32), options=EXACT)
             txn.create_table("h", dim=2, options=EXACT)
             txn.write_rows("h", np.asarray([9]), np.ones((1, 2), np.float32))

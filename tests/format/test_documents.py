@@ -124,7 +124,7 @@ def test_a_receipt_from_another_state_does_not_apply(store: Store) -> None:
 def test_versions_are_found_by_time_and_expired_ones_refused_unless_tagged(store: Store) -> None:
     with store.writer() as writer:
         for step in (1, 2, 3):
-            with writer.begin(step=step, kind="full") as txn:
+            with writer.begin(step=step, kind="baseline") as txn:
                 txn.write_table("t", np.full((1, 1), step, np.float32), options=TableOptions(scale=1.0))
     store.tag("kept", 2)
     when = dt.datetime.fromtimestamp((store.record(3).ts_ms + 0.5) / 1000, dt.UTC)

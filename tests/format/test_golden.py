@@ -101,7 +101,7 @@ def test_a_step_after_a_rollback_and_a_tag_find_their_versions() -> None:
     store = Store.open(str(GOLDEN / "lattice" / "store"), threads=1)
 
     assert store.snapshot(tag="best").version == 2
-    assert store.snapshot(step=100).version == 7  # the rollback, newer than the full
+    assert store.snapshot(step=100).version == 7  # the rollback, newer than the baseline
     assert store.snapshot(step=300).version == 4
     assert store.snapshot(version=7).record.kind == "rollback"
 

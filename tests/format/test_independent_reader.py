@@ -159,7 +159,7 @@ OPTIONS = {
     "affine": TableOptions(encoding="affine", bits=3, nonfinite="escape"),
     "raw": TableOptions(encoding="raw", nonfinite="escape"),
 }
-OPERATIONS = ["write", "write", "delete", "resize", "full", "one_shot", "new", "drop", "keys", "dense", "rollback"]
+OPERATIONS = ["write", "write", "delete", "resize", "baseline", "one_shot", "new", "drop", "keys", "dense", "rollback"]
 
 
 class Life:
@@ -212,8 +212,8 @@ class Life:
         elif operation == "resize" and table:
             with self.begin() as txn:
                 txn.resize_table(table, int(self.random.integers(0, 30)))
-        elif operation == "full":
-            with self.begin(kind="full") as txn:
+        elif operation == "baseline":
+            with self.begin(kind="baseline") as txn:
                 for name in dense:
                     txn.write_table(name, self.values(20), slots=self.slots(20))
                 for name in set(tables) - set(dense):

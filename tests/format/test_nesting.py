@@ -99,7 +99,7 @@ def test_what_contains_itself_is_refused(store: Store) -> None:
     loop: list[Any] = []
     loop.append(loop)
 
-    with store.writer() as writer, writer.begin(2, kind="full") as txn:
+    with store.writer() as writer, writer.begin(2, kind="baseline") as txn:
         txn.write_table("t", np.ones((4, 2), np.float32))
         with pytest.raises(BadInput, match="contains itself"):
             txn.commit(user={"a": loop})
@@ -137,7 +137,7 @@ def test_the_deepest_document_is_read(store: Store) -> None:
     for _ in range(MAX_DEPTH):
         value = {1: value}
 
-    with store.writer() as writer, writer.begin(2, kind="full") as txn:
+    with store.writer() as writer, writer.begin(2, kind="baseline") as txn:
         txn.write_table("t", np.ones((4, 2), np.float32))
         txn.put_document("reader/0", value)
 

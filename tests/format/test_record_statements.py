@@ -27,7 +27,7 @@ BASELINE, SECOND, THIRD = segment(1, 0, 1, "baseline"), segment(2, 1, 2), segmen
 
 def delta(**changes: Any) -> CommitRecord:
     """Version 9: a baseline and two deltas."""
-    record = draft_after(draft_init(WRITER), "delta", WRITER, chain=(BASELINE, SECOND, THIRD), logical=3, step=300)
+    record = draft_after(draft_init(WRITER), "delta", WRITER, chain=(BASELINE, SECOND, THIRD), checkpoint=3, step=300)
     record = msgspec.structs.replace(record, v=9, commit_uuid="c" * 32, store_uuid="5" * 32, parent_digest="d" * 64)
     return msgspec.structs.replace(record, **changes)
 
@@ -45,15 +45,15 @@ def test_the_record_that_the_others_are_made_of_is_sound() -> None:
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        (delta(chain=(BASELINE, SECOND, segment(3, 2, 2)), logical=2), "chain that breaks at position 2"),
+        (delta(chain=(BASELINE, SECOND, segment(3, 2, 2)), checkpoint=2), "chain that breaks at position 2"),
         (delta(chain=(BASELINE, SECOND, segment(3, 1, 3))), "chain that breaks at position 2"),
         (delta(chain=(segment(1, 0, 1), SECOND, THIRD)), "does not start with a baseline"),
         (delta(chain=(segment(1, 1, 2, "baseline"), THIRD)), "does not start with a baseline"),
         (delta(chain=(BASELINE, SECOND, segment(3, 2, 3, "baseline"))), "a second baseline at position 2"),
         (delta(chain=(BASELINE, SECOND, segment(2, 2, 3))), "a segment twice in its chain"),
-        (delta(logical=4), "is at logical 4, its chain ends at 3"),
-        (delta(kind="full"), "has kind full and a chain of 3 segments"),
-        (delta(kind="compact", chain=(), logical=0), "has kind compact and a chain of 0 segments"),
+        (delta(checkpoint=4), "is at checkpoint 4, its chain ends at 3"),
+        (delta(kind="baseline"), "has kind baseline and a chain of 3 segments"),
+        (delta(kind="compact", chain=(), checkpoint=0), "has kind compact and a chain of 0 segments"),
         (delta(kind="init"), "has kind init, which cannot be at its position"),
         (delta(v=0), "has kind delta, which cannot be at its position"),
         (delta(kind="tag", target=4), "has kind tag, name None"),

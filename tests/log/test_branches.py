@@ -97,7 +97,8 @@ def test_record_zero_of_a_branch_names_branch_version_and_digest(store: Store) -
     assert (first.kind, first.name, first.target) == ("fork", uuid_of(store, "trial"), point.record.v)
     assert first.parent_digest == point.digest
     assert first.ts_ms > point.record.ts_ms
-    assert (first.chain, first.logical, first.step) == (point.record.chain, point.record.logical, point.record.step)
+    source = point.record
+    assert (first.chain, first.checkpoint, first.step) == (source.chain, source.checkpoint, source.step)
     assert (first.epoch, first.tags, first.channels, first.pins, first.floor) == (0, {}, {}, {}, 0)
 
 

@@ -20,7 +20,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     url = f"memory://{tmp_path}" if request.param == "memory" else str(tmp_path / "store")
     made = Store.create(url)
     for step in (1, 2, 3):
-        with made.writer() as writer, writer.begin(step, "full") as txn:
+        with made.writer() as writer, writer.begin(step, "baseline") as txn:
             txn.write_table("t", np.full((ROWS, DIM), step, np.float32), options=TableOptions(scale=1.0))
     return made
 

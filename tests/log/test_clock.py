@@ -54,7 +54,7 @@ def store(tmp_path: Path, machine: Machine) -> Store:
 
 
 def save(writer: Writer, step: int) -> int:
-    with writer.begin(step, kind="full") as txn:
+    with writer.begin(step, kind="baseline") as txn:
         txn.write_table("t", np.full((4, 2), step, np.float32), options=TableOptions(scale=1.0))
     return writer.head.record.v
 

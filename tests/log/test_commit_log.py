@@ -96,8 +96,8 @@ def delta(head: LogEntry, number: int, **changes: Any) -> CommitRecord:
         bytes=1,
         rows=1,
     )
-    kept = {"chain": (*chain, own), "logical": start + 1, "step": 10 * (start + 1), **changes}
-    return draft_after(head.record, "delta" if chain else "full", WRITER, **kept)
+    kept = {"chain": (*chain, own), "checkpoint": start + 1, "step": 10 * (start + 1), **changes}
+    return draft_after(head.record, "delta" if chain else "baseline", WRITER, **kept)
 
 
 def append_delta(log: CommitLog, head: LogEntry, number: int, **changes: Any) -> LogEntry:

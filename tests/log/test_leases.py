@@ -35,7 +35,7 @@ def store() -> Store:
     made = Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "store"))
     with made.writer() as writer:
         for step in range(3):
-            with writer.begin(step, kind="full") as txn:
+            with writer.begin(step, kind="baseline") as txn:
                 txn.write_table("t", np.full((4, 2), step, np.float32))
     return made
 
@@ -128,7 +128,7 @@ def test_a_head_that_expired_between_two_requests_is_left_for_the_newer_one(stor
     other = Store.open_on(storage_from_filesystem(store.storage._fs, "store"))  # type: ignore[attr-defined]
 
     def move_on() -> None:
-        with other.writer() as writer, writer.begin(9, kind="full") as txn:
+        with other.writer() as writer, writer.begin(9, kind="baseline") as txn:
             txn.write_table("t", np.zeros((4, 2), np.float32))
         expire_below(other, other.latest_version())
 

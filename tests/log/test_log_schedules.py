@@ -65,7 +65,7 @@ def writer_life(world: World, log: CommitLog) -> None:
         number = world.number()
         seg = segment_name(head.record.v, f"{number:032x}")
         world.content[seg], world.trained[number] = (number,), base
-        chain, start = head.record.chain, head.record.logical
+        chain, start = head.record.chain, head.record.checkpoint
         own = ChainEntry(
             seg=seg,
             sha256="0" * 64,
@@ -77,10 +77,10 @@ def writer_life(world: World, log: CommitLog) -> None:
         )
         draft = draft_after(
             head.record,
-            "delta" if chain else "full",
+            "delta" if chain else "baseline",
             WRITER,
             chain=(*chain, own),
-            logical=start + 1,
+            checkpoint=start + 1,
             step=number,
             epoch=epoch,
         )
@@ -160,7 +160,7 @@ def check(world: World) -> None:
     newest = log.latest()
     entries = {entry.record.v: entry for entry in log.walk(newest)}
     assert sorted(entries) == list(range(newest.record.v + 1))
-    data = [entry for entry in entries.values() if entry.record.kind in ("full", "delta")]
+    data = [entry for entry in entries.values() if entry.record.kind in ("baseline", "delta")]
     numbers = [entry.record.step for entry in data]
     assert len(numbers) == len(set(numbers)), "an append is in the log twice"
     for number, entry in world.acknowledged.items():

@@ -131,7 +131,7 @@ def test_a_hint_that_is_never_written_does_not_fail_an_append(storage: Storage) 
     assert log.unresolved is None
 
 
-@pytest.mark.parametrize("changes", [{"floor": 9}, {"tags": {"t": 9}}, {"logical": 1}])
+@pytest.mark.parametrize("changes", [{"floor": 9}, {"tags": {"t": 9}}, {"checkpoint": 1}])
 def test_a_record_that_contradicts_itself_is_not_sent(storage: Storage, changes: dict[str, Any]) -> None:
     head = with_versions(storage, 3)[-1]
 

@@ -70,7 +70,7 @@ def pin(version: int, name: str = "") -> Pin:
 def head_record(**changes: Any) -> CommitRecord:
     """Version 9, epoch 2: a baseline and three deltas."""
     chain = (segment(1, 0, 1), segment(2, 1, 2), segment(3, 2, 3), segment(4, 3, 4))
-    record = draft_after(draft_init(OTHER), "delta", OTHER, chain=chain, logical=4, step=400, epoch=2)
+    record = draft_after(draft_init(OTHER), "delta", OTHER, chain=chain, checkpoint=4, step=400, epoch=2)
     record = msgspec.structs.replace(
         record,
         v=9,
@@ -83,13 +83,13 @@ def head_record(**changes: Any) -> CommitRecord:
 
 
 def delta_draft(head: CommitRecord) -> CommitRecord:
-    own = own_segment(head.logical, head.logical + 1)
+    own = own_segment(head.checkpoint, head.checkpoint + 1)
     return draft_after(
         head,
         "delta",
         WRITER,
         chain=(*head.chain, own),
-        logical=head.logical + 1,
+        checkpoint=head.checkpoint + 1,
         step=500,
         user={"note": 1},
     )
@@ -106,7 +106,7 @@ def test_draft_carries_everything_over_but_what_is_the_records_own() -> None:
 
     draft = draft_after(head, "tag", WRITER, name="t", target=9)
 
-    carried = ("chain", "tags", "pins", "floor", "expired", "aborted", "logical", "step", "epoch")
+    carried = ("chain", "tags", "pins", "floor", "expired", "aborted", "checkpoint", "step", "epoch")
     assert all(getattr(draft, field) == getattr(head, field) for field in (*carried, "writer_features"))
     assert (draft.name, draft.target, draft.user) == ("t", 9, {})
     assert draft.writer == WRITER
@@ -122,7 +122,7 @@ def test_delta_follows_records_that_leave_the_state_alone(kind: RecordKind) -> N
 
     assert {name: getattr(moved, name) for name in changes} == changes
     assert (moved.chain, moved.user) == (draft.chain, draft.user)
-    assert (moved.kind, moved.logical, moved.step, moved.epoch) == ("delta", 5, 500, 2)
+    assert (moved.kind, moved.checkpoint, moved.step, moved.epoch) == ("delta", 5, 500, 2)
     assert moved.writer == WRITER
 
 
@@ -139,7 +139,7 @@ def test_delta_is_put_on_a_compacted_chain() -> None:
 def test_one_shot_delta_keeps_replacing_the_earlier_one() -> None:
     head = head_record(chain=(segment(1, 0, 1), segment(4, 1, 4)))
     own = own_segment(1, 5)
-    draft = draft_after(head, "delta", WRITER, chain=(head.chain[0], own), logical=5)
+    draft = draft_after(head, "delta", WRITER, chain=(head.chain[0], own), checkpoint=5)
 
     moved = rebase_data(draft, after(head, "tag"), txn=MINE)
 
@@ -149,7 +149,7 @@ def test_one_shot_delta_keeps_replacing_the_earlier_one() -> None:
 
 def test_one_shot_delta_does_not_apply_to_a_new_baseline() -> None:
     head = head_record(chain=(segment(1, 0, 1), segment(4, 1, 4)))
-    draft = draft_after(head, "delta", WRITER, chain=(head.chain[0], own_segment(1, 5)), logical=5)
+    draft = draft_after(head, "delta", WRITER, chain=(head.chain[0], own_segment(1, 5)), checkpoint=5)
 
     with pytest.raises(DoesNotApply) as refused:
         rebase_data(draft, after(head, "compact", chain=(segment(7, 0, 4),)), txn=MINE)
@@ -159,15 +159,15 @@ def test_one_shot_delta_does_not_apply_to_a_new_baseline() -> None:
 
 def test_full_replaces_whatever_chain_is_there() -> None:
     head = head_record()
-    draft = draft_after(head, "full", WRITER, chain=(own_segment(0, 5),), logical=5)
+    draft = draft_after(head, "baseline", WRITER, chain=(own_segment(0, 5),), checkpoint=5)
 
     moved = rebase_data(draft, after(head, "compact", chain=(segment(7, 0, 4),)), txn=MINE)
 
     assert moved.chain == (own_segment(0, 5),)
 
 
-@pytest.mark.parametrize("kind", ["full", "delta", "rollback"])
-@pytest.mark.parametrize("mine", ["full", "delta", "rollback"])
+@pytest.mark.parametrize("kind", ["baseline", "delta", "rollback"])
+@pytest.mark.parametrize("mine", ["baseline", "delta", "rollback"])
 def test_training_states_conflict(mine: RecordKind, kind: RecordKind) -> None:
     head = head_record()
     draft = msgspec.structs.replace(delta_draft(head), kind=mine, target=3)
@@ -231,7 +231,7 @@ def test_fence_of_a_loaded_state_follows_maintenance_alone(kind: RecordKind) -> 
     newest = after(head, kind, epoch=head.epoch, tags={"n": 9})
     draft = draft_after(head, "fence", WRITER, epoch=head.epoch + 1)
 
-    if kind in ("fence", "full", "delta", "rollback", "init"):
+    if kind in ("fence", "baseline", "delta", "rollback", "init"):
         with pytest.raises(Conflict, match=rf"gone on from .* commit record {newest.record.v} \({kind}\)"):
             rebase_succession(draft, newest)
     else:
@@ -369,11 +369,11 @@ def test_tags_and_channels_do_not_share_a_name() -> None:
 
 def test_rollback_keeps_its_targets_state_behind_a_compaction() -> None:
     head = head_record()
-    draft = draft_after(head, "rollback", WRITER, target=7, chain=head.chain[:2], logical=2, step=200)
+    draft = draft_after(head, "rollback", WRITER, target=7, chain=head.chain[:2], checkpoint=2, step=200)
 
     moved = rebase_rollback(draft, after(head, "compact", chain=(segment(7, 0, 4),)))
 
-    assert (moved.chain, moved.logical, moved.step) == (head.chain[:2], 2, 200)
+    assert (moved.chain, moved.checkpoint, moved.step) == (head.chain[:2], 2, 200)
     assert moved.target == 7
     check_statements(msgspec.structs.replace(moved, v=99))
 
@@ -384,10 +384,10 @@ def test_compaction_is_spliced_into_a_chain_that_grew() -> None:
     draft = draft_after(head, "compact", WRITER, chain=replace_run(head, merged, run))
     grown = (*head.chain, segment(5, 4, 5))
 
-    moved = rebase_compact(draft, after(head, "delta", chain=grown, logical=5, epoch=3), merged=merged, run=run)
+    moved = rebase_compact(draft, after(head, "delta", chain=grown, checkpoint=5, epoch=3), merged=merged, run=run)
 
     assert moved.chain == (head.chain[0], merged, head.chain[3], grown[-1])
-    assert (moved.logical, moved.epoch) == (5, 3)
+    assert (moved.checkpoint, moved.epoch) == (5, 3)
     check_statements(msgspec.structs.replace(moved, v=99))
 
 
@@ -405,8 +405,9 @@ def test_compaction_whose_run_is_gone_is_abandoned(chain: tuple[ChainEntry, ...]
     head = head_record()
     merged, run = own_segment(1, 3), [entry.seg for entry in head.chain[1:3]]
 
+    newer = after(head, "baseline", chain=chain)
     with pytest.raises(Conflict):
-        rebase_compact(draft_after(head, "compact", WRITER), after(head, "full", chain=chain), merged=merged, run=run)
+        rebase_compact(draft_after(head, "compact", WRITER), newer, merged=merged, run=run)
 
 
 def test_merged_segment_must_span_its_run() -> None:

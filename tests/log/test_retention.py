@@ -161,7 +161,7 @@ def test_the_floor_never_goes_back() -> None:
 
 
 def test_a_checkpoint_after_a_rollback_supersedes_the_one_that_was_given_up() -> None:
-    """`logical` counts on from the target, so 3 comes twice."""
+    """`checkpoint` counts on from the target, so 3 comes twice."""
     planned = plan(log(1, 2, 3, 2, 3), RetentionPolicy(keep_last=2))
 
     assert staying(planned) == [3, 4]

@@ -19,14 +19,14 @@ def logs(draw: st.DrawFn) -> tuple[CommitRecord, list[LiveVersion], Holds]:
     versions = [LiveVersion(0, 0, 0, ())]
     for version, step in enumerate(steps, 1):
         before = versions[-1]
-        logical, chain = before.logical, before.chain
+        logical, chain = before.checkpoint, before.chain
         if step == "data":
             logical, chain = logical + 1, (*chain, f"s{version}")
         elif step == "compact" and chain:
             chain = (f"s{version}",)
         elif step == "rollback":
             target = draw(st.sampled_from(versions))
-            logical, chain = target.logical, target.chain
+            logical, chain = target.checkpoint, target.chain
         versions.append(LiveVersion(version, logical, before.ts_ms + draw(st.integers(1, 5)), chain))
     numbers = st.sampled_from([one.version for one in versions])
     some = st.lists(numbers, max_size=3)
@@ -79,7 +79,7 @@ def test_whatever_is_named_held_or_newest_stays(
 
     named = {*record.tags.values(), *record.channels.values(), *(pin.version for pin in record.pins.values())}
     from_cursor = min(holds.cursors.values(), default=record.v)
-    newest = {one.logical: one for one in live if one.chain}
+    newest = {one.checkpoint: one for one in live if one.chain}
     needed = sorted(newest.values(), key=lambda one: one.version)[-policy.keep_last :]
     going = set(plan.going)
     assert not going & {record.v, *named, *holds.leases}
@@ -87,7 +87,7 @@ def test_whatever_is_named_held_or_newest_stays(
     states = {one.chain for one in live if one.version not in going}
     assert {one.chain for one in needed} <= states
     if policy.keep_every is not None:
-        assert {one.chain for one in newest.values() if one.logical % policy.keep_every == 0} <= states
+        assert {one.chain for one in newest.values() if one.checkpoint % policy.keep_every == 0} <= states
 
 
 @given(logs(), policies)
@@ -120,4 +120,4 @@ def test_the_list_grows_with_what_stays_not_with_the_log(
 
 
 def _behind(before: LiveVersion, version: int) -> LiveVersion:
-    return LiveVersion(version, before.logical, before.ts_ms + 1, before.chain)
+    return LiveVersion(version, before.checkpoint, before.ts_ms + 1, before.chain)

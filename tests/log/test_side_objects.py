@@ -49,7 +49,7 @@ def save(store: Store, *values: float) -> int:
         if not store.snapshot().is_empty:
             writer.restore()
         for value in values:
-            with writer.begin(int(value), kind="full") as txn:
+            with writer.begin(int(value), kind="baseline") as txn:
                 txn.write_table("t", np.full((ROWS, 2), value, np.float32), options=TableOptions(scale=1.0))
         return writer.head.record.v
 
@@ -257,7 +257,7 @@ def test_an_old_version_reads_without_its_lists(store: Store, tmp_path: Path) ->
     tag(store, 0, 12)
     with store.writer() as writer:
         writer.restore()
-        with writer.begin(3, kind="full") as txn:
+        with writer.begin(3, kind="baseline") as txn:
             txn.write_table("t", np.zeros((ROWS, 2), np.float32), options=TableOptions(scale=1.0))
         with writer.begin(4) as txn:
             txn.write_rows("t", np.arange(4), np.full((4, 2), [[1], [2], [30], [40]], np.float32))

@@ -167,7 +167,7 @@ def test_an_unknown_fence_does_not_block_its_store(storage: Storage, store: Stor
     with store.writer() as writer, writer.begin(1) as txn:
         txn.write_table("t", VALUES, options=TableOptions.exact())
 
-    assert [record.kind for record in store.log()] == ["full", "fence", "fence", "init"]
+    assert [record.kind for record in store.log()] == ["baseline", "fence", "fence", "init"]
     assert np.array_equal(store.snapshot().table("t").read(), VALUES)
 
 

@@ -86,7 +86,7 @@ def test_every_run_of_a_golden_store_reads_the_same_compacted(name: str, tmp_pat
             after = store.snapshot()
             assert bytes_of(after) == expected
             assert bytes_of(store.snapshot(version=before.version)) == expected
-            assert (after.record.logical, after.record.step) == (before.record.logical, before.record.step)
+            assert (after.record.checkpoint, after.record.step) == (before.record.checkpoint, before.record.step)
             assert after.tables == before.tables
             found = verify_store(store, deep=True)
             assert found.is_sound, found.problems
@@ -342,12 +342,12 @@ def test_a_tag_that_lands_meanwhile_is_kept(store: Store, training: Training) ->
     training.check()
 
 
-@pytest.mark.parametrize("what", ["full", "rollback", "compact"])
+@pytest.mark.parametrize("what", ["baseline", "rollback", "compact"])
 def test_a_run_that_is_gone_is_given_up(store: Store, training: Training, what: str) -> None:
     first = store.head().record.v - 1
 
     def act() -> None:
-        if what == "full":
+        if what == "baseline":
             with store.writer() as writer:
                 training.full(writer)
         elif what == "rollback":
@@ -359,7 +359,7 @@ def test_a_run_that_is_gone_is_given_up(store: Store, training: Training, what: 
 
     assert (report.outcome, report.version) == ("abandoned", None)
     assert "no longer in the chain" in report.reason
-    assert store.head().record.kind in ("full", "rollback", "compact")
+    assert store.head().record.kind in ("baseline", "rollback", "compact")
     if what != "rollback":
         training.check()
 
@@ -498,7 +498,7 @@ def test_a_run_that_leads_to_another_state_is_not_committed(store: Store, traini
     moved = pack(document_of(msgspec.structs.replace(behind, l0=baseline.l1, parts=parts)))
     store.storage.put(segment_prefix(second.seg) + MANIFEST, moved)
     chain = (baseline, msgspec.structs.replace(second, l0=baseline.l1, sha256=sha256(moved)))
-    draft = draft_after(head.record, "compact", writer_info(), chain=chain, logical=second.l1)
+    draft = draft_after(head.record, "compact", writer_info(), chain=chain, checkpoint=second.l1)
     before = store.internals.log.append(head, draft, rebase_expire)
 
     with pytest.raises(CorruptStore, match="merges to state digest"):

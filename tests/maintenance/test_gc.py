@@ -63,7 +63,7 @@ def collect(store: Store, keep_last: int = 1, **options: Any) -> GcReport:
 
 
 def save(writer: Writer, step: int, *, full: bool = False) -> int:
-    with writer.begin(step, kind="full" if full else "delta") as txn:
+    with writer.begin(step, kind="baseline" if full else "delta") as txn:
         if full:
             txn.write_table("t", np.full((ROWS, DIM), step, np.float32), options=TableOptions(scale=1.0))
         else:
@@ -72,7 +72,7 @@ def save(writer: Writer, step: int, *, full: bool = False) -> int:
 
 
 def fill(store: Store, steps: int = 6, every: int = 3) -> list[int]:
-    """Checkpoints 1 to ``steps``, every so many a full one; their versions."""
+    """Checkpoints 1 to ``steps``, every so many a baseline; their versions."""
     with store.writer() as writer:
         if store.head().record.chain:
             writer.restore()
@@ -1083,7 +1083,7 @@ def test_a_name_that_a_branch_has_committed_meanwhile_is_no_damage(
     trial = store.fork("trial", 3)
     with trial.writer() as writer:
         writer.restore()
-        with writer.begin(30, kind="full") as txn:
+        with writer.begin(30, kind="baseline") as txn:
             txn.write_table("t", np.full((ROWS, DIM), 9, np.float32), options=TableOptions(scale=1.0))
             crash = once(lambda call: "/branches/" in call.path and is_commit(call), dies)
             armed[0] = True

@@ -144,7 +144,7 @@ class MaintainedStoreMachine(StoreMachine):
             for version in range(len(log.versions), store.latest_version() + 1):
                 record = store.record(version)
                 log.add(record.kind, record.target, record.ts_ms)
-                if record.kind in ("full", "delta", "rollback"):
+                if record.kind in ("baseline", "delta", "rollback"):
                     line.states.append(line.by_version[version])
                 else:
                     line.states.append(line.states[-1] if line.states else State())

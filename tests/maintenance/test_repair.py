@@ -442,7 +442,7 @@ def test_a_repair_never_goes_back_from_what_was_saved_meanwhile(
 
         def slow(*arguments: Any, **options: Any) -> Any:
             found = real(*arguments, **options)
-            with writer.begin(step=40, kind="full") as txn:
+            with writer.begin(step=40, kind="baseline") as txn:
                 txn.write_table("user", values(40), options=TableOptions(scale=1.0))
             return found
 
@@ -452,7 +452,7 @@ def test_a_repair_never_goes_back_from_what_was_saved_meanwhile(
             repair_store(store, dry_run=False)
 
     monkeypatch.undo()
-    assert (store.head().record.kind, store.snapshot().step) == ("full", 40)
+    assert (store.head().record.kind, store.snapshot().step) == ("baseline", 40)
     assert repair_store(store, dry_run=False).actions == ()
 
 
@@ -585,7 +585,7 @@ def entry(version: int, chain_length: int = 0, digest: str = "d") -> LogEntry:
         for number in range(chain_length)
     )  # fmt: skip
     record = CommitRecord(
-        v=version, kind="full", commit_uuid="", store_uuid="", parent_digest="", epoch=1, logical=chain_length,
+        v=version, kind="baseline", commit_uuid="", store_uuid="", parent_digest="", epoch=1, checkpoint=chain_length,
         step=version, ts_ms=version, chain=chain, writer=WRITER,
     )  # fmt: skip
     return LogEntry(record, digest)

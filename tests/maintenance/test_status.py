@@ -54,7 +54,7 @@ def test_live_versions_are_counted_as_readers_see_them(
 ) -> None:
     tags, channels, pins = named
     head = CommitRecord(
-        v=HEAD, kind="tag", commit_uuid="", store_uuid="", parent_digest="", epoch=0, logical=0, step=0, ts_ms=0,
+        v=HEAD, kind="tag", commit_uuid="", store_uuid="", parent_digest="", epoch=0, checkpoint=0, step=0, ts_ms=0,
         writer=WriterInfo(host="", lib="", run_id=""), floor=floor, kept=tuple(sorted(kept)),
         expired=tuple(sorted(expired)), tags=tags, channels=channels,
         pins={name: Pin(version=version, name=name) for name, version in pins.items()},
@@ -69,7 +69,7 @@ def test_a_heads_status_is_that_of_its_newest_checkpoint_whatever_stands_behind_
 
     status = head_status(store)
 
-    assert (status.branch, status.version, status.step, status.logical) == (None, checkpoint.v + 1, 2, 2)
+    assert (status.branch, status.version, status.step, status.checkpoint) == (None, checkpoint.v + 1, 2, 2)
     assert status.checkpoint_ms == checkpoint.ts_ms
     assert (status.chain_length, status.live_versions, status.pending_delete) == (2, checkpoint.v + 2, 0)
     sizes = [entry.bytes for entry in checkpoint.chain]

@@ -82,7 +82,7 @@ def store(storage: FarStorage) -> Iterator[tuple[Store, list[Float32s]]]:
 
 
 def versions(store: Store) -> list[int]:
-    return sorted(record.v for record in store.log() if record.chain and record.kind in ("full", "delta"))
+    return sorted(record.v for record in store.log() if record.chain and record.kind in ("baseline", "delta"))
 
 
 @pytest.mark.parametrize("limit_bytes", [1, 500, AHEAD_BYTES])

@@ -67,7 +67,7 @@ def shrink_and_grow(writer: Writer, values: Values) -> Values:
 def delete_and_compact(writer: Writer, values: Values) -> Values:
     """A baseline that lacks rows, and names none of them."""
     values = delete(writer, values)
-    with writer.begin(3, "full"):
+    with writer.begin(3, "baseline"):
         pass
     return values
 

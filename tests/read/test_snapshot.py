@@ -28,7 +28,7 @@ def new_store() -> Store:
 def filled(store: Store, value: float, step: int, writer: Any) -> int:
     with writer.begin(step) as txn:
         values = np.full((4, 2), value, np.float32)
-        if txn.kind == "full" and not writer.snapshot.tables:
+        if txn.kind == "baseline" and not writer.snapshot.tables:
             txn.write_table("t", values, options=TableOptions(scale=0.5))
         else:
             txn.write_rows("t", np.arange(4), values)
@@ -243,7 +243,7 @@ def test_a_refined_scale_goes_over_exactly_and_is_finer_from_then_on(mirror: Any
         expected[0] = expected[5]
         assert same_bits(store.snapshot().table("t").read(), expected)
         assert same_bits(store.snapshot(version=2 + 1).table("t").read(), before)
-        with writer.begin(5, "full"):
+        with writer.begin(5, "baseline"):
             pass
         assert same_bits(store.snapshot().table("t").read(), expected)
     with store.writer() as writer:

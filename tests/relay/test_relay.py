@@ -103,9 +103,9 @@ def save(store: Store, *values: float, kind: CommitKind | None = None) -> list[i
             writer.restore()
         for value in values:
             step = store.head().record.step + 1
-            chosen: CommitKind = kind or ("delta" if store.head().record.chain else "full")
+            chosen: CommitKind = kind or ("delta" if store.head().record.chain else "baseline")
             with writer.begin(step, kind=chosen) as txn:
-                if chosen == "full":
+                if chosen == "baseline":
                     table = np.full((ROWS, DIM), value, np.float32)
                     txn.write_table("t", table, options=TableOptions(scale=1.0))
                 else:
@@ -339,7 +339,7 @@ def test_a_relay_of_a_relay_is_one(store: Store, files: IsolatedMemoryFileSystem
     rack = Relay(near(files, "/region"), place(files))
     rack.advance()
     for value in (3, 4, 5):
-        save(store, value, kind="full")
+        save(store, value, kind="baseline")
         region.advance()  # Lets go what is older at once, so the rack's relay is too late for it.
 
     report = rack.advance()
@@ -404,7 +404,7 @@ def test_versions_that_went_before_they_were_copied_are_passed_over(
     save(store, 1)
     relay = Relay(store, place(files))
     relay.advance()
-    versions = save(store, 2, 3, 4, kind="full")
+    versions = save(store, 2, 3, 4, kind="baseline")
     expire_all_but_newest(store)
 
     report = relay.advance()
@@ -425,13 +425,13 @@ def test_a_version_that_goes_while_it_is_copied_is_passed_over(store: Store, fil
     watched = FaultyFileSystem(files)
     relay = Relay(near(watched, FAR), place(files))
     relay.advance()
-    save(store, 2, kind="full")
+    save(store, 2, kind="baseline")
     is_done = []
 
     def expire(call: Any) -> None:
         if "_segment.json.zst" in call.path and not is_done:
             is_done.append(call)
-            save(store, 3, kind="full")
+            save(store, 3, kind="baseline")
             expire_all_but_newest(store)
 
     watched._on_call = expire
@@ -451,7 +451,7 @@ def test_while_positions_are_filled_a_reader_sees_the_end_before_or_behind(
     relay = Relay(store, place(files))
     relay.advance()
     before = store.latest_version()
-    save(store, *range(2, 12), kind="full")
+    save(store, *range(2, 12), kind="baseline")
     expire_all_but_newest(store)
     alive = [record.v for record in store.log() if is_live(store.head().record, record.v)]
     seen = set()
@@ -486,14 +486,14 @@ def test_a_look_ends_though_the_source_goes_on_and_makes_room_on_its_way(
     watched = FaultyFileSystem(files)
     relay = Relay(near(watched, FAR), place(files), policy=RetentionPolicy(keep_last=1), grace_s=0)
     relay.advance()
-    goal = save(store, 2, 3, kind="full")[-1]
+    goal = save(store, 2, 3, kind="baseline")[-1]
     stop, reports = threading.Event(), list[RelayReport]()
 
     def go_on(call: Any) -> None:
         if "_segment.json.zst" in call.path and not stop.is_set():
             with store.writer() as writer:  # One version for each that is copied.
                 writer.restore()
-                with writer.begin(store.head().record.step + 1, kind="full") as txn:
+                with writer.begin(store.head().record.step + 1, kind="baseline") as txn:
                     txn.write_table("t", np.full((ROWS, DIM), 9, np.float32), options=TableOptions(scale=1.0))
 
     def on_report(report: RelayReport) -> None:
@@ -649,7 +649,7 @@ def test_an_interrupted_copy_is_taken_up_and_what_is_wrong_in_it_put_anew(
 ) -> None:
     save(store, 1)
     Relay(store, place(files)).advance()
-    save(store, 2, kind="full")
+    save(store, 2, kind="baseline")
     segment = store.head().record.chain[0].seg
     objects = [stat.key for stat in store.storage.list_objects(f"{DATA}{segment}") if stat.key.count("/") > 2]
     target = place(files)
@@ -686,7 +686,7 @@ def test_what_no_version_that_is_kept_needs_goes_after_the_grace(store: Store, f
     policy = RetentionPolicy(keep_last=2)
     relay = Relay(store, place(files), policy=policy, clock_ms=clock)
     relay.advance()
-    versions += save(store, 2, 3, 4, kind="full")
+    versions += save(store, 2, 3, 4, kind="baseline")
     kept = relay.advance()
 
     copy = near(files)
@@ -714,7 +714,7 @@ def test_a_snapshot_that_outlives_the_grace_says_so(store: Store, files: Isolate
     relay = Relay(store, place(files), policy=RetentionPolicy(keep_last=1), grace_s=0)
     relay.advance()
     open_snapshot = near(files).snapshot()
-    save(store, 2, kind="full")
+    save(store, 2, kind="baseline")
     relay.advance()
 
     with pytest.raises(VersionExpired, match="does not hold"):
@@ -740,12 +740,12 @@ def test_an_object_that_is_missing_in_a_segment_that_is_held_is_damage(
 def test_leases_cursors_tags_and_channels_keep_versions_at_the_relay(
     store: Store, files: IsolatedMemoryFileSystem
 ) -> None:
-    (leased, passed, pointed) = save(store, 1, 2, 3, kind="full")
+    (leased, passed, pointed) = save(store, 1, 2, 3, kind="baseline")
     relay = Relay(store, place(files), start=leased, policy=RetentionPolicy(keep_last=1), grace_s=0)
     store.set_channel("serving", pointed)
     copy = near_after(relay, files, Relay(store, place(files), start=leased))
     with copy.lease(leased):
-        save(store, 4, 5, kind="full")
+        save(store, 4, 5, kind="baseline")
         relay.advance()
         assert [value_of(copy, version) for version in (leased, pointed)] == [1, 3]
         with pytest.raises(VersionExpired):
@@ -756,7 +756,7 @@ def test_leases_cursors_tags_and_channels_keep_versions_at_the_relay(
             copy.register_cursor("eu", passed)
     copy.register_cursor("eu", store.latest_version())
     held = store.latest_version()
-    save(store, 6, 7, kind="full")
+    save(store, 6, 7, kind="baseline")
     report = relay.advance()
     assert report.trimmed_segments == 1
     assert [value_of(copy, version) for version in (pointed, held)] == [3, 5]
@@ -773,10 +773,10 @@ def near_after(relay: Relay, files: IsolatedMemoryFileSystem, patient: Relay) ->
 
 
 def test_a_channel_that_moves_back_is_followed(store: Store, files: IsolatedMemoryFileSystem) -> None:
-    versions = save(store, 1, kind="full")
+    versions = save(store, 1, kind="baseline")
     relay = Relay(store, place(files), policy=RetentionPolicy(keep_last=1), grace_s=0)
     relay.advance()
-    versions += save(store, 2, 3, kind="full")
+    versions += save(store, 2, 3, kind="baseline")
     relay.advance()
     copy = near(files)
     with pytest.raises(VersionExpired):
@@ -787,7 +787,7 @@ def test_a_channel_that_moves_back_is_followed(store: Store, files: IsolatedMemo
 
     assert report.segments == 1
     assert value_of(copy, copy.channels()["serving"]) == 1
-    save(store, 4, kind="full")
+    save(store, 4, kind="baseline")
     relay.advance()
     assert copy.snapshot(channel="serving").version == versions[0]
     Relay(store, place(files), policy=RetentionPolicy(keep_last=1), grace_s=0).advance()
@@ -795,7 +795,7 @@ def test_a_channel_that_moves_back_is_followed(store: Store, files: IsolatedMemo
 
 
 def test_a_new_relay_begins_with_what_channels_name(store: Store, files: IsolatedMemoryFileSystem) -> None:
-    versions = save(store, 1, 2, 3, kind="full")
+    versions = save(store, 1, 2, 3, kind="baseline")
     store.set_channel("serving", versions[0])
 
     report = Relay(store, place(files), policy=RetentionPolicy(keep_last=1), grace_s=0).advance()
@@ -815,7 +815,7 @@ def test_holds_that_cannot_be_read_stop_the_trimming_and_nothing_else(
     relay = Relay(store, place(files), policy=RetentionPolicy(keep_last=1), grace_s=0)
     relay.advance()
     place(files).put("leases/readers/x.json", b"{")
-    save(store, 2, kind="full")
+    save(store, 2, kind="baseline")
 
     report = relay.advance()
 
@@ -836,10 +836,10 @@ def test_a_full_target_makes_room_before_it_copies(store: Store, files: Isolated
     target = FaultyFileSystem(files)
     relay = Relay(store, place(target), policy=RetentionPolicy(keep_last=1), clock_ms=clock)
     relay.advance()
-    save(store, 2, kind="full")
+    save(store, 2, kind="baseline")
     relay.advance()
     clock.ms += DAY_MS
-    save(store, 3, kind="full")
+    save(store, 3, kind="baseline")
 
     def refuse(call: Any) -> None:
         if call.operation == "write" and DATA in call.path and oldest in place(files).list_folders(DATA):
@@ -860,7 +860,7 @@ def test_what_could_not_be_deleted_is_deleted_by_the_next_look(store: Store, fil
     target = FaultyFileSystem(files)
     relay = Relay(store, place(target), policy=RetentionPolicy(keep_last=1), grace_s=0)
     relay.advance()
-    save(store, 2, kind="full")
+    save(store, 2, kind="baseline")
 
     def refuse(call: Any) -> None:
         if call.operation == "delete":
@@ -909,7 +909,7 @@ def test_what_another_relay_is_copying_is_left_alone(store: Store, files: Isolat
     save(store, 1)
     policy = RetentionPolicy(keep_last=1)
     Relay(store, place(files)).advance()
-    save(store, 2, 3, kind="full")
+    save(store, 2, 3, kind="baseline")
     target = place(files)
     half = f"{0:020d}-{7:032x}"
     target.put(f"{DATA}{half}/r00000-00000000/x", b"half a copy")
@@ -925,7 +925,7 @@ def test_a_relay_that_trims_nothing_keeps_everything(store: Store, files: Isolat
     versions = save(store, 1)
     relay = Relay(store, place(files), trims=False, grace_s=0, policy=RetentionPolicy(keep_last=1))
     relay.advance()
-    versions += save(store, 2, 3, kind="full")
+    versions += save(store, 2, 3, kind="baseline")
     relay.advance()
 
     assert [value_of(near(files), version) for version in versions] == [1, 2, 3]
@@ -938,7 +938,7 @@ def test_a_relay_that_trims_nothing_does_not_grow(store: Store, files: IsolatedM
     store.set_channel("serving", versions[0])
     relay = Relay(store, place(files), trims=False)
     relay.advance()
-    versions += save(store, *range(2, 12), kind="full")
+    versions += save(store, *range(2, 12), kind="baseline")
     relay.advance()
     target = FaultyFileSystem(files)
     another = Relay(store, place(target), trims=False)
@@ -991,7 +991,7 @@ def test_monitors_and_checks_take_a_relay_for_the_one_log_that_it_is(
 ) -> None:
     (version,) = save(store, 1)
     save(store.fork("trial", version), 5)
-    save(store, 2, kind="full")
+    save(store, 2, kind="baseline")
     store.tag("good", version)
     Relay(store, place(files)).advance()
     copy = near(files)
@@ -1130,11 +1130,11 @@ def test_a_loader_follows_a_relay_through_all_that_happens_at_the_source(
         lambda: save(store, 2, 3),
         lambda: compact(store),
         lambda: expire_all_but_newest(store),
-        lambda: save(store, *range(4, 16), kind="full"),
+        lambda: save(store, *range(4, 16), kind="baseline"),
         lambda: store.set_channel("serving", store.latest_version()),
-        lambda: store.rollback(save(store, 20, 21, 22, kind="full")[0]),
+        lambda: store.rollback(save(store, 20, 21, 22, kind="baseline")[0]),
         lambda: store.fork("trial"),
-        lambda: (save(store, 30, 31, kind="full"), expire_all_but_newest(store)),
+        lambda: (save(store, 30, 31, kind="baseline"), expire_all_but_newest(store)),
         lambda: (save(store, 32), repair_store(store, dry_run=False)),
         lambda: store.set_channel("serving"),
         lambda: save(store, 40),
@@ -1153,7 +1153,7 @@ def test_a_loader_follows_a_relay_through_all_that_happens_at_the_source(
         seen.append(newest.version)
     assert seen == sorted(seen)
 
-    let_go, _ = save(store, 50, 51, kind="full")
+    let_go, _ = save(store, 50, 51, kind="baseline")
     note()
     relay.advance()
     assert newest.poll().error is None
@@ -1212,7 +1212,7 @@ def test_two_relays_of_one_target_do_no_harm(store: Store, files: IsolatedMemory
         thread.start()
     for value in range(2, 8):
         gate.wait(30)  # Both look, and copy, while the next version is saved.
-        save(store, value, kind="full" if value % 2 else None)
+        save(store, value, kind="baseline" if value % 2 else None)
         gate.wait(30)
     for thread in threads:
         thread.join()

@@ -88,7 +88,7 @@ class World:
             is_full = not chain or self.random.random() < 0.3
             if not is_full:
                 writer.restore()
-            with writer.begin(self.value, kind="full" if is_full else "delta") as txn:
+            with writer.begin(self.value, kind="baseline" if is_full else "delta") as txn:
                 table = np.full((ROWS, DIM), self.value, np.float32)
                 if is_full:
                     txn.write_table("t", table, options=TableOptions(scale=1.0))

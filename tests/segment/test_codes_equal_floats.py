@@ -92,7 +92,7 @@ def saved(run: Run, *, codes: bool) -> list[tuple[Any, ...]]:
     store = created()
     slot = {"m": np.ones(ROWS, np.float32)}
     with store, store.writer(mirror=run.mirror) as writer:
-        with writer.begin(0, "full") as transaction:
+        with writer.begin(0, "baseline") as transaction:
             transaction.write_table("t", run.start, slots=slot, options=TableOptions(encoding="lattice", scale=SCALE))
         writer.restore()
         for number, step in enumerate(run.steps):
@@ -121,7 +121,7 @@ def test_unchanged_rows_leave_whether_codes_or_floats_came_before() -> None:
     rows, codes = np.arange(4, dtype=np.int64), np.arange(4 * DIM, dtype=np.int16).reshape(4, DIM)
     floats = lattice.decode(codes, SCALE)
     with created() as store, store.writer() as writer:
-        with writer.begin(0, "full") as transaction:
+        with writer.begin(0, "baseline") as transaction:
             transaction.write_table("t", np.zeros((ROWS, DIM), np.float32), options=TableOptions(scale=SCALE))
         kept = []
         for step, values in enumerate((codes, floats, codes.astype(np.int32), floats + 1, codes + np.int16(4))):
@@ -137,7 +137,7 @@ def test_codes_beyond_the_range_are_refused_as_bad_rows_and_the_largest_is_not(k
     codes = np.zeros((3, DIM), np.int32)
     codes[1, 2] = code
     with created() as store, store.writer() as writer:
-        with writer.begin(0, "full") as transaction:
+        with writer.begin(0, "baseline") as transaction:
             if keys == "dense":
                 transaction.write_table("t", np.zeros((ROWS, DIM), np.float32), options=TableOptions(scale=SCALE))
             else:
@@ -159,7 +159,7 @@ def test_rows_that_escape_are_kept_as_what_their_codes_stand_for() -> None:
     results = []
     for values in (codes, np.float32(SCALE) * codes.astype(np.float32)):
         with created() as store, store.writer() as writer:
-            with writer.begin(0, "full") as transaction:
+            with writer.begin(0, "baseline") as transaction:
                 transaction.write_table(
                     "t", np.zeros((ROWS, DIM), np.float32), slots={"m": np.zeros(ROWS, np.float32)},
                     options=TableOptions(scale=SCALE, nonfinite="escape"),
@@ -174,7 +174,7 @@ def test_rows_that_escape_are_kept_as_what_their_codes_stand_for() -> None:
 def test_codes_are_taken_for_the_rows_of_lattices_only() -> None:
     codes, rows = np.ones((2, DIM), np.int16), np.arange(2)
     zeros = np.zeros((ROWS, DIM), np.float32)
-    with created() as store, store.writer() as writer, writer.begin(0, "full") as transaction:
+    with created() as store, store.writer() as writer, writer.begin(0, "baseline") as transaction:
         with pytest.raises(BadDtype):
             transaction.write_table("t", codes, options=TableOptions(scale=SCALE))
         transaction.write_table("t", zeros, slots={"m": zeros}, options=TableOptions(scale=SCALE))

@@ -144,7 +144,7 @@ def train(store: Store, kind: str, seed: int, *, deltas: int = 1) -> None:
         return values, training_slots(kind, rng, count, DIM)
 
     with store.writer() as writer:
-        with writer.begin(1, "full") as txn:
+        with writer.begin(1, "baseline") as txn:
             values, slots = rows_of(ROWS)
             txn.write_table("t", values, slots=slots, options=KINDS[kind].options)
         for step in range(2, 2 + deltas):
@@ -201,7 +201,7 @@ def test_the_quick_way_is_the_plain_way(kind: str, seed: int, holding: HeldAs, c
 def test_differences_to_rows_that_are_not_coded_here_are_left_to_the_chain() -> None:
     store = new_store()
     with store.writer() as writer:
-        with writer.begin(1, "full") as txn:
+        with writer.begin(1, "baseline") as txn:
             txn.write_table("t", np.ones((6, 2), np.float32), options=TableOptions(scale=0.5))
         with writer.begin(2) as txn:
             txn.write_rows("t", np.arange(6), np.full((6, 2), 2, np.float32))
@@ -219,7 +219,7 @@ def test_differences_to_rows_that_are_not_coded_here_are_left_to_the_chain() -> 
 def test_codes_that_outgrow_int16_are_told() -> None:
     store = new_store()
     with store.writer() as writer:
-        with writer.begin(1, "full") as txn:
+        with writer.begin(1, "baseline") as txn:
             txn.write_table("t", np.ones((6, 2), np.float32), options=TableOptions(scale=0.5))
         with writer.begin(2) as txn:
             txn.write_rows("t", np.array([3]), np.full((1, 2), 32_000, np.float32))
@@ -240,7 +240,7 @@ def altered(reader: SegmentReader, **lists: Any) -> SegmentReader:
 def test_a_row_in_two_lists_is_corrupt(shard: Any) -> None:
     store = new_store()
     with store.writer() as writer:
-        with writer.begin(1, "full") as txn:
+        with writer.begin(1, "baseline") as txn:
             txn.write_table("t", np.ones((6, 2), np.float32), options=TableOptions(encoding="raw"))
         with writer.begin(2) as txn:
             txn.write_rows("t", np.array([1, 3, 4]), np.full((3, 2), 2, np.float32))
@@ -305,7 +305,7 @@ def test_a_segment_is_put_on_the_state_that_its_parts_start_from() -> None:
 def test_a_difference_to_a_deleted_row_is_corrupt_and_names_it(store: Store) -> None:
     """Two deltas from one state, the second put behind the first: no digest tells, if none is kept."""
     with store.writer() as writer:
-        with writer.begin(1, "full") as txn:
+        with writer.begin(1, "baseline") as txn:
             txn.write_table("t", np.ones((6, 2), np.float32), options=TableOptions(scale=0.5))
         version = txn.version
         with writer.begin(2) as txn:
@@ -410,7 +410,7 @@ def test_only_what_is_needed_is_read() -> None:
         patch.setattr("cnr_store.format.arrays.CHUNK_BYTES", 64)  # 4 rows of int32 codes
         store = Store.create_on(storage_from_filesystem(files, "/root"), threads=1)
         with store.writer() as writer:
-            with writer.begin(1, "full") as txn:
+            with writer.begin(1, "baseline") as txn:
                 slots = {"m": np.ones(400, np.float32)}
                 txn.write_table("t", np.ones((400, 4), np.float32), slots=slots, options=TableOptions.exact())
             with writer.begin(2) as txn:
@@ -446,7 +446,7 @@ def test_a_finer_unit_and_wider_codes_are_followed(store: Store, holding: HeldAs
     rng = np.random.default_rng(5)
     values = rng.standard_normal((40, DIM)).astype(np.float32)
     with store.writer() as writer:
-        with writer.begin(1, "full") as txn:
+        with writer.begin(1, "baseline") as txn:
             txn.write_table("t", values, options=TableOptions(scale=0.25))
         consumer = consumer_at(store, store.head(), holding)
         writer.restore()

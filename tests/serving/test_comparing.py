@@ -26,7 +26,7 @@ def moved_to(values: Array, then: Array, holding: HeldAs, options: TableOptions)
     consumer = Consumer(holding, np.random.default_rng(0))
     with store.writer() as writer:
         for step, table in enumerate((values, then)):
-            with writer.begin(step, "full") as txn:
+            with writer.begin(step, "baseline") as txn:
                 txn.write_table("t", table, options=options)
             updates = consumer.go(store, [store.head()])
     assert consumer.plans == ["Compare", "Compare"]
@@ -60,7 +60,7 @@ def test_another_scale_is_another_unit_for_codes_alone(holds: Any, expected: typ
     consumer = Consumer(HeldAs(holds=holds), np.random.default_rng(0))
     with store.writer() as writer:
         for step, scale in enumerate((0.5, 0.25)):
-            with writer.begin(step, "full") as txn:
+            with writer.begin(step, "baseline") as txn:
                 txn.write_table("t", values, options=TableOptions(scale=scale))
             updates = consumer.go(store, [store.head()])
     assert isinstance(updates.changes["t"], expected)
@@ -80,10 +80,10 @@ def test_a_table_that_only_got_longer_is_known_to_be() -> None:
     store = Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=1)
     consumer = Consumer(HeldAs(shard=HashShard(0, 2)), np.random.default_rng(0))
     with store.writer() as writer:
-        with writer.begin(1, "full") as txn:
+        with writer.begin(1, "baseline") as txn:
             txn.write_table("t", np.ones((4, DIM), np.float32), options=TableOptions.exact())
         consumer.go(store, [store.head()])
-        with writer.begin(2, "full") as txn:
+        with writer.begin(2, "baseline") as txn:
             txn.write_table("t", np.ones((4, DIM), np.float32), options=TableOptions.exact())
         with writer.begin(3) as txn:
             txn.resize_table("t", 9)

@@ -31,7 +31,7 @@ class Life:
         with self.store.writer() as writer:
             self.step += 1
             if full or writer.head.record.chain == ():
-                with writer.begin(self.step, kind="full") as txn:
+                with writer.begin(self.step, kind="baseline") as txn:
                     txn.write_table("t", np.full((8, 2), self.step, np.float32), options=TableOptions(scale=1.0))
             else:
                 writer.restore()

@@ -88,7 +88,7 @@ class Training:
     def full(self) -> int:
         """Save everything anew, with another scale."""
         self.step += 1
-        with self.writer.begin(self.step, "full") as txn:
+        with self.writer.begin(self.step, "baseline") as txn:
             for table in ("user", "item"):
                 txn.write_table(
                     table, np.full((ROWS, DIM), self.step, np.float32), options=TableOptions(scale=0.5)

@@ -60,7 +60,7 @@ class Training:
     def save(self, rows: tuple[int, ...] = (3, 9), *, full: bool = False) -> None:
         self.step += 1
         self.values[list(rows)] = self.step
-        with self.writer.begin(self.step, "full" if full else "delta") as txn:
+        with self.writer.begin(self.step, "baseline" if full else "delta") as txn:
             if full:
                 txn.write_table("user.weight", self.values, options=TableOptions(scale=0.5))
             else:

@@ -68,7 +68,7 @@ def test_a_table_is_loaded_as_it_is_with_every_status(kind: str, seed: int, hold
     store = new_store()
     status = np.zeros(ROWS, np.uint8)
     with store.writer() as writer:
-        with writer.begin(1, "full") as txn:
+        with writer.begin(1, "baseline") as txn:
             values, slots = training_values(kind, rng, ROWS, DIM), training_slots(kind, rng, ROWS, DIM)
             txn.write_table("t", values, slots=slots, options=KINDS[kind].options)
         for step in range(2, int(rng.integers(2, 5))):
@@ -96,7 +96,7 @@ def test_hash_shards_are_the_table_together() -> None:
     store = new_store()
     rng = np.random.default_rng(1)
     values = rng.standard_normal((300, DIM)).astype(np.float32)
-    with store.writer() as writer, writer.begin(1, "full") as txn:
+    with store.writer() as writer, writer.begin(1, "baseline") as txn:
         txn.write_table("t", values, options=TableOptions.exact())
 
     shards = [load(store.snapshot(), HeldAs(shard=HashShard(index, 4))) for index in range(4)]
@@ -117,7 +117,7 @@ def test_codes_beyond_int16_are_held_in_int32(holding: HeldAs) -> None:
     store = new_store()
     values = np.full((20, DIM), 3, np.float32)
     values[7] = 50_000
-    with store.writer() as writer, writer.begin(1, "full") as txn:
+    with store.writer() as writer, writer.begin(1, "baseline") as txn:
         txn.write_table("t", values, options=TableOptions(scale=1.0))
 
     served = load(store.snapshot(), holding)
@@ -130,7 +130,7 @@ def test_codes_beyond_int16_are_held_in_int32(holding: HeldAs) -> None:
 def test_a_hashed_table_has_each_key_once_as_its_newest_segment_has_it() -> None:
     store = new_store()
     with store.writer() as writer:
-        with writer.begin(1, "full") as txn:
+        with writer.begin(1, "baseline") as txn:
             txn.create_table("h", dim=2, options=TableOptions(scale=0.5))
             txn.write_rows("h", np.array([-(2**63), -4, 7, 9, 2**63 - 1]), np.full((5, 2), 1, np.float32))
         with writer.begin(2) as txn:
@@ -157,7 +157,7 @@ def test_int8_rows_of_a_set_only_table_are_fused_and_must_be_finite() -> None:
     store = new_store()
     values = np.arange(40, dtype=np.float32).reshape(10, 4)
     with store.writer() as writer:
-        with writer.begin(1, "full") as txn:
+        with writer.begin(1, "baseline") as txn:
             txn.write_table("t", values, options=TableOptions(encoding="raw", nonfinite="escape"))
         consumer = Consumer(HeldAs("int8"), np.random.default_rng(0))
         consumer.go(store, [store.head()])
@@ -181,7 +181,7 @@ def test_int8_rows_of_a_set_only_table_are_fused_and_must_be_finite() -> None:
 def test_the_state_digest_is_checked(holds: Any, settled: bool) -> None:
     store = new_store()
     with store.writer() as writer:
-        with writer.begin(1, "full") as txn:
+        with writer.begin(1, "baseline") as txn:
             txn.write_table("t", np.ones((20, DIM), np.float32), options=TableOptions(scale=0.5))
         if not settled:
             with writer.begin(2) as txn:
@@ -200,7 +200,7 @@ def test_the_state_digest_is_checked(holds: Any, settled: bool) -> None:
 
 def test_an_empty_table_is_a_table() -> None:
     store = new_store()
-    with store.writer() as writer, writer.begin(1, "full") as txn:
+    with store.writer() as writer, writer.begin(1, "baseline") as txn:
         txn.write_table("t", np.ones((0, DIM), np.float32), options=TableOptions(scale=0.5))
         txn.create_table("h", dim=DIM, options=TableOptions(scale=0.5))
     for holding in HOLDINGS:
@@ -219,7 +219,7 @@ def test_a_load_takes_one_copy_and_what_is_in_flight(
     rng = np.random.default_rng(3)
     values = rng.standard_normal((rows, dim)).astype(np.float32)
     with store.writer() as writer:
-        with writer.begin(1, "full") as txn:
+        with writer.begin(1, "baseline") as txn:
             txn.write_table("t", values, options=TableOptions(scale=0.01))
         for step in range(2, 2 + deltas):
             with writer.begin(step) as txn:
@@ -244,7 +244,7 @@ def test_a_load_takes_one_copy_and_what_is_in_flight(
 def test_slots_that_count_in_the_digest_leave_it_unchecked() -> None:
     """They are not read; what is read is checked object by object all the same."""
     store = new_store()
-    with store.writer() as writer, writer.begin(1, "full") as txn:
+    with store.writer() as writer, writer.begin(1, "baseline") as txn:
         slots = {"m": np.ones(20, np.float32)}
         txn.write_table("t", np.ones((20, DIM), np.float32), slots=slots, options=TableOptions.exact())
     check(store.snapshot(), load(store.snapshot(), HeldAs()), HeldAs())
@@ -253,7 +253,7 @@ def test_slots_that_count_in_the_digest_leave_it_unchecked() -> None:
 def test_schemas_are_those_of_the_last_segment() -> None:
     store = new_store()
     with store.writer() as writer:
-        with writer.begin(1, "full") as txn:
+        with writer.begin(1, "baseline") as txn:
             txn.write_table("t", np.ones((20, DIM), np.float32), options=TableOptions(scale=0.5, fill=7.0))
         with writer.begin(2) as txn:
             txn.resize_table("t", 30)

@@ -41,7 +41,7 @@ def log(*records: tuple[Any, str], first: int = 0) -> list[LogEntry]:
     for index, (kind, names) in enumerate(records):
         record = msgspec.structs.replace(
             draft_init(WRITER),
-            v=first + index, kind=kind, chain=chain(names), logical=len(names), store_uuid="s",
+            v=first + index, kind=kind, chain=chain(names), checkpoint=len(names), store_uuid="s",
             parent_digest=entries[-1].digest if entries else f"before {first}",
         )  # fmt: skip
         entries.append(LogEntry(record, f"digest of {first + index}: {kind} {names}"))
@@ -77,8 +77,8 @@ def test_a_compaction_further_on_tells_only_of_the_common_segments() -> None:
 
 
 def test_deltas_behind_the_held_chain_are_applied_in_order() -> None:
-    assert move_of(("full", "B"), ("delta", "Ba")) == Apply(chain("Ba")[1:])
-    assert move_of(("full", "B"), ("delta", "Ba"), ("tag", "Ba"), ("delta", "Bab"), ("delta", "Babc")) == Apply(
+    assert move_of(("baseline", "B"), ("delta", "Ba")) == Apply(chain("Ba")[1:])
+    assert move_of(("baseline", "B"), ("delta", "Ba"), ("tag", "Ba"), ("delta", "Bab"), ("delta", "Babc")) == Apply(
         chain("Babc")[1:]
     )
 
@@ -89,8 +89,8 @@ def test_a_one_shot_delta_replaces_the_one_before() -> None:
 
 
 def test_a_full_begins_anew_whether_or_not_it_has_the_same_scale() -> None:
-    assert move_of(("delta", "Ba"), ("full", "C")) == Compare()
-    assert move_of(("delta", "Ba"), ("full", "C"), ("delta", "Cd")) == Compare()
+    assert move_of(("delta", "Ba"), ("baseline", "C")) == Compare()
+    assert move_of(("delta", "Ba"), ("baseline", "C"), ("delta", "Cd")) == Compare()
 
 
 def test_a_rollback_takes_deltas_back() -> None:
@@ -101,7 +101,7 @@ def test_a_rollback_takes_deltas_back() -> None:
 def test_a_rollback_and_a_delta_of_the_same_logical_count_are_not_the_delta_held() -> None:
     entries = log(("delta", "Bab"), ("rollback", "Ba"), ("delta", "Bac"))
 
-    assert entries[0].record.logical == entries[2].record.logical
+    assert entries[0].record.checkpoint == entries[2].record.checkpoint
     assert plan_update(entries[0], entries[2]) == Reread(chain("Ba"), chain("Bab")[2:], chain("Bac")[2:])
 
 
@@ -114,17 +114,17 @@ def test_forth_and_back_is_the_same_state_again() -> None:
 
 
 def test_going_back_to_an_older_version_is_a_move_like_any_other() -> None:
-    entries = log(("full", "B"), ("delta", "Ba"), ("delta", "Bab"))
+    entries = log(("baseline", "B"), ("delta", "Ba"), ("delta", "Bab"))
     assert plan_update(entries[2], entries[0]) == Reread(chain("B"), chain("Bab")[1:], ())
 
 
 def test_the_first_full_of_an_empty_store_and_the_way_back_are_compared() -> None:
-    assert move_of(("init", ""), ("full", "B")) == Compare()
-    assert move_of(("full", "B"), ("rollback", "")) == Compare()
+    assert move_of(("init", ""), ("baseline", "B")) == Compare()
+    assert move_of(("baseline", "B"), ("rollback", "")) == Compare()
 
 
 def test_a_branch_begins_with_the_state_of_its_fork_point() -> None:
-    point = log(("full", "B"), ("delta", "Ba"))[1]
+    point = log(("baseline", "B"), ("delta", "Ba"))[1]
     (first, then) = log(("fork", "Ba"), ("delta", "Bax"))
 
     assert not is_directly_behind(point, first)
@@ -134,7 +134,7 @@ def test_a_branch_begins_with_the_state_of_its_fork_point() -> None:
 
 def test_records_of_the_same_positions_in_another_log_are_not_directly_behind() -> None:
     held = log(("delta", "Bab"), first=4)[0]
-    other = log(("full", "X"), ("compact", "Y"), first=4)[1]
+    other = log(("baseline", "X"), ("compact", "Y"), first=4)[1]
 
     stranger = LogEntry(msgspec.structs.replace(other.record, parent_digest=held.digest, store_uuid="t"), "x")
 
@@ -173,7 +173,7 @@ def test_a_path_with_something_else_in_it_is_planned_from_the_last_chain_of_the_
     entries = log(("delta", "Ba"), ("compact", "C"), ("delta", "Cb"), ("delta", "Cc"))
     assert plan_update(entries[0], entries[-1]) == Compare()
     assert plan_path(entries) == Apply(chain("Cc")[1:])
-    assert plan_path(log(("delta", "Ba"), ("delta", "Bab"), ("full", "X"))) == Compare()
+    assert plan_path(log(("delta", "Ba"), ("delta", "Bab"), ("baseline", "X"))) == Compare()
 
 
 def test_a_path_with_a_gap_is_no_path() -> None:
@@ -184,7 +184,7 @@ def test_a_path_with_a_gap_is_no_path() -> None:
 
 def test_every_path_of_deltas_and_compactions_is_its_steps_one_after_another() -> None:
     entries = log(
-        ("full", "B"), ("delta", "Ba"), ("compact", "C"), ("delta", "Cb"), ("delta", "Cbc"), ("compact", "Cm")
+        ("baseline", "B"), ("delta", "Ba"), ("compact", "C"), ("delta", "Cb"), ("delta", "Cbc"), ("compact", "Cm")
     )  # fmt: skip
     for start in range(len(entries)):
         for stop in range(start + 1, len(entries) + 1):

@@ -96,9 +96,9 @@ def test_a_table_that_is_no_longer_hashed_is_held_by_position(store: Store) -> N
             txn.create_table("t", dim=2, options=OPTIONS)
             txn.write_rows("t", np.arange(10), np.ones((10, 2), np.float32))
         consumer.go(store, [store.head()])
-        with writer.begin(1, "full") as txn:
+        with writer.begin(1, "baseline") as txn:
             txn.drop_table("t")
-        with writer.begin(2, "full") as txn:
+        with writer.begin(2, "baseline") as txn:
             txn.write_table("t", np.ones((10, 2), np.float32), options=OPTIONS)
     consumer.go(store, [store.head()])
     assert not consumer.tables["t"].held.is_keyed

@@ -84,7 +84,7 @@ def test_a_failed_full_that_gave_up_its_mirror_needs_a_restore_before_the_next_d
     writer = store.writer()
     with writer.begin(1) as txn:
         txn.write_table("t", values, options=TableOptions(scale=1.0))
-    txn = writer.begin(2, "full")
+    txn = writer.begin(2, "baseline")
     txn.write_table("t", values + 1)
     txn.abort()
 
@@ -113,7 +113,7 @@ def test_a_full_keeps_the_rows_of_a_hashed_table(store: Store) -> None:
     keys, values = np.asarray([-5, 3, 10**15]), np.arange(6, dtype=np.float32).reshape(3, 2)
     with store.writer() as writer:
         for step in (1, 2):
-            with writer.begin(step=step, kind="full") as txn:
+            with writer.begin(step=step, kind="baseline") as txn:
                 if step == 1:
                     txn.create_table("h", dim=2, options=TableOptions(scale=1.0))
                 txn.write_rows("h", keys, values + step)
@@ -129,7 +129,7 @@ def test_first_manifests_decoded_on_two_threads_at_once_do_not_crash(store: Stor
     with store.writer() as writer:
         for step in range(1, 4):
             with writer.begin(step) as txn:
-                if txn.kind == "full":
+                if txn.kind == "baseline":
                     txn.write_table("t", np.ones((4, 2), np.float32), options=TableOptions(scale=1.0))
     program = f"""
 import sys, threading
@@ -179,7 +179,7 @@ def test_a_failed_full_keeps_no_stale_mirror(store: Store) -> None:
     with writer.begin(1) as txn:
         txn.write_table("a", values, options=TableOptions(scale=1.0))
         txn.write_table("b", values, options=TableOptions(scale=1.0))
-    txn = writer.begin(2, "full")
+    txn = writer.begin(2, "baseline")
     txn.write_table("a", values)
 
     txn.abort()
@@ -193,7 +193,7 @@ def test_mapped_mirrors_leave_no_files_behind(store: Store, tmp_path: Path) -> N
     writer = store.writer(mirror="mmap", mirror_folder=str(folder))
 
     for step in range(1, 4):
-        with writer.begin(step, "full") as txn:
+        with writer.begin(step, "baseline") as txn:
             txn.write_table("t", np.full((64, 2), step, np.float32), options=TableOptions(scale=1.0))
 
     assert writer.mirror_nbytes == 256
@@ -216,7 +216,7 @@ def test_a_document_too_deep_to_parse_is_corruption_not_a_crash(store: Store) ->
 
 
 def test_a_refused_restore_after_a_rollback_leaves_no_state_that_was_rolled_back(store: Store) -> None:
-    """The head had moved, the mirrors had not: the next full committed what the rollback had taken back."""
+    """The head had moved, the mirrors had not: the next baseline committed what the rollback had taken back."""
     writer = store.writer()
     with writer.begin(1) as txn:
         txn.write_table("t", np.ones((4, 2), np.float32), options=TableOptions(scale=1.0))
@@ -232,7 +232,7 @@ def test_a_refused_restore_after_a_rollback_leaves_no_state_that_was_rolled_back
     assert not writer.is_synced
     with pytest.raises(BadInput, match="has ended"):
         unfinished.commit()
-    assert writer.begin(3, "full").needs_whole_tables == ["t"]
+    assert writer.begin(3, "baseline").needs_whole_tables == ["t"]
 
 
 def test_a_refused_refinement_of_one_shard_leaves_the_others_as_they_were(store: Store) -> None:
@@ -295,7 +295,7 @@ def test_a_table_that_was_declared_out_of_order_is_never_committed(order: str, s
             txn.declare_tables({"u": new})
         txn.commit()
 
-    with pytest.raises(BadInput, match=r"begin a full|before writing|not written"):
+    with pytest.raises(BadInput, match=r"begin a baseline|before writing|not written"):
         save()
     txn.abort()
 
@@ -364,7 +364,7 @@ def test_a_save_that_could_not_follow_compaction_leaves_the_writer_as_it_was() -
     fs.arm(Fault(FaultKind.FAIL_BEFORE, at=len(fs.calls) + 2))
 
     before = writer.head.record.v
-    writer.begin(4, kind="full").abort()
+    writer.begin(4, kind="baseline").abort()
     assert writer.head.record.v == before
     with writer.begin(4) as txn:
         txn.write_rows("t", np.asarray([0]), values[[3]])
@@ -507,7 +507,7 @@ def test_a_name_passes_from_a_dense_table_to_a_hashed_one_in_one_save(store: Sto
         with writer.begin(step=0) as txn:
             txn.write_table("t", np.ones((6, 2), np.float32), options=options)
         for step, keys in enumerate(([2, 77], [3, 78]), start=1):
-            with writer.begin(step, "full" if step == 1 else "delta") as txn:
+            with writer.begin(step, "baseline" if step == 1 else "delta") as txn:
                 if step == 1:
                     txn.drop_table("t")
                     txn.create_table("t", dim=2, options=options)

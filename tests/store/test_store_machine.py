@@ -193,7 +193,7 @@ class StoreMachine(RuleBasedStateMachine):
         txn.put_scalars(state.scalars)
 
     def won(self, state: State, changed: dict[str, set[int]] | None) -> None:
-        """A save was acknowledged; ``changed`` is None for a full."""
+        """A save was acknowledged; ``changed`` is None for a baseline."""
         self.is_fresh = False
         self.state = state
         self.by_version[self.writer.head.record.v] = state.copy()
@@ -227,7 +227,7 @@ class StoreMachine(RuleBasedStateMachine):
         state = State(next(self.steps))
         if self.writer.is_synced:
             state.dense = dict(self.state.dense)
-        with self.writer.begin(state.step, "full") as txn:
+        with self.writer.begin(state.step, "baseline") as txn:
             for kind in kinds:
                 self.new_table(txn, state, f"t_{kind}", kind, rows)
             for name in set(txn.needs_whole_tables) | set(self.state.tables) | set(self.state.hashed):
@@ -242,7 +242,7 @@ class StoreMachine(RuleBasedStateMachine):
         """A full of what changed: tables come from the mirror where there is one."""
         state = self.state.copy()
         state.step = next(self.steps)
-        with self.writer.begin(state.step, "full") as txn:
+        with self.writer.begin(state.step, "baseline") as txn:
             whole = txn.needs_whole_tables
             for name, table in state.tables.items():
                 if name in whole:

@@ -35,7 +35,7 @@ class Training:
             self.slots[name] = self.random.standard_normal(rows).astype(np.float32)
 
     def full(self, writer: Writer) -> int:
-        with writer.begin(self.step, "full") as txn:
+        with writer.begin(self.step, "baseline") as txn:
             for name, values in self.tables.items():
                 txn.write_table(name, values, slots={"m": self.slots[name]}, options=TableOptions.exact())
             txn.put_dense({"bias": self.bias, "weight": np.ones((2, 2), np.float32)})

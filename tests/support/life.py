@@ -336,12 +336,12 @@ def take_stale_mirror(world: World, writer: Writer) -> bool:
 
 
 def save(writer: Writer, step: int, values: Values, dirty: set[int], random: Random) -> None:
-    """Save what was trained: mostly deltas, at times a full or a delta to the baseline."""
+    """Save what was trained: mostly deltas, at times a baseline or a delta to the baseline."""
     chosen = random.random()
-    kind: Any = "full" if chosen < 0.15 else "delta"
+    kind: Any = "baseline" if chosen < 0.15 else "delta"
     base: Any = "baseline" if chosen > 0.8 else "head"
     with writer.begin(step, kind, base=base) as txn:
-        if txn.kind == "full":
+        if txn.kind == "baseline":
             txn.write_table("t", values, options=None if "t" in txn.tables else OPTIONS)
         else:
             rows = np.arange(ROWS) if base == "baseline" else np.asarray(sorted(dirty), np.int64)
@@ -467,7 +467,7 @@ def check_log(world: World, entries: dict[int, LogEntry]) -> None:
     """The records: each acknowledged save once, none that was refused, each on the state that it was trained from."""
     newest = entries[max(entries)].record
     require(sorted(entries) == list(range(newest.v + 1)), "log positions are not contiguous")
-    saves = [entry.record for entry in entries.values() if entry.record.kind in ("full", "delta")]
+    saves = [entry.record for entry in entries.values() if entry.record.kind in ("baseline", "delta")]
     steps = [record.step for record in saves]
     require(len(steps) == len(set(steps)), f"a save is in the log twice: {sorted(steps)}")
     for step, entry in world.acknowledged.items():
@@ -486,7 +486,7 @@ def check_log(world: World, entries: dict[int, LogEntry]) -> None:
         require(record.floor >= before.floor, f"{where} has a lower floor")
         if record.kind == "fence":
             holder = record.writer.run_id
-        if record.kind in ("full", "delta"):
+        if record.kind in ("baseline", "delta"):
             at = before.step if before.chain else 0
             require(world.base[record.step] == at, f"{where} was trained from {world.base[record.step]}, sits on {at}")
             require(world.owner[record.step] == holder, f"{where} is of {world.owner[record.step]} after {holder}")

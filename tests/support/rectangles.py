@@ -165,7 +165,7 @@ class Parts:
     def save(self, tiles: list[Rectangle], *, full: bool = False, states_digest: bool = True) -> None:
         """Commit a segment: a baseline of everything, or random operations on some rows of each part."""
         chain = () if full else self._head.record.chain
-        l0 = 0 if full else self._head.record.logical
+        l0 = 0 if full else self._head.record.checkpoint
         txn = f"{self._head.record.v:032x}"
         name = layout.segment_name(self._head.record.v, txn)
         receipts = []
@@ -188,7 +188,7 @@ class Parts:
 
     def commit(self, name: str, txn: str, merged: dict[str, Any], chain: Any, l0: int, *, full: bool) -> None:
         record = self._head.record
-        l1 = record.logical + 1
+        l1 = record.checkpoint + 1
         document = SegmentDocument(
             format=MAJOR, txn=txn, base=record.v, kind="baseline" if full else "delta",
             l0=l0, l1=l1, step=l1, tables={TABLE: self.model.schema}, **merged,
@@ -199,8 +199,8 @@ class Parts:
             bytes=size + sum(item.size for item in manifest.objects),
         )  # fmt: skip
         draft = draft_after(
-            record, "full" if full else "delta", WriterInfo(host="", lib="", run_id=""), chain=(*chain, entry),
-            logical=l1, step=l1,
+            record, "baseline" if full else "delta", WriterInfo(host="", lib="", run_id=""), chain=(*chain, entry),
+            checkpoint=l1, step=l1,
         )  # fmt: skip
         self._head = self.store.internals.log.append(self._head, draft, partial(rebase_data, txn=txn))
 

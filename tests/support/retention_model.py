@@ -14,7 +14,7 @@ class Version:
     """One log position: which checkpoint it shows, and which content; equal contents have equal chains."""
 
     number: int
-    logical: int
+    checkpoint: int
     content: int
     ts_ms: int
 
@@ -54,20 +54,20 @@ class LogModel:
         """A record landed. Saves and compactions make content of their own, a rollback brings one back."""
         number = len(self.versions)
         before = self.versions[-1] if self.versions else Version(-1, 0, NOTHING_SAVED, 0)
-        logical, content = before.logical, before.content
-        if kind in ("full", "delta"):
+        logical, content = before.checkpoint, before.content
+        if kind in ("baseline", "delta"):
             logical, content = logical + 1, number + 1
         elif kind == "compact":
             content = number + 1
         elif kind == "rollback":
             assert target is not None
-            logical, content = self.versions[target].logical, self.versions[target].content
+            logical, content = self.versions[target].checkpoint, self.versions[target].content
         self.versions.append(Version(number, logical, content, ts_ms))
 
     def begin_branch(self, point: Version, ts_ms: int) -> None:
         """Version 0 of a branch shows what its fork point shows."""
         assert not self.versions
-        self.versions.append(Version(0, point.logical, 1, ts_ms))
+        self.versions.append(Version(0, point.checkpoint, 1, ts_ms))
 
     def is_live(self, version: int) -> bool:
         return version >= self.floor or version in self.kept or version in self.named
@@ -82,7 +82,7 @@ class LogModel:
         stretches = self.stretches(live)
         wanted = [stretches[-1], *self.newest_of_each_checkpoint(stretches)[: rules.keep_last]]
         for stretch in self.newest_of_each_checkpoint(stretches):
-            if rules.keep_every and self.versions[stretch[0]].logical % rules.keep_every == 0:
+            if rules.keep_every and self.versions[stretch[0]].checkpoint % rules.keep_every == 0:
                 wanted.append(stretch)
         for stretch in stretches:
             if rules.since_ms is not None and self.versions[stretch[-1]].ts_ms >= rules.since_ms:
@@ -117,5 +117,5 @@ class LogModel:
         for stretch in reversed(stretches):
             one = self.versions[stretch[0]]
             if one.content != NOTHING_SAVED:
-                newest.setdefault(one.logical, stretch)
+                newest.setdefault(one.checkpoint, stretch)
         return list(newest.values())

@@ -53,7 +53,7 @@ def test_log_lists_records_newest_first(root: Path) -> None:
     done = cnr("log", root, "--json")
 
     kinds = [(item["version"], item["kind"]) for item in done.document["records"]]
-    assert kinds == [(6, "tag"), (5, "delta"), (4, "delta"), (3, "delta"), (2, "full"), (1, "fence"), (0, "init")]
+    assert kinds == [(6, "tag"), (5, "delta"), (4, "delta"), (3, "delta"), (2, "baseline"), (1, "fence"), (0, "init")]
     assert done.document["records"][0]["name"] == "good"
     assert done.document["records"][0]["target"] == 3
 
@@ -64,7 +64,7 @@ def test_log_for_people_names_every_record_and_obeys_the_limit(root: Path) -> No
     assert done.code == 0
     assert "good -> 3" in done.out
     assert "delta" in done.out
-    assert "full" not in done.out
+    assert "baseline" not in done.out
 
 
 def test_show_lists_tables_chain_and_bytes_by_kind(root: Path) -> None:

@@ -33,7 +33,7 @@ def checked(options: DemoOptions) -> DemoReport:
     assert report.kill.segment not in {item.seg for one in store.log() for item in one.chain}
     assert not Path(options.store, "data", report.kill.segment, "_segment.json.zst").exists()
     assert report.kill.committed_step == report.restored_step
-    assert report.checkpoints[0].kind == "full"
+    assert report.checkpoints[0].kind == "baseline"
     assert [one.step for one in report.checkpoints] == sorted({one.step for one in report.checkpoints})
     assert report.checkpoints[-1].step == report.resumed.steps == report.uninterrupted.steps == record.step
     assert store.tags() == {DEMO_TAG: report.checkpoints[-1].version}
@@ -93,7 +93,7 @@ def test_the_report_shows_everything(capsys: pytest.CaptureFixture[str]) -> None
     report = DemoReport(
         options=DemoOptions(is_exact=True), num_samples=434_718, table_rows=85_000, dim=16,
         checkpoints=(
-            DemoCheckpoint(3, 40, "full", 85_000, 4_728_119, 1.2, 0.0311),
+            DemoCheckpoint(3, 40, "baseline", 85_000, 4_728_119, 1.2, 0.0311),
             DemoCheckpoint(4, 80, "delta", 26_576, 355_263, 16.5, None),
             DemoCheckpoint(6, 120, "delta", 26_576, 355_264, 16.5, 0.0311),
         ),
@@ -108,7 +108,7 @@ def test_the_report_shows_everything(capsys: pytest.CaptureFixture[str]) -> None
     out = capsys.readouterr().out
     lines = out.splitlines()
     for words in (
-        ["full", "85000", "4.51 MiB", "1.2x", "31.1 ms"], ["delta", "16.5x"], ["killed in a save", "19 objects"],
+        ["baseline", "85000", "4.51 MiB", "1.2x", "31.1 ms"], ["delta", "16.5x"], ["killed in a save", "19 objects"],
         ["restored version 4", "step 80", "1.25 s"], ["delta", "120"], ["uninterrupted", "0.7318"],
         ["killed, restored, finished", "0.5593"], ["largest difference of a weight: 0", "equal bit for bit"],
     ):  # fmt: skip

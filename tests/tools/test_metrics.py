@@ -20,7 +20,7 @@ from tests.tools.sample_store import build_store
 Samples = dict[tuple[str, str | None], float]
 
 HEAD = HeadStatus(
-    branch="trial", version=9, step=40, logical=4, checkpoint_ms=5_500, chain_length=3, chain_bytes=150,
+    branch="trial", version=9, step=40, checkpoint=4, checkpoint_ms=5_500, chain_length=3, chain_bytes=150,
     baseline_bytes=100, live_versions=6, pending_delete=2,
 )  # fmt: skip
 LAST = LastMaintenance(

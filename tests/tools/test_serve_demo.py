@@ -247,7 +247,7 @@ def test_a_process_ends_when_its_starter_is_killed(tmp_path: Path) -> None:
 
 
 LOG = (
-    LoggedVersion(2, "full", 0, 1_000),
+    LoggedVersion(2, "baseline", 0, 1_000),
     LoggedVersion(3, "delta", 10, 2_000),
     LoggedVersion(4, "compact", 10, 2_500),
     LoggedVersion(5, "delta", 20, 3_000),

@@ -327,7 +327,7 @@ def damaged_mirror_is_refused(
         codes = writer.mirrors.get(shard)
         assert isinstance(codes, TableCodes)
         codes.arrays["codes"][0, 1] += 1
-        if job["policy"] != "full":  # a full looks at all codes, a delta at the digest that is kept of them
+        if job["policy"] != "baseline":  # a baseline looks at all codes, a delta at the digest that is kept of them
             writer.mirrors.put(shard, codes, codes.digest())
     try:
         manager.step(reader_state={"next": number + 1})

@@ -23,7 +23,7 @@ from tests.training.runs import Training, grouped
         ({"mirror": "disk"}, "mirror"),
         ({"mirror": None}, "mirror"),
         ({"mirror": "mmap", "mirror_folder": "/never/made"}, "mirror_folder"),
-        ({"first_full": "later"}, "first_full"),
+        ({"first_baseline": "later"}, "first_baseline"),
         ({"when_busy": True}, "when_busy"),
         ({"on_error": "ignore"}, "on_error"),
         ({"on_bypass": "ignore"}, "on_bypass"),

@@ -245,7 +245,7 @@ def test_a_restored_training_keeps_the_scales_that_a_validation_chose(again: boo
     chosen, clicks.calls = scales_of(url), 0
 
     asked = {} if again else {"max_quality_loss": None, "validate": None}
-    manager = manager_of(url, clicks, policy="full", **asked)
+    manager = manager_of(url, clicks, policy="baseline", **asked)
     manager.restore()
     for _ in range(2):
         step(manager, clicks)

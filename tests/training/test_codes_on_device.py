@@ -90,7 +90,7 @@ def back(manager: CheckpointManager, training: Training) -> None:
     manager.tracker.mark("user.weight", np.array([7]))
 
 
-@pytest.mark.parametrize("policy", ["consecutive", "one_shot", "intermittent", "full"])
+@pytest.mark.parametrize("policy", ["consecutive", "one_shot", "intermittent", "baseline"])
 def test_the_store_holds_the_same_with_and_without(policy: Any) -> None:
     steps = [nothing, nothing, nothing, nothing]
 

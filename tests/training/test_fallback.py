@@ -135,7 +135,7 @@ def test_a_baseline_that_is_damaged_takes_its_deltas_along(tmp_path: Path) -> No
         manager.restore()
         manager._saver.chain.whole_next = manager._training.tables
         go_on(training, manager, STEPS, STEPS + 3)
-        assert [report.kind for report in manager.history] == ["full", "delta", "delta"]
+        assert [report.kind for report in manager.history] == ["baseline", "delta", "delta"]
         baseline = manager.store.head().record.chain[0].seg
     path = next((tmp_path / "data" / baseline).glob("r*/set-0.codes/c/0/0"))
     path.write_bytes(path.read_bytes()[:-1])

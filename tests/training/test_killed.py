@@ -83,7 +83,7 @@ def test_killed_at_storage_calls_and_restored_is_uninterrupted(policy: Any) -> N
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("policy", ["full", "consecutive", "one_shot", "intermittent"])
+@pytest.mark.parametrize("policy", ["baseline", "consecutive", "one_shot", "intermittent"])
 def test_killed_at_every_storage_call_and_restored_is_uninterrupted(policy: Any) -> None:
     calls, runs = killed_everywhere(policy, every=1)
 

@@ -72,7 +72,8 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 def manager_of(url: str, training: Training, **options: Any) -> CheckpointManager:
     chosen = {
-        "options": TableOptions.exact(), "assume": {"RowWiseAdagrad": "touched"}, "first_full": "live", "threads": 2,
+        "options": TableOptions.exact(), "assume": {"RowWiseAdagrad": "touched"}, "first_baseline": "live",
+        "threads": 2,
         **options,
     }  # fmt: skip
     return CheckpointManager(url, model=training.model, optimizer=training.optimizers, **grouped(**chosen))
@@ -118,7 +119,7 @@ def test_the_first_full_is_of_the_step_at_which_it_was_read(tmp_path: Any, gate:
     report = manager.wait_until_finished()
 
     assert report is not None
-    assert (report.kind, report.step) == ("full", 6)
+    assert (report.kind, report.step) == ("baseline", 6)
     assert_version(manager.store, report.version, expected)
     assert manager.store.snapshot().step == 6
     manager.close()
@@ -142,7 +143,7 @@ def test_every_version_is_what_its_step_trained(tmp_path: Any, kind: str, option
     manager.close()
 
     with Store.open(str(tmp_path / "store")) as store:
-        assert manager.history[0].kind == "full"
+        assert manager.history[0].kind == "baseline"
         for report in manager.history:
             expected = states[report.step]
             if options == TableOptions.exact():
@@ -174,10 +175,10 @@ def unmarked(manager: CheckpointManager, weight: torch.Tensor, rows: torch.Tenso
 
 
 def hammered(url: str, write: Callable[[CheckpointManager, torch.Tensor, torch.Tensor, int], None]) -> bool:
-    """Write rows as fast as it goes while they are read; whether the first full is what they were at its step."""
+    """Write rows as fast as it goes while they are read; whether the first baseline is what they were at its step."""
     model, written = Counter(), np.zeros(ROWS, np.int64)
     manager = CheckpointManager(
-        url, model=model, options=TableOptions.exact(), every_steps=3, **grouped(first_full="live", threads=2)
+        url, model=model, options=TableOptions.exact(), every_steps=3, **grouped(first_baseline="live", threads=2)
     )
     weight = model.table.weight.detach()
     random = np.random.default_rng(0)
@@ -301,7 +302,7 @@ def test_a_save_that_is_awaited_between_lookup_and_step_is_given_up_and_made_aga
 
     assert isinstance(failed.value.__cause__, BadInput)
     assert report is not None
-    assert report.kind == "full"
+    assert report.kind == "baseline"
     assert_version(manager.store, report.version, values_of(training))
     manager.close()
 
@@ -368,4 +369,4 @@ def test_saves_that_come_due_while_tables_are_read_are_one(tmp_path: Any, gate: 
     gate.is_open.set()
     manager.close()
 
-    assert [(report.step, report.kind) for report in manager.history] == [(4, "full")]
+    assert [(report.step, report.kind) for report in manager.history] == [(4, "baseline")]

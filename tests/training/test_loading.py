@@ -197,7 +197,7 @@ class Growing:
     ("resize", "kind", "policy"),
     [
         ("fill", "adagrad", "consecutive"), ("model", "sparse_adam", "consecutive"), ("model", "adam", "consecutive"),
-        ("fill", "sparse_adam", "one_shot"), ("model", "adagrad", "full"),
+        ("fill", "sparse_adam", "one_shot"), ("model", "adagrad", "baseline"),
     ],
 )  # fmt: skip
 def test_new_ids_are_restored_saved_and_resumed_bit_for_bit(
@@ -221,7 +221,9 @@ def test_new_ids_are_restored_saved_and_resumed_bit_for_bit(
             grown.train(ids)
             manager.step()
             manager.save()
-        expected = {"consecutive": ["delta"] * 3, "one_shot": ["full", "delta", "delta"], "full": ["full"] * 3}
+        expected = {
+            "consecutive": ["delta"] * 3, "one_shot": ["baseline", "delta", "delta"], "baseline": ["baseline"] * 3,
+        }  # fmt: skip
         assert [report.kind for report in manager.history] == expected[policy]
         assert manager.store.snapshot().table("ids.weight").schema.num_rows == 9
     again = Growing(9, kind)

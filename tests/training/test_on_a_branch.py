@@ -47,7 +47,7 @@ class Run:
         return self.training.state()
 
 
-@pytest.mark.parametrize("policy", ["full", "consecutive", "one_shot", "intermittent"])
+@pytest.mark.parametrize("policy", ["baseline", "consecutive", "one_shot", "intermittent"])
 def test_a_training_goes_on_on_a_branch_while_its_origin_does(policy: Policy, tmp_path: Path) -> None:
     url = str(tmp_path / "store")
     origin = Run(url, policy=policy)

@@ -55,11 +55,11 @@ def train(model: Model, optimizer: torch.optim.Optimizer, number: int) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("first_full", ["stall", "live"])
-def test_a_full_save_waits_for_the_stream_that_trains(first_full: Any) -> None:
+@pytest.mark.parametrize("first_baseline", ["stall", "live"])
+def test_a_full_save_waits_for_the_stream_that_trains(first_baseline: Any) -> None:
     model, store = Model(), store_in_memory()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    manager = manager_of(store, model, optimizer, first_full=first_full)
+    manager = manager_of(store, model, optimizer, first_baseline=first_baseline)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
 

@@ -219,7 +219,7 @@ def test_a_rank_killed_at_fifty_storage_calls_leaves_the_last_version_whole(
     assert not failures, report
 
 
-@pytest.mark.parametrize("policy", ["consecutive", "full"])
+@pytest.mark.parametrize("policy", ["consecutive", "baseline"])
 def test_a_rank_whose_mirror_is_damaged_is_refused_on_all_ranks_until_a_restore(
     launcher: Launcher, calm: Calm, tmp_path: Path, policy: str
 ) -> None:
@@ -230,7 +230,7 @@ def test_a_rank_whose_mirror_is_damaged_is_refused_on_all_ranks_until_a_restore(
         (refused,) = noted(tmp_path, "damaged", rank, "refused")
         assert refused[:2] == ["BackgroundSaveFailed", "DoesNotApply"]
         assert "table 'user.weight'" in refused[2]
-        assert "rank 2" in refused[2] or (rank == 2 and policy == "full")
+        assert "rank 2" in refused[2] or (rank == 2 and policy == "baseline")
         assert "restore" in refused[2]
         ((before, after),) = noted(tmp_path, "damaged", rank, "versions")
         assert before == after

@@ -77,7 +77,7 @@ def test_a_rank_that_cannot_open_its_commit_does_not_fail_the_next_save(monkeypa
     with ThreadPoolExecutor(2) as pool:
         kinds = list(pool.map(train, thread_ranks(2, timeout_s=20)))
 
-    assert kinds == [["full", "delta", "full"]] * 2
+    assert kinds == [["baseline", "delta", "baseline"]] * 2
     assert not fails
     with Store.open_on(storage_from_filesystem(files, "/root"), threads=1) as store:
         expected = np.arange(24, dtype=np.float32).reshape(12, 2)

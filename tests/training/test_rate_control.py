@@ -100,7 +100,7 @@ def test_a_width_grows_with_the_restores_and_halves_the_scale(url: str, caplog: 
 
     # L <= 1 is 2 bits, the second restore is one more than that: 3 bits up to three restores, then 4.
     assert widths == [(1, 2), (2, 3), (3, 3), (4, 4)]
-    assert kinds == ["full", "delta", "delta", "delta", "delta"]
+    assert kinds == ["baseline", "delta", "delta", "delta", "delta"]
     assert generations == {1}
     halvings = [math.log2(before / after) for before, after in itertools.pairwise(steps)]
     assert halvings[0] == halvings[2] == 0
@@ -175,7 +175,7 @@ def test_a_fixed_width_stays_whatever_happens(url: str) -> None:
         assert Life(url, options=fixed).next(number).scales == {}
 
 
-@pytest.mark.parametrize("policy", ["full", "one_shot", "intermittent"])
+@pytest.mark.parametrize("policy", ["baseline", "one_shot", "intermittent"])
 def test_policies_that_cannot_refine_choose_a_new_scale_in_a_full(policy: Any, url: str) -> None:
     for number in range(2):
         life = Life(url, policy=policy)
@@ -188,15 +188,15 @@ def test_policies_that_cannot_refine_choose_a_new_scale_in_a_full(policy: Any, u
     report = Life(url, policy=policy).next(2)
 
     schema = store.snapshot().tables["weight"]
-    assert report.kind == "full"
+    assert report.kind == "baseline"
     assert report.scales["weight"].choice is not None
     assert (schema.generation, schema.shift) == (before + 1, 0)
     assert step_of(store.snapshot()) < coarse
 
 
 def test_a_one_shot_delta_on_a_baseline_alone_refines(url: str) -> None:
-    Life(url, policy="full").next(0)
-    Life(url, policy="full").next(1)
+    Life(url, policy="baseline").next(0)
+    Life(url, policy="baseline").next(1)
     life = Life(url, policy="one_shot")
     assert life.next(2).kind == "delta"
     again = Life(url, policy="one_shot")
@@ -215,7 +215,7 @@ def test_affine_rows_get_more_bits_in_a_full(url: str) -> None:
     affine = dataclasses.replace(AUTO, encoding="affine", search="minmax")
     reports = [Life(url, options=affine).next(number) for number in range(3)]
     encoding = Store.open(url).snapshot().tables["weight"].encoding
-    assert [report.kind for report in reports] == ["full", "delta", "full"]
+    assert [report.kind for report in reports] == ["baseline", "delta", "baseline"]
     assert isinstance(encoding, Affine)
     assert encoding.bits == 3
 
@@ -230,7 +230,7 @@ def test_tables_without_codes_to_halve_are_written_anew(url: str) -> None:
     assert pending is not None
     assert pending.how == "anew"
     report = life.next(2)
-    assert (report.kind, report.scales["weight"].reason) == ("full", pending.reason)
+    assert (report.kind, report.scales["weight"].reason) == ("baseline", pending.reason)
 
 
 def test_a_scale_that_is_fine_enough_for_more_bits_stays(url: str) -> None:
@@ -287,7 +287,7 @@ def live_with_loss(url: str, number: int, loss: float, **options: Any) -> tuple[
     return life.next(number), life.manager
 
 
-@pytest.mark.parametrize("policy", ["consecutive", "full"])
+@pytest.mark.parametrize("policy", ["consecutive", "baseline"])
 def test_scales_follow_the_loss_at_restores_and_nowhere_else(policy: Any, url: str) -> None:
     """Levels are the root of first / loss: 1 to 0.2 is 2.2, so two halvings; 1 to 0.01 is 10, so four."""
     store = Store.create(url)
@@ -312,11 +312,11 @@ def test_scales_follow_the_loss_at_restores_and_nowhere_else(policy: Any, url: s
 
 
 def test_a_full_chooses_the_scale_anew_when_rows_have_grown(url: str) -> None:
-    """The scale of the first full was kept for ever, though trained rows are wider than fresh ones: bits for nothing.
+    """The scale of the first baseline was kept for ever, though trained rows are wider than fresh: bits for nothing.
 
-    The second full after it measures nothing: rows that did not grow are looked at, no more.
+    The second baseline after it measures nothing: rows that did not grow are looked at, no more.
     """
-    life = Life(url, options=TableOptions(bits=4), policy="full")
+    life = Life(url, options=TableOptions(bits=4), policy="baseline")
     with torch.no_grad():
         life.model.weight *= 0.05
     life.manager.tracker.mark_all("weight")
@@ -406,7 +406,7 @@ def test_the_first_loss_is_that_of_the_first_checkpoint_whatever_is_reported_beh
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found by review: the mean when the save was over was kept, and the second checkpoint told another first loss."""
-    life = Life(url, options=TableOptions(bits=2), schedule="loss", every_steps=1, first_full="live")
+    life = Life(url, options=TableOptions(bits=2), schedule="loss", every_steps=1, first_baseline="live")
     go_on, commit = threading.Event(), Transaction.commit
 
     def late(transaction: Transaction) -> Any:
@@ -446,7 +446,7 @@ def test_a_table_that_is_no_lattice_any_more_leaves_the_schedule(url: str) -> No
     life = Life(url, options=TableOptions.exact(), schedule="loss")
     life.manager.report_loss(0.001)
 
-    assert life.next(2).kind == "full"
+    assert life.next(2).kind == "baseline"
     assert isinstance(Store.open(url).snapshot().tables["weight"].encoding, FloatBits)
 
 
@@ -457,7 +457,7 @@ def test_a_width_grows_while_the_encoding_changes(url: str) -> None:
 
     life = Life(url, options=TableOptions(encoding="affine", bits="auto", expected_restores=1))
 
-    assert life.next(3).kind == "full"
+    assert life.next(3).kind == "baseline"
     encoding = Store.open(url).snapshot().tables["weight"].encoding
     assert isinstance(encoding, Affine)
     assert encoding.bits == 3
@@ -501,7 +501,7 @@ def test_ranks_refine_together(url: str) -> None:
         assert len({report.kind for report, _ in of_ranks}) == 1
         assert of_ranks[0][0].scales == of_ranks[1][0].scales
         assert of_ranks[0][1] == of_ranks[1][1]
-    assert [of_ranks[0][0].kind for of_ranks in lives] == ["full", "delta", "delta"]
+    assert [of_ranks[0][0].kind for of_ranks in lives] == ["baseline", "delta", "delta"]
     assert lives[2][0][1].tables["weight"].bits == 3
     assert (
         lives[2][0][0].scales["weight"].after
@@ -523,4 +523,4 @@ def test_a_rank_that_lost_its_state_makes_all_write_anew_and_none_waits_for_it(u
             writer._state.forget()  # as where a commit won and its mirrors could not be moved
         return life.next(2).kind
 
-    assert on_ranks(2, live) == ["full", "full"]
+    assert on_ranks(2, live) == ["baseline", "baseline"]

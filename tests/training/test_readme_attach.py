@@ -144,7 +144,7 @@ def run(script: str, folder: Path, world: int = 1) -> list[list[list[int]]]:
 
 def saved_steps(folder: Path, name: str) -> list[int]:
     records = Store.open(str(folder / name)).log()
-    return sorted(record.step for record in records if record.kind in ("full", "delta"))
+    return sorted(record.step for record in records if record.kind in ("baseline", "delta"))
 
 
 def test_a_plain_model_goes_on_where_it_was_saved(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_tables_are_restored_under_other_names(url: str) -> None:
     assert torch.equal(model.members.weight, source.model.user.weight)
     assert torch.equal(model.things.weight, source.model.item.weight)
     assert report is not None
-    assert report.kind == "full"
+    assert report.kind == "baseline"
     assert set(manager.store.snapshot().tables) == {"members.weight", "things.weight"}
     manager.close()
 
@@ -225,7 +225,7 @@ def test_weights_alone_are_restored_for_another_optimizer(url: str) -> None:
     report = manager.save()
 
     assert report is not None
-    assert report.kind == "full"
+    assert report.kind == "baseline"
     manager.close()
     again = Training("sparse_adam")
     manager = manager_of(url, again)
@@ -320,7 +320,7 @@ def test_a_run_that_forgot_to_restore_starts_with_a_full(url: str, caplog: pytes
     report = manager.save()
 
     assert report is not None
-    assert report.kind == "full"
+    assert report.kind == "baseline"
     assert "were not restored" in caplog.text
     weight = manager.store.snapshot().table("user.weight").read()
     assert torch.equal(torch.from_numpy(weight), training.model.user.weight.cpu())
@@ -362,7 +362,7 @@ def test_the_save_after_a_restore_that_is_not_strict_is_full(tmp_path: Path) -> 
     report = manager.save()
 
     assert report is not None
-    assert report.kind == "full"
+    assert report.kind == "baseline"
     live = optimizers[1].state[model.rows.weight]["exp_avg"]
     assert torch.equal(torch.from_numpy(manager.store.snapshot().table("rows.weight").read(slot="exp_avg")), live.cpu())
     manager.close()

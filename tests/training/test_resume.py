@@ -59,7 +59,7 @@ def test_resumed_run_equals_the_uninterrupted_one(kind: str, tmp_path: Path) -> 
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize("policy", ["full", "consecutive", "one_shot", "intermittent"])
+@pytest.mark.parametrize("policy", ["baseline", "consecutive", "one_shot", "intermittent"])
 @pytest.mark.parametrize("mirror", ["memory", "none"])
 def test_every_policy_resumes_exactly(policy: Policy, mirror: str, tmp_path: Path) -> None:
     expected = uninterrupted("rowwise_adagrad", STEPS)

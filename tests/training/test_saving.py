@@ -81,7 +81,7 @@ def assert_stored(store: Store, training: Training) -> None:
     np.testing.assert_array_equal(head.read_dense("out.weight"), training.model.out.weight.detach().cpu().numpy())
 
 
-@pytest.mark.parametrize("policy", ["full", "consecutive", "one_shot", "intermittent"])
+@pytest.mark.parametrize("policy", ["baseline", "consecutive", "one_shot", "intermittent"])
 def test_rows_of_a_failed_save_are_in_the_next_one(policy: Any, backend: Backend) -> None:
     store, training = create(backend), Training()
     manager = manager_of(store, training, policy=policy)
@@ -98,7 +98,7 @@ def test_rows_of_a_failed_save_are_in_the_next_one(policy: Any, backend: Backend
 
     assert isinstance(failed.value.__cause__, StorageFailure)
     assert report is not None
-    assert report.kind == ("full" if policy == "full" else "delta")
+    assert report.kind == ("baseline" if policy == "baseline" else "delta")
     assert_stored(store, training)
     manager.close()
 
@@ -191,7 +191,7 @@ def test_an_error_of_the_training_is_not_hidden_by_a_failed_save(backend: Backen
         train_badly()
 
 
-@pytest.mark.parametrize("policy", ["consecutive", "one_shot", "full"])
+@pytest.mark.parametrize("policy", ["consecutive", "one_shot", "baseline"])
 def test_an_unknown_outcome_that_won_is_found_out_before_the_next_save(policy: Any, backend: Backend) -> None:
     store, training = create(backend), Training()
     manager = manager_of(store, training, policy=policy)
@@ -335,7 +335,7 @@ def test_slots_that_appear_later_make_a_full(backend: Backend) -> None:
         manager.step()
     manager.close()
 
-    assert [report.kind for report in manager.history] == ["full", "full", "delta"]
+    assert [report.kind for report in manager.history] == ["baseline", "baseline", "delta"]
     head = store.snapshot().table("user.weight")
     state = training.optimizers[0].state[training.model.user.weight]
     np.testing.assert_array_equal(head.read(slot="exp_avg"), state["exp_avg"].cpu().numpy())
@@ -343,13 +343,13 @@ def test_slots_that_appear_later_make_a_full(backend: Backend) -> None:
 
 def test_a_later_full_reads_no_live_table(backend: Backend) -> None:
     store, training = create(backend), Training()
-    manager = manager_of(store, training, policy="full", every_steps=1)
+    manager = manager_of(store, training, policy="baseline", every_steps=1)
     for number in range(3):
         training.train(number)
         manager.step()
     manager.close()
 
-    assert [report.kind for report in manager.history] == ["full"] * 3
+    assert [report.kind for report in manager.history] == ["baseline"] * 3
     assert manager.history[0].rows == 450
     assert manager.history[2].rows < 120
     assert_stored(store, training)
@@ -363,8 +363,8 @@ def test_a_chain_is_closed_by_a_full(backend: Backend) -> None:
         manager.step()
     manager.close()
 
-    assert [report.kind for report in manager.history].count("full") == 2
-    assert manager.history[64].kind == "full"
+    assert [report.kind for report in manager.history].count("baseline") == 2
+    assert manager.history[64].kind == "baseline"
     assert_stored(store, training)
 
 
@@ -417,7 +417,7 @@ def test_a_head_moved_by_somebody_else_is_followed_by_a_full(backend: Backend) -
     report = manager.save()
 
     assert report is not None
-    assert report.kind == "full"
+    assert report.kind == "baseline"
     assert_stored(store, training)
     manager.close()
 
@@ -827,7 +827,7 @@ def test_a_commit_that_failed_behind_its_back_is_saved_and_followed_by_a_full(
     training.train(1)
     after = manager.save()
     assert after is not None
-    assert after.kind == "full"
+    assert after.kind == "baseline"
     assert_stored(store, training)
     manager.close()
 
@@ -852,6 +852,6 @@ def test_an_unknown_outcome_that_won_and_then_failed_is_not_taken_for_lost(
         patch.setattr("cnr_store.write.delta_rows.StagedRows.apply", fail)
         manager.save()
 
-    assert [report.kind for report in manager.history] == ["full", "delta", "full"]
+    assert [report.kind for report in manager.history] == ["baseline", "delta", "baseline"]
     assert_stored(store, training)
     manager.close()

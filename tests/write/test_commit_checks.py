@@ -50,7 +50,7 @@ def test_a_delta_goes_behind_what_it_keeps_and_a_baseline_stands_alone() -> None
 
 def test_a_chain_ends_at_its_cap() -> None:
     assert len(next_chain(head(MAX_CHAIN - 1), entry(99), keep=MAX_CHAIN - 1)) == MAX_CHAIN
-    with pytest.raises(BadInput, match="commit a full"):
+    with pytest.raises(BadInput, match="commit a baseline"):
         next_chain(head(MAX_CHAIN), entry(99), keep=MAX_CHAIN)
 
 
@@ -65,7 +65,7 @@ def test_another_digest_or_start_does_not_apply() -> None:
     base = manifest(part(state="aa"))
     with pytest.raises(DoesNotApply, match=r"table 't'.* bb, the head's is aa"):
         check_receipts([receipt(0, 1, 3, part(base="bb"))], txn="x", world=1, l0=3, base=base)
-    with pytest.raises(DoesNotApply, match="rank 1 staged a delta from logical 2"):
+    with pytest.raises(DoesNotApply, match="rank 1 staged a delta from checkpoint 2"):
         check_receipts([receipt(0, 2), receipt(1, 2, 2)], txn="x", world=2, l0=3, base=base)
     # A resized table starts at the same row and is compared all the same.
     with pytest.raises(DoesNotApply):

@@ -160,7 +160,7 @@ class Life:
                 touched = np.union1d(touched, again[present[again]])
                 dead[touched] = False
             values = training_values(model.kind, self.random, len(touched), model.values.shape[1])
-            if table == "raw":  # without a mirror a full gives all rows anew, deleted ones included
+            if table == "raw":  # without a mirror a baseline gives all rows anew, deleted ones included
                 dead[:] = False
             else:
                 values[self.random.random(len(touched)) < 0.2] = np.nan
@@ -199,7 +199,7 @@ def give(
         model = models[table]
         for shard in tiles:
             tile = shard or Rectangle((0, model.num_rows), (0, model.values.shape[1]))
-            if txn.kind == "full" and table in txn.needs_whole_tables:
+            if txn.kind == "baseline" and table in txn.needs_whole_tables:
                 slots = {name: of(slot, tile) for name, slot in model.slots.items()}
                 txn.write_table(table, of(model.values, tile), slots=slots, rectangle=shard)
                 continue
@@ -228,7 +228,7 @@ def digest_sums(snapshot: Snapshot) -> dict[str, int | None]:
 
 
 SAVES = st.sampled_from(
-    [("delta", "head"), ("delta", "head"), ("delta", "baseline"), ("full", "head"), ("abort", "head")]
+    [("delta", "head"), ("delta", "head"), ("delta", "baseline"), ("baseline", "head"), ("abort", "head")]
 )
 
 
@@ -283,10 +283,10 @@ def test_ranks_store_what_one_writer_stores(data: st.DataObject, seed: int, mirr
             if change.kind != "abort":
                 with one.begin(number + 1, change.kind, base=change.base) as txn:  # type: ignore[arg-type]
                     give(txn, whole, after, change)
-                if txn.kind == "full":
+                if txn.kind == "baseline":
                     life.changed = {table: set() for table in TABLES}
                     continue
-                for table in TABLES:  # of saves behind a full too
+                for table in TABLES:  # of saves behind a baseline too
                     life.changed[table].update(change.written[table].tolist(), change.deleted[table].tolist())
         with open_store(files) as store:
             check_state(store.snapshot(), life.models)
@@ -463,7 +463,7 @@ def test_a_mirror_of_another_state_is_refused_on_every_rank_and_helped_by_a_rest
         check_state(store.snapshot(), models)
 
 
-@pytest.mark.parametrize("kind", ["delta", "full"])
+@pytest.mark.parametrize("kind", ["delta", "baseline"])
 def test_a_rank_that_missed_a_commit_may_not_go_on_from_its_mirror(kind: Any) -> None:
     files, models, placements = new_files(), one_table(), row_wise(2)
     started(files, placements, models)
@@ -490,8 +490,8 @@ def test_a_rank_that_missed_a_commit_may_not_go_on_from_its_mirror(kind: Any) ->
                     writer.begin(2)
                 writer.restore()
             with writer.begin(2, kind) as txn:
-                assert txn.needs_whole_tables == (["t"] if kind == "full" else [])
-                if kind == "full":
+                assert txn.needs_whole_tables == (["t"] if kind == "baseline" else [])
+                if kind == "baseline":
                     tile = mine["t"][0]
                     txn.declare_tables({"t": [Declaration(of(models["t"].values, tile), {}, KIND.options)]})
                     txn.write_table("t", of(models["t"].values, tile), rectangle=tile)

@@ -88,7 +88,7 @@ def test_a_table_that_gets_an_encoding_without_a_mirror_loses_its_mirror() -> No
     store.rollback(writer.head.record.v)
     with pytest.raises(Exception, match="changed the training state"):
         writer.begin(2).commit()
-    with writer.begin(3, "full") as txn:
+    with writer.begin(3, "baseline") as txn:
         txn.write_table("t", np.ones((6, 2), np.float32), options=TableOptions(encoding="affine", bits=4))
         txn.drop_table("e")
         txn.drop_table("a")
@@ -109,13 +109,13 @@ def test_a_full_refuses_a_mirror_whose_memory_was_changed() -> None:
     mirror.arrays["codes"][3, 1] += 1
 
     with pytest.raises(DoesNotApply, match=r"'t' has state digest .* restore first"):
-        writer.begin(3, "full").commit()
+        writer.begin(3, "baseline").commit()
 
     assert store.snapshot().version == version
     with pytest.raises(DoesNotApply):
         writer.begin(3, "delta")
     writer.restore()
-    with writer.begin(3, "full"):
+    with writer.begin(3, "baseline"):
         pass
     assert (store.snapshot().table("t").read() == 1).all()
 
@@ -203,7 +203,7 @@ def test_a_mirror_folder_that_goes_is_a_storage_failure(tmp_path: Path) -> None:
     with store.writer(mirror="mmap", mirror_folder=str(folder)) as writer:
         folder.rmdir()
 
-        with pytest.raises(StorageFailure, match="mirror") as failed, writer.begin(2, kind="full") as txn:
+        with pytest.raises(StorageFailure, match="mirror") as failed, writer.begin(2, kind="baseline") as txn:
             txn.write_table("t", np.ones((6, 2), np.float32))
 
     assert failed.value.path == str(folder)

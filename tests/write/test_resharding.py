@@ -76,7 +76,7 @@ class Training:
 
     def save_all(self, writer: Writer, tile: Rectangle, step: int) -> None:
         box = (slice(*tile.rows), slice(*tile.columns))
-        with writer.begin(step, "full") as txn:
+        with writer.begin(step, "baseline") as txn:
             txn.declare_tables({TABLE: [Declaration(self.values[box], self.slots(box), self.options)]})
             txn.write_table(TABLE, self.values[box], slots=self.slots(box), rectangle=tile)
 
@@ -84,7 +84,7 @@ class Training:
         mine = rows[(rows >= tile.rows[0]) & (rows < tile.rows[1])]
         box = np.ix_(mine, np.arange(*tile.columns))
         with writer.begin(step) as txn:
-            if txn.kind == "full":
+            if txn.kind == "baseline":
                 whole = (slice(*tile.rows), slice(*tile.columns))
                 txn.write_table(TABLE, self.values[whole], slots=self.slots(whole), rectangle=tile)
             else:
@@ -158,7 +158,7 @@ def test_other_column_shards_of_a_row_wise_slot_begin_a_new_chain() -> None:
         writer.restore({Shard(TABLE, tile): {"values": values, "m": mean}}, slots_rule="mean")
         assert same_bits(mean, expected[slice(*tile.rows)])
         slot[slice(*tile.rows)] = mean[:, None]
-        assert training.save_rows(writer, tile, rows, 2) == "full"
+        assert training.save_rows(writer, tile, rows, 2) == "baseline"
 
     with pytest.raises(Unsupported, match="slots_rule='mean'"):
         training.run(row_wise(2), refused)

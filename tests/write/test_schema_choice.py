@@ -206,12 +206,12 @@ def test_scales_chosen_together_on_threads_are_those_chosen_table_by_table(tmp_p
     rng = np.random.default_rng(2)
     tables = {f"t{n}": rng.lognormal(0, 1, (300 + 50 * n, 1 + n)).astype(np.float32) for n in range(9)}
     options = TableOptions(bits=4)
-    with Store.create(str(tmp_path / "alone")) as store, store.writer().begin(0, "full") as txn:
+    with Store.create(str(tmp_path / "alone")) as store, store.writer().begin(0, "baseline") as txn:
         for name, values in tables.items():
             txn.write_table(name, values, options=options)
         alone = dict(txn.scale_choices)
 
-    with Store.create(str(tmp_path / "together"), threads=threads) as store, store.writer().begin(0, "full") as txn:
+    with Store.create(str(tmp_path / "together"), threads=threads) as store, store.writer().begin(0, "baseline") as txn:
         txn.declare_tables({name: [Declaration(values, {}, options)] for name, values in tables.items()})
         for name, values in tables.items():
             txn.write_table(name, values)
@@ -223,6 +223,6 @@ def test_scales_chosen_together_on_threads_are_those_chosen_table_by_table(tmp_p
 def test_a_writer_of_whole_tables_declares_each_as_one_matrix(tmp_path: Path) -> None:
     with Store.create(str(tmp_path / "store")) as store:
         for wrong in ([Declaration(SAMPLE), Declaration(SAMPLE)], [Declaration(SAMPLE[0])], []):
-            txn = store.writer().begin(0, "full")
+            txn = store.writer().begin(0, "baseline")
             with pytest.raises(BadInput, match="one array"):
                 txn.declare_tables({"t": wrong})

@@ -301,7 +301,7 @@ def test_an_exception_in_the_block_commits_nothing(world: World) -> None:
 
 
 def test_a_full_that_lacks_a_table_can_go_on(world: World) -> None:
-    txn = world.writer.begin(2, "full")
+    txn = world.writer.begin(2, "baseline")
     assert txn.needs_whole_tables == ["h"]
     with pytest.raises(BadInput, match="needs every row"):
         txn.commit()
@@ -312,7 +312,7 @@ def test_a_full_that_lacks_a_table_can_go_on(world: World) -> None:
 
 
 def test_a_full_that_fails_at_its_end_leaves_no_open_transaction(world: World) -> None:
-    with pytest.raises(BadInput, match="needs every row"), world.writer.begin(2, "full"):
+    with pytest.raises(BadInput, match="needs every row"), world.writer.begin(2, "baseline"):
         pass
     goes_on(world)
 
@@ -320,7 +320,7 @@ def test_a_full_that_fails_at_its_end_leaves_no_open_transaction(world: World) -
 def test_a_full_without_a_restore_names_the_tables_it_would_lose(world: World) -> None:
     """It used to drop every table that was not given."""
     writer = world.open().writer()
-    txn = writer.begin(2, "full")
+    txn = writer.begin(2, "baseline")
     assert txn.needs_whole_tables == ["exact", "h", "t"]
     txn.write_table("t", ones(ROWS), slots=slot(ROWS), options=TableOptions(scale=SCALE))
     txn.drop_table("exact")
@@ -331,7 +331,7 @@ def test_a_full_without_a_restore_names_the_tables_it_would_lose(world: World) -
 
 
 def test_an_emptied_hashed_table_can_be_made_anew_in_a_full(world: World) -> None:
-    with world.writer.begin(2, "full") as txn:
+    with world.writer.begin(2, "baseline") as txn:
         txn.drop_table("h")
         txn.create_table("h", dim=2, options=TableOptions(scale=SCALE))
     assert world.store.snapshot().tables["h"].dim == 2
@@ -347,7 +347,7 @@ def test_a_second_writer_fences_the_first(world: World) -> None:
     with pytest.raises(Fenced):
         world.writer.restore()
     with pytest.raises(Fenced):
-        world.writer.begin(3, "full")
+        world.writer.begin(3, "baseline")
     second.restore()
     goes_on(world, second)
 
@@ -370,7 +370,7 @@ def test_a_full_follows_a_rollback_without_a_restore(world: World) -> None:
     world.open().rollback(world.writer.head.record.v)
     with pytest.raises(Conflict):
         world.writer.begin(3).commit()
-    txn = world.writer.begin(4, "full")
+    txn = world.writer.begin(4, "baseline")
     txn.write_table("t", ones(ROWS), slots=slot(ROWS), options=TableOptions(scale=SCALE))
     for table in ("exact", "h"):
         txn.drop_table(table)
@@ -480,7 +480,7 @@ def test_the_chain_cap_makes_a_delta_a_full(world: World) -> None:
         txn.commit()
     assert len(world.writer.head.record.chain) == MAX_CHAIN
     with world.writer.begin(MAX_CHAIN + 1) as txn:
-        assert txn.kind == "full"
+        assert txn.kind == "baseline"
         rows_of(txn, ids(0), 8 * ones(1))
     assert len(world.writer.head.record.chain) == 1
     assert world.open().snapshot().table("t").read()[:, 0].tolist() == [8, 1, 1, 1, 1, 1]
@@ -619,7 +619,7 @@ def damage_found(world: World) -> CorruptStore | None:
 def scattered() -> World:
     """Rows that are no range, so that every chunk has to be read."""
     world = World()
-    with world.writer.begin(2, "full") as txn:
+    with world.writer.begin(2, "baseline") as txn:
         txn.write_rows("h", ids(-7, 9, 11), ones(3))
         txn.write_table("n", np.arange(12, dtype=np.float32).reshape(6, 2), options=TableOptions(scale=SCALE))
         txn.delete_rows("t", ids(1))

@@ -31,7 +31,7 @@ def fill(writer: Writer) -> None:
 def test_a_full_that_failed_half_way_leaves_no_state_to_go_on_from(store: Store) -> None:
     with store.writer() as writer:
         fill(writer)
-        txn = writer.begin(step=3, kind="full")
+        txn = writer.begin(step=3, kind="baseline")
         txn.write_table("a", np.ones((5, 2), np.float32))
         txn.abort()
 

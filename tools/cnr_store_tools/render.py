@@ -72,7 +72,7 @@ def repair_parts(report: RepairReport) -> Iterator[Part]:
             "a new store; what is left stays, and any Zarr reader opens its arrays"
         )
     elif report.target is None:
-        yield "no version is whole; restore a copy of the store, or begin with a full save"
+        yield "no version is whole; restore a copy of the store, or begin with a baseline"
     for state in report.lost:
         yield f"lost: version {state.version} (step {state.step}) is newer and not whole"
     if report.remaining:

@@ -256,7 +256,7 @@ class LogScan:
 
     def _remember(self, entry: LogEntry) -> _KnownRecord:
         record = entry.record
-        state = LiveVersion(record.v, record.logical, record.ts_ms, self._names.chain_of(record.chain))
+        state = LiveVersion(record.v, record.checkpoint, record.ts_ms, self._names.chain_of(record.chain))
         return _KnownRecord(state, entry.digest, parent_of(record), entry.side_objects)
 
     def _key(self, version: int) -> str:

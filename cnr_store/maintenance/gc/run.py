@@ -133,7 +133,7 @@ def collect_garbage(
     >>> store = Store.create("memory://doctest-gc")
     >>> with store.writer() as writer:
     ...     for step in range(3):
-    ...         with writer.begin(step, kind="full") as txn:
+    ...         with writer.begin(step, kind="baseline") as txn:
     ...             txn.write_table("user", np.full((4, 2), step, np.float32))
     >>> report = collect_garbage(store, policy=RetentionPolicy(keep_last=1), dry_run=True)
     >>> report.outcome, report.expired, report.named

@@ -327,7 +327,7 @@ def _contradictions(before: CommitRecord, after: CommitRecord) -> Iterable[str]:
     if before.state is not None or after.state is not None:
         return  # The lists of one of them were collected.
     if after.kind not in DATA_KINDS:
-        for name in ("logical", "step") if after.kind == "compact" else ("chain", "logical", "step"):
+        for name in ("checkpoint", "step") if after.kind == "compact" else ("chain", "checkpoint", "step"):
             if getattr(after, name) != getattr(before, name):
                 yield f"the {after.kind} record {after.v} has another {name} than the record before it"
     names = Names(before.tags, before.channels, before.pins).after(after)

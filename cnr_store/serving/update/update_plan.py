@@ -1,7 +1,7 @@
 """How a consumer's own copy of a state becomes another version's: decided from two commit records. Pure, no I/O.
 
 Segments are immutable and their names are never used again, so chains that begin with the same segments begin with the
-same state. ``logical`` counts alone say nothing: after a rollback they are given out once more.
+same state. Checkpoint numbers alone say nothing: after a rollback they are given out once more.
 """
 
 from __future__ import annotations

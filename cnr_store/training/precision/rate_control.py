@@ -202,16 +202,16 @@ class RateControl:
     # ---- one save
 
     def decide(self, decision: Decision, chain_length: int) -> Decision:
-        """Return a policy's decision, or a full where scales wait that this delta could not refine. Pure."""
+        """Return a policy's decision, or a baseline where scales wait that this delta could not refine. Pure."""
         waits = self._to_refine()
         if decision.kind == "delta" and decision.base == "baseline" and chain_length > 1 and waits:
             return Decision(
-                "full", "baseline", f"the scales of {waits} change, and a one-shot delta cannot refine them"
+                "baseline", "baseline", f"the scales of {waits} change, and a one-shot delta cannot refine them"
             )
         return decision
 
     def too_fine(self, ranks: Ranks, writer: Writer, anew: Collection[str]) -> set[str]:
-        """Return tables whose scale is far finer than asked, for a full to choose it anew. All ranks call it.
+        """Return tables whose scale is far finer than asked, for a baseline to choose it anew. All ranks call it.
 
         Looks at a few live rows of each table with ``bits=``, about a millisecond; where those have grown enough it
         blocks for some 0.3 s to measure, and not again before they have grown on.
@@ -264,13 +264,13 @@ class RateControl:
         options = self._options[table]
         return options.max_error is None and options.scale is None
 
-    def waits_for_full(self) -> set[str]:
+    def waits_for_baseline(self) -> set[str]:
         """Return the tables that the next save must write anew."""
         return {table for table, planned in self._pending.items() if planned.how == "anew"}
 
     def anew_in(self, transaction: Transaction) -> set[str]:
         """Return tables that a save must write anew: whose scale should be refined, which only a delta can."""
-        return set(self._to_refine()) if transaction.kind == "full" else set()
+        return set(self._to_refine()) if transaction.kind == "baseline" else set()
 
     def stage(self, transaction: Transaction, writer: Writer, anew: set[str]) -> None:
         """Refine what waits, before rows are given to the transaction. Blocks for a pass over those tables' codes.
@@ -325,7 +325,7 @@ class RateControl:
                 continue
             planned = self._pending.get(table)
             old = None if before is None else step_of(before)
-            reason = "first full" if before is None else "written anew" if planned is None else planned.reason
+            reason = "first baseline" if before is None else "written anew" if planned is None else planned.reason
             changes[table] = ScaleChange(old, step, reason, transaction.scale_choices.get(table))
             logger.info("table %s: scale %s%.6g (%s)", table, f"{old:.6g} to " if old else "", step, reason)
         self._bits |= self._staged

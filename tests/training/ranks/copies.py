@@ -131,7 +131,7 @@ def copies_are_saved_once(place: Place) -> None:
     rewrite(run, manager)
     delta = manager.save()
     after = run.state()
-    assert [full.kind, delta.kind] == ["full", "delta"]
+    assert [full.kind, delta.kind] == ["baseline", "delta"]
     assert_same(*place.gather(after))
     head = manager.store.snapshot()
     tables = [name for name, module in run.model.named_modules() if isinstance(module, TABLES)]

@@ -170,7 +170,7 @@ def a_save_is_skipped_by_all_or_by_none(place: Place) -> None:
 def tables_are_read_on_all_ranks_while_they_train(place: Place) -> None:
     """The save goes on at the first step at which all have read, and is of that step on all of them."""
     run = Run(place)
-    manager = run.manager(place.url("live"), every_steps=1, first_full="live")
+    manager = run.manager(place.url("live"), every_steps=1, first_baseline="live")
     may_read = threading.Event()
     with unittest.mock.patch.object(Transaction, "read_live", _held(may_read)):
         if place.rank == 0:
@@ -185,14 +185,14 @@ def tables_are_read_on_all_ranks_while_they_train(place: Place) -> None:
         run.train(3, manager)
     manager.wait_until_finished()
     told = [(report.step, report.kind) for report in manager.history]
-    assert place.gather(told) == [[(4, "full")]] * 2
+    assert place.gather(told) == [[(4, "baseline")]] * 2
     assert_saved(place, run, manager)
 
 
 @scenario(1, 2)
 def a_table_that_one_rank_cannot_read_is_saved_by_the_next_save(place: Place) -> None:
     run = Run(place)
-    manager = run.manager(place.url("unread"), first_full="live")
+    manager = run.manager(place.url("unread"), first_baseline="live")
     run.train(0, manager)
     broken = unittest.mock.Mock(side_effect=MemoryError("no room"))
     read = broken if place.rank == 1 else Transaction.read_live
@@ -200,7 +200,7 @@ def a_table_that_one_rank_cannot_read_is_saved_by_the_next_save(place: Place) ->
         manager.save()
     run.train(1, manager)
     report = manager.save()
-    assert report.kind == "full"
+    assert report.kind == "baseline"
     assert_saved(place, run, manager)
 
 
@@ -224,7 +224,7 @@ def ranks_that_are_told_to_end_save_together(place: Place) -> None:
             if run.train(number, manager):
                 break
         assert manager.should_stop
-        assert [(report.step, report.kind) for report in manager.history] == [(16, "full")]
+        assert [(report.step, report.kind) for report in manager.history] == [(16, "baseline")]
     with run.manager(place.url("sigterm-exit"), save_on_sigterm=True) as manager:
         for number in range(15):
             assert not run.train(number, manager)

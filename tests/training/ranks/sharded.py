@@ -122,7 +122,7 @@ def row_wise_on_four_ranks(place: Place) -> None:
     manager = manager_of(place.url("four"), built)
     train(place, built, 0, 5, manager)
     report = manager.save()
-    assert [one.kind for one in manager.history] == ["full", "delta", "delta"]
+    assert [one.kind for one in manager.history] == ["baseline", "delta", "delta"]
     assert len(set(place.gather((report.version, report.step, report.size_bytes)))) == 1
     place.keep("four", whole_tables(place, built) | dense_of(built))
 
@@ -197,7 +197,7 @@ def an_unsharded_model_takes_what_ranks_have_saved(place: Place) -> None:
     expected = {name.removesuffix("/weight"): value for name, value in saved.items() if "/momentum1" not in name}
     found = copied(dict(model.state_dict()))
     assert_same({name: found[name] for name in expected}, expected)
-    assert manager.save().kind == "full"
+    assert manager.save().kind == "baseline"
     manager.close()
 
 
@@ -299,7 +299,7 @@ def columns_cut_anew_are_averaged(place: Place) -> None:
         else:
             assert torch.equal(tensor, weighted_mean(name.rpartition("/")[0], cut)), name
     train(place, built, restored.step, restored.step + 1, manager)
-    assert manager.save().kind == "full"
+    assert manager.save().kind == "baseline"
     train(place, built, restored.step + 1, restored.step + 2, manager)
     assert manager.save().kind == "delta"
     now = whole_tables(place, built)
@@ -346,7 +346,7 @@ def restored_in_every_other_way(place: Place) -> None:
         kept = [name for name in expected if "/" not in name or name.endswith("/weight")]
         assert_same({name: found[name] for name in kept}, {name: expected[name] for name in kept})
         train(place, built, 5, 6, manager)
-        assert manager.save().kind == "full"
+        assert manager.save().kind == "baseline"
         train(place, built, 6, 8, manager)
         assert manager.save().kind == "delta"
         now = whole_tables(place, built)

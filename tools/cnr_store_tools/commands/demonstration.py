@@ -30,7 +30,7 @@ def demo(
         int | None, typer.Option("--bits", help=f"As exact as rows of 2, 3, 4 or 8 bits ({DEFAULT_BITS} if not given).")
     ] = None,
     policy: Annotated[
-        Literal["full", "consecutive", "one_shot", "intermittent"],
+        Literal["baseline", "consecutive", "one_shot", "intermittent"],
         typer.Option("--policy", help="What each save holds."),
     ] = "consecutive",
     steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps.")] = 360,
@@ -56,7 +56,7 @@ def demo_parts(report: DemoReport) -> Iterator[Part]:
     before = [one for one in report.checkpoints if one.version <= report.restored_version]
     yield (
         f"{report.num_samples:,} samples, {report.table_rows:,} rows x {report.dim}, {how}, {options.policy}; "
-        f"fp32 full checkpoint {size_text(report.fp32_bytes)}; {report.seconds:.0f} s"
+        f"fp32 baseline {size_text(report.fp32_bytes)}; {report.seconds:.0f} s"
     )
     yield table("saved before the kill", before, columns)
     yield f"killed in a save: {kill.objects} objects, {size_text(kill.size_bytes)}, no commit"

@@ -66,11 +66,11 @@ def _records(store: Store, limit: int | None) -> list[Document]:
     head = store.head().record
     records = []
     for record in store.log(limit=limit):
-        saved = record.chain[-1] if record.kind in ("full", "delta") and record.chain else None
+        saved = record.chain[-1] if record.kind in ("baseline", "delta") and record.chain else None
         pin = head.pins.get(record.name) if record.kind == "fork" and record.name is not None else None
         records.append(
             {
-                "version": record.v, "kind": record.kind, "step": record.step, "logical": record.logical,
+                "version": record.v, "kind": record.kind, "step": record.step, "checkpoint": record.checkpoint,
                 "time_ms": record.ts_ms, "epoch": record.epoch, "chain_length": len(record.chain),
                 "writer": record.writer.host, "segment": None if saved is None else saved.seg,
                 "size_bytes": None if saved is None else saved.bytes, "rows": None if saved is None else saved.rows,
@@ -123,7 +123,7 @@ def _version(store: Store, snapshot: Snapshot) -> Document:
     return {
         "url": store.url, "branch": store.branch, "store_uuid": store.uuid,
         "format": f"{store.identity.major}.{store.identity.minor}", "version": record.v, "kind": record.kind,
-        "step": snapshot.step, "logical": record.logical, "time_ms": record.ts_ms,
+        "step": snapshot.step, "checkpoint": record.checkpoint, "time_ms": record.ts_ms,
         **_names(head.tags, head.channels, record.v),
         "tables": {name: _table(snapshot, name) for name in sorted(snapshot.tables)}, "rate": _rate(snapshot),
         "dense": {name: {"dtype": entry.dtype, "shape": entry.shape} for name, entry in sorted(snapshot.dense.items())},

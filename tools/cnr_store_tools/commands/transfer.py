@@ -116,7 +116,7 @@ def import_(
         "tables": report.tables, "dense": report.dense, "dropped": report.dropped,
         "ignored": () if source is None else source.ignored,
     }  # fmt: skip
-    committed = f"committed version {report.version} (full, step {report.step}), {size_text(report.size_bytes)}"
+    committed = f"committed version {report.version} (baseline, step {report.step}), {size_text(report.size_bytes)}"
     listed = (
         f"{key} ({len(found)}): {', '.join(found[:20])}{', ...' if len(found) > 20 else ''}"
         for key, found in names.items()

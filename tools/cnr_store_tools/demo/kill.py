@@ -45,7 +45,7 @@ def kill_during_save(store: Store, process: WorkerProcess, *, after_commits: int
         following = store.poll(entry)
         if following is not None:
             entry = following
-            if entry.record.kind in ("full", "delta"):
+            if entry.record.kind in ("baseline", "delta"):
                 commits += 1
                 known.add(entry.record.chain[-1].seg)
             continue

@@ -37,7 +37,7 @@ class DemoOptions:
     store: str = "./demo-store"
     is_exact: bool = False
     bits: Literal[2, 3, 4, 8] = 4
-    policy: Literal["full", "consecutive", "one_shot", "intermittent"] = "consecutive"
+    policy: Literal["baseline", "consecutive", "one_shot", "intermittent"] = "consecutive"
     steps: int = 360
     force: bool = False
     seed: int = 0
@@ -79,7 +79,7 @@ class DemoReport:
     restored_step, restored_version, restore_s
         What the second process continued from.
     fp32_bytes
-        A full checkpoint of the same state with every table and slot in fp32.
+        A baseline of the same state with every table and slot in fp32.
     uninterrupted, resumed
         The run that nobody saved or killed, and the one that was killed.
     max_weight_difference
@@ -206,7 +206,7 @@ def _checkpoints(store: Store, training: WorkerProcess, full_bytes: int) -> tupl
             size_bytes=record.chain[-1].bytes, ratio=full_bytes / record.chain[-1].bytes, stall_s=stalls.get(record.v),
         )
         for record in store.log()
-        if record.kind in ("full", "delta")
+        if record.kind in ("baseline", "delta")
     ]  # fmt: skip
     return tuple(reversed(found))
 

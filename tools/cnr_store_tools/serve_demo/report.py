@@ -45,7 +45,7 @@ class LoggedVersion:
     @property
     def is_saved(self) -> bool:
         """Whether the trainer saved it."""
-        return self.kind in ("full", "delta")
+        return self.kind in ("baseline", "delta")
 
 
 @dataclass(frozen=True, slots=True)

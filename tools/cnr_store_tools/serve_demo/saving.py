@@ -59,7 +59,7 @@ def play(task: Mapping[str, Any], channel: Channel) -> None:
     optimizers = make_optimizers(model)
     manager = CheckpointManager(
         task["store"], model=model, optimizer=optimizers, reader=batches, options=TableOptions(bits=8),
-        save_policy=SavePolicy(every_seconds=task["save_every_s"], first_full="live"),
+        save_policy=SavePolicy(every_seconds=task["save_every_s"], first_baseline="live"),
         tracking=TrackingOptions(assume={"RowWiseAdagrad": "touched"}),
     )  # fmt: skip
     restored = manager.restore()
