@@ -148,7 +148,7 @@ def test_every_value_of_a_status_has_its_metric() -> None:
 
     head = ("file:///s", "trial")
     assert found == {
-        ("cnr_head_version", *head): 9, ("cnr_head_step", *head): 40, ("cnr_head_logical", *head): 4,
+        ("cnr_head_version", *head): 9, ("cnr_head_step", *head): 40, ("cnr_head_checkpoint", *head): 4,
         ("cnr_checkpoint_timestamp_seconds", *head): 5.5, ("cnr_chain_segments", *head): 3,
         ("cnr_chain_bytes", *head): 150, ("cnr_restore_ratio", *head): 1.5, ("cnr_live_versions", *head): 6,
         ("cnr_pending_delete_transactions", *head): 2,

@@ -31,7 +31,7 @@ HEAD_LABELS = ["store", "branch"]
 HEAD_GAUGES: dict[str, tuple[str, Callable[[HeadStatus], float | None]]] = {
     "cnr_head_version": ("Newest version of the log.", lambda head: head.version),
     "cnr_head_step": ("Training step of the newest state.", lambda head: head.step),
-    "cnr_head_logical": ("Checkpoints up to the newest state.", lambda head: head.checkpoint),
+    "cnr_head_checkpoint": ("Checkpoints up to the newest state.", lambda head: head.checkpoint),
     "cnr_checkpoint_timestamp_seconds": (
         "When the newest checkpoint was committed.",
         lambda head: None if head.checkpoint_ms is None else head.checkpoint_ms / 1000,
