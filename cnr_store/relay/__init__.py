@@ -1,4 +1,4 @@
-"""A copy of the newer end of a store, kept elsewhere for the readers near it (spec, section 7.11).
+"""Copies the newest versions of a store to a place near their readers (spec, section 7.11).
 
 Never commits a version of its own and never changes the source. Open `relay` first.
 """

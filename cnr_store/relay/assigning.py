@@ -1,8 +1,8 @@
-"""Which relay serves which shard: balanced by size, the same wherever it is computed, and few moves. Pure.
+"""Assigns shards to relays: balanced by size, deterministic, with few changes to a former assignment. Pure.
 
-Servers of a shard read it through one relay; the larger the shard, the more the relay has to send. Longest processing
-time first (R. L. Graham, 1969) gives every relay at most 4/3 of the best possible largest load. A former assignment is
-changed only as far as that needs.
+Servers of a shard read it through one relay, so a larger shard is a larger load. Longest processing time first
+(R. L. Graham, 1969) gives every relay at most 4/3 of the best possible largest load. A former assignment changes only
+as far as this bound requires.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cnr_store.errors import BadInput
 Shard = TypeVar("Shard", bound=Hashable)
 
 _SLACK = 1.05
-"""A kept assignment may be so much above the mean: then what is left over nearly always finds a place."""
+"""A kept assignment may exceed the mean by this factor. Then the remaining shards nearly always fit."""
 
 
 def assign_shards(
@@ -24,8 +24,8 @@ def assign_shards(
 ) -> dict[str, tuple[Shard, ...]]:
     """Return each relay's shards. No I/O; the order of the arguments does not matter.
 
-    The largest load is at most 4/3 of the best possible one. With ``before`` shards stay where they are as far as the
-    balance allows: when a relay leaves, its own move; when one joins, about as many as it takes over.
+    The largest load is at most 4/3 of the best possible one. With ``before``, shards keep their relay as far as the
+    balance allows: if a relay is removed, only its shards change; if one is added, about as many as it takes over.
 
     Parameters
     ----------
@@ -34,12 +34,12 @@ def assign_shards(
     relays
         Names.
     before
-        An assignment that is in use: of other relays and shards, it may be. None: a new one.
+        The assignment in use; it may contain other relays and shards. None: no assignment is in use.
 
     Raises
     ------
     BadInput
-        No relay, one twice, or a size below 0.
+        No relay, a duplicate relay, or a size below 0.
 
     Examples
     --------
@@ -51,7 +51,7 @@ def assign_shards(
     """
     names = sorted(relays)
     if not names or len(set(names)) != len(names):
-        raise BadInput(f"relays are {names[:10]}; give one name for each, and at least one", found=names[:10])
+        raise BadInput(f"relays are {names[:10]}; give at least one, with distinct names", found=names[:10])
     wrong = next((shard for shard, size in sizes.items() if not size >= 0), None)
     if wrong is not None:
         raise BadInput(f"shard {wrong!r} has size {sizes[wrong]}; give 0 or more", found=sizes[wrong])
@@ -77,7 +77,7 @@ def _kept(
     before: Mapping[str, Sequence[Shard]],
     limit: float,
 ) -> dict[str, list[Shard]]:
-    """The former assignment, relieved where a relay has more than ``limit``, and what is free then placed anew."""
+    """Return the former assignment with the loads above ``limit`` reduced, and unassigned shards placed."""
     owner = {shard: name for name in sorted(before, reverse=True) for shard in before[name]}
     kept: dict[str, list[Shard]] = {name: [] for name in names}
     for shard in order:
@@ -86,23 +86,23 @@ def _kept(
     for shards in kept.values():
         excess = sum(sizes[shard] for shard in shards) - limit
         while excess > 0:
-            # Just what is too much, in as few as that takes; a larger one would be too much for another relay.
-            going = next((shard for shard in shards if sizes[shard] <= excess), shards[-1])
-            shards.remove(going)
-            excess -= sizes[going]
+            # Remove just the excess, in as few shards as possible; a larger one could overload another relay.
+            excessive = next((shard for shard in shards if sizes[shard] <= excess), shards[-1])
+            shards.remove(excessive)
+            excess -= sizes[excessive]
     placed = {shard for shards in kept.values() for shard in shards}
     return _largest_first([shard for shard in order if shard not in placed], sizes, kept)
 
 
 def _is_as_before(found: Mapping[str, Sequence[Shard]], before: Mapping[str, Sequence[Shard]]) -> bool:
-    """Whether every shard stays with the relay that had it."""
+    """Return whether every shard keeps its relay."""
     return all(set(shards) <= set(before[name]) for name, shards in found.items())
 
 
 def _largest_first(
     order: Sequence[Shard], sizes: Mapping[Shard, int], start: Mapping[str, Sequence[Shard]]
 ) -> dict[str, list[Shard]]:
-    """Give each shard in turn to the relay with the least load; of several to the first by name."""
+    """Assign each shard in turn to the relay with the least load; the first by name if several have it."""
     found = {name: list(shards) for name, shards in start.items()}
     loads = [(sum(sizes[shard] for shard in shards), name) for name, shards in found.items()]
     heapq.heapify(loads)
@@ -114,7 +114,7 @@ def _largest_first(
 
 
 def _lower_bound(order: Sequence[Shard], sizes: Mapping[Shard, int], count: int) -> float:
-    """What no assignment can be below: the mean, the largest shard, and two that must share a relay."""
+    """Return a lower bound of the largest load: the mean, the largest shard, and two that must share a relay."""
     ranked = [sizes[shard] for shard in order]
     pair = ranked[count - 1] + ranked[count] if len(ranked) > count else 0
     return max(sum(ranked) / count, ranked[0] if ranked else 0, pair)
@@ -123,7 +123,7 @@ def _lower_bound(order: Sequence[Shard], sizes: Mapping[Shard, int], count: int)
 def _renamed(
     fresh: Mapping[str, Sequence[Shard]], sizes: Mapping[Shard, int], before: Mapping[str, Sequence[Shard]]
 ) -> dict[str, list[Shard]]:
-    """The same groups, each given to the relay that has most of it already, as far as that one is free."""
+    """Return the same groups, each assigned to the free relay that already has most of it."""
     owner = {shard: name for name in sorted(before, reverse=True) for shard in before[name]}
     groups = [list(fresh[name]) for name in sorted(fresh)]
     shared = sorted(
@@ -144,7 +144,7 @@ def _renamed(
 
 
 def _load(assignment: Mapping[str, Sequence[Shard]], sizes: Mapping[Shard, int]) -> int:
-    """The largest load."""
+    """Return the largest load."""
     return max(sum(sizes[shard] for shard in shards) for shards in assignment.values())
 
 

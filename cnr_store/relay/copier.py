@@ -1,4 +1,4 @@
-"""Copies one version after another: segments first, then side objects, then records from the newest downwards."""
+"""Copies versions in order: segments first, then side objects, then records from the newest downwards."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from cnr_store.runtime.threads import Throttle
 
 
 class Copier:
-    """Copies from a source to a target. Blocks; runs on the source's threads. Raises what both of them raise.
+    """Copies from a source to a target. Blocks; runs on the source's threads. Raises the errors of both.
 
-    Every method that copies counts it in the report that it is given.
+    Every method that copies adds its counts to the report that it gets.
     """
 
     def __init__(
@@ -38,16 +38,16 @@ class Copier:
         self._damaged: dict[str, CorruptStore] = {}
 
     def forget_damage(self) -> None:
-        """Try segments that were damaged at the source again: this begins another look."""
+        """Forget which segments were damaged at the source, so that this round tries them again."""
         self._damaged.clear()
 
     def copy_version(self, version: int, report: RelayReport) -> LogEntry:
-        """Copy the first version from ``version`` on that can still be had, and the records up to it; return it.
+        """Copy the first version from ``version`` on that is still available, and the records up to it; return it.
 
         Raises
         ------
         CorruptStore
-            Of the source, and there is nothing newer. Nothing of it becomes visible.
+            The source is damaged and has no newer version. Nothing of this version becomes visible.
         AccessDenied, StorageFailure
         """
         entry = self._hold_next(version, report)
@@ -61,7 +61,7 @@ class Copier:
         return entry
 
     def mend(self, held: LogEntry, report: RelayReport) -> None:
-        """Copy again what the newest version lacks, should something have deleted it here. A GET for each segment."""
+        """Copy the segments of the newest version that were deleted at the target. One GET per segment."""
         if held.record.kind == "close":
             return
         try:
@@ -71,7 +71,7 @@ class Copier:
                 raise
 
     def copy_segment(self, item: ChainEntry, report: RelayReport) -> None:
-        """Copy one segment, whatever of it is there."""
+        """Copy one segment, even if the target has parts of it."""
         if item.seg in self._damaged:
             raise self._damaged[item.seg]
         try:
@@ -87,7 +87,7 @@ class Copier:
         report.reused_objects += copied.reused_objects
 
     def _hold_next(self, version: int, report: RelayReport) -> LogEntry:
-        """Copy the segments of the first version from ``version`` on that is live, and of what its channels name."""
+        """Copy the segments of the first live version from ``version`` on, and of the versions its channels name."""
         while True:
             newest = self._source.newest
             assert newest is not None
@@ -101,14 +101,14 @@ class Copier:
             except CorruptStore as error:
                 version = self._pass_over(entry.record.v, error, report)
                 continue
-            # Once more: another relay of this target may have been about to delete what nothing needed till now.
+            # Check again: another relay of this target may have deleted a segment that no version needed before.
             for item in reused:
                 if not has_segment(self._target.storage, item):
                     self.copy_segment(item, report)
             return entry
 
     def _copy_named(self, record: CommitRecord, report: RelayReport) -> list[ChainEntry]:
-        """Copy the segments of the versions that a record's channels name, as far as these have not expired."""
+        """Copy the segments of the unexpired versions that a record's channels name."""
         reused = []
         for named in versions_to_hold(record, self._target.first):
             try:
@@ -121,21 +121,21 @@ class Copier:
         return reused
 
     def _pass_over(self, version: int, error: CorruptStore, report: RelayReport) -> int:
-        """Return where to go on behind a version that cannot be had; raises ``error`` where nothing newer is there."""
+        """Return the version to continue with after an unavailable one; raise ``error`` if there is no newer one."""
         if not (isinstance(error, MissingObject) and self._source.is_gone(version)):
             newest = self._source.look()
             if version >= newest.record.v or any(item.seg in self._damaged for item in newest.record.chain):
                 raise error
-            # Damage that a repair went back from, or a new baseline left behind, must not end the relay.
+            # A repair or a new baseline has made the damaged segment unnecessary: skip it.
             report.problem = error.message
         if self._source.store.relay is None:
             return version + 1
-        # A source that is a relay itself lets versions go that its records call live.
+        # A source that is a relay expires versions that its records list as live.
         assert self._source.newest is not None
         return self._source.newest.record.v
 
     def _copy_segments(self, chain: tuple[ChainEntry, ...], report: RelayReport) -> list[ChainEntry]:
-        """Copy what is missing of a chain; returns what another look or relay had copied."""
+        """Copy the missing segments of a chain; return those that an earlier round or another relay copied."""
         reused = []
         for item in segments_to_copy([chain], self._held.present):
             if has_segment(self._target.storage, item):
@@ -146,10 +146,10 @@ class Copier:
         return reused
 
     def _copy_records(self, newest: LogEntry, bottom: int) -> None:
-        """Create the positions from that of ``newest`` down to ``bottom``, in this order, its side objects before it.
+        """Create the positions from ``newest`` down to ``bottom``, after the side objects of ``newest``.
 
-        Upwards, a reader could find a record at the end of the log whose segments are not here. Downwards it finds the
-        one before ``bottom``, or ``newest``, until the last of them joins the two. Only those need their side objects.
+        In ascending order, a reader could find a record at the end of the log without its segments. In descending order
+        a reader finds either the record before ``bottom`` or ``newest``. Only these two need their side objects.
         """
         head = self._target.head
         there = () if head is None else head.side_objects

@@ -1,6 +1,6 @@
-"""Copy one segment to another place, bit for bit: objects first, each checked, the manifest last.
+"""Copies one segment bit for bit: objects first, each checked, the manifest last.
 
-So a segment whose manifest is there is whole, and a copy that was cut off is taken up by the next. Knows no log.
+So a segment with a manifest is complete, and the next run continues an interrupted copy. Does not depend on the log.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from cnr_store.storage import Storage, read_verified
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """What the copy of a segment took.
+    """Counts of the copy of one segment.
 
     Attributes
     ----------
     objects, size_bytes
-        Put at the target by this copy, the manifest among them.
+        What this copy wrote to the target, including the manifest.
     reused_objects
-        Put by a copy that was cut off before, and found right.
+        Objects that an interrupted copy wrote, with the right digest.
     """
 
     objects: int
@@ -36,16 +36,16 @@ class Copied:
 
 
 def copy_segment(source: Storage, target: Storage, entry: ChainEntry, workers: Workers, throttle: Throttle) -> Copied:
-    """Copy the segment that a chain entry names; durable when this returns. Blocks, and may be repeated.
+    """Copy the segment of a chain entry; durable when this returns. Blocks. May be repeated.
 
-    Takes memory for one object per thread, and the manifest. Receipts are left out: no reader needs them.
+    Uses memory for one object per thread and the manifest. Does not copy receipts, because no reader needs them.
 
     Raises
     ------
     MissingObject, CorruptObject, CorruptStore
-        Of the source. Nothing that is wrong is put at the target.
+        The source is damaged. Nothing damaged is written to the target.
     AccessDenied, StorageFailure
-        Of either.
+        A request to either failed.
     """
     key = layout.segment_key(entry.seg, layout.MANIFEST)
     document, manifest = read_manifest(source, entry)
@@ -54,7 +54,7 @@ def copy_segment(source: Storage, target: Storage, entry: ChainEntry, workers: W
     sizes = workers.run(
         partial(_copy_object, source, target, entry.seg, item, throttle, there) for item in objects
     )  # fmt: skip
-    # All that the manifest names is durable before it is put: whoever finds it finds a whole segment.
+    # All objects of the manifest are durable before it is written, so a segment with a manifest is complete.
     target.sync_folders(layout.segment_key(entry.seg, item.path) for item in objects)
     target.put(key, document)
     target.sync_folders([key])
@@ -63,7 +63,7 @@ def copy_segment(source: Storage, target: Storage, entry: ChainEntry, workers: W
 
 
 def has_segment(target: Storage, entry: ChainEntry) -> bool:
-    """Return whether the segment was copied whole; then it is durable, too. One GET.
+    """Return whether the segment was copied completely, and make that durable. One GET.
 
     Raises
     ------
@@ -76,16 +76,16 @@ def has_segment(target: Storage, entry: ChainEntry) -> bool:
         return False
     if document is None or sha256(document) != entry.sha256:
         return False
-    # Whoever put it may have been killed before its name was safe; that of the objects was, before it was put.
+    # The writer may have been killed before the manifest's name was durable. The names of its objects are durable.
     target.sync_folders([key])
     return True
 
 
 def delete_segment(target: Storage, name: str, written_before_ms: int) -> int | None:
-    """Delete a segment's objects, its manifest first, and return their bytes. One listing; may be repeated.
+    """Delete a segment's objects, its manifest first, and return their bytes. One listing. May be repeated.
 
-    One without a manifest, to which something was written since ``written_before_ms``, is being copied by another
-    relay: it is left alone, and this returns None.
+    If it has no manifest and an object newer than ``written_before_ms``, another relay is copying it. Then nothing is
+    deleted, and this returns None.
 
     Raises
     ------
@@ -102,21 +102,21 @@ def delete_segment(target: Storage, name: str, written_before_ms: int) -> int | 
 
 
 def copy_side_object(source: Storage, target: Storage, digest: str, throttle: Throttle) -> None:
-    """Copy the side object of that sha256. Durable when this returns.
+    """Copy the side object with this sha256. Durable when this returns.
 
     Raises
     ------
     MissingObject, CorruptStore
-        Of the source.
+        The source is damaged.
     AccessDenied, StorageFailure
-        Of either.
+        A request to either failed.
     """
     key = layout.state_key(digest)
     data = source.read_document(key, MAX_LISTS_BYTES)
     if data is None:
         raise MissingObject(f"{key} is missing in {source.url}; run `cnr verify` there", path=key)
     if sha256(data) != digest:
-        raise CorruptStore(f"{key} in {source.url} has other bytes than its name says", path=key)
+        raise CorruptStore(f"{key} in {source.url} does not match its name; run `cnr verify` there", path=key)
     throttle.take(len(data))
     target.put(key, data)
     target.sync_folders([key])
@@ -125,13 +125,13 @@ def copy_side_object(source: Storage, target: Storage, digest: str, throttle: Th
 def _copy_object(
     source: Storage, target: Storage, segment: str, item: ObjectEntry, throttle: Throttle, there: dict[str, int]
 ) -> int | None:
-    """The bytes that were put, or None where they were right already."""
+    """Copy one object and return its bytes; None if the target already has it with the right digest."""
     key = layout.segment_key(segment, item.path)
     if there.get(key) == item.size:
         try:
             read_verified(target, key, size_bytes=item.size, digest=item.xxh3_128)
         except (CorruptObject, MissingObject):
-            pass  # Put anew below.
+            pass  # Written again below.
         else:
             return None
     throttle.take(item.size)

@@ -1,4 +1,4 @@
-"""What a relay remembers of the versions that it holds, so that it can tell which segments they need."""
+"""The versions that a relay has copied, and the segments that they need."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ class _HeldVersion:
 
 
 class HeldVersions:
-    """The versions that a relay holds. No I/O.
+    """The versions that a relay has. No I/O.
 
     Attributes
     ----------
     present
-        Segments that are known to be at the target, whole.
+        Segments that are known to be complete at the target.
     """
 
     def __init__(self) -> None:
         self.present: set[str] = set()
         self._versions: dict[int, _HeldVersion] = {}
-        self._entries: dict[str, ChainEntry] = {}  # one object for each segment, whoever's chain it is in
+        self._entries: dict[str, ChainEntry] = {}  # one object per segment, shared by all chains
 
     def __contains__(self, version: int) -> bool:
         return version in self._versions
 
     def remember(self, entry: LogEntry) -> None:
-        """Take a version as held."""
+        """Add a version."""
         record = entry.record
         chain = tuple(self._entries.setdefault(item.seg, item) for item in record.chain)
         self._versions[record.v] = _HeldVersion(record.checkpoint, record.ts_ms, chain)
 
     def chain_of(self, version: int) -> tuple[ChainEntry, ...]:
-        """Return the chain of a version that is held."""
+        """Return the chain of a version that the relay has."""
         return self._versions[version].chain
 
     def live(self, head: CommitRecord) -> list[LiveVersion]:
-        """Forget what has expired by the newest record; return the rest, ascending."""
+        """Remove the versions that the newest record lists as expired; return the others, ascending."""
         self._versions = {version: one for version, one in sorted(self._versions.items()) if is_live(head, version)}
         return [
             LiveVersion(version, one.checkpoint, one.ts_ms, tuple(item.seg for item in one.chain))
@@ -53,14 +53,14 @@ class HeldVersions:
         ]
 
     def let_go(self, versions: Iterable[int], pending_delete: Iterable[str]) -> None:
-        """Forget versions, and that segments which wait for deletion are here."""
+        """Remove versions, and segments that are pending delete from `present`."""
         for version in versions:
             del self._versions[version]
         self.present.difference_update(pending_delete)
         self._forget_entries()
 
     def keep_only(self, versions: Iterable[int]) -> None:
-        """Forget all but these versions and their segments: without trimming a relay would remember for years."""
+        """Remove all other versions and their segments. Without trimming this bounds the memory."""
         kept = set(versions)
         self._versions = {version: one for version, one in self._versions.items() if version in kept}
         self._forget_entries()

@@ -1,9 +1,9 @@
-"""What a relay copies next, from records alone: pure.
+"""Decides from records alone what a relay copies next. Pure.
 
-A relay copies a log in order, position by position, and before each record all that it names. Where a version expired
-at the source before its segments were copied, the relay goes to the next version that is live there. The records
-between are copied too, as the log has no holes, but behind the newer one, from it downwards: so no reader ever finds
-one of them at the end of the log.
+A relay copies a log in order, position by position, and all objects of a record before the record. If a version expired
+at the source before its segments were copied, the relay continues with the next live version. It also copies the
+records in between, because a log has no holes. It copies them after the newer record and in descending order, so that
+no reader finds one of them at the end of the log.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cnr_store.format.records import ChainEntry, CommitRecord
 
 
 def next_live(head: CommitRecord, version: int) -> int:
-    """Return the first version from ``version`` on that is live by the source's newest record, or that record's.
+    """Return the first version from ``version`` on that the source's newest record lists as live, or its own.
 
     >>> from cnr_store.log.rebase import draft_init
     >>> from cnr_store.format.records import WriterInfo
@@ -30,20 +30,20 @@ def next_live(head: CommitRecord, version: int) -> int:
     """
     named = (*head.kept, *head.tags.values(), *head.channels.values(), *(pin.version for pin in head.pins.values()))
     below = [one for one in named if version <= one < head.v and is_live(head, one)]
-    # Above the floor only what is listed as expired is not live: as many steps as there are of those.
+    # Above the floor all versions are live except the listed expired ones: at most one step for each of these.
     above = next((one for one in range(max(version, head.floor), head.v) if is_live(head, one)), head.v)
     return min([*below, above]) if head.kind != "close" else head.v
 
 
 def first_version(head: CommitRecord, start: int | None, begins: int) -> int | None:
-    """Return where a new relay begins: at ``start``, or low enough for every channel; None while there is nothing.
+    """Return the first version of a new relay: ``start``, or the oldest that a channel names; None if there is none.
 
-    A relay never has position 0, which tells it from a store.
+    A relay never has position 0. This distinguishes it from a store.
 
     Parameters
     ----------
     begins
-        Where the source's log begins: above 0 if it is a relay itself.
+        The first position of the source's log: above 0 if the source is a relay.
     """
     if head.v < 1:
         return None
@@ -52,13 +52,13 @@ def first_version(head: CommitRecord, start: int | None, begins: int) -> int | N
 
 
 def versions_to_hold(record: CommitRecord, first: int) -> tuple[int, ...]:
-    """Return the versions, besides a record's own, that its channels name and that the relay has a record of."""
+    """Return the other versions that a record's channels name and whose records the relay has."""
     named = {version for version in record.channels.values() if first <= version < record.v}
     return tuple(sorted(version for version in named if is_live(record, version)))
 
 
 def segments_to_copy(chains: Iterable[Sequence[ChainEntry]], present: Iterable[str]) -> tuple[ChainEntry, ...]:
-    """Return the segments of chains that are not there yet, each once, in the order in which they apply."""
+    """Return the segments of chains that are not in ``present``, each once, in the order in which they apply."""
     known = set(present)
     needed: dict[str, ChainEntry] = {}
     for chain in chains:
@@ -77,14 +77,14 @@ class RawRecord:
 
 
 class Descent:
-    """Checks the bytes of a log from its newest record downwards: each names the digest of those below it."""
+    """Checks the bytes of a log from its newest record downwards: each record has the digest of the one before."""
 
     def __init__(self, newest: LogEntry) -> None:
         self.version = newest.record.v
         self._expected: dict[int, str] = {newest.record.v: newest.digest}
 
     def take(self, data: bytes) -> RawRecord:
-        """Check the bytes of the next position downwards. Torn ones are right if a later record superseded them.
+        """Check the bytes of the next lower position. Torn bytes are accepted if a later record superseded them.
 
         Raises
         ------
@@ -94,7 +94,7 @@ class Descent:
         expected = self._expected.pop(version)
         if sha256(data) != expected:
             raise CorruptRecord(
-                f"commit record {version} is not the one that the record behind it follows; run `cnr verify` at the "
+                f"commit record {version} does not match the digest in the next record; run `cnr verify` at the "
                 "source",
                 version=version, expected=expected, found=sha256(data),
             )  # fmt: skip
@@ -113,7 +113,7 @@ class Descent:
         return RawRecord(version, data)
 
     def check_meets(self, held: LogEntry | None) -> None:
-        """Check that the next position downwards is the record that the relay has there, if it has one.
+        """Check that the next lower position has the record that the relay has there, if it has one.
 
         Raises
         ------
@@ -124,7 +124,7 @@ class Descent:
         expected = self._expected[self.version]
         if held.record.v != self.version or held.digest != expected:
             raise CorruptRecord(
-                f"commit record {self.version + 1} of the source follows another record {self.version} than the relay "
-                "has: the source's log was rewritten or restored; begin a relay in an empty place",
+                f"commit record {self.version + 1} of the source expects another record {self.version} than the relay "
+                "has: the source's log was rewritten or restored; start a new relay in an empty place",
                 version=self.version, expected=expected, found=held.digest,
             )  # fmt: skip

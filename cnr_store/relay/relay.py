@@ -1,8 +1,8 @@
-"""A relay: one process that keeps a copy of a store's newest versions elsewhere, for many to read (spec, section 7.11).
+"""A relay: one process that copies a store's newest versions to another place for many readers (spec, section 7.11).
 
-The same bytes at the same versions. Before a record is created at the target, all that it names is there, durable and
-checked against the digests that name it; so a relay that is killed at any point leaves a copy whose newest version is
-whole, and the next one goes on from there. Nothing is ever written to the source.
+The copy has the same bytes at the same versions. A record is created at the target only after all objects that it
+references are there, durable, and checked against their digests. So a relay may be killed at any point: the newest
+version of its copy is complete, and the next relay continues from there. Nothing is ever written to the source.
 """
 
 from __future__ import annotations
@@ -33,40 +33,40 @@ from cnr_store.storage import Storage, open_storage
 from cnr_store.store import Store
 
 _MANY = 64
-"""Versions copied in one look between two trims, as a relay that is far behind has no room for all of them; and before
-a look ends although a source that is faster has gone on."""
+"""Versions that one round copies between two trims (the target may not have room for all of them), and before it ends
+although the source has newer ones."""
 
 _LOOK_BACK = 60
-"""Looks in a row without news before one asks whether the source is still the one that was copied."""
+"""Rounds in a row without a new version before one checks that the source still has the copied log."""
 
 
 class Relay:
     """Copies the newest versions of a store, or of a branch, to another place. For one thread at a time.
 
-    Two relays with one target do no harm: what they put is the same. What they cost, they cost twice.
+    Two relays with one target are safe, because they write the same bytes; they do the work twice.
 
     Parameters
     ----------
     source
-        The store to copy, opened on the branch if one is meant; may be a relay itself. Its threads do the work.
+        The store to copy, opened on the branch to copy; it may be a relay. Its threads do the work.
     target
-        Where to: an empty place, or one that a relay of this log has begun.
+        An empty place, or one with a relay of this log.
     start
-        The first version that a new relay holds. None: the newest, and those that channels name. A relay that has
-        begun goes on from where it is.
+        The first version of a new relay. None: the newest, and those that channels name. An existing relay continues
+        from its newest version.
     policy
-        Which of the source's live versions stay at the relay. None is ``RetentionPolicy()``. What channels, tags, and
-        leases and cursors taken at the relay name, stays too.
+        Which of the source's live versions the relay keeps. None is ``RetentionPolicy()``. It also keeps versions that
+        channels, tags, and leases and cursors at the relay name.
     grace_s
-        From letting a segment go to deleting it: what a reader of the relay may take.
+        Seconds between noting a segment as pending delete and deleting it: the time for a reader of the relay.
     trims
-        Whether anything is ever deleted at the relay.
+        Whether this process deletes anything at the relay.
     bytes_per_s
-        Cap on what is copied.
+        Maximum rate of copying.
     storage_options, fsync, unsafe_single_writer
-        Of a target that is given as a URL; with the last, no other relay may ever write there.
+        For a target that is a URL; with the last, no other relay may ever write there.
     clock_ms, monotonic_s
-        Time, for tests.
+        Clocks, for tests.
 
     Examples
     --------
@@ -99,7 +99,7 @@ class Relay:
         monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
         if not isinstance(source, Store):
-            raise BadInput(f"a relay takes an open store, found {source!r}; give Store.open(url)", found=str(source))
+            raise BadInput(f"a relay needs an open store, found {source!r}; give Store.open(url)", found=str(source))
         checked_number("grace_s", grace_s, least=0, most=1e9)
         if start is not None:
             checked_count("start, a version of the source,", start)
@@ -127,31 +127,31 @@ class Relay:
 
     @property
     def version(self) -> int | None:
-        """The newest version at the relay, as it was seen last."""
+        """The newest version that this object found or wrote at the relay; None if there is none."""
         head = self._target.head
         return None if head is None else head.record.v
 
     @property
     def staleness_s(self) -> float | None:
-        """How long ago the relay had all that the source had; None if it never had."""
+        """Seconds since the relay had everything that the source had; None if it never had."""
         return None if self._level_s is None else self._monotonic_s() - self._level_s
 
     def advance(self) -> RelayReport:
-        """Copy every version that is new at the source, then let go what nothing needs. Blocks; one GET if none is new.
+        """Copy every new version of the source, then trim. Blocks; one GET if there is no new version.
 
-        Where the source goes on faster than it is copied, a look ends behind what was the newest when it began. May be
-        called again after any error: what was copied is not copied again.
+        If the source grows faster than the relay copies, a round ends after the version that was the newest at its
+        start. May be called again after any error: copied objects are not copied again.
 
         Raises
         ------
         StoreExists
-            The target holds something else.
+            The target has something else.
         VersionNotFound, VersionExpired
-            ``start`` is not a version that can be read.
+            ``start`` is not a live version of the source.
         CorruptStore
-            Of the source, or the target is no copy of it. Nothing of it becomes visible.
+            The source is damaged, or the target is not a copy of it. Nothing damaged becomes visible.
         AccessDenied, UnsafeBackend, StorageFailure
-            Of either.
+            A request to either failed.
         """
         report = RelayReport()
         self._copier.forget_damage()
@@ -163,7 +163,7 @@ class Relay:
         try:
             is_level = self._catch_up(report)
         except StorageFailure:
-            self._let_go(report)  # The target may have no room, and only this makes some.
+            self._let_go(report)  # The target may be full, and only this frees space.
             raise
         untrimmed = self._let_go(report)
         if untrimmed is not None:
@@ -177,15 +177,15 @@ class Relay:
         stop: threading.Event | None = None,
         on_report: Callable[[RelayReport], None] | None = None,
     ) -> None:
-        """Look every ``poll_interval_s``, less often while that fails, until ``stop`` is set. Blocks.
+        """Run a round every ``poll_interval_s``, less often after failures, until ``stop`` is set. Blocks.
 
-        Failures of either backend and damage at the source end a look, not the run: the report says so, and the relay
-        serves what it has.
+        Failures of either backend and damage at the source end a round, not the run: the report has the message, and
+        the relay keeps its versions.
 
         Raises
         ------
         BadInput, StoreExists, Unsupported, VersionNotFound, VersionExpired
-            What another look would not mend.
+            Another round would not succeed.
         """
         checked_number("poll_interval_s", poll_interval_s, above=0, most=1e9)
         stop = threading.Event() if stop is None else stop
@@ -198,12 +198,12 @@ class Relay:
             if on_report is not None:
                 on_report(report)
             if report.problem is None and self._target.head is not None and report.version != report.source_version:
-                continue  # The source has gone on meanwhile.
+                continue  # The source has newer versions already.
             failures = 0 if report.problem is None else failures + 1
             stop.wait(pause_s(poll_interval_s, failures, random.random()))
 
     def _open(self, report: RelayReport) -> bool:
-        """Find what the target has, or begin there; whether there is anything to read."""
+        """Load the state of the target, or create the relay; return whether it has a version."""
         identity = self._source.read_identity()
         if not self._target.has_begun(identity):
             return self._begin(identity, report)
@@ -214,7 +214,7 @@ class Relay:
         return True
 
     def _begin(self, identity: bytes, report: RelayReport) -> bool:
-        """Copy the first version, and create ``cnr.json`` last: until then there is nothing to open."""
+        """Copy the first version, then create ``cnr.json``. Before that nobody can open the target."""
         source, target = self._source, self._target
         head = source.look().record
         target.head = None
@@ -223,7 +223,7 @@ class Relay:
             if first is None:
                 return False
             if first > head.v:
-                raise VersionNotFound(f"{source.store.url} has no version {first} yet to start from", version=first)
+                raise VersionNotFound(f"{source.store.url} has no version {first} yet, only {head.v}", version=first)
             if self._start is not None and not is_live(head, first):
                 raise VersionExpired(f"version {first} of {source.store.url} has expired; start later", version=first)
             target.create_marker(first, self._clock_ms())
@@ -232,7 +232,7 @@ class Relay:
         return True
 
     def _load_held(self, head: LogEntry) -> None:
-        """What an earlier process has copied and not let go: one GET for each of its versions, to trim by."""
+        """Load the versions that earlier processes copied and kept, for trimming. One GET for each."""
         versions: list[int] = []
         if self._trims:
             notes = self._target.read_notes()
@@ -246,7 +246,7 @@ class Relay:
         self._held.remember(head)
 
     def _catch_up(self, report: RelayReport) -> bool:
-        """Copy up to what the source had when this began; returns whether nothing newer is there at the end."""
+        """Copy up to the newest version of the source at the start; return whether there is none newer at the end."""
         goal: int | None = None
         assert self._target.head is not None
         head = self._target.head
@@ -262,7 +262,7 @@ class Relay:
                 self._let_go(report)
         self._idle_looks += 1
         if self._idle_looks >= _LOOK_BACK:
-            # A shorter log in the place of the source's would look like a source with no news, for ever.
+            # If the source was replaced by one with a shorter log, polls would never find a new version.
             self._source.check_history(head, self._target.storage.url)
             self._idle_looks = 0
         self._source.newest = head
@@ -281,7 +281,7 @@ class Relay:
         return self._trimmer.let_go(report) if self._trims else None
 
     def _closed(self, report: RelayReport, *, is_level: bool = False) -> RelayReport:
-        """The report at the end of a look."""
+        """Complete and return the report at the end of a round."""
         newest = self._source.newest
         report.version = self.version
         report.source_version = None if newest is None else newest.record.v

@@ -1,4 +1,4 @@
-"""What a relay did in one look at its source."""
+"""The report of one round of a relay."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class RelayReport:
-    """What one look at the source came to. Its numbers grow while the look goes on.
+    """What one round did. Its numbers grow during the round.
 
     Attributes
     ----------
     version, source_version
-        The newest at the relay and at the source; None while there is nothing to read.
+        The newest version at the relay and at the source; None if there is none.
     versions
-        Versions that were copied with all that they name.
+        Number of versions that were copied with all their objects.
     skipped
-        Positions that were copied as records alone: their versions had expired at the source, were superseded, or are
-        damaged there.
+        Number of positions of which only the record was copied: the version had expired at the source, was superseded,
+        or is damaged there.
     segments, objects, bytes, reused_objects
-        What was put, segments of versions that channels name included; objects that an interrupted copy had put.
+        What was written, including segments of versions that channels name; objects that an interrupted copy wrote.
     trimmed_segments, trimmed_bytes
         What was deleted at the relay.
     delay_s
-        From the commit of the newest version copied to its record standing here, by the clocks of both machines; None
-        if none was.
+        Seconds from the commit of the newest copied version until its record was at the relay, by the clocks of both
+        machines; None if none was copied.
     staleness_s
-        How long ago the relay had all that the source had: 0 at the end of a look that found it so.
+        Seconds since the relay had everything that the source had; 0 at the end of a round that reached this.
     problem
-        Why the look ended early, what could not be trimmed, or which damage at the source was passed over for a newer
-        version. None if all went well.
+        Why the round ended early, why nothing could be trimmed, or which damaged version was skipped. None
+        if there was no problem.
     """
 
     version: int | None = None

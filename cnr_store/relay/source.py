@@ -1,4 +1,4 @@
-"""The log that a relay copies, as far as the relay has to know it. Reads only."""
+"""Reads the log that a relay copies. Never writes."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from cnr_store.runtime.threads import blocks
 from cnr_store.store import Store
 
 BATCH = 64
-"""Records read at once when many positions are copied; at most 4 MiB."""
+"""Number of records that are read at once when many positions are copied; at most 4 MiB."""
 
 
 class RelaySource:
-    """Reads records of the source, and keeps the newest one that was seen. Calls block, and raise what the log raises.
+    """Reads records of the source and caches the newest one. Calls block and raise the errors of the log.
 
     Attributes
     ----------
     newest
-        The source's newest record as it was seen last; None before the first look.
+        The newest record that was read from the source; None before the first read.
     """
 
     def __init__(self, store: Store) -> None:
@@ -41,12 +41,12 @@ class RelaySource:
         return self.newest
 
     def look_behind(self, seen: LogEntry) -> LogEntry:
-        """Read the newest record unless one as new as ``seen`` is known; if it is torn, take ``seen``.
+        """Return the newest record, read if the cached one is older than ``seen``; if it is torn, return ``seen``.
 
         Raises
         ------
         CorruptRecord
-            The newest is torn, and ``seen`` is too old to tell what is live.
+            The newest record is torn, and ``seen`` no longer has the side objects that list live versions.
         CorruptStore, StorageFailure
         """
         if self.newest is None or self.newest.record.v < seen.record.v:
@@ -63,46 +63,46 @@ class RelaySource:
         entry = self.log.read_standing(version)
         if entry is None:
             raise CorruptStore(
-                f"log position {version} of {self.store.url} is empty although the log goes on; run `cnr verify`",
+                f"log position {version} of {self.store.url} is empty, but later positions exist; run `cnr verify`",
                 version=version, path=self._key(version),
             )  # fmt: skip
         return entry
 
     def is_gone(self, version: int) -> bool:
-        """Return whether the source does not have a version's data any more, by its newest record. A few GETs."""
+        """Return whether the source has deleted a version's data, by its newest record. A few GETs."""
         newest = self.look()
         if version == newest.record.v:
             return newest.record.kind == "close"
         return self.store.relay is not None or not is_live(newest.record, version)
 
     def records_down(self, top: int, bottom: int, descent: Descent) -> Iterator[RawRecord]:
-        """Yield the checked bytes of the positions from ``top`` down to ``bottom``. A GET for each, many at once."""
+        """Yield the checked bytes of the positions from ``top`` down to ``bottom``. One GET each, many in parallel."""
         for start, stop in blocks(top + 1 - bottom, BATCH):
             versions = range(top - start, top - stop, -1)
             found = self.workers.run(partial(self._bytes_at, version) for version in versions)
             for version, data in zip(versions, found, strict=True):
                 if data is None:
                     raise CorruptRecord(
-                        f"log position {version} of {self.store.url} is empty although the log goes on; run "
+                        f"log position {version} of {self.store.url} is empty, but later positions exist; run "
                         "`cnr verify` there",
                         version=version, path=self._key(version),
                     )  # fmt: skip
                 yield descent.take(data)
 
     def check_history(self, held: LogEntry, target_url: str) -> None:
-        """Refuse a source without the relay's newest record: its log was rewritten, or restored. One GET."""
+        """Raise if the source does not have the relay's newest record (rewritten or restored log). One GET."""
         version = held.record.v
         data = self._bytes_at(version)
         if data is None or sha256(data) != held.digest:
             raise CorruptStore(
                 f"the source {self.store.url} has {'no' if data is None else 'another'} record at position "
                 f"{version}, which the relay {target_url} has copied: its log was rewritten or restored from a "
-                "backup; begin a relay in an empty place",
+                "backup; start a new relay in an empty place",
                 version=version, path=self._key(version), expected=held.digest,
             )  # fmt: skip
 
     def read_identity(self) -> bytes:
-        """Return the source's ``cnr.json``, bound by the record that was written behind it, where that is there."""
+        """Return the source's ``cnr.json``, checked against the digest in record 0 if that record exists."""
         storage, where = self.store.storage, f"{self.store.url}/{layout.IDENTITY}"
         data = storage.read_document(layout.IDENTITY, MAX_SMALL_BYTES)
         if data is None:
@@ -111,7 +111,7 @@ class RelaySource:
         expected = None if first is None else decode_record(first, 0).record.parent_digest
         if decode_identity(data, where) != self.store.identity or expected not in (None, sha256(data)):
             raise CorruptStore(
-                f"{where} is not the one that the store began with; run `cnr verify` there",
+                f"{where} is not the one that the store was created with; run `cnr verify` there",
                 path=layout.IDENTITY, expected=expected, found=sha256(data),
             )  # fmt: skip
         return data
@@ -120,7 +120,7 @@ class RelaySource:
         """Return the source's Zarr group document, if it has one. One GET."""
         root = self.store.storage.read_document(layout.ROOT_GROUP, MAX_SMALL_BYTES)
         if root is not None:
-            decode_document(root, dict, f"{self.store.url}/{layout.ROOT_GROUP}")  # not one that was cut on its way
+            decode_document(root, dict, f"{self.store.url}/{layout.ROOT_GROUP}")  # raises if the reply was cut off
         return root
 
     def _bytes_at(self, version: int) -> bytes | None:

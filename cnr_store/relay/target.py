@@ -1,4 +1,4 @@
-"""The place that a relay fills: its marker, records, hint and notes. Creates positions; deletes nothing."""
+"""The target of a relay: its marker, records, hint and notes. Creates positions; deletes nothing."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _FIRST_PAUSE_S = 0.05
 
 
 class RelayTarget:
-    """Reads and creates what a relay of one log has at its target. Whatever it creates, every relay of it creates so.
+    """Reads and creates the objects of a relay at its target. All relays of one log create the same bytes.
 
-    Calls block, and raise what the log and the storage raise.
+    Calls block and raise the errors of the log and the storage.
 
     Attributes
     ----------
     first
-        The first version that the relay holds; 0 before one was begun, since none holds version 0.
+        The first version of the relay; 0 before it is created, because no relay has version 0.
     head
-        The relay's newest record; None before there is one.
+        The relay's newest record; None if it has none.
     """
 
     def __init__(self, storage: Storage, source: Store) -> None:
@@ -43,27 +43,27 @@ class RelayTarget:
         self._source = source
 
     def has_begun(self, identity: bytes) -> bool:
-        """Return whether there is something to open: the ``cnr.json`` of the source. One GET, or two.
+        """Return whether the target has the ``cnr.json`` of the source, so that it can be opened. One or two GETs.
 
         Raises
         ------
         StoreExists
-            There is a store, or a relay of another log.
+            The target has a store, or a relay of another log.
         CorruptStore, StorageFailure
         """
         found = self.storage.read_document(layout.IDENTITY, MAX_SMALL_BYTES)
         marker = self.read_marker()
         if found is not None and (marker is None or found != identity):
-            decode_identity(found, f"{self.storage.url}/{layout.IDENTITY}")  # a reply that was cut is no other store
+            decode_identity(found, f"{self.storage.url}/{layout.IDENTITY}")  # raises if the reply was cut off
             raise StoreExists(
-                f"{self.storage.url} holds a store that is no relay of {self._source.url}; give an empty place",
+                f"{self.storage.url} contains a store that is not a relay of {self._source.url}; give an empty place",
                 path=self.storage.url,
             )
         self.first = 0 if marker is None else marker.first
         return found is not None
 
     def read_marker(self) -> RelayMarker | None:
-        """Return what the target says of itself; None if nothing. One GET."""
+        """Return the relay marker of the target; None if it has none. One GET."""
         data = self.storage.read_document(layout.RELAY, MAX_SMALL_BYTES)
         if data is None:
             return None
@@ -78,7 +78,7 @@ class RelayTarget:
         return marker
 
     def create_marker(self, first: int, now_ms: int) -> None:
-        """Begin a relay at version ``first``, or take part in one that another has begun meanwhile."""
+        """Create a relay at version ``first``, or use the one that another process has created meanwhile."""
         if self.storage.is_exclusive:
             self.storage.probe()
         marker = RelayMarker(
@@ -86,14 +86,14 @@ class RelayTarget:
             source=self._source.url, library=LIBRARY, created_ms=now_ms,
         )  # fmt: skip
         if self.storage.create(layout.RELAY, canonical_json(marker)) is not CreateOutcome.CREATED:
-            found = self.read_marker()  # that of another relay, or ours
+            found = self.read_marker()  # written by another relay, or by this one
             if found is None:
                 raise StorageFailure(f"{self.storage.url} did not take {layout.RELAY}; try again", path=layout.RELAY)
             marker = found
         self.first = marker.first
 
     def put_root(self, root: bytes | None, identity: bytes) -> None:
-        """Put the Zarr groups, and create ``cnr.json`` last: until then there is nothing to open."""
+        """Write the Zarr groups, then create ``cnr.json``. Before that nobody can open the target."""
         if root is not None:
             self.storage.put(layout.ROOT_GROUP, root)
             self.storage.put(layout.DATA_GROUP, arrays.group_document({}))
@@ -101,9 +101,9 @@ class RelayTarget:
         self._create(layout.IDENTITY, identity)
 
     def find_head(self) -> LogEntry:
-        """Find the last record without a gap before it. A gallop would pass over a gap that is being filled.
+        """Return the last record before the first gap. An exponential search could skip a gap that is being filled.
 
-        The hint is put behind a filled gap, so from there on it is a GET for each position.
+        The hint is written after a gap is filled. So the search starts there, with one GET per position.
         """
         version = self.first
         try:
@@ -115,8 +115,8 @@ class RelayTarget:
             version = hint
         if not self.is_occupied(version):
             raise CorruptStore(
-                f"position {version} of the relay {self.storage.url} is empty, where it began: part of it was deleted; "
-                "begin anew in an empty place",
+                f"position {version} of the relay {self.storage.url}, its first one, is empty: part of it was deleted; "
+                "start a new relay in an empty place",
                 version=version, path=layout.commit_key(version),
             )  # fmt: skip
         while self.is_occupied(version + 1):
@@ -126,7 +126,7 @@ class RelayTarget:
         return self.head
 
     def is_occupied(self, version: int) -> bool:
-        """Return whether there is something at a position. A small GET."""
+        """Return whether a position has an object. A small GET."""
         return version <= 10**18 and self.storage.read(layout.commit_key(version), stop=1) is not None
 
     def read_record(self, version: int) -> LogEntry | None:
@@ -137,19 +137,19 @@ class RelayTarget:
             return None
 
     def create_position(self, raw: RawRecord) -> None:
-        """Create a position with the bytes of the source, which the record behind them vouches for.
+        """Create a position with the bytes of the source; the next record has their digest.
 
         Raises
         ------
         CorruptStore
-            It has other bytes.
+            The position exists with other bytes.
         StorageFailure
         """
         key = layout.commit_key(raw.version)
         if len(raw.data) <= MAX_RECORD_BYTES:
             self._create(key, raw.data)
             return
-        # Torn and superseded, and too long to be created: every relay puts the same bytes, in whatever order.
+        # Torn, superseded, and too long for an exclusive create. Every relay writes the same bytes, so order is free.
         found = position_bytes(self.storage, raw.version)
         if found is not None and found != raw.data:
             raise self._other_bytes(key, raw.data, found)
@@ -157,24 +157,24 @@ class RelayTarget:
         self.storage.sync_folders([key])
 
     def go_to(self, entry: LogEntry) -> None:
-        """Take an entry whose position was created as the newest, and say so in the hint. One PUT."""
+        """Make an entry, whose position exists, the newest one, and write the hint. One PUT."""
         self.head = entry
         self.storage.put(layout.hint_key(), canonical_json(Hint(entry.record.v)))
 
     def read_notes(self) -> RelayTrims:
-        """Return what was noted of versions and segments that are let go. One GET."""
+        """Return the notes about kept versions and segments that are pending delete. One GET."""
         data = self.storage.read_document(layout.RELAY_TRIMS, MAX_LISTS_BYTES)
         if data is None:
             return RelayTrims()
         return decode_document(data, RelayTrims, f"{self.storage.url}/{layout.RELAY_TRIMS}")
 
     def put_notes(self, notes: RelayTrims) -> None:
-        """Note what is let go; durable when this returns."""
+        """Write the notes; durable when this returns."""
         self.storage.put_document(layout.RELAY_TRIMS, canonical_json(notes), MAX_LISTS_BYTES)
         self.storage.sync_folders([layout.RELAY_TRIMS])
 
     def _create(self, key: str, data: bytes) -> None:
-        """Create an object that any relay of this log would create with these bytes."""
+        """Create an object; succeed if another relay of this log created it with the same bytes."""
         pause_s, found = _FIRST_PAUSE_S, None
         for attempt in range(_CREATE_ATTEMPTS):
             if attempt:
@@ -196,6 +196,6 @@ class RelayTarget:
     def _other_bytes(self, key: str, expected: bytes, found: bytes) -> CorruptStore:
         return CorruptStore(
             f"{key} at the relay {self.storage.url} has other bytes than at its source: two stores were mixed, or it "
-            "was altered; begin a relay in an empty place",
+            "was altered; start a new relay in an empty place",
             path=key, expected=sha256(expected), found=sha256(found),
         )  # fmt: skip

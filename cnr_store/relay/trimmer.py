@@ -1,4 +1,4 @@
-"""Lets versions go that a relay need not hold any more, and deletes their segments when readers are done with them."""
+"""Expires versions at a relay, and deletes their segments after the grace period of readers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cnr_store.relay.trimming import plan_trim
 
 _TIDY_EVERY_MS = 86_400_000
 _LEFTOVER_S = 3600.0
-"""A file that is not whole after so long is nobody's any more."""
+"""An incomplete file of this age in seconds has no writer any more, and may be deleted."""
 
 
 class Trimmer:
@@ -29,7 +29,7 @@ class Trimmer:
     Parameters
     ----------
     copier
-        Puts again what a relay beside this one needs of what was deleted.
+        Copies deleted segments again if another relay of the target needs them.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Trimmer:
         self._next_tidy_ms = 0
 
     def let_go(self, report: RelayReport) -> str | None:
-        """Trim if that is due; returns why it could not be done. What was copied stands, and the next look tries it."""
+        """Trim if due; return the message of a failure, or None. Copied data is kept; the next round retries."""
         is_due = self._next_trim_ms is not None and self._next_trim_ms <= self._clock_ms()
         if not (report.versions or is_due):
             return None
@@ -63,7 +63,7 @@ class Trimmer:
         return None
 
     def _trim(self, report: RelayReport) -> None:
-        """Let versions go, and delete segments that were noted so long ago that no reader is at them."""
+        """Expire versions, and delete the segments whose grace period is over."""
         assert self._target.head is not None
         entry = self._target.head
         head, storage = entry.record, self._target.storage
@@ -79,7 +79,7 @@ class Trimmer:
         listed = [name for name in storage.list_folders(layout.DATA) if layout.is_segment_name(name)]
         plan = plan_trim(head, versions, self._policy, holds, notes, listed, leased, now_ms, self._grace_ms)
         if plan.notes != notes:
-            # Before anything is deleted: a relay that starts again has to know since when a segment is pending.
+            # Before any delete, so that a restarted relay knows since when a segment is pending delete.
             self._target.put_notes(plan.notes)
         self._held.let_go(plan.going, plan.notes.pending_delete)
         self._next_trim_ms = min(
@@ -91,7 +91,7 @@ class Trimmer:
             self._delete(plan.due, head.v + 1, report)
 
     def _tidy(self, head: LogEntry, now_ms: int) -> None:
-        """Delete what readers and relays that died left: garbage collection does not come here."""
+        """Delete what dead readers and relays left behind; garbage collection does not run at a relay."""
         storage = self._target.storage
         delete_ended_holds(storage, now_ms)
         unneeded = find_unneeded(
@@ -104,7 +104,7 @@ class Trimmer:
         self._next_tidy_ms = now_ms + _TIDY_EVERY_MS
 
     def _delete(self, due: tuple[str, ...], following: int, report: RelayReport) -> None:
-        """Delete segments, unless another relay of this target is ahead: what it has copied may need them again."""
+        """Delete segments, unless another relay of this target has newer versions, which may need them."""
         if self._target.is_occupied(following):
             self._next_trim_ms = 0
             return
@@ -114,7 +114,7 @@ class Trimmer:
                 continue
             report.trimmed_bytes += size_bytes
             report.trimmed_segments += 1
-        # It may have come between: what its records need of these is put again, whatever of it is left.
+        # Another relay may have added records meanwhile: copy the deleted segments that they need again.
         while (entry := self._target.log.read_standing(following)) is not None:
             for item in entry.record.chain:
                 if item.seg in due:
@@ -122,7 +122,7 @@ class Trimmer:
             following = entry.record.v + 1
 
     def _read_holds(self, now_ms: int) -> tuple[Holds, set[str]]:
-        """What readers of the relay hold, and the segments of leased versions that it would not keep otherwise."""
+        """Return the leases and cursors at the relay, and the segments of leased versions that it has expired."""
         leases: dict[int, str] = {}
         leased: set[str] = set()
         for lease in read_leases(self._target.storage).values():

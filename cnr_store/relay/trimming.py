@@ -1,8 +1,8 @@
-"""What a relay lets go, from records, holds and a listing alone: pure.
+"""Decides what a relay expires and deletes, from records, leases, cursors and a listing. Pure.
 
-The source decides which versions are live; of those a relay keeps the newest ones, by a retention policy of its own,
-and what channels, tags, leases and cursors at the relay name. A segment that nothing kept needs is noted
-first, and deleted when the grace of readers is over.
+The source decides which versions are live. Of those a relay keeps the newest ones, by its own retention policy, and the
+versions that channels, tags, leases and cursors at the relay name. A segment that no kept version needs is first noted
+as pending delete, and deleted after the grace period of readers.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class TrimPlan:
     Attributes
     ----------
     notes
-        What ``relay/trims.json`` says from now on: versions held, and when objects of segments may be deleted.
+        The new content of ``relay/trims.json``: kept versions, and when segments may be deleted.
     due
-        Segments whose time is over, in order.
+        Segments to delete now, in order.
     going
-        Versions that are let go by this plan.
+        Versions that this plan expires.
     """
 
     notes: RelayTrims
@@ -44,18 +44,18 @@ def plan_trim(
     now_ms: int,
     grace_ms: int,
 ) -> TrimPlan:
-    """Return what a relay lets go now. Pure; grows with versions and segments that it holds.
+    """Return what a relay expires and deletes now. Pure; time grows with its versions and segments.
 
     Parameters
     ----------
     head
         The relay's newest record.
     versions
-        The live versions that it holds, ascending, the head's last.
+        The live versions that the relay has, ascending, the head's last.
     policy, holds
-        What stays.
+        Which versions are kept.
     notes
-        What was noted before.
+        The former notes.
     listed
         Names of the segments that have objects at the relay.
     leased
@@ -64,7 +64,7 @@ def plan_trim(
     kept = plan_retention(head, versions, policy, holds, now_ms)
     staying = {verdict.version for verdict in kept.verdicts if verdict.stays}
     needed = {name for one in versions if one.version in staying for name in one.chain} | set(leased)
-    # What was begun at or above the oldest version that is kept may be on its way here for a record to come.
+    # A segment that was begun at or above the oldest kept version may be needed by a record that is copied next.
     pending_delete = {
         name: notes.pending_delete.get(name, now_ms + grace_ms)
         for name in sorted(listed)
@@ -78,7 +78,7 @@ def plan_trim(
 
 
 def base_of(segment: str) -> int:
-    """Return the version that a segment was begun from, by its name. Pure.
+    """Return the version from which a segment was begun, parsed from its name. Pure.
 
     >>> base_of("00000000000000000012-0123456789abcdef0123456789abcdef")
     12

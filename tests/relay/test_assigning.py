@@ -124,7 +124,7 @@ def test_shards_may_be_any_names_and_sizes_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "relays", "message"),
-    [({0: 1}, [], "at least one"), ({0: 1}, ["a", "a"], "one name for each"), ({0: -1}, ["a"], "shard 0 has size -1")],
+    [({0: 1}, [], "at least one"), ({0: 1}, ["a", "a"], "distinct names"), ({0: -1}, ["a"], "shard 0 has size -1")],
 )
 def test_what_cannot_be_meant_is_refused(sizes: dict[int, int], relays: list[str], message: str) -> None:
     with pytest.raises(BadInput, match=message):

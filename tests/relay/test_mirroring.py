@@ -70,14 +70,14 @@ def test_a_record_of_another_history_is_not_taken(store: Store, version: int) ->
     """Also one that is whole by itself: a source whose log was exchanged while it was read."""
     descent = descended(store, version)
 
-    with pytest.raises(CorruptRecord, match=f"commit record {version} is not the one"):
+    with pytest.raises(CorruptRecord, match=f"commit record {version} does not match"):
         descent.take(bytes_at(other_history(store), 1))
 
 
 def test_a_relay_that_has_another_history_is_not_gone_on_with(store: Store) -> None:
-    with pytest.raises(CorruptRecord, match="follows another record 1 than the relay has"):
+    with pytest.raises(CorruptRecord, match="expects another record 1 than the relay has"):
         descended(store, 1).check_meets(entry_at(other_history(store), 1))
-    with pytest.raises(CorruptRecord, match="follows another record"):
+    with pytest.raises(CorruptRecord, match="expects another record"):
         descended(store, 0).check_meets(entry_at(store, 1))
 
 

@@ -1039,7 +1039,7 @@ def test_a_place_that_holds_something_else_is_refused(store: Store, files: Isola
     other = Store.create_on(place(files, "/other"), threads=1)
     save(other, 7)
 
-    with pytest.raises(StoreExists, match="no relay"):
+    with pytest.raises(StoreExists, match="not a relay"):
         Relay(store, place(files, "/other")).advance()
     Relay(other, place(files)).advance()
     with pytest.raises(CorruptStore, match="of store"):
