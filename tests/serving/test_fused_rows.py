@@ -328,7 +328,7 @@ def test_what_cannot_be_fused_is_refused_by_table_and_row() -> None:
         sink.begin({"user": SinkTable(6, None)}, full=True)
     with pytest.raises(Unsupported, match="size"):
         sink.begin({"user": SinkTable(6, 41)}, full=True)
-    with pytest.raises(BadInput, match="baseline"):
+    with pytest.raises(BadInput, match="full"):
         FusedRows().begin(TABLES, full=False)
     with pytest.raises(BadInput, match="bits"):
         FusedRows(bits=2)  # type: ignore[arg-type]  # what a caller without types may do
