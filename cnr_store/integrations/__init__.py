@@ -1,4 +1,4 @@
-"""Other libraries, each in a module of its own: importing this package loads none of them."""
+"""Adapters for other libraries, one module each. Importing this package loads none of these libraries."""
 
 from __future__ import annotations
 

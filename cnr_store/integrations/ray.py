@@ -19,25 +19,25 @@ __all__ = ["RayPool"]
 
 
 class RayPool:
-    """The cluster that the caller, or this machine, is part of; none is started. A task has one thread.
+    """Runs compaction tasks on a running Ray cluster, of the caller or this machine. A task has one thread.
 
     Raises
     ------
     MissingDependency
-        From the start of a compaction on: the package ray is not installed.
+        Raised when a compaction starts: the package ray is not installed.
     BadInput
         No cluster is running here.
     """
 
     threads = 1
 
-    def start(self, workers: int | None, tasks: int) -> int:  # noqa: ARG002 - Ray has its queue
-        """Connect, and return how many tasks are compacted at once: ``workers``, or the cluster's cores. Blocks."""
+    def start(self, workers: int | None, tasks: int) -> int:  # noqa: ARG002 - Ray queues tasks
+        """Connect and return how many tasks run at once: ``workers``, or the cluster's cores. Blocks."""
         self._ray = _connected_ray()
         return workers or max(1, int(self._ray.cluster_resources().get("CPU", 1)))
 
     def submit(self, task: Callable[..., tuple[int, str]], *arguments: Any) -> Any:
-        """Begin a task on the cluster and return its reference."""
+        """Start a task on the cluster and return its reference."""
         return self._ray.remote(task).remote(*arguments)
 
     def wait(self, pending: set[Any]) -> tuple[list[tuple[int, str]], set[Any]]:
@@ -46,22 +46,22 @@ class RayPool:
         Raises
         ------
         CnrStoreError
-            What the task raised, or that the cluster lost it.
+            The error of the task, or the cluster lost it.
         """
         ray = self._ray
         try:
             finished, rest = ray.wait(list(pending), num_returns=1)
             return ray.get(finished), set(rest)
         except ray.exceptions.RayTaskError as error:
-            raise getattr(error, "cause", error) from None  # the cluster's traceback is in its own logs
+            raise getattr(error, "cause", error) from None  # the cluster logs the traceback
         except ray.exceptions.RayError as error:
             raise CnrStoreError(
                 f"the Ray cluster lost a task of the compaction ({type(error).__name__}: out of memory, or a machine "
-                "is gone); run it again, it goes on behind the tasks that are done"
+                "failed); run it again: finished tasks are kept"
             ) from error
 
     def stop(self, pending: set[Any]) -> None:
-        """Cancel what is pending; the cluster stays."""
+        """Cancel pending tasks; the cluster keeps running."""
         for reference in pending:
             self._ray.cancel(reference)
 
@@ -78,8 +78,8 @@ def _connected_ray() -> Any:
             ray.init(address="auto", log_to_driver=False)
         except ConnectionError as error:
             raise BadInput(
-                "no Ray cluster is running here: start one (ray start --head), or connect with ray.init(address=...) "
-                "before",
+                "no Ray cluster is running here: start one (ray start --head), or first connect with "
+                "ray.init(address=...)",
                 found="ray",
             ) from error
     return ray

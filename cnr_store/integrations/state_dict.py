@@ -1,4 +1,4 @@
-"""Tensors of a file that ``torch.save`` wrote, loaded as weights only: no code in the file is run.
+"""Loads tensors from a file of ``torch.save`` as weights only, so no code in the file runs.
 
 torch is imported when a file is read, not with this module.
 """
@@ -21,7 +21,7 @@ MAX_DEPTH = 64
 
 @dataclass(frozen=True, slots=True)
 class StateDict:
-    """What a file holds: tensors by dotted name, plain values by dotted name, and names that are neither."""
+    """The content of a file: tensors and plain values by dotted name, and the names of all other values."""
 
     tensors: TensorFile
     scalars: dict[str, JsonValue]
@@ -31,7 +31,7 @@ class StateDict:
 def load_state_dict(path: str | Path) -> StateDict:
     """Open a torch file of tensors in nested dicts and lists; keys are joined by dots. Blocks.
 
-    Tensors stay memory-mapped where the file's format allows it.
+    Tensors are memory-mapped if the file's format allows it.
 
     Raises
     ------
@@ -39,9 +39,9 @@ def load_state_dict(path: str | Path) -> StateDict:
     MissingDependency
         torch is not installed.
     BadInput
-        It is no torch file, or one that does not load as weights only; or two names are the same once joined.
+        It is not a torch file, or it does not load as weights only; or two joined names are equal.
     BadDtype
-        A tensor that a store cannot hold (complex, quantized, sparse, float8).
+        A tensor that a store does not support (complex, quantized, sparse, float8).
     AccessDenied, StorageFailure
         The file cannot be read.
     """
@@ -55,17 +55,17 @@ def load_state_dict(path: str | Path) -> StateDict:
     with failing_at(file, "read"):
         if not file.is_file():
             raise NotFound(f"there is no file {file}", path=str(file))
-        file.open("rb").close()  # torch would call a file that may not be read no torch file
+        file.open("rb").close()  # torch would report an unreadable file as not a torch file
     content = _load(torch, file)
     if not isinstance(content, Mapping):
-        raise BadInput(f"{file} holds a {type(content).__name__}, expected a dict of tensors", path=str(file))
+        raise BadInput(f"{file} contains a {type(content).__name__}, expected a dict of tensors", path=str(file))
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, JsonValue] = {}
     ignored: list[str] = []
     seen: set[str] = set()
     for name, value in _leaves(content, "", 0):
         if name in seen:
-            raise BadInput(f"{file} holds two values called {name!r}", path=str(file), found=name)
+            raise BadInput(f"{file} contains two values with the name {name!r}", path=str(file), found=name)
         seen.add(name)
         if isinstance(value, torch.Tensor):
             tensors[name] = _tensor(torch, name, value)
@@ -79,14 +79,14 @@ def load_state_dict(path: str | Path) -> StateDict:
 def _load(torch: Any, file: Path) -> Any:
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except Exception:  # noqa: BLE001 - torch raises its own, zip and unpickling errors; the next try decides
-        pass  # Files in the format before torch 1.6 cannot be mapped.
+    except Exception:  # noqa: BLE001 - torch raises its own, zip and unpickling errors; the next attempt decides
+        pass  # Files in the format before torch 1.6 cannot be memory-mapped.
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         first_line = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         raise BadInput(
-            f"{file} is no torch file that loads as weights only ({first_line}); save a state_dict of plain tensors",
+            f"{file} does not load as weights only ({first_line}); save a state_dict of plain tensors",
             path=str(file),
         ) from error
 
@@ -112,7 +112,7 @@ def _tensor(torch: Any, name: str, value: Any) -> Tensor:
     dtype = str(value.dtype).removeprefix("torch.")
     if value.layout != torch.strided or value.is_quantized or dtype not in DTYPE_NAMES:
         raise BadDtype(
-            f"tensor {name!r} is {value.layout} {dtype}, which a store cannot hold",
+            f"tensor {name!r} is {value.layout} {dtype}, which a store does not support",
             expected=sorted(DTYPE_NAMES), found=dtype,
         )  # fmt: skip
     plain = value.detach().contiguous()

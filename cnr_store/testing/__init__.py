@@ -1,6 +1,6 @@
-"""Parts for testing a backend, or a program, against the store. Each module is imported by itself.
+"""Tests for storage backends of your own. Import each module by itself.
 
-``contract`` holds the backend contract and needs pytest::
+``contract`` has the backend contract and needs pytest::
 
     from cnr_store.testing.contract import StorageContract
 
@@ -11,5 +11,5 @@
 
 from __future__ import annotations
 
-# Nothing here: the other modules must import where pytest is not installed.
+# Empty, because this package must import without pytest.
 __all__: list[str] = []

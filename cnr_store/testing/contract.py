@@ -1,7 +1,7 @@
-"""The backend contract as a test class: what every storage must do before a store may be written to it.
+"""The backend contract as a test class: what every storage must do to be usable for a store.
 
 Subclass `StorageContract`, return a client of an empty root from ``make_storage``, and let pytest collect the
-subclass. Each test names one promise; the requirement ids are those of the spec's storage section.
+subclass. Each test checks one requirement; the ids are those of the spec's storage section.
 """
 
 # The name of each test is its docstring.
@@ -37,23 +37,23 @@ ESCAPES = (
     "*",
     "data/.tmp-x",
 )
-"""Keys that could leave the root, or mean something else to some backend."""
+"""Keys that could lead outside the root, or that some backend interprets in another way."""
 
 
 class StorageContract:
-    """Promises of `cnr_store.storage.Storage`, one test each.
+    """Requirements of `cnr_store.storage.Storage`, one test each.
 
     Attributes
     ----------
     writers, rounds
-        Threads that race for one key, and how many keys they race for.
+        Number of threads that create one key at once, and number of such keys.
     """
 
     writers: ClassVar[int] = 16
     rounds: ClassVar[int] = 10
 
     def make_storage(self) -> Storage:
-        """Return a new client of the test's root; the root is empty when the test starts."""
+        """Return a new client of the test's root, which is empty when the test starts."""
         raise NotImplementedError
 
     @pytest.fixture

@@ -1,4 +1,4 @@
-"""Tensors into a store and out of it, as files that other programs write and read.
+"""Imports tensors into a store, and exports them to files that other programs read.
 
 Never loads a file format that can run code. Open `exporting` or `importing` first.
 """

@@ -1,7 +1,7 @@
-"""Write a snapshot to files that other programs read: safetensors, Parquet, npy. Row window by row window.
+"""Writes a snapshot to files that other programs read: safetensors, Parquet, npy. One window of rows at a time.
 
-Values leave exactly as a restore gives them. bfloat16 stays bfloat16 in safetensors, is widened to float32 in Parquet
-(which has no bfloat16) and is uint16 bits in npy; `tensors.json` and the safetensors metadata say so.
+Exported values equal those of a restore. bfloat16 stays bfloat16 in safetensors, is widened to float32 in Parquet
+(which has no bfloat16) and is uint16 bits in npy; `tensors.json` and the safetensors metadata record the dtype.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from cnr_store.transfer.safetensors_file import TensorSpec, carrier_dtype, row_w
 
 ExportFormat = Literal["safetensors", "parquet", "npy"]
 ExportProgress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all)."""
+"""Called with (bytes done, total bytes)."""
 
 WINDOW_BYTES = 64 * 1024 * 1024
-"""Rows read at once: a chunk that spans windows is read once for each of them."""
+"""Bytes of rows that are read at once. A chunk that spans windows is read once for each of them."""
 
 METADATA_KEY = "cnr_store"
 INDEX_FILE = "tensors.json"
@@ -45,12 +45,12 @@ class ExportedTensor:
     Attributes
     ----------
     name
-        In the file: the table's or dense tensor's name, ``<table>/<slot>`` for a slot, ``<table>/row_ids`` for the
-        keys of a hashed table.
+        The name in the file: the table's or dense tensor's name, ``<table>/<slot>`` for a slot, ``<table>/row_ids`` for
+        the keys of a hashed table.
     role
         ``table``, ``slot``, ``keys`` or ``dense``.
     table, slot
-        Whose it is, as far as that applies.
+        The table and the slot that it belongs to; None for a dense tensor.
     dtype, shape
         Logical dtype (``bfloat16`` is uint16 bits where a format has none) and shape.
     """
@@ -64,13 +64,13 @@ class ExportedTensor:
 
     @property
     def spec(self) -> TensorSpec:
-        """Name, dtype and shape alone."""
+        """Name, dtype and shape."""
         return TensorSpec(self.name, self.dtype, self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What was written: the files, relative to ``path`` when that is a folder, and the tensors in them."""
+    """What was written: the files, relative to ``path`` if that is a folder, and the tensors in them."""
 
     path: str
     version: int
@@ -91,10 +91,10 @@ def export_snapshot(
     overwrite: bool = False,
     progress: ExportProgress | None = None,
 ) -> ExportReport:
-    """Write a snapshot's tensors to local files; nothing appears at ``path`` before all of it is written. Blocks.
+    """Write a snapshot's tensors to local files. Nothing appears at ``path`` until all of it is written. Blocks.
 
-    Memory: one window of 64 MiB and the chunks behind it; hashed tables and single dense tensors as a whole. Rows that
-    were never set or were deleted are written as their fill.
+    Memory: one window of 64 MiB and its chunks; hashed tables and each dense tensor as a whole. Rows that were never
+    set or were deleted are written as their fill.
 
     Parameters
     ----------
@@ -102,20 +102,20 @@ def export_snapshot(
         The file (safetensors) or the folder (a Parquet file per table and ``dense.parquet``, or an npy file per
         tensor), with an index ``tensors.json``.
     tables
-        Names or patterns (``*``, ``?``, ``[...]``) of tables; None takes all. A table that declares far more rows than
-        it stores must be named.
+        Names or patterns (``*``, ``?``, ``[...]``) of tables; None exports all. A table that declares far more rows
+        than it stores must be named.
     slots, dense
-        Whether optimizer slots and dense tensors are written too.
+        Whether to write optimizer slots and dense tensors.
     overwrite
         Replace the file at ``path``, or the folder if it is an export.
 
     Raises
     ------
     TableNotFound
-        A name or pattern fits no table.
+        A name or pattern matches no table.
     BadInput
-        ``path`` exists (or is a folder that no export made), two tensors would get one name, or a table that is not
-        named has 256 MiB and more of rows of which nearly none are stored.
+        ``path`` exists (or is a folder that is not an export), two tensors would get one name, or a table that is not
+        named has at least 256 MiB of rows, nearly none of which are stored.
     Unsupported
         A one-dimensional slot is stored per column range; export such a table without slots.
     CorruptStore, AccessDenied, StorageFailure
@@ -125,7 +125,7 @@ def export_snapshot(
     if format not in writers:
         raise BadInput(f"format is {format!r}; give one of {sorted(writers)}", found=format)
     if not target.name:
-        raise BadInput(f"{str(path)!r} names no file or folder to write", path=str(path))
+        raise BadInput(f"path {str(path)!r} has no file or folder name; give the path to write", path=str(path))
     with failing_at(target, "written"):
         _check_target(target, format, overwrite=overwrite)
     chosen = matching_tables(snapshot, tables)
@@ -144,7 +144,7 @@ def export_snapshot(
             files = sorted(p for p in target.rglob("*") if p.is_file()) if target.is_dir() else [target]
             sizes = [p.stat().st_size for p in files]
     finally:
-        with contextlib.suppress(OSError):  # what went wrong first is told
+        with contextlib.suppress(OSError):  # the first error is raised
             _remove(scratch)
     return ExportReport(
         path=str(target), version=snapshot.version, step=snapshot.step,
@@ -154,7 +154,7 @@ def export_snapshot(
 
 
 def matching_tables(snapshot: Snapshot, patterns: Sequence[str] | None) -> list[str]:
-    """Return the names of the tables that a list of names and patterns chooses. Pure.
+    """Return the names of the tables that match a list of names and patterns. Pure.
 
     Raises
     ------
@@ -168,7 +168,7 @@ def matching_tables(snapshot: Snapshot, patterns: Sequence[str] | None) -> list[
         found = {name for name in names if name == pattern or fnmatch.fnmatchcase(name, pattern)}
         if not found:
             raise TableNotFound(
-                f"no table of version {snapshot.version} is called or fits {pattern!r}; there are {names}",
+                f"no table of version {snapshot.version} matches {pattern!r}; there are {names}",
                 table=pattern, version=snapshot.version,
             )  # fmt: skip
         chosen |= found
@@ -178,12 +178,12 @@ def matching_tables(snapshot: Snapshot, patterns: Sequence[str] | None) -> list[
 def planned_tensors(
     snapshot: Snapshot, tables: Sequence[str], *, slots: bool = True, dense: bool = True
 ) -> list[ExportedTensor]:
-    """Return what an export holds. Hashed tables have 0 rows here: their keys are known when they are read. Pure.
+    """Return the tensors of an export. Hashed tables have 0 rows here: their keys are not read yet. Pure.
 
     Raises
     ------
     Unsupported
-        A one-dimensional slot is stored per column range, so that it has no one value per row.
+        A one-dimensional slot is stored per column range, so it has several values per row.
     """
     planned = []
     for name in tables:
@@ -207,7 +207,7 @@ def planned_tensors(
 
 
 class _Source:
-    """Reads the planned tensors in row windows, and counts."""
+    """Reads the planned tensors in row windows and reports progress."""
 
     def __init__(self, snapshot: Snapshot, tensors: list[ExportedTensor], progress: ExportProgress | None) -> None:
         self.snapshot = snapshot
@@ -220,7 +220,7 @@ class _Source:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What a later import needs to know: which tensor is what."""
+        """The description of the tensors, for a later import."""
         return {
             "version": self.snapshot.version, "step": self.snapshot.step,
             "tensors": [
@@ -233,7 +233,7 @@ class _Source:
         }  # fmt: skip
 
     def pieces(self, tensor: ExportedTensor) -> Iterator[npt.NDArray[Any]]:
-        """Yield a tensor's rows in order; a piece is valid until the next one."""
+        """Yield a tensor's rows in order. A piece is valid until the next one."""
         if tensor.role == "dense":
             piece = self.snapshot.read_dense(tensor.name)
             self._count(piece.nbytes)
@@ -271,7 +271,7 @@ class _Source:
         return view.read(start, stop, slot=tensor.slot)
 
     def _sized(self, tensor: ExportedTensor) -> ExportedTensor:
-        """The tensor with its true number of rows: a hashed table says it only when it has been read."""
+        """Return the tensor with its number of rows; a hashed table is read to count them."""
         if tensor.table is None or self.snapshot.tables[tensor.table].keys != "hashed":
             return tensor
         if tensor.table not in self._hashed:
@@ -292,7 +292,7 @@ def _write_safetensors(source: _Source, path: Path) -> None:
     if len(by_name) != len(source.tensors):
         names = sorted(tensor.name for tensor in source.tensors)
         repeated = next(a for a, b in pairwise(names) if a == b)
-        raise BadInput(f"two tensors of the export would be called {repeated!r}; export them apart", found=repeated)
+        raise BadInput(f"two tensors of the export have the name {repeated!r}; export them separately", found=repeated)
     metadata = {METADATA_KEY: canonical_json(source.metadata).decode(), "format": "pt"}
     specs = [tensor.spec for tensor in source.tensors]
     write_safetensors(path, specs, metadata, lambda spec: source.pieces(by_name[spec.name]))
@@ -305,7 +305,7 @@ def _write_npy(source: _Source, folder: Path) -> None:
         entry["file"] = file
         target = folder / file
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Written as a stream rather than through a memory map, whose pages would count as this process's memory.
+        # A stream, not a memory map: pages of a map would count as this process's memory.
         with target.open("wb") as out:
             descr = np.lib.format.dtype_to_descr(carrier_dtype(tensor.dtype))
             header = {"descr": descr, "fortran_order": False, "shape": tensor.shape}
@@ -344,7 +344,7 @@ def _write_parquet(source: _Source, folder: Path) -> None:
         }  # fmt: skip
         schema = pa.schema(fields, metadata=about)
         if {"row_id", "values"} & {tensor.slot for tensor in arrays.values()}:
-            raise BadInput(f"a slot of table {table!r} is named like a column; use another format", table=table)
+            raise BadInput(f"a slot of table {table!r} has the name of a column; use another format", table=table)
         file = folder / "tables" / f"{encode_name(table)}.parquet"
         with pq.ParquetWriter(file, schema, compression="zstd") as writer:
             for rows, window in source.table_windows(table):
@@ -383,12 +383,12 @@ def _check_target(target: Path, format: ExportFormat, *, overwrite: bool) -> Non
     if not overwrite:
         raise BadInput(f"{target} exists; choose another path, or ask to overwrite it", path=str(target))
     if target.is_dir() and (format == "safetensors" or not (target / INDEX_FILE).is_file()):
-        raise BadInput(f"{target} is a folder that no export made; it is not overwritten", path=str(target))
+        raise BadInput(f"{target} is a folder, but not an export; choose another path", path=str(target))
 
 
 def _replace(scratch: Path, target: Path) -> None:
     if target.is_symlink():
-        target.unlink()  # what it points to stays
+        target.unlink()  # its target is kept
     elif target.is_dir():
         shutil.rmtree(target)
     scratch.replace(target)

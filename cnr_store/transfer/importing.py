@@ -1,7 +1,7 @@
-"""Make a version of a store out of tensors that another program saved. Which of them are tables is decided purely.
+"""Saves tensors of another program as a version of a store. A pure function decides which of them are tables.
 
-A source gives tensors that can be sliced by rows (`cnr_store.transfer.safetensors_file`,
-`cnr_store.integrations.state_dict`), so that tables are encoded from memory-mapped files and never held as a whole.
+The tensors of a source can be sliced by rows (`cnr_store.transfer.safetensors_file`,
+`cnr_store.integrations.state_dict`), so tables are encoded from memory-mapped files and are never in memory as a whole.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from cnr_store.types import JsonValue
 from cnr_store.write.table_options import TableOptions
 
 ImportProgress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all)."""
+"""Called with (bytes done, total bytes)."""
 
 MIN_TABLE_ROWS = 1000
-"""A matrix with fewer rows is dense unless a pattern names it."""
+"""A matrix with fewer rows is dense unless a pattern matches it."""
 
 _TABLE_DTYPES = frozenset({"float32", "float16", "bfloat16"})
 
 
 @dataclass(frozen=True, slots=True)
 class ImportPlan:
-    """Which tensor becomes what: table name to tensor, table to slot name to tensor, dense tensors, and the rest.
+    """The role of each tensor: table name to tensor, table to slot name to tensor, and dense tensors.
 
-    ``hashed`` maps a table to the tensor that holds its keys.
+    ``hashed`` maps a table to the tensor with its keys.
     """
 
     tables: dict[str, str]
@@ -68,22 +68,22 @@ class _Description(msgspec.Struct, frozen=True):
     tensors: tuple[_Described, ...]
 
 
-# Made while the module is imported, as in documents.py.
+# Created at import, as in documents.py.
 _DESCRIPTION = msgspec.json.Decoder(_Description)
 
 
 def plan_import(source: TensorFile, patterns: Sequence[str] | None = None) -> ImportPlan:
     """Decide which tensors are tables. Pure, no I/O.
 
-    A file that this library exported says so itself. Else tables are the matrices of float32, float16 or bfloat16
-    with at least 1,000 rows, or, with ``patterns``, those whose name fits one; everything else is dense.
+    A file that this library exported has a description. In other files tables are the matrices of float32, float16 or
+    bfloat16 with at least 1,000 rows, or with ``patterns`` those whose name matches. All other tensors are dense.
 
     Raises
     ------
     TableNotFound
-        A pattern fits no tensor.
+        A pattern matches no tensor.
     BadInput
-        A pattern fits a tensor that cannot be a table, or the file's own description does not fit the file.
+        A pattern matches a tensor that cannot be a table, or the file's description does not match the file.
     """
     described = source.metadata.get(METADATA_KEY)
     if described is not None and patterns is None:
@@ -104,7 +104,7 @@ def plan_import(source: TensorFile, patterns: Sequence[str] | None = None) -> Im
             tables[name] = name
     for pattern in patterns or ():
         if not any(name == pattern or fnmatch.fnmatchcase(name, pattern) for name in source.tensors):
-            raise TableNotFound(f"no tensor is called or fits {pattern!r}", table=pattern)
+            raise TableNotFound(f"no tensor matches {pattern!r}", table=pattern)
     return ImportPlan(tables, {}, {}, tuple(name for name in source.tensors if name not in tables))
 
 
@@ -118,7 +118,7 @@ def _described_plan(source: TensorFile, described: str) -> ImportPlan:
     hashed: dict[str, str] = {}
     for item in description.tensors:
         if item.name not in source.tensors:
-            raise BadInput(f"the file describes tensor {item.name!r}, which it does not hold", found=item.name)
+            raise BadInput(f"the file describes tensor {item.name!r}, but does not contain it", found=item.name)
         table = item.table or ""
         if item.role == "table":
             tables[table] = item.name
@@ -128,7 +128,7 @@ def _described_plan(source: TensorFile, described: str) -> ImportPlan:
             hashed[table] = item.name
     used = {*tables.values(), *hashed.values(), *(name for of_table in slots.values() for name in of_table.values())}
     if not slots.keys() <= tables.keys() or not hashed.keys() <= tables.keys() or "" in tables:
-        raise BadInput("the file's own description names slots or keys of tables that it does not hold")
+        raise BadInput("the file's description names slots or keys of tables that it does not contain; export it again")
     return ImportPlan(tables, slots, hashed, tuple(n for n in source.tensors if n not in used), description.step)
 
 
@@ -143,26 +143,26 @@ def import_tensors(
     replace: bool = False,
     progress: ImportProgress | None = None,
 ) -> ImportReport:
-    """Commit tensors as a ``baseline``. Becomes the store's writer: another one that is open is fenced. Blocks.
+    """Commit tensors as a ``baseline``. Becomes the store's writer and fences another open one. Blocks.
 
     Parameters
     ----------
     source
-        The path of a safetensors file, or what `cnr_store.integrations.load_state_dict` returns.
+        The path of a safetensors file, or the tensors of `cnr_store.integrations.load_state_dict`.
     step
-        The training step of the state; None takes the file's own, or 0.
+        The training step of the state; None uses the file's, or 0.
     tables
         Names or patterns of the tensors that are tables; see `plan_import`.
     options
-        How all tables are stored; None takes the defaults. A new generation of every table begins.
+        How all tables are stored; None uses the defaults. Every table starts a new generation.
     scalars
         Plain values to save with the state.
     replace
-        Leave out tables of the store's head that the source does not hold; else they are an error.
+        Drop tables of the store's head that the source does not contain; without it they are an error.
     progress
-        Called with (bytes done, bytes in all) after each table.
+        Called with (bytes done, total bytes) after each table.
 
-    The writer's mirror lies in temporary files while this runs (2 bytes per element).
+    While this runs, the writer's mirror is in temporary files (2 bytes per element).
 
     Raises
     ------
@@ -176,13 +176,13 @@ def import_tensors(
     missing = sorted(store.snapshot().tables.keys() - plan.tables.keys())
     if missing and not replace:
         raise BadInput(
-            f"the store has tables {missing}, which the source does not hold; a baseline replaces the whole state: "
-            "ask to replace it, or import into another store",
+            f"the store has tables {missing}, which the source does not contain; a baseline replaces the whole state: "
+            "pass replace (--replace) to drop them, or import into another store",
             table=missing[0], found=missing,
         )  # fmt: skip
     total = sum(tensor.values.nbytes for tensor in file.tensors.values())
     done = 0
-    # With a mirror, so that the baseline carries state digests; in files, so that it takes no memory.
+    # A mirror, so that the baseline has state digests; in files, so that it takes no memory.
     with store.writer(mirror="mmap") as writer:
         with writer.begin(chosen_step, kind="baseline") as txn:
             for table in missing:
@@ -210,7 +210,7 @@ def import_tensors(
             )
             txn.put_scalars(dict(scalars or {}))
         size_bytes, version = txn.size_bytes, txn.version
-    assert version is not None  # the commit has won, or it has raised
+    assert version is not None  # the commit succeeded, or it raised
     if progress is not None:
         progress(total, total)
     return ImportReport(version, chosen_step, size_bytes, tuple(plan.tables), plan.dense, tuple(missing))

@@ -1,7 +1,7 @@
-"""Read and write safetensors files piece by piece, so that neither side ever holds a whole table.
+"""Reads and writes safetensors files in pieces, so that a whole table is never in memory.
 
-The safetensors package writes from memory only; the format is eight bytes of header length, a JSON header and raw
-little-endian data (https://github.com/huggingface/safetensors, section "Format"). Tests hold these functions equal to
+The safetensors package writes from memory only. The format is eight bytes of header length, a JSON header and raw
+little-endian data (https://github.com/huggingface/safetensors, section "Format"). Tests compare these functions with
 the package in both directions.
 """
 
@@ -23,7 +23,7 @@ from cnr_store.format.nesting import nesting_of
 from cnr_store.runtime.local_files import failing_at
 
 MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+"""The limit of the safetensors format."""
 
 _MAX_NESTING = 8
 """A header has three levels."""
@@ -40,7 +40,7 @@ _ALIGNMENT = 8
 
 
 def carrier_dtype(dtype: str) -> np.dtype[Any]:
-    """Return the numpy dtype that holds a logical dtype: bfloat16 as uint16 bits, bool as uint8."""
+    """Return the numpy dtype that stores a logical dtype: bfloat16 as uint16 bits, bool as uint8."""
     return np.dtype(_CARRIERS.get(dtype, dtype))
 
 
@@ -60,7 +60,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor that can be sliced by rows without being loaded: logical dtype and its elements in the carrier dtype."""
+    """A tensor that is sliced by rows without loading it: logical dtype, and elements in the carrier dtype."""
 
     dtype: str
     values: npt.NDArray[Any]
@@ -79,7 +79,7 @@ Pieces = Callable[[TensorSpec], Iterable[npt.NDArray[Any]]]
 
 
 def write_safetensors(path: Path, specs: Iterable[TensorSpec], metadata: Mapping[str, str], pieces: Pieces) -> None:
-    """Write a file from pieces; the largest dtypes come first, so that every tensor is aligned. Blocks.
+    """Write a file from pieces, largest dtypes first, so that every tensor is aligned. Blocks.
 
     Raises
     ------
@@ -92,7 +92,7 @@ def write_safetensors(path: Path, specs: Iterable[TensorSpec], metadata: Mapping
     names = [spec.name for spec in ordered]
     repeated = next((a for a, b in pairwise(sorted(names)) if a == b), None)
     if repeated is not None or "__metadata__" in names:
-        raise BadInput(f"two tensors of the file would be called {repeated or '__metadata__'!r}", found=repeated)
+        raise BadInput(f"two tensors of the file would have the name {repeated or '__metadata__'!r}", found=repeated)
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for spec in ordered:
@@ -110,13 +110,13 @@ def write_safetensors(path: Path, specs: Iterable[TensorSpec], metadata: Mapping
 
 
 def open_safetensors(path: Path) -> TensorFile:
-    """Map a file; every offset is checked before anything is read.
+    """Memory-map a file and return its tensors. Every offset is checked before any data is read.
 
     Raises
     ------
     NotFound
     BadInput
-        It is no safetensors file, or one with a dtype that a store cannot hold.
+        It is not a safetensors file, or it has a dtype that a store does not support.
     AccessDenied, StorageFailure
     """
     with failing_at(path, "read"):
@@ -125,19 +125,19 @@ def open_safetensors(path: Path) -> TensorFile:
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
                 if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-                    raise BadInput(f"{path} is no safetensors file: it has no header", path=str(path))
+                    raise BadInput(f"{path} is not a safetensors file: it has no header", path=str(path))
                 header = file.read(length)
             raw = np.memmap(path, np.uint8, "r")
         except FileNotFoundError as error:
             raise NotFound(f"there is no file {path}", path=str(path)) from error
     try:
         if nesting_of(header, enough=_MAX_NESTING) > _MAX_NESTING:
-            raise msgspec.DecodeError("its header nests too deep")
+            raise msgspec.DecodeError("its header is nested too deeply")
         document = msgspec.json.decode(header, type=dict[str, Any])
         metadata = msgspec.convert(document.pop("__metadata__", {}), dict[str, str])
         entries = msgspec.convert(document, dict[str, _Entry])
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path} is no safetensors file: {error}", path=str(path)) from error
+        raise BadInput(f"{path} is not a safetensors file: {error}", path=str(path)) from error
     data = raw[8 + length :]
     return TensorFile({name: _tensor(path, name, entry, data) for name, entry in entries.items()}, metadata)
 
@@ -152,13 +152,13 @@ def _tensor(path: Path, name: str, entry: _Entry, data: npt.NDArray[np.uint8]) -
     dtype = _LOGICAL.get(entry.dtype)
     if dtype is None:
         raise BadInput(
-            f"tensor {name!r} of {path} has dtype {entry.dtype}, which a store cannot hold", found=entry.dtype
+            f"tensor {name!r} of {path} has dtype {entry.dtype}, which a store does not support", found=entry.dtype
         )
     start, stop = entry.data_offsets
     spec = TensorSpec(name, dtype, entry.shape)
     if any(n < 0 for n in entry.shape) or not 0 <= start <= stop <= len(data) or stop - start != spec.size_bytes:
         raise BadInput(
-            f"tensor {name!r} of {path} claims bytes [{start}, {stop}) of {len(data)} for {dtype} {entry.shape}; "
+            f"tensor {name!r} of {path} has bytes [{start}, {stop}) of {len(data)} for {dtype} {entry.shape}; "
             "the file was cut short or altered",
             path=str(path), expected=spec.size_bytes, found=stop - start,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""One client of one prefix in Redis: its keys, its scripts, what `current` says, and errors of this library."""
+"""One client of one prefix in Redis: its keys, its scripts, the document in `current`, and error conversion."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 HEAD_BYTES = 16
-"""What `current` begins with: the two numbers that `numbers_of` returns."""
+"""Bytes of the two numbers at the start of `current`, which `numbers_of` returns."""
 
 TIMEOUT_S = 10.0
-"""How long a client that is made here waits for Redis to accept a connection, and to answer."""
+"""Seconds that a client of `connected` waits for Redis to accept a connection, and to reply."""
 
 _SECRET_OPTIONS = ("password", "username")
 
 
 class CurrentGeneration(msgspec.Struct, frozen=True):
-    """The document behind the two numbers of `current`: what readers see, and how it is stored."""
+    """The document after the two numbers of `current`: the state that readers see, and how it is stored."""
 
     format: int
     stored_as: StoredAs
@@ -44,27 +44,27 @@ class CurrentGeneration(msgspec.Struct, frozen=True):
 
     @property
     def state(self) -> SinkState:
-        """What `RowSink.open` returns."""
+        """The state that `RowSink.open` returns."""
         return SinkState(self.store, self.branch, self.version, self.step, self.scope)
 
 
-# Built while the module is imported, as in documents.py: two threads that make it at once crash the interpreter.
+# Created at import, as in documents.py: two threads that create it at once crash the interpreter.
 _DECODER = msgspec.json.Decoder(CurrentGeneration)
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The names of a prefix's keys."""
+    """Builds the names of a prefix's keys."""
 
     prefix: str
 
     @property
     def root(self) -> bytes:
-        """What all of them begin with."""
+        """The common start of all keys."""
         return b"{%s}:" % self.prefix.encode()
 
     def named(self, name: str) -> bytes:
-        """Return the key that `redis_scripts` calls so."""
+        """Return the key that `scripts` lists under this name."""
         return self.root + name.encode()
 
     def rows(self, generation: int, table: str, row_ids: RowIds) -> list[bytes]:
@@ -73,19 +73,19 @@ class Keys:
         return [start + b"%d" % row_id for row_id in row_ids.tolist()]
 
     def pattern(self, generation: int) -> bytes:
-        """A glob that matches the rows of one generation and nothing else."""
+        """Return a glob that matches only the rows of one generation."""
         escaped = b"".join(b"\\" + bytes([c]) if c in b"*?[]^-\\" else bytes([c]) for c in self.root)
         return escaped + b"%d:*" % generation
 
 
 class Connection:
-    """One client of one prefix: runs scripts, and turns what the client raises into errors of this library."""
+    """One client of one prefix: runs scripts, and converts errors of the client to errors of this library."""
 
     def __init__(self, client: Redis, prefix: str) -> None:
         _check_prefix(prefix)
         options: Mapping[str, Any] = client.connection_pool.connection_kwargs
         if options.get("decode_responses"):
-            raise BadInput("a client for rows must return bytes: make it without decode_responses=True")
+            raise BadInput("a client for rows must return bytes: create it without decode_responses=True")
         self.client: Any = client
         self.keys = Keys(prefix)
         self._secrets = Secrets({name: options.get(name) for name in _SECRET_OPTIONS})
@@ -97,11 +97,11 @@ class Connection:
         }
 
     def run(self, script: str, keys: list[bytes], *arguments: bytes | int) -> Any:
-        """Run a script; loads it where the server does not have it (it was restarted, or its scripts were flushed)."""
+        """Run a script, and load it if the server lacks it (after a restart, or if scripts were flushed)."""
         return self.call(f"running {script.lower()}", lambda: self._scripts[script](keys=keys, args=list(arguments)))
 
     def call(self, action: str, do: Callable[[], Any]) -> Any:
-        """Do something with the client.
+        """Call ``do`` and convert its errors.
 
         Raises
         ------
@@ -128,35 +128,35 @@ class Connection:
         text = str(error)
         if "CNRFENCED" in text:
             return Fenced(
-                f"another process has opened {self.place} and writes it from now on; this one must stop. Run one feed "
-                "per prefix",
+                f"another process has opened {self.place} and is its writer now; this one must stop. Run one feed per "
+                "prefix",
                 path=self.keys.prefix,
             )  # fmt: skip
         if "CNRLOST" in text or "CNRUNSETTLED" in text or "CNREMPTY" in text:
             return StorageFailure(
-                f"{self.place} is not as this process left it: its server was restarted or emptied, or a batch was "
-                "given up; open the sink again",
+                f"{self.place} has another state than this process wrote: its server was restarted or emptied, or a "
+                "batch was dropped; open the sink again",
                 path=self.keys.prefix,
             )  # fmt: skip
         found = type(error).__name__
         if isinstance(error, exceptions.NoPermissionError):
-            return AccessDenied(f"{action} on {self.place} was refused; check the rights of its user", found=found)
+            return AccessDenied(f"{action} on {self.place} was refused; check the permissions of its user", found=found)
         hint = "it is out of memory" if isinstance(error, exceptions.OutOfMemoryError) else "the cause is attached"
         return StorageFailure(f"{action} on {self.place} failed ({found}); {hint}", path=self.keys.prefix, found=found)
 
 
 def numbers_of(current: bytes) -> tuple[int, int]:
-    """Return generation and sequence of `current`.
+    """Return the generation and the sequence in `current`.
 
     Raises
     ------
     CorruptStore
-        It is too short to have them.
+        It is too short to contain them.
     """
     if len(current) < HEAD_BYTES:
         raise CorruptStore(
-            f"`current` of the rows in Redis has {len(current)} bytes, at least {HEAD_BYTES} are expected: something "
-            "else wrote it; remove its keys and push everything again",
+            f"`current` of the rows in Redis has {len(current)} bytes, expected at least {HEAD_BYTES}: another program "
+            "wrote it; delete the keys of the prefix and push everything again",
             expected=HEAD_BYTES, found=len(current),
         )  # fmt: skip
     generation, sequence = struct.unpack_from(">QQ", current)
@@ -164,7 +164,7 @@ def numbers_of(current: bytes) -> tuple[int, int]:
 
 
 def document_of(place: str, current: bytes) -> CurrentGeneration:
-    """Return what `current` says.
+    """Return the document in `current`.
 
     Raises
     ------
@@ -179,15 +179,15 @@ def document_of(place: str, current: bytes) -> CurrentGeneration:
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         cause = error
     raise CorruptStore(
-        f"what {place} says of its rows cannot be read: a newer program wrote it, or something else; read it with "
-        "that program, or remove its keys and push everything again",
+        f"the state of {place} cannot be read: a newer program wrote it, or another one; read it with that program, "
+        "or delete the keys of the prefix and push everything again",
         path=place,
     ) from cause  # fmt: skip
 
 
 def _check_prefix(prefix: str) -> None:
     if not prefix or any(c in "{}\0" for c in prefix):
-        raise BadName(f"a prefix has at least one character, and no braces; found {prefix!r}", found=prefix)
+        raise BadName(f"a prefix needs at least one character and no braces; found {prefix!r}", found=prefix)
 
 
 def connected(url: str, options: Mapping[str, Any]) -> Redis:
@@ -206,7 +206,7 @@ def connected(url: str, options: Mapping[str, Any]) -> Redis:
             url, **{"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S, **options}
         )  # fmt: skip
     except ValueError as error:
-        # The URL may hold a password, so neither it nor what quotes it is shown.
+        # The URL may contain a password, so neither it nor a text that quotes it is shown.
         raise BadInput(
-            "the URL of a Redis server begins with redis://, rediss:// or unix://, and has a port that is a number"
+            "the URL of a Redis server must begin with redis://, rediss:// or unix://, and its port must be a number"
         ) from Secrets({}, url).without(error)

@@ -1,4 +1,4 @@
-"""Rows that a `RedisSink` keeps in Redis, read by one script call that never mixes two versions."""
+"""Reads the rows of a `RedisSink` by one script call, so all have one version."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from redis import Redis
 
 MOST_ROWS = 1_000_000
-"""Most ids of one read: Redis takes little more than that many arguments."""
+"""Maximum number of ids of one read: Redis accepts few more arguments."""
 
 _READ_ATTEMPTS = 10
 
@@ -32,12 +32,12 @@ class RedisBatch:
     Attributes
     ----------
     state
-        Which version of which store.
+        The version and its store.
     rows
-        By table, values (n, dim) in the order of the ids: float32, or as stored if that was asked for. Rows that are
-        not there are zero.
+        By table, values (n, dim) in the order of the ids: float32, or as stored with ``as_stored``. Absent rows are
+        zero.
     missing
-        By table, bool (n,): which ids the version does not have.
+        By table, bool (n,): the ids that the version does not have.
     """
 
     state: SinkState
@@ -46,28 +46,28 @@ class RedisBatch:
 
     @property
     def version(self) -> int:
-        """The version of the store that the rows are of."""
+        """The store version of the rows."""
         return self.state.version
 
 
 class RedisRows:
-    """Rows that a `RedisSink` keeps in Redis, for any number of readers; may be used from many threads.
+    """Reads the rows of a `RedisSink`. May be used from many threads; any number of processes may read.
 
     Parameters
     ----------
     client
-        A `redis.Redis` that returns bytes, on the server that the sink writes (a replica may lag, and is as whole).
+        A `redis.Redis` that returns bytes, for the sink's server or a replica (which may lag, but shows whole batches).
     prefix
-        The sink's.
+        The sink's prefix.
     """
 
     def __init__(self, client: Redis, prefix: str) -> None:
         self._at = Connection(client, prefix)
-        self._seen: tuple[int, bytes, CurrentGeneration] | None = None  # generation, `current`, what it says
+        self._seen: tuple[int, bytes, CurrentGeneration] | None = None  # generation, `current`, its document
 
     @classmethod
     def connect(cls, url: str, prefix: str, **options: Any) -> RedisRows:
-        """Return a reader at a URL; no I/O. Options go to redis-py.
+        """Return a reader at a URL; no I/O. Passes options to redis-py.
 
         Without ``socket_timeout`` and ``socket_connect_timeout`` a server that does not answer in 10 s is a failure.
 
@@ -78,15 +78,15 @@ class RedisRows:
         return cls(connected(url, options), prefix)
 
     def state(self) -> SinkState | None:
-        """Return what is served now; None where nothing was committed. One request."""
+        """Return the visible state; None if nothing was committed. One request."""
         current = self._at.call("reading current", partial(self._at.client.get, self._at.keys.named("current")))
         return None if current is None else document_of(self._at.place, current).state
 
     def read_many(self, row_ids: Mapping[str, npt.ArrayLike], *, as_stored: bool = False) -> RedisBatch:
-        """Return rows of one or several tables, all of one version: one script call, which Redis does in one step.
+        """Return rows of one or several tables, all of one version, by one atomic script call.
 
-        Blocks for one request (another where a full batch has just become current). Redis is blocked for about a
-        microsecond per row, so very large reads are better split, at the price of several versions.
+        Blocks for one request (two if a full batch has just become current). Redis is blocked for about a microsecond
+        per row. So split very large reads; the parts may then have different versions.
 
         Parameters
         ----------
@@ -98,7 +98,7 @@ class RedisRows:
         Raises
         ------
         TableNotFound
-            Nothing was committed yet, or no such table.
+            Nothing was committed, or there is no such table.
         BadRowIds, StorageFailure, CorruptStore
         """
         wanted = {table: _integers(table, ids) for table, ids in row_ids.items()}
@@ -119,7 +119,7 @@ class RedisRows:
                 arguments += [len(ids), row_width(document.stored_as, document.tables[table][0])]
             current, *found = self._at.run("READ", keys, *arguments)
             if current is None:
-                raise TableNotFound(f"{self._at.place} has no rows: nothing was committed to it yet")
+                raise TableNotFound(f"{self._at.place} has no rows: nothing was committed; push a batch first")
             fresh = self._learn(current)
             if document is None or numbers_of(current)[0] != generation or not _are_stored_alike(document, fresh):
                 continue
@@ -130,19 +130,19 @@ class RedisRows:
                 )  # fmt: skip
             if len(found) != 2 * len(asked):
                 raise CorruptStore(
-                    f"row {found[0]!r} of {self._at.place} has another length than its table's rows: something else "
-                    "writes keys of this prefix; remove them, and push everything again",
+                    f"row {found[0]!r} of {self._at.place} has another length than its table's rows: another program "
+                    "writes keys of this prefix; delete them and push everything again",
                     path=self._at.keys.prefix,
                 )  # fmt: skip
             return _batch(fresh, asked, found, as_stored)
         raise StorageFailure(
-            f"{self._at.place} was replaced as a whole {_READ_ATTEMPTS} times while it was read: two sinks push there "
-            "in turn?",
+            f"{self._at.place} was replaced {_READ_ATTEMPTS} times while it was read: do two sinks push to it? "
+            "run only one",
             path=self._at.keys.prefix,
         )  # fmt: skip
 
     def close(self) -> None:
-        """Close the client's connections; reading again opens them again."""
+        """Close the client's connections; the next read reopens them."""
         self._at.client.close()
 
     def _known(self) -> tuple[int, CurrentGeneration | None]:
@@ -159,7 +159,7 @@ class RedisRows:
 
 
 def _are_stored_alike(a: CurrentGeneration, b: CurrentGeneration) -> bool:
-    """Whether rows of the two are read alike; a server that was restored may count a generation a second time."""
+    """Return whether rows of the two are read alike; a restored server may reuse a generation's number."""
     return (a.stored_as, a.tables) == (b.stored_as, b.tables)
 
 

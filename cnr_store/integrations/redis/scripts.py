@@ -1,26 +1,26 @@
-"""What Redis runs for a sink and its readers: one Lua script is one step that nobody sees half of.
+"""Lua scripts for a sink and its readers. Redis runs each script atomically.
 
-Keys of a sink with prefix ``p``; the braces make a cluster keep them all in one slot::
+Keys of a sink with prefix ``p``; because of the braces a cluster stores all in one slot::
 
-    {p}:token              who may write: "<count>:<uuid>" of the newest process that opened the sink
+    {p}:token              the writer: "<count>:<uuid>" of the last process that opened the sink
     {p}:sequence           number of the newest batch
-    {p}:current            what readers see: generation, sequence (two big-endian uint64), then a JSON document
+    {p}:current            the visible state: generation, sequence (two big-endian uint64), then a JSON document
     {p}:pending            the batch that is being written: sequence, generation, whether it is full (a byte), and how
                            many of its steps (`PUT`, `DELETE`) have run
     {p}:written            rows of batches that are not settled: a list of chunks, table name, NUL, int64 ids
-    {p}:garbage            generations whose rows are to go
+    {p}:garbage            generations whose rows are pending delete
     {p}:<generation>:<table>:<row id>
 
-A row's value holds one entry, or two while a batch is written: sequence (uint64), length + 1 (uint32; 0: the row is
-absent from here on), the bytes. A reader takes the last entry that is not newer than ``current``, so a batch that is
-not committed is not there. *Settling* a row leaves just that entry: after a commit it drops what the batch replaced,
-after a crash what the batch had written. A full batch writes rows of a new generation, so that nothing of before can
-show through; the old generation goes when the new one is current.
+A row's value has one entry, or two while a batch is written: sequence (uint64), length + 1 (uint32; 0: the row is
+absent from this entry on), the bytes. A reader uses the last entry that is not newer than ``current``, so it never sees
+an uncommitted batch. *Settling* a row keeps only that entry: after a commit it deletes what the batch replaced, after a
+crash what the batch had written. A full batch writes rows of a new generation, so that no earlier row stays visible.
+The old generation is deleted when the new one is current.
 
-Every script may run twice (a reply can be lost), and the second run may come late: it changes nothing that is shown.
-A late `DROP` or `BEGIN` gives the batch up that is being written then, and its writer begins it anew. A server that was
-restored from an older copy has lost what was written since. So a batch begins only on what the writer knows to be
-current, and commits only if all its steps are there.
+Every script may run twice, because a reply can be lost. A late second run does not change the visible state. A late
+`DROP` or `BEGIN` drops the batch that is being written then, and its writer starts it again. A server that was restored
+from an older copy has lost all later writes. So a batch begins only if `current` is what the writer expects, and
+commits only if all its steps have run.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ end
 return redis.call('LINDEX', KEYS[4], 0)
 """
 )
-"""Give the pending batch up. KEYS token, pending, garbage, written; ARGV token. Returns the first unsettled chunk."""
+"""Drop the pending batch. KEYS token, pending, garbage, written; ARGV token. Returns the first unsettled chunk."""
 
 SETTLE = (
     _GUARD
@@ -100,9 +100,9 @@ end
 return redis.call('LINDEX', KEYS[3], 0)
 """
 )
-"""Settle the rows of the first chunk, while no batch is pending: a late second run would undo that batch's rows.
+"""Settle the rows of the first chunk. Fails if a batch is pending: a late second run would undo that batch's rows.
 
-And while the generation is still theirs: behind a full batch the same chunk may stand for rows of the next one.
+Fails if the generation has changed: after a full batch the same chunk may contain rows of the next generation.
 
 KEYS token, current, written, pending, rows; ARGV token, the chunk, the rows' generation (0 where there is no
 `current`). Returns the next."""
@@ -128,7 +128,7 @@ return {sequence, generation}
 """
 )
 """KEYS token, current, pending, sequence, written, garbage; ARGV token, full, the first 16 bytes of the `current` that
-the writer knows (empty: none). Returns sequence and generation."""
+the writer expects (empty: none). Returns sequence and generation."""
 
 _PENDING = """
 local pending = redis.call('GET', KEYS[2])
@@ -253,5 +253,4 @@ return out
 """
 )
 """KEYS current, rows; ARGV generation, then count and width per table. Returns `current`, then marks and bytes of each
-table's rows; `current` alone where the generation is another one; `current` and a row's key where that has another
-width."""
+table's rows; only `current` if the generation differs; `current` and a row's key if that row has another width."""

@@ -1,8 +1,8 @@
-"""Rows in Redis, written in versioned batches that a reader (`redis_rows`) can never mix.
+"""Writes rows to Redis in versioned batches. A reader (`rows`) never gets rows of two versions.
 
-`redis_scripts` has the keys and what each step does. A batch is invisible until its commit, which is one `SET` by a
-script; a batch that was cut off is undone by whoever opens the sink next. Redis is blocked for no longer than one chunk
-of rows takes (`CHUNK_ROWS`, `CHUNK_BYTES`), and by a reader for its own rows.
+`scripts` describes the keys and each step. A batch is invisible until its commit, which is one `SET` in a script. The
+next process that opens the sink undoes an interrupted batch. A writer blocks Redis for one chunk of rows at most
+(`CHUNK_ROWS`, `CHUNK_BYTES`), a reader for its own rows.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ if TYPE_CHECKING:
     from redis import Redis
 
 CHUNK_ROWS = 1000
-"""Most rows that one script writes or settles."""
+"""Maximum number of rows that one script writes or settles."""
 
 CHUNK_BYTES = 1 << 20
-"""Most bytes of values that one script writes."""
+"""Maximum bytes of values that one script writes."""
 
 _SCAN_KEYS = 1000
 
 
 class RedisSink:
-    """A `RowSink` that keeps rows in Redis (5 or newer, or one that speaks and scripts like it).
+    """A `RowSink` that keeps rows in Redis 5 or newer, or in a compatible server.
 
-    One process writes a prefix: the last that opened it; an older one is `Fenced` with its next step. Readers are any
-    number (`RedisRows`), and are never blocked by more than one chunk.
+    The process that last opened a prefix writes it; an earlier one gets `Fenced` at its next step. Any number of
+    readers (`RedisRows`) may read; they wait for one chunk at most.
 
-    Memory in Redis, per row: the key (prefix, table and id in text), 12 bytes, the value, and what Redis keeps per
-    string key. Rows of a batch are held twice from when they are written until shortly after its commit, and a full
-    batch next to the rows it replaces. The server must not evict these keys (``maxmemory-policy noeviction`` or
-    ``volatile-*``): a row that was evicted would read as absent.
+    Memory in Redis, per row: the key (prefix, table and id as text), 12 bytes, the value, and the overhead of Redis per
+    string key. Rows of a batch are stored twice from their write until shortly after its commit. A full batch is
+    stored beside the rows that it replaces. The server must not evict these keys (``maxmemory-policy noeviction`` or
+    ``volatile-*``), because an evicted row reads as absent.
 
     Parameters
     ----------
     client
-        A `redis.Redis` that returns bytes; it is not closed. `connect` makes one.
+        A `redis.Redis` that returns bytes; it is not closed. `connect` creates one.
     prefix
-        Names the sink; also the hash tag of all its keys, so that a cluster keeps them in one slot.
+        The name of the sink, and the hash tag of all its keys, so that a cluster stores them in one slot.
     stored_as
-        How values are stored; another choice than what is there means a full batch.
+        How values are stored; if stored rows differ, the next batch is a full one.
     """
 
     def __init__(self, client: Redis, prefix: str, *, stored_as: StoredAs = "float32") -> None:
@@ -70,12 +70,12 @@ class RedisSink:
         self._at = Connection(client, prefix)
         self._stored_as: StoredAs = stored_as
         self._token: bytes | None = None
-        self._head = b""  # the first bytes of `current` that this process knows
+        self._head = b""  # the first bytes of the last `current` that this process wrote or read
         self._batch: _OpenBatch | None = None
 
     @classmethod
     def connect(cls, url: str, prefix: str, *, stored_as: StoredAs = "float32", **options: Any) -> Self:
-        """Return a sink at a URL such as ``redis://user:password@host:6379/0``; no I/O. Options go to redis-py.
+        """Return a sink at a URL such as ``redis://user:password@host:6379/0``; no I/O. Passes options to redis-py.
 
         Without ``socket_timeout`` and ``socket_connect_timeout`` a server that does not answer in 10 s is a failure.
 
@@ -91,9 +91,9 @@ class RedisSink:
         return self._at.place
 
     def open(self) -> SinkState | None:
-        """Take the prefix over, undo a batch that was cut off, and return what readers see.
+        """Take over the prefix, undo an interrupted batch, and return the state that readers see.
 
-        None where nothing was ever committed, or where it is stored in another way than this sink stores.
+        None if nothing was committed, or if rows are stored in another way than this sink stores them.
 
         Raises
         ------
@@ -101,7 +101,7 @@ class RedisSink:
         BadInput
             The server evicts keys of any kind when its memory is full.
         Fenced
-            Yet another process opened it meanwhile.
+            Another process opened it meanwhile.
         """
         self._batch = None
         self._check_eviction()
@@ -115,18 +115,18 @@ class RedisSink:
         return document.state if document.stored_as == self._stored_as else None
 
     def begin(self, tables: Mapping[str, SinkTable], *, full: bool) -> None:
-        """Begin a batch; see `RowSink.begin`. Settles what the batch before left, if anything.
+        """Begin a batch (`RowSink.begin`), after settling the rows of the previous one.
 
         Raises
         ------
         StorageFailure
-            Also where readers see something else than this process knows: the server was emptied, or restored from an
-            older copy. `open` tells what is there.
+            A request failed, or readers see another state than this process wrote: the server was emptied, or
+            restored from an older copy. `open` returns the state.
         Fenced
         """
         for table in tables:
             if "\0" in table:
-                raise BadName(f"table name {table!r} holds a NUL", table=table)
+                raise BadName(f"table name {table!r} contains a NUL; rename the table", table=table)
         self._settle()
         names = ("token", "current", "pending", "sequence", "written", "garbage")
         keys = [self._at.keys.named(name) for name in names]
@@ -134,7 +134,7 @@ class RedisSink:
         self._batch = _OpenBatch(dict(tables), int(sequence), int(generation), full)
 
     def put(self, table: str, row_ids: RowIds, values: Float32s) -> None:
-        """Write rows of the batch, chunk by chunk; see `RowSink.put`.
+        """Write rows of the batch in chunks (`RowSink.put`).
 
         Raises
         ------
@@ -153,7 +153,7 @@ class RedisSink:
             batch.steps += 1
 
     def delete(self, table: str, row_ids: RowIds) -> None:
-        """Make rows absent with the batch's commit; see `RowSink.delete`.
+        """Make rows absent when the batch is committed (`RowSink.delete`).
 
         Raises
         ------
@@ -168,7 +168,7 @@ class RedisSink:
             batch.steps += 1
 
     def commit(self, state: SinkState) -> None:
-        """Show the batch to readers in one step, then drop what it replaced; see `RowSink.commit`.
+        """Make the batch visible in one step, then delete the rows that it replaced (`RowSink.commit`).
 
         Raises
         ------
@@ -176,7 +176,7 @@ class RedisSink:
         """
         batch = self._batch
         if batch is None:
-            raise BadInput(f"{self.name} has no batch to commit: begin() one")
+            raise BadInput(f"{self.name} has no batch to commit: call begin() first")
         document = CurrentGeneration(
             format=FORMAT, stored_as=self._stored_as, store=state.store, branch=state.branch, version=state.version,
             step=state.step, scope=state.scope,
@@ -185,26 +185,26 @@ class RedisSink:
         keys = self._keys("token", "current", "pending", "garbage")
         self._at.run("COMMIT", keys, self._held(), batch.mark, batch.steps, msgspec.json.encode(document))
         self._batch, self._head = None, struct.pack(">Q", batch.generation) + batch.mark
-        # The batch is committed whatever happens to the tidying; the next batch begins with it.
+        # The batch is committed even if settling fails; the next batch settles first.
         with contextlib.suppress(StorageFailure, Fenced):
             self._settle()
 
     def abort(self) -> None:
-        """Undo the batch as far as the server can be reached; the rest is undone by the next `open` or `begin`."""
+        """Undo the batch if the server is reachable; otherwise the next `open` or `begin` undoes it."""
         if self._batch is not None:
             self._batch = None
             with contextlib.suppress(StorageFailure, Fenced):
                 self._settle()
 
     def close(self) -> None:
-        """Close the client's connections, once its feed has ended; using the sink again opens them again."""
+        """Close the client's connections after its feed has ended; using the sink again reopens them."""
         self._at.client.close()
 
     def _settle(self) -> None:
-        """Give up a pending batch, and leave of every row that batches wrote what `current` shows."""
+        """Drop a pending batch, and reduce every written row to the entry that `current` shows."""
         first = self._keys("token", "current", "written", "pending")
         chunk = self._at.run("DROP", self._keys("token", "pending", "garbage", "written"), self._held())
-        # Rows that wait here are of the current generation: a full batch lists none.
+        # Unsettled rows are of the current generation: a full batch lists none.
         generation = self._generation() if chunk is not None else 0
         while chunk is not None:
             rows = self._at.keys.rows(generation, *_chunk_rows(chunk))
@@ -237,18 +237,18 @@ class RedisSink:
         try:
             memory = self._at.call("asking for the eviction policy", partial(self._at.client.info, "memory"))
         except AccessDenied:
-            return  # a user without INFO: the documentation asks for the right policy
+            return  # this user may not run INFO; the documentation requires the right policy
         policy = str(memory.get("maxmemory_policy", "noeviction"))
         if int(memory.get("maxmemory", 0)) > 0 and policy.startswith("allkeys"):
             raise BadInput(
-                f"the server of {self.name} evicts any key when its memory is full (maxmemory-policy {policy}), and an "
-                "evicted row reads as absent; set noeviction, or volatile-lru for caches beside it",
+                f"the server of {self.name} evicts any key if its memory is full (maxmemory-policy {policy}), and an "
+                "evicted row reads as absent; set noeviction, or volatile-lru if it also has caches",
                 path=self._at.keys.prefix, found=policy, expected="noeviction",
             )  # fmt: skip
 
     def _writing(self, table: str) -> tuple[_OpenBatch, int]:
         if self._batch is None:
-            raise BadInput(f"{self.name} has no batch to write to: begin() one", table=table)
+            raise BadInput(f"{self.name} has no batch to write to: call begin() first", table=table)
         if table not in self._batch.tables:
             raise TableNotFound(
                 f"the batch of {self.name} has no table {table!r}; it has {sorted(self._batch.tables)}", table=table
@@ -260,13 +260,13 @@ class RedisSink:
 
     def _held(self) -> bytes:
         if self._token is None:
-            raise BadInput(f"{self.name} is not open: open() it")
+            raise BadInput(f"{self.name} is not open: call open() first")
         return self._token
 
 
 @dataclass(slots=True)
 class _OpenBatch:
-    """A batch on its way, of which so many steps have run."""
+    """A batch before its commit; ``steps`` is the number of steps that have run."""
 
     tables: dict[str, SinkTable]
     sequence: int

@@ -1,8 +1,8 @@
-"""Hooks that tell a tracker which rows the lookups of a sharded model read, and when the fused optimizer has written.
+"""Hooks that report to a tracker which rows a sharded model looks up, and when the fused optimizer has written them.
 
-Why this module exists: ids are local to a shard only inside the lookup, and a fused optimizer has no step to hook: it
-writes while the lookup's own node of the backward graph runs. So the forward of each lookup marks rows, and the end of
-that node says that they are written. TorchRec's tracker callbacks are single slots and are left alone.
+Why this module exists: ids are local to a shard only inside the lookup. A fused optimizer has no step to hook: it
+writes while the lookup's node of the backward graph runs. So the forward hook of each lookup marks rows, and a hook at
+the end of that node reports that they are written. TorchRec's tracker callbacks are single slots and are not used.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from cnr_store.integrations.torchrec.shards import Kernel, Lookup, Sharded
 from cnr_store.training.shards import Handle
 
 _PATIENCE = 3
-"""Backwards of other forwards that one in a pipeline may wait for without a look for garbage, which takes time."""
+"""A forward may wait for this many backwards of other forwards before garbage is collected, which takes time."""
 
 
 class Tracker(Protocol):
-    """What is told; `cnr_store_gpu.RowTracker` is one."""
+    """Receives the reports; `cnr_store_gpu.RowTracker` is one."""
 
     def lookup_slices(self, names: Sequence[str], ids: torch.Tensor, ends: Sequence[int]) -> None:
-        """Rows are read that an update will change: slice i of ``ids`` ends at ``ends[i]``, local to shard i."""
+        """Report rows that an update will change: slice i of ``ids``, local to shard i, ends at ``ends[i]``."""
 
     def updated(self, name: str) -> None:
-        """A fused optimizer has written a shard's updates; lookups that still wait for theirs are told of again."""
+        """Report that a fused optimizer has updated a shard; lookups without an update yet are reported again."""
 
 
 def follow(sharded: Sharded, tracker: Tracker) -> list[Handle]:
-    """Make the lookups tell a tracker, until the handles are removed.
+    """Attach hooks that report lookups to a tracker, and return their handles.
 
-    Only lookups that may change rows count: gradients are enabled. A lookup in eval mode is told once its backward
-    has written, if it ever does.
+    Only lookups with gradients enabled are reported, because only they may change rows. A lookup in eval mode is
+    reported after its backward has written, if that happens.
     """
     handles: list[Handle] = []
     for lookup in sharded.lookups:
-        if not lookup.slices:  # this rank has no shard of it
+        if not lookup.slices:  # this rank has no shard of its tables
             continue
         follower = _LookupFollower(lookup, tracker)
         handles.append(
@@ -60,7 +60,7 @@ def follow(sharded: Sharded, tracker: Tracker) -> list[Handle]:
 
 @dataclass(eq=False)
 class _Forward:
-    """One forward of a kernel, kept alive by its node of the backward graph alone: a dropped loss drops it too."""
+    """One forward of a kernel. Only its node of the backward graph references it, so dropping the loss drops it."""
 
     ids: torch.Tensor
     ends: list[int]
@@ -69,7 +69,7 @@ class _Forward:
 
 
 class _LookupFollower:
-    """The hooks of one lookup: what its forward shows, and which of its forwards still wait for their backward."""
+    """The hooks of one lookup: the ids of its forward, and its forwards that have no backward yet."""
 
     def __init__(self, lookup: Lookup, tracker: Tracker) -> None:
         self._lookup, self._tracker = lookup, tracker
@@ -82,7 +82,7 @@ class _LookupFollower:
         if not torch.is_grad_enabled():
             return
         features = args[0] if args else kwargs["sparse_features"]
-        # By position: a feature that several tables share comes once per table, under the same key.
+        # By position, because a feature that several tables share occurs once per table, with the same key.
         ends = list(private(features, "offset_per_key")()[1:])
         if len(ends) != len(self._lookup.slices):
             raise Unsupported(
@@ -104,13 +104,13 @@ class _LookupFollower:
         if output.grad_fn is not None:
             self._waiting[number].add(forward)
             output.grad_fn.register_hook(lambda _inputs, _outputs: self._written(number, forward))
-        elif self._learns:  # no backward will come
+        elif self._learns:  # there will be no backward
             self._settle(number)
 
     def _written(self, number: int, forward: _Forward) -> None:
         if not forward.is_told:
             self._tell(number, forward)
-        # Another backward over the same graph, if it is kept, writes the rows once more.
+        # Another backward over the same graph, if it is retained, writes the rows again.
         forward.is_told = False
         self._waiting[number].discard(forward)
         self._settle(number)
@@ -125,9 +125,9 @@ class _LookupFollower:
                 self._tell(number, forward)
 
     def _outlive(self, number: int) -> bool:
-        """Count for the forwards that still wait, and return whether one of them waits for suspiciously long.
+        """Count this backward for all pending forwards; return whether one has reached the limit.
 
-        TorchRec's graphs over several ranks are reference cycles: a dropped one waits until they are collected.
+        TorchRec's graphs over several ranks are reference cycles: a dropped one is freed by garbage collection only.
         """
         found = False
         for forward in self._waiting[number]:

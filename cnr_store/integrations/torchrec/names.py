@@ -1,7 +1,7 @@
-"""TorchRec's own names, looked up in one place.
+"""Imports TorchRec's names in one place.
 
-Why this module exists: what shows the lookups of a sharded module is private in TorchRec and has moved between
-releases. A name that is missing must end in an error that names the version, not in rows that nobody marks.
+Why this module exists: the lookups of a sharded module are private in TorchRec, and their names changed between
+releases. A missing name must raise an error with the version; otherwise changed rows would not be marked.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ try:
     import torchrec
 except ImportError as error:
     raise MissingDependency(
-        'sharded tables need torchrec; pip install "cnr-store[torchrec]", then torchrec and fbgemm-gpu themselves',
+        'sharded tables need torchrec; pip install "cnr-store[torchrec]", then torchrec and fbgemm-gpu',
         found="torchrec",
     ) from error
 
@@ -39,7 +39,7 @@ SHARDED_COLLECTIONS = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 
 
 def private(owner: Any, name: str) -> Any:
-    """Return an attribute that TorchRec or FBGEMM does not promise.
+    """Return a private attribute of TorchRec or FBGEMM.
 
     Raises
     ------
@@ -51,7 +51,7 @@ def private(owner: Any, name: str) -> Any:
     except AttributeError as error:
         version = getattr(torchrec, "__version__", "?")
         raise Unsupported(
-            f"{type(owner).__name__} of torchrec {version} has no {name!r}, which shows the lookups of its tables; "
+            f"{type(owner).__name__} of torchrec {version} has no {name!r}, which is needed to find its lookups; "
             f"cnr_store was tested with torchrec {TESTED}",
             found=version,
             expected=TESTED,

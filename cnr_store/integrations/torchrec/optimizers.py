@@ -1,8 +1,8 @@
-"""The torch optimizers inside TorchRec's.
+"""Finds the torch optimizers inside TorchRec's wrappers.
 
-Why this module exists: TorchRec wraps optimizers so that their state is keyed by name, and joins the fused ones with
-them. Hooks on a wrapper's ``step`` see none of it, and its state is a copy of views; the optimizers inside are what
-steps and what has the state.
+Why this module exists: TorchRec wraps optimizers to key their state by name, and combines them with the fused ones.
+Hooks on a wrapper's ``step`` do not run, and its state is a copy of views. The inner optimizers have the real ``step``
+and state.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from cnr_store.integrations.torchrec.names import (
 
 
 def unwrap(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer] | None:
-    """Return the plain optimizers inside one of TorchRec's, in their order; None if it is none of TorchRec's.
+    """Return the plain optimizers inside one of TorchRec's, in order; None if it is not one of TorchRec's.
 
-    Fused optimizers are left out: their state belongs to the shards. A ``KeyedOptimizer`` of the caller's own class is
-    plain itself.
+    Fused optimizers are omitted, because their state belongs to the shards. A ``KeyedOptimizer`` of the caller's own
+    class counts as plain.
     """
     if isinstance(optimizer, FusedOptimizer):
         return []

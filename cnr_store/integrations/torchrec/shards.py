@@ -1,11 +1,11 @@
-"""Which pieces of which tables a model sharded by TorchRec has on this rank, and which lookup reads which piece.
+"""Finds the shards of a model sharded by TorchRec on this rank, and the lookup that reads each shard.
 
-Why this module exists: ``state_dict()`` shows the pieces and not their lookups, TorchRec's feature names are
-ambiguous (two tables may share a feature), and two modules may have tables of the same name. The lookups know both, by
-position. Nothing here attaches or changes anything.
+Why this module exists: ``state_dict()`` has the shards but not their lookups. TorchRec's feature names are ambiguous
+(two tables may share a feature), and two modules may have tables of the same name. The lookups have both, by position.
+This module attaches and changes nothing.
 
-Tables of an unsharded ``EmbeddingBagCollection`` or ``EmbeddingCollection`` are not found here: those collections
-hold plain ``nn.EmbeddingBag`` and ``nn.Embedding`` modules, which `RowTracker` finds by itself.
+It does not find tables of an unsharded ``EmbeddingBagCollection`` or ``EmbeddingCollection``: those collections contain
+plain ``nn.EmbeddingBag`` and ``nn.Embedding`` modules, which `RowTracker` finds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _IN_BACKWARD = {EmbeddingComputeKernel.FUSED, EmbeddingComputeKernel.FUSED_UVM}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernel:
-    """One FBGEMM module of a lookup: it reads several shards at once.
+    """One FBGEMM module of a lookup, which reads several shards at once.
 
     Attributes
     ----------
@@ -52,11 +52,11 @@ class Lookup:
     Attributes
     ----------
     collection
-        Its ``training`` is the one that counts: TorchRec does not hand the mode on to lookups.
+        Its ``training`` is the mode to use: TorchRec does not pass the mode on to lookups.
     module
-        What gets the features, without DistributedDataParallel around it.
+        The module that gets the features, without DistributedDataParallel around it.
     slices
-        For each slice of the features that it gets, in order: the name of the shard whose rows they are.
+        For each slice of its features, in order, the name of the shard that the rows belong to.
     """
 
     collection: nn.Module
@@ -67,7 +67,7 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sharded:
-    """Everything that was found: shards in a fixed order, and the lookups that read them."""
+    """All shards in a fixed order, and the lookups that read them."""
 
     shards: tuple[LocalShard, ...]
     lookups: tuple[Lookup, ...]
@@ -75,7 +75,7 @@ class Sharded:
 
 @dataclass(slots=True, eq=False)
 class _ShardPiece:
-    """A shard on the way: its number among the table's shards is known when all are found."""
+    """A shard before its number is set, which needs all shards of the table."""
 
     shard: LocalShard
     num_slices: int
@@ -103,7 +103,7 @@ def find_sharded(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] =
     found: list[tuple[nn.Module, nn.Module, list[tuple[nn.Module, bool]]]] = []
     for owner, collection in _collections(model):
         for wrapped in private(collection, "_lookups"):
-            lookup = getattr(wrapped, "module", wrapped)  # data-parallel lookups stand inside DDP
+            lookup = getattr(wrapped, "module", wrapped)  # data-parallel lookups are inside DDP
             kernels: list[tuple[nn.Module, bool]] = []
             for group, holder in zip(private(lookup, "grouped_configs"), private(lookup, "_emb_modules"), strict=True):
                 shards = list(_shards_of(owner, collection, group, holder, optimizers))

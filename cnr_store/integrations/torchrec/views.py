@@ -1,9 +1,9 @@
-"""Live views of what an FBGEMM kernel holds: weights, row state of its fused optimizer, and its counters.
+"""Live views of an FBGEMM kernel: weights, row state of its fused optimizer, and its counters.
 
 Why this module exists: ``state_dict()`` shows the same memory as sharded tensors whose layout depends on the
-sharding (under column-wise sharding the row state of all shards is one long vector). The kernel has one tensor
-per shard, which is what a checkpoint needs. Which rows an optimizer moves was checked row by row for those that run
-on a CPU (tests/training/torchrec); the others run on a GPU only.
+sharding (under column-wise sharding the row state of all shards is one long vector). The kernel has one tensor per
+shard, as a checkpoint needs. Tests check row by row which rows an optimizer changes, for those that run on a CPU
+(tests/training/torchrec); the others run on a GPU only.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from cnr_store.integrations.torchrec.names import private
 from cnr_store.training.shards import Scalars, Slots
 from cnr_store_gpu import Movement, RowMovement
 
-# Their backward visits the rows of the batch and no others, weight decay included.
+# Their backward changes only the rows of the batch, also with weight decay.
 _LAZY = {
     "exact_sgd", "exact_adagrad", "exact_row_wise_adagrad", "lars_sgd", "adam", "partial_row_wise_adam", "lamb",
     "partial_row_wise_lamb",
 }  # fmt: skip
-# These rewrite whole tables in forward every so many steps.
+# These rewrite whole tables in some forwards.
 _SWEEPING = {"ensemble_row_wise_adagrad", "ema_in_place_row_wise_adagrad"}
 
 
@@ -37,14 +37,14 @@ def fused_movement(kernel: nn.Module) -> RowMovement:
     if name in _SWEEPING:
         return RowMovement(Movement.ALL, Movement.ALL, f"fused {name}: it rewrites whole tables every so many steps")
     return RowMovement(
-        Movement.ALL, Movement.ALL, f"fused {name}: it is not known here, so every row may move", is_known=False
+        Movement.ALL, Movement.ALL, f"fused {name}: unknown optimizer, so every row may change", is_known=False
     )
 
 
 def fused_slots(kernel: nn.Module, position: int) -> Callable[[], Slots]:
-    """Return what asks the kernel for the row state of its table number ``position``, live.
+    """Return a function that returns the live row state of the kernel's table number ``position``.
 
-    The names are TorchRec's: ``momentum1`` for the first slot of every optimizer, then the optimizer's own.
+    The names are TorchRec's: ``momentum1`` for the first slot of every optimizer, then the optimizer's names.
     """
 
     def slots() -> Slots:
@@ -55,7 +55,7 @@ def fused_slots(kernel: nn.Module, position: int) -> Callable[[], Slots]:
         named = {
             name if number else "momentum1": value for number, (name, value) in enumerate(states[position].items())
         }
-        # The counter of steps stands among them for some optimizers; a table of one row has it too.
+        # For some optimizers the step counter is among them; its name also excludes it in a table of one row.
         return {
             name: value
             for name, value in named.items()
@@ -66,7 +66,7 @@ def fused_slots(kernel: nn.Module, position: int) -> Callable[[], Slots]:
 
 
 def fused_scalars(kernel: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], Scalars]:
-    """Return what reads the kernel's counters and its learning rate. Waits for the kernel's device when called."""
+    """Return a function that reads the kernel's counters and learning rate, and waits for its device."""
 
     def scalars() -> Scalars:
         found: Scalars = {
@@ -81,12 +81,12 @@ def fused_scalars(kernel: nn.Module, optimizer: torch.optim.Optimizer) -> Callab
 
 
 def put_fused_scalars(kernel: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Mapping[str, Any]], None]:
-    """Return what writes values of `fused_scalars` into the kernel."""
+    """Return a function that writes values of `fused_scalars` into the kernel."""
 
     def put(values: Mapping[str, Any]) -> None:
         if "iter" in values:
             private(kernel, "iter").fill_(int(values["iter"]))
-            # The kernel counts with this one, and looks at the other only while this is zero.
+            # The kernel increments this one, and reads the other only if this one is zero.
             private(kernel, "iter_cpu").fill_(int(values["iter"]))
         if "learning_rate" in values:
             optimizer.param_groups[0]["lr"] = values["learning_rate"]
