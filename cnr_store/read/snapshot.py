@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -109,7 +110,7 @@ class Snapshot:
         assert self._readers is not None
         return self._readers
 
-    @property
+    @cached_property
     def lookup_readers(self) -> Sequence[ChunkReader]:
         """The segments of the chain through the cache, if there is one."""
         return self.readers if self._cache is None else [reader.kept_by(self._cache) for reader in self.readers]

@@ -204,7 +204,8 @@ def _replayed(
     for start, stop in windows if rows is None else [(0, len(rows))]:
         for piece in by_columns(plan):
             codes = TableCodes(plan.schema, start, stop, hold(piece, start, stop), columns=piece.columns)
-            chosen = piece if rows is not None else clip(piece, start, stop)
+            is_whole = rows is not None or (start, stop) == (plan.start, plan.stop)
+            chosen = piece if is_whole else clip(piece, start, stop)
             with reading_ahead(readers, chosen, list(codes.arrays), workers) as sources:
                 replay(sources, chosen, codes, workers, rows)
             yield piece, codes

@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
+from types import MappingProxyType
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -109,9 +111,19 @@ class ArraySpec:
         return digest.presence(self.columns[0], escape=escape) if self.name == "codes" else digest.NO_PRESENCE
 
 
-def array_specs(schema: TableSchema, columns: tuple[int, int] | None = None) -> dict[str, ArraySpec]:
-    """Return the arrays of a table, or of a column range of it, weights first. Pure."""
-    columns = columns or (0, schema.dim)
+def array_specs(schema: TableSchema, columns: tuple[int, int] | None = None) -> Mapping[str, ArraySpec]:
+    """Return the arrays of a table, or of a column range of it, weights first. Pure; what is returned is kept."""
+    return _specs_of(schema_key(schema), columns or (0, schema.dim))
+
+
+def schema_key(schema: TableSchema) -> bytes:
+    """Return what is equal for schemas that are the same in every bit: 0.0 and -0.0, which are equal, are not."""
+    return msgspec.msgpack.encode(schema)
+
+
+@lru_cache(maxsize=1 << 14)
+def _specs_of(key: bytes, columns: tuple[int, int]) -> Mapping[str, ArraySpec]:
+    schema = msgspec.msgpack.decode(key, type=TableSchema)
     width = columns[1] - columns[0]
     scale_shift = 0.5**schema.shift
     encoding = schema.encoding
@@ -125,17 +137,17 @@ def array_specs(schema: TableSchema, columns: tuple[int, int] | None = None) -> 
             f"slots/{name}", slot.encoding, slot.dtype, 1 if vector else width, vector,
             slot.mirror and additive, slot.fill, columns,
         )  # fmt: skip
-    return specs
+    return MappingProxyType(specs)
 
 
 def stored_specs(
     schema: TableSchema, columns: tuple[int, int], operation: Literal["add", "set", "escape"]
-) -> dict[str, ArraySpec]:
+) -> Mapping[str, ArraySpec]:
     """Return the arrays of a row list as it stores them: what is copied from list to list without decoding. Pure.
 
     The weights of an ``escape`` list are named ``codes`` here too, and are floats like its slots.
     """
-    specs = array_specs(schema, columns)
+    specs = dict(array_specs(schema, columns))
     if operation == "escape":
         return {name: replace(spec, encoding=Raw(), is_additive=False) for name, spec in specs.items()}
     if operation == "add":
@@ -190,7 +202,7 @@ class TableCodes:
         arrays: dict[str, Array],
         allocate: Allocate = np.zeros,
         columns: tuple[int, int] | None = None,
-        specs: dict[str, ArraySpec] | None = None,
+        specs: Mapping[str, ArraySpec] | None = None,
     ) -> None:
         self.schema = schema
         self.start = start

@@ -61,6 +61,15 @@ def test_the_first_error_is_raised_stops_the_rest_and_waits_for_what_runs() -> N
         assert workers.run([lambda: 3]) == [3]
 
 
+def test_a_task_that_is_alone_runs_on_the_calling_thread() -> None:
+    with Workers(2) as workers:
+        alone = workers.run([threading.get_ident])
+        together = workers.run([threading.get_ident, threading.get_ident])
+
+    assert alone == [threading.get_ident()]
+    assert threading.get_ident() not in together
+
+
 def test_blocks_cover_the_range() -> None:
     assert blocks(0, 4) == []
     assert blocks(8, 4) == [(0, 4), (4, 8)]

@@ -77,7 +77,7 @@ class MergedRows:
         )
         return replace(self.plan, batches=batches, tracks_status=False)
 
-    def specs(self) -> dict[str, ArraySpec]:
+    def specs(self) -> Mapping[str, ArraySpec]:
         """Return the arrays of the list."""
         return {} if self.operation == "delete" else stored_specs(self.plan.schema, self.plan.columns, self.operation)
 
@@ -107,7 +107,7 @@ class _TypedRows:
         self,
         rows: MergedRows,
         plan: TablePlan,
-        specs: dict[str, ArraySpec],
+        specs: Mapping[str, ArraySpec],
         dtypes: Mapping[str, np.dtype[Any]],
         cache_bytes: int,
     ) -> None:

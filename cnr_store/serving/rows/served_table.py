@@ -8,8 +8,10 @@ are never needed; else they are the codes, and rows are decoded as they are look
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -17,7 +19,7 @@ from cnr_store.encodings import kernels, widths
 from cnr_store.errors import BadDtype, BadInput, BadRowIds, BadShape, NonFiniteValues
 from cnr_store.format.records import TableSchema
 from cnr_store.runtime.threads import blocks
-from cnr_store.segment.codes import ABSENT, CODED, Array, ArraySpec, EscapeRows, array_specs, decode_block
+from cnr_store.segment.codes import ABSENT, CODED, Array, ArraySpec, EscapeRows, array_specs, decode_block, schema_key
 from cnr_store.serving.rows import gather
 from cnr_store.serving.rows.fused_kernels import BITS_8_EXTRA_BYTES, fuse_rows_8bit
 from cnr_store.serving.rows.key_index import KeyIndex, slots_for
@@ -30,6 +32,7 @@ Served = Literal["float32", "float16", "bfloat16", "int8"]
 """How a lookup returns rows. ``int8``: fused 8-bit rows (uint8, dim + 8): codes, float32 scale, float32 bias."""
 
 Holds = Literal["values", "codes"]
+_SERVED, _HOLDS = get_args(Served), ("auto", *get_args(Holds))
 
 _LARGEST_ID = np.iinfo(np.int64).max
 
@@ -143,10 +146,16 @@ def row_kind(schema: TableSchema, served: Served | None = None, holds: Literal["
         table that has none.
     """
     served = schema.dtype if served is None else served
-    if served not in get_args(Served):
-        raise BadInput(f"rows are served as one of {get_args(Served)}, found {served!r}", found=served)
-    if holds not in ("auto", *get_args(Holds)):
+    if served not in _SERVED:
+        raise BadInput(f"rows are served as one of {_SERVED}, found {served!r}", found=served)
+    if holds not in _HOLDS:
         raise BadInput(f"holds is 'auto', 'values' or 'codes', found {holds!r}", found=holds)
+    return _row_kind(schema_key(schema), served, holds)
+
+
+@lru_cache(maxsize=1 << 14)
+def _row_kind(key: bytes, served: Served, holds: Literal["auto"] | Holds) -> RowKind:
+    schema = msgspec.msgpack.decode(key, type=TableSchema)
     name = type(schema.encoding).__name__
     has_codes = isinstance(schema.encoding, Lattice | FloatBits)
     if holds == "codes" and not has_codes:

@@ -427,6 +427,8 @@ class Publisher:
         return list(kept)
 
     def _blocks_of(self, arrays: Iterable[Array]) -> set[int]:
+        if self._memory is ANONYMOUS:  # which has no blocks: nothing is proportional to the tables here
+            return set()
         blocks = (self._memory.block_of(array) for array in arrays)
         return {block for block in blocks if block is not None}
 

@@ -322,7 +322,8 @@ class _Building:
         gone = np.empty(0, np.int64)
         if held.is_keyed and schema.keys == "dense" and schema.num_rows < self.now.schema.num_rows:
             gone = vanished_rows(self.now, schema)
-        self.now = _with_schema(self.now, schema)
+        if self.now.schema is not schema:
+            self.now = _with_schema(self.now, schema)
         if len(gone):
             # They would be there again where a later segment makes the table longer.
             overlay = Overlay.allocate(held.name, schema, len(gone), held.kind.width, held.rows.dtype)
