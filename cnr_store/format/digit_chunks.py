@@ -36,7 +36,7 @@ _UNPACKED_TO_STORED = 100
 """So many bytes to unpack count as one more that is stored."""
 
 _DIVIDED = 1.005
-"""Digits whose base is no power of two are unpacked at half the speed, so they must save half a percent."""
+"""Digits whose base is no power of two are unpacked at a quarter of the speed, so they must save half a percent."""
 
 
 def chunk_bytes(count: int, itemsize: int) -> int:
