@@ -7,9 +7,9 @@ from collections.abc import Callable
 from cnr_store.errors import CorruptStore, MissingObject
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.format.records import ChainEntry, CommitRecord
+from cnr_store.relay.copied_versions import CopiedVersions
 from cnr_store.relay.copying import copy_segment, copy_side_object, has_segment
-from cnr_store.relay.held_versions import HeldVersions
-from cnr_store.relay.mirroring import Descent, next_live, segments_to_copy, versions_to_hold
+from cnr_store.relay.mirroring import Descent, next_live, segments_to_copy, versions_of_channels
 from cnr_store.relay.report import RelayReport
 from cnr_store.relay.source import RelaySource
 from cnr_store.relay.target import RelayTarget
@@ -26,13 +26,13 @@ class Copier:
         self,
         source: RelaySource,
         target: RelayTarget,
-        held: HeldVersions,
+        copied: CopiedVersions,
         throttle: Throttle,
         clock_ms: Callable[[], int],
     ) -> None:
         self._source = source
         self._target = target
-        self._held = held
+        self._copied = copied
         self._throttle = throttle
         self._clock_ms = clock_ms
         self._damaged: dict[str, CorruptStore] = {}
@@ -50,24 +50,24 @@ class Copier:
             The source is damaged and has no newer version. Nothing of this version becomes visible.
         AccessDenied, StorageFailure
         """
-        entry = self._hold_next(version, report)
+        entry = self._copy_next_live(version, report)
         head = self._target.head
         bottom = self._target.first if head is None else head.record.v + 1
         self._copy_records(entry, bottom)
         report.skipped += entry.record.v - bottom
         report.versions += 1
         report.delay_s = (self._clock_ms() - entry.record.ts_ms) / 1000
-        self._held.remember(entry)
+        self._copied.remember(entry)
         return entry
 
-    def mend(self, held: LogEntry, report: RelayReport) -> None:
+    def mend(self, head: LogEntry, report: RelayReport) -> None:
         """Copy the segments of the newest version that were deleted at the target. One GET per segment."""
-        if held.record.kind == "close":
+        if head.record.kind == "close":
             return
         try:
-            self._copy_segments(held.record.chain, report)
+            self._copy_segments(head.record.chain, report)
         except MissingObject:
-            if not self._source.is_gone(held.record.v):
+            if not self._source.is_gone(head.record.v):
                 raise
 
     def copy_segment(self, item: ChainEntry, report: RelayReport) -> None:
@@ -86,7 +86,7 @@ class Copier:
         report.bytes += copied.size_bytes
         report.reused_objects += copied.reused_objects
 
-    def _hold_next(self, version: int, report: RelayReport) -> LogEntry:
+    def _copy_next_live(self, version: int, report: RelayReport) -> LogEntry:
         """Copy the segments of the first live version from ``version`` on, and of the versions its channels name."""
         while True:
             newest = self._source.newest
@@ -99,7 +99,7 @@ class Copier:
                 reused = self._copy_segments(entry.record.chain, report) if newest.record.kind != "close" else []
                 reused += self._copy_named(entry.record, report)
             except CorruptStore as error:
-                version = self._pass_over(entry.record.v, error, report)
+                version = self._next_after_failure(entry.record.v, error, report)
                 continue
             # Check again: another relay of this target may have deleted a segment that no version needed before.
             for item in reused:
@@ -110,17 +110,17 @@ class Copier:
     def _copy_named(self, record: CommitRecord, report: RelayReport) -> list[ChainEntry]:
         """Copy the segments of the unexpired versions that a record's channels name."""
         reused = []
-        for named in versions_to_hold(record, self._target.first):
+        for named in versions_of_channels(record, self._target.first):
             try:
-                if named not in self._held:
-                    self._held.remember(self._source.entry(named))
-                reused += self._copy_segments(self._held.chain_of(named), report)
+                if named not in self._copied:
+                    self._copied.remember(self._source.entry(named))
+                reused += self._copy_segments(self._copied.chain_of(named), report)
             except MissingObject:
                 if not self._source.is_gone(named):
                     raise
         return reused
 
-    def _pass_over(self, version: int, error: CorruptStore, report: RelayReport) -> int:
+    def _next_after_failure(self, version: int, error: CorruptStore, report: RelayReport) -> int:
         """Return the version to continue with after an unavailable one; raise ``error`` if there is no newer one."""
         if not (isinstance(error, MissingObject) and self._source.is_gone(version)):
             newest = self._source.look()
@@ -137,12 +137,12 @@ class Copier:
     def _copy_segments(self, chain: tuple[ChainEntry, ...], report: RelayReport) -> list[ChainEntry]:
         """Copy the missing segments of a chain; return those that an earlier round or another relay copied."""
         reused = []
-        for item in segments_to_copy([chain], self._held.present):
+        for item in segments_to_copy([chain], self._copied.present):
             if has_segment(self._target.storage, item):
                 reused.append(item)
             else:
                 self.copy_segment(item, report)
-            self._held.present.add(item.seg)
+            self._copied.present.add(item.seg)
         return reused
 
     def _copy_records(self, newest: LogEntry, bottom: int) -> None:

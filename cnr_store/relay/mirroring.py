@@ -51,7 +51,7 @@ def first_version(head: CommitRecord, start: int | None, begins: int) -> int | N
     return max(wanted, begins, 1)
 
 
-def versions_to_hold(record: CommitRecord, first: int) -> tuple[int, ...]:
+def versions_of_channels(record: CommitRecord, first: int) -> tuple[int, ...]:
     """Return the other versions that a record's channels name and whose records the relay has."""
     named = {version for version in record.channels.values() if first <= version < record.v}
     return tuple(sorted(version for version in named if is_live(record, version)))
@@ -112,19 +112,19 @@ class Descent:
         self.version -= 1
         return RawRecord(version, data)
 
-    def check_meets(self, held: LogEntry | None) -> None:
+    def check_meets(self, head: LogEntry | None) -> None:
         """Check that the next lower position has the record that the relay has there, if it has one.
 
         Raises
         ------
         CorruptRecord
         """
-        if held is None:
+        if head is None:
             return
         expected = self._expected[self.version]
-        if held.record.v != self.version or held.digest != expected:
+        if head.record.v != self.version or head.digest != expected:
             raise CorruptRecord(
                 f"commit record {self.version + 1} of the source expects another record {self.version} than the relay "
                 "has: the source's log was rewritten or restored; start a new relay in an empty place",
-                version=self.version, expected=expected, found=held.digest,
+                version=self.version, expected=expected, found=head.digest,
             )  # fmt: skip

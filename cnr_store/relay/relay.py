@@ -19,9 +19,9 @@ from cnr_store.errors import BadInput, CorruptStore, StorageFailure, VersionExpi
 from cnr_store.format.commit_record import LogEntry, is_live
 from cnr_store.log.clock import wall_ms
 from cnr_store.log.retention import RetentionPolicy
+from cnr_store.relay.copied_versions import CopiedVersions
 from cnr_store.relay.copier import Copier
-from cnr_store.relay.held_versions import HeldVersions
-from cnr_store.relay.mirroring import first_version, versions_to_hold
+from cnr_store.relay.mirroring import first_version, versions_of_channels
 from cnr_store.relay.report import RelayReport
 from cnr_store.relay.source import BATCH, RelaySource
 from cnr_store.relay.target import RelayTarget
@@ -115,10 +115,10 @@ class Relay:
         self._trims = trims
         self._clock_ms, self._monotonic_s = clock_ms, monotonic_s
         self._throttle = Throttle(bytes_per_s)
-        self._held = HeldVersions()
-        self._copier = Copier(self._source, self._target, self._held, self._throttle, clock_ms)
+        self._copied = CopiedVersions()
+        self._copier = Copier(self._source, self._target, self._copied, self._throttle, clock_ms)
         self._trimmer = Trimmer(
-            self._target, self._held, self._copier, RetentionPolicy() if policy is None else policy,
+            self._target, self._copied, self._copier, RetentionPolicy() if policy is None else policy,
             int(grace_s * 1000), clock_ms,
         )  # fmt: skip
         self._is_open = False
@@ -163,9 +163,9 @@ class Relay:
         try:
             is_level = self._catch_up(report)
         except StorageFailure:
-            self._let_go(report)  # The target may be full, and only this frees space.
+            self._trim(report)  # The target may be full, and only this frees space.
             raise
-        untrimmed = self._let_go(report)
+        untrimmed = self._trim(report)
         if untrimmed is not None:
             report.problem = untrimmed
         return self._closed(report, is_level=is_level)
@@ -209,7 +209,7 @@ class Relay:
             return self._begin(identity, report)
         head = self._target.find_head()
         self._source.check_history(head, self._target.storage.url)
-        self._load_held(head)
+        self._load_copied(head)
         self._copier.mend(head, report)
         return True
 
@@ -231,7 +231,7 @@ class Relay:
         target.put_root(source.read_root(), identity)
         return True
 
-    def _load_held(self, head: LogEntry) -> None:
+    def _load_copied(self, head: LogEntry) -> None:
         """Load the versions that earlier processes copied and kept, for trimming. One GET for each."""
         versions: list[int] = []
         if self._trims:
@@ -242,8 +242,8 @@ class Relay:
             reads = [partial(self._target.read_record, version) for version in versions[start:stop]]
             for entry in self._source.workers.run(reads):
                 if entry is not None and is_live(head.record, entry.record.v):
-                    self._held.remember(entry)
-        self._held.remember(head)
+                    self._copied.remember(entry)
+        self._copied.remember(head)
 
     def _catch_up(self, report: RelayReport) -> bool:
         """Copy up to the newest version of the source at the start; return whether there is none newer at the end."""
@@ -259,7 +259,7 @@ class Relay:
                 return False
             head = self._copy_version(entry.record.v, report)
             if report.versions % _MANY == 0:
-                self._let_go(report)
+                self._trim(report)
         self._idle_looks += 1
         if self._idle_looks >= _LOOK_BACK:
             # If the source was replaced by one with a shorter log, polls would never find a new version.
@@ -272,13 +272,13 @@ class Relay:
     def _copy_version(self, version: int, report: RelayReport) -> LogEntry:
         entry = self._copier.copy_version(version, report)
         if not self._trims:
-            named = versions_to_hold(entry.record, self._target.first)
-            self._held.keep_only((*named, entry.record.v))
-        self._target.go_to(entry)
+            named = versions_of_channels(entry.record, self._target.first)
+            self._copied.keep_only((*named, entry.record.v))
+        self._target.set_head(entry)
         return entry
 
-    def _let_go(self, report: RelayReport) -> str | None:
-        return self._trimmer.let_go(report) if self._trims else None
+    def _trim(self, report: RelayReport) -> str | None:
+        return self._trimmer.trim_if_due(report) if self._trims else None
 
     def _closed(self, report: RelayReport, *, is_level: bool = False) -> RelayReport:
         """Complete and return the report at the end of a round."""

@@ -89,16 +89,16 @@ class RelaySource:
                     )  # fmt: skip
                 yield descent.take(data)
 
-    def check_history(self, held: LogEntry, target_url: str) -> None:
+    def check_history(self, head: LogEntry, target_url: str) -> None:
         """Raise if the source does not have the relay's newest record (rewritten or restored log). One GET."""
-        version = held.record.v
+        version = head.record.v
         data = self._bytes_at(version)
-        if data is None or sha256(data) != held.digest:
+        if data is None or sha256(data) != head.digest:
             raise CorruptStore(
                 f"the source {self.store.url} has {'no' if data is None else 'another'} record at position "
                 f"{version}, which the relay {target_url} has copied: its log was rewritten or restored from a "
                 "backup; start a new relay in an empty place",
-                version=version, path=self._key(version), expected=held.digest,
+                version=version, path=self._key(version), expected=head.digest,
             )  # fmt: skip
 
     def read_identity(self) -> bytes:

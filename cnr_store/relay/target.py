@@ -156,7 +156,7 @@ class RelayTarget:
         self.storage.put(key, raw.data)
         self.storage.sync_folders([key])
 
-    def go_to(self, entry: LogEntry) -> None:
+    def set_head(self, entry: LogEntry) -> None:
         """Make an entry, whose position exists, the newest one, and write the hint. One PUT."""
         self.head = entry
         self.storage.put(layout.hint_key(), canonical_json(Hint(entry.record.v)))

@@ -11,9 +11,9 @@ from cnr_store.log.clock import check_clock, wall_ms
 from cnr_store.log.leases import delete_ended_holds, is_held, read_cursors, read_leases
 from cnr_store.log.retention import Holds, RetentionPolicy
 from cnr_store.log.side_objects import delete_found, find_unneeded
+from cnr_store.relay.copied_versions import CopiedVersions
 from cnr_store.relay.copier import Copier
 from cnr_store.relay.copying import delete_segment
-from cnr_store.relay.held_versions import HeldVersions
 from cnr_store.relay.report import RelayReport
 from cnr_store.relay.target import RelayTarget
 from cnr_store.relay.trimming import plan_trim
@@ -35,14 +35,14 @@ class Trimmer:
     def __init__(
         self,
         target: RelayTarget,
-        held: HeldVersions,
+        copied: CopiedVersions,
         copier: Copier,
         policy: RetentionPolicy,
         grace_ms: int,
         clock_ms: Callable[[], int],
     ) -> None:
         self._target = target
-        self._held = held
+        self._copied = copied
         self._copier = copier
         self._policy = policy
         self._grace_ms = grace_ms
@@ -50,7 +50,7 @@ class Trimmer:
         self._next_trim_ms: int | None = 0
         self._next_tidy_ms = 0
 
-    def let_go(self, report: RelayReport) -> str | None:
+    def trim_if_due(self, report: RelayReport) -> str | None:
         """Trim if due; return the message of a failure, or None. Copied data is kept; the next round retries."""
         is_due = self._next_trim_ms is not None and self._next_trim_ms <= self._clock_ms()
         if not (report.versions or is_due):
@@ -73,7 +73,7 @@ class Trimmer:
         now_ms = self._clock_ms()
         if self._next_tidy_ms <= now_ms:
             self._tidy(entry, now_ms)
-        versions = self._held.live(head)
+        versions = self._copied.live(head)
         notes = self._target.read_notes()
         holds, leased = self._read_holds(now_ms)
         listed = [name for name in storage.list_folders(layout.DATA) if layout.is_segment_name(name)]
@@ -81,7 +81,7 @@ class Trimmer:
         if plan.notes != notes:
             # Before any delete, so that a restarted relay knows since when a segment is pending delete.
             self._target.put_notes(plan.notes)
-        self._held.let_go(plan.going, plan.notes.pending_delete)
+        self._copied.drop(plan.going, plan.notes.pending_delete)
         self._next_trim_ms = min(
             (due_ms for due_ms in plan.notes.pending_delete.values() if due_ms > now_ms), default=None
         )
@@ -129,7 +129,7 @@ class Trimmer:
             if lease.branch or not is_held(lease.expires_ms, now_ms):
                 continue
             leases[lease.version] = f"leased by {lease.holder}"
-            if lease.version not in self._held:
+            if lease.version not in self._copied:
                 entry = self._target.read_record(lease.version)
                 leased |= set() if entry is None else {item.seg for item in entry.record.chain}
         cursors = {

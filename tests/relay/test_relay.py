@@ -945,9 +945,9 @@ def test_a_relay_that_trims_nothing_does_not_grow(store: Store, files: IsolatedM
     another.advance()
 
     for one in (relay, another):
-        assert set(one._held._versions) <= {versions[0], store.latest_version()}
-        assert len(one._held._entries) <= 2
-        assert len(one._held.present) <= 2
+        assert set(one._copied._versions) <= {versions[0], store.latest_version()}
+        assert len(one._copied._entries) <= 2
+        assert len(one._copied.present) <= 2
     assert len(target.calls) < 12
     save(store, 12)
     assert another.advance().segments == 1

@@ -10,7 +10,7 @@ from cnr_store.format.commit_record import is_live
 from cnr_store.format.records import ChainEntry, CommitRecord, RelayTrims, WriterInfo
 from cnr_store.log.rebase import draft_init
 from cnr_store.log.retention import Holds, LiveVersion, RetentionPolicy
-from cnr_store.relay.mirroring import first_version, next_live, segments_to_copy, versions_to_hold
+from cnr_store.relay.mirroring import first_version, next_live, segments_to_copy, versions_of_channels
 from cnr_store.relay.trimming import base_of, plan_trim
 
 INIT = draft_init(WriterInfo(host="", lib="", run_id=""))
@@ -51,8 +51,8 @@ def test_a_relay_never_begins_at_position_0() -> None:
     assert first_version(head, 0, 0) == 1
     assert first_version(head, 12, 0) == 12
     assert first_version(INIT, None, 0) is None
-    assert versions_to_hold(head, 3) == (7,)
-    assert versions_to_hold(msgspec.structs.replace(head, expired=(7,)), 1) == ()
+    assert versions_of_channels(head, 3) == (7,)
+    assert versions_of_channels(msgspec.structs.replace(head, expired=(7,)), 1) == ()
 
 
 def test_segments_are_copied_once_and_in_their_order() -> None:

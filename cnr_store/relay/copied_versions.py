@@ -11,13 +11,13 @@ from cnr_store.log.retention import LiveVersion
 
 
 @dataclass(frozen=True, slots=True)
-class _HeldVersion:
+class _CopiedVersion:
     checkpoint: int
     ts_ms: int
     chain: tuple[ChainEntry, ...] = field(repr=False)
 
 
-class HeldVersions:
+class CopiedVersions:
     """The versions that a relay has. No I/O.
 
     Attributes
@@ -28,7 +28,7 @@ class HeldVersions:
 
     def __init__(self) -> None:
         self.present: set[str] = set()
-        self._versions: dict[int, _HeldVersion] = {}
+        self._versions: dict[int, _CopiedVersion] = {}
         self._entries: dict[str, ChainEntry] = {}  # one object per segment, shared by all chains
 
     def __contains__(self, version: int) -> bool:
@@ -38,7 +38,7 @@ class HeldVersions:
         """Add a version."""
         record = entry.record
         chain = tuple(self._entries.setdefault(item.seg, item) for item in record.chain)
-        self._versions[record.v] = _HeldVersion(record.checkpoint, record.ts_ms, chain)
+        self._versions[record.v] = _CopiedVersion(record.checkpoint, record.ts_ms, chain)
 
     def chain_of(self, version: int) -> tuple[ChainEntry, ...]:
         """Return the chain of a version that the relay has."""
@@ -52,7 +52,7 @@ class HeldVersions:
             for version, one in self._versions.items()
         ]
 
-    def let_go(self, versions: Iterable[int], pending_delete: Iterable[str]) -> None:
+    def drop(self, versions: Iterable[int], pending_delete: Iterable[str]) -> None:
         """Remove versions, and segments that are pending delete from `present`."""
         for version in versions:
             del self._versions[version]
