@@ -96,10 +96,10 @@ def test_a_branch_has_a_relay_of_its_own(root: Path, tmp_path: Path) -> None:
     ("arguments", "code", "message"),
     [
         (["--every", "5"], 4, "--every takes a time"),
-        (["--every", "0"], 4, "--every takes a time above 0"),
+        (["--every", "0"], 4, "--every must be a time above 0"),
         (["--start", "99"], 3, "no version 99 yet"),
         (["--keep-last", "0"], 4, "keep_last is a whole number"),
-        (["--target-option", "x"], 4, "not KEY=VALUE"),
+        (["--target-option", "x"], 4, "must be KEY=VALUE"),
         (["--branch", "x"], 3, "no branch"),
     ],
 )

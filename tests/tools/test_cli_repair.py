@@ -75,8 +75,8 @@ def test_after_a_spoilt_delta_the_store_goes_on_from_the_version_before_it_and_s
 
     assert "rollback" in done.out
     assert done.code == 0
-    assert "lost: version 6 (step 40) is newer and not whole" in done.out
-    assert "stays wrong" in done.out
+    assert "lost: version 6 (step 40) is newer, but damaged" in done.out
+    assert "problems that remain" in done.out
     assert cnr("show", root, "--json").document["step"] == 30
     assert cnr("verify", root).code == 0
 
@@ -88,4 +88,4 @@ def test_a_store_without_a_whole_version_ends_with_one(root: Path) -> None:
     done = cnr("repair", root)
 
     assert done.code == 1
-    assert "no version is whole" in done.out
+    assert "no version is undamaged" in done.out

@@ -73,6 +73,6 @@ def test_what_is_whole_and_what_was_superseded_is_said(root: Path) -> None:
     sound, document = cnr("verify", root), cnr("verify", root, "--deep", "--json").document
 
     assert (torn.code, sound.code) == (1, 0)
-    assert "whole, of the versions that were read: 2-6" in torn.out
+    assert "undamaged versions, of those that were read: 2-6" in torn.out
     assert "superseded by a repair: 7" in sound.out.replace("\n", " ")
     assert (document["superseded"], document["restorable"][0], document["unreferenced"]) == ([7], 8, 0)

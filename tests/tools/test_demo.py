@@ -1,4 +1,4 @@
-"""`cnr demo`: killed in the middle of a save, restored, finished; exact mode differs from nothing."""
+"""`cnr demo`: killed during a save, restored, finished; exact mode differs from nothing."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_the_report_shows_everything(capsys: pytest.CaptureFixture[str]) -> None
     out = capsys.readouterr().out
     lines = out.splitlines()
     for words in (
-        ["baseline", "85000", "4.51 MiB", "1.2x", "31.1 ms"], ["delta", "16.5x"], ["killed in a save", "19 objects"],
+        ["baseline", "85000", "4.51 MiB", "1.2x", "31.1 ms"], ["delta", "16.5x"], ["during a save", "19 objects"],
         ["restored version 4", "step 80", "1.25 s"], ["delta", "120"], ["uninterrupted", "0.7318"],
         ["killed, restored, finished", "0.5593"], ["largest difference of a weight: 0", "equal bit for bit"],
     ):  # fmt: skip

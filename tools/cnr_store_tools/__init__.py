@@ -1,7 +1,7 @@
-"""The ``cnr`` command: arguments in, one library call, tables out.
+"""The ``cnr`` command: parses arguments, makes one library call, prints tables.
 
-Parsing and printing live only here, and nothing else does: what a command decides or changes is in
-`cnr_store`, through its public names, so that a program can do whatever the command can.
+This package only parses and prints. Commands decide and change nothing themselves: they call public names of
+`cnr_store`, so a program can do whatever the command can.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ``cnr`` command: every command by its name, and the entry point."""
+"""The ``cnr`` program: its commands by name, and the entry point."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cnr_store_tools.exits import GuardedGroup
 app = typer.Typer(
     cls=GuardedGroup,
     name="cnr",
-    help="Make, inspect, check, repair, export, import, name, copy and maintain stores of sparse, quantized "
+    help="Create, inspect, check, repair, export, import, name, copy and maintain stores of sparse, quantized "
     "checkpoints.",
     add_completion=False,
     rich_markup_mode=None,
@@ -50,7 +50,7 @@ app.command()(stores.version)
 @app.callback(invoke_without_command=True)
 def _without_command(
     context: typer.Context,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; for every command.")] = False,  # noqa: ARG001 - `GuardedGroup` takes it out of the arguments
+    debug: Annotated[bool, typer.Option("--debug", help="Print tracebacks of errors; for every command.")] = False,  # noqa: ARG001 - `GuardedGroup` removes it from the arguments
 ) -> None:
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

@@ -1,6 +1,6 @@
-"""Exit codes, and the one place where an error becomes a line of text or a JSON document.
+"""Exit codes, and the conversion of errors to a line of text or a JSON document.
 
-Nothing here prints a traceback unless ``--debug`` asks for it.
+Prints a traceback only with ``--debug``.
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ from cnr_store_tools.text import one_line
 
 
 class ExitCode(IntEnum):
-    """What a script learns from how a command ended. Codes are append-only."""
+    """The exit code of a command, for scripts. Codes are append-only."""
 
     OK = 0
     """Done."""
     PROBLEMS = 1
     """``verify`` or ``serve-demo`` found problems, or ``repair`` has something to do."""
     USAGE = 2
-    """The arguments make no command."""
+    """The arguments are not a valid command."""
     NOT_FOUND = 3
     """No such store, version, table, tag or file."""
     BAD_INPUT = 4
-    """An argument or a file that cannot be used as it is; nothing was written."""
+    """An argument or a file cannot be used; nothing was written."""
     CONFLICT = 5
-    """Somebody else changed the store first, or what should be made exists."""
+    """Another process changed the store first, or the thing to create exists."""
     CORRUPT = 6
     """Stored data contradicts itself."""
     STORAGE = 7
-    """The backend or the disk failed or refused."""
+    """The backend or the disk failed, or refused access."""
     UNSUPPORTED = 8
     """A newer or another program, or an optional package, is needed."""
     UNFINISHED = 9
-    """The time that was given is over; the next run goes on."""
+    """The time limit was reached; the next run continues."""
     INTERNAL = 70
     """A bug of this program."""
     INTERRUPTED = 130
     """Ctrl-C."""
     BROKEN_PIPE = 141
-    """Whoever read the output has gone."""
+    """The reader of the output has closed it."""
 
 
 _BY_CLASS: tuple[tuple[type[CnrStoreError], ExitCode], ...] = (
@@ -82,7 +82,7 @@ def exit_code(error: CnrStoreError) -> ExitCode:
 
 
 def guarded(command: Callable[[], Any], *, as_json: bool, debug: bool) -> int:
-    """Run a command and return its exit code; errors are printed here and raised no further."""
+    """Run a command and return its exit code; print errors instead of raising them."""
     try:
         result = command()
         sys.stdout.flush()
@@ -94,17 +94,17 @@ def guarded(command: Callable[[], Any], *, as_json: bool, debug: bool) -> int:
         result = ExitCode.INTERRUPTED
     except OSError as error:
         if error.errno == errno.EPIPE:
-            # Python flushes stdout once more when it ends; that must not complain.
+            # Python flushes stdout again at exit; that must not raise.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return ExitCode.BROKEN_PIPE
         return _fail(ExitCode.STORAGE, "os_error", str(error), {}, as_json=as_json, debug=debug)
-    except Exception as error:  # noqa: BLE001 - the last line of defence against a traceback
+    except Exception as error:  # noqa: BLE001 - users get a message, not a traceback
         if hasattr(error, "format_message"):
             message = error.format_message()
             command_path = getattr(getattr(error, "ctx", None), "command_path", "cnr")
             hint = f"{message.rstrip('.')}; see `{command_path} --help`"
             return _fail(ExitCode.USAGE, "usage", hint, {}, as_json=as_json, debug=debug)
-        what = f"internal error: {type(error).__name__}: {error}; this is a bug, --debug shows where"
+        what = f"internal error: {type(error).__name__}: {error}; this is a bug, --debug prints the traceback"
         return _fail(ExitCode.INTERNAL, "internal", what, {}, as_json=as_json, debug=debug)
     if result == ExitCode.INTERRUPTED:
         return _fail(ExitCode.INTERRUPTED, "interrupted", "interrupted", {}, as_json=as_json, debug=False)
@@ -123,9 +123,9 @@ def _fail(code: ExitCode, kind: str, message: str, details: dict[str, Any], *, a
 
 
 class GuardedGroup(TyperGroup):
-    """The group of all commands; whatever goes wrong below it ends in `guarded`."""
+    """The group of all commands; `guarded` handles all their errors."""
 
-    def main(  # type: ignore[override] # narrower than click's overloads, which differ by standalone_mode alone
+    def main(  # type: ignore[override] # narrower than click's overloads, which differ only by standalone_mode
         self,
         args: Sequence[str] | None = None,
         prog_name: str | None = None,
@@ -133,7 +133,7 @@ class GuardedGroup(TyperGroup):
         standalone_mode: bool = True,
         **extra: Any,
     ) -> Any:
-        """Run the command that ``args`` (the process's own if None) name, and exit with its code."""
+        """Run the command in ``args`` (None: the process's arguments), and exit with its code."""
         given = list(sys.argv[1:] if args is None else args)
         words = [word for word in given if word != "--debug"]
         code = guarded(

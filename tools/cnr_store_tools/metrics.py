@@ -1,4 +1,4 @@
-"""A store's state as Prometheus metrics, by Prometheus' own client: as text, in a file, or behind a port."""
+"""A store's state as Prometheus metrics, by Prometheus' client: as text, in a file, or served on a port."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HEAD_LABELS = ["store", "branch"]
 HEAD_GAUGES: dict[str, tuple[str, Callable[[HeadStatus], float | None]]] = {
     "cnr_head_version": ("Newest version of the log.", lambda head: head.version),
     "cnr_head_step": ("Training step of the newest state.", lambda head: head.step),
-    "cnr_head_checkpoint": ("Checkpoints up to the newest state.", lambda head: head.checkpoint),
+    "cnr_head_checkpoint": ("Number of checkpoints up to the newest state.", lambda head: head.checkpoint),
     "cnr_checkpoint_timestamp_seconds": (
         "When the newest checkpoint was committed.",
         lambda head: None if head.checkpoint_ms is None else head.checkpoint_ms / 1000,
@@ -40,7 +40,7 @@ HEAD_GAUGES: dict[str, tuple[str, Callable[[HeadStatus], float | None]]] = {
     "cnr_chain_bytes": ("Bytes that a restore of the newest state reads.", lambda head: head.chain_bytes),
     "cnr_restore_ratio": ("Those bytes as a multiple of the baseline's.", lambda head: head.restore_ratio),
     "cnr_live_versions": ("Versions that readers may open.", lambda head: head.live_versions),
-    "cnr_pending_delete_transactions": ("Transactions that are named to be deleted.", lambda head: head.pending_delete),
+    "cnr_pending_delete_transactions": ("Transactions that are pending delete.", lambda head: head.pending_delete),
 }
 """Name -> (help, value); each has the labels ``store`` and ``branch``, which is empty for the store's own log."""
 
@@ -50,16 +50,16 @@ MAINTENANCE_GAUGES: dict[str, tuple[str, Callable[[LastMaintenance], float | Non
     "cnr_maintenance_rewritten_bytes": ("Bytes that it wrote by compaction.", lambda last: last.rewritten_bytes),
     "cnr_maintenance_deleted_bytes": ("Bytes that it deleted.", lambda last: last.deleted_bytes),
     "cnr_pending_delete_bytes": (
-        "Bytes that were given up and not deleted yet, as it left them.",
+        "Bytes that were pending delete when it ended.",
         lambda last: last.pending_delete_bytes,
     ),
-    "cnr_orphan_segments": ("Segments that no record named when it ended.", lambda last: last.orphans),
+    "cnr_orphan_segments": ("Segments that no record referenced when it ended.", lambda last: last.orphans),
 }
 """Name -> (help, value); each has the label ``store``."""
 
 
 def status_metrics(status: StoreStatus) -> Iterator[Metric]:
-    """Yield a store's metrics. What has no value yet (the age of no checkpoint) has no sample. No I/O."""
+    """Yield a store's metrics. A metric without a value (no checkpoint yet) has no sample. No I/O."""
     for name, (about, head_value) in HEAD_GAUGES.items():
         family = GaugeMetricFamily(name, about, labels=HEAD_LABELS)
         for head in status.heads:
@@ -78,7 +78,7 @@ def status_metrics(status: StoreStatus) -> Iterator[Metric]:
             family.add_metric([status.url], value)
         yield family
     outcomes = GaugeMetricFamily(
-        "cnr_maintenance_outcome", "1 for how the last maintenance ended, else 0.", labels=[*STATUS_LABELS, "outcome"]
+        "cnr_maintenance_outcome", "1 for the last maintenance's outcome, else 0.", labels=[*STATUS_LABELS, "outcome"]
     )
     if last is not None:
         for outcome in OUTCOMES:
@@ -87,9 +87,9 @@ def status_metrics(status: StoreStatus) -> Iterator[Metric]:
 
 
 class StoreCollector(Collector):
-    """Reads a store when it is scraped, and answers from what it read for ``max_age_s`` after that.
+    """Reads a store at a scrape, and returns the same metrics for ``max_age_s`` after that.
 
-    A store that cannot be read gives ``cnr_up 0`` and nothing else, and the reason goes to standard error.
+    If the store cannot be read, the only metric is ``cnr_up 0``, and the reason is written to standard error.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class StoreCollector(Collector):
         self._families: tuple[Metric, ...] = ()
 
     def collect(self) -> Iterable[Metric]:
-        """Return the metrics; reads the store if what is known is too old. Scrapes at the same time read it once."""
+        """Return the metrics; read the store if the last reading is too old. Parallel scrapes read it once."""
         with self._lock:
             now = self._clock()
             if self._read_at is None or now - self._read_at >= self._max_age_s:
@@ -131,7 +131,7 @@ class StoreCollector(Collector):
 
 
 def registry_of(collector: StoreCollector) -> CollectorRegistry:
-    """Return a registry that holds the store's metrics and nothing of this process."""
+    """Return a registry with the store's metrics only, without metrics of this process."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
     return registry
@@ -143,7 +143,7 @@ def metrics_text(collector: StoreCollector) -> str:
 
 
 def write_metrics(collector: StoreCollector, path: Path) -> None:
-    """Replace a file of metrics, for the textfile collector of node_exporter; whoever reads it sees the old or the new.
+    """Atomically replace a file of metrics, for the textfile collector of node_exporter.
 
     Raises
     ------
@@ -153,16 +153,16 @@ def write_metrics(collector: StoreCollector, path: Path) -> None:
 
 
 def serve_metrics(collector: StoreCollector, host: str, port: int, announce: Callable[[str, int], None]) -> None:
-    """Answer scrapes at a port (0: any that is free) until SIGTERM; blocks.
+    """Serve metrics on a port (0: any free one) until SIGTERM; blocks.
 
-    ``announce`` is told the address once the port is open. Only the main thread may call this.
+    ``announce`` is called with the address when the port is open. Only the main thread may call this.
 
     Raises
     ------
     OSError
-        The port is taken, or the address is not this machine's.
+        The port is in use, or the address is not this machine's.
     """
-    # A pipe, not an Event: a handler runs between any two steps of this thread, and Event.set takes a lock it may hold.
+    # A pipe, not an Event: Event.set takes a lock, which this thread may have when the handler interrupts it.
     ended, end = os.pipe()
     before = signal.signal(signal.SIGTERM, lambda *_: os.write(end, b"."))
     try:

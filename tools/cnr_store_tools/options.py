@@ -1,4 +1,4 @@
-"""Arguments that several commands share, and how their text becomes values."""
+"""Arguments that several commands share, and the parsing of their values."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ StorageOptions = Annotated[
     typer.Option(
         "--storage-option",
         metavar="KEY=VALUE",
-        help="Passed to the storage driver, never printed; repeat it for more. "
-        "A dotted key (client_kwargs.endpoint_url) makes nested options. unsafe_single_writer=true accepts a backend "
-        "that cannot create objects exclusively; then only one process may ever write.",
+        help="Passed to the storage driver, never printed; may be repeated. "
+        "A dotted key (client_kwargs.endpoint_url) sets a nested option. unsafe_single_writer=true accepts a backend "
+        "that cannot create objects exclusively; then only one process may write at a time.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output, and nothing else.")]
-Version = Annotated[int | None, typer.Option("--version", help="A version; the newest if not given.", min=0)]
+Version = Annotated[int | None, typer.Option("--version", help="The version; default the newest.", min=0)]
 Step = Annotated[int | None, typer.Option("--step", help="The newest version of this training step.")]
 Tag = Annotated[str | None, typer.Option("--tag", help="The version that a tag names.")]
-Channel = Annotated[str | None, typer.Option("--channel", help="The version that a channel points to now.")]
-Branch = Annotated[str | None, typer.Option("--branch", help="The log of a branch instead of the store's own.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and change nothing.")]
+Channel = Annotated[str | None, typer.Option("--channel", help="The version that a channel names now.")]
+Branch = Annotated[str | None, typer.Option("--branch", help="Use the log of this branch instead of the store's own.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and change nothing.")]
 
 Bits = Literal[2, 3, 4, 8]
 _BITS: dict[int, Bits] = {2: 2, 3: 3, 4: 4, 8: 8}
@@ -40,7 +40,7 @@ _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)([A-Za-z]+)", re.ASCII)
 
 
 def parse_storage_options(texts: Sequence[str] | None) -> dict[str, Any]:
-    """Return the options as the driver wants them; messages name keys and positions, never values.
+    """Return the options for the driver; messages contain keys and positions, never values.
 
     A value is text, except true, false, null, and JSON objects and lists.
 
@@ -55,7 +55,7 @@ def parse_storage_options(texts: Sequence[str] | None) -> dict[str, Any]:
     for position, text in enumerate(texts or (), start=1):
         key, mark, value = text.partition("=")
         if not mark or not all(key.split(".")):
-            raise BadInput(f"storage option {position} is not KEY=VALUE")
+            raise BadInput(f"storage option {position} must be KEY=VALUE")
         *outer, last = key.split(".")
         place = options
         for name in outer:
@@ -76,23 +76,23 @@ def _value(text: str, position: int) -> Any:
     try:
         return json.loads(text)
     except ValueError:
-        raise BadInput(f"the value of storage option {position} begins like JSON and is none") from None
+        raise BadInput(f"the value of storage option {position} starts like JSON, but is not valid JSON") from None
 
 
 def check_bits(bits: int) -> Bits:
-    """Return a width that tables can be stored at.
+    """Return a checked value of ``--bits``.
 
     Raises
     ------
     BadInput
     """
     if bits not in _BITS:
-        raise BadInput(f"--bits is 2, 3, 4 or 8, found {bits}", found=bits)
+        raise BadInput(f"--bits must be 2, 3, 4 or 8, found {bits}", found=bits)
     return _BITS[bits]
 
 
 def parse_duration(text: str, option: str) -> float:
-    """Return a time in seconds; its unit is part of the text, and ``0`` alone needs none.
+    """Return a time in seconds from a text with its unit; only ``0`` needs no unit.
 
     >>> parse_duration("90s", "--grace"), parse_duration("1.5h", "--grace"), parse_duration("7d", "--grace")
     (90.0, 5400.0, 604800.0)
@@ -105,7 +105,7 @@ def parse_duration(text: str, option: str) -> float:
 
 
 def parse_size(text: str, option: str) -> int:
-    """Return a size in bytes; its unit is part of the text, and ``0`` alone needs none.
+    """Return a size in bytes from a text with its unit; only ``0`` needs no unit.
 
     >>> parse_size("64MiB", "--bandwidth")
     67108864
@@ -118,12 +118,12 @@ def parse_size(text: str, option: str) -> int:
 
 
 def optional_duration(text: str | None, option: str) -> float | None:
-    """Return a time in seconds, None if there is none."""
+    """Return a time in seconds; None for None."""
     return None if text is None else parse_duration(text, option)
 
 
 def optional_size(text: str | None, option: str) -> int | None:
-    """Return a size in bytes, None if there is none."""
+    """Return a size in bytes; None for None."""
     return None if text is None else parse_size(text, option)
 
 
@@ -137,7 +137,7 @@ def _amount(text: str, option: str, units: Mapping[str, int], wanted: str) -> fl
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Return a host and a port; an IPv6 address stands in brackets.
+    """Return a host and a port; an IPv6 address needs brackets.
 
     >>> parse_address("127.0.0.1:9464"), parse_address("[::1]:0")
     (('127.0.0.1', 9464), ('::1', 0))
@@ -156,14 +156,14 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 class PlaceOptions(TypedDict):
-    """How a store is opened or created, as arguments of the library."""
+    """Arguments with which the library opens or creates a store."""
 
     storage_options: dict[str, Any] | None
     unsafe_single_writer: bool
 
 
 def place_options(texts: Sequence[str] | None) -> PlaceOptions:
-    """Return the options of a place; ``unsafe_single_writer`` among them is ours, the others are the driver's.
+    """Return the options of a store; all except ``unsafe_single_writer`` are for the storage driver.
 
     >>> place_options(["anon=true", "unsafe_single_writer=true"])
     {'storage_options': {'anon': True}, 'unsafe_single_writer': True}
@@ -175,19 +175,19 @@ def place_options(texts: Sequence[str] | None) -> PlaceOptions:
     options = parse_storage_options(texts)
     is_unsafe = options.pop("unsafe_single_writer", False)
     if not isinstance(is_unsafe, bool):
-        raise BadInput("the storage option unsafe_single_writer is true or false")
+        raise BadInput("the storage option unsafe_single_writer must be true or false")
     return PlaceOptions(storage_options=options or None, unsafe_single_writer=is_unsafe)
 
 
 def open_store(url: str, storage_options: Sequence[str] | None, branch: str | None = None) -> Store:
-    """Open the store, or the branch of it, that a command works on."""
+    """Return the opened store, or its branch, of a command."""
     return Store.open(url, branch=branch, **place_options(storage_options))
 
 
 def open_snapshot(
     store: Store, version: int | None, step: int | None, tag: str | None, channel: str | None
 ) -> Snapshot:
-    """Open the state that a command works on; one that was never saved to is refused by name.
+    """Return the snapshot of a command.
 
     Raises
     ------

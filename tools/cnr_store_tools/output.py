@@ -1,6 +1,6 @@
-"""Prints what a command found: one JSON document, or lines and tables for people. Errors and progress go to stderr.
+"""Prints results on standard output: one JSON document, or lines and tables. Errors and progress use standard error.
 
-Every string that comes from a store passes `cell`, so that no name acts on a terminal.
+Every string from a store passes through `cell`, so that no name can control the terminal.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from cnr_store_tools.text import one_line, value_text
 
 Document = dict[str, Any]
 Part = str | Table
-"""What people see of a result: a line, or a table."""
+"""A part of a result: a line or a table."""
 
 _PIPE_WIDTH = 160
-"""Columns when the output is no terminal, which would know its width."""
+"""Number of columns if the output is not a terminal."""
 
 
 def to_document(report: Any) -> Any:
     """Return a report (a dataclass, a struct, a list of such, ...) as plain JSON values.
 
-    Paths become text, NaN and Inf null, an error its kind, message and details.
+    Paths become text; NaN and Inf become null; an error becomes its kind, message and details.
     """
     return _finite(msgspec.to_builtins(report, enc_hook=_plain))
 
@@ -43,7 +43,7 @@ def _plain(value: Any) -> Any:
         details = {name: item if isinstance(item, int | float | str) else str(item)
                    for name, item in value.details().items()}  # fmt: skip
         return {"kind": value.kind, "message": value.message, "details": details}
-    raise NotImplementedError(f"a report holds a {type(value).__name__}")
+    raise NotImplementedError(f"a report contains a {type(value).__name__}, which has no JSON form")
 
 
 def _finite(value: Any) -> Any:
@@ -60,7 +60,7 @@ def json_line(value: Any) -> str:
 
 
 def emit(document: Document, parts: Iterable[Part], *, as_json: bool) -> None:
-    """Print a result: the document, or its parts for people, in order."""
+    """Print a result: the JSON document, or its parts in order."""
     if as_json:
         sys.stdout.write(json.dumps(to_document(document), ensure_ascii=True, allow_nan=False, indent=2) + "\n")
         return
@@ -74,14 +74,14 @@ def emit(document: Document, parts: Iterable[Part], *, as_json: bool) -> None:
 
 
 def cell(text: str) -> Text:
-    """Return text that is drawn as it is."""
+    """Return text that is printed literally, without markup and control characters."""
     return Text(one_line(text))
 
 
 def table(title: str, items: Iterable[Any], columns: Sequence[str]) -> Table:
     """Return records or documents as a table, one row each.
 
-    A column is the name of a field. Its end says the unit (``_bytes``, ``_ms``, ``_s``), which is drawn with the value.
+    A column is a field name. Its ending gives the unit (``_bytes``, ``_ms``, ``_s``), which is printed with the value.
     """
     rows = [item if isinstance(item, Mapping) else {name: getattr(item, name) for name in columns} for item in items]
     drawn = Table(title=cell(title), title_justify="left", header_style="bold")
@@ -95,5 +95,5 @@ def table(title: str, items: Iterable[Any], columns: Sequence[str]) -> Table:
 
 
 def emit_message(message: str, document: Document, *, as_json: bool) -> None:
-    """Print a result that is one sentence."""
+    """Print a result of one sentence."""
     emit({**document, "message": message}, (message,), as_json=as_json)

@@ -1,4 +1,4 @@
-"""Progress bars: on standard error, and only where that is a terminal."""
+"""Progress bars on standard error, only if it is a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Report = Callable[[str, int, int], None]
 
 @contextmanager
 def progress_bars(*, in_bytes: bool = True) -> Iterator[Report]:
-    """Yield a function that draws one bar for each stage it is told of; it draws nothing off a terminal."""
+    """Yield a function that draws one bar per stage; without a terminal it draws nothing."""
     if not sys.stderr.isatty():
         yield _silent
         return

@@ -1,4 +1,4 @@
-"""Reports of the library as lines and tables for people. No I/O."""
+"""Formats reports of the library as lines and tables for people. No I/O."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cnr_store_tools.text import count_text, duration_text, ranges_text, size_te
 
 
 def encoding_text(encoding: Document, shift: int = 0) -> str:
-    """Return an encoding in a few words; of a lattice the scale that it has after so many halvings."""
+    """Return an encoding in a few words; for a lattice its scale after ``shift`` halvings."""
     name = encoding["encoding"]
     if name == "lattice":
         return f"lattice, scale {encoding['scale'] * 0.5**shift:.4g}"
@@ -33,7 +33,7 @@ def encoding_text(encoding: Document, shift: int = 0) -> str:
 
 
 def verify_parts(report: VerifyReport) -> Iterator[Part]:
-    """Yield what was read, the problems, and what is whole."""
+    """Yield what was read, the problems, and the undamaged versions."""
     versions = ranges_text(report.versions) or "none"
     depth = ", states replayed" if report.is_deep else ""
     yield (
@@ -46,7 +46,7 @@ def verify_parts(report: VerifyReport) -> Iterator[Part]:
         positions = ranges_text(sorted(report.superseded))
         yield f"log positions without a version, superseded by a repair: {positions}"
     for other in report.others:
-        read = f"versions {ranges_text(other.versions) or 'none'}" if other.is_read else "its records alone"
+        read = f"versions {ranges_text(other.versions) or 'none'}" if other.is_read else "only its records"
         yield f"{_log_text(other.branch)}: read {read}"
     if report.is_sound:
         yield "no problems found"
@@ -55,11 +55,11 @@ def verify_parts(report: VerifyReport) -> Iterator[Part]:
     logs: tuple[VerifyReport | LogReport, ...] = (report, *(other for other in report.others if other.is_read))
     for log in logs:
         name = "" if log is report else f" of {_log_text(log.branch)}"
-        yield f"whole, of the versions{name} that were read: {ranges_text(sorted(log.restorable)) or 'none'}"
+        yield f"undamaged versions{name}, of those that were read: {ranges_text(sorted(log.restorable)) or 'none'}"
 
 
 def repair_parts(report: RepairReport) -> Iterator[Part]:
-    """Yield what was done, or would be, what is lost and what stays wrong."""
+    """Yield what was done or would be done, what is lost, and which problems remain."""
     if not report.actions and report.has_log:
         yield f"{report.url}: nothing to repair"
     for action in report.actions:
@@ -67,16 +67,16 @@ def repair_parts(report: RepairReport) -> Iterator[Part]:
         yield f"{done}: {action.kind}: {action.message}"
     if not report.has_log:
         yield (
-            f"{report.url}: the commit log, or its beginning, is lost. A repair appends records behind others and can "
-            "make none up: segments do not say whether they were committed. Restore the log from a backup, or save to "
-            "a new store; what is left stays, and any Zarr reader opens its arrays"
+            f"{report.url}: the commit log, or its beginning, is lost. A repair cannot recreate records, because "
+            "segments do not record whether they were committed. Restore the log from a backup, or save to a new "
+            "store. Nothing was deleted, and any Zarr reader opens the remaining arrays"
         )
     elif report.target is None:
-        yield "no version is whole; restore a copy of the store, or begin with a baseline"
+        yield "no version is undamaged; restore a copy of the store, or save a new baseline"
     for state in report.lost:
-        yield f"lost: version {state.version} (step {state.step}) is newer and not whole"
+        yield f"lost: version {state.version} (step {state.step}) is newer, but damaged"
     if report.remaining:
-        yield _problems("stays wrong", report.remaining)
+        yield _problems("problems that remain", report.remaining)
     if report.is_dry_run and report.actions:
         yield "this was a dry run: nothing was changed"
 
@@ -97,7 +97,7 @@ def export_parts(report: ExportReport) -> Iterator[Part]:
 
 
 def compaction_text(report: CompactionReport) -> str:
-    """Return what became of one compaction, in a sentence."""
+    """Return the result of one compaction in a sentence."""
     about = (
         f"{count_text(len(report.run), 'segment')}, {size_text(report.bytes_in)}, into one {report.kind} "
         f"({report.reason})"
@@ -109,22 +109,22 @@ def compaction_text(report: CompactionReport) -> str:
         case "planned":
             return f"would compact {about}"
         case "committed":
-            reused = f", {report.reused_tasks} of {report.tasks} tasks done before" if report.reused_tasks else ""
+            reused = f", {report.reused_tasks} of {report.tasks} tasks were done before" if report.reused_tasks else ""
             return (
                 f"version {report.version}: compacted {about}, {size_text(report.bytes_out)} in "
                 f"{duration_text(report.seconds)}{reused}; {chain}"
             )
         case "unfinished":
-            return f"the time was over; the next run goes on: {report.reason}"
+            return f"the time limit was reached; the next run continues: {report.reason}"
         case outcome:
             return f"{outcome}: {report.reason}"
 
 
 def gc_parts(report: GcReport) -> Iterator[Part]:
-    """Yield each decision: versions in runs of one reason, segments that go, and the bytes."""
+    """Yield each decision: versions grouped by reason, segments to delete, and their bytes."""
     runs = [
         {"branch": branch, "versions": [version.version for version in run],
-         "what": "stays" if stays else "goes", "reason": reason}
+         "what": "kept" if stays else "expired", "reason": reason}
         for (branch, stays, reason), run in groupby(
             report.versions, lambda version: (version.branch, version.stays, version.reason)
         )
@@ -133,10 +133,10 @@ def gc_parts(report: GcReport) -> Iterator[Part]:
     going = [segment for segment in report.segments if segment.state != "stays"]
     if going:
         columns = ("name", "state", "size_bytes", "delete_after_ms", "reason")
-        yield table("segments that do not stay", going, columns)
+        yield table("segments to delete", going, columns)
     if report.side_objects:
         keys = [{"key": key} for key in report.side_objects]
-        yield table("lists of names that no record needs any more", keys, ("key",))
+        yield table("side objects that no record needs", keys, ("key",))
     yield gc_text(report)
     for failure in report.failures:
         yield f"not deleted: {failure}"
@@ -145,8 +145,8 @@ def gc_parts(report: GcReport) -> Iterator[Part]:
 
 
 def gc_text(report: GcReport) -> str:
-    """Return a collection in a sentence."""
-    expire, give = ("would expire", "give") if report.is_dry_run else ("expired", "gave")
+    """Return the result of a collection in a sentence."""
+    expire, list_ = ("would expire", "list") if report.is_dry_run else ("expired", "listed")
     count = len(report.side_objects)
     lists = f" and {count_text(count, 'side object')}" if count else ""
     if report.is_dry_run:
@@ -157,14 +157,14 @@ def gc_text(report: GcReport) -> str:
         gone = f"deleted {segments}{lists} ({size_text(report.deleted_bytes)})"
     pending = ("waiting", "failed") if report.is_dry_run else ("waiting", "failed", "named", "due")
     return (
-        f"{report.outcome}: {expire} {count_text(report.expired, 'version')} and {give} up "
-        f"{count_text(report.named, 'segment')}; {gone}; staying: {_amount(report, 'stays')}, "
-        f"waiting to be deleted: {_amount(report, *pending)}"
+        f"{report.outcome}: {expire} {count_text(report.expired, 'version')} and {list_} "
+        f"{count_text(report.named, 'segment')} for deletion; {gone}; kept: {_amount(report, 'stays')}, "
+        f"pending delete: {_amount(report, *pending)}"
     )
 
 
 def _amount(report: GcReport, *states: str) -> str:
-    """How many segments are in these states, and their bytes where all of them are known."""
+    """Return the number of segments in these states, with their bytes if all sizes are known."""
     sizes = [segment.size_bytes for segment in report.segments if segment.state in states]
     count = count_text(len(sizes), "segment")
     known = [size for size in sizes if size is not None]
@@ -172,7 +172,7 @@ def _amount(report: GcReport, *states: str) -> str:
 
 
 def maintenance_parts(report: MaintenanceReport) -> Iterator[Part]:
-    """Yield how each part went, and the sum."""
+    """Yield the result of each part, and the total."""
     for stage in report.stages:
         where = "" if stage.stage.branch is None else f" branch {stage.stage.branch}"
         yield f"{stage.stage.kind}{where}: {stage.outcome} in {duration_text(stage.duration_s)}"
@@ -189,20 +189,20 @@ def maintenance_parts(report: MaintenanceReport) -> Iterator[Part]:
 
 
 def rate_lines(rate: Any) -> Iterator[str]:
-    """Yield what a training recorded of its exactness, where there is something to report."""
+    """Yield what a training recorded about its restores and scales, if anything."""
     if rate is None:
         return
     if rate["restores"]:
-        yield f"the training was restored {rate['restores']} times on its way here"
+        yield f"the training was restored {rate['restores']} times before this version"
     if rate["calibrated"]:
         yield f"scales that a validation chose: {', '.join(rate['calibrated'])}"
 
 
 def place_text(document: Document) -> str:
-    """Return the URL, and the branch if it is one."""
+    """Return the URL, with the branch if there is one."""
     return document["url"] if document["branch"] is None else f"{document['url']}, branch {document['branch']}"
 
 
 def until_text(expires_ms: int | None, never: str) -> str:
-    """Return the time when something ends, or ``never``."""
+    """Return the expiry time as text, or ``never``."""
     return never if expires_ms is None else time_text(expires_ms)

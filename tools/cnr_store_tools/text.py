@@ -1,4 +1,4 @@
-"""Numbers, times and foreign strings as text for a terminal. Pure."""
+"""Formats numbers, times and untrusted strings for a terminal. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def one_line(text: str) -> str:
-    r"""Return text without line breaks, and with what a terminal could act on spelled out.
+    r"""Return text without line breaks and with control characters escaped.
 
     >>> one_line("a\nb\x1b[31m")
     'a b\\x1b[31m'
@@ -64,7 +64,7 @@ def count_text(count: int, noun: str) -> str:
 
 
 def value_text(name: str, value: Any) -> str:
-    """Return the value of a field; the end of the field's name says its unit.
+    """Return the value of a field as text; the ending of the field's name gives its unit.
 
     >>> value_text("size_bytes", 1536), value_text("apply_s", 2.5), value_text("versions", (1, 2, 3))
     ('1.50 KiB', '2.50 s', '1-3')
@@ -86,12 +86,12 @@ def value_text(name: str, value: Any) -> str:
 
 
 def ratio_text(ratio: float | None) -> str:
-    """Return ``12.3x``, or a dash where there is nothing to compare."""
+    """Return ``12.3x``, or a dash for None."""
     return "-" if ratio is None else f"{ratio:.1f}x"
 
 
 def ranges_text(numbers: Sequence[int]) -> str:
-    """Return ascending numbers with runs drawn together.
+    """Return ascending numbers as text, with runs as ranges.
 
     >>> ranges_text([1, 2, 3, 7])
     '1-3, 7'

@@ -1,4 +1,4 @@
-"""The commands, a few to a module. Each parses, calls the library once, and hands a document to `output.emit`."""
+"""The commands. Each parses its arguments, calls the library once, and prints a document by `output.emit`."""
 
 from __future__ import annotations
 

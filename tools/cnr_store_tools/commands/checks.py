@@ -1,4 +1,4 @@
-"""Check a store, and make a damaged one usable again: verify, repair."""
+"""Commands that check and repair a store: verify, repair."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def verify(
     url: Url,
     version: Version = None,
     every: Annotated[
-        bool, typer.Option("--all", help="All versions that readers may open, not only the newest and the tagged ones.")
+        bool, typer.Option("--all", help="All versions that readers may open, not only the newest and tagged ones.")
     ] = False,
     deep: Annotated[
-        bool, typer.Option("--deep", help="Replay every table too, and compare the state digest of each segment.")
+        bool, typer.Option("--deep", help="Also replay every table, and compare the state digest of each segment.")
     ] = False,
     branch: Branch = None,
     storage_option: StorageOptions = None,
     json: Json = False,
 ) -> None:
-    """Read the log and every object, and name all that is bad. Exit code 1 when there is something."""
+    """Read the log and every object, and list all damage. Exit code 1 if there is any."""
     if every and version is not None:
         raise BadInput("give --version or --all, not both")
     with open_store(url, storage_option, branch) as store, progress_bars(in_bytes=not deep) as progress:
@@ -44,7 +44,7 @@ def repair(
     storage_option: StorageOptions = None,
     json: Json = False,
 ) -> None:
-    """Go on from the newest whole state; stop writers first. Deletes nothing. Exit code 1 if a dry run finds work."""
+    """Make the newest undamaged state the head. Stop writers first. Deletes nothing. Exit code 1: dry run has work."""
     with open_store(url, storage_option, branch) as store, progress_bars(in_bytes=False) as progress:
         report = repair_store(store, dry_run=dry_run, progress=progress)
     emit(to_document(report), repair_parts(report), as_json=json)

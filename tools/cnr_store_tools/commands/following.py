@@ -1,4 +1,4 @@
-"""Follow what changes in a store: changes."""
+"""The command that follows the changes of a store: changes."""
 
 from __future__ import annotations
 
@@ -25,35 +25,37 @@ def changes(
     url: Url,
     since: Annotated[
         int | None,
-        typer.Option("--since", min=0, help="Only what changed behind this version; else the whole newest one first."),
+        typer.Option("--since", min=0, help="Only changes after this version; default the whole newest one first."),
     ] = None,
     tables: Annotated[
-        list[str] | None, typer.Option("--table", "-t", metavar="TABLE", help="Only this table; repeat it for more.")
+        list[str] | None, typer.Option("--table", "-t", metavar="TABLE", help="Only this table; may be repeated.")
     ] = None,
-    slots: Annotated[bool, typer.Option("--slots", help="Optimizer state too.")] = False,
+    slots: Annotated[bool, typer.Option("--slots", help="Include optimizer state.")] = False,
     follow: Annotated[
-        bool, typer.Option("--follow", help="Wait for more until interrupted; a line for each table that changes.")
+        bool, typer.Option("--follow", help="Keep running until interrupted; print a line for each table that changes.")
     ] = False,
     every: Annotated[
-        str, typer.Option("--every", metavar="TIME", help="How often to look for news when following: 0.5s, 1m.")
+        str, typer.Option("--every", metavar="TIME", help="Poll interval with --follow: 0.5s, 1m.")
     ] = "0.5s",
     to: Annotated[
         str | None,
         typer.Option(
             "--to",
             metavar="parquet:FOLDER|ipc:FOLDER|-",
-            help="Files, to which a next run adds from where they end; or (-) the rows as JSON lines. Else counts.",
+            help="Write files, which the next run continues; or (-) print rows as JSON lines. Default: counts.",
         ),
     ] = None,
     cursor: Annotated[
         str | None,
-        typer.Option("--cursor", metavar="NAME", help="Register as this consumer: expiry waits, until `drop-cursor`."),
+        typer.Option(
+            "--cursor", metavar="NAME", help="Register this consumer; expiry keeps its data until drop-cursor."
+        ),
     ] = None,
     branch: Branch = None,
     storage_option: StorageOptions = None,
     json: Json = False,
 ) -> None:
-    """Tell which rows change, version by version: how many, or as files for a query engine, or each of them."""
+    """Report which rows change, version by version: counts, files for a query engine, or every row."""
     from cnr_store import changes as streams
 
     kind, folder = _target(to)
@@ -66,37 +68,37 @@ def changes(
         if kind == "rows":
             _print_rows(stream)
             return
-        told: list[Document] = []
+        reported: list[Document] = []
 
-        def tell(item: Document) -> None:
+        def report_change(item: Document) -> None:
             if not follow:
-                told.append(item)
+                reported.append(item)
             elif json:
                 sys.stdout.write(json_line(item))
                 sys.stdout.flush()
             else:
                 emit(item, (_sentence(item),), as_json=False)
 
-        document: Document = {"url": store.url, "branch": store.branch, "since": since, "changes": told}
+        document: Document = {"url": store.url, "branch": store.branch, "since": since, "changes": reported}
         if folder is None:
             for item in _counted(stream):
-                tell(item)
+                report_change(item)
         else:
             write = streams.write_parquet if kind == "parquet" else streams.write_ipc
 
-            def tell_all(recorded: streams.RecordedVersion) -> None:
+            def report_version(recorded: streams.RecordedVersion) -> None:
                 for name in sorted({*recorded.upserts, *recorded.deletes}):
                     counts = recorded.upserts.get(name, 0), recorded.deletes.get(name, 0)
-                    tell(_change(recorded.version, recorded.step, name, *counts))
+                    report_change(_change(recorded.version, recorded.step, name, *counts))
 
-            report = write(stream, folder, on_version=tell_all)
+            report = write(stream, folder, on_version=report_version)
             document |= {"folder": str(folder), "files": report.files, "size_bytes": report.size_bytes}
         document["cursor"] = None if stream.cursor is None else stream.cursor.version
     emit(document, _parts(document), as_json=json)
 
 
 def _change(version: int, step: int, table_name: str, upserts: int, deletes: int) -> Document:
-    """How many rows of one table one version changes."""
+    """Return the number of rows of one table that one version changes, as a document."""
     return {"version": version, "step": step, "table": table_name, "upserts": upserts, "deletes": deletes}
 
 
@@ -106,14 +108,14 @@ def _sentence(item: Document) -> str:
 
 
 def _parts(document: Document) -> Iterator[Part]:
-    """How many rows each version changes, and where that leads."""
+    """Yield the changed rows of each version, and the last version."""
     if document["changes"]:
         yield table(place_text(document), document["changes"], ("version", "step", "table", "upserts", "deletes"))
     if "folder" in document:
         files = f"{count_text(document['files'], 'file')} ({size_text(document['size_bytes'])})"
         yield f"wrote {files} to {document['folder']}"
     cursor = document["cursor"]
-    yield "the store is empty" if cursor is None else f"this was all up to version {cursor}"
+    yield "the store is empty" if cursor is None else f"these are all changes up to version {cursor}"
 
 
 def _target(text: str | None) -> tuple[Target, Path | None]:
@@ -126,11 +128,11 @@ def _target(text: str | None) -> tuple[Target, Path | None]:
         return "parquet", Path(folder)
     if kind == "ipc" and folder:
         return "ipc", Path(folder)
-    raise BadInput(f"--to takes parquet:FOLDER, ipc:FOLDER or -, found {text!r}", found=text)
+    raise BadInput(f"--to must be parquet:FOLDER, ipc:FOLDER or -, found {text!r}", found=text)
 
 
 def _counted(stream: ChangeStream) -> Iterator[Document]:
-    """How many rows of each table each version changes."""
+    """Yield the number of rows that each version changes in each table."""
     for version in stream.versions():
         counts: dict[str, list[int]] = {}
         for batch in version.batches:
@@ -143,7 +145,7 @@ def _counted(stream: ChangeStream) -> Iterator[Document]:
 
 
 def _print_rows(stream: ChangeStream) -> None:
-    """Each row as one line of JSON; what is no number in JSON is null."""
+    """Print each row as one line of JSON; NaN and Inf become null."""
     for batch in stream:
         for row in batch.to_pylist():
             sys.stdout.write(json_line(row))

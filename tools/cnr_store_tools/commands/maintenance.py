@@ -1,4 +1,4 @@
-"""Keep stores fast and small, and watch that: compact, gc, maintain, metrics."""
+"""Commands that maintain and monitor stores: compact, gc, maintain, metrics."""
 
 from __future__ import annotations
 
@@ -44,41 +44,37 @@ if TYPE_CHECKING:
 POLICY = CompactionPolicy()
 KEEP = RetentionPolicy()
 
-MaxChain = Annotated[int, typer.Option("--max-chain", help="Most segments that a restore reads.")]
+MaxChain = Annotated[int, typer.Option("--max-chain", help="Maximum number of segments that a restore reads.")]
 MaxRatio = Annotated[
-    float, typer.Option("--max-restore-ratio", help="Most bytes that a restore reads, as a multiple of the baseline's.")
+    float, typer.Option("--max-restore-ratio", help="Maximum bytes of a restore, as a multiple of the baseline's.")
 ]
-Fanout = Annotated[int, typer.Option("--fanout", help="How many deltas of similar size are compacted into one.")]
+Fanout = Annotated[int, typer.Option("--fanout", help="Number of deltas of similar size that are merged into one.")]
 Engine = Annotated[
-    Literal["threads", "processes", "ray"], typer.Option("--engine", help="Who compacts; the bytes are the same.")
+    Literal["threads", "processes", "ray"], typer.Option("--engine", help="What runs compactions; results are equal.")
 ]
-Workers = Annotated[
-    int | None, typer.Option("--workers", help="How many compact at once; all CPUs if not given.", min=1)
-]
+Workers = Annotated[int | None, typer.Option("--workers", help="Number of tasks at once; default all CPUs.", min=1)]
 Bandwidth = Annotated[
     str | None,
-    typer.Option("--bandwidth", metavar="SIZE", help="Most bytes per second that compacting writes: 200MiB."),
+    typer.Option("--bandwidth", metavar="SIZE", help="Maximum bytes per second that compaction writes: 200MiB."),
 ]
 Budget = Annotated[
     str | None,
-    typer.Option("--budget", metavar="TIME", help="Begin nothing after this time: 30m. No end if not given."),
+    typer.Option("--budget", metavar="TIME", help="Start nothing after this time: 30m; default no limit."),
 ]
-KeepLast = Annotated[int, typer.Option("--keep-last", help="The newest so many checkpoints stay.")]
+KeepLast = Annotated[int, typer.Option("--keep-last", help="Keep this many of the newest checkpoints.")]
 KeepWithin = Annotated[
-    str | None, typer.Option("--keep-within", metavar="TIME", help="Versions of the last so much time stay: 7d.")
+    str | None, typer.Option("--keep-within", metavar="TIME", help="Keep versions younger than this: 7d.")
 ]
-KeepEvery = Annotated[int | None, typer.Option("--keep-every", help="Every so many-th checkpoint stays.")]
+KeepEvery = Annotated[int | None, typer.Option("--keep-every", help="Keep every N-th checkpoint.")]
 Grace = Annotated[
-    str, typer.Option("--grace", metavar="TIME", help="From giving data up to deleting it: what a reader may take.")
+    str, typer.Option("--grace", metavar="TIME", help="Time for readers between listing and deleting data.")
 ]
 OrphanAge = Annotated[
-    str, typer.Option("--orphan-age", metavar="TIME", help="Age of data that no record names before it is given up.")
+    str, typer.Option("--orphan-age", metavar="TIME", help="Age at which unreferenced data is listed for deletion.")
 ]
 MetricsFile = Annotated[
     Path | None,
-    typer.Option(
-        "--metrics-file", help="Replace this file with the store's Prometheus metrics; its name ends in .prom."
-    ),
+    typer.Option("--metrics-file", help="Write the store's Prometheus metrics to this file (name it *.prom)."),
 ]
 
 
@@ -92,14 +88,14 @@ def compact(
     bandwidth: Bandwidth = None,
     budget: Budget = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Go on although another compaction seems to be at work; never unsafe.")
+        bool, typer.Option("--force", help="Compact even if another compaction seems to run; this is always safe.")
     ] = False,
     dry_run: DryRun = False,
     branch: Branch = None,
     storage_option: StorageOptions = None,
     json: Json = False,
 ) -> None:
-    """Compact deltas until restores are as fast as wanted, beside writers. Exit code 9 if the budget ended it."""
+    """Merge deltas until restores are fast enough; writers continue. Exit code 9 if the budget ended it."""
     policy = CompactionPolicy(max_chain=max_chain, max_restore_ratio=max_restore_ratio, fanout=fanout)
     with open_store(url, storage_option, branch) as store, progress_bars(in_bytes=False) as progress:
         reports = compact_store(
@@ -130,14 +126,14 @@ def gc(
     orphan_age: OrphanAge = "7d",
     force: Annotated[bool, typer.Option("--force", help="Allow a grace below 1h and an orphan age below 1d.")] = False,
     despite_damage: Annotated[
-        bool, typer.Option("--despite-damage", help="Give up versions whose records or segments are lost for good.")
+        bool, typer.Option("--despite-damage", help="Expire versions whose records or segments are lost permanently.")
     ] = False,
     budget: Budget = None,
     dry_run: DryRun = False,
     storage_option: StorageOptions = None,
     json: Json = False,
 ) -> None:
-    """Expire versions and delete what nobody needs, of the store and its branches. A dry run explains each decision."""
+    """Expire versions and delete unneeded data of the store and its branches. A dry run explains each decision."""
     policy = _retention(keep_last, keep_within, keep_every)
     with open_store(url, storage_option) as store, progress_bars(in_bytes=False) as progress:
         report = collect_garbage(
@@ -172,7 +168,7 @@ def maintain_(
     storage_option: StorageOptions = None,
     json: Json = False,
 ) -> None:
-    """Compact, expire and delete, the store and its branches: the one line that cron runs. Exit code 9: more to do."""
+    """Compact, expire and delete in the store and its branches; run it from cron. Exit code 9: more to do."""
     policy = CompactionPolicy(max_chain=max_chain, max_restore_ratio=max_restore_ratio, fanout=fanout)
     retention = _retention(keep_last, keep_within, keep_every)
     with open_store(url, storage_option) as store, progress_bars(in_bytes=False) as progress:
@@ -186,7 +182,7 @@ def maintain_(
                 dry_run=dry_run, progress=progress,
             )  # fmt: skip
         finally:
-            # Monitors learn of a failure too, and one of the file must not hide what maintenance did.
+            # Write metrics also after a failure. A failure to write them must not hide the result of maintenance.
             file_error = None if collector is None or metrics_file is None else _replace(collector, metrics_file)
     emit(_maintenance(report) | {"metrics_file_error": file_error}, maintenance_parts(report), as_json=json)
     if not json:
@@ -208,7 +204,7 @@ def _collection(report: GcReport) -> Document:
 
 
 def _maintenance(report: MaintenanceReport) -> Document:
-    """The report; of collections what changes, since a cron job's log need not repeat all that stays."""
+    """Return the report without kept versions and segments, so that a cron job's log is short."""
     stages = []
     for stage in report.stages:
         document = to_document(stage) | {"stage": stage.stage.kind, "branch": stage.stage.branch}
@@ -229,10 +225,10 @@ def metrics(
     url: Url,
     listen: Annotated[
         str | None,
-        typer.Option("--listen", metavar="HOST:PORT", help="Answer scrapes there until SIGTERM, e.g. 127.0.0.1:9464."),
+        typer.Option("--listen", metavar="HOST:PORT", help="Serve metrics here until SIGTERM, e.g. 127.0.0.1:9464."),
     ] = None,
     max_age: Annotated[
-        str, typer.Option("--max-age", metavar="TIME", help="Scrapes within this time are answered from one reading.")
+        str, typer.Option("--max-age", metavar="TIME", help="Scrapes within this time share one reading of the store.")
     ] = "30s",
     storage_option: StorageOptions = None,
 ) -> None:
@@ -241,7 +237,7 @@ def metrics(
     max_age_s = parse_duration(max_age, "--max-age")
     with open_store(url, storage_option) as store:
         collector = _collector(store, max_age_s)
-        # Only here: the client library is an optional package.
+        # Imported here, because the client library is optional.
         from cnr_store_tools.metrics import metrics_text, serve_metrics
 
         if address is None:
@@ -257,7 +253,7 @@ def _collector(store: Store, max_age_s: float) -> StoreCollector:
 
 
 def _replace(collector: StoreCollector, path: Path) -> str | None:
-    """Write the file; returns what went wrong, or None."""
+    """Write the file; return the error message, or None."""
     from cnr_store_tools.metrics import write_metrics
 
     try:

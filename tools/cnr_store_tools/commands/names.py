@@ -1,4 +1,4 @@
-"""Names for versions and logs: tag, untag, channel, rollback, fork, branches, drop-branch, cursors, drop-cursor."""
+"""Commands for names of versions and logs: tags, channels, rollback, branches, cursors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tag(
     storage_option: StorageOptions = None,
     json: Json = False,
 ) -> None:
-    """Name a version for ever; a tag does not move."""
+    """Give a version a permanent name."""
     with open_store(url, storage_option, branch) as store:
         committed = store.tag(name, version)
         target = store.tags()[name]
@@ -34,7 +34,7 @@ def tag(
 def untag(
     url: Url, name: TagName, branch: Branch = None, storage_option: StorageOptions = None, json: Json = False
 ) -> None:
-    """Remove a tag; the version that it named stays as long as others do."""
+    """Remove a tag. The version is then kept only by the retention policy."""
     with open_store(url, storage_option, branch) as store:
         committed = store.untag(name)
     document = {"url": store.url, "tag": name, "version": committed}
@@ -50,7 +50,7 @@ def channel(
     storage_option: StorageOptions = None,
     json: Json = False,
 ) -> None:
-    """Point a name that moves at a version, for those who read by it; the version stays while it points there."""
+    """Point a movable name at a version, for readers that follow it. The version is kept while it has the name."""
     if drop and version is not None:
         raise BadInput("give --version or --drop, not both")
     with open_store(url, storage_option, branch) as store:
@@ -85,13 +85,13 @@ def fork(
     expires: Annotated[
         str | None,
         typer.Option(
-            "--expires", metavar="TIME", help="When `cnr gc` may end it, from now on: 30d, 12h. Never if not given."
+            "--expires", metavar="TIME", help="Time after which `cnr gc` may close it: 30d, 12h; default never."
         ),
     ] = None,
     storage_option: StorageOptions = None,
     json: Json = False,
 ) -> None:
-    """Branch off a version into a log of its own; nothing is copied."""
+    """Create a branch with its own log from a version; nothing is copied."""
     expires_s = optional_duration(expires, "--expires")
     with open_store(url, storage_option) as store, store.fork(name, version, expires_s=expires_s):
         pin = store.branches()[name]
@@ -101,7 +101,7 @@ def fork(
 
 
 def list_branches(url: Url, storage_option: StorageOptions = None, json: Json = False) -> None:
-    """List the branches: where each begins, how far it has come, and when it ends."""
+    """List the branches: fork point, newest version, and expiry."""
     with open_store(url, storage_option) as store:
         heads = {head.branch: {"version": head.version, "step": head.step} for head in read_status(store).heads}
         found: list[Document] = [
@@ -122,14 +122,14 @@ def list_branches(url: Url, storage_option: StorageOptions = None, json: Json = 
 
 
 def drop_branch(url: Url, name: BranchName, storage_option: StorageOptions = None, json: Json = False) -> None:
-    """End a branch: its writers are stopped, its versions are gone, and `cnr gc` deletes what only they needed."""
+    """Drop a branch: its writers are fenced, its versions are gone, and `cnr gc` deletes what only they needed."""
     with open_store(url, storage_option) as store:
         store.drop_branch(name)
     emit_message(f"dropped branch {name}", {"url": store.url, "branch": name}, as_json=json)
 
 
 def cursors(url: Url, storage_option: StorageOptions = None, json: Json = False) -> None:
-    """List the consumers that keep versions: where each stands, since when, and until when it counts."""
+    """List the registered consumers: the version that each has read, when it was updated, and its expiry."""
     with open_store(url, storage_option) as store:
         found = _cursors(store)
     rows = [item | {"until": until_text(item["expires_ms"], "dropped")} for item in found]
@@ -139,7 +139,7 @@ def cursors(url: Url, storage_option: StorageOptions = None, json: Json = False)
 
 
 def _cursors(store: Store) -> list[Document]:
-    """The registered cursors by name; ``branch`` is null on the store's own log, a uuid if the branch ended."""
+    """Return the cursors by name; ``branch`` is null for the store's own log, a uuid if the branch was dropped."""
     heads = {head.branch: head.version for head in read_status(store).heads}
     names = {key: pin.name for key, pin in store.head().record.pins.items()}
     found = []
@@ -155,7 +155,7 @@ def drop_cursor(
     storage_option: StorageOptions = None,
     json: Json = False,
 ) -> None:
-    """Forget a consumer; what it kept goes with the next `cnr gc`, and the consumer starts over if it comes back."""
+    """Remove a consumer. The next `cnr gc` may delete what it kept; if it returns, it must start again."""
     with open_store(url, storage_option) as store:
         store.drop_cursor(name)
-    emit_message(f"forgot cursor {name}", {"url": store.url, "cursor": name}, as_json=json)
+    emit_message(f"removed cursor {name}", {"url": store.url, "cursor": name}, as_json=json)

@@ -1,4 +1,4 @@
-"""Copy a store's newest versions to where they are read: relay."""
+"""The command that copies a store's newest versions near its readers: relay."""
 
 from __future__ import annotations
 
@@ -30,42 +30,42 @@ KEEP = RetentionPolicy()
 
 def relay(
     url: Url,
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="Where to: an empty place, or one begun before.")],
-    every: Annotated[str, typer.Option("--every", metavar="TIME", help="How often to look for news: 5s, 1m.")] = "5s",
-    once: Annotated[bool, typer.Option("--once", help="Copy what is new, and end.")] = False,
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="Place of the copy: empty, or an existing relay.")],
+    every: Annotated[str, typer.Option("--every", metavar="TIME", help="Poll interval: 5s, 1m.")] = "5s",
+    once: Annotated[bool, typer.Option("--once", help="Copy new versions once, and exit.")] = False,
     start: Annotated[
-        int | None, typer.Option("--start", help="Begin with this version; the newest if not given.", min=0)
+        int | None, typer.Option("--start", help="First version to copy; default the newest.", min=0)
     ] = None,
     keep_last: Annotated[
-        int, typer.Option("--keep-last", help="The newest so many checkpoints stay at the target.")
+        int, typer.Option("--keep-last", help="Keep this many of the newest checkpoints at the target.")
     ] = KEEP.keep_last,
     keep_within: Annotated[
-        str | None, typer.Option("--keep-within", metavar="TIME", help="And versions of the last so much time.")
+        str | None, typer.Option("--keep-within", metavar="TIME", help="Also keep versions younger than this.")
     ] = None,
     grace: Annotated[
-        str, typer.Option("--grace", metavar="TIME", help="From letting data go to deleting it at the target.")
+        str, typer.Option("--grace", metavar="TIME", help="Time for readers between listing and deleting data.")
     ] = "24h",
     no_trim: Annotated[bool, typer.Option("--no-trim", help="Delete nothing at the target.")] = False,
     bandwidth: Annotated[
-        str | None, typer.Option("--bandwidth", metavar="SIZE", help="Most bytes per second that are copied: 200MiB.")
+        str | None, typer.Option("--bandwidth", metavar="SIZE", help="Maximum bytes per second to copy: 200MiB.")
     ] = None,
     branch: Branch = None,
     storage_option: StorageOptions = None,
     target_option: Annotated[
         list[str] | None,
-        typer.Option("--target-option", metavar="KEY=VALUE", help="As --storage-option, for the target."),
+        typer.Option("--target-option", metavar="KEY=VALUE", help="Like --storage-option, for the target."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Keep a copy of a store's newest versions elsewhere, for many to read; until it is stopped, which is always safe.
+    """Keep a copy of a store's newest versions elsewhere, for many readers. Runs until stopped; that is always safe.
 
-    Each look that copied something is a line, with --json a document on a line. Failures are told and tried again.
+    Prints a line for each round that copied something, with --json a document per line. Reports failures and retries.
     """
     from cnr_store.relay import Relay
 
     interval_s = parse_duration(every, "--every")
     if not interval_s > 0:
-        raise BadInput(f"--every takes a time above 0, found {every!r}", found=every)
+        raise BadInput(f"--every must be a time above 0, found {every!r}", found=every)
     policy = RetentionPolicy(keep_last=keep_last, keep_within_s=optional_duration(keep_within, "--keep-within"))
     with open_store(url, storage_option, branch) as store:
         mirror = Relay(
@@ -74,7 +74,7 @@ def relay(
             **place_options(target_option),
         )  # fmt: skip
 
-        def tell(report: RelayReport) -> None:
+        def print_report(report: RelayReport) -> None:
             if report.problem is not None:
                 sys.stderr.write(f"warning: {one_line(report.problem)}\n")
             document = {"url": store.url, **to_document(report)}
@@ -84,14 +84,14 @@ def relay(
                 sys.stdout.write(json_line(document))
                 sys.stdout.flush()
 
-        def tell_news(report: RelayReport) -> None:
+        def print_changes(report: RelayReport) -> None:
             if report.versions or report.segments or report.trimmed_segments or report.problem is not None:
-                tell(report)
+                print_report(report)
 
         if once:
-            tell(mirror.advance())
+            print_report(mirror.advance())
         else:
-            mirror.run(interval_s, on_report=tell_news)
+            mirror.run(interval_s, on_report=print_changes)
 
 
 def _sentence(report: RelayReport) -> str:
@@ -102,11 +102,11 @@ def _sentence(report: RelayReport) -> str:
         f"{report.objects} objects", size_text(report.bytes),
     ]  # fmt: skip
     if report.skipped:
-        parts.append(f"{report.skipped} positions without their data")
+        parts.append(f"{report.skipped} positions without data")
     if report.reused_objects:
-        parts.append(f"{report.reused_objects} objects were there")
+        parts.append(f"{report.reused_objects} objects already there")
     if report.trimmed_segments:
         parts.append(f"deleted {report.trimmed_segments} segments, {size_text(report.trimmed_bytes)}")
     if report.delay_s is not None:
-        parts.append(f"{report.delay_s:.1f} s behind its commit")
+        parts.append(f"{report.delay_s:.1f} s after its commit")
     return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""Make stores and look at them: init, log, show, version."""
+"""Commands that create and show stores: init, log, show, version."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from cnr_store_tools.render import encoding_text, place_text, rate_lines
 from cnr_store_tools.text import time_text
 
 KINDS = ("rows", "codes", "scales", "slots", "dense", "documents", "metadata", "total")
-"""The kinds of byte of a segment."""
+"""The kinds of bytes of a segment."""
 
 TRAINER = "trainer/0"
 
@@ -42,7 +42,7 @@ def init(url: Url, storage_option: StorageOptions = None, json: Json = False) ->
 
 def log(
     url: Url,
-    limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, help="At most this many records.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, help="Maximum number of records.")] = None,
     branch: Branch = None,
     storage_option: StorageOptions = None,
     json: Json = False,
@@ -62,7 +62,7 @@ def log(
 
 
 def _records(store: Store, limit: int | None) -> list[Document]:
-    """The newest records of the log, newest first, each with the tags and channels that name it now."""
+    """Return the newest records, newest first, each with the tags and channels that name it now."""
     head = store.head().record
     records = []
     for record in store.log(limit=limit):
@@ -82,7 +82,7 @@ def _records(store: Store, limit: int | None) -> list[Document]:
 
 
 def _names(tags: Mapping[str, int], channels: Mapping[str, int], version: int) -> Document:
-    """The tags and channels that name a version."""
+    """Return the tags and channels that name a version."""
     return {
         kind: sorted(name for name, target in named.items() if target == version)
         for kind, named in (("tags", tags), ("channels", channels))
@@ -99,14 +99,14 @@ def show(
     storage_option: StorageOptions = None,
     json: Json = False,
 ) -> None:
-    """Show a version: its tables, its chain, and how many bytes are rows, codes, slots, ..."""
+    """Show a version: its tables, its chain, and its bytes by kind (rows, codes, slots, ...)."""
     with open_store(url, storage_option, branch) as store:
         document = _version(store, open_snapshot(store, version, step, tag, channel))
     emit(document, _version_parts(document), as_json=json)
 
 
 def _version(store: Store, snapshot: Snapshot) -> Document:
-    """A version's tables, chain and sizes; reads the manifests of its chain, and the document of a trainer."""
+    """Return a version's tables, chain and sizes; reads the manifests of its chain and the trainer's document."""
     record, head = snapshot.record, store.head().record
     chain: list[Document] = []
     all_sizes = []
@@ -142,9 +142,9 @@ def _table(snapshot: Snapshot, name: str) -> Document:
 
 
 def _rate(snapshot: Snapshot) -> Document | None:
-    """What a trainer recorded of how exact it stores: restores so far, scales of a validation; None without a trainer.
+    """Return the restores and the validated scales that a trainer recorded; None without a trainer.
 
-    Read as plain data, since the classes of a trainer need torch; what is damaged in it is for ``verify`` to report.
+    Read as plain data, because the trainer's classes need torch. ``verify`` reports damage of this document.
     """
     try:
         found = snapshot.read_document(TRAINER) if TRAINER in snapshot.documents else None
@@ -161,7 +161,7 @@ def _ratio(full_bytes: int, stored_bytes: int) -> float | None:
 
 
 def _version_parts(document: Document) -> Iterator[Part]:
-    """What the version is, its tables, and its chain by kind of byte."""
+    """Yield the version, its tables, and its chain with bytes by kind."""
     yield (
         f"{place_text(document)}  version {document['version']} ({document['kind']}), step {document['step']}, "
         f"{time_text(document['time_ms'])}, format {document['format']}"
@@ -199,7 +199,7 @@ def _version_parts(document: Document) -> Iterator[Part]:
 
 
 def version(json: Json = False) -> None:
-    """Print the versions of the program and of the packages it works with."""
+    """Print the versions of the program and of its packages."""
     packages: dict[str, str | None] = {}
     for name in ("cnr-store", "numpy", "numba", "zstandard", "zarr", "fsspec", "pyarrow", "torch"):
         try:

@@ -1,4 +1,4 @@
-"""Tensors out of a store and into one: export, import."""
+"""Commands that copy tensors out of a store and into one: export, import."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def export(
     path: Annotated[Path, typer.Argument(help="The file (safetensors) or folder (parquet, npy) to write.")],
     format: Annotated[  # noqa: A002 - the option's name
         ExportFormat | None,
-        typer.Option("--format", "--to", "-f", help="By default from the end of PATH, else safetensors."),
+        typer.Option("--format", "--to", "-f", help="Default: by the suffix of PATH, else safetensors."),
     ] = None,
     table: Annotated[
         list[str] | None,
-        typer.Option("--table", "-t", help="A table, or a pattern (*, ?); repeat it. All if not given."),
+        typer.Option("--table", "-t", help="A table, or a pattern (*, ?); may be repeated; default all."),
     ] = None,
-    slots: Annotated[bool, typer.Option("--slots/--no-slots", help="Optimizer slots.")] = True,
-    dense: Annotated[bool, typer.Option("--dense/--no-dense", help="Dense tensors.")] = True,
+    slots: Annotated[bool, typer.Option("--slots/--no-slots", help="Include optimizer slots.")] = True,
+    dense: Annotated[bool, typer.Option("--dense/--no-dense", help="Include dense tensors.")] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export at PATH.")] = False,
     version: Version = None,
     step: Step = None,
@@ -73,35 +73,33 @@ def import_(
     path: Annotated[Path, typer.Argument(help="A safetensors file, or a file of torch.save (loaded as weights only).")],
     format: Annotated[  # noqa: A002 - the option's name
         ImportFormat | None,
-        typer.Option("--format", "-f", help="By default from the end of PATH: safetensors, else torch."),
+        typer.Option("--format", "-f", help="Default: by the suffix of PATH, safetensors or else torch."),
     ] = None,
     table: Annotated[
         list[str] | None,
         typer.Option(
             "--table",
             "-t",
-            help="A tensor that is a table, or a pattern (*, ?); repeat it. If not given: matrices of at least 1,000 "
-            "rows, or what an earlier export says.",
+            help="A tensor that is a table, or a pattern (*, ?); may be repeated. Default: the description of an "
+            "earlier export, or matrices of at least 1,000 rows.",
         ),
     ] = None,
-    step: Annotated[
-        int | None, typer.Option("--step", help="Training step; the file's own, or 0, if not given.")
-    ] = None,
+    step: Annotated[int | None, typer.Option("--step", help="Training step; default the file's step, or 0.")] = None,
     exact: Annotated[bool, typer.Option("--exact", help="Keep every bit of tables and slots.")] = False,
     bits: Annotated[
-        int | None, typer.Option("--bits", help="As exact as Check-N-Run rows of 2, 3, 4 or 8 bits (8 if not given).")
+        int | None, typer.Option("--bits", help="As exact as Check-N-Run rows of 2, 3, 4 or 8 bits; default 8.")
     ] = None,
     max_error: Annotated[
         float | None, typer.Option("--max-error", help="Largest error of an element, instead of --bits.")
     ] = None,
     create: Annotated[bool, typer.Option("--create", help="Create the store if there is none.")] = False,
     replace: Annotated[
-        bool, typer.Option("--replace", help="The new version may lack tables that the newest one has.")
+        bool, typer.Option("--replace", help="Drop tables of the newest version that the file lacks.")
     ] = False,
     storage_option: StorageOptions = None,
     json: Json = False,
 ) -> None:
-    """Commit the tensors of a file as a full version. A writer that is open elsewhere is fenced."""
+    """Commit the tensors of a file as a baseline. Fences a writer that is open elsewhere."""
     options = _table_options(exact, bits, max_error)
     is_torch = (format or ("safetensors" if path.suffix == ".safetensors" else "torch")) == "torch"
     source = load_state_dict(path) if is_torch else None

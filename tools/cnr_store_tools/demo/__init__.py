@@ -1,5 +1,5 @@
-"""``cnr demo``: a small DLRM on click logs, killed in the middle of a save, restored, finished, and compared.
+"""``cnr demo``: a small DLRM on click logs, killed during a save, restored, finished, and compared.
 
-The model and data side (``traffic``, ``datasets``, ``batches``, ``model``, ``adagrad``, ``train``) knows no store and
-trains bit-deterministically. ``trainer`` is the process that is killed, ``run`` orchestrates, ``report`` prints.
+The modules of model and data (``traffic``, ``click_log``, ``batches``, ``model``, ``adagrad``, ``train``) do not use a
+store and train bit-deterministically. ``trainer`` is the process that is killed. ``run`` runs the demonstration.
 """

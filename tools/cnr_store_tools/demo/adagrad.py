@@ -11,7 +11,7 @@ from cnr_store.errors import BadDtype, BadInput
 
 
 class RowWiseAdagrad(torch.optim.Optimizer):
-    """Adagrad with state ``{"momentum1": float32 (num_rows,)}`` per table, made before the first step.
+    """Adagrad with state ``{"momentum1": float32 (num_rows,)}`` per table, allocated before the first step.
 
     A step sums repeated rows of the gradient, then for each touched row adds ``mean(g ** 2)`` to ``momentum1`` and
     subtracts ``lr * g / (sqrt(momentum1) + eps)``. On the CPU equal inputs and thread counts give equal bits.
@@ -21,7 +21,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
     params
         Tables, float32 (num_rows, dim), whose gradients are sparse (``nn.Embedding(..., sparse=True)``).
     lr, eps
-        As above, not negative.
+        As in the formula, not negative.
 
     Raises
     ------
@@ -57,7 +57,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Apply the gradients of every table that has one; tables without one are left alone."""
+        """Apply the gradient of every table that has one; other tables do not change."""
         loss: float | None = None
         if closure is not None:
             with torch.enable_grad():
@@ -71,7 +71,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
     def _update(self, table: torch.Tensor, gradient: torch.Tensor, lr: float, eps: float) -> None:
         if not gradient.is_sparse:
             raise BadInput(
-                f"row-wise Adagrad found a dense gradient for a table {tuple(table.shape)}; make the embedding with "
+                f"row-wise Adagrad found a dense gradient for a table {tuple(table.shape)}; create the embedding with "
                 "sparse=True"
             )
         gradient = gradient.coalesce()

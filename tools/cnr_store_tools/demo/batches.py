@@ -1,4 +1,4 @@
-"""Batches of a click log in the order of time, from a position that can be saved and restored exactly."""
+"""Yields batches of a click log in time order, from a position that can be saved and restored exactly."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ class ClickBatch:
 
 
 class TimeOrderedBatches:
-    """Iterates over a log once, in order; ``state_dict`` is the position after the batch handed out last.
+    """Iterates over a log once, in order; ``state_dict`` is the position after the last returned batch.
 
-    Iterating again goes on where the last iteration stopped, so ``load_state_dict`` before the loop resumes a run with
-    the very next batch. A last partial batch is dropped, so every step has the same cost.
+    Iterating again continues where the last iteration stopped, so ``load_state_dict`` before the loop resumes with the
+    next batch. A last partial batch is dropped, so every step has the same cost.
 
     Parameters
     ----------
     log
-        Samples in the order of time; kept, not copied.
+        Samples in time order; referenced, not copied.
     batch_size
         Samples per batch.
     max_batches
-        Stop after this many batches of the log; None takes all whole batches.
+        Stop after this many batches of the log; None uses all whole batches.
 
     Raises
     ------
     BadInput
-        The log has no whole batch; or a state is of another batch size or a log of another length.
+        The log has no whole batch; or a state has another batch size or another log length.
     """
 
     def __init__(self, log: ClickLog, batch_size: int, *, max_batches: int | None = None) -> None:
@@ -57,7 +57,7 @@ class TimeOrderedBatches:
     def __iter__(self) -> Iterator[ClickBatch]:
         while self._next_batch < self._num_batches:
             batch = self.batch(self._next_batch)
-            # Advance before handing out: a state taken while this batch is being trained points behind it.
+            # Advance first, so that a state saved while this batch is trained is the position after it.
             self._next_batch += 1
             yield batch
 
@@ -71,7 +71,7 @@ class TimeOrderedBatches:
         return {"next_batch": self._next_batch, "batch_size": self.batch_size, "num_samples": self._num_samples}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue behind the batch at which ``state`` was taken."""
+        """Continue after the batch at which ``state`` was saved."""
         own = self.state_dict()
         is_inside = 0 <= state["next_batch"] <= self._num_samples // self.batch_size
         if not is_inside or any(state[name] != own[name] for name in ("batch_size", "num_samples")):

@@ -1,4 +1,4 @@
-"""Samples of clicks in the order of time, and their split into past and future. Never shuffled."""
+"""Click samples in time order, and their split into past and future. Never shuffled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cnr_store.errors import BadInput
 
 @dataclass(frozen=True, slots=True)
 class ClickLog:
-    """Samples in the order of their arrival: one row id per table, dense features and a label.
+    """Samples in time order: one row id per table, dense features and a label.
 
     Attributes
     ----------
@@ -56,7 +56,7 @@ class ClickLog:
 
 
 def split_by_time(log: ClickLog, test_share: float = 0.15) -> tuple[ClickLog, ClickLog]:
-    """Return the past to train on, and the last ``test_share`` of samples to judge by.
+    """Return the past to train on, and the last ``test_share`` of samples to evaluate on.
 
     Dense features of both are standardised with mean and deviation of the past. Ids and labels are views of ``log``.
 

@@ -1,7 +1,7 @@
-"""Kills a training in the middle of a save, and makes sure that it was the middle.
+"""Kills a training during a save, and checks that the save was incomplete.
 
-The process is stopped first, so that nothing it does can change while the store is looked at. It is killed only if a
-segment has objects and no manifest: then no commit record can name it. Else the process goes on.
+The process is first stopped (SIGSTOP), so that it writes nothing while the store is inspected. It is killed only if a
+segment has objects and no manifest, because then no commit record can reference it. Otherwise the process continues.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ POLL_S = 0.0005
 
 @dataclass(frozen=True, slots=True)
 class KilledSave:
-    """The unfinished save of a training that was killed: its segment and what that held, and the newest commit.
+    """The incomplete save of a killed training: its segment, and the segment's objects and bytes.
 
     ``committed_step`` is the step of the newest commit record at that time.
     """
@@ -31,12 +31,12 @@ class KilledSave:
 
 
 def kill_during_save(store: Store, process: WorkerProcess, *, after_commits: int) -> KilledSave | None:
-    """Kill ``process`` with SIGKILL while a save is half written, once it has committed so many checkpoints. Blocks.
+    """Kill ``process`` with SIGKILL during a save, after it has committed ``after_commits`` checkpoints. Blocks.
 
     Returns
     -------
     KilledSave or None
-        None if the process ended before it could be caught in a save.
+        None if the process ended before it could be killed during a save.
     """
     entry = store.head()
     commits = 0
@@ -52,7 +52,7 @@ def kill_during_save(store: Store, process: WorkerProcess, *, after_commits: int
         if commits < after_commits:
             time.sleep(POLL_S)
             continue
-        # Half of what the save before had; less after each save that got away.
+        # Half of the objects of the last save; less after each save that finished first.
         enough = max(1, _count(store, entry.record.chain[-1].seg) >> (1 + commits - after_commits))
         for segment in set(store.storage.list_folders("data")) - known:
             if _is_half_written(store, segment, enough):
@@ -76,5 +76,5 @@ def _count(store: Store, segment: str) -> int:
 def _evidence(store: Store, segment: str) -> KilledSave:
     objects = list(store.storage.list_objects(f"data/{segment}"))
     record = store.head().record
-    assert all(item.seg != segment for item in record.chain)  # it has no manifest, so nobody can have committed it
+    assert all(item.seg != segment for item in record.chain)  # without a manifest it cannot be committed
     return KilledSave(segment, len(objects), sum(found.size_bytes for found in objects), record.step)

@@ -9,7 +9,7 @@ from cnr_store.errors import BadInput
 
 
 def auc(labels: npt.ArrayLike, scores: npt.ArrayLike) -> float:
-    """Return the share of (click, non-click) pairs that the scores order rightly; ties count half.
+    """Return the share of (click, non-click) pairs that the scores order correctly; ties count half.
 
     Both (num_samples,); labels are 0 or 1. O(n log n), by the rank sum of the clicks.
 

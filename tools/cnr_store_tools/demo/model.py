@@ -26,13 +26,13 @@ class ModelConfig:
     dim
         Columns of every table, and width of the bottom MLP's output.
     num_dense
-        Dense features; 0 leaves out the bottom MLP.
+        Number of dense features; 0 omits the bottom MLP.
     bottom_hidden, top_hidden
         Hidden widths of the two MLPs.
     table_init
         Standard deviation of the initial table values.
     seed
-        Of all initial values; torch's global generator is not touched.
+        Random seed of all initial values; torch's global generator is not used.
     """
 
     table_rows: tuple[int, ...]
@@ -91,7 +91,7 @@ class SmallDLRM(nn.Module):
                 yield name, parameter
 
     def dense_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield (name, parameter) of everything that is no table."""
+        """Yield (name, parameter) of all parameters that are not tables."""
         for name, parameter in self.named_parameters():
             if not name.startswith("tables."):
                 yield name, parameter

@@ -1,4 +1,4 @@
-"""Processes that are started, killed and started again, and the events that they write."""
+"""Starts, kills and restarts worker processes, and collects the events that they write."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAST_LINES = 5
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event of a process: in which of its lives (0 is the first), its name and its facts."""
+    """One event of a process: its life (0 is the first, each restart adds 1), its name and its facts."""
 
     life: int
     name: str
@@ -30,9 +30,9 @@ class Event:
 
 
 class WorkerProcess:
-    """A process by its name, over all its lives. End it with `stop` in every case.
+    """A named process over all its lives. Always end it with `stop`.
 
-    Not thread-safe: one thread starts, kills and stops; a thread of its own collects the events.
+    Not thread-safe: one thread starts, kills and stops; a background thread collects the events.
     """
 
     def __init__(self, name: str, task: Mapping[str, Any]) -> None:
@@ -48,14 +48,14 @@ class WorkerProcess:
 
     @property
     def state(self) -> State:
-        """The state of the present life."""
+        """The state of the current life."""
         if self.popen is None:
             return "down"
         names = {event.name for event in self._life()}
         return "finished" if "finished" in names else "ready" if "ready" in names else "starting"
 
     def start(self) -> None:
-        """Begin a new life; returns at once."""
+        """Start a new life; does not block."""
         assert self.popen is None
         self._errors = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115 - lives as long as the process; see `_reap`
         self.popen = subprocess.Popen(
@@ -69,7 +69,7 @@ class WorkerProcess:
         self._reader.start()
 
     def kill(self) -> bool:
-        """Kill the process with SIGKILL and keep its events; False if it had ended by itself before."""
+        """Kill the process with SIGKILL and keep its events; return False if it had already ended."""
         if self.popen is None or self.has_ended():
             return False
         self.popen.kill()
@@ -78,7 +78,7 @@ class WorkerProcess:
         return True
 
     def has_ended(self) -> bool:
-        """Whether the present life ended by itself; unless it had finished, that is kept as a crash."""
+        """Return whether the current life ended by itself; if it had not finished, record a crash."""
         if self.popen is None or self.popen.poll() is None:
             return False
         code = self.popen.returncode
@@ -90,44 +90,44 @@ class WorkerProcess:
         return True
 
     def send(self, **order: Any) -> None:
-        """Give the process an order; does nothing if it is down."""
+        """Send the process an order; do nothing if it is down."""
         if self.popen is None or self.popen.stdin is None:
             return
         try:
             self.popen.stdin.write(json.dumps(order) + "\n")
             self.popen.stdin.flush()
         except BrokenPipeError:
-            pass  # It has ended: `has_ended` reports that and why.
+            pass  # It has ended; `has_ended` reports the reason.
 
     def wait_for(self, name: str, timeout_s: float, on_wait: Callable[[], object] = lambda: None) -> Mapping[str, Any]:
-        """Return the facts of an event of the present life, once it is there; blocks.
+        """Wait for an event of the current life and return its facts; blocks.
 
         ``on_wait`` is called several times a second meanwhile.
 
         Raises
         ------
         CnrStoreError
-            The process ended without it, or the time is over.
+            The process ended without it, or the timeout is over.
         """
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             with self._news:
                 self._news.wait(0.2)
-            has_ended = self.has_ended()  # first: what it wrote before its end counts
+            has_ended = self.has_ended()  # first, because events before its end count
             found = next((event for event in self._life() if event.name == name), None)
             if found is not None:
                 return found.facts
             if has_ended:
                 raise CnrStoreError(f"process {self.name!r} ended: {self.crashes[-1] if self.crashes else 'too early'}")
             on_wait()
-        raise CnrStoreError(f"process {self.name!r} is not {name!r} after {timeout_s:.0f} s")
+        raise CnrStoreError(f"process {self.name!r} did not report {name!r} within {timeout_s:.0f} s")
 
     def facts_of(self, name: str) -> list[Mapping[str, Any]]:
         """Return the facts of all events of that name, of all lives, in order."""
         return [event.facts for event in list(self.events) if event.name == name]
 
     def stop(self, *, grace_s: float = 0.0) -> None:
-        """End the process, by force if it is not gone after ``grace_s``. A second call does nothing."""
+        """Wait ``grace_s`` for the process to end, then kill it. A second call does nothing."""
         if self.popen is None:
             return
         try:

@@ -1,4 +1,4 @@
-"""``cnr demo``: train, kill in the middle of a save, restore, finish, compare with a run that nobody killed."""
+"""``cnr demo``: train, kill during a save, restore, finish, compare with an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from cnr_store_tools.demo.kill import KilledSave, kill_during_save
 from cnr_store_tools.demo.processes import WorkerProcess
 
 DEMO_TAG = "demo"
-"""The tag by which a demonstration knows a store that an earlier one left, and may replace."""
+"""The tag of a store that a demonstration created, so that the next one may replace it."""
 
 KILL_AFTER_COMMITS = 4
-"""The training is killed in the first save after so many that it can be caught in."""
+"""The training is killed in a save after this many commits."""
 
 TRAINING_S = 3600.0
-"""Most seconds for one training."""
+"""Maximum seconds for one training."""
 
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What the caller chose; ``cnr demo --help`` explains each. ``seed`` is that of the data and the model."""
+    """The options; ``cnr demo --help`` explains each. ``seed`` is the random seed of the data and the model."""
 
     store: str = "./demo-store"
     is_exact: bool = False
@@ -45,7 +45,7 @@ class DemoOptions:
 
 @dataclass(frozen=True, slots=True)
 class DemoCheckpoint:
-    """One committed checkpoint. ``stall_s`` is None when the training died before it could report it.
+    """One committed checkpoint. ``stall_s`` is None if the training was killed before it reported it.
 
     ``ratio`` is how many times smaller it is than a full fp32 checkpoint of the same state.
     """
@@ -61,7 +61,7 @@ class DemoCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
-    """A finished run, judged on samples that come after those it was trained on."""
+    """A finished run, evaluated on samples after those that it was trained on."""
 
     steps: int
     auc: float
@@ -70,18 +70,18 @@ class FinishedRun:
 
 @dataclass(frozen=True, slots=True)
 class DemoReport:
-    """What a demonstration found.
+    """The result of a demonstration.
 
     Attributes
     ----------
     checkpoints
         In the order of the log, before the kill and after it.
     restored_step, restored_version, restore_s
-        What the second process continued from.
+        The checkpoint from which the second process continued, and how long its restore took.
     fp32_bytes
         A baseline of the same state with every table and slot in fp32.
     uninterrupted, resumed
-        The run that nobody saved or killed, and the one that was killed.
+        The run without saves and kills, and the run that was killed.
     max_weight_difference
         Largest absolute difference of any weight between the two.
     """
@@ -103,19 +103,19 @@ class DemoReport:
 
 
 def run_demo(options: DemoOptions, tell: Tell = lambda _: None) -> DemoReport:
-    """Carry out the demonstration and return what it found; blocks for a minute or so.
+    """Run the demonstration and return its result; blocks for about a minute.
 
     Parameters
     ----------
     tell
-        Called with one line of text when something is about to take a while.
+        Called with one line of text before each long step.
 
     Raises
     ------
     StoreExists
-        There is a store that no demonstration left, and ``force`` is not set.
+        There is a store that is not from a demonstration, and ``force`` is not set.
     CnrStoreError
-        A training process failed, or was never caught in the middle of a save.
+        A training process failed, or could not be killed during a save.
     """
     started = time.perf_counter()
     with ExitStack() as stack:
@@ -131,13 +131,13 @@ def run_demo(options: DemoOptions, tell: Tell = lambda _: None) -> DemoReport:
         tell("training without interruption, for comparison")
         reference.start()
         loaded = reference.wait_for("ready", TRAINING_S)
-        tell(f"training, saving to {options.store}, and waiting for a save to kill it in")
+        tell(f"training and saving to {options.store}, waiting to kill it during a save")
         training.start()
         kill = kill_during_save(store, training, after_commits=KILL_AFTER_COMMITS)
         if kill is None:
-            training.wait_for("finished", TRAINING_S)  # raises what went wrong
-            raise CnrStoreError("the training ended before it could be killed in the middle of a save; try more steps")
-        tell(f"killed in the middle of a save ({kill.objects} objects, no commit record); restoring")
+            training.wait_for("finished", TRAINING_S)  # raises its error
+            raise CnrStoreError("the training ended before it could be killed during a save; try more --steps")
+        tell(f"killed during a save ({kill.objects} objects, no commit record); restoring")
         training.start()
         resumed = training.wait_for("finished", TRAINING_S)
         uninterrupted = reference.wait_for("finished", TRAINING_S)
@@ -161,25 +161,25 @@ def _task(options: DemoOptions, store: str | None, weights: str) -> Mapping[str,
 
 
 def make_store(url: str, *, force: bool) -> Store:
-    """Return an empty store with our tag; replaces what an earlier demonstration left.
+    """Return an empty store with the demo tag; replaces the store of an earlier demonstration.
 
     Raises
     ------
     StoreExists
-        Something else is there, and stays.
+        Something else is there; it is not changed.
     """
     is_local = "://" not in url
     try:
         old = Store.open(url)
     except NotAStore:
         if is_local and Path(url).exists() and any(Path(url).iterdir()):
-            raise StoreExists(f"{url} holds other files; choose another place with --store", path=url) from None
+            raise StoreExists(f"{url} contains other files; choose another place with --store", path=url) from None
     else:
         with old:
             if DEMO_TAG not in old.tags() and not force:
                 raise StoreExists(
-                    f"{url} holds a store that no demonstration left; choose another place with --store, or replace "
-                    "it with --force",
+                    f"{url} contains a store that is not from a demo; choose another place with --store, or replace it "
+                    "with --force",
                     path=url,
                 )
             if not is_local:
@@ -192,7 +192,7 @@ def make_store(url: str, *, force: bool) -> Store:
 
 
 def _move_tag(store: Store) -> None:
-    """Let the tag name the finished state; until here it only marked the store as ours."""
+    """Move the tag to the finished state; before, it only marked the store as a demo store."""
     head = store.head().record
     store.untag(DEMO_TAG)
     store.tag(DEMO_TAG, head.v)

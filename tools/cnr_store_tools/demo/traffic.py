@@ -1,8 +1,8 @@
 """Generated click traffic: popular ids drift, and a planted teacher makes the clicks learnable.
 
-What a delta checkpoint costs depends on how many distinct rows an interval touches (the Zipf exponent), and on how fast
-that set changes (the drift). Labels come from a factorization machine over hidden factors of the ids, so a model that
-learns has an AUC far above 0.5, and one whose rows were restored wrongly shows it.
+The size of a delta depends on how many distinct rows an interval touches (the Zipf exponent), and on how fast that set
+changes (the drift). Labels come from a factorization machine over hidden factors of the ids. So a model that learns has
+an AUC far above 0.5, and wrongly restored rows lower it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cnr_store_tools.demo.click_log import ClickLog
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficConfig:
-    """What traffic to generate.
+    """Options of the generated traffic.
 
     Attributes
     ----------
@@ -40,7 +40,7 @@ class TrafficConfig:
     click_bias
         Constant term of the teacher's logit; negative makes clicks rarer than non-clicks.
     seed
-        Same seed, same log, on any machine with the same numpy generator stream.
+        The same seed gives the same log on any machine with the same numpy generator stream.
     """
 
     table_rows: tuple[int, ...]

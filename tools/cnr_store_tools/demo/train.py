@@ -1,4 +1,4 @@
-"""One training step, the optimizers it needs, and the quality of a model on held-out samples."""
+"""One training step, its optimizers, and the evaluation of a model on held-out samples."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make_optimizers(
 ) -> tuple[RowWiseAdagrad, torch.optim.Optimizer]:
     """Return (row-wise Adagrad over the tables, Adagrad over the dense parameters).
 
-    Both have all their state from the start, so a restore finds every tensor that it has to fill.
+    Both allocate all state at the start, so that a restore can fill every tensor.
     """
     tables = RowWiseAdagrad([weight for _, weight in model.table_parameters()], lr=table_lr)
     # foreach=False: the plain loop has one order of operations on every machine.
@@ -56,7 +56,7 @@ def train_step(model: SmallDLRM, optimizers: Sequence[torch.optim.Optimizer], ba
 
 @torch.no_grad()
 def predict(model: SmallDLRM, log: ClickLog, *, batch_size: int = 8192) -> npt.NDArray[np.float32]:
-    """Return click probabilities float32 (num_samples,); the model is left as it was."""
+    """Return click probabilities float32 (num_samples,); does not change the model."""
     was_training = model.training
     model.eval()
     probabilities = np.empty(len(log), dtype=np.float32)
@@ -69,6 +69,6 @@ def predict(model: SmallDLRM, log: ClickLog, *, batch_size: int = 8192) -> npt.N
 
 
 def evaluate(model: SmallDLRM, log: ClickLog) -> Quality:
-    """Return AUC and logloss of the model on ``log``; the model is left as it was. Raises as `metrics.auc`."""
+    """Return AUC and logloss of the model on ``log``; does not change the model. Raises as `metrics.auc`."""
     probabilities = predict(model, log)
     return Quality(metrics.auc(log.labels, probabilities), metrics.logloss(log.labels, probabilities))

@@ -1,6 +1,6 @@
-"""The training process of ``cnr demo``, which will be killed: trains from where the store stands, and saves to it.
+"""The training process of ``cnr demo`` that is killed: trains from the newest state of the store, and saves to it.
 
-Without a store it is the run that nobody interrupts.
+Without a store it is the uninterrupted run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NUM_CHECKPOINTS = 9
 
 
 def play(task: Mapping[str, Any], channel: Channel) -> None:
-    """Train, save to ``store`` unless it is None, and leave the final weights in the file ``weights``.
+    """Train, save to ``store`` unless it is None, and write the final weights to the file ``weights``.
 
     Other keys of the task: ``steps``, ``seed``, ``policy``, ``bits``, ``is_exact``.
     """
@@ -39,7 +39,7 @@ def play(task: Mapping[str, Any], channel: Channel) -> None:
         drift_every=16 * BATCH_SIZE, seed=task["seed"],
     )  # fmt: skip
     past, future = split_by_time(generate_clicks(traffic), TEST_SHARE)
-    torch.set_num_threads(1)  # part of what makes two runs equal bit for bit
+    torch.set_num_threads(1)  # needed for two runs that are equal bit for bit
     model = SmallDLRM(
         ModelConfig(
             table_rows=TABLE_ROWS, table_names=tuple(past.names), num_dense=past.num_dense, seed=task["seed"]
@@ -92,7 +92,7 @@ def _train_saved(
 
 
 def tell_saves(manager: CheckpointManager, channel: Channel, told: int) -> int:
-    """Tell of the saves behind the first ``told``; returns how many there are now."""
+    """Report the saves after the first ``told``; return their number now."""
     for report in manager.history[told:]:
         channel.tell("saved", **msgspec.to_builtins(report))
     return len(manager.history)

@@ -1,6 +1,6 @@
 """One process of a demonstration: ``python -m cnr_store_tools.demo.worker`` with its task as the argument.
 
-A task is JSON; ``module`` in it names the module whose ``play`` carries it out.
+A task is JSON. Its ``module`` names the module whose ``play`` runs it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 from cnr_store import CnrStoreError
 
 ORPHANED = 3
-"""Exit code of a process whose starter is gone."""
+"""Exit code of a process whose parent has ended."""
 
 
 class Channel:
     """Writes events to standard output as JSON lines, and reads orders from standard input; thread-safe.
 
-    The pipes close when the starter ends. This process then ends at once.
+    When the parent ends, the pipes close, and this process exits immediately.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Channel:
                 os._exit(ORPHANED)
 
     def order(self, timeout_s: float) -> dict[str, Any] | None:
-        """Return the newest order; waits at most so long for the first one, then returns None."""
+        """Return the newest order; wait at most ``timeout_s`` for the first one, then return None."""
         with self._changed:
             self._changed.wait_for(lambda: self._order is not None, timeout_s)
             return self._order
@@ -55,7 +55,7 @@ class Channel:
 
 
 def main() -> int:
-    """Carry out the task that the first argument describes; returns the exit code."""
+    """Run the task in the first argument; return the exit code."""
     task = json.loads(sys.argv[1])
     channel = Channel()
 

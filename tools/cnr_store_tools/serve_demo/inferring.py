@@ -1,4 +1,4 @@
-"""An inference process: a `Loader` that follows the store, and threads that look rows up and check each lookup."""
+"""An inference process: a `Loader` that follows the store, and threads that check every lookup."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ CATCH_UP_S = 60.0
 
 Ids = Mapping[str, npt.NDArray[np.int64]]
 Find = Callable[[Ids], LookupBatch]
-"""Ids by table to rows."""
+"""Looks up rows by table and ids."""
 
 
 class LookupThread:
-    """Looks up batches of traffic with witnesses among them, and checks that each batch shows one version."""
+    """Looks up traffic with witness rows in it, and checks that each batch has one version."""
 
     def __init__(self, find: Find, rows: Mapping[str, int], channel: Channel, seed: int) -> None:
         self.lookups = 0
@@ -41,7 +41,7 @@ class LookupThread:
         self._version = -1
 
     def run(self, ends: threading.Event) -> None:
-        """Look up until told to end."""
+        """Look up rows until ``ends`` is set."""
         while not ends.wait(PAUSE_S):
             ids = {table: self._ids(count) for table, count in self._rows.items()}
             batch = self._find(ids)
@@ -63,7 +63,7 @@ class LookupThread:
 
 
 def describe_tear(batch: LookupBatch, ids: Ids, rows: Mapping[str, int]) -> str | None:
-    """Return what is torn in a batch, None if nothing is: every witness must show the step that the batch is of."""
+    """Return what is torn in a batch, or None: every witness must have the step of the batch."""
     for table, given in ids.items():
         steps = read_steps(np.asarray(batch.rows[table])[given >= rows[table]])
         if not (steps == batch.step).all():
@@ -72,9 +72,9 @@ def describe_tear(batch: LookupBatch, ids: Ids, rows: Mapping[str, int]) -> str 
 
 
 def play(task: Mapping[str, Any], channel: Channel) -> None:
-    """Serve lookups until an order comes; then reach the version that it names, and compare the whole copy with it.
+    """Serve lookups until an order arrives; then load its version, and compare the whole copy with the store.
 
-    With ``task["shared"]``, a folder, the tables are held there as codes, and one of the threads looks them up as
+    With ``task["shared"]``, a folder, the tables are stored there as codes, and one of the threads looks them up as
     another process would.
     """
     rows, shared = make_tables(task["rows"]), task["shared"]
@@ -115,7 +115,7 @@ def play(task: Mapping[str, Any], channel: Channel) -> None:
 def _tell_tick(
     loader: Loader, attached: AttachedTables | None, workers: Sequence[LookupThread], channel: Channel
 ) -> None:
-    """Tell what is served, and the counts of this life so far."""
+    """Report the served version, and the counts of this life."""
     retries = loader.metrics().retries + (0 if attached is None else attached.retries)
     lookups = sum(worker.lookups for worker in workers)
     channel.tell("tick", lookups=lookups, retries=retries, version=loader.version, at_ms=time.time() * 1000)
@@ -133,7 +133,7 @@ def _follow(loader: Loader, channel: Channel, ends: threading.Event, interval_s:
 
 
 def _compare_last(store: Store, worker: LookupThread, channel: Channel) -> None:
-    """Compare the rows of a lookup with the snapshot of the version that it named, bit for bit."""
+    """Compare the rows of a lookup with the snapshot of its version, bit for bit."""
     if worker.last is None:
         return
     batch, ids = worker.last
@@ -144,12 +144,12 @@ def _compare_last(store: Store, worker: LookupThread, channel: Channel) -> None:
             for table, given in ids.items()
         )
     except (NotFound, MissingObject):
-        return  # It has expired meanwhile: there is nothing left to compare with.
+        return  # The version has expired meanwhile, so it cannot be compared.
     channel.tell("compared", rows=sum(len(one) for one in ids.values()), different=different)
 
 
 def _compare_all(store: Store, loader: Loader, channel: Channel) -> None:
-    """Compare the whole copy with the snapshot of the version that is served, bit for bit."""
+    """Compare the whole copy with the snapshot of the served version, bit for bit."""
     snapshot = store.snapshot(loader.version)
     rows = different = 0
     for name, schema in snapshot.tables.items():

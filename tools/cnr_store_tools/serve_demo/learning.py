@@ -1,8 +1,7 @@
 """The online training: another model whose tables follow the store through the change stream.
 
-Its tables are its own copy of the store's, changed by the stream alone; its other layers are trained here. Copy and
-cursor are kept in one file, so a process that is killed goes on where it was. Where the stream no longer reaches back
-that far, it starts from the newest snapshot.
+Only the stream changes its copy of the store's tables; it trains its other layers itself. Copy and cursor are in one
+file, so a killed process continues from there. If the cursor has expired, it starts from the newest snapshot.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ CATCH_UP_S = 60.0
 
 
 def play(task: Mapping[str, Any], channel: Channel) -> None:
-    """Follow and train until an order comes; then reach the version that it names, and compare the copy with it."""
+    """Follow and train until an order arrives; then reach its version, and compare the copy with the store."""
     torch.set_num_threads(1)
     rows = make_tables(task["rows"])
     model = make_model(rows, task["seed"])
@@ -61,7 +60,7 @@ def train_dense(model: SmallDLRM, optimizer: torch.optim.Optimizer, batch: Click
 
 
 class FollowingTables:
-    """Brings a model's tables to each version of the store in a thread, all rows of a version under one lock."""
+    """Updates a model's tables to each version of the store in a thread, all rows of a version under one lock."""
 
     def __init__(self, store: Store, model: SmallDLRM, kept: Path, channel: Channel) -> None:
         self.lock = threading.Lock()
@@ -75,12 +74,12 @@ class FollowingTables:
 
     @property
     def version(self) -> int:
-        """The version up to which everything is in the tables."""
+        """The last version whose changes are in the tables."""
         cursor = None if self._stream is None else self._stream.cursor
         return -1 if cursor is None else cursor.version
 
     def start(self) -> None:
-        """Bring the tables to where an earlier process stopped, or to the newest snapshot, and follow from there."""
+        """Load the tables of an earlier process, or of the newest snapshot, and follow from there."""
         try:
             with np.load(self._kept) as found:
                 version = int(found["version"])
@@ -92,16 +91,16 @@ class FollowingTables:
         self._thread.start()
 
     def reach(self, version: int, timeout_s: float) -> None:
-        """Wait until everything up to ``version`` is in the tables, or the time is over; then end the stream."""
+        """Wait until the tables have ``version``, or the timeout is over; then end the stream."""
         deadline_s = time.monotonic() + timeout_s
         while self.version < version and time.monotonic() < deadline_s:
             time.sleep(0.02)
-        assert self._stream is not None  # it was started
+        assert self._stream is not None  # `start` was called
         self._stream.close()
         self._thread.join()
 
     def compare(self) -> None:
-        """Compare the tables with the snapshot of the version that they are at, bit for bit."""
+        """Compare the tables with the snapshot of their version, bit for bit."""
         snapshot = self._store.snapshot(self.version)
         different = sum(different_rows(held, snapshot.table(name).read()) for name, held in self._weights.items())
         rows = sum(len(held) for held in self._weights.values())
@@ -121,7 +120,7 @@ class FollowingTables:
 
     def _run(self) -> None:
         while True:
-            assert self._stream is not None  # `start` made it
+            assert self._stream is not None  # `start` created it
             try:
                 return self._follow(self._stream)
             except CursorExpired:
@@ -132,7 +131,7 @@ class FollowingTables:
             rows = 0
             with self.lock:
                 for batch in version.batches:
-                    # Nobody deletes rows in this demonstration: every operation is an upsert.
+                    # No rows are deleted in this demonstration: every operation is an upsert.
                     values = batch.column("values").flatten().to_numpy()
                     held = self._weights[batch.schema.metadata[b"cnr.table"].decode()]
                     held[batch.column("row_id").to_numpy()] = values.reshape(-1, held.shape[1])
@@ -142,7 +141,7 @@ class FollowingTables:
                 self._keep(version.version)
 
     def _keep(self, version: int) -> None:
-        """Keep tables and version in one file, then register the cursor, so that the store keeps what is behind it."""
+        """Write tables and version to one file, then register the cursor, so that later versions are kept."""
         fresh = self._kept.with_suffix(".new.npz")
         kept: dict[str, Any] = {"version": np.array(version), **self._weights}
         np.savez(fresh, **kept)
@@ -150,5 +149,5 @@ class FollowingTables:
         try:
             self._store.register_cursor(CURSOR, version, ttl_s=CURSOR_TTL_S)
         except NotFound:
-            pass  # It expired before it was registered. If its changes are gone too, the stream reports that.
+            pass  # The version has expired. If its changes are deleted too, the stream raises.
         self._kept_at_s = time.monotonic()

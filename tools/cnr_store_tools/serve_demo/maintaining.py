@@ -1,4 +1,4 @@
-"""Maintenance: what cron runs as ``cnr maintain``, again and again, with a policy and a grace for a run of a minute."""
+"""The maintenance process: repeats ``cnr maintain`` with a policy and a grace period for a run of a minute."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ POLICY = CompactionPolicy(max_chain=8, fanout=3)
 KEEP = RetentionPolicy(keep_last=4)
 GRACE_S = 5.0
 ORPHAN_AGE_S = 60.0
-"""Far below what a production store has: readers must cope with versions that go away while they serve them."""
+"""Far below a production value, so that versions are deleted while readers serve them."""
 
 PAUSE_S = 0.5
 
 
 def play(task: Mapping[str, Any], channel: Channel) -> None:
-    """Maintain ``task["store"]`` until an order comes."""
+    """Maintain ``task["store"]`` until an order arrives."""
     with Store.open(task["store"]) as store:
-        # A life that was killed in a compaction left a lease; force takes it, since nobody else is at work.
+        # A killed compaction leaves a lease; force ignores it, because no other process compacts.
         compact(store, policy=POLICY, force=True)
         channel.tell("ready")
         while channel.order(PAUSE_S) is None:

@@ -1,4 +1,4 @@
-"""What a serving demonstration found: figures and a verdict, from the events of its processes and the log. No I/O."""
+"""Computes figures and problems of a serving demonstration from its events and the log. No I/O."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from cnr_store_tools.serve_demo.maintaining import POLICY
 TRAINER, MAINTENANCE, ONLINE = "trainer", "maintenance", "online training"
 INFERENCE = ("inference 1", "inference 2")
 NAMES = (TRAINER, MAINTENANCE, *INFERENCE, ONLINE)
-"""The processes, in the order in which they start and are shown."""
+"""The processes, in the order in which they are started and listed."""
 
 MAX_EXAMPLES = 3
-"""Of each kind of tear: more would report the same."""
+"""Maximum number of listed tears per process and kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """What the caller chose; ``cnr serve-demo --help`` explains each."""
+    """The options; ``cnr serve-demo --help`` explains each."""
 
     store: str = "./serve-demo-store"
     seconds: float = 60.0
@@ -35,7 +35,7 @@ class ServeOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoggedVersion:
-    """What the figures need of a commit record."""
+    """The fields of a commit record that the figures need."""
 
     version: int
     kind: str
@@ -50,7 +50,7 @@ class LoggedVersion:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Median and 99th percentile of ``count`` values; NaN of none."""
+    """Median and 99th percentile of ``count`` values; NaN if there are none."""
 
     count: int
     p50: float
@@ -59,7 +59,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class ProcessReport:
-    """One process over all its lives; ``crashes`` are the reasons of those that ended by themselves."""
+    """One process over all its lives; ``crashes`` has the reason of each life that ended by itself."""
 
     name: str
     starts: int
@@ -69,7 +69,7 @@ class ProcessReport:
 
 @dataclass(frozen=True, slots=True)
 class CopyReport:
-    """A consumer's whole copy against the last snapshot, bit for bit."""
+    """The comparison of a consumer's whole copy with the last snapshot, bit for bit."""
 
     name: str
     version: int
@@ -79,30 +79,30 @@ class CopyReport:
 
 @dataclass(frozen=True, slots=True)
 class ServeReport:
-    """What a serving demonstration found.
+    """The result of a serving demonstration.
 
     Attributes
     ----------
     versions, steps, compactions, deleted_bytes
-        What the log has, and what garbage collection freed.
+        Counts of the log, and bytes that garbage collection deleted.
     acknowledged, lost
-        Saves that were reported to the trainer as committed, and how many of these the log or a restore did not have.
+        Saves that were acknowledged to the trainer, and how many of these the log or a restore did not have.
     lookups, torn, retries
-        Batches looked up, those that showed another version than they named, and those that were looked up anew.
+        Lookups, lookups whose rows had another version than reported, and lookups that were repeated.
     publish_to_served_s
-        From the time in a commit record to the first lookup that saw it or a newer one.
+        Seconds from the time in a commit record to the first lookup of that version or a newer one.
     staleness_s
-        Sampled: for how long the oldest save that was not served yet had been there; 0 if there was none.
+        Sampled: age in seconds of the oldest save that was not served yet; 0 if there was none.
     apply_s
-        Time that the loader took to fetch and apply what was new.
+        Seconds that the loader took to fetch and apply a version.
     compared_rows, different_rows
-        Rows of lookups that were compared bit for bit with the snapshot of the version that they named.
+        Rows of lookups that were compared bit for bit with the snapshot of their version.
     learned_rows, warm_starts, resumes
         Rows of the change stream; starts of the online training from a snapshot, and from its own copy and cursor.
     copies
         Each consumer's whole copy at the end.
     problems
-        One line each; empty if all is well.
+        One line each; empty if there are none.
     """
 
     options: ServeOptions
@@ -140,7 +140,7 @@ def make_report(
     since_ms: float = 0.0,
     last_version: int = -1,
 ) -> ServeReport:
-    """Return the figures of everything, times only of what happened since ``since_ms``, and the verdict."""
+    """Return all figures and problems; times cover only events since ``since_ms``."""
     served = [processes[name] for name in INFERENCE]
     saved = [one for one in log if one.is_saved]
     timed = [one for one in saved if one.time_ms >= since_ms]
@@ -188,7 +188,7 @@ def make_report(
 
 
 def spread_of(values: Iterable[float]) -> Spread:
-    """Return median and 99th percentile.
+    """Return the median and the 99th percentile.
 
     >>> spread_of([1.0, 2.0, 3.0]).p50
     2.0
@@ -201,7 +201,7 @@ def spread_of(values: Iterable[float]) -> Spread:
 
 
 def counted(process: WorkerProcess, count: str) -> int:
-    """Return a count of the ticks over all lives; the last tick of a life has the sum of that life."""
+    """Return the sum of a count over all lives; the last tick of a life has its total."""
     last = {event.life: event.facts[count] for event in process.events if event.name == "tick"}
     return sum(last.values())
 
@@ -209,7 +209,7 @@ def counted(process: WorkerProcess, count: str) -> int:
 def publish_to_served(saved: Sequence[LoggedVersion], events: Iterable[Event]) -> list[float]:
     """Return, for each save published in a life, the seconds until a lookup saw it or a newer one.
 
-    What was there before a life began is not counted: that is the time of a start, not of a publication.
+    Saves from before the start of a life are not counted, because they would measure the start.
     """
     versions = [one.version for one in saved]
     found: list[float] = []
@@ -227,7 +227,7 @@ def publish_to_served(saved: Sequence[LoggedVersion], events: Iterable[Event]) -
 
 
 def staleness(saved: Sequence[LoggedVersion], version: int, at_ms: float) -> float:
-    """Return for how many seconds the oldest save that is not in ``version`` had been there; 0 without one."""
+    """Return the age in seconds of the oldest save after ``version``; 0 if there is none."""
     place = bisect_right(saved, version, key=lambda one: one.version)
     return max(0.0, (at_ms - saved[place].time_ms) / 1000) if place < len(saved) else 0.0
 
@@ -252,7 +252,7 @@ def find_problems(
     copies: Sequence[CopyReport],
     last_version: int,
 ) -> list[str]:
-    """Return what is wrong, one line each; none if nothing is torn, lost or different and everything made progress."""
+    """Return the problems, one line each: torn, lost or different data, crashes, and processes without progress."""
     found = [f"{name} ended by itself: {reason}" for name in processes for reason in processes[name].crashes]
     for name in INFERENCE:
         for event, what in (("torn", "torn"), ("went_back", "an older version than before")):
@@ -261,7 +261,7 @@ def find_problems(
         if not counted(processes[name], "lookups"):
             found.append(f"{name} served no lookup")
         if not processes[name].facts_of("applied"):
-            found.append(f"{name} never moved to another version")
+            found.append(f"{name} never updated to another version")
     if figures["torn"]:
         found.append(f"{figures['torn']} of {figures['lookups']} lookups are torn")
     if figures["different_rows"]:
@@ -273,7 +273,7 @@ def find_problems(
     if figures["versions"] < 2:
         found.append(f"only {figures['versions']} versions were saved")
     if not figures["compactions"] and figures["versions"] > 2 * POLICY.max_chain:
-        found.append(f"{figures['versions']} versions were saved, and nothing was compacted")
+        found.append(f"{figures['versions']} versions were saved, but nothing was compacted")
     if not figures["learned_rows"]:
         found.append("the change stream gave no row")
     errors = (facts["error"] for facts in processes[MAINTENANCE].facts_of("maintained"))

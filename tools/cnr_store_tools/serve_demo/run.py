@@ -1,4 +1,4 @@
-"""The serving demonstration: start everything on one store, kill and restart, stop, and compare what is left."""
+"""The serving demonstration: starts all processes on one store, kills and restarts them, and compares copies."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from cnr_store_tools.serve_demo.report import (
 
 READY_S = 180.0
 FINISH_S = 180.0
-"""Most seconds for what takes a few on a machine that does nothing else."""
+"""Timeouts in seconds, generous for a busy machine."""
 
 POLL_INTERVAL_S = 0.5
-"""The default of the loader, written here because publish-to-served includes it."""
+"""The default of the loader; publish-to-served includes it."""
 
 TICK_S = 0.1
 TELL_EVERY_S = 5.0
 MAX_CRASHES = 5
-"""A process that ends by itself more often would do so for ever."""
+"""Maximum number of times that a process may end by itself."""
 
 LONG_RUN_S = 30.0
 MIN_ROWS = 1_000
 FIRST_KILL, LAST_KILL = 0.05, 0.85
-"""Kills fall into this part of the run: a process that is killed at the end would show nothing of its next life."""
+"""The part of the run with kills. A process that is killed at the end could not show its recovery."""
 
 MODULES = {
     TRAINER: "saving", MAINTENANCE: "maintaining", INFERENCE[0]: "inferring", INFERENCE[1]: "inferring",
@@ -51,7 +51,7 @@ Tell = Callable[[str], None]
 
 
 def plan_kills(*, kills: int, seconds: float, seed: int) -> list[tuple[float, str]]:
-    """Return the times of the kills in seconds, ascending, and whom: each process equally often, give or take 1.
+    """Return times in seconds, ascending, and names of the kills; counts per process differ by at most 1.
 
     >>> plan = plan_kills(kills=5, seconds=10.0, seed=7)
     >>> sorted(name for _, name in plan) == sorted(NAMES), all(0 < at_s < 10 for at_s, _ in plan)
@@ -66,21 +66,21 @@ def plan_kills(*, kills: int, seconds: float, seed: int) -> list[tuple[float, st
 
 
 def run_serve_demo(options: ServeOptions, tell: Tell = lambda _: None) -> ServeReport:
-    """Carry out the demonstration and return what it found; blocks for ``seconds`` and what starting and ending takes.
+    """Run the demonstration and return its result; blocks for ``seconds`` plus start and end.
 
     Parameters
     ----------
     tell
-        Called with a line of text for each kill, and every few seconds with the state of the run.
+        Called with a line of text at each kill, and every few seconds with the state of the run.
 
     Raises
     ------
     BadInput
-        Numbers that make no demonstration.
+        Invalid options.
     StoreExists
-        There is a store that no demonstration left, and ``force`` is not set.
+        There is a store that is not from a demonstration, and ``force`` is not set.
     CnrStoreError
-        A process never got ready, or ends by itself again and again.
+        A process did not become ready, or ended by itself too often.
     """
     if not options.seconds > 0 or options.kills < 0 or options.rows < MIN_ROWS:
         raise BadInput(
@@ -95,7 +95,7 @@ def run_serve_demo(options: ServeOptions, tell: Tell = lambda _: None) -> ServeR
 
 
 class _ServeDemo:
-    """One run: its processes, and what of the log is known."""
+    """One run: its processes, and the log as it was last read."""
 
     def __init__(self, options: ServeOptions, store: Store, tell: Tell, folder: str) -> None:
         self._options, self._store, self._tell = options, store, tell
@@ -119,7 +119,7 @@ class _ServeDemo:
         )
 
     def _start_all(self) -> None:
-        """The trainer first: the others need a version to begin with."""
+        """Start all processes, the trainer first, because the others need a version."""
         self._tell("starting")
         for group in ((TRAINER,), tuple(name for name in NAMES if name != TRAINER)):
             for name in group:
@@ -127,7 +127,7 @@ class _ServeDemo:
             for name in group:
                 self._processes[name].wait_for("ready", READY_S)
         for name in INFERENCE:
-            # The very first delta on a machine compiles code for seconds.
+            # The first delta on a machine compiles code for seconds.
             self._processes[name].wait_for("applied", READY_S)
 
     def _run_and_kill(self, started: float) -> None:
@@ -155,11 +155,11 @@ class _ServeDemo:
             if process.has_ended():
                 self._tell(f"{process.name} ended by itself: {process.crashes[-1:]}")
                 if len(process.crashes) > MAX_CRASHES:
-                    raise CnrStoreError(f"{process.name} ends by itself again and again: {process.crashes[-1]}")
+                    raise CnrStoreError(f"{process.name} ended by itself too often: {process.crashes[-1]}")
                 process.start()
 
     def _finish(self) -> int:
-        """Let the trainer save once more, end maintenance, and have every consumer reach that version and compare."""
+        """End the trainer (after a last save) and maintenance; then every consumer loads that version and compares."""
         self._tell("finishing")
         for name in (TRAINER, MAINTENANCE):
             self._end(name)
@@ -169,7 +169,7 @@ class _ServeDemo:
         return last_version
 
     def _end(self, name: str, **order: Any) -> None:
-        """Order a process to finish and wait for it; one that ends by itself instead is a crash, not an exception."""
+        """Order a process to finish and wait for it. If it ends by itself, record a crash instead of raising."""
         process = self._processes[name]
         try:
             if process.state == "starting":
@@ -188,7 +188,7 @@ class _ServeDemo:
 
 
 def _task(options: ServeOptions, name: str, folder: str) -> Mapping[str, Any]:
-    # Short runs save more often, so that they have something to follow.
+    # Short runs save more often, so that there are versions to follow.
     save_every_s = 1.0 if options.seconds >= LONG_RUN_S else 0.4
     return {
         "module": f"cnr_store_tools.serve_demo.{MODULES[name]}", "store": options.store, "rows": options.rows,

@@ -1,4 +1,4 @@
-"""The trainer: trains on traffic without end, writes its step into the witnesses, and saves every second or so."""
+"""The trainer process: trains on traffic, writes its step into the witness rows, and saves about every second."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cnr_store_tools.demo.worker import Channel
 from cnr_store_tools.serve_demo.witness import DIM, NUM_WITNESSES, SHARES, make_tables, witness_row
 
 PAUSE_S = 0.03
-"""Between two steps: the machine may have two cores, and five processes share them."""
+"""Pause between two steps, because five processes may share two cores."""
 
 NUM_DENSE = 4
 BATCH_SIZE = 256
@@ -27,7 +27,7 @@ NUM_SAMPLES = 400 * BATCH_SIZE
 
 
 def make_model(tables: Mapping[str, int], seed: int) -> SmallDLRM:
-    """Return the model that fits the tables with their witnesses."""
+    """Return a model for the tables with their witness rows."""
     config = ModelConfig(
         table_rows=tuple(count + NUM_WITNESSES for count in tables.values()), table_names=tuple(SHARES), dim=DIM,
         num_dense=NUM_DENSE, bottom_hidden=(16,), top_hidden=(32,), seed=seed,
@@ -36,7 +36,7 @@ def make_model(tables: Mapping[str, int], seed: int) -> SmallDLRM:
 
 
 def make_batches(tables: Mapping[str, int], seed: int) -> TimeOrderedBatches:
-    """Return the traffic: popular ids that drift, and clicks that a model can learn."""
+    """Return traffic: popular ids that drift, and clicks that a model can learn."""
     traffic = TrafficConfig(
         table_rows=tuple(tables.values()), num_samples=NUM_SAMPLES, num_dense=NUM_DENSE, drift_every=16 * BATCH_SIZE,
         seed=seed,
@@ -45,14 +45,14 @@ def make_batches(tables: Mapping[str, int], seed: int) -> TimeOrderedBatches:
 
 
 def repeated(batches: TimeOrderedBatches) -> Iterator[ClickBatch]:
-    """Yield the batches again and again; a saved position says where to go on."""
+    """Yield the batches in an endless loop, from the saved position."""
     while True:
         yield from batches
         batches.load_state_dict({**batches.state_dict(), "next_batch": 0})
 
 
 def play(task: Mapping[str, Any], channel: Channel) -> None:
-    """Train from where the store stands until an order comes; then save once more."""
+    """Train from the newest state of the store until an order arrives; then save once more."""
     tables = make_tables(task["rows"])
     torch.set_num_threads(1)
     model, batches = make_model(tables, task["seed"]), make_batches(tables, task["seed"])
@@ -84,7 +84,7 @@ def play(task: Mapping[str, Any], channel: Channel) -> None:
 
 
 def write_witnesses(model: SmallDLRM, manager: CheckpointManager, tables: Mapping[str, int], step: int) -> None:
-    """Write ``step`` into the witnesses of every table, and mark these rows as changed."""
+    """Write ``step`` into the witness rows of every table, and mark these rows as changed."""
     for name, count in tables.items():
         weight = model.get_parameter(name)
         with torch.no_grad():

@@ -1,7 +1,7 @@
-"""The tables of the demonstration, and their rows that show at which training step they were written. Loads no torch.
+"""The tables of the demonstration, and witness rows that contain the training step. Does not import torch.
 
-Every table ends with `NUM_WITNESSES` rows that no traffic looks up. The trainer writes its step into each of them, in
-every column, before each save. A batch is torn if it shows two steps, another step than its own, or no digit.
+Every table ends with `NUM_WITNESSES` rows that no traffic looks up. Before each save the trainer writes its step into
+every column of them. A batch is torn if its witnesses have two steps, another step than the batch, or an invalid digit.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ NUM_WITNESSES = 32
 NUM_DIGITS = 5
 BASE = 16
 SPACING = np.float32(1 / 32)
-"""Between two digits. The tables are stored far finer, so rounding never makes one digit into another."""
+"""Distance of two digits. Tables are stored with a much finer scale, so rounding never changes a digit."""
 
 MAX_STEP = BASE**NUM_DIGITS - 1
 GARBLED = -1
 
 
 def make_tables(rows: int) -> dict[str, int]:
-    """Return, by the name of a table in the store, how many of its rows the traffic looks up; witnesses come behind.
+    """Return, by table name, the number of rows that traffic looks up; witness rows follow them.
 
     >>> make_tables(1000)
     {'tables.user.weight': 600, 'tables.item.weight': 300, 'tables.place.weight': 100}
@@ -43,7 +43,7 @@ def different_rows(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
 
 
 def witness_row(step: int, dim: int) -> npt.NDArray[np.float32]:
-    """Return what a witness holds at a step: float32 (dim,); column ``c`` carries hexadecimal digit ``c % 5``.
+    """Return the witness row of a step: float32 (dim,); column ``c`` has hexadecimal digit ``c % 5``.
 
     >>> read_steps(witness_row(0x1F2, 16)[None]).tolist()
     [498]
@@ -54,7 +54,7 @@ def witness_row(step: int, dim: int) -> npt.NDArray[np.float32]:
 
 
 def read_steps(rows: npt.NDArray[np.floating]) -> npt.NDArray[np.int64]:
-    """Return the step that each row (n, dim) shows, int64 (n,); `GARBLED` where its columns contradict each other.
+    """Return the step of each row (n, dim), int64 (n,); `GARBLED` if its columns contradict each other.
 
     >>> mixed = witness_row(3, 16)
     >>> mixed[7] = witness_row(200, 16)[7]
