@@ -121,9 +121,7 @@ def _is_one_life(first: TableSchema, other: TableSchema) -> bool:
 
 def _chunks(segment: Segment, table: str, *, is_new: bool) -> Iterator[ListedChunk]:
     dim = segment.manifest.tables[table].dim
-    for part in segment.manifest.parts:
-        if part.table != table:
-            continue
+    for part in segment.manifest.parts_of.get(table, ()):
         for operation in OPERATIONS:
             row_list: RowListEntry | None = getattr(part, operation)
             settles = is_new and operation != "add" and part.columns == (0, dim)

@@ -28,7 +28,7 @@ from cnr_store.format.records import ChainEntry, Manifest, TableSchema
 from cnr_store.read.replay import ChunkReader
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.segment.chunk_cache import ChunkCache
-from cnr_store.segment.reader import SegmentReader
+from cnr_store.segment.reader import SegmentReader, open_chain
 from cnr_store.serving.update.update_plan import Apply, Reread, UpdatePlan
 from cnr_store.store import Store
 from cnr_store.types import SlotsRule
@@ -91,7 +91,7 @@ class VersionReader:
                 )
 
     def tables_of(self, entry: LogEntry) -> frozenset[str]:
-        """Return the names of the tables of an entry's state. A GET if its last manifest is not known yet."""
+        """Return the names of the tables of an entry's state. A GET for each manifest that is not known yet."""
         return frozenset(self._end_of(entry.record.chain).tables if entry.record.chain else ())
 
     def follow(self, held: LogEntry, entry: LogEntry) -> None:
@@ -170,7 +170,7 @@ class VersionReader:
         if before is None:
             return compared_rows(Nothing(), new_rows)
         if schema is not None and isinstance(new_rows, TableRows) and isinstance(plan, Apply | Reread):
-            change = self._plan_table(table, path, target, plan)
+            change = self._plan_table(table, target, plan)
             if not isinstance(change, Compared):
                 return listed_rows(new_rows, change, self._reader, self._store.internals.workers)
         held = self._snapshot(path.held)
@@ -178,18 +178,16 @@ class VersionReader:
         old_rows = TableRows(held, table, names if is_comparable else [], self._slots_rule)
         return compared_rows(old_rows, new_rows)
 
-    def _plan_table(self, table: str, path: StreamPath, target: LogEntry, plan: Apply | Reread) -> RowChange:
+    def _plan_table(self, table: str, target: LogEntry, plan: Apply | Reread) -> RowChange:
         if isinstance(plan, Reread):
-            common = self._end_of(plan.common)
-            return plan_table_change(
-                table, common, self._segments(plan.old), self._segments(plan.new), since=len(plan.common)
-            )
+            old, new = (self._segments(plan.common, end) for end in (plan.old, plan.new))
+            return plan_table_change(table, self._end_of(plan.common), old, new, since=len(plan.common))
         count = len(plan.segments)
         # Deltas compacted on the way are not in the target's chain: nothing is settled there without the rest.
         is_tail = target.record.chain[-count:] == plan.segments
         since = len(target.record.chain) - count if is_tail else 0
         return plan_table_change(
-            table, self._end_of(path.held.record.chain), (), self._segments(plan.segments), since=since
+            table, self._end_of(plan.behind), (), self._segments(plan.behind, plan.segments), since=since
         )
 
     def _names(self, schema: TableSchema) -> list[str]:
@@ -205,16 +203,16 @@ class VersionReader:
         self._readers.update(snapshot.known_readers)
         return snapshot
 
-    def _segments(self, chain: Sequence[ChainEntry]) -> list[Segment]:
-        return [Segment(entry.seg, self._open(entry).manifest) for entry in chain]
+    def _segments(self, behind: Sequence[ChainEntry], chain: Sequence[ChainEntry]) -> list[Segment]:
+        return [Segment(one.name, one.manifest) for one in self._open((*behind, *chain))[len(behind) :]]
 
     def _end_of(self, chain: Sequence[ChainEntry]) -> Manifest:
-        return self._open(chain[-1]).manifest
+        return self._open(chain)[-1].manifest
 
-    def _open(self, entry: ChainEntry) -> SegmentReader:
-        if entry.seg not in self._readers:
-            self._readers[entry.seg] = SegmentReader.open(self._store.storage, entry)
-        return self._readers[entry.seg]
+    def _open(self, chain: Sequence[ChainEntry]) -> tuple[SegmentReader, ...]:
+        readers = open_chain(self._store.storage, chain, self._store.internals.workers, known=self._readers)
+        self._readers.update({one.name: one for one in readers})
+        return readers
 
     def _reader(self, name: str) -> ChunkReader:
         reader = self._readers[name]

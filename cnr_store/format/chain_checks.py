@@ -12,7 +12,7 @@ import msgspec
 
 from cnr_store.format.limits import MAX_SHIFT_IN_CHAIN
 from cnr_store.format.manifest import stated_digest
-from cnr_store.format.records import CommitRecord, DenseEntry, Manifest, PartEntry, TableSchema
+from cnr_store.format.records import CommitRecord, Manifest, TableSchema
 from cnr_store.types import Rectangle
 
 
@@ -25,13 +25,13 @@ class Contradiction:
     table: str | None = None
 
 
-def chain_problems(names: Sequence[str], manifests: Sequence[Manifest], known: int = 0) -> Iterator[Contradiction]:
-    """Yield what is contradictory in a chain: starts that are not the ends before, schemas, dense references. Pure.
+def chain_problems(manifests: Sequence[Manifest], known: int = 0) -> Iterator[Contradiction]:
+    """Yield what is contradictory in a chain: starts that are not the ends before, schemas, drops of nothing. Pure.
 
     Parameters
     ----------
-    names, manifests
-        The chain's segments, baseline first.
+    manifests
+        Those of the chain with their states (`fold.fold`), baseline first.
     known
         How many of the first ones were found free of contradictions together.
     """
@@ -39,11 +39,11 @@ def chain_problems(names: Sequence[str], manifests: Sequence[Manifest], known: i
     for index, manifest in enumerate(manifests):
         if index >= known:
             yield from _check_lives(index, lives, manifest, manifests[index - 1] if index else None)
-            yield from _check_dense(index, names, manifests)
+            yield from _check_ends(index, manifests[index - 1] if index else None, manifest)
             if index:
                 yield from _check_starts(index, manifests[index - 1], manifest)
-        for table, schema in manifest.tables.items():
-            first = lives.get(table)
+        for table in manifest.stated:
+            schema, first = manifest.tables[table], lives.get(table)
             if first is None or first.generation != schema.generation:
                 lives[table] = schema
 
@@ -61,34 +61,6 @@ def is_one_life(first: TableSchema, schema: TableSchema) -> bool:
     return msgspec.structs.replace(first, num_rows=schema.num_rows, shift=schema.shift, fill=schema.fill) == schema
 
 
-def find_dense(names: Sequence[str], manifests: Sequence[Manifest], name: str) -> tuple[int, DenseEntry] | None:
-    """Return which segment of a chain holds a dense tensor of the last one's state, and where in it. Pure.
-
-    The one that the entry names; or, if compaction has merged that into another, one that holds the same tensor by its
-    own bytes (spec, CNR-DEN-4). None if there is neither.
-
-    Parameters
-    ----------
-    names, manifests
-        The chain's segments, baseline first.
-    name
-        A tensor that the last manifest has.
-    """
-    entry = manifests[-1].dense[name]
-    segment = entry.segment or names[-1]
-    if segment in names:
-        return names.index(segment), entry
-    for index, manifest in enumerate(manifests):
-        held = manifest.dense.get(name)
-        if held is not None and not held.segment and _is_same_tensor(held, entry):
-            return index, held
-    return None
-
-
-def _is_same_tensor(a: DenseEntry, b: DenseEntry) -> bool:
-    return (a.digest, a.dtype, a.shape) == (b.digest, b.dtype, b.shape)
-
-
 def _check_lives(
     index: int, lives: Mapping[str, TableSchema], manifest: Manifest, before: Manifest | None
 ) -> Iterator[Contradiction]:
@@ -96,8 +68,8 @@ def _check_lives(
 
     ``lives`` has each table as its last life before the segment began.
     """
-    for table, schema in manifest.tables.items():
-        first = lives.get(table)
+    for table in manifest.stated:
+        schema, first = manifest.tables[table], lives.get(table)
         if first is None:
             continue
         old = None if before is None else before.tables.get(table)
@@ -118,11 +90,12 @@ def _check_lives(
 
 def _check_starts(index: int, before: Manifest, after: Manifest) -> Iterator[Contradiction]:
     """Each part starts from the state that the segment before ended with, where both say so."""
-    ends: dict[str, list[PartEntry]] = {}
-    for part in before.parts:
-        ends.setdefault(part.table, []).append(part)
-    whole = {(part.table, part.rows, part.columns): part.state_digest for part in before.parts}
-    for part in after.parts:
+    whole = {
+        (part.table, part.rows, part.columns): part.state_digest
+        for table in after.stated
+        for part in before.parts_of.get(table, ())
+    }
+    for part in (part for table in after.stated for part in after.parts_of.get(table, ())):
         old, new = before.tables.get(part.table), after.tables[part.table]
         if part.base_digest is None or old is None or (old.generation, old.shift) != (new.generation, new.shift):
             continue  # Of another shift it starts from the same codes in a finer unit, which have another digest.
@@ -131,7 +104,7 @@ def _check_starts(index: int, before: Manifest, after: Manifest) -> Iterator[Con
             continue
         end = whole.get((part.table, rows, part.columns)) if rows[0] < rows[1] else None
         if end is None:
-            total = stated_digest(ends.get(part.table, []), Rectangle(rows, part.columns))
+            total = stated_digest(before.parts_of.get(part.table, ()), Rectangle(rows, part.columns))
             end = None if total is None else f"{total:016x}"
         if end is not None and part.base_digest != end:
             message = (
@@ -147,19 +120,9 @@ def _rows_before(rows: tuple[int, int], num_rows: int, num_rows_before: int) -> 
     return None if stop < start else (start, stop)
 
 
-def _check_dense(index: int, names: Sequence[str], manifests: Sequence[Manifest]) -> Iterator[Contradiction]:
-    """What a tensor says of bytes in another segment is what that one says of them."""
-    for name, entry in manifests[index].dense.items():
-        if not entry.segment:
-            continue
-        found = find_dense(names[: index + 1], manifests[: index + 1], name)
-        if found is None:
-            message = f"dense tensor {name!r} lies in {entry.segment}, which is not in the chain, nor is it in another"
-            yield Contradiction(index, message)
-        elif not _is_there(found[1], name, manifests[found[0]]):
-            yield Contradiction(index, f"dense tensor {name!r} is not in {entry.segment} as it is referenced")
-
-
-def _is_there(entry: DenseEntry, name: str, holder: Manifest) -> bool:
-    held = holder.dense.get(name)
-    return held is not None and held.segment == "" and msgspec.structs.replace(entry, segment="") == held
+def _check_ends(index: int, before: Manifest | None, manifest: Manifest) -> Iterator[Contradiction]:
+    """What a segment drops was there: else it was made for another state."""
+    lost = set(manifest.dropped).difference(() if before is None else before.tables)
+    lost |= set(manifest.ended).difference(() if before is None else before.dense)
+    for name in sorted(lost):
+        yield Contradiction(index, f"{name!r} is dropped, and the state before does not have it")

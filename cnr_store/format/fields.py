@@ -55,7 +55,6 @@ BranchOrNone = Annotated[str, Meta(pattern=rf"^([0-9a-f]{{32}})?{_END}")]
 """The uuid of a branch, or empty for the store's own log."""
 
 SegmentName = Annotated[str, Meta(pattern=SEGMENT_PATTERN)]
-SegmentOrOwn = Annotated[str, Meta(pattern=rf"^([0-9]{{20}}-[0-9a-f]{{32}})?{_END}")]
 """The name of a segment, or empty for the one that says it."""
 
 KeyPath = Annotated[str, Meta(pattern=PATH_PATTERN)]

@@ -11,7 +11,7 @@ import msgspec
 from cnr_store.errors import BadName, CorruptObject, CorruptStore, NewerFormat
 from cnr_store.format.arrays import chunk_count, chunk_path
 from cnr_store.format.documents import decode_document, sha256
-from cnr_store.format.layout import MAX_NODE_BYTES, check_relative_path, percent_encoded
+from cnr_store.format.layout import MAX_NODE_BYTES, check_relative_path, percent_encoded, segment_name
 from cnr_store.format.manifest_checks import entry_problems, manifest_problems
 from cnr_store.format.packed import unpack
 from cnr_store.format.records import (
@@ -20,6 +20,7 @@ from cnr_store.format.records import (
     ArrayEntry,
     ArrayGroup,
     ChainEntry,
+    DenseEntry,
     ListLine,
     Manifest,
     ObjectEntry,
@@ -143,11 +144,13 @@ def _window(line: ListLine, arrays: Mapping[str, ArrayEntry], start: int) -> Row
 def resolved(document: SegmentDocument) -> Manifest:
     """Return what readers make of a document that they have not checked yet. Pure; raises as `expand`."""
     same = {name: getattr(document, name) for name in _SAME_FIELDS}
-    return Manifest(**same, **expand(document)._asdict())
+    own = segment_name(document.base, document.txn)
+    dense = {name: DenseEntry(**msgspec.structs.asdict(line), segment=own) for name, line in document.dense.items()}
+    return Manifest(**same, **expand(document)._asdict(), dense=dense, stated=tuple(document.tables))
 
 
 def decode_manifest(data: bytes, where: str) -> Manifest:
-    """Parse a stored manifest and check what it says before anybody allocates by it.
+    """Parse a stored manifest and check what it states before anybody allocates by it.
 
     Raises
     ------
@@ -172,7 +175,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     return manifest
 
 
-_SAME_FIELDS = tuple(name for name in Manifest.__struct_fields__ if name not in Expanded._fields)
+_SAME_FIELDS = tuple(name for name in Manifest.__struct_fields__ if name not in (*Expanded._fields, "dense", "stated"))
 
 
 def decode_segment(data: bytes, entry: ChainEntry, where: str) -> Manifest:

@@ -47,8 +47,13 @@ def manifest_problems(manifest: Manifest) -> Iterator[str]:
     known = {entry.path: entry for entry in manifest.objects}
     if len(known) != len(manifest.objects):
         yield "an object is listed twice"
-    for name in (*manifest.tables, *manifest.dense):
+    for name in (*manifest.tables, *manifest.dropped, *manifest.dense, *manifest.ended):
         check_name(name)
+    if manifest.kind == "baseline" and (manifest.dropped or manifest.ended):
+        yield "a baseline drops what no state has"
+    both = [*(set(manifest.dropped) & manifest.tables.keys()), *(set(manifest.ended) & manifest.dense.keys())]
+    if both:
+        yield f"{both[0]!r} is both dropped and there"
     for name, path in manifest.documents.items():
         for node in name.split("/"):
             check_name(node)
@@ -260,8 +265,6 @@ def _tensor_problems(name: str, tensor: DenseEntry, packs: Mapping[str, ArrayEnt
     size = math.prod(tensor.shape)
     if size > MAX_ELEMENTS or (size == 0 and tensor.digest != _NO_BYTES):
         yield f"dense tensor {name!r} of shape {tensor.shape} has digest {tensor.digest}"
-    if tensor.segment:
-        return  # of which segment it is, and whether it is there, the chain says
     pack = packs.get(tensor.path)
     dtype = _STORED_AS.get(tensor.dtype, tensor.dtype)
     if pack is None or pack.dtype != dtype or tensor.offset + size > pack.shape[0]:

@@ -6,6 +6,7 @@ What they mean is in sections 3, 4 and 7 of the specification. `documents` turns
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Literal
 
 import msgspec
@@ -31,7 +32,6 @@ from cnr_store.format.fields import (
     Positive,
     RowNumber,
     SegmentName,
-    SegmentOrOwn,
     Sha256,
     Shape,
     Shift,
@@ -336,13 +336,9 @@ class PartEntry(PartPlace, frozen=True, kw_only=True):
     escape: RowListEntry | None = None
 
 
-class DenseEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a dense tensor's elements are: ``shape`` elements from ``offset`` of array ``path`` of ``segment``.
+class TensorLine(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a dense tensor's elements are in the manifest's segment: ``shape`` elements from ``offset`` of ``path``."""
 
-    ``segment`` is empty for the manifest's own segment; else it must be in the same record's chain.
-    """
-
-    segment: SegmentOrOwn
     path: KeyPath
     offset: NumRows
     dtype: TensorDtype
@@ -350,12 +346,18 @@ class DenseEntry(msgspec.Struct, frozen=True, kw_only=True):
     digest: Hex32
 
 
+class DenseEntry(TensorLine, frozen=True, kw_only=True):
+    """A dense tensor of a state, and the segment of the chain that has its bytes; in memory alone."""
+
+    segment: str
+
+
 class Written(msgspec.Struct, frozen=True, kw_only=True):
     """What writers put: parts, the groups of arrays with their rows, dense tensors, documents, all other objects."""
 
     parts: tuple[PartLine, ...]
     groups: tuple[ArrayGroup, ...] = ()
-    dense: dict[Name, DenseEntry] = {}
+    dense: dict[Name, TensorLine] = {}
     dense_arrays: tuple[ArrayGroup, ...] = ()
     documents: dict[Text, KeyPath] = {}
     objects: tuple[ObjectEntry, ...]
@@ -373,7 +375,11 @@ class Receipt(Written, frozen=True, kw_only=True):
 
 
 class SegmentDocument(Written, frozen=True, kw_only=True):
-    """``_segment.json.zst``: the whole segment; opening a snapshot reads one of these per segment."""
+    """``_segment.json.zst``: the whole segment; opening a snapshot reads one of these per segment.
+
+    ``tables`` are those that it states, with all their ``parts``: of a baseline every one, of a delta those that it
+    changes. ``dropped`` are tables, ``ended`` dense tensors that the state before has and this one does not.
+    """
 
     format: Positive
     txn: Hex32
@@ -383,13 +389,17 @@ class SegmentDocument(Written, frozen=True, kw_only=True):
     l1: Count
     step: Count
     tables: dict[Name, TableSchema]
+    dropped: tuple[Name, ...] = ()
+    ended: tuple[Name, ...] = ()
     scalars: dict[str, JsonValue] = {}
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A segment's manifest as readers have it; in memory alone.
 
-    ``arrays`` are those of all row lists, whole, and ``objects`` all that are named, also as parts of arrays.
+    ``tables``, ``parts`` and ``dense`` are those of the state at ``l1`` where it was read as part of a chain
+    (`fold.fold`), and those that the document states where it was read alone. ``stated`` names the tables which that
+    states. ``arrays`` are those of all row lists, whole, and ``objects`` all that are named, also as parts of arrays.
     """
 
     format: int
@@ -400,6 +410,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     l1: int
     step: int
     tables: dict[str, TableSchema]
+    dropped: tuple[str, ...] = ()
+    ended: tuple[str, ...] = ()
+    stated: tuple[str, ...] = ()
     parts: tuple[PartEntry, ...]
     arrays: tuple[ArrayEntry, ...] = ()
     dense: dict[str, DenseEntry] = {}
@@ -407,6 +420,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     scalars: dict[str, JsonValue] = {}
     documents: dict[str, str] = {}
     objects: tuple[ObjectEntry, ...]
+
+    @cached_property
+    def parts_of(self) -> dict[str, tuple[PartEntry, ...]]:
+        """The parts by table; a table without one is not there."""
+        found: dict[str, list[PartEntry]] = {}
+        for part in self.parts:
+            found.setdefault(part.table, []).append(part)
+        return {table: tuple(parts) for table, parts in found.items()}
 
     @property
     def changed_rows(self) -> int:

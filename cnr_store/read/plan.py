@@ -125,10 +125,10 @@ def plan_table(
     for index in range(begin, len(manifests)):
         manifest = manifests[index]
         here = manifest.tables[table]
-        parts = [part for part in manifest.parts if part.table == table]
+        parts = manifest.parts_of.get(table, ())
         cutting.update(part.columns for part in parts if part.rows[0] < part.rows[1])
         if not hashed:
-            parts = [part for part in parts if _meets(part.rows, (start, stop)) and _meets(part.columns, columns)]
+            parts = tuple(part for part in parts if _meets(part.rows, (start, stop)) and _meets(part.columns, columns))
         shift = schema.shift - here.shift
         if shift < 0:
             raise CorruptStore(f"table {table!r}: shift goes back from {here.shift} to {schema.shift}", table=table)
@@ -151,7 +151,7 @@ def plan_table(
             steps = [step for step in steps if _may_hold(step, rows)]
         batches.append(SegmentSteps(index, here.num_rows, tuple(steps)))
     tracks = hashed or not complete or len(set(sizes)) > 1
-    ends = tuple(part for part in last.parts if part.table == table)
+    ends = last.parts_of.get(table, ())
     stored = ((0, schema.dim),) if hashed else _intervals(table, schema, cutting)
     return TablePlan(table, schema, start, stop, columns, tuple(batches), tracks, ends, stored)
 

@@ -10,9 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store.encodings.widths import carrier
-from cnr_store.errors import BadDtype, BadInput, BadRowIds, BadShape, CorruptStore, TableNotFound
+from cnr_store.errors import BadDtype, BadInput, BadRowIds, BadShape, TableNotFound
 from cnr_store.format import document_tree
-from cnr_store.format.chain_checks import find_dense
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.format.records import (
     ChainEntry,
@@ -85,17 +84,15 @@ class Snapshot:
             if readers:
                 check_record(self.record, readers[-1])
             self._readers = readers
-            self._known = {}
 
-    def open_segment(self, entry: ChainEntry) -> SegmentReader:
-        """Return a segment that need not be of this state's chain: one GET, unless it is open by now.
+    def open_chain(self, chain: Sequence[ChainEntry]) -> tuple[SegmentReader, ...]:
+        """Return the segments of another chain: a GET for each that neither this state nor ``known`` has.
 
         Raises
         ------
         MissingObject, CorruptObject, CorruptStore, StorageFailure
         """
-        known = self.known_readers.get(entry.seg)
-        return SegmentReader.open(self._storage, entry) if known is None else known
+        return open_chain(self._storage, chain, self._workers, known=self._known | self.known_readers)
 
     @property
     def known_readers(self) -> dict[str, SegmentReader]:
@@ -174,14 +171,7 @@ class Snapshot:
             raise TableNotFound(
                 f"version {self.version} has no dense tensor {name!r}", table=name, version=self.version
             )
-        holder = find_dense([reader.name for reader in self.readers], self.manifests, name)
-        if holder is None:
-            raise CorruptStore(
-                f"dense tensor {name!r} lies in segment {entry.segment}, which is not in the chain of version "
-                f"{self.version}, and no segment of it has the tensor either; run `cnr verify`",
-                version=self.version, path=entry.segment,
-            )  # fmt: skip
-        return self.readers[holder[0]].read_dense(name, holder[1])
+        return next(one for one in self.readers if one.name == entry.segment).read_dense(name, entry)
 
     @property
     def scalars(self) -> dict[str, JsonValue]:

@@ -356,8 +356,8 @@ def rows_since(readers: Sequence[SegmentReader], table: str, schema: TableSchema
     life = [reader for reader in readers[1:] if _is_life(reader, table, schema)]
     found: list[RowIds] = [np.empty(0, np.int64)]
     for reader in life:
-        for part in reader.manifest.parts:
-            lists = (part.add, part.set, part.delete, part.escape) if part.table == table else ()
+        for part in reader.manifest.parts_of.get(table, ()):
+            lists = (part.add, part.set, part.delete, part.escape)
             for row_list in (entry for entry in lists if entry is not None):
                 scratch = Scratch()
                 found.extend(reader.read_rows(row_list, k, scratch).copy() for k in range(len(row_list.first)))

@@ -22,6 +22,7 @@ from cnr_store.errors import CorruptObject, CorruptRecord, CorruptStore, Missing
 from cnr_store.format import arrays, layout
 from cnr_store.format.chain_checks import chain_problems, record_problems
 from cnr_store.format.documents import JSON, decode_document, loads, sha256
+from cnr_store.format.fold import fold
 from cnr_store.format.limits import MAX_MANIFEST_BYTES, MAX_TREE_NESTING
 from cnr_store.format.manifest import decode_segment
 from cnr_store.format.packed import unpack
@@ -90,6 +91,8 @@ class SegmentReader:
 
     Keeps the manifest, and of chunks in which several row lists have rows those that were read, until all their rows
     were: so tables that are read one after the other decode what they share once. `SHARED_BYTES` bounds them.
+    ``own`` is what the segment states, ``manifest`` the same with the state that the chain has behind it, where the
+    segment was opened with its chain (`in_chain`).
     ``if_missing`` is called with the error before a missing object is raised, and may raise what is behind it.
     ``sound_behind`` names the segments before it in a chain that was found free of contradictions up to it.
     """
@@ -105,6 +108,7 @@ class SegmentReader:
     ) -> None:
         self.sound_behind: tuple[str, ...] | None = None
         self.name = name
+        self.own = manifest
         self.manifest = manifest
         self._storage = storage
         self._if_missing = if_missing
@@ -123,7 +127,7 @@ class SegmentReader:
         if_missing: IfMissing | None = None,
         shared: ChunkCache | None = None,
     ) -> SegmentReader:
-        """Read and check the manifest that a chain entry names: one GET.
+        """Read and check the manifest that a chain entry names, by itself: one GET.
 
         Raises
         ------
@@ -284,7 +288,7 @@ class SegmentReader:
             raise CorruptStore(f"document {key} cannot be parsed: {error}; run `cnr verify`", path=key) from error
 
     def read_dense(self, name: str, entry: DenseEntry) -> npt.NDArray[Any]:
-        """Return a dense tensor whose bytes are in this segment (`chain_checks.find_dense`), in its stored dtype."""
+        """Return a dense tensor whose bytes are in this segment, in its stored dtype."""
         array = next(item for item in self.manifest.dense_arrays if item.path == entry.path)
         size = math.prod(entry.shape)
         out = np.empty(size, array.dtype)
@@ -314,6 +318,8 @@ def open_chain(
 ) -> tuple[SegmentReader, ...]:
     """Open the segments of a chain, and refuse manifests that contradict each other: a GET for each that is not known.
 
+    ``known`` may be of other chains: what a segment states is the same in each.
+
     Raises
     ------
     MissingObject, CorruptObject, CorruptStore, NewerFormat, StorageFailure
@@ -324,15 +330,28 @@ def open_chain(
         partial(SegmentReader.open, storage, entry, if_missing=if_missing, shared=shared) for entry in missing
     )
     by_name = {**known, **{reader.name: reader for reader in fresh}}
-    readers = tuple(by_name[entry.seg] for entry in chain)
-    names = tuple(reader.name for reader in readers)
-    sound = next((k for k, one in enumerate(readers) if one.sound_behind != names[:k]), len(names))
-    for found in chain_problems(names, [reader.manifest for reader in readers], sound):
+    names = tuple(entry.seg for entry in chain)
+    sound = next((k for k, name in enumerate(names) if by_name[name].sound_behind != names[:k]), len(names))
+    readers = in_chain([by_name[name] for name in names], sound)
+    for found in chain_problems([reader.manifest for reader in readers], sound):
         key = layout.segment_key(names[found.index], layout.MANIFEST)
         raise CorruptStore(f"{key}: {found.message}; run `cnr verify`", path=key, table=found.table)
     for k, reader in enumerate(readers):
         reader.sound_behind = names[:k]
     return readers
+
+
+def in_chain(readers: Sequence[SegmentReader], known: int = 0) -> tuple[SegmentReader, ...]:
+    """Return the segments of a chain with their states. No I/O, nothing is checked.
+
+    ``known``: how many of the first ones have the states of this chain already.
+    """
+    found = list(readers[:known])
+    for reader in readers[known:]:
+        placed = copy.copy(reader)
+        placed.manifest = fold(found[-1].manifest if found else None, reader.own)
+        found.append(placed)
+    return tuple(found)
 
 
 def check_record(record: CommitRecord, last: SegmentReader) -> None:

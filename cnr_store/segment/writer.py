@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -21,19 +21,21 @@ from cnr_store.errors import BadDtype, BadInput, CorruptStore, StorageFailure
 from cnr_store.format import arrays, layout
 from cnr_store.format.documents import sha256
 from cnr_store.format.fields import ArrayDtype, TensorDtype
+from cnr_store.format.fold import stated
 from cnr_store.format.limits import MAX_MANIFEST_BYTES
 from cnr_store.format.manifest import array_path, decode_manifest
 from cnr_store.format.packed import pack
 from cnr_store.format.records import (
     ArrayEntry,
     ArrayGroup,
-    DenseEntry,
     Manifest,
     ObjectDigest,
     ObjectEntry,
     Receipt,
     SegmentDocument,
     StoredArray,
+    TableSchema,
+    TensorLine,
 )
 from cnr_store.runtime.threads import Throttle, Workers, blocks
 from cnr_store.segment.groups import GroupShape, RowList, SharedGroup, WrittenList, WrittenPart
@@ -73,7 +75,7 @@ class SegmentWriter:
         self._shared: dict[GroupShape, SharedGroup] = {}
         self._groups: dict[str, dict[str, ArrayEntry]] = {}
         self._attempts: set[str] = set()
-        self._dense: dict[str, DenseEntry] = {}
+        self._dense: dict[str, TensorLine] = {}
         self._dense_arrays: dict[str, ArrayEntry] = {}
         self._documents: dict[str, str] = {}
 
@@ -154,10 +156,6 @@ class SegmentWriter:
         for dtype_name, names in sorted(by_dtype.items()):
             self._write_pack(dtype_name, [(name, np.asarray(tensors[name], order="C")) for name in names], dtypes)
 
-    def reference_dense(self, name: str, entry: DenseEntry) -> None:
-        """List a dense tensor whose bytes another segment of the chain holds."""
-        self._dense[name] = entry
-
     def write_document(self, name: str, document: JsonValue) -> None:
         """Have `finish` put a JSON document (reader state, RNG state) under ``<writer>/<name>.json.zst``."""
         # The ending goes through the encoding: a document named _receipt must not become the receipt.
@@ -236,8 +234,8 @@ class SegmentWriter:
         offset = 0
         for name, tensor in tensors:
             logical = cast(TensorDtype, dtypes.get(name, dtype_name))
-            self._dense[name] = DenseEntry(
-                segment="", path=path, offset=offset, dtype=logical, shape=tensor.shape,
+            self._dense[name] = TensorLine(
+                path=path, offset=offset, dtype=logical, shape=tensor.shape,
                 digest=object_digest(tensor.reshape(-1).view(np.uint8).data),
             )  # fmt: skip
             offset += tensor.size
@@ -305,10 +303,19 @@ def write_manifest(storage: Storage, name: str, document: SegmentDocument) -> tu
     return sha256(data), len(data), manifest
 
 
-def merge_receipts(receipts: list[Receipt]) -> dict[str, Any]:
-    """Return the manifest's fields that come from receipts: those of `Written`. Pure.
+def merge_receipts(
+    receipts: Sequence[Receipt], base: Manifest | None, tables: Mapping[str, TableSchema], tensors: Iterable[str]
+) -> dict[str, Any]:
+    """Return the fields of the manifest over what writers put: those of `Written`, and `fold.stated`. Pure.
 
     The receipts themselves stay out of the inventory: the manifest supersedes them.
+
+    Parameters
+    ----------
+    base
+        The manifest of the segment before it, with its state; None of a baseline.
+    tables, tensors
+        Every table, and the names of all dense tensors, of the new state.
 
     Raises
     ------
@@ -327,7 +334,7 @@ def merge_receipts(receipts: list[Receipt]) -> dict[str, Any]:
                         found=name,
                     )
     return {
-        "parts": tuple(part for receipt in ordered for part in receipt.parts),
+        **stated(base, tables, [part for receipt in ordered for part in receipt.parts], tensors)._asdict(),
         "groups": tuple(group for receipt in ordered for group in receipt.groups),
         "dense": {name: entry for receipt in ordered for name, entry in receipt.dense.items()},
         "dense_arrays": tuple(entry for receipt in ordered for entry in receipt.dense_arrays),

@@ -145,9 +145,10 @@ def rows_between(store: Store, held: int, view: View) -> dict[str, RowIds] | Non
         if isinstance(plan, Compare):
             return None
         snapshot = store.snapshot(view.version)
-        common = snapshot.open_segment(entries[0].record.chain[-1] if isinstance(plan, Apply) else plan.common[-1])
-        chains = (plan.segments,) if isinstance(plan, Apply) else (plan.old, plan.new)
-        sides = [[snapshot.open_segment(entry) for entry in chain] for chain in chains]
+        begin = plan.behind if isinstance(plan, Apply) else plan.common
+        ends = (plan.segments,) if isinstance(plan, Apply) else (plan.old, plan.new)
+        chains = [snapshot.open_chain((*begin, *end)) for end in ends]
+        common, sides = chains[0][len(begin) - 1], [chain[len(begin) :] for chain in chains]
         shapes = {name: _shape(snapshot.tables[name]) for name in snapshot.tables}
         for reader in (common, *(reader for side in sides for reader in side)):
             if {name: _shape(schema) for name, schema in reader.manifest.tables.items()} != shapes:

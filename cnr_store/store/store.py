@@ -16,7 +16,7 @@ from cnr_store.log.leases import Lease
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.runtime.ranks import OneRank, Ranks
 from cnr_store.segment.chunk_cache import ChunkCache
-from cnr_store.segment.reader import SegmentReader
+from cnr_store.segment.reader import SegmentReader, open_chain
 from cnr_store.segment.shards import Placement
 from cnr_store.storage import Storage, open_storage
 from cnr_store.store.creation import begin_log, create_identity, read_identity
@@ -424,4 +424,4 @@ class Store:
 
 def open_segment(store: Store, version: int, index: int = -1) -> SegmentReader:
     """Return one segment of a version's chain, for tools that look at objects."""
-    return SegmentReader.open(store.storage, store.record(version).chain[index])
+    return open_chain(store.storage, store.record(version).chain, store.internals.workers)[index]

@@ -170,17 +170,15 @@ class Commit:
 
     def _write_manifest(self, receipts: list[Receipt]) -> ChainEntry:
         """Check what all ranks wrote and put the manifest over it."""
-        state, draft = self._state, self._staged.draft
-        check_receipts(
-            receipts, txn=draft.txn, world=state.setup.ranks.world, l0=draft.l0, base=self._staged.base_manifest
-        )
-        check_coverage(receipts, self._staged.schemas.tables)
+        state, draft, base = self._state, self._staged.draft, self._staged.base_manifest
+        tables, tensors = self._staged.schemas.tables, self._staged.documents.tensors
+        check_receipts(receipts, txn=draft.txn, world=state.setup.ranks.world, l0=draft.l0, base=base)
+        check_coverage(receipts, tables)
         l1 = max(state.head.record.checkpoint, draft.l0) + 1
         document = SegmentDocument(
             format=MAJOR, txn=draft.txn, base=state.head.record.v,
             kind=draft.kind, l0=draft.l0, l1=l1, step=draft.step,
-            tables=dict(self._staged.schemas.tables), scalars=dict(self._staged.documents.scalars),
-            **merge_receipts(receipts),
+            scalars=dict(self._staged.documents.scalars), **merge_receipts(receipts, base, tables, tensors),
         )  # fmt: skip
         digest, size, manifest = write_manifest(state.setup.storage, draft.segment, document)
         self.manifest = manifest

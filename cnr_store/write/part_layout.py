@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-import msgspec
 import numpy as np
 
-from cnr_store.format.chain_checks import find_dense
-from cnr_store.format.records import DenseEntry, PartPlace, TableSchema
+from cnr_store.format.fold import is_same_tensor
+from cnr_store.format.records import DenseEntry, Manifest, PartPlace, TableSchema
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.segment.codes import Array, array_specs
 from cnr_store.segment.groups import WrittenList, WrittenPart
@@ -71,38 +70,31 @@ class PartWriter:
             row_list = replace(item.row_list(), order=order_of(operation, specs, dtypes))
             entries[operation] = self.out.write_row_list(operation, row_list)
 
-    def write_dense(self, tensors: DenseTensors, before: Snapshot | None, kept: set[str]) -> None:
-        """Write dense tensors that changed or whose bytes would leave the chain; reference the others.
+    def write_dense(self, tensors: DenseTensors, before: Snapshot | None, base: Manifest | None) -> set[str]:
+        """Write dense tensors that are not those of the manifest before; return the names of all in the new state.
 
         Parameters
         ----------
         before
             The state the segment builds on; its tensors that are not given keep their values.
-        kept
-            Segments of ``before`` that stay in the chain.
+        base
+            The manifest that the segment is a delta to; None of a baseline.
         """
-        known: dict[str, DenseEntry] = {}
-        if before is not None and not before.is_empty:
-            names = [reader.name for reader in before.readers]
-            for name, entry in before.dense.items():
-                # Not where it was put, if compaction has merged that: its bytes are read there no more.
-                held = find_dense(names, before.manifests, name)
-                known[name] = entry if held is None else msgspec.structs.replace(held[1], segment=names[held[0]])
+        held = {} if before is None or before.is_empty else before.dense
+        kept = {} if base is None else base.dense
         changed: dict[str, Array] = {}
         dtypes = dict(tensors.dtypes)
-        for name in [*tensors.given, *(name for name in known if name not in tensors.given)]:
-            old = known.get(name)
-            if name in tensors.dropped:
-                continue
-            is_kept = old is not None and old.segment in kept
-            if old is not None and is_kept and (name not in tensors.given or tensors.is_unchanged(name, old)):
-                self.out.reference_dense(name, old)
-            elif name in tensors.given:
-                changed[name] = tensors.given[name]
-            elif before is not None and old is not None:
+        names = (tensors.given.keys() | held.keys()) - tensors.dropped
+        for name in sorted(names):
+            old = kept.get(name)
+            if name in tensors.given:
+                if old is None or not tensors.is_unchanged(name, old):
+                    changed[name] = tensors.given[name]
+            elif before is not None and (old is None or not is_same_tensor(old, held[name])):
                 changed[name] = before.read_dense(name)
-                dtypes.setdefault(name, old.dtype)
+                dtypes.setdefault(name, held[name].dtype)
         self.out.write_dense(changed, dtypes)
+        return names
 
     def part(self, shard: Shard, schema: TableSchema, base_digest: int | None, state_digest: int | None) -> WrittenPart:
         """Return this writer's rectangle of a table."""

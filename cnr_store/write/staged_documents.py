@@ -10,11 +10,11 @@ import numpy as np
 from cnr_store.errors import BadInput, TableNotFound
 from cnr_store.format import document_tree
 from cnr_store.format.layout import check_name
+from cnr_store.format.records import Manifest
 from cnr_store.segment.codes import Array
 from cnr_store.segment.writer import check_dense_dtype
 from cnr_store.types import JsonValue
 from cnr_store.write.argument_checks import check_json
-from cnr_store.write.draft import SegmentDraft
 from cnr_store.write.part_layout import DenseTensors, PartWriter
 from cnr_store.write.writer_state import WriterState
 
@@ -26,12 +26,14 @@ class StagedDocuments:
     ----------
     scalars
         Plain values of the manifest; those of rank 0 count.
+    tensors
+        The names of the dense tensors of the new state; known on rank 0, once they are put.
     """
 
-    def __init__(self, state: WriterState, draft: SegmentDraft) -> None:
+    def __init__(self, state: WriterState) -> None:
         self._state = state
-        self._draft = draft
         self.scalars: dict[str, JsonValue] = {}
+        self.tensors: set[str] = set()
         self._dense = DenseTensors()
         self._documents: dict[str, Any] = {}
 
@@ -72,12 +74,10 @@ class StagedDocuments:
             check_name(part)
         self._documents[name] = document_tree.encode(value, default)
 
-    def write(self, parts: PartWriter) -> None:
-        """Put documents and, on rank 0, dense tensors: those that changed or whose bytes would leave the chain."""
-        state, draft = self._state, self._draft
-        if state.setup.ranks.rank == 0:
-            kept = {entry.seg for entry in state.head.record.chain[: draft.keep]} if draft.kind == "delta" else set()
-            parts.write_dense(self._dense, state.snapshot, kept)
+    def write(self, parts: PartWriter, base: Manifest | None) -> None:
+        """Put documents and, on rank 0, dense tensors that are not those of the manifest that it is a delta to."""
+        if self._state.setup.ranks.rank == 0:
+            self.tensors = parts.write_dense(self._dense, self._state.snapshot, base)
         for name, document in self._documents.items():
             parts.out.write_document(name, document)
 

@@ -40,7 +40,7 @@ class StagedSegment:
         self.draft = draft
         self.schemas = SchemaChanges(state, draft)
         self.tables = StagedTables(state, draft, self.schemas, self._parts)
-        self.documents = StagedDocuments(state, draft)
+        self.documents = StagedDocuments(state)
 
     @property
     def base_manifest(self) -> Manifest | None:
@@ -57,8 +57,9 @@ class StagedSegment:
     def write(self) -> tuple[Receipt, str | None]:
         """Put this rank's objects and return their receipt, and its sha256 if it was put: rank 0 puts none. Blocks."""
         ranks, out = self._state.setup.ranks, self._parts.out
-        parts = self.tables.write_parts(self.base_manifest)
-        self.documents.write(self._parts)
+        base = self.base_manifest
+        parts = self.tables.write_parts(base)
+        self.documents.write(self._parts, base)
         receipt = out.finish(
             txn=self.draft.txn, rank=ranks.rank, world=ranks.world, attempt=self._attempt,
             base=self._state.head.record.v, l0=self.draft.l0, parts=parts,

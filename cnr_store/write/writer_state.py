@@ -28,7 +28,7 @@ from cnr_store.log.rebase import leaves_state
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.runtime.ranks import OneRank, Ranks, rank_zero, together
 from cnr_store.runtime.threads import Throttle, Workers
-from cnr_store.segment.reader import SegmentReader, read_manifest
+from cnr_store.segment.reader import SegmentReader, open_chain
 from cnr_store.segment.shards import Placement, Shard, shards_of
 from cnr_store.storage import Storage
 from cnr_store.types import Rectangle
@@ -161,7 +161,7 @@ class WriterState:
 
     @property
     def head_tables(self) -> Mapping[str, TableSchema]:
-        """The head's tables. One GET where the writer knows no more of the head than its record, and blocks for it.
+        """The head's tables. A GET per segment where the writer knows no more of it than its record; blocks for them.
 
         Of a head that cannot be read nothing is known: a baseline is what takes its place.
 
@@ -174,7 +174,7 @@ class WriterState:
             return {} if self.snapshot is None else self.snapshot.tables
         if self._told is None or self._told[0] != chain[-1]:
             try:
-                tables = read_manifest(self.setup.storage, chain[-1])[1].tables
+                tables = open_chain(self.setup.storage, chain, self.setup.workers)[-1].manifest.tables
             except CorruptStore as error:
                 logger.warning("which tables version %d has cannot be read: %s", self.head.record.v, error)
                 tables = {}

@@ -215,7 +215,7 @@ class Segment:  # [4.1]: a manifest and the objects that it lists
             size, pack = math.prod(tensor["shape"]), self.arrays.get(tensor["path"])
             inside = pack and pack["width"] is None and tensor["offset"] + size <= pack["rows"]
             here = inside and pack["dtype"] == STORED_AS.get(tensor["dtype"], tensor["dtype"])
-            need((tensor["segment"] or here) and (size or tensor["digest"] == xxhash.xxh3_128_hexdigest(b"")), *bad)
+            need(here and (size or tensor["digest"] == xxhash.xxh3_128_hexdigest(b"")), *bad)
 
     def read(self, path):
         item, data = self.objects[path], self.store.object(f"data/{self.name}/{path}")
@@ -247,34 +247,34 @@ class Segment:  # [4.1]: a manifest and the objects that it lists
 
 class Snapshot:
     def __init__(self, segments, record):
-        self.last = segments[-1].manifest if segments else {"tables": {}, "dense": {}, "documents": {}, "scalars": {}}
-        self.segments, self.record, self.tables, lives = segments, record, self.last["tables"], {}
-        for before, segment in pairwise([None, *segments]):  # [4.3] CNR-SEG-18: what stays within a generation
-            for name, table in segment.manifest["tables"].items():
-                old = before and before.manifest["tables"].get(name)
-                goes_on = old and old["generation"] == table["generation"]
+        self.last = segments[-1].manifest if segments else {"documents": {}, "scalars": {}}
+        self.segments, self.record, self.tables, self.dense, self.ends, lives = segments, record, {}, {}, {}, {}
+        for segment in segments:  # [3.5] CNR-DOC-24: a manifest states what it changes
+            own, tables, ends = segment.manifest, self.tables, self.ends
+            need({*own["dropped"]} <= {*tables} - {*own["tables"]}, "corrupt_store", f"{segment.name}: dropped")
+            need({*own["ended"]} <= {*self.dense} - {*own["dense"]}, "corrupt_store", f"{segment.name}: ended")
+            self.dense = {name: one for name, one in self.dense.items() if name not in own["ended"]}
+            self.dense |= {name: (segment, one) for name, one in own["dense"].items()}
+            segment.tables = self.tables = {k: v for k, v in tables.items() if k not in own["dropped"]} | own["tables"]
+            self.ends = {k: ends[k] for k in ends if k in self.tables} | {name: {} for name in own["tables"]}
+            for name, table in own["tables"].items():  # [4.3] CNR-SEG-18: what stays within a generation
+                goes_on = (old := tables.get(name)) and old["generation"] == table["generation"]
                 first = lives.setdefault(name, table) if goes_on or name not in lives else lives[name]
                 fixed = [{**one, "num_rows": 0, "shift": 0, "fill": 0} for one in (first, table)]
                 sane = fixed[0] == fixed[1] and first["shift"] + 8 >= table["shift"] >= (old or table)["shift"]
                 sane = sane if goes_on or first is table else table["generation"] > first["generation"]
                 need(sane, "corrupt_store", f"{segment.name}: table {name} within its generation")
                 lives[name] = first if goes_on else table
-            parts = before.manifest["parts"] if before else ()
-            ends = {(part["table"], *part["rows"], *part["columns"]): part["state_digest"] for part in parts}
-            for part in segment.manifest["parts"]:  # CNR-DOC-10, where the rectangle was one before
-                old, new = (one and one.manifest["tables"].get(part["table"]) for one in (before, segment))
+            for part in own["parts"]:  # CNR-DOC-10, where the rectangle was one before
+                name, at = part["table"], (*part["rows"], *part["columns"])
+                self.ends[name][at], end = part, ends.get(name, {}).get(at, {}).get("state_digest")
+                old, new = tables.get(name), own["tables"][name]
                 same = old and all(old[key] == new[key] for key in ("generation", "shift", "num_rows"))
-                end = ends.get((part["table"], *part["rows"], *part["columns"]))
                 need(not same or end is None or part["base_digest"] in (None, end), "corrupt_store", segment.name)
 
     def read_dense(self, name):  # [4.6]
-        entry, same = self.last["dense"][name], ("digest", "dtype", "shape")
-        named = [(s, entry) for s in self.segments if s.name == (entry["segment"] or self.segments[-1].name)]
-        held = [(s, s.manifest["dense"].get(name, entry)) for s in self.segments]  # if that segment was compacted
-        own = [(s, e) for s, e in held if e["segment"] == "" and all(e[key] == entry[key] for key in same)]
-        segment, entry = (named + own + [(None, entry)])[0]
+        segment, entry = self.dense[name]
         start, size, where = entry["offset"], math.prod(entry["shape"]), f"dense {name}"
-        need(segment and segment.manifest["dense"].get(name) == entry | {"segment": ""}, "corrupt_store", where)
         flat = segment.array(segment.arrays[entry["path"]])[start : start + size]
         need(xxhash.xxh3_128_hexdigest(flat.tobytes()) == entry["digest"], "corrupt_object", f"{where}: digest")
         return flat.reshape(entry["shape"])
@@ -283,7 +283,7 @@ class Snapshot:
         return json.loads(unzstd(self.segments[-1].read(self.last["documents"][name]), name))
 
     def read_table(self, name):  # {"values", slots, and "keys" of a hashed table}; (n, ranges) if a slot has several
-        schema, named = self.tables[name], [s.manifest["tables"].get(name, {}) for s in self.segments]
+        schema, named = self.tables[name], [s.tables.get(name, {}) for s in self.segments]
         begin = max((k + 1 for k, x in enumerate(named) if x.get("generation") != schema["generation"]), default=0)
         parts = [(s, part) for s in self.segments[begin:] for part in s.manifest["parts"] if part["table"] == name]
         ranges = {tuple(part["columns"]) for _, part in parts if part["rows"][0] < part["rows"][1]}
@@ -291,7 +291,7 @@ class Snapshot:
         is_law = ranges <= set(cuts) or all(slot["kind"] != "row" for slot in schema["slots"].values())
         need(is_law and cuts[0][0] == 0 and cuts[-1][1] == schema["dim"], "corrupt_store", f"{name}: ranges {ranges}")
         tables = [Table(name, schema, self.segments[begin:], parts, *columns) for columns in cuts]
-        for part in (part for part in self.last["parts"] if part["table"] == name and part["state_digest"]):
+        for part in (part for part in self.ends[name].values() if part["state_digest"]):
             digest = sum(t.digest(*part["rows"]) for t in tables if part["columns"][0] <= t.low < part["columns"][1])
             need(part["state_digest"] == f"{digest & MASK:016x}", "corrupt_store", f"table {name}: state digest")
         found = [table.decode() for table in tables]
@@ -306,7 +306,7 @@ class Table:  # columns [low, high) of one; arrays: name -> (encoding, dtype, on
             f"slots/{slot}": (s["encoding"], s["dtype"], s["kind"] == "row", adds and s["mirror"], s["fill"])
             for slot, s in schema["slots"].items()
         }
-        tables = [(segment, segment.manifest["tables"][name]) for segment in segments]
+        tables = [(segment, segment.tables[name]) for segment in segments]
         parts = [(s, part) for s, part in parts if part["columns"][0] < high and low < part["columns"][1]]
         work = [(s, part, op, self.row_ids(s, part, part[op])) for s, part in parts for op in OPS if part[op]]
         keys = np.concatenate([np.empty(0, np.int64), *(rows for *_, rows in work)])

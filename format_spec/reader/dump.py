@@ -20,7 +20,7 @@ def main():
         snapshot = cnr_read.Store(options.store, options.branch).snapshot(options.version)
         for name in snapshot.tables:
             found |= {f"table {name} {key}": array for key, array in snapshot.read_table(name).items()}
-        found |= {f"dense {name}": snapshot.read_dense(name) for name in snapshot.last["dense"]}
+        found |= {f"dense {name}": snapshot.read_dense(name) for name in snapshot.dense}
     except cnr_read.Refused as error:
         sys.exit(": ".join(error.args))
     print(f"version {snapshot.record['v']} step {snapshot.record['step']} chain {len(snapshot.segments)}")

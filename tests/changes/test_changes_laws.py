@@ -20,7 +20,7 @@ from cnr_store import Store
 from cnr_store.changes import ChangeCursor, ChangeStream, catch_up, changes
 from cnr_store.errors import CursorExpired, DoesNotApply, MissingObject
 from cnr_store.format.commit_record import is_live
-from cnr_store.segment.reader import SegmentReader
+from cnr_store.segment.reader import open_chain
 from tests.maintenance.test_maintained_store_machine import Line, MaintainedStoreMachine
 from tests.store.test_store_machine import run
 from tests.support.change_copy import ChangeCopy, content_of
@@ -96,9 +96,8 @@ class FollowedStoreMachine(MaintainedStoreMachine):
         if consumer.only is not None:
             chain = () if consumer.cursor is None else store.record(consumer.cursor.version).chain
             with suppress(MissingObject):  # folded and collected: then no name is refused
-                known = {
-                    name for last in chain[-1:] for name in SegmentReader.open(store.storage, last).manifest.tables
-                }
+                segments = open_chain(store.storage, chain, store.internals.workers)
+                known = {name for last in segments[-1:] for name in last.manifest.tables}
                 consumer.only &= known | store.snapshot().tables.keys()
         stream = consumer.stream(store)
         last = -1 if consumer.cursor is None else consumer.cursor.version

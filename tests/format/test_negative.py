@@ -45,7 +45,7 @@ def independent_read(root: Path) -> None:
         snapshot = store.snapshot(version)
         for table in snapshot.tables:
             snapshot.read_table(table)
-        for name in snapshot.last["dense"]:
+        for name in snapshot.dense:
             snapshot.read_dense(name)
         for name in snapshot.last["documents"]:
             snapshot.read_document(name)

@@ -6,13 +6,11 @@ import datetime as dt
 import time
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 from cnr_store import BadInput, Store, TableOptions
 from cnr_store.errors import BadDtype, BadRowIds, BadShape, TableNotFound, VersionNotFound
-from cnr_store.read.snapshot import find_dense
 from cnr_store.segment.shards import Shard
 from cnr_store.storage import storage_from_filesystem
 from tests.support.faulty import IsolatedMemoryFileSystem
@@ -272,19 +270,3 @@ def test_a_scale_is_refined_in_the_first_save_after_a_restore_only() -> None:
         filled(store, 3, 4, writer)
         assert store.snapshot().tables["t"].shift == 0
         assert (store.snapshot().table("t").read() == 3).all()
-
-
-def test_a_tensor_whose_segment_was_compacted_is_found_by_its_digest_alone() -> None:
-    store = new_store()
-    with store.writer() as writer:
-        for step in (1, 2):
-            with writer.begin(step) as txn:
-                txn.put_dense({"d": np.full(3, step, np.float32)})
-    before, after = store.snapshot().manifests
-    older, newer = before.dense["d"], after.dense["d"]
-    compacted = msgspec.structs.replace(after, dense={"d": msgspec.structs.replace(newer, segment="compacted")})
-    same = msgspec.structs.replace(before, dense={"d": newer})
-
-    assert find_dense(["a", "b"], [before, compacted], "d") is None
-    assert find_dense(["a", "b"], [same, compacted], "d") == (0, newer)
-    assert (older.dtype, older.shape) == (newer.dtype, newer.shape)

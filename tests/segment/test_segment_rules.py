@@ -103,7 +103,7 @@ def test_what_two_ranks_save_under_one_name_is_refused(segments: tuple[SegmentRe
     ]  # fmt: skip
 
     with pytest.raises(BadInput, match="ranks 0 and 1 both saved 'x'"):
-        merge_receipts(receipts)
+        merge_receipts(receipts, None, {}, ())
 
 
 @pytest.mark.parametrize("name", ["../x", "", "0" * 20, f"{'0' * 20}-{'g' * 32}", f"{'0' * 20}-{'a' * 32}/../x"])

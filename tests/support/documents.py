@@ -8,7 +8,7 @@ import msgspec
 
 from cnr_store import Store
 from cnr_store.format import arrays
-from cnr_store.format.layout import MANIFEST, segment_key
+from cnr_store.format.layout import MANIFEST, segment_key, segment_name
 from cnr_store.format.packed import unpack
 from cnr_store.format.records import (
     OPERATIONS,
@@ -22,6 +22,7 @@ from cnr_store.format.records import (
     RowListEntry,
     SegmentDocument,
     StoredArray,
+    TensorLine,
 )
 
 
@@ -33,12 +34,12 @@ def segment_document(store: Store, segment: int = -1) -> dict[str, Any]:
 
 
 def document_of(manifest: Manifest) -> SegmentDocument:
-    """Return the document that says what the manifest says; the inverse of `cnr_store.format.manifest.resolved`."""
+    """Return the document that states what the manifest states, also of one with the state of its chain."""
     objects = {item.path: item for item in manifest.objects}
     whole = {array.path: array for array in manifest.arrays}
     groups: dict[str, dict[str, ArrayEntry]] = {}
     lines = []
-    for part in manifest.parts:
+    for part in (part for part in manifest.parts if part.table in manifest.stated):
         lists = {}
         for operation in OPERATIONS:
             row_list: RowListEntry | None = getattr(part, operation)
@@ -51,7 +52,13 @@ def document_of(manifest: Manifest) -> SegmentDocument:
         lines.append(PartLine(**(msgspec.structs.asdict(part) | dict.fromkeys(OPERATIONS) | lists)))
     packs = [_group("", {array.dtype: array}, objects) for array in manifest.dense_arrays]
     fields = {name: getattr(manifest, name) for name in SegmentDocument.__struct_fields__ if hasattr(manifest, name)}
+    own = segment_name(manifest.base, manifest.txn)
     return SegmentDocument(**fields | {
+        "tables": {name: manifest.tables[name] for name in manifest.stated},
+        "dense": {
+            name: msgspec.convert(msgspec.structs.asdict(entry), TensorLine)
+            for name, entry in manifest.dense.items() if entry.segment == own
+        },
         "parts": tuple(lines), "groups": tuple(_group(path, groups[path], objects) for path in sorted(groups)),
         "dense_arrays": tuple(packs), "objects": tuple(objects.values()),
     })  # fmt: skip

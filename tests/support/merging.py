@@ -18,7 +18,7 @@ from cnr_store.read.plan import plan_table
 from cnr_store.read.replay import finish, replay, replay_hashed
 from cnr_store.runtime.threads import Throttle, Workers
 from cnr_store.segment.codes import TableCodes, array_specs
-from cnr_store.segment.reader import SegmentReader
+from cnr_store.segment.reader import SegmentReader, in_chain
 from cnr_store.segment.writer import SegmentWriter, merge_receipts, write_manifest
 from cnr_store.storage import Storage
 from cnr_store.types import Rectangle
@@ -78,6 +78,7 @@ def merge(
     **options: Any,
 ) -> SegmentReader:
     """Write the segment that the run merges to, and open it through its manifest."""
+    before = readers[run[0] - 1].manifest if run[0] else None
     first, last = readers[run[0]].manifest, readers[run[1] - 1].manifest
     txn = f"{run[0]:016x}{run[1]:016x}"
     name = name or layout.segment_name(last.base, txn)
@@ -91,14 +92,14 @@ def merge(
     kind = "baseline" if run[0] == 0 else "delta"
     document = SegmentDocument(
         format=MAJOR, txn=txn, base=base, kind=kind, l0=first.l0, l1=last.l1, step=last.step,
-        tables=last.tables, **merge_receipts([receipt]),
+        **merge_receipts([receipt], before, last.tables, last.dense),
     )  # fmt: skip
     sha, size, manifest = write_manifest(storage, name, document)
     entry = ChainEntry(
         seg=name, sha256=sha, kind=kind, l0=first.l0, l1=last.l1, rows=manifest.changed_rows,
         bytes=size + sum(item.size for item in manifest.objects),
     )  # fmt: skip
-    return SegmentReader.open(storage, entry)
+    return in_chain([*readers[: run[0]], SegmentReader.open(storage, entry)])[-1]
 
 
 def common_columns(*chains: Sequence[SegmentReader]) -> dict[str, list[tuple[int, int]]]:

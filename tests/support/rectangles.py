@@ -21,6 +21,7 @@ from cnr_store.format.records import MAJOR, ChainEntry, PartPlace, SegmentDocume
 from cnr_store.log.rebase import draft_after, rebase_data
 from cnr_store.runtime.threads import Throttle, Workers
 from cnr_store.segment.groups import RowList, WrittenPart
+from cnr_store.segment.reader import open_chain
 from cnr_store.segment.writer import SegmentWriter, merge_receipts, write_manifest
 from cnr_store.types import FloatBits, Lattice, Raw, Rectangle
 
@@ -183,7 +184,8 @@ class Parts:
                 txn=txn, rank=rank, world=len(tiles), attempt="0" * 8, base=self._head.record.v, l0=l0, parts=(part,)
             )
             receipts.append(receipt)
-        self.commit(name, txn, merge_receipts(receipts), chain, l0, full=full)
+        base = open_chain(self.store.storage, chain, self._workers)[-1].manifest if chain else None
+        self.commit(name, txn, merge_receipts(receipts, base, {TABLE: self.model.schema}, ()), chain, l0, full=full)
         self.tiles = tiles
 
     def commit(self, name: str, txn: str, merged: dict[str, Any], chain: Any, l0: int, *, full: bool) -> None:
@@ -191,7 +193,7 @@ class Parts:
         l1 = record.checkpoint + 1
         document = SegmentDocument(
             format=MAJOR, txn=txn, base=record.v, kind="baseline" if full else "delta",
-            l0=l0, l1=l1, step=l1, tables={TABLE: self.model.schema}, **merged,
+            l0=l0, l1=l1, step=l1, **merged,
         )  # fmt: skip
         sha, size, manifest = write_manifest(self.store.storage, name, document)
         entry = ChainEntry(

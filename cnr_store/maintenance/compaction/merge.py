@@ -146,7 +146,7 @@ def _base_digest(manifests: Sequence[Manifest], start: int, piece: MergePiece) -
 
 
 def _stated(last: Manifest, piece: MergePiece) -> str | None:
-    found = stated_digest((part for part in last.parts if part.table == piece.table), piece.rectangle)
+    found = stated_digest(last.parts_of.get(piece.table, ()), piece.rectangle)
     return None if found is None else _hex(found)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import partial
 
 from cnr_store.errors import CorruptStore, MissingObject
-from cnr_store.format.chain_checks import find_dense
 from cnr_store.format.layout import segment_key
 from cnr_store.format.manifest import expand
 from cnr_store.format.records import MAJOR, ChainEntry, Manifest, Receipt, SegmentDocument
@@ -20,31 +19,21 @@ from cnr_store.types import JsonValue
 
 
 def write_rest(job: Job, index: int, bench: Bench) -> FinishedTask:
-    """Write what is no table and put its receipt: every dense tensor of the run's last state, and its documents.
+    """Write what is no table and put its receipt: dense tensors that segments of the run hold, and documents.
 
-    Every tensor by its own bytes, also those that lay in segments that stay: deltas behind the run may reference bytes
-    in a segment that is compacted, and find them here (spec, CNR-DEN-4). Blocks; the tensors are in memory meanwhile.
+    Of those, what belongs to the run's last state. Blocks; the tensors are in memory meanwhile.
 
     Raises
     ------
     CorruptStore, MissingObject
     """
-    readers = bench.readers[: job.run.stop]
-    manifests = [reader.manifest for reader in readers]
+    readers = bench.readers[job.run.start : job.run.stop]
+    holders, last = {reader.name: reader for reader in readers}, readers[-1].manifest
     out = bench.writer(job, index)
-    tensors, dtypes = {}, {}
-    for name, entry in sorted(manifests[-1].dense.items()):
-        found = find_dense([reader.name for reader in readers], manifests, name)
-        if found is None:
-            raise CorruptStore(
-                f"dense tensor {name!r} lies in segment {entry.segment}, and no segment of the chain has it; run "
-                "`cnr verify`",
-                path=entry.segment,
-            )
-        tensors[name] = readers[found[0]].read_dense(name, found[1])
-        dtypes[name] = entry.dtype
-    out.write_dense(tensors, dtypes)
-    for name in sorted(manifests[-1].documents):
+    held = {name: entry for name, entry in sorted(last.dense.items()) if entry.segment in holders}
+    tensors = {name: holders[entry.segment].read_dense(name, entry) for name, entry in held.items()}
+    out.write_dense(tensors, {name: entry.dtype for name, entry in held.items()})
+    for name in sorted(last.documents):
         out.write_document(name, readers[-1].read_document(name))
     receipt = out.finish(
         txn=job.txn, rank=index, world=job.world, attempt=job.attempt, base=job.base, l0=job.l0, parts=()
@@ -89,7 +78,7 @@ def put_manifest(
     done
         Every task, and the rest behind them.
     manifests
-        Those of the run.
+        Those of the chain, to the end of the run at least.
 
     Raises
     ------
@@ -102,11 +91,12 @@ def put_manifest(
         raise CorruptStore(f"compaction {job.txn} has receipts {[r.rank for r in receipts]} of {job.world}")
     for task, receipt in zip(tasks, receipts, strict=False):
         check_pieces(task, receipt.parts)
-    first, last = manifests[0], manifests[-1]
+    run = job.run
+    before, first, last = manifests[run.start - 1] if run.start else None, manifests[run.start], manifests[run.stop - 1]
     scalars: dict[str, JsonValue] = dict(last.scalars)
     document = SegmentDocument(
         format=MAJOR, txn=job.txn, base=job.base, kind=job.run.kind, l0=first.l0, l1=last.l1,
-        step=last.step, tables=dict(last.tables), scalars=scalars, **merge_receipts(receipts),
+        step=last.step, scalars=scalars, **merge_receipts(receipts, before, last.tables, last.dense),
     )  # fmt: skip
     if job.run.kind == "baseline":
         check_states(document.parts, last)

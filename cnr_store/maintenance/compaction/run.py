@@ -187,8 +187,8 @@ class _Plan:
 
     @property
     def manifests(self) -> list[Manifest]:
-        """Those of the run."""
-        return [reader.manifest for reader in self.readers[self.run.start : self.run.stop]]
+        """Those of the chain."""
+        return [reader.manifest for reader in self.readers]
 
     def describe(self, report: CompactionReport, outcome: Outcome, reason: str | None = None) -> CompactionReport:
         """Return the report with the run in it."""

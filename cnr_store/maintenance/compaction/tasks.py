@@ -74,7 +74,7 @@ def compactable_run(manifests: Sequence[Manifest], run: Run) -> Run:
 
 
 def plan_tasks(manifests: Sequence[Manifest], run: Run) -> tuple[CompactionTask, ...]:
-    """Return what is to be compacted, by whom: every part of the result once, in an order of its own. Pure.
+    """Return what is to be compacted, by whom: every part that the result states once, in an order of its own. Pure.
 
     A new baseline is cut where its chunks end, and also where parts of the run's last segment end, so that the state
     digests which that segment states can be compared, and a rank's rows are whole parts. A new delta has the parts of
@@ -87,7 +87,8 @@ def plan_tasks(manifests: Sequence[Manifest], run: Run) -> tuple[CompactionTask,
     """
     upto = manifests[: run.stop]
     weighed: list[tuple[MergePiece, int]] = []
-    for table in sorted(upto[-1].tables):
+    touched = {table for manifest in upto[run.start :] for table in manifest.stated}
+    for table in sorted(touched & upto[-1].tables.keys()):
         weighed += _baseline_pieces(upto, table) if run.kind == "baseline" else _delta_pieces(upto[run.start :], table)
     dealt: list[list[MergePiece]] = []
     room = 0
@@ -156,7 +157,7 @@ def _is_one_delta(manifests: Sequence[Manifest], start: int, stop: int) -> bool:
             begin -= 1
         if begin > start and _continues(manifests[start - 1], table, schema):
             return False  # a later life that looks like the one before the run would be taken for it
-        areas = (Rectangle(part.rows, part.columns).area for part in last.parts if part.table == table)
+        areas = (Rectangle(part.rows, part.columns).area for part in last.parts_of.get(table, ()))
         if schema.keys == "dense" and sum(areas) != schema.num_rows * schema.dim:
             return False  # a delta has the parts of its last segment: what lies outside of them would be lost
         ranges = sorted({one for manifest in manifests[begin:stop] for one in _column_ranges(manifest, table)})
@@ -171,7 +172,7 @@ def _continues(before: Manifest, table: str, schema: TableSchema) -> bool:
 
 
 def _column_ranges(manifest: Manifest, table: str) -> set[tuple[int, int]]:
-    return {part.columns for part in manifest.parts if part.table == table and part.rows[0] < part.rows[1]}
+    return {part.columns for part in manifest.parts_of.get(table, ()) if part.rows[0] < part.rows[1]}
 
 
 def _baseline_pieces(manifests: Sequence[Manifest], table: str) -> Iterator[tuple[MergePiece, int]]:
@@ -181,7 +182,7 @@ def _baseline_pieces(manifests: Sequence[Manifest], table: str) -> Iterator[tupl
     if schema.keys == "hashed" or schema.num_rows == 0:
         yield MergePiece(table, whole_of(schema)), sum(_chunks_of(manifest, table) for manifest in manifests)
         return
-    ends = [part for part in last.parts if part.table == table]
+    ends = last.parts_of.get(table, ())
     plan = plan_table(manifests, table)
     # Rows that are in no chunk cost nothing, so a piece of a table that has few others may be as much longer.
     times = schema.num_rows // max(1, stored_rows(plan)) if is_sparse(plan) else 1
@@ -215,7 +216,7 @@ def _delta_pieces(manifests: Sequence[Manifest], table: str) -> Iterator[tuple[M
     if schema.keys == "hashed":
         yield MergePiece(table, whole_of(schema)), sum(_chunks_of(manifest, table) for manifest in manifests)
         return
-    rectangles = [Rectangle(part.rows, part.columns) for part in last.parts if part.table == table]
+    rectangles = [Rectangle(part.rows, part.columns) for part in last.parts_of.get(table, ())]
     for rectangle in dict.fromkeys(rectangles):
         yield MergePiece(table, rectangle), sum(_chunks_of(manifest, table, rectangle) for manifest in manifests)
 
@@ -223,8 +224,8 @@ def _delta_pieces(manifests: Sequence[Manifest], table: str) -> Iterator[tuple[M
 def _chunks_of(manifest: Manifest, table: str, rectangle: Rectangle | None = None) -> int:
     lists = (
         getattr(part, operation)
-        for part in manifest.parts
-        if part.table == table and (rectangle is None or _meets(part, rectangle))
+        for part in manifest.parts_of.get(table, ())
+        if rectangle is None or _meets(part, rectangle)
         for operation in OPERATIONS
     )
     return sum(len(row_list.first) for row_list in lists if row_list is not None)

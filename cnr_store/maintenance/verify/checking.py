@@ -17,7 +17,7 @@ from cnr_store.maintenance.verify.report import Findings, Problem, ProgressCallb
 from cnr_store.maintenance.verify.segments import check_objects, open_segment
 from cnr_store.maintenance.verify.states import FailedReplay, WrongState, check_states, replayed_rows
 from cnr_store.runtime.threads import Workers
-from cnr_store.segment.reader import SegmentReader
+from cnr_store.segment.reader import SegmentReader, in_chain
 from cnr_store.storage import Storage
 
 
@@ -109,7 +109,7 @@ class ChainChecks:
             readers = self._check_objects(entry, count) if is_new else last[1]
             last = (chain, readers)
             if None not in readers:
-                whole = [reader for reader in readers if reader is not None]
+                whole = in_chain([reader for reader in readers if reader is not None])
                 if is_new:
                     self._check_statements(entry, whole)
                     sound.append(entry)
@@ -142,15 +142,15 @@ class ChainChecks:
         check_objects(self._storage, reader, versions, self._workers, found, count.advance)
         return tuple(found.problems)
 
-    def _check_statements(self, entry: LogEntry, readers: list[SegmentReader]) -> None:
+    def _check_statements(self, entry: LogEntry, readers: Sequence[SegmentReader]) -> None:
         names = [reader.name for reader in readers]
         manifests = [reader.manifest for reader in readers]
-        for found in chain_problems(names, manifests):
+        for found in chain_problems(manifests):
             key = layout.segment_key(names[found.index], layout.MANIFEST)
             versions = self._view.versions_of(names[found.index]) or (entry.record.v,)
             self._findings.add(Problem("corrupt_store", key, versions, f"{key}: {found.message}", found.table))
 
-    def _check_record(self, entry: LogEntry, readers: list[SegmentReader]) -> None:
+    def _check_record(self, entry: LogEntry, readers: Sequence[SegmentReader]) -> None:
         manifests = [reader.manifest for reader in readers]
         if manifests:
             key = self._view.key(entry.record.v)
@@ -171,7 +171,7 @@ class ChainChecks:
             for one in found:
                 self._add_state(names, one)
 
-    def _open(self, chain: tuple[ChainEntry, ...]) -> tuple[list[SegmentReader], list[FailedReplay]]:
+    def _open(self, chain: tuple[ChainEntry, ...]) -> tuple[Sequence[SegmentReader], list[FailedReplay]]:
         """The segments of a chain; or none, and what is wrong with one that could be opened a moment ago."""
         readers: list[SegmentReader] = []
         for index, item in enumerate(chain):
@@ -179,7 +179,7 @@ class ChainChecks:
                 readers.append(SegmentReader.open(self._storage, item))
             except CorruptStore as error:
                 return [], [FailedReplay(index, error)]
-        return readers, []
+        return in_chain(readers), []
 
     def _add_state(self, names: Sequence[str], found: WrongState | FailedReplay) -> None:
         key = layout.segment_key(names[found.index], layout.MANIFEST)

@@ -76,7 +76,7 @@ def check_objects(
 
     Memory: one object and one decoded chunk per thread.
     """
-    manifest = reader.manifest
+    manifest = reader.own
     roles = _roles(manifest)
     dense = {array.path for array in manifest.dense_arrays}
 
@@ -173,8 +173,8 @@ def _check_dense(
     itemsize = np.dtype(array.dtype).itemsize
     waiting = [
         (name, entry.offset, entry.offset + _size(entry), entry.digest, xxhash.xxh3_128())
-        for name, entry in reader.manifest.dense.items()
-        if entry.segment in ("", reader.name) and entry.path == array.path
+        for name, entry in reader.own.dense.items()
+        if entry.path == array.path
     ]
     sizes = {entry.path: entry.size for entry in reader.manifest.objects}
     broken: list[tuple[int, int]] = []

@@ -166,5 +166,4 @@ def _drop_replaced_escapes(codes: TableCodes) -> None:
 def _stated(manifest: Manifest, table: str) -> int | None:
     """The state digest that a segment's parts state together, None if one of them states none."""
     schema = manifest.tables[table]
-    parts = (part for part in manifest.parts if part.table == table)
-    return stated_digest(parts, Rectangle((0, schema.num_rows), (0, schema.dim)))
+    return stated_digest(manifest.parts_of.get(table, ()), Rectangle((0, schema.num_rows), (0, schema.dim)))

@@ -7,7 +7,7 @@ same state. Checkpoint numbers alone say nothing: after a rollback they are give
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from cnr_store.format.commit_record import LogEntry, parent_of
@@ -22,9 +22,13 @@ class Same:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """The target's state is the one held with these deltas put on it, in order."""
+    """The target's state is the one held with these deltas put on it, in order.
+
+    ``behind`` is the chain held, which they are opened behind.
+    """
 
     segments: tuple[ChainEntry, ...]
+    behind: tuple[ChainEntry, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ def plan_update(held: LogEntry, target: LogEntry) -> UpdatePlan:
     if count == 0:
         return Compare()
     if count == len(before) and all(entry.kind == "delta" for entry in after[count:]):
-        return Apply(after[count:])
+        return Apply(after[count:], before)
     return Reread(after[:count], before[count:], after[count:])
 
 
@@ -99,7 +103,7 @@ def plan_path(entries: Sequence[LogEntry]) -> UpdatePlan:
             return plan_update(entries[known], entries[-1])
         elif not deltas:
             known = index
-    return Apply(tuple(deltas)) if deltas else Same()
+    return Apply(tuple(deltas), entries[0].record.chain) if deltas else Same()
 
 
 def _names(chain: Sequence[ChainEntry]) -> list[tuple[str, str]]:

@@ -167,7 +167,7 @@ def stated_whole(manifest: Manifest, table: str) -> int | None:
     schema = manifest.tables.get(table)
     if schema is None or schema.keys == "hashed":
         return None
-    return stated_digest((part for part in manifest.parts if part.table == table), whole_of(schema))
+    return stated_digest(manifest.parts_of.get(table, ()), whole_of(schema))
 
 
 class _GoneSegment(Exception):
@@ -209,10 +209,10 @@ class _Updater:
         known = {reader.name: reader for reader in self._readers}
         try:
             if isinstance(plan, Apply):
-                return plan, ([self._snapshot.open_segment(e) for e in plan.segments], [])
+                return plan, (list(self._snapshot.open_chain((*plan.behind, *plan.segments))[len(plan.behind) :]), [])
             if isinstance(plan, Reread):
-                old = [self._snapshot.open_segment(e) for e in plan.old]
-                return plan, (old, [known[e.seg] for e in plan.new])
+                old = self._snapshot.open_chain((*plan.common, *plan.old))[len(plan.common) :]
+                return plan, (list(old), [known[e.seg] for e in plan.new])
         except (CorruptStore, VersionExpired):
             # Of segments that the version does not have in its chain; what it has was opened before.
             return Compare(), ([], [])
