@@ -15,11 +15,12 @@ import pytest
 from cnr_store import BadInput, Store
 from cnr_store.errors import CorruptObject, MissingDependency
 from cnr_store.format.layout import segment_key
-from cnr_store.format.records import Manifest
+from cnr_store.format.records import SegmentDocument
 from cnr_store.integrations.ray import RayPool
 from cnr_store.maintenance.compaction import compact_run, engines, tasks
 from cnr_store.storage import open_storage, storage_from_filesystem
 from tests.support.compacted import Training, content_of, manifest_in, strangers_in
+from tests.support.documents import document_of
 from tests.support.faulty import IsolatedMemoryFileSystem
 
 ALL = (0, 4)
@@ -64,7 +65,7 @@ def store(tmp_path: Path) -> Store:
     return store
 
 
-def without_names(manifest: Manifest) -> dict[str, Any]:
+def without_names(manifest: SegmentDocument) -> dict[str, Any]:
     """A manifest as plain data, but for what every transaction has of its own."""
     document: dict[str, Any] = msgspec.to_builtins(manifest)
     return {key: value for key, value in document.items() if key not in ("txn", "base")}
@@ -86,7 +87,8 @@ def test_the_same_bytes_as_threads(store: Store, tmp_path: Path, cluster: None, 
     assert [report.tasks for report in reports] == [3, 3]
     names = [one.head().record.chain[run[0]].seg for one in (store, other)]
     assert content_of(store, names[0]) == content_of(other, names[1])
-    assert without_names(manifest_in(store, names[0])) == without_names(manifest_in(other, names[1]))
+    first, second = (document_of(manifest_in(one, name)) for one, name in zip((store, other), names, strict=True))
+    assert without_names(first) == without_names(second)
     assert strangers_in(other, names[1]) == set()
     assert told == [("tasks", done, 3) for done in range(4)]
 

@@ -738,7 +738,6 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "object with a null byte": lambda m: set_path(m, "a\0b"),
     "array outside the root": lambda m: first_group(m).update(path="../../../x"),
     "dense outside the root": lambda m: m["dense"]["w"].update(path="../w"),
-    "dense in a segment that is a path": lambda m: m["dense"]["w"].update(segment="../x"),
     "document outside the root": lambda m: m["documents"].update({"reader/0": "../../x"}),
     "table of 2^70 elements": lambda m: m["tables"]["t"].update(num_rows=2**60, dim=2**10),
     "negative number of rows": lambda m: m["tables"]["t"].update(num_rows=-1),
