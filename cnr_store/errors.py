@@ -18,7 +18,7 @@
     │   ├── BadDtype
     │   ├── BadRowIds
     │   └── NonFiniteValues
-    ├── Conflict                   somebody else moved the store; reopen or retry
+    ├── Conflict                   another process changed the store; reopen or retry
     │   ├── Fenced
     │   ├── TransactionAborted
     │   ├── DoesNotApply
@@ -40,13 +40,13 @@
     │   ├── UnknownFeature
     │   ├── ReadOnlyStore
     │   └── MissingDependency
-    ├── BackgroundSaveFailed       a save behind training failed; its rows are still dirty
-    ├── VersionRefused             the consumer's own check turned a version down; the one before it stays
+    ├── BackgroundSaveFailed       a background save failed; its rows are still dirty
+    ├── VersionRefused             the consumer's own check rejected a version; the one before is still served
     └── RankFailed                 another rank of the same training failed; nothing became visible
         └── RankLost               it does not answer: restart the training from the last checkpoint
 
-``kind`` is stable and append-only: scripts and the command line key on it. Details are attributes
-(``path``, ``table``, ``version``, ``expected``, ``found``), given by keyword and None when they do not apply.
+``kind`` is stable and append-only: scripts and the command line depend on it. Details are attributes
+(``path``, ``table``, ``version``, ``expected``, ``found``), given by keyword and None if they do not apply.
 """
 
 from __future__ import annotations
@@ -100,61 +100,61 @@ class NotFound(CnrStoreError, KeyError):
 
 
 class NotAStore(NotFound):
-    """The URL holds no cnr_store (no readable ``cnr.json``)."""
+    """The URL contains no store (no readable ``cnr.json``)."""
 
     kind = "not_a_store"
 
 
 class VersionNotFound(NotFound):
-    """No version matches the version, step or time that was asked for."""
+    """No version matches the requested version, step or time."""
 
     kind = "version_not_found"
 
 
 class VersionExpired(NotFound):
-    """The version existed, and its data may be gone: an ``expire`` record names it."""
+    """The version existed, but an ``expire`` record ended it, so its data may be deleted."""
 
     kind = "version_expired"
 
 
 class CursorExpired(VersionExpired):
-    """What changed since a consumer's cursor cannot be told any more: compare a snapshot with your own copy."""
+    """The changes since a consumer's cursor are no longer stored: compare a snapshot with your own copy."""
 
     kind = "cursor_expired"
 
 
 class TableNotFound(NotFound):
-    """The version has no table (or dense tensor) of that name."""
+    """The version has no table (or dense tensor) with that name."""
 
     kind = "table_not_found"
 
 
 class TagNotFound(NotFound):
-    """No tag of that name."""
+    """No tag has that name."""
 
     kind = "tag_not_found"
 
 
 class ChannelNotFound(NotFound):
-    """No channel of that name."""
+    """No channel has that name."""
 
     kind = "channel_not_found"
 
 
 class BranchNotFound(NotFound):
-    """No branch of that name, or it has ended."""
+    """No branch has that name, or it was dropped."""
 
     kind = "branch_not_found"
 
 
 class BadInput(CnrStoreError, ValueError):
-    """An argument cannot be stored as it is; nothing was written."""
+    """An argument is invalid; nothing was written."""
 
     kind = "bad_input"
 
 
 class BadName(BadInput):
-    """A table, tensor, slot or tag name that cannot be a name."""
+    """An invalid name of a table, tensor, slot or tag."""
 
     kind = "bad_name"
 
@@ -178,7 +178,7 @@ class BadRowIds(BadInput):
 
 
 class NonFiniteValues(BadInput):
-    """Rows that hold NaN or Inf, or values beyond the code range of the table's scale."""
+    """Rows that contain NaN or Inf, or values beyond the code range of the table's scale."""
 
     kind = "non_finite_values"
 
@@ -196,7 +196,7 @@ class Fenced(Conflict):
 
 
 class TransactionAborted(Conflict):
-    """Maintenance declared this transaction dead before it committed."""
+    """Maintenance marked this transaction for deletion before it committed."""
 
     kind = "transaction_aborted"
 
@@ -208,40 +208,40 @@ class DoesNotApply(Conflict):
 
 
 class TagExists(Conflict):
-    """Tags are immutable, and this one exists with another version."""
+    """The tag exists with another version, and tags are immutable; or the name is a channel's."""
 
     kind = "tag_exists"
 
 
 class BranchExists(Conflict):
-    """A branch of that name exists already."""
+    """A branch with that name already exists."""
 
     kind = "branch_exists"
 
 
 class StoreExists(Conflict):
-    """A store exists at the URL already."""
+    """A store, or the remains of one, already exists at the URL."""
 
     kind = "store_exists"
 
 
 class SaveInProgress(Conflict):
-    """A save is still running and the caller chose to refuse rather than to wait."""
+    """A save is still running, and the caller chose an error instead of waiting."""
 
     kind = "save_in_progress"
 
 
 class CommitStateUnknown(Conflict):
-    """Whether the commit happened could not be learned before the deadline.
+    """Whether the commit happened was still unknown at the deadline.
 
-    The staged data must be left alone. Reading the log position again resolves it.
+    Keep the staged data. Reading the log position later resolves it.
     """
 
     kind = "commit_state_unknown"
 
 
 class CorruptStore(CnrStoreError):
-    """Stored data contradicts itself. Stop; `cnr verify` names what is damaged."""
+    """Stored data is inconsistent. Stop; `cnr verify` reports what is damaged."""
 
     kind = "corrupt_store"
 
@@ -253,13 +253,13 @@ class CorruptRecord(CorruptStore):
 
 
 class CorruptObject(CorruptStore):
-    """An object's size, digest or content is not what the inventory says."""
+    """An object's size, digest or content differs from the inventory."""
 
     kind = "corrupt_object"
 
 
 class MissingObject(CorruptStore):
-    """An object that the inventory names is not there."""
+    """An object that the inventory names does not exist."""
 
     kind = "missing_object"
 
@@ -271,7 +271,7 @@ class StorageFailure(CnrStoreError):
 
 
 class AccessDenied(StorageFailure):
-    """The backend refused the credentials (never read as "not found")."""
+    """The backend refused the credentials (never interpreted as "not found")."""
 
     kind = "access_denied"
 
@@ -283,13 +283,13 @@ class UnsafeBackend(StorageFailure):
 
 
 class WrongClock(StorageFailure):
-    """The clock of this machine and that of the storage differ too much to stamp a record, or to delete by time."""
+    """The clocks of this machine and of the storage differ too much to stamp records or to delete by time."""
 
     kind = "wrong_clock"
 
 
 class Unsupported(CnrStoreError):
-    """This version of the library cannot do it."""
+    """This version of the library does not support the operation."""
 
     kind = "unsupported"
 
@@ -319,24 +319,24 @@ class MissingDependency(Unsupported):
 
 
 class BackgroundSaveFailed(CnrStoreError):
-    """A background save failed; ``__cause__`` says why. The rows it held are dirty again."""
+    """A background save failed; ``__cause__`` is the reason. Its rows are dirty again."""
 
     kind = "background_save_failed"
 
 
 class VersionRefused(CnrStoreError):
-    """A consumer's ``validate`` turned a version down; ``__cause__`` is what it raised, if it did."""
+    """A consumer's ``validate`` rejected a version; ``__cause__`` is what it raised, if it raised."""
 
     kind = "version_refused"
 
 
 class RankFailed(CnrStoreError):
-    """Another rank of the same training failed, so what all do together did not happen."""
+    """Another rank of the same training failed, so the joint operation did not happen."""
 
     kind = "rank_failed"
 
 
 class RankLost(RankFailed):
-    """Another rank does not answer: it died, or is slower than the ranks wait for each other."""
+    """Another rank does not answer within the timeout: it died or is too slow."""
 
     kind = "rank_lost"

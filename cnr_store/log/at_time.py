@@ -1,8 +1,8 @@
-"""Which version stood at a time: the last one whose record is not later (spec, CNR-LOG-22). Pure but for its reads.
+"""Find the version at a time: the last one whose record is not later (spec, CNR-LOG-22).
 
-Times rise from record to record, so a few reads find it. A record that a wrong clock stamped ahead is the exception,
-once a repair has set the time right behind it: the time of a version is the least of its own record and of all later
-ones.
+Times increase from record to record, so a binary search finds the version. The exception: a wrong clock stamped a
+record ahead, and a later repair corrected the time. So the time of a version is defined as the minimum over its own
+record and all later ones.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def newest_at(
     Parameters
     ----------
     head, first
-        The newest record of the log, and the position that it begins at.
+        The newest record of the log, and the log's first position.
     read
-        Gives what stands at a position, or what superseded it: O(log distance) of them.
+        Returns the record at a position, or the one that superseded it. Called O(log distance) times.
     walk
-        Yields a record and all before it, newest first; used where one is stamped later than the newest.
+        Yields a record and all before it, newest first. Used only if a record has a later time than the newest.
     """
     low, high, found = first, head.record.v, None
     while low <= high:

@@ -1,4 +1,4 @@
-"""Who writes a commit record, for people who must choose between two writers. Never for decisions."""
+"""Identify the writer of a commit record, for messages to people. No decision depends on it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ LIBRARY = "cnr-store 0.1.0"
 
 
 def writer_info(run_id: str = "") -> WriterInfo:
-    """Return who writes a record: host, process and library."""
+    """Return the writer of a record: host, process and library of this process."""
     return WriterInfo(host=f"{socket.gethostname()}:{os.getpid()}", lib=LIBRARY, run_id=run_id)
 
 
 def author_of(record: CommitRecord) -> str:
-    """Return host, process and time of a record, as a message has them. Pure.
+    """Return host, process and time of a record as text for a message. Pure.
 
     Examples
     --------
@@ -37,10 +37,10 @@ def author_of(record: CommitRecord) -> str:
 
 
 def fenced_by(record: CommitRecord, epoch: int) -> Fenced:
-    """Return the error of a writer of ``epoch`` that meets a record of a later one. Pure."""
+    """Return the error of a writer of ``epoch`` that reads a record of a later epoch. Pure."""
     return Fenced(
         f"another writer has taken over with commit record {record.v} ({record.kind}): {author_of(record)}; its epoch "
-        f"is {record.epoch}, that of this writer {epoch}. This one commits nothing more: stop it, or stop the other "
+        f"is {record.epoch}, this writer's is {epoch}. This writer cannot commit any more: stop it, or stop the other "
         "one and restore here again",
         version=record.v, expected=epoch, found=record.epoch,
     )  # fmt: skip

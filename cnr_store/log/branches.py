@@ -1,8 +1,8 @@
-"""Branches: logs of their own that go on from a version of the store's log (spec, section 7.9).
+"""Branches: separate logs that continue from a version of the store's log (spec, section 7.9).
 
-The order of every step here is what makes them safe. The store's log pins the fork point first, so the version and its
-segments stay; then the branch gets its position 0, written by whoever comes first. A branch ends the other way round:
-first its own log is closed, so nothing can be acknowledged there any more; then the pin goes. Nothing is deleted here.
+The order of the steps makes them safe. To fork: write position 0 of the branch's log, then pin the fork point in the
+store's log, which keeps that version and its segments. To end: close the branch's log, so nothing can be committed
+there any more, then remove the pin. Nothing is deleted here.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from cnr_store.log.rebase import draft_after, draft_branch, rebase_fence, rebase
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A branch as the store's log knows it: the uuid that its log lies under, and its pin."""
+    """A branch in the store's log: the uuid in the key prefix of its log, and its pin."""
 
     uuid: str
     pin: Pin
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """The branch's name."""
         return self.pin.name
 
     def is_expired(self, now_ms: int) -> bool:
-        """Whether its time is over, so that maintenance may close it. Pure."""
+        """Return whether the branch has expired, so that maintenance may close it. Pure."""
         return self.pin.expires_ms is not None and self.pin.expires_ms <= now_ms
 
 
 def find_branch(head: CommitRecord, name: str) -> Branch:
-    """Return the branch of a name, by the newest record of the store's log. Pure.
+    """Return the branch with a name, from the newest record of the store's log. Pure.
 
     Raises
     ------
@@ -45,15 +45,16 @@ def find_branch(head: CommitRecord, name: str) -> Branch:
     for key, pin in head.pins.items():
         if pin.name == name:
             return Branch(key, pin)
-    raise BranchNotFound(f"no branch {name!r}; there are {sorted(pin.name for pin in head.pins.values())}", found=name)
+    raise BranchNotFound(f"no branch {name!r}; found {sorted(pin.name for pin in head.pins.values())}", found=name)
 
 
 def fork(
     main: CommitLog, head: LogEntry, point: LogEntry, name: str, writer: WriterInfo, *, expires_ms: int | None = None
 ) -> Branch:
-    """Begin the log of a new branch, then pin the version, which is known to be live, in the store's log.
+    """Start the log of a new branch, then pin its fork point in the store's log. Blocks.
 
-    In that order a pinned branch without its position 0 has lost it. Until the pin is there the log is nobody's.
+    The fork point has to be live. By this order a pinned branch without position 0 has lost it. A log without a pin is
+    no branch.
 
     Raises
     ------
@@ -61,7 +62,7 @@ def fork(
     """
     check_name(name)
     if any(pin.name == name for pin in head.record.pins.values()):
-        raise BranchExists(f"branch {name!r} exists already; choose another name, or drop it first", found=name)
+        raise BranchExists(f"branch {name!r} already exists; choose another name, or drop it first", found=name)
     branch = Branch(uuid.uuid4().hex, Pin(version=point.record.v, name=name, expires_ms=expires_ms))
     pins = {**head.record.pins, branch.uuid: branch.pin}
     draft = draft_after(head.record, "fork", writer, name=branch.uuid, target=point.record.v, pins=pins)
@@ -76,7 +77,7 @@ def log_of(main: CommitLog, branch: Branch) -> CommitLog:
     Raises
     ------
     CorruptRecord
-        What its pin calls its uuid is none.
+        The key of its pin is not a uuid.
     """
     try:
         return main.below(branch_prefix(branch.uuid))
@@ -85,12 +86,12 @@ def log_of(main: CommitLog, branch: Branch) -> CommitLog:
 
 
 def has_first(log: CommitLog, branch: Branch) -> bool:
-    """Return whether a pinned branch has its position 0; without it the log is lost, or its beginning. One GET.
+    """Return whether a pinned branch has position 0; if not, its log or first record is lost. One GET.
 
     Raises
     ------
     CorruptRecord
-        The log there is not that of this branch.
+        The log belongs to another branch.
     CorruptStore, StorageFailure
     """
     first = log.read(0)
@@ -100,20 +101,20 @@ def has_first(log: CommitLog, branch: Branch) -> bool:
 
 
 def close_branch(main: CommitLog, branch: str, writer: WriterInfo) -> None:
-    """End the branch of this uuid: close its log, then unpin its fork point. Safe to call again, or beside itself.
+    """Close the log of the branch with this uuid, then unpin its fork point. Blocks.
 
-    After the first step no writer of the branch, open or to come, is told that something was committed; after the
-    second its versions are nobody's, and garbage collection may take what only they needed. Damage of the branch's log
-    does not keep it from its end: torn newest records are superseded, and one that is gone altogether is only unpinned.
+    Idempotent, and safe beside itself. After the first step no writer can commit to the branch. After the second no
+    version of it is live, and garbage collection may delete what only they needed. A damaged log does not prevent
+    this: torn newest records are superseded, and a branch whose log is lost is only unpinned.
 
     Raises
     ------
     ReadOnlyStore
-        One of the logs is a newer library's.
+        A newer library wrote one of the logs.
     CorruptStore
-        No record of the branch can be read, or its log is not that of this branch.
+        No record of the branch can be read, or the log belongs to another branch.
     CommitStateUnknown, StorageFailure
-        Call it again; a branch that is closed and pinned stays so until then.
+        Retry; until then the branch may be closed and still pinned.
     """
     main.resolve()
     head = main.latest()
@@ -130,7 +131,7 @@ def close_branch(main: CommitLog, branch: str, writer: WriterInfo) -> None:
 
 
 def _log_to_close(main: CommitLog, branch: Branch) -> CommitLog:
-    """The log of a pinned branch, even if its first record is damaged; not one that is known to be another's."""
+    """Return a pinned branch's log, even if its first record is damaged; raise if it is another branch's."""
     log = log_of(main, branch)
     try:
         first = log.read(0)
@@ -143,7 +144,7 @@ def _log_to_close(main: CommitLog, branch: Branch) -> CommitLog:
 
 def _close_log(log: CommitLog, writer: WriterInfo) -> None:
     if log.is_empty():
-        return  # It is lost: nobody can open it, and there is nothing to close.
+        return  # The log is lost: no process can open the branch, so there is nothing to close.
     torn: tuple[str, ...] = ()
     try:
         head = log.latest()
@@ -164,19 +165,19 @@ def _check_writable(head: CommitRecord, what: str) -> None:
     unknown = unknown_writer_features(head)
     if unknown:
         raise ReadOnlyStore(
-            f"{what} uses writer features {unknown} that this library does not know; it can only be read",
+            f"{what} uses unknown writer features {unknown}, so it is read-only; use a newer library",
             version=head.v,
             found=unknown,
         )
 
 
 def _check_first(first: LogEntry, branch: Branch, log: CommitLog) -> None:
-    """Two branches have records that look alike: the log under this uuid must say that it is this branch's."""
+    """Check that a log belongs to this branch: records of different branches can be similar."""
     record = first.record
     expected, found = ("fork", branch.uuid, branch.pin.version), (record.kind, record.name, record.target)
     if found != expected:
         raise CorruptRecord(
-            f"the log of branch {branch.name!r} begins as {found}, expected {expected}; its objects were mixed up with "
+            f"the log of branch {branch.name!r} begins with {found}, expected {expected}; its objects were mixed with "
             "another log's, run `cnr verify`",
             version=0,
             path=commit_key(0, log.prefix),

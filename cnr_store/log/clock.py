@@ -1,7 +1,7 @@
-"""The time of this machine, and that of the store: the clock that stamps its objects (spec, section 7.3).
+"""The clock of this machine and the clock of the store, which stamps its objects (spec, section 7.3).
 
-Times decide nothing about what is committed, but a record that is stamped years ahead makes every later one so, and a
-maintenance whose clock is wrong deletes under readers. So a machine whose clock is not the store's is told at the door.
+Commits do not depend on time. But after a record stamped years ahead every later one is, too, and maintenance with a
+wrong clock deletes what readers use. So a machine whose clock differs too much from the store's is refused.
 """
 
 from __future__ import annotations
@@ -15,44 +15,44 @@ from cnr_store.errors import AccessDenied, BadInput, StorageFailure, WrongClock
 from cnr_store.storage import Storage
 
 MAX_SKEW_MS = 3_600_000
-"""How far a machine's clock may be from the store's. Saves that follow each other sooner need no look at the latter."""
+"""Largest allowed difference of a machine's clock from the store's. Saves less apart than this do not compare them."""
 
 _FOLDER = "_probe"
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def wall_ms() -> int:
-    """Return the time of this machine, ms since 1970: of records, leases and branches alike."""
+    """Return the time of this machine in ms since 1970. Records, leases and branches all use it."""
     return time.time_ns() // 1_000_000
 
 
 def ms_of(time_: datetime) -> int:
-    """Return a time as records have it, rounded down; one without a zone is of this machine's. Pure.
+    """Return a time in ms since 1970, rounded down. A time without a zone is local time. Pure.
 
     Raises
     ------
     BadInput
-        It is no `datetime.datetime`, or cannot be told in UTC.
+        It is no `datetime.datetime`, or cannot be converted to UTC.
 
     >>> ms_of(datetime(2023, 11, 14, 22, 13, 20, 123_999, UTC))
     1700000000123
     """
     if not isinstance(time_, datetime):
         raise BadInput(
-            f"time takes a datetime.datetime, found {time_!r}; of ms since 1970 give "
-            "datetime.fromtimestamp(ms / 1000, UTC), of a text datetime.fromisoformat(text)",
+            f"time is {time_!r}, expected a datetime.datetime; convert ms since 1970 with "
+            "datetime.fromtimestamp(ms / 1000, UTC), text with datetime.fromisoformat(text)",
             expected="datetime.datetime", found=repr(time_),
         )  # fmt: skip
     try:
         return (time_.astimezone(UTC) - _EPOCH) // timedelta(milliseconds=1)
     except (OverflowError, ValueError) as error:
-        raise BadInput(f"time {time_} cannot be told in UTC; give one within its years", found=str(time_)) from error
+        raise BadInput(f"time {time_} cannot be converted to UTC; use a year within range", found=str(time_)) from error
 
 
 def read_store_clock(storage: Storage) -> int | None:
-    """Return the time by the clock that stamps objects, ms since 1970; None if it stamps none, or may not be listed.
+    """Return the time of the store's clock in ms since 1970, or None. Three requests.
 
-    Three requests: an object is put, listed and deleted.
+    It writes, lists and deletes an object. None: objects have no times, or access is denied.
 
     Raises
     ------
@@ -66,21 +66,21 @@ def read_store_clock(storage: Storage) -> int | None:
     except AccessDenied:
         return None
     finally:
-        with contextlib.suppress(StorageFailure):  # a probe that is left behind harms nobody
+        with contextlib.suppress(StorageFailure):  # a remaining probe object is harmless
             storage.delete([key])
 
 
 def check_clock(storage: Storage, now_ms: int, *, head_ms: int | None = None, may_be_behind: bool = False) -> None:
-    """Refuse a time of this machine that is further from the store's than `MAX_SKEW_MS`. Three requests.
+    """Check that this machine's time differs from the store's by at most `MAX_SKEW_MS`. Three requests.
 
-    Where objects have no times, or this very machine stamps them, there is nothing to compare it with.
+    Passes if objects have no times. Detects nothing if this machine itself stamps the objects.
 
     Parameters
     ----------
     head_ms
-        Of the newest record, for the message.
+        The time of the newest record, for the message.
     may_be_behind
-        Refuse a time that is ahead only: a record is stamped behind the one before it all the same.
+        Allow any time before the store's: a record always gets a later time than its parent.
 
     Raises
     ------
@@ -92,16 +92,16 @@ def check_clock(storage: Storage, now_ms: int, *, head_ms: int | None = None, ma
     ahead_ms = now_ms - store_ms
     if ahead_ms <= MAX_SKEW_MS and (may_be_behind or ahead_ms >= -MAX_SKEW_MS):
         return
-    head = "" if head_ms is None else f", its newest record is of {text_of(head_ms)}"
+    head = "" if head_ms is None else f", the newest record has {text_of(head_ms)}"
     raise WrongClock(
-        f"the clock of this machine says {text_of(now_ms)}, that of the store {storage.url} {text_of(store_ms)}{head}: "
-        f"they may differ by {MAX_SKEW_MS // 1000} s. Nothing was written; set the clock right (NTP) and try again",
+        f"this machine's clock shows {text_of(now_ms)}, that of the store {storage.url} {text_of(store_ms)}{head}: "
+        f"they may differ by {MAX_SKEW_MS // 1000} s. Nothing was written; correct the clock (NTP) and retry",
         expected=store_ms, found=now_ms,
     )  # fmt: skip
 
 
 def text_of(time_ms: int) -> str:
-    """Return a time as people write it.
+    """Return a time in ms since 1970 as ISO 8601 text in UTC.
 
     >>> text_of(1_700_000_000_000)
     '2023-11-14T22:13:20Z'

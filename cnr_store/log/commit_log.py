@@ -1,8 +1,8 @@
-"""The commit log: the only thing that changes what readers see (spec, sections 3 and 7).
+"""Append to the commit log, which alone changes what readers see (spec, sections 3 and 7).
 
-A position is created exclusively and never deleted or overwritten, so the newest version is found with plain
-GETs and a position that is seen occupied stays decided. This module knows nothing about tables or segments.
-It must never send other bytes to a position whose fate is unknown, and never delete anything.
+A position is created exclusively and never deleted or overwritten. So plain GETs find the newest version, and an
+occupied position is final. This module knows nothing about tables or segments. It must never send different bytes to a
+position whose outcome is unknown, and never delete anything.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from cnr_store.log.sent_record import SentRecord, prepare_record
 from cnr_store.storage import CreateOutcome, Storage
 
 Rebase = Callable[[CommitRecord, LogEntry], CommitRecord]
-"""(draft, intervening record) -> the draft for the position after it; raises when the two do not commute."""
+"""(draft, intervening record) -> the draft for the position after that record; raises if the two do not commute."""
 
 _CORRUPT_READ_BACKS = 3
-"""How often an unreadable record is read again: a cut connection heals, a torn record does not."""
+"""How often an unreadable record is read again: the read of an intact record may have been cut short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +52,21 @@ class RetryPolicy:
 
 
 class CommitLog(LogReader):
-    """The log of a store, or of one branch of it: read, and appended to by racing for the next position.
+    """Reads the log of a store or branch, and appends by racing for the next position.
 
-    Calls block; one instance may be shared by threads.
+    Calls block. Thread-safe.
 
     Parameters
     ----------
     storage, store_uuid, prefix, first
-        As of `LogReader`.
+        As for `LogReader`.
     is_exclusive
-        Whether ``cnr.json`` says that the backend creates objects exclusively; nothing is appended to a storage that
-        was opened otherwise (spec, CNR-STO-3).
+        Whether ``cnr.json`` records that the backend creates objects exclusively. Appends to a storage that was opened
+        otherwise are refused (spec, CNR-STO-3).
     retry
-        How long an append whose outcome is unclear is retried with the same bytes.
+        How long an append whose outcome is unknown is retried with the same bytes.
     clock_ms, monotonic_s, sleep, random
-        Time and chance, passed in so that tests own them.
+        Sources of time and randomness, for tests.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class CommitLog(LogReader):
         self._unresolved: SentRecord | None = None
 
     def below(self, prefix: str) -> CommitLog:
-        """Return another log of the same store, with the same patience and clocks. No I/O."""
+        """Return another log of the same store, with the same retry policy and clocks. No I/O."""
         return self._with(prefix, 0)
 
     def _with(self, prefix: str, first: int) -> CommitLog:
@@ -112,30 +112,30 @@ class CommitLog(LogReader):
         )
 
     def starting_at(self, first: int) -> CommitLog:
-        """Return this log where it begins at position ``first``, as in a relay. No I/O."""
+        """Return this log with ``first`` as its first position, as in a relay. No I/O."""
         return self._with(self._prefix, first)
 
     @property
     def unresolved(self) -> int | None:
-        """The position of an append whose outcome is not known yet (see `resolve`), or None."""
+        """The position of an append whose outcome is unknown (see `resolve`), or None."""
         attempt = self._unresolved
         return None if attempt is None else attempt.entry.record.v
 
     @property
     def unresolved_entry(self) -> LogEntry | None:
-        """The record of an append whose outcome is not known yet, as it would be committed, or None."""
+        """The entry of an append whose outcome is unknown, as it would be committed, or None."""
         attempt = self._unresolved
         return None if attempt is None else attempt.entry
 
     def exclusive(self) -> AbstractContextManager[bool]:
-        """Keep the appends of other threads out, so that what an append left unresolved can be told to be one's own.
+        """Return a lock that excludes other threads' appends, so that `unresolved` is the holder's own append.
 
-        Without it another thread's append may settle that record before the one that sent it has looked.
+        Without it another thread's append may settle the record before the sender has read `unresolved`.
         """
         return self._lock
 
     def check_exclusive(self) -> None:
-        """Refuse to append where the storage was opened otherwise than ``cnr.json`` says. No I/O.
+        """Check that the storage was opened in the mode that ``cnr.json`` records. No I/O.
 
         Raises
         ------
@@ -143,28 +143,28 @@ class CommitLog(LogReader):
         """
         if self._is_exclusive and not self._storage.is_exclusive:
             raise UnsafeBackend(
-                f"the store in {self._storage.url} was created where objects can be created exclusively, and its other "
-                "writers rely on that: open it without unsafe_single_writer",
+                f"the store in {self._storage.url} was created for exclusive creates, and its other writers rely on "
+                "them: open it without unsafe_single_writer",
                 path=self._storage.url,
             )
         if self._storage.is_exclusive and not self._is_exclusive:
             raise UnsafeBackend(
                 f"the store in {self._storage.url} was created for a single writer, because its backend cannot create "
-                "objects exclusively: open it with unsafe_single_writer=True, and make sure that nobody else writes",
+                "objects exclusively: open it with unsafe_single_writer=True, and run no other writer",
                 path=self._storage.url,
             )
 
     def append_first(self, draft: CommitRecord, fork_point: LogEntry | None = None) -> LogEntry:
-        """Write position 0 and return what stands there: this record, or that of a faster process.
+        """Write position 0 and return its entry: this record, or that of a faster process.
 
-        Safe to call again after a crash between the store's identity, or a branch's pin, and its first record. First
-        settles what an earlier append left unresolved, as `append` does.
+        Safe to repeat after a crash between the store's identity, or a branch's pin, and the first record. Like
+        `append` it first settles an earlier unresolved append.
 
         Parameters
         ----------
         fork_point
-            The record of another log that this one goes on from: its digest, time and unknown fields are what a
-            record's parent gives.
+            The record of another log from which this one continues. It acts as the parent: the draft takes its digest,
+            time and unknown fields.
 
         Raises
         ------
@@ -178,36 +178,35 @@ class CommitLog(LogReader):
             return winner if winner is attempt.entry else self._complete_past(winner)
 
     def append(self, head: LogEntry, draft: CommitRecord, rebase: Rebase) -> LogEntry:
-        """Append ``draft`` behind ``head``, or behind the records that came first; return it as committed.
+        """Append ``draft`` after ``head``, or after newer records; return the committed entry.
 
-        Fills ``v``, ``commit_uuid``, ``store_uuid``, ``parent_digest``, ``ts_ms`` (unless a repair has given one) and
-        the unknown fields of the record before. A draft that ``supersedes`` positions behind ``head`` goes behind
-        those. For every intervening record, in order, ``rebase`` adapts the draft or raises. When this raises anything
-        but `CommitStateUnknown` (or an exception that interrupts the program), nothing was committed. After those,
-        `unresolved` is set and nothing else is appended before `resolve`, or the next append, has settled it.
+        Fills in ``v``, ``commit_uuid``, ``store_uuid``, ``parent_digest``, ``ts_ms`` (unless a repair has set it) and
+        the unknown fields of the parent. A draft that ``supersedes`` positions is appended after those. For every
+        intervening record, in order, ``rebase`` adapts the draft or raises.
 
-        What an earlier append left unresolved is settled first, whoever made it: it blocks for a deadline more. Whether
-        it won or lost, its position is then occupied, so a ``head`` from before it meets it as an intervening record.
+        If this raises anything but `CommitStateUnknown` or an exception that interrupts the program, nothing was
+        committed. After those two, `unresolved` is set, and `resolve` or the next append settles it first, which may
+        block for one more deadline. Its position is then occupied by an intervening record for an older ``head``.
 
         Raises
         ------
         CommitStateUnknown
-            The outcome could not be learned before the deadline; leave the staged data alone. Or that of an earlier
-            append could not: then nothing of this one was sent, and `unresolved_entry` is that earlier record.
+            The outcome is still unknown at the deadline; keep the staged data. Or the outcome of an earlier append is:
+            then nothing of this one was sent, and `unresolved_entry` is the earlier record.
         Fenced
             The head has a higher epoch than the draft.
         TransactionAborted
-            The lists of a record that came first were collected: this process was held up for days.
+            The lists of an intervening record were deleted: this process was suspended for days.
         BadInput
             The record is larger than 64 KiB.
         UnsafeBackend
-            The storage was opened otherwise than ``cnr.json`` says; see `check_exclusive`.
+            The storage was opened in another mode than ``cnr.json`` records; see `check_exclusive`.
         WrongClock
-            The record would be much later than the one before it, and than the time of the store.
+            The record would be much later than its parent, and than the store's clock.
         StorageFailure
-            The backend refused before anything could land.
+            The backend refused before anything was written.
         CorruptStore
-            Damage in the records that came first.
+            An intervening record is damaged.
         Exception
             Whatever ``rebase`` raises.
         """
@@ -230,22 +229,22 @@ class CommitLog(LogReader):
                 draft = rebase(draft, parent)
 
     def resolve(self, sent: LogEntry | None = None) -> LogEntry | None:
-        """Settle an append whose outcome is unknown: the entry if it is ours, None if another's is there.
+        """Settle an append whose outcome is unknown; return its entry if it was committed, else None.
 
         Sends the same bytes again while the position is empty. Without an unresolved append: None at once.
 
         Parameters
         ----------
         sent
-            The `unresolved_entry` to learn about, if another append may have settled it since: then its position tells,
-            at the cost of one GET. None: the one that is unresolved now.
+            An earlier `unresolved_entry`, which another append may have settled since: then one GET of its position
+            decides. None: the append that is unresolved now.
 
         Raises
         ------
         CommitStateUnknown
-            Still not learned before the deadline; call again later.
+            Still unknown at the deadline; retry later.
         CorruptStore, StorageFailure
-            The position of ``sent`` cannot be read; call again later.
+            The position of ``sent`` cannot be read; retry later.
         """
         with self._lock:
             attempt = self._unresolved
@@ -257,7 +256,7 @@ class CommitLog(LogReader):
             return winner if winner is attempt.entry else None
 
     def _settle_leftover(self) -> None:
-        """Settle what an earlier append left unresolved; nothing new may be sent before (spec, CNR-LOG-12)."""
+        """Settle an earlier unresolved append, before anything new is sent (spec, CNR-LOG-12)."""
         attempt = self._unresolved
         if attempt is None:
             return
@@ -266,15 +265,15 @@ class CommitLog(LogReader):
         except CommitStateUnknown as error:
             version = attempt.entry.record.v
             raise CommitStateUnknown(
-                f"the outcome of the earlier append at log position {version} is still not known, so nothing new was "
-                "sent; try again later",
+                f"the outcome of the earlier append at log position {version} is still unknown, so nothing new was "
+                "sent; retry later",
                 version=version,
                 path=self._key(version),
                 expected=attempt.entry.record.commit_uuid,
             ) from error
 
     def _standing(self, sent: LogEntry) -> LogEntry | None:
-        """``sent`` if it stands at its position, which was seen occupied, or None if another does."""
+        """Return ``sent`` if its position, which is occupied, contains it, else None."""
         version = sent.record.v
         data = self._bytes_at(version)
         if data is None:
@@ -286,7 +285,7 @@ class CommitLog(LogReader):
                 raise
             return None
         except CnrStoreError:
-            return None  # Of a newer library, so not what we sent.
+            return None  # A newer library wrote it, so it is not ours.
         return sent if owner is sent else None
 
     def _prepare(self, parent: LogEntry | None, draft: CommitRecord, version: int) -> SentRecord:
@@ -296,12 +295,12 @@ class CommitLog(LogReader):
         )
 
     def _settle(self, attempt: SentRecord, *, reads_first: bool) -> LogEntry:
-        """Return the attempt's own entry if it won, else the winner's (without its side object)."""
+        """Send the attempt until its position is occupied; return the owner's entry, without side objects."""
         deadline = self._monotonic_s() + self._retry.deadline_s
         delay = self._retry.first_delay_s
         corrupt_reads = 0
         cause: Exception | None = None
-        # From here to the verdict an interrupt may strike anywhere: the attempt must be on record first.
+        # Record the attempt first: an interrupt may come anywhere from here until its outcome is known.
         self._unresolved = attempt
         may_have_landed = reads_first
         while True:
@@ -332,18 +331,18 @@ class CommitLog(LogReader):
         try:
             return self._storage.create(key, attempt.data)
         except AccessDenied:
-            # A retry inside the backend's client may hide an earlier success: the position itself decides.
+            # The backend's client may have retried after an unseen success: the position decides.
             if may_have_landed or self._storage.read(key, stop=1) is not None:
                 return CreateOutcome.UNKNOWN
             self._unresolved = None
             raise
-        except (BadInput, StorageFailure):  # this attempt made nothing; one before it may have
+        except (BadInput, StorageFailure):  # this request wrote nothing; an earlier one may have
             if not may_have_landed:
                 self._unresolved = None
             raise
 
     def _read_back(self, attempt: SentRecord) -> LogEntry | None:
-        """The entry that owns the position now, or None while it is empty."""
+        """Return the entry that owns the attempt's position, or None while it is empty."""
         data = self._bytes_at(attempt.entry.record.v)
         if data is None:
             return None
@@ -352,10 +351,10 @@ class CommitLog(LogReader):
         except CorruptStore:
             superseding = self._superseding(attempt.entry.record.v)
             if superseding is None:
-                raise  # Perhaps a cut connection, so no verdict.
+                raise  # The read may have been cut short, so the outcome is still unknown.
             owner = superseding
         except CnrStoreError:
-            self._unresolved = None  # Well-formed, and not what we sent: another owns the position.
+            self._unresolved = None  # It is well-formed and not ours: another writer owns the position.
             raise
         if owner is attempt.entry:
             return self._won(attempt)
@@ -363,14 +362,14 @@ class CommitLog(LogReader):
         return owner
 
     def _owner(self, data: bytes, sent: LogEntry) -> LogEntry:
-        """``sent`` if these bytes at its position are its own, else the record of another (spec, CNR-LOG-14)."""
+        """Return ``sent`` if the bytes at its position are its own, else the other record (spec, CNR-LOG-14)."""
         version = sent.record.v
         if sha256(data) == sent.digest:
             return sent
         other = self._decode(data, version)
         if other.record.commit_uuid == sent.record.commit_uuid:
             raise CorruptRecord(
-                f"commit record {version} has this commit's uuid and other bytes; its bytes were altered",
+                f"commit record {version} has this commit's uuid and different bytes; it was altered",
                 version=version,
                 expected=sent.digest,
                 found=other.digest,
@@ -381,17 +380,16 @@ class CommitLog(LogReader):
         try:
             self._storage.put(hint_key(self._prefix), canonical_json(Hint(attempt.entry.record.v)))
         except StorageFailure:
-            pass  # Advisory: a stale hint costs the next reader a few GETs.
-        # Last, so that after an interrupt during the hint `resolve` can still say that the append won.
+            pass  # A stale hint only costs the next reader a few GETs.
+        # Reset last, so that after an interrupt above `resolve` can still report the commit.
         self._unresolved = None
         return attempt.entry
 
     def _unknown(self, attempt: SentRecord) -> CommitStateUnknown:
         version = attempt.entry.record.v
         return CommitStateUnknown(
-            f"whether commit record {version} was written could not be learned within "
-            f"{self._retry.deadline_s:g} s; keep the staged data and resolve it later, or open the store "
-            "again",
+            f"whether commit record {version} was written is unknown after {self._retry.deadline_s:g} s of retries; "
+            "keep the staged data and resolve it later, or open the store again",
             version=version,
             path=self._key(version),
             expected=attempt.entry.record.commit_uuid,
@@ -399,9 +397,9 @@ class CommitLog(LogReader):
 
 
 def _outrun(entry: LogEntry) -> TransactionAborted:
-    """What a draft becomes behind lists that were collected is not known; they may have given its transaction up."""
+    """Return the error of a draft whose intervening record lost its lists: they may mark its transaction."""
     return TransactionAborted(
-        f"commit record {entry.record.v} was written so long ago that its side objects are gone: this process was held "
-        "up for longer than collections wait; save again",
+        f"commit record {entry.record.v} was written so long ago that its side objects were deleted: this process was "
+        "suspended for longer than the age at which garbage collection deletes them; save again",
         version=entry.record.v,
     )

@@ -1,4 +1,4 @@
-"""A version that expires while it is read: what is missing of it then is no damage (spec, CNR-GC-12)."""
+"""Detect a version that expired during a read: missing objects are no damage then (spec, CNR-GC-12)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from cnr_store.log.log_reader import LogReader
 
 
 def expired_by(log: LogReader, version: int) -> CommitRecord | None:
-    """Return the newest record of a log if a version is not live by it; None if it is, or that cannot be told.
+    """Return the newest record of a log if the version is not live by it; None if it is, or if unknown.
 
-    For whoever misses an object of that version, before that is called damage. A few GETs.
+    Call it when an object of the version is missing, before reporting damage. A few GETs.
     """
     try:
         newest = log.latest().record
     except CnrStoreError:
-        return None  # What is missing is the error to tell.
+        return None  # The caller reports the missing object.
     return None if is_live(newest, version) else newest

@@ -1,8 +1,8 @@
-"""The lists of records in layers: side objects, largest first, and what a record itself adds and removes. Pure.
+"""Split the lists of a record into layers: side objects, largest first, then the record's own changes.
 
-As in a log-structured merge: a side object is written when the changes that a record holds itself have become too many,
-and takes in those layers that are less than twice as large. So a change is written O(log n) times in all, and a record
-names O(log n) side objects (spec, section 3.4).
+This is a log-structured merge. When the changes inside a record exceed a limit they are written to a side object, which
+also replaces the layers that are less than twice as large. So each change is written O(log n) times in all, and a
+record names O(log n) side objects (spec, section 3.4). Pure.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NOWHERE = object()
 
 
 def stack(layers: Iterable[Lists]) -> dict[str, dict[Any, Any]]:
-    """Return the lists that layers make up, the lowest first: name to entries; versions are keys without a value."""
+    """Return the lists that the layers, lowest first, add up to: name to entries; versions map to None."""
     found: dict[str, dict[Any, Any]] = {name: {} for name in _NAMES}
     for layer in layers:
         for name, entries in found.items():
@@ -33,7 +33,7 @@ def stack(layers: Iterable[Lists]) -> dict[str, dict[Any, Any]]:
 
 
 def difference(below: Mapping[str, Mapping[Any, Any]], above: Mapping[str, Mapping[Any, Any]]) -> Lists:
-    """Return the layer that makes ``above`` of ``below``."""
+    """Return the layer that turns ``below`` into ``above``."""
     changed: dict[str, Any] = {
         name: {key: value for key, value in above[name].items() if below[name].get(key, _NOWHERE) != value}
         for name in _NAMES
@@ -47,19 +47,19 @@ def difference(below: Mapping[str, Mapping[Any, Any]], above: Mapping[str, Mappi
 def split_lists(
     record: CommitRecord, layers: Sequence[Layer], branch: str
 ) -> tuple[CommitRecord, tuple[Layer, ...], bytes | None]:
-    """Return how a record with all of its lists is written behind one of the same log.
+    """Split a record with all its lists into the record to send and its layers.
 
     Parameters
     ----------
     layers
-        Those of the record before; none where its lists are of another log.
+        The layers of the parent record; empty if its lists belong to another log.
     branch
         The log: uuid of a branch, or empty for the store's own.
 
     Returns
     -------
-    The record as it is sent, its layers, and the bytes of the last of these, which must be put first; None where it has
-    none of its own.
+    The record to send, its layers, and the bytes of a new last layer, which must be written before the record; None if
+    there is no new layer.
     """
     above = stack([_lists_of(record)])
     for count in range(len(layers), -1, -1):
@@ -71,7 +71,7 @@ def split_lists(
         if not below or 2 * len(data) <= below[-1].size_bytes:
             below = (*below, Layer(sha256(data), len(data), own))
             return _with_lists(record, Lists(), below), below, data
-    raise AssertionError("without layers below everything is written")
+    raise AssertionError("unreachable: without layers below, the loop returns")
 
 
 def merge_lists(entry: LogEntry, layers: tuple[Layer, ...]) -> LogEntry:
@@ -80,7 +80,7 @@ def merge_lists(entry: LogEntry, layers: tuple[Layer, ...]) -> LogEntry:
     Raises
     ------
     CorruptRecord
-        Together they say what cannot be.
+        The combined lists are inconsistent.
     """
     found = stack([*(layer.lists for layer in layers), _lists_of(entry.record)])
     lists = difference(stack([]), found)

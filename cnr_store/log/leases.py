@@ -1,8 +1,8 @@
-"""What readers hold: leases on single versions, cursors of consumers (spec, annex D). Advisory, never a lock.
+"""Leases of readers on single versions, and cursors of consumers (spec, annex D). Advisory, not locks.
 
-A holder writes its object first and reads the head afterwards; garbage collection commits the expiry first and reads
-these objects afterwards. So one of the two sees the other: either the holder learns that the version has expired, or
-nothing of it is deleted. A reader that may not write here relies on the grace before deletions.
+A holder writes its object, then reads the head. Garbage collection commits the expiry, then reads these objects. So one
+sees the other: either the holder learns that the version has expired, or the version's objects are kept. A reader
+without write access depends on the grace period before deletions.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from cnr_store.runtime.arguments import checked_number
 from cnr_store.storage import Storage
 
 CLOCK_TOLERANCE_MS = 300_000
-"""How far the clocks of holders and of maintenance may differ: a lease counts for so long behind its end."""
+"""Allowed difference between the clocks of holders and of maintenance: a lease counts this long after its end."""
 
 HOLD_KEPT_MS = 86_400_000
-"""A hold that ended is deleted only so much later."""
+"""How long after its end the object of a lease or cursor is deleted."""
 
 _ATTEMPTS = 5
 
 
 class Lease:
-    """A hold on one version, until it is released or its time is over; renew it before that.
+    """A lease keeps one version readable until it is released or expires; renew it before that.
 
-    Made by `Store.lease`. A context manager that releases at its end. Not safe for several threads.
+    Created by `Store.lease`. A context manager that releases at its end. Not thread-safe.
 
     Attributes
     ----------
     version
-        The version that stays readable.
+        The leased version.
     expires_ms
-        When the hold ends by itself (ms since 1970, this machine's clock).
+        When the lease expires (ms since 1970, this machine's clock).
     """
 
     def __init__(
@@ -69,17 +69,17 @@ class Lease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Left behind it ends by itself; an error of the body must not be hidden by this one.
+        # If this fails the lease expires later; its error must not replace one of the body.
         with contextlib.suppress(StorageFailure):
             self.release()
 
     def renew(self, ttl_s: float | None = None) -> None:
-        """Hold the version for ``ttl_s`` more from now (None: as long as at first). One PUT; blocks.
+        """Extend the lease to ``ttl_s`` seconds from now (None: the initial length). Blocks; one PUT.
 
         Raises
         ------
         VersionExpired
-            The hold had ended before, and the version has expired since.
+            The lease had expired, and so has the version since.
         AccessDenied, StorageFailure
         """
         ttl_s = self._ttl_s if ttl_s is None else ttl_s
@@ -89,13 +89,13 @@ class Lease:
             version=self.version, branch=branch_of(self._log.prefix), expires_ms=expires_ms, holder=self._holder
         )
         self._storage.put_document(self._key, canonical_json(document), MAX_SMALL_BYTES)
-        had_ended = self._clock_ms() >= self.expires_ms  # by now: a put that took long may have come too late
+        had_ended = self._clock_ms() >= self.expires_ms  # after the put, which may have taken long
         self.expires_ms = expires_ms
         if had_ended:
             self._check_live()
 
     def release(self) -> None:
-        """Give the hold up. A second call is harmless; `renew` takes the version again.
+        """Release the lease. Idempotent; `renew` acquires it again. One DELETE.
 
         Raises
         ------
@@ -105,7 +105,7 @@ class Lease:
         self._storage.delete([self._key])
 
     def _check_live(self) -> None:
-        """Behind the put, never before it: garbage collection looks in the other order."""
+        """Raise if the version is not live. Call after the put: garbage collection uses the opposite order."""
         try:
             _check_version(self._log, self.version)
         except BaseException:
@@ -123,7 +123,7 @@ def take_lease(
     holder: str,
     clock_ms: Callable[[], int] = wall_ms,
 ) -> Lease:
-    """Hold a version, the head's if None, for ``ttl_s`` seconds. A PUT and a few GETs; blocks.
+    """Lease a version, the head if None, for ``ttl_s`` seconds. Blocks; one PUT and a few GETs.
 
     Raises
     ------
@@ -137,7 +137,7 @@ def take_lease(
         except VersionExpired:
             if version is not None:
                 raise
-            continue  # The head has moved on and the old one has expired, between two requests.
+            continue  # Between two requests a newer head was committed, and the old one expired.
         return lease
     lease = Lease(storage, log, log.latest().record.v, ttl_s, holder, clock_ms)
     lease.renew()
@@ -154,14 +154,14 @@ def put_cursor(
     holder: str,
     clock_ms: Callable[[], int] = wall_ms,
 ) -> Cursor:
-    """Say that a consumer stands at ``version``: that one and all behind it stay. Moves the cursor of that name.
+    """Create or move a consumer's cursor: it keeps ``version`` and all later ones. Blocks.
 
     Raises
     ------
     BadName, BadInput
-        Also where the name is a cursor of another log of the store.
+        The name or ``ttl_s`` is invalid, or another log of the store has a cursor of this name.
     VersionExpired
-        The version is gone; a cursor of that name stays where it was.
+        The version has expired; an existing cursor is not changed.
     VersionNotFound, AccessDenied, StorageFailure, CorruptStore
     """
     check_name(name)
@@ -170,7 +170,7 @@ def put_cursor(
     key, now_ms, branch = cursor_key(name), clock_ms(), branch_of(log.prefix)
     before = storage.read_document(key, MAX_SMALL_BYTES)
     if before is not None and (other := _decode_cursor(before, key)).branch != branch:
-        raise BadInput(f"cursor {name!r} belongs to another branch ({other.branch or 'none'}); choose another name")
+        raise BadInput(f"cursor {name!r} is used on another branch ({other.branch or 'none'}); choose another name")
     expires_ms = None if ttl_s is None else now_ms + int(ttl_s * 1000)
     cursor = Cursor(
         name=name, version=version, branch=branch, moved_ms=now_ms, expires_ms=expires_ms, holder=holder
@@ -190,27 +190,27 @@ def put_cursor(
 
 
 def drop_cursor(storage: Storage, name: str) -> None:
-    """Forget a cursor.
+    """Delete a cursor.
 
     Raises
     ------
     NotFound
-        There is none of that name.
+        No cursor has this name.
     BadName, AccessDenied, StorageFailure
     """
     key = cursor_key(name)
     if storage.read(key, stop=1) is None:
-        raise NotFound(f"no cursor {name!r}; there are {sorted(read_cursors(storage))}", found=name)
+        raise NotFound(f"no cursor {name!r}; the cursors are {sorted(read_cursors(storage))}", found=name)
     storage.delete([key])
 
 
 def read_leases(storage: Storage) -> dict[str, ReaderLease]:
-    """Return every reader lease by key, ended ones too: a listing, and a GET each.
+    """Return every reader lease by key, including ended ones. One listing, and one GET each.
 
     Raises
     ------
     CorruptStore
-        One cannot be read: whom it protects is not known, so nothing may be deleted until it is gone.
+        A lease cannot be read: its version is unknown, so nothing may be deleted before the lease is.
     AccessDenied, StorageFailure
     """
     found = _read_all(storage, READER_LEASES)
@@ -218,13 +218,13 @@ def read_leases(storage: Storage) -> dict[str, ReaderLease]:
 
 
 def read_cursors(storage: Storage) -> dict[str, Cursor]:
-    """Return every cursor by name, ended ones too; as `read_leases`."""
+    """Return every cursor by name, including ended ones; requests and errors as `read_leases`."""
     cursors = (_decode_cursor(data, key) for key, data in _read_all(storage, CURSORS).items())
     return {cursor.name: cursor for cursor in cursors}
 
 
 def delete_ended_holds(storage: Storage, now_ms: int) -> None:
-    """Delete leases and cursors that ended so long ago that nobody can mean to renew them. Listings, a GET each.
+    """Delete leases and cursors that ended more than `HOLD_KEPT_MS` ago. Two listings, and one GET each.
 
     Raises
     ------
@@ -240,7 +240,7 @@ def delete_ended_holds(storage: Storage, now_ms: int) -> None:
 
 
 def is_held(expires_ms: int | None, now_ms: int) -> bool:
-    """Whether a lease or cursor with that end still counts: clocks differ by less than `CLOCK_TOLERANCE_MS`. Pure."""
+    """Return whether a lease or cursor is in force, `CLOCK_TOLERANCE_MS` beyond its end included. Pure."""
     return expires_ms is None or now_ms < expires_ms + CLOCK_TOLERANCE_MS
 
 
@@ -254,7 +254,7 @@ def _read_all(storage: Storage, folder: str) -> dict[str, bytes]:
 
 
 def _decode_cursor(data: bytes, key: str) -> Cursor:
-    """The cursor at ``key``. One under another's name would stand in for it, and that one would hold nothing."""
+    """Decode the cursor at ``key`` and check its name: a copy under another key would replace a cursor."""
     cursor = decode_document(data, Cursor, key)
     try:
         expected = cursor_key(cursor.name)
@@ -262,7 +262,7 @@ def _decode_cursor(data: bytes, key: str) -> Cursor:
         expected = None
     if expected != key:
         raise CorruptStore(
-            f"{key} says that it is cursor {cursor.name[:80]!r}; it was copied, delete it", path=key, expected=expected
+            f"{key} has the name of cursor {cursor.name[:80]!r}; it is a copy, delete it", path=key, expected=expected
         )
     return cursor
 
@@ -270,7 +270,7 @@ def _decode_cursor(data: bytes, key: str) -> Cursor:
 def _check_version(log: LogReader, version: int) -> None:
     head = log.latest().record
     if not 0 <= version <= head.v:
-        raise VersionNotFound(f"there is no version {version}; the newest is {head.v}", version=version)
+        raise VersionNotFound(f"no version {version}; the newest is {head.v}", version=version)
     if not is_live(head, version):
         raise VersionExpired(f"version {version} has expired; the floor is {head.floor}", version=version)
 

@@ -1,6 +1,6 @@
-"""Reading a commit log: the newest record, the record at a position, the way from one to another (spec, section 7).
+"""Read a commit log: the newest record, the record at a position, ranges of records (spec, section 7).
 
-Knows nothing about tables or segments, and writes nothing. `commit_log` adds appending.
+This module knows nothing about tables or segments, and writes nothing. `commit_log` adds appending.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from cnr_store.storage import Storage
 
 
 def position_bytes(storage: Storage, version: int, prefix: str = "") -> bytes | None:
-    """Return what stands at a log position, or None if it is empty. One GET.
+    """Return the bytes at a log position, or None if it is empty. One GET.
 
-    Of more than a record may have, which is torn, the first `MAX_RECORD_BYTES` + 1 bytes only: what is said of the
-    bytes at a position, their digest too, is said of these (spec, CNR-DOC-21).
+    Of an object larger than a record may be, which is torn, only the first `MAX_RECORD_BYTES` + 1 bytes are returned.
+    By definition these are the bytes at the position, also for its digest (spec, CNR-DOC-21).
 
     Raises
     ------
@@ -34,20 +34,20 @@ def position_bytes(storage: Storage, version: int, prefix: str = "") -> bytes | 
 
 @dataclass(frozen=True, slots=True)
 class LogEnd:
-    """The end of a log: the newest record that can be read, and what stands behind it.
+    """The end of a log: the newest readable record, and the torn positions after it.
 
     Attributes
     ----------
     newest
         The newest occupied position.
     last
-        The newest record that can be read; None where none can be.
+        The newest record that can be read; None if none can be read.
     torn
-        The sha256 of the bytes at each position behind ``last``, which cannot be read; oldest first.
+        The sha256 of the bytes at each unreadable position after ``last``, oldest first.
     is_broken
-        Whether a position before them, or where the log begins, is empty, so that nothing can be appended.
+        Whether a position before them, or the first position of the log, is empty: then nothing can be appended.
     lost
-        The side object of ``last`` that is lost; its lists are what is left of them.
+        The key of a lost side object of ``last``; then its lists are only what could be reconstructed.
     """
 
     newest: int
@@ -63,7 +63,7 @@ class LogEnd:
 
 
 class LogReader:
-    """Reads the log of a store, or of one branch of it. Calls block; one instance may be shared by threads.
+    """Reads the log of a store, or of one branch of it. Calls block. Thread-safe.
 
     Parameters
     ----------
@@ -72,10 +72,10 @@ class LogReader:
     store_uuid
         From ``cnr.json``; a record of another store is refused.
     prefix
-        Where positions and hint are: nothing for the store's own log, `layout.branch_prefix` for a branch. Side objects
-        are named by their digest and lie at the root for all.
+        Key prefix of positions and hint: empty for the store's own log, `layout.branch_prefix` for a branch. Side
+        objects of all logs are at the root, named by their digest.
     first
-        Where the log begins: 0, or above in a relay, which copies the newer end of a log and is never appended to.
+        First position of the log: 0, or more in a relay, which copies the newer end of a log and is never appended to.
     """
 
     def __init__(self, storage: Storage, store_uuid: str, prefix: str = "", *, first: int = 0) -> None:
@@ -83,26 +83,26 @@ class LogReader:
         self._store_uuid = store_uuid
         self._prefix = prefix
         self._first = first
-        self._layers: dict[str, Layer] = {}  # of the last record that was completed: the next has most of them
+        self._layers: dict[str, Layer] = {}  # of the last completed record: the next one shares most of them
 
     @property
     def prefix(self) -> str:
-        """What the keys of positions and hint begin with: nothing, or ``branches/<uuid>/``."""
+        """Key prefix of positions and hint: empty, or ``branches/<uuid>/``."""
         return self._prefix
 
     @property
     def first(self) -> int:
-        """The position that the log begins at."""
+        """The first position of the log."""
         return self._first
 
     def is_empty(self) -> bool:
-        """Return whether no position is there. One listing."""
+        """Return whether the log has no position. One listing."""
         return next(iter(self._storage.list_objects(f"{self._prefix}{COMMITS}")), None) is None
 
     def read(self, version: int) -> LogEntry | None:
-        """Return the record at a position, or None if the position is empty. One GET, and one per new side object.
+        """Return the record at a position, or None if it is empty. One GET, and one per new side object.
 
-        The lists of a record that is not the newest may be gone: then its ``state`` is set.
+        The side objects of a record that is not the newest may be deleted: then its ``state`` is set.
 
         Raises
         ------
@@ -118,9 +118,9 @@ class LogReader:
         return None if data is None else self._complete_past(self._decode(data, version))
 
     def read_standing(self, version: int) -> LogEntry | None:
-        """Return the record at a position, or the one that superseded it (spec, section 7.10); None if it is empty.
+        """Return the record at a position, or the one that superseded it; None if it is empty.
 
-        One GET for a record that can be read, and one per new side object. Raises as `read` does.
+        Spec, section 7.10. One GET for a readable record, and one per new side object. Raises as `read` does.
         """
         try:
             return self.read(version)
@@ -131,18 +131,18 @@ class LogReader:
             return superseding
 
     def latest(self) -> LogEntry:
-        """Return the newest record, found from the hint with GETs alone: O(log distance), no listing.
+        """Return the newest record. It is found from the hint: O(log distance) GETs, no listing.
 
-        A hint that is absent, unreadable or beyond the log costs requests and nothing else.
+        A hint that is absent, unreadable or beyond the log only costs more GETs.
 
         Raises
         ------
         VersionNotFound
             The creation of the store ended before its first record: nothing was saved yet.
         CorruptStore
-            The first position is empty all the same: the log, or its beginning, was deleted.
+            The first position is empty for another reason: the log, or its first record, was deleted.
         CorruptRecord
-            The newest record is damaged (its ``version`` says which); the one before it can still be `read`.
+            The newest record is damaged (the error's ``version``); the one before it may still be `read`.
         StorageFailure
         """
         while True:
@@ -150,43 +150,43 @@ class LogReader:
             newest = self._gallop(self._read_hint(), seen)
             entry = self._decode(seen[newest], newest)
             if newest - 1 in seen:
-                # By the raw bytes: the record before may be a torn one that this record superseded.
+                # Compare raw bytes: the position before may be a torn one that this record superseded.
                 digest = sha256(seen[newest - 1])
                 if entry.record.parent_digest != digest:
                     raise _rewritten(entry, newest - 1, digest, entry.record.parent_digest)
             entry = self._complete_past(entry)
             if entry.record.state is None or entry.record.kind == "close":
                 return entry
-            # The log went on behind it, and then its side objects were collected: look again.
+            # A newer record was committed, and then this one's side objects were deleted: search again.
 
     def newest_readable(self) -> tuple[LogEntry, CorruptRecord | None]:
-        """Return the newest record that can be read, and what is wrong with those behind it; a few GETs.
+        """Return the newest record that can be read, and the error of a torn one after it. A few GETs.
 
-        A torn last record is nobody's acknowledged state (spec, section 7.1).
+        A torn last record was never acknowledged (spec, section 7.1).
 
         Raises
         ------
         VersionNotFound, CorruptStore, UnknownFeature, StorageFailure
-            As `latest` and `tail`.
+            As for `latest` and `tail`.
         """
         try:
             return self.latest(), None
         except CorruptRecord:
-            pass  # A reply may have been cut short on its way: ask once more before calling the record torn.
+            pass  # The reply may have been cut short: read again before treating the record as torn.
         try:
             return self.latest(), None
         except CorruptRecord as torn:
             return self.tail()[0], torn
 
     def tail(self, *, with_lists: bool = True) -> tuple[LogEntry, tuple[str, ...]]:
-        """Return the newest record that can be read, and the sha256 of the bytes at each position behind it.
+        """Return the newest record that can be read, and the sha256 of the bytes at each position after it.
 
-        As `latest`, and a GET for each position that is damaged.
+        GETs as for `latest`, and one for each damaged position.
 
         Raises
         ------
         CorruptStore
-            None can be read, or a position is empty.
+            No record can be read, or a position is empty.
         VersionNotFound, StorageFailure, UnknownFeature
         """
         newest = self._gallop(self._read_hint(), {})
@@ -202,17 +202,17 @@ class LogReader:
         return end.last, end.torn
 
     def end_at(self, newest: int, *, with_lists: bool = True) -> LogEnd:
-        """Return the end of the log, whose newest occupied position is known. A GET for each torn position and one.
+        """Return the end of a log whose newest occupied position is known. One GET, and one per torn position.
 
         Parameters
         ----------
         with_lists
-            Whether a record whose side objects are lost counts as torn. If not, no side object is read.
+            Read side objects, and treat a record that lost one as torn. If False, no side object is read.
 
         Raises
         ------
         StorageFailure, UnknownFeature
-            A record could not be read, which says nothing about what it is.
+            A record could not be read; whether it is damaged is unknown.
         """
         torn: list[str] = []
         for version in range(newest, self._first - 1, -1):
@@ -227,26 +227,26 @@ class LogReader:
         return LogEnd(newest, None, tuple(reversed(torn)))
 
     def check_no_hole(self, after: LogEntry) -> None:
-        """Refuse a log that goes on behind an empty position, where a follower would wait for ever. Some GETs.
+        """Check that no position is empty before later ones: a follower would wait there forever. Some GETs.
 
         Raises
         ------
         CorruptStore
-            A position between ``after`` and the newest record is empty: something deleted part of the log.
+            A position between ``after`` and the newest record is empty: part of the log was deleted.
         VersionNotFound, StorageFailure
         """
         any(entry.record.v <= after.record.v for entry in self.walk(self.newest_readable()[0]))
 
     def poll(self, after: LogEntry) -> LogEntry | None:
-        """Return the record behind ``after``, or None if there is none yet. One GET, and one per new side object.
+        """Return the next record after ``after``, or None if there is none yet.
 
-        Of a record that is not the newest the lists may be gone, as of `read`. Torn positions that were superseded are
-        passed over.
+        One GET, and one per new side object. Skips torn positions that were superseded. The lists of a record that is
+        not the newest may be missing, as for `read`.
 
         Raises
         ------
         CorruptRecord
-            The record is damaged or was not written behind ``after``.
+            The record is damaged, or its parent is not ``after``.
         CorruptStore, UnknownFeature, StorageFailure
         """
         entry = self.read_standing(after.record.v + 1)
@@ -255,16 +255,16 @@ class LogReader:
         return entry
 
     def walk(self, newest: LogEntry) -> Iterator[LogEntry]:
-        """Yield ``newest`` and every record before it down to the first; one GET each.
+        """Yield ``newest`` and every record before it, down to the first. One GET each.
 
-        Torn positions that were superseded are passed over.
+        Skips torn positions that were superseded.
 
         Raises
         ------
         VersionNotFound
-            A position of a relay is empty, which is still at work there.
+            A position of a relay is empty: the relay has not copied it yet.
         CorruptStore
-            A position is empty: something deleted part of the log.
+            A position is empty: part of the log was deleted.
         CorruptRecord
             A record is damaged, or the digest chain breaks.
         """
@@ -279,7 +279,7 @@ class LogReader:
             yield entry
 
     def _gallop(self, start: int, seen: dict[int, bytes]) -> int:
-        """The newest occupied position; ``seen`` gets the bytes of every occupied one that was read."""
+        """Return the newest occupied position; add the bytes of every occupied one that was read to ``seen``."""
 
         def is_occupied(version: int) -> bool:
             data = self._bytes_at(version)
@@ -293,7 +293,7 @@ class LogReader:
             start = first
         if start == first and not is_occupied(first):
             check_begun(self._storage, self._prefix, first)
-            is_occupied(first)  # its creator was faster than the first look
+            is_occupied(first)  # its creator wrote it after the first read
         occupied, step = start, 1
         while is_occupied(start + step):
             occupied, step = start + step, 2 * step
@@ -316,7 +316,7 @@ class LogReader:
             return 0
 
     def _superseding(self, version: int) -> LogEntry | None:
-        """The record that says of a position, which cannot be read, that it holds no version; None if none does."""
+        """Return the record that superseded an unreadable position, or None."""
         above = version + 1
         while (data := self._bytes_at(above)) is not None:
             try:
@@ -331,7 +331,7 @@ class LogReader:
         entry = decode_record(data, version)
         if entry.record.store_uuid != self._store_uuid:
             raise CorruptStore(
-                f"commit record {version} belongs to store {entry.record.store_uuid}, this is "
+                f"commit record {version} belongs to store {entry.record.store_uuid}, expected "
                 f"{self._store_uuid}; two stores were mixed",
                 version=version,
                 expected=self._store_uuid,
@@ -340,7 +340,7 @@ class LogReader:
         return entry
 
     def _complete(self, entry: LogEntry) -> LogEntry:
-        """The entry with the lists of its side objects."""
+        """Return the entry with the lists of its side objects."""
         if entry.record.state is None:
             return entry
         entry = complete(self._storage, entry, self._layers)
@@ -348,7 +348,7 @@ class LogReader:
         return entry
 
     def _complete_past(self, entry: LogEntry) -> LogEntry:
-        """The same; as it is where they are gone, and nobody needs them: the log goes on behind it, or ends with it."""
+        """Complete an entry; if its side objects are lost, return a closing or non-newest one unchanged."""
         try:
             return self._complete(entry)
         except CorruptStore:
@@ -357,7 +357,7 @@ class LogReader:
             return entry
 
     def _check_follows(self, entry: LogEntry, before: LogEntry) -> None:
-        """Refuse a record that does not carry on ``before``, which stands directly before it or what it superseded."""
+        """Check that ``before`` is the parent of ``entry``: the one before it, or before what it superseded."""
         version, digest = parent_of(entry.record)
         if version != before.record.v or digest != before.digest:
             raise _rewritten(entry, version, before.digest, digest)
@@ -370,16 +370,16 @@ class LogReader:
 
     def _hole(self, version: int) -> CnrStoreError:
         if self._first > 0:
-            # A relay that leaves versions out fills their positions downwards, after the newer record.
+            # A relay copies the positions of skipped versions later, in descending order.
             return VersionNotFound(
-                f"log position {version} has not been copied to this relay yet, or was lost here; try again, and let "
-                "the relay run",
+                f"log position {version} has not been copied to this relay yet, or was lost here; retry while the "
+                "relay runs",
                 version=version,
                 path=self._key(version),
             )
         return CorruptStore(
-            f"log position {version} is empty although the log goes on behind it: part of the log was deleted (a "
-            "lifecycle rule?); restore it from a backup",
+            f"log position {version} is empty, but later positions exist: part of the log was deleted (by a lifecycle "
+            "rule?); restore it from a backup",
             version=version,
             path=self._key(version),
         )
@@ -387,7 +387,7 @@ class LogReader:
 
 def _rewritten(entry: LogEntry, version: int, expected: str, found: str) -> CorruptRecord:
     return CorruptRecord(
-        f"commit record {entry.record.v} was written behind another record {version} than the one there now: the log "
-        "was rewritten or partly restored; run `cnr verify`",
+        f"commit record {entry.record.v} follows record {version} with sha256 {found}, but the record before it has "
+        f"{expected}: the log was rewritten or partly restored; run `cnr verify`",
         version=entry.record.v, expected=expected, found=found,
     )  # fmt: skip

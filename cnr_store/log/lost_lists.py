@@ -1,7 +1,7 @@
-"""The lists of a newest record whose side objects are lost, from what else tells them (spec, section 7.10).
+"""Reconstruct the lists of a newest record whose side objects are lost (spec, section 7.10).
 
-Names are told by the records that set and dropped them, which are never deleted. Of the other lists what the record
-itself and the side objects that are left say has to do.
+Names come from the records that set and removed them, which are never deleted. The other lists come from the record
+itself and the remaining side objects, and may be incomplete.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from cnr_store.storage import Storage
 
 
 def with_what_is_left(storage: Storage, log: LogReader, bare: LogEntry) -> LogEntry:
-    """Return an entry with what can be had of its lists. Blocks: a GET for each record of the log, and some more.
+    """Return an entry with its lists, as far as they can be reconstructed. Blocks; one GET per record.
 
     Parameters
     ----------
     bare
-        The newest record that can be read, without the lists of its side objects.
+        The newest readable record, without the lists of its side objects.
 
     Raises
     ------
@@ -36,7 +36,7 @@ def with_what_is_left(storage: Storage, log: LogReader, bare: LogEntry) -> LogEn
     try:
         walked += (entry.record for entry in log.walk(bare))
     except CorruptStore:
-        walked.clear()  # What the records behind the damage named is not known.
+        walked.clear()  # Names cannot be replayed past a damaged record.
     if walked:
         names = Names()
         for before in reversed(walked):

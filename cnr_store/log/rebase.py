@@ -1,9 +1,8 @@
-"""What a record that lost its log position becomes behind the record that won it (spec, section 7).
+"""Rebase a draft that lost its log position onto the record that won it (spec, section 7).
 
-Every function takes a draft and one intervening record and returns the draft for the position after it, or
-raises because the two do not commute. The rules are pure; `log.CommitLog.append` applies one to every
-intervening record in order. A training state never moves onto another training state: a delta means something
-only on the exact state it was trained from.
+Every function takes a draft and one intervening record. It returns the draft for the position after that record, or
+raises because the two do not commute. The rules are pure; `CommitLog.append` applies one to every intervening record in
+order. A delta is never rebased onto another training state: it is valid only for the state it was computed from.
 """
 
 from __future__ import annotations
@@ -29,23 +28,23 @@ from cnr_store.format.records import ChainEntry, CommitRecord, RecordKind, Write
 from cnr_store.log.author import author_of, fenced_by
 
 _COMMUTING_KINDS: frozenset[str] = frozenset({"compact", "tag", "untag", "channel", "expire", "fork"})
-"""Kinds that leave the training state as it is, so a data record may follow them unchanged."""
+"""Kinds that do not change the training state, so a data record may follow them unchanged."""
 
 
 def leaves_state(record: CommitRecord) -> bool:
-    """Return whether the training state behind ``record`` is the one before it, and its writer still the same. Pure."""
+    """Return whether ``record`` changes neither the training state nor the writer. Pure."""
     return record.kind in _COMMUTING_KINDS
 
 
 def draft_after(head: CommitRecord, kind: RecordKind, writer: WriterInfo, **changes: Any) -> CommitRecord:
-    """Return a draft of ``kind`` that carries over everything of ``head`` but the given ``changes``.
+    """Return a draft of ``kind`` with the fields of ``head``, except the given ``changes``. Pure.
 
-    Position, uuid, parent digest and time are filled in by the append. Pure.
+    The append fills in position, uuid, parent digest and time.
 
     Raises
     ------
     BranchNotFound
-        The head closes a branch: nothing follows it.
+        The head closes a branch, so no record may follow it.
     """
     _check_goes_on(head)
     carried = msgspec.structs.replace(
@@ -67,7 +66,7 @@ def draft_after(head: CommitRecord, kind: RecordKind, writer: WriterInfo, **chan
 
 
 def draft_init(writer: WriterInfo, identity_digest: str = "0" * 64) -> CommitRecord:
-    """Return the draft of log position 0; its parent is the store's identity, of which the sha256 is given. Pure."""
+    """Return the draft of log position 0; its parent is the identity document, given by sha256. Pure."""
     return CommitRecord(
         v=0,
         kind="init",
@@ -83,9 +82,9 @@ def draft_init(writer: WriterInfo, identity_digest: str = "0" * 64) -> CommitRec
 
 
 def draft_branch(point: CommitRecord, branch: str, writer: WriterInfo) -> CommitRecord:
-    """Return the draft of position 0 of the branch of uuid ``branch``, which goes on from ``point``. Pure.
+    """Return the draft of position 0 of the branch with uuid ``branch``, forked from ``point``. Pure.
 
-    The state and its features are the fork point's. Its names, pins and expiries are about versions of its own log.
+    It has the fork point's state and features, but not its names, pins and expiries, which refer to the other log.
     """
     return msgspec.structs.replace(
         draft_init(writer),
@@ -101,16 +100,16 @@ def draft_branch(point: CommitRecord, branch: str, writer: WriterInfo) -> Commit
 
 
 def rebase_data(draft: CommitRecord, intervening: LogEntry, *, txn: str) -> CommitRecord:
-    """Return a ``baseline`` or ``delta`` draft moved behind a record that left the training state alone.
+    """Return a ``baseline`` or ``delta`` draft rebased onto a record that kept the training state. Pure.
 
-    The draft's own segment (the last of its chain, named by ``txn``) is put on the new chain. Pure.
+    The draft's own segment, the last of its chain with the transaction ``txn``, is appended to the new chain.
 
     Raises
     ------
     Fenced
         The record has a higher epoch, or is a fence.
     TransactionAborted
-        The record's abort list names ``txn``.
+        The record marks ``txn`` for deletion.
     Conflict
         The record is itself ``baseline``, ``delta`` or ``rollback``.
     DoesNotApply
@@ -126,29 +125,30 @@ def rebase_data(draft: CommitRecord, intervening: LogEntry, *, txn: str) -> Comm
 
 
 def check_not_given_up(record: CommitRecord, txn: str) -> None:
-    """Refuse to go on with a transaction that a record has given up, or may have: its lists were collected. Pure.
+    """Check that a record does not mark a transaction for deletion. Pure.
 
     Raises
     ------
     TransactionAborted
+        It does, or its lists were deleted, so that it may.
     """
     if txn in record.aborted or record.state is not None:
         raise TransactionAborted(
-            f"transaction {txn} was declared dead by commit record {record.v}; begin it again",
+            f"transaction {txn} was marked for deletion by commit record {record.v}; begin it again",
             version=record.v,
             found=txn,
         )
 
 
 def rebase_rollback(draft: CommitRecord, intervening: LogEntry) -> CommitRecord:
-    """Return a ``rollback`` draft moved behind a record that left the training state alone. Pure.
+    """Return a ``rollback`` draft rebased onto a record that kept the training state. Pure.
 
-    The chain is the target's and stays as it is.
+    The draft keeps its chain, which is the target's.
 
     Raises
     ------
     Fenced, Conflict
-        As `rebase_data`.
+        As for `rebase_data`.
     VersionExpired
         The record expired the target.
     """
@@ -160,17 +160,17 @@ def rebase_rollback(draft: CommitRecord, intervening: LogEntry) -> CommitRecord:
 
 
 def rebase_fence(draft: CommitRecord, intervening: LogEntry) -> CommitRecord:
-    """Return a ``fence`` draft behind any record: the newest state, one epoch above it. Pure."""
+    """Return a ``fence`` draft rebased onto any record: its state, with the epoch plus one. Pure."""
     return _adopt(draft, intervening.record, epoch=intervening.record.epoch + 1)
 
 
 def rebase_succession(draft: CommitRecord, intervening: LogEntry) -> CommitRecord:
-    """Return the ``fence`` draft of a writer that has its state already, behind a record that left that alone. Pure.
+    """Return the ``fence`` draft of a writer with a restored state, rebased onto a record. Pure.
 
     Raises
     ------
     Conflict
-        The record is data, or the fence of another writer: one that goes on from the same state.
+        The record changes the state, or is the fence of another writer that continues from the same state.
     BranchNotFound
         The branch was closed.
     """
@@ -178,35 +178,35 @@ def rebase_succession(draft: CommitRecord, intervening: LogEntry) -> CommitRecor
     _check_goes_on(record)
     if not leaves_state(record):
         raise Conflict(
-            f"another writer has gone on from the state that was restored here, with commit record {record.v} "
-            f"({record.kind}): {author_of(record)}. Nothing of this run was saved since. If the other one is to go on, "
-            "stop this one; else stop the other and restore here again",
+            f"another writer has continued from the state that was restored here, with commit record {record.v} "
+            f"({record.kind}): {author_of(record)}. This run has saved nothing since. Stop this writer, or stop the "
+            "other one and restore here again",
             version=record.v, found=record.kind,
         )  # fmt: skip
     return rebase_fence(draft, intervening)
 
 
 def rebase_tag(draft: CommitRecord, intervening: LogEntry) -> CommitRecord:
-    """Return a ``tag`` draft (``name``, ``target``) behind any record, after checking both again. Pure.
+    """Return a ``tag`` draft (``name``, ``target``) rebased onto any record; checks both again. Pure.
 
     Raises
     ------
     VersionExpired
         The record expired the target.
     TagExists
-        The name now points to another version.
+        The name now belongs to another version or to a channel.
     """
     record = intervening.record
     _check_target_lives(draft, record)
     name, target = _named(draft)
     if name in record.channels:
         raise TagExists(
-            f"{name!r} is a channel since commit record {record.v}; a tag needs a name of its own", version=record.v
+            f"{name!r} is a channel since commit record {record.v}; choose another name for the tag", version=record.v
         )
     if record.tags.get(name, target) != target:
         raise TagExists(
             f"tag {name!r} points to version {record.tags[name]} since commit record {record.v}; "
-            "tags do not move, choose another name or untag it first",
+            "a tag cannot be moved, choose another name or untag it first",
             version=record.v,
             expected=target,
             found=record.tags[name],
@@ -215,12 +215,12 @@ def rebase_tag(draft: CommitRecord, intervening: LogEntry) -> CommitRecord:
 
 
 def rebase_untag(draft: CommitRecord, intervening: LogEntry) -> CommitRecord:
-    """Return an ``untag`` draft (``name``) behind any record. Pure.
+    """Return an ``untag`` draft (``name``) rebased onto any record. Pure.
 
     Raises
     ------
     TagNotFound
-        The record removed the tag already.
+        The record has already removed the tag.
     """
     record = intervening.record
     if draft.name not in record.tags:
@@ -231,23 +231,23 @@ def rebase_untag(draft: CommitRecord, intervening: LogEntry) -> CommitRecord:
 
 
 def rebase_channel(draft: CommitRecord, intervening: LogEntry) -> CommitRecord:
-    """Return a ``channel`` draft (``name``, ``target``; no target removes it) behind any record. Pure.
+    """Return a ``channel`` draft (``name``, ``target``) rebased onto any record. Pure.
 
-    A channel moves: behind another move of the same one this draft is the later one, and wins.
+    No ``target`` removes the channel. If the record moved the same channel, this draft is later and wins.
 
     Raises
     ------
     VersionExpired
         The record expired the target.
     TagExists
-        The name is a tag since that record.
+        The record made the name a tag.
     """
     record = intervening.record
     _check_target_lives(draft, record)
     name = draft.name or ""
     if name in record.tags:
         raise TagExists(
-            f"{name!r} is a tag since commit record {record.v}; a channel needs a name of its own",
+            f"{name!r} is a tag since commit record {record.v}; choose another name for the channel",
             version=record.v,
             found=record.tags[name],
         )
@@ -256,16 +256,16 @@ def rebase_channel(draft: CommitRecord, intervening: LogEntry) -> CommitRecord:
 
 
 def rebase_fork(draft: CommitRecord, intervening: LogEntry) -> CommitRecord:
-    """Return a ``fork`` draft (``name`` = branch uuid, ``target``; no target unpins it) behind any record. Pure.
+    """Return a ``fork`` draft (``name`` is the uuid; no ``target`` unpins it) rebased onto a record. Pure.
 
     Raises
     ------
     VersionExpired
         The record expired the target.
     BranchExists
-        Another branch of that name was forked meanwhile.
+        The record forked another branch of this name.
     BranchNotFound
-        The branch to unpin was unpinned meanwhile.
+        The record has already unpinned the branch.
     """
     record = intervening.record
     branch = draft.name or ""
@@ -285,14 +285,14 @@ def rebase_fork(draft: CommitRecord, intervening: LogEntry) -> CommitRecord:
 def rebase_compact(
     draft: CommitRecord, intervening: LogEntry, *, merged: ChainEntry, run: Sequence[str]
 ) -> CommitRecord:
-    """Return a ``compact`` draft with the segments ``run`` of the newest chain replaced by ``merged``. Pure.
+    """Return a ``compact`` draft with the segments ``run`` of the record's chain replaced. Pure.
 
     Raises
     ------
     TransactionAborted
-        The record's abort list names the merged segment's transaction.
+        The record marks the merged segment's transaction for deletion.
     Conflict
-        The run is no longer contiguous in the record's chain: the merged segment replaces nothing.
+        The run is no longer contiguous in the record's chain.
     """
     record = intervening.record
     check_not_given_up(record, merged.seg.rpartition("-")[2])
@@ -300,7 +300,7 @@ def rebase_compact(
 
 
 def rebase_expire(draft: CommitRecord, intervening: LogEntry) -> CommitRecord:
-    """Refuse: what an ``expire`` may name depends on every record before it, so it is planned again.
+    """Raise: what an ``expire`` may name depends on every record before it, so it has to be planned again.
 
     Raises
     ------
@@ -308,7 +308,7 @@ def rebase_expire(draft: CommitRecord, intervening: LogEntry) -> CommitRecord:
         Always.
     """
     raise Conflict(
-        f"commit record {intervening.record.v} landed while the {draft.kind} was planned; plan it again",
+        f"commit record {intervening.record.v} was committed while the {draft.kind} was planned; plan it again",
         version=intervening.record.v,
         found=intervening.record.kind,
     )
@@ -320,7 +320,7 @@ def replace_run(head: CommitRecord, merged: ChainEntry, run: Sequence[str]) -> t
     Raises
     ------
     Conflict
-        If the chain does not hold exactly that run, from ``merged.l0`` to ``merged.l1``.
+        The chain does not contain exactly that run, from ``merged.l0`` to ``merged.l1``.
     """
     names = [entry.seg for entry in head.chain]
     start = names.index(run[0]) if run and run[0] in names else len(names)
@@ -329,15 +329,15 @@ def replace_run(head: CommitRecord, merged: ChainEntry, run: Sequence[str]) -> t
     is_same = bool(replaced) and names[start:stop] == list(run)
     if not is_same or (replaced[0].l0, replaced[-1].l1) != (merged.l0, merged.l1):
         raise Conflict(
-            f"the run of {len(run)} segments that was compacted is no longer in the chain of commit record "
-            f"{head.v}; abandon the merged segment and plan again",
+            f"the compacted run of {len(run)} segments is no longer in the chain of commit record {head.v}; "
+            "plan the compaction again",
             version=head.v,
         )
     return (*head.chain[:start], merged, *head.chain[stop:])
 
 
 def _adopt(draft: CommitRecord, newest: CommitRecord, **own: Any) -> CommitRecord:
-    """Everything of ``newest`` except what makes the draft what it is."""
+    """Return a draft with the fields of ``newest``, except the draft's own."""
     changes: dict[str, Any] = {
         "name": draft.name,
         "target": draft.target,
@@ -356,7 +356,7 @@ def _union(first: tuple[str, ...], second: tuple[str, ...]) -> tuple[str, ...]:
 def _check_epoch(draft: CommitRecord, record: CommitRecord) -> None:
     if record.kind == "close":
         raise Fenced(
-            f"the branch was dropped with its commit record {record.v}; stop this writer",
+            f"the branch was dropped by its commit record {record.v}; stop this writer",
             version=record.v,
             expected=draft.epoch,
             found=record.epoch,
@@ -367,9 +367,7 @@ def _check_epoch(draft: CommitRecord, record: CommitRecord) -> None:
 
 def _check_goes_on(record: CommitRecord) -> None:
     if record.kind == "close":
-        raise BranchNotFound(
-            f"the branch was dropped with its commit record {record.v}; fork another", version=record.v
-        )
+        raise BranchNotFound(f"the branch was dropped by its commit record {record.v}; fork another", version=record.v)
 
 
 def _check_commutes(draft: CommitRecord, record: CommitRecord) -> None:
@@ -387,7 +385,7 @@ def _check_target_lives(draft: CommitRecord, record: CommitRecord) -> None:
     target = draft.target
     if target is not None and not is_live(record, target):
         raise VersionExpired(
-            f"version {target} expired with commit record {record.v}; choose a later one",
+            f"version {target} was expired by commit record {record.v}; choose a later one",
             version=target,
             expected=record.floor,
             found=target,
@@ -395,13 +393,13 @@ def _check_target_lives(draft: CommitRecord, record: CommitRecord) -> None:
 
 
 def _chain_up_to(record: CommitRecord, own: ChainEntry) -> tuple[ChainEntry, ...]:
-    """The part of the chain whose state the delta starts from."""
+    """Return the beginning of the chain, up to the state that the delta starts from."""
     for index, entry in enumerate(record.chain):
         if entry.l1 == own.l0:
             return record.chain[: index + 1]
     raise DoesNotApply(
-        f"segment {own.seg} starts at checkpoint {own.l0}, where no segment of commit record {record.v} ends "
-        "any more: compaction merged it into a later one; save again",
+        f"segment {own.seg} starts at checkpoint {own.l0}, but no segment of commit record {record.v} ends there: "
+        "compaction merged that segment into a later one; save again",
         version=record.v,
         expected=own.l0,
         found=[entry.l1 for entry in record.chain],
@@ -410,5 +408,5 @@ def _chain_up_to(record: CommitRecord, own: ChainEntry) -> tuple[ChainEntry, ...
 
 def _named(draft: CommitRecord) -> tuple[str, int]:
     if draft.name is None or draft.target is None:
-        raise ValueError(f"a {draft.kind} draft has a name and a target")
+        raise ValueError(f"a {draft.kind} draft needs a name and a target")
     return draft.name, draft.target

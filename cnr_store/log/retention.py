@@ -1,7 +1,7 @@
-"""Which versions of a log stay, and why: a pure function of its live records (spec, annex F).
+"""Decide which versions of a log are kept, and why. A pure function of its live records (annex F).
 
-A version goes only if nothing names it: no rule of the policy, no tag, channel or pin, no lease, no cursor. What goes
-frees a segment only where no version that stays has it in its chain. Nothing here reads storage or a clock.
+A version expires only if nothing keeps it: no rule of the policy, no tag, channel or pin, no lease, no cursor. That
+frees a segment only if no kept version has it in its chain. Nothing here reads storage or a clock.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from cnr_store.runtime.arguments import checked_count, checked_number
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """What of a log's past stays. The head's state, tags, channels, fork points, leases and cursors always do.
+    """Which versions are kept, besides the head's state and those with a name, pin, lease or cursor.
 
     Attributes
     ----------
     keep_last
-        The newest this many checkpoints; of each the newest version. At least 1.
+        Keep the newest version of each of this many newest checkpoints. At least 1.
     keep_within_s
-        Every version committed in the last so many seconds as well; none counts as younger than a later one.
+        Also keep every version committed in the last so many seconds; no version counts as younger than a later one.
     keep_every
-        Every checkpoint whose number is a multiple of this as well.
+        Also keep every checkpoint whose number is a multiple of this.
 
     Raises
     ------
     BadInput
-        A rule that cannot be meant.
+        A rule is out of range.
     """
 
     keep_last: int = 10
@@ -46,7 +46,7 @@ class RetentionPolicy:
 
 @dataclass(frozen=True, slots=True)
 class LiveVersion:
-    """What retention needs of one record: its place, checkpoint and time, and the names of its chain's segments."""
+    """The fields of a record for retention: version, checkpoint, time in ms, segments of the chain."""
 
     version: int
     checkpoint: int
@@ -56,7 +56,7 @@ class LiveVersion:
 
 @dataclass(frozen=True, slots=True)
 class Holds:
-    """What readers of a log hold: leased version to who leases it, and cursors by name, which hold all behind them."""
+    """Leased versions, each with a reason; and cursors, which keep their version and all later ones."""
 
     leases: Mapping[int, str]
     cursors: Mapping[str, int]
@@ -67,7 +67,7 @@ NO_HOLDS = Holds({}, {})
 
 @dataclass(frozen=True, slots=True)
 class VersionVerdict:
-    """Whether one version stays, and why."""
+    """Whether one version is kept, and why."""
 
     version: int
     stays: bool
@@ -76,13 +76,13 @@ class VersionVerdict:
 
 @dataclass(frozen=True, slots=True)
 class RetentionPlan:
-    """What an ``expire`` record says when all that goes is gone.
+    """The fields of the last ``expire`` record of a collection, and the decision for each version.
 
     Attributes
     ----------
     floor, kept
-        Of that record: every version from ``floor`` on stays, and of those below it ``kept``. What a tag, channel or
-        pin names is listed too: once the name is gone the next ``expire`` gives up what only that version needs.
+        Versions from ``floor`` on are kept, and those below it in ``kept``. ``kept`` includes versions that only a tag,
+        channel or pin keeps: when the name is removed, the next ``expire`` marks what only that version needs.
     verdicts
         One per live version, ascending.
     """
@@ -93,13 +93,13 @@ class RetentionPlan:
 
     @property
     def going(self) -> tuple[int, ...]:
-        """The versions that go, ascending."""
+        """The versions that expire, ascending."""
         return tuple(verdict.version for verdict in self.verdicts if not verdict.stays)
 
 
 @dataclass(frozen=True, slots=True)
 class _StateSpan:
-    """Adjacent versions of one state: all have the same chain. Positions [start, stop) of the live versions."""
+    """Adjacent versions with the same chain: indices [start, stop) into the live versions."""
 
     start: int
     stop: int
@@ -108,11 +108,11 @@ class _StateSpan:
 def plan_retention(
     head: CommitRecord, versions: Sequence[LiveVersion], policy: RetentionPolicy, holds: Holds, now_ms: int
 ) -> RetentionPlan:
-    """Return which of a log's live versions stay. Pure; grows with the number of versions.
+    """Return which of a log's live versions are kept. Pure; linear in the number of versions.
 
-    Adjacent versions with the same chain (tags, fences and other records without a state of their own) stay or go
-    together at and above the floor, where they cost nothing; below it the first of them, whose commit made the state,
-    stands for all. So ``kept`` grows with the checkpoints that stay, not with the records.
+    Adjacent versions with the same chain form a run (tags, fences and other records without a new state). From the
+    floor on, a run is kept or expires as a whole, at no cost. Below the floor only its first version is kept, whose
+    commit wrote the state. So ``kept`` grows with the kept checkpoints, not with the records.
 
     Parameters
     ----------
@@ -175,7 +175,7 @@ def _runs(versions: Sequence[LiveVersion]) -> list[_StateSpan]:
 
 
 def _newest_runs(versions: Sequence[LiveVersion], runs: Sequence[_StateSpan]) -> dict[int, int]:
-    """Checkpoint number to the newest run that shows it; newest checkpoint first."""
+    """Map each checkpoint number to the newest run with it; newest checkpoint first."""
     newest: dict[int, int] = {}
     for index in reversed(range(len(runs))):
         first = versions[runs[index].start]
@@ -191,7 +191,7 @@ def _policy_reasons(
     policy: RetentionPolicy,
     now_ms: int,
 ) -> dict[int, str]:
-    """Run to the rule of the policy that keeps it."""
+    """Map each run that the policy keeps to the reason."""
     reasons = {len(runs) - 1: "the head's state"}
     for index in list(newest.values())[: policy.keep_last]:
         reasons.setdefault(index, f"one of the newest {policy.keep_last} checkpoints")
@@ -203,7 +203,7 @@ def _policy_reasons(
         since_ms = now_ms - policy.keep_within_s * 1000
         least_ms = versions[-1].ts_ms
         for index in reversed(range(len(runs))):
-            # No version is younger than those behind it, whatever a clock that was wrong then has stamped it with.
+            # A version never counts as younger than a later one: a wrong clock may have stamped it ahead.
             least_ms = min(least_ms, versions[runs[index].stop - 1].ts_ms)
             if least_ms >= since_ms:
                 reasons.setdefault(index, f"committed in the last {policy.keep_within_s:g} s")
@@ -211,14 +211,14 @@ def _policy_reasons(
 
 
 def _names(head: CommitRecord) -> dict[int, str]:
-    """Version to what names it."""
+    """Map each version with a name to a text about the name."""
     names = {pin.version: f"branch {pin.name!r} begins here" for pin in head.pins.values()}
     names |= {version: f"channel {name!r}" for name, version in head.channels.items()}
     return names | {version: f"tag {name!r}" for name, version in head.tags.items()}
 
 
 def _floor(versions: Sequence[LiveVersion], runs: Sequence[_StateSpan], reasons: Mapping[int, str]) -> int:
-    """The first version of the newest stretch that stays without a gap."""
+    """Return the first version of the newest kept range without a gap."""
     index = len(runs) - 1
     while index > 0 and index - 1 in reasons:
         before, after = versions[runs[index - 1].stop - 1].version, versions[runs[index].start].version
@@ -232,5 +232,5 @@ def _why_not(here: LiveVersion, newest: LiveVersion) -> str:
     if not here.chain:
         return "nothing was saved yet"
     if newest.version != here.version:
-        return f"version {newest.version} is a newer one of the same checkpoint"
+        return f"version {newest.version} has the same checkpoint and is newer"
     return "no rule keeps it"

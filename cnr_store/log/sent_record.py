@@ -1,4 +1,4 @@
-"""A draft becomes the bytes of one log position: what only the position decides is filled in, then checked."""
+"""Turn a draft into the bytes of one log position: fill in what depends on the position, and check."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cnr_store.storage import Storage
 
 @dataclass(frozen=True, slots=True)
 class SentRecord:
-    """What was, or may have been, sent to a log position."""
+    """A record that was, or may have been, sent to a log position."""
 
     entry: LogEntry
     data: bytes
@@ -36,12 +36,12 @@ def prepare_record(
     version: int,
     now_ms: int,
 ) -> SentRecord:
-    """Fill the draft for a position behind ``parent``, and make its side object durable, which must come first.
+    """Complete the draft for a position after ``parent``, and write its new side object durably. Blocks.
 
     Raises
     ------
     BadInput
-        The record is larger than a position takes, or no reader would take it.
+        The record exceeds the size limit, or readers would refuse it.
     WrongClock, StorageFailure
     """
     before = None if parent is None else parent.record
@@ -56,13 +56,13 @@ def prepare_record(
         removed=msgspec.UNSET,
     )
     extra = {} if parent is None else parent.extra
-    # Of another log than this one, from whose fork point a branch goes on, the side objects are not its own.
+    # Position 0 of a branch has a parent in another log, and does not use that log's side objects.
     below = parent.layers if parent is not None and version > 0 else ()
     slim, layers, side_object = split_lists(record, below, branch_of(prefix))
     data = encode_record(slim, extra)
     if len(data) > MAX_RECORD_BYTES:
         raise BadInput(
-            f"the {record.kind} record has {len(data)} bytes, at most {MAX_RECORD_BYTES} fit; "
+            f"the {record.kind} record has {len(data)} bytes, at most {MAX_RECORD_BYTES} are allowed; "
             "make `user` smaller or compact the chain",
             version=record.v,
             expected=MAX_RECORD_BYTES,
@@ -77,26 +77,26 @@ def prepare_record(
 
 
 def _time_behind(storage: Storage, before: CommitRecord | None, now_ms: int) -> int:
-    """The time of the next record; one that is far behind the last has to be the store's time too."""
+    """Return the time of the next record. If it is much later than the last, check this machine's clock."""
     if before is None:
-        return now_ms  # Of a store, whose creator has looked.
+        return now_ms  # The creator of the store has checked the clock.
     if now_ms > before.ts_ms + MAX_SKEW_MS:
         check_clock(storage, now_ms, head_ms=before.ts_ms, may_be_behind=True)
     return max(now_ms, before.ts_ms + 1)
 
 
 def _check_readable(record: CommitRecord, data: bytes) -> None:
-    """Refuse to send what no reader would take."""
+    """Check that readers accept the record."""
     try:
         decode_record(data, record.v)
         check_statements(record)
     except CorruptRecord as error:
-        message = f"this cannot be committed, because no reader would take it: {error}"
+        message = f"the record cannot be committed, because readers would refuse it: {error}"
         raise BadInput(message, version=record.v) from error
 
 
 def _digest_before(parent: LogEntry | None, draft: CommitRecord) -> str:
-    """The sha256 of the bytes at the position before the draft's."""
+    """Return the sha256 of the bytes at the position before the draft's."""
     if draft.supersedes is not None:
         return draft.supersedes.torn[-1]
     return draft.parent_digest if parent is None else parent.digest

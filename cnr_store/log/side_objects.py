@@ -1,8 +1,8 @@
-"""Side objects in storage: read those that a record names, delete those that none needs (spec, 3.4 and annex F).
+"""Read the side objects that a record names; delete those no record needs (spec, 3.4 and annex F).
 
-Only the newest record of a log needs its own. One that it does not name was left behind for good: a record names what
-the one before it named, and what it puts itself. So whatever position it was put for has to be taken; else it may be of
-a record that is on its way.
+Only the newest record of a log needs its side objects. A record names only side objects of its parent and its own new
+one, so a side object that the newest record does not name is never named again. It may be deleted if the log position
+that it was written for is occupied; otherwise its record may still be committed.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from cnr_store.log.layers import merge_lists
 from cnr_store.storage import ObjectStat, Storage
 
 _BATCH = 500
-"""Side objects deleted by one call."""
+"""Number of side objects deleted by one call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deleted:
-    """The keys of the objects that went, and their bytes; and whether the time was over before all had gone."""
+    """Keys and bytes of the deleted objects, and whether the deadline passed before the last one."""
 
     keys: tuple[str, ...] = ()
     size_bytes: int = 0
@@ -34,14 +34,14 @@ class Deleted:
 
 
 def complete(storage: Storage, entry: LogEntry, known: dict[str, Layer]) -> LogEntry:
-    """Return an entry with the lists of its side objects. A GET for each that is not ``known``, where it is noted.
+    """Return an entry with the lists of its side objects. One GET for each new one, added to ``known``.
 
     Raises
     ------
     MissingObject
-        One is not there.
+        A side object is missing.
     CorruptStore
-        One has other bytes than its name says, is larger than it may be, or says what cannot be.
+        A side object differs from its digest, exceeds the size limit, or is inconsistent.
     StorageFailure
     """
     layers: list[Layer] = []
@@ -63,7 +63,7 @@ def read_layer(storage: Storage, version: int, digest: str, limit_bytes: int = M
         raise MissingObject(f"{where} is missing; restore it from a backup", version=version, path=key)
     if sha256(data) != digest:
         raise CorruptStore(
-            f"{where} has another digest than the record names; run `cnr verify`",
+            f"{where} differs from the digest in the record; run `cnr verify`",
             version=version, path=key, expected=digest, found=sha256(data),
         )  # fmt: skip
     found = decode_document(data, Overflow, where)
@@ -79,19 +79,19 @@ def find_unneeded(
     is_left: Callable[[str, int], bool],
     now_ms: int | None = None,
 ) -> Iterator[ObjectStat]:
-    """Yield the side objects that no record needs, and that are older than ``age_ms``.
+    """Yield the side objects that no record needs and that are older than ``age_ms``.
 
-    Blocks: one listing, and a GET for each that is old; what cannot be read is passed by.
+    Blocks: one listing, and one GET for each old one. Skips those that cannot be read.
 
     Parameters
     ----------
     needed
-        The sha256 of those that the newest records name, and of others that are to stay.
+        The sha256 of the side objects that the newest records name, and of others to keep.
     is_left
-        Of a log (uuid of its branch, or empty) and a position: whether that is taken, or nothing may be appended to the
-        log any more, by what was read before ``needed`` was made.
+        Called with a log (uuid of its branch, or empty) and a position. Returns whether the position is occupied or the
+        log is closed, from reads made before ``needed`` was computed.
     now_ms
-        Instead of the store's own clock, which takes requests that write.
+        The current time; None reads the store's clock, which needs write access.
 
     Raises
     ------
@@ -109,7 +109,7 @@ def find_unneeded(
 
 
 def delete_found(storage: Storage, found: Iterable[ObjectStat], is_late: Callable[[], bool] = lambda: False) -> Deleted:
-    """Delete side objects as they are found, some at once, until it is late. Blocks.
+    """Delete side objects in batches until ``is_late`` returns True. Blocks.
 
     Raises
     ------

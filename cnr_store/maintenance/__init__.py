@@ -1,5 +1,5 @@
-"""Keep a store fast, small and sound: compaction, garbage collection, verification, repair, status.
+"""Maintain a store: compaction, garbage collection, verification, repair, status.
 
-Never changes a value that a version reads as. Open `maintain` first (one run of everything), then the
-package of the job.
+It never changes a value that a version reads. Open `maintain` first (one run of everything), then the package of the
+job.
 """

@@ -1,7 +1,7 @@
-"""One run of what keeps a store fast and small: compact every log, then expire and delete, under a time budget.
+"""Maintain a store in one run: compact every log, then collect garbage, within a time budget.
 
-What is done in which order, and how long each part may take, is decided by pure functions; `maintain` carries it out.
-Every part is safe beside writers, readers and another run of itself, and the next run takes up what one left.
+Pure functions decide the order and the time of each stage; `maintain` executes them. Every stage is safe beside
+writers, readers and another run of itself. The next run continues what one left undone.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ ProgressCallback = Callable[[str, int, int], None]
 """Called as (stage, done, total), with the stages of `compact` and `collect_garbage`."""
 
 WEIGHTS: dict[StageKind, int] = {"compact": 4, "collect": 1}
-"""Shares of the time that is left. Without a share of its own a long compaction would starve the deletions for ever."""
+"""Weights by which stages share the remaining time. So a long compaction cannot prevent every collection."""
 
 MAX_COMPACTIONS = 64
-"""Compacts of one chain in one run: beside a writer that appends faster than they compact, a run ends all the same."""
+"""Most compactions of one chain in one run: it bounds a run beside a writer that appends faster than it compacts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One part of a run: ``compact`` one log, or ``collect`` the garbage of the whole store.
+    """One stage of a run: ``compact`` one log, or ``collect`` the garbage of the whole store.
 
-    ``branch`` is the log's branch; None is the store's own log, and all of them for ``collect``.
+    ``branch`` is the branch whose log is compacted. None is the store's own log; for ``collect``, all logs.
     """
 
     kind: StageKind
@@ -53,23 +53,23 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """How one part of a run went.
+    """The result of one stage.
 
     Attributes
     ----------
     stage
-        Which part.
+        Which stage.
     outcome
-        ``done``; ``stopped`` by the budget; ``busy``: another process is at it; ``failed``; ``held``: not begun,
-        because an earlier part found data that contradicts itself.
+        ``done``; ``stopped`` by the budget; ``busy``: another process is compacting; ``failed``; ``held``: skipped,
+        because an earlier stage found corrupt data.
     duration_s
-        How long it took.
+        Wall time in seconds.
     compactions
-        The compactions of a ``compact`` part, in order; the last one says why there are no more.
+        The compactions of a ``compact`` stage, in order; the last one has the reason why there are no more.
     collection
-        What a ``collect`` part found and deleted.
+        The report of a ``collect`` stage.
     error
-        Why it failed.
+        Why the stage failed.
     """
 
     stage: Stage
@@ -82,18 +82,18 @@ class StageReport:
 
 @dataclass(frozen=True, slots=True)
 class MaintenanceReport:
-    """What a run did.
+    """The result of a maintenance run.
 
     Attributes
     ----------
     url
         The store, without credentials.
     is_dry_run
-        Whether it only said what it would do.
+        Whether the run only planned, and wrote nothing.
     duration_s, budget_s
-        Seconds that it took, and that it had; None is without end.
+        Wall time and time budget in seconds; a budget of None is unlimited.
     stages
-        In the order in which they ran.
+        The stages, in the order in which they ran.
     """
 
     url: str
@@ -104,7 +104,7 @@ class MaintenanceReport:
 
     @property
     def outcome(self) -> Literal["done", "stopped", "failed"]:
-        """Whether all is done, the budget left some of it to the next run, or a part failed (or was held)."""
+        """``failed`` if a stage failed or was skipped, ``stopped`` if the budget ended one, else ``done``."""
         outcomes = {stage.outcome for stage in self.stages}
         if outcomes & {"failed", "held"}:
             return "failed"
@@ -112,24 +112,24 @@ class MaintenanceReport:
 
     @property
     def error(self) -> CnrStoreError | None:
-        """The first failure, corruption before all others."""
+        """The first corruption, else the first other error, else None."""
         errors = [stage.error for stage in self.stages if stage.error is not None]
         corrupt = (error for error in errors if isinstance(error, CorruptStore))
         return next(corrupt, errors[0] if errors else None)
 
     @property
     def rewritten_bytes(self) -> int:
-        """Bytes of the segments that compaction made."""
+        """Bytes of the segments that compaction wrote."""
         return sum(report.bytes_out for stage in self.stages for report in stage.compactions)
 
     @property
     def deleted_bytes(self) -> int:
-        """Bytes of the segments that are gone."""
+        """Bytes of the objects that garbage collection deleted."""
         return sum(stage.collection.deleted_bytes for stage in self.stages if stage.collection is not None)
 
 
 def plan_stages(branches: Sequence[str]) -> tuple[Stage, ...]:
-    """Return the parts of a run, in order: the store's own log first, deletions last. Pure.
+    """Return the stages of a run, in order: the store's own log first, deletions last. Pure.
 
     >>> [(stage.kind, stage.branch) for stage in plan_stages(["trial"])]
     [('compact', None), ('compact', 'trial'), ('collect', None)]
@@ -139,9 +139,9 @@ def plan_stages(branches: Sequence[str]) -> tuple[Stage, ...]:
 
 
 def share_s(stages: Sequence[Stage], left_s: float | None) -> float | None:
-    """Return the seconds that the first of the stages to come may take of those left; None is without end. Pure.
+    """Return how many of the remaining seconds the first of ``stages`` may take; None is unlimited. Pure.
 
-    What a stage does not use goes to those after it.
+    Later stages may use the time that a stage leaves.
 
     >>> share_s(plan_stages([]), 100.0), share_s(plan_stages([])[1:], 90.0), share_s(plan_stages([]), None)
     (80.0, 90.0, None)
@@ -165,7 +165,7 @@ def compact(
     progress: ProgressCallback | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[CompactionReport, ...]:
-    """Compact runs of the head's chain, one after the other, until the chain is as the policy wants it. Blocks.
+    """Compact runs of the head's chain, one after the other, until the chain satisfies the policy. Blocks.
 
     Each run becomes one segment that reads the same, bit for bit. Safe beside writers, readers and other compactions.
     Memory: a few chunks per thread, and the dense tensors of one state.
@@ -175,42 +175,42 @@ def compact(
     store
         An opened store, or a branch of one.
     policy
-        What the chain should be like.
+        The limits that the chain has to satisfy.
     engine
         ``threads`` of this process; ``processes`` of this machine, for programs whose start is guarded by
         ``if __name__ == "__main__"``; or a pool of workers whose machines must reach the storage, such as
         `cnr_store.integrations.ray.RayPool`.
     workers
-        How many threads, processes or tasks work at once; None takes what the machine or cluster has.
+        Number of concurrent threads, processes or tasks; None uses all of the machine or cluster.
     bytes_per_s
-        Cap on what is written, by all workers together.
+        Limit on the bytes written per second, over all workers.
     deadline_s
-        Begin no task after so many seconds; what is done is kept for the next call.
+        Begin no task after so many seconds. The next call reuses finished tasks.
     force
-        Go on although another compaction seems to be at work; never unsafe, but work may be done twice.
+        Continue although another compaction appears to be active. Always safe, but work may be done twice.
     dry_run
-        Only say which run would be compacted first, and why.
+        Return the run that would be compacted first, and why. Write nothing.
     progress
-        Told about the ``tasks`` of each run.
+        Called with the stage ``tasks`` of each run.
     clock
-        Seconds, for ``deadline_s``.
+        Returns seconds, for ``deadline_s``.
 
     Returns
     -------
     tuple of CompactionReport
-        One per run. The last one says why there are no more: ``nothing`` is left to do, another process is ``busy``,
-        the time was over (``unfinished``, or ``planned`` if there was none at all), or it is a dry run's only one. An
-        error loses no run that was committed before it.
+        One per run. The last one has the reason why there are no more: ``nothing`` is left to do, another process is
+        ``busy``, the deadline passed (``unfinished``; ``planned`` if no time was left), or this is a dry run. An error
+        undoes no run that was committed before it.
 
     Raises
     ------
     BadInput
-        The engine cannot reach the storage, or a number is none that can be meant.
+        The engine cannot reach the storage, or a number is out of range.
     ReadOnlyStore, UnsafeBackend
     CorruptStore, CorruptObject, MissingObject
-        The run does not lead to the state that it states, or cannot be read; nothing of it was committed.
+        The run cannot be read, or its state differs from the recorded digest; nothing of it was committed.
     CommitStateUnknown
-        The record was sent and may stand: reading the log tells. What was written must be left alone.
+        The record was sent, and whether it exists is unknown: read the log. Do not delete what was written.
     MissingDependency, AccessDenied, StorageFailure
 
     Examples
@@ -258,11 +258,11 @@ def maintain(
     progress: ProgressCallback | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> MaintenanceReport:
-    """Compact the store's log and every branch, expire what the policy does not keep, delete what is due. Blocks.
+    """Compact all logs, expire versions that the policy does not keep, delete what is due. Blocks.
 
-    Safe beside writers, readers and other runs. A part that fails is reported and does not keep the others from
-    running, with one exception: where stored data contradicts itself nothing is deleted, since older versions may be
-    what is still whole. At the end a note for monitors is put (`read_status`).
+    Safe beside writers, readers and other runs. The report contains the error of a failed stage, and the other stages
+    still run. The exception: after corrupt data nothing is deleted, because only older versions may be intact. At the
+    end the run writes its result for monitors (`read_status`).
 
     Parameters
     ----------
@@ -273,21 +273,20 @@ def maintain(
     retention, grace_s, orphan_age_s, force
         As for `collect_garbage`.
     budget_s
-        Begin nothing after so many seconds: at most four fifths go to compaction. None is without end.
+        Begin nothing after so many seconds; compaction gets at most four fifths. None is unlimited.
     dry_run
-        Say what would be done, and write nothing. What compaction would free is not foreseen.
+        Return what would be done, and write nothing. The plan does not include what compaction would free.
     progress
-        Told about the stages of both.
+        Called with the stages of both.
     clock
-        Seconds, for tests.
+        Returns seconds, for tests.
 
     Raises
     ------
     BadInput
-        An argument cannot be meant; nothing was done.
+        An argument is out of range; nothing was done.
     CnrStoreError
-        The store's log was deleted, or its beginning, or its newest record cannot be read. Later failures are in the
-        report.
+        The log or its first record was deleted, or the newest record cannot be read. Later failures are in the report.
 
     Examples
     --------
@@ -297,7 +296,7 @@ def maintain(
     """
     store.internals.check_not_relay()
     if store.branch is not None:
-        raise BadInput(f"maintenance takes the store itself, which takes its branches along; found {store.branch!r}")
+        raise BadInput(f"maintenance needs the store itself, not branch {store.branch!r}; it includes all branches")
     if budget_s is not None:
         checked_number("budget_s", budget_s, least=0)
     check_engine(engine, store.storage, workers)
@@ -318,7 +317,7 @@ def maintain(
         try:
             branch = store.on_branch(stage.branch)
         except NotFound:
-            return StageReport(stage, "done")  # Dropped a moment ago, or its time is over: it goes as it is.
+            return StageReport(stage, "done")  # It was dropped or has expired: the collection deletes it.
         with branch:
             return _compacted(stage, compact_one(branch), is_dry_run=dry_run)
 
@@ -330,7 +329,7 @@ def maintain(
         try:
             report = replace(report, segments=with_sizes(store.storage, report.segments))
         except StorageFailure:
-            pass  # Only how much is still to be deleted stays unknown.
+            pass  # Only the sizes of segments still to be deleted are unknown.
         return _collected(stage, report)
 
     work = {"compact": compact_log, "collect": collect}
@@ -365,7 +364,7 @@ def _compacted(stage: Stage, reports: tuple[CompactionReport, ...], *, is_dry_ru
 def _collected(stage: Stage, report: GcReport) -> StageReport:
     if report.failures:
         error = StorageFailure(
-            f"{len(report.failures)} deletions failed, the first one: {report.failures[0]}; the next run tries again",
+            f"{len(report.failures)} deletions failed, the first: {report.failures[0]}; the next run retries them",
             found=len(report.failures),
         )
         return StageReport(stage, "failed", collection=report, error=error)
@@ -384,4 +383,4 @@ def _put_note(store: Store, report: MaintenanceReport) -> None:
     try:
         put_last_maintenance(store, note)
     except StorageFailure:
-        pass  # It is for monitors, who see that it is old; the report tells the caller all of it.
+        pass  # Only monitors read it, and its time shows them that it is old. The caller gets the report.

@@ -1,7 +1,7 @@
-"""Make a damaged store usable again, by records behind the damage (spec, section 7.10).
+"""Repair a damaged store by appending a record after the damage (spec, section 7.10).
 
-Never deletes or overwrites a log position and never touches ``data/``: what is damaged stays as it is, and what was
-committed stays in the log. The plan is pure; what it does at most is one record, the hint and the root's Zarr document.
+A repair never deletes or overwrites a log position and never changes ``data/``. It writes at most one record, the hint
+and the Zarr group documents of the root and of ``data/``. The plan is pure.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ ActionKind = Literal["supersede", "rollback", "time", "hint", "root"]
 
 @dataclass(frozen=True, slots=True)
 class RepairAction:
-    """One thing that a repair does.
+    """One action of a repair.
 
     Attributes
     ----------
     kind
-        ``supersede`` (a record behind torn ones), ``rollback`` (to a version that is whole), ``time`` (a rollback to
-        the newest state that sets the time of the log right), ``hint`` or ``root`` (the object is written anew).
+        ``supersede`` (append a record after torn ones), ``rollback`` (to an intact version), ``time`` (a rollback to
+        the newest state, with a corrected time), ``hint`` or ``root`` (rewrite the object).
     message
-        What it does, for people.
+        A description for people.
     version
-        The record that it committed; None for objects that are no records, and in a dry run.
+        The version of the committed record; None for ``hint`` and ``root``, and in a dry run.
     """
 
     kind: ActionKind
@@ -55,7 +55,7 @@ class RepairAction:
 
 @dataclass(frozen=True, slots=True)
 class LostState:
-    """A checkpoint newer than what the store goes on from, which cannot be restored."""
+    """A checkpoint newer than the repair's target that cannot be restored."""
 
     version: int
     step: int
@@ -63,7 +63,7 @@ class LostState:
 
 @dataclass(frozen=True, slots=True)
 class RepairReport:
-    """What was done, or would be, and what stays lost.
+    """What a repair did, or would do, and what remains lost.
 
     Attributes
     ----------
@@ -72,19 +72,19 @@ class RepairReport:
     is_dry_run
         Whether nothing was written.
     newest
-        The highest log position that was there.
+        The highest log position before the repair.
     target
-        The version whose state the store goes on from; None if no version is whole.
+        The version whose state the store continues from; None if no version is intact.
     actions
-        In their order; empty if there is nothing to repair.
+        The actions in order; empty if there is nothing to repair.
     torn
-        Newest log positions that cannot be read: they hold no version from now on.
+        Newest log positions that cannot be read: after the repair they are no versions.
     lost
-        Newer checkpoints than ``target`` that are not whole.
+        Checkpoints newer than ``target`` that are not intact.
     remaining
-        What is wrong and stays so: damage in older versions, or that no record can mend.
+        Damage that remains: in older versions, or of a kind that no record can repair.
     has_log
-        False where the log, or its beginning, was deleted: a repair appends records, and can make none up.
+        False if the log or its first record was deleted: a repair cannot recreate records.
     """
 
     url: str
@@ -104,7 +104,7 @@ def read_end(store: Store) -> LogEnd:
     Raises
     ------
     StorageFailure, UnknownFeature
-        The newest record could not be read, which says nothing about what it is.
+        The newest record could not be read; whether it is damaged is unknown.
     """
     log = store.internals.log
     newest = max(list_positions(store.storage, log.prefix), default=-1)
@@ -127,12 +127,12 @@ def plan_repair(
     is_root_wrong: bool = False,
     is_time_wrong: bool = False,
 ) -> tuple[RepairAction, ...]:
-    """Return what puts a store right, in order. Pure.
+    """Return the actions that repair a store, in order. Pure.
 
     Parameters
     ----------
     whole
-        The newest version that is whole; None if there is none.
+        The newest intact version; None if there is none.
 
     Examples
     --------
@@ -146,49 +146,49 @@ def plan_repair(
         state = f"the state of version {target.v} (step {target.step})"
         if end.torn:
             positions = ", ".join(map(str, end.torn_positions))
-            message = f"append a record behind log position {positions}, which cannot be read, with {state}"
+            message = f"append a record after log position {positions}, which cannot be read, with {state}"
             actions.append(RepairAction("supersede", message))
         elif whole is not None and whole.v <= last.v and whole.chain != last.chain:
             actions.append(RepairAction("rollback", f"append a rollback to {state}"))
         elif end.lost is not None:
-            message = f"append a rollback to {state} and the names that the log tells, as {end.lost} is lost"
+            message = f"append a rollback to {state} with the names found in the log, because {end.lost} is lost"
             actions.append(RepairAction("rollback", message))
         elif is_time_wrong:
-            message = f"append a rollback to {state} at the time of now: the newest record is of {text_of(last.ts_ms)}"
+            message = f"append a rollback to {state} at the current time: the newest has {text_of(last.ts_ms)}"
             actions.append(RepairAction("time", message))
     if is_hint_wrong and last is not None:
-        actions.append(RepairAction("hint", f"write {layout.HINT} anew"))
+        actions.append(RepairAction("hint", f"rewrite {layout.HINT}"))
     if is_root_wrong:
-        actions.append(RepairAction("root", f"write {layout.ROOT_GROUP} and {layout.DATA_GROUP} anew"))
+        actions.append(RepairAction("root", f"rewrite {layout.ROOT_GROUP} and {layout.DATA_GROUP}"))
     return tuple(actions)
 
 
 def repair_store(
     store: Store, *, dry_run: bool = False, threads: int | None = None, progress: ProgressCallback | None = None
 ) -> RepairReport:
-    """Find the newest version that is whole and make the store go on from it; by default only say so. Blocks.
+    """Find the newest intact version and make the store continue from it. Blocks.
 
-    Safe to call again: a repaired store needs nothing. Stop the store's writers first; one that goes on all the same
-    is fenced by a superseding record, and by a rollback as by any other. Reads every object of the states that it
-    tries, newest first, as `verify_store` with ``deep``.
+    Idempotent: a repaired store has no actions left. Stop the store's writers first; a writer that still runs is
+    fenced by a superseding record, and by a rollback like by any other rollback. Reads every object of the candidate
+    states, newest first, like `verify_store` with ``deep``.
 
     Parameters
     ----------
     dry_run
-        Change nothing.
+        Return the actions, and write nothing.
     threads
-        Objects read at once; None takes the usual number.
+        Number of objects read at once; None is the default number.
     progress
         As for `verify_store`.
 
     Raises
     ------
     Conflict, Fenced
-        Another process saved, or opened a writer, meanwhile; call again.
+        Another process saved or opened a writer meanwhile; retry.
     ReadOnlyStore
         A newer library's store, or a relay.
     WrongClock
-        The newest record is of a time to come, and this machine's clock is not the store's either.
+        The newest record has a future time, and this machine's clock differs from the store's, too.
     StorageFailure, AccessDenied, CommitStateUnknown
 
     Examples
@@ -241,37 +241,37 @@ def repair_store(
 def return_to(
     store: Store, end: LogEnd, target: CommitRecord, *, ts_ms: int = 0, info: WriterInfo | None = None
 ) -> LogEntry:
-    """Make an older version's state the head's, past newest records that cannot be read; returns the new entry.
+    """Commit a rollback to an older version's state and return the new entry. Blocks.
 
-    Torn positions are superseded, one epoch up: a writer of one of them can commit nothing more.
+    The record supersedes torn positions and increments the epoch: a writer of a torn record cannot commit any more.
 
     Parameters
     ----------
     end
-        The end of the log from which ``target`` was chosen: what was saved behind it is never gone back from.
+        The end of the log from which ``target`` was chosen. A version saved after it is never rolled back.
     ts_ms
-        The time of the record, where those before it were stamped by a clock that was far ahead; 0 is the usual.
+        The record's time in ms, if earlier records were stamped by a clock far ahead; 0 is the current time.
     info
-        Who goes on from there; this process by default.
+        The writer of the record; this process by default.
 
     Raises
     ------
     Conflict
-        Another process saved meanwhile, or appended behind what is torn.
+        Another process saved meanwhile, or appended after the torn positions.
     CorruptStore
         No record can be read, or part of the log was deleted.
     CommitStateUnknown, Fenced, ReadOnlyStore, StorageFailure, VersionExpired
     """
     if end.last is None:
         raise CorruptStore(
-            f"no record of {store.url} behind which one could be appended can be read; restore the log from a backup",
+            f"no record of {store.url} can be read, so none can be appended; restore the log from a backup",
             version=end.newest,
         )
     last = end.last.record
     unknown = unknown_writer_features(last)
     if unknown:
         raise ReadOnlyStore(
-            f"{store.url} uses writer features {unknown} that this library does not know", found=unknown
+            f"{store.url} uses unknown writer features {unknown}; repair it with a newer library", found=unknown
         )
     draft = draft_after(
         last, "rollback", info or writer_info(),
@@ -279,10 +279,10 @@ def return_to(
     )  # fmt: skip
     if end.torn:
         if read_end(store) != end:
-            raise Conflict(f"the log of {store.url} has changed meanwhile; repair it again", version=end.newest)
+            raise Conflict(f"the log of {store.url} has changed since it was read; repair again", version=end.newest)
         superseded = Superseded(follows=end.last.digest, torn=end.torn)
         draft = msgspec.structs.replace(draft, epoch=last.epoch + 1, supersedes=superseded)
-    # What superseded the torn ones first is a rollback or a close: neither is followed.
+    # If another record has superseded the torn ones it is a rollback or a close: rebase_rollback refuses both.
     return store.internals.log.append(end.last, draft, rebase_rollback)
 
 
@@ -292,14 +292,14 @@ def _has_log(store: Store) -> bool:
     except CorruptStore:
         return False
     except VersionNotFound:
-        pass  # Nothing was saved yet, so nothing is lost.
+        pass  # Nothing was ever saved, so nothing is lost.
     return True
 
 
 def _carry_out(store: Store, action: RepairAction, end: LogEnd, whole: CommitRecord | None, ts_ms: int) -> RepairAction:
     version = None
     if action.kind in ("supersede", "rollback", "time"):
-        assert end.last is not None  # or it would not have been planned
+        assert end.last is not None  # plan_repair plans these only with a last record
         target = end.last.record if whole is None else whole
         version = return_to(store, end, target, ts_ms=ts_ms).record.v
     elif action.kind == "hint":

@@ -1,6 +1,6 @@
-"""What a monitor asks of a store: heads, chains, ages, and how the last maintenance ended. Reads a few small objects.
+"""Read a store's status for monitors: heads, chains, ages, and the result of the last maintenance.
 
-Nothing here decides anything: `LastMaintenance` is advisory, may be stale or absent, and no reader needs it.
+It reads a few small objects. `LastMaintenance` is advisory: it may be stale or absent, and no reader needs it.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ CHECKPOINT_KINDS = frozenset({"baseline", "delta"})
 
 
 class LastMaintenance(msgspec.Struct, frozen=True, kw_only=True):
-    """How a store's last maintenance ended: one small object that each run replaces.
+    """The result of a store's last maintenance: one small object that each run replaces.
 
     Attributes
     ----------
     ended_ms
-        When, in milliseconds since 1970, by the clock of the machine that ran it.
+        Time of its end, in ms since 1970, by the clock of the machine that ran it.
     duration_s
-        How long it took.
+        Wall time in seconds.
     outcome
         ``done``, ``stopped`` or ``failed``.
     rewritten_bytes
-        Bytes of the segments that compaction made.
+        Bytes of the segments that compaction wrote.
     deleted_bytes
-        Bytes of the segments that garbage collection deleted.
+        Bytes of the objects that garbage collection deleted.
     pending_delete_bytes
-        Bytes that it found given up and not deleted yet; None if it failed.
+        Bytes of segments that are marked and not yet deleted; None if the collection failed.
     orphans
-        Segments that no record names: saves under way, or what is left of one that died; None if it failed.
+        Segments that no record names: saves in progress, or remains of failed ones; None if the collection failed.
     """
 
     ended_ms: int
@@ -54,26 +54,26 @@ _DECODER = msgspec.json.Decoder(LastMaintenance)
 
 @dataclass(frozen=True, slots=True)
 class HeadStatus:
-    """One log's newest state.
+    """The newest state of one log.
 
     Attributes
     ----------
     branch
         The branch; None is the store's own log.
     version, step, checkpoint
-        Of the newest record.
+        The fields of the newest record.
     checkpoint_ms
-        When the newest checkpoint was committed; None if nothing was ever saved. Maintenance moves the head, not this.
+        When the newest checkpoint was saved, in ms since 1970; None before the first. Maintenance does not change it.
     chain_length
-        Segments that a restore of the head reads.
+        Number of segments that a restore of the head reads.
     chain_bytes
-        Their bytes.
+        Bytes of those segments.
     baseline_bytes
-        Those of the baseline alone; 0 without one.
+        Bytes of the baseline alone; 0 without one.
     live_versions
-        Versions that readers may open.
+        Number of versions that readers may open.
     pending_delete
-        Transactions whose objects may be deleted, now or later.
+        Number of transactions that are marked for deletion.
     """
 
     branch: str | None
@@ -89,24 +89,24 @@ class HeadStatus:
 
     @property
     def restore_ratio(self) -> float | None:
-        """Bytes that a restore reads, as a multiple of the baseline's; None before the first save."""
+        """Bytes that a restore reads, divided by the baseline's bytes; None before the first save."""
         return self.chain_bytes / self.baseline_bytes if self.baseline_bytes else None
 
 
 @dataclass(frozen=True, slots=True)
 class StoreStatus:
-    """What a monitor is told of a store.
+    """The status of a store.
 
     Attributes
     ----------
     url
         The store, without credentials.
     heads
-        The log that the store is opened on; of the store's own log also those of its branches, by name.
+        The log that the store is opened on. If that is the store's own log, also its branches, by name.
     segments
-        Segments in storage, whether or not a version needs them.
+        Number of segments in storage, needed or not.
     last_maintenance
-        None if there was none, or its note cannot be read.
+        None if there was none, or if its object cannot be read.
     """
 
     url: str
@@ -116,9 +116,9 @@ class StoreStatus:
 
 
 def read_status(store: Store) -> StoreStatus:
-    """Return what a monitor asks of a store. Blocks for a few GETs per log, and one listing of segments.
+    """Return the status of a store. Blocks for a few GETs per log, and one listing of segments.
 
-    Opening a branch whose creator died before its position 0 writes that, as any opening of it does.
+    Like any opening of a branch, this writes position 0 of a branch whose creator died before doing so.
 
     Examples
     --------
@@ -136,7 +136,7 @@ def read_status(store: Store) -> StoreStatus:
             with store.on_branch(name) as branch:
                 heads.append(head_status(branch))
         except NotFound:
-            continue  # Its time is over, or it was dropped a moment ago.
+            continue  # It has expired or was just dropped.
     return StoreStatus(
         url=store.url, heads=tuple(heads), segments=len(store.storage.list_folders(layout.DATA)),
         last_maintenance=read_last_maintenance(store),
@@ -144,9 +144,9 @@ def read_status(store: Store) -> StoreStatus:
 
 
 def head_status(store: Store) -> HeadStatus:
-    """Return the state of the log that ``store`` is opened on. Blocks for a few GETs.
+    """Return the state of the log that ``store`` is opened on. Blocks.
 
-    One GET for each record behind the newest checkpoint: tags, fences, compactions.
+    A few GETs, and one for each record after the newest checkpoint: tags, fences, compactions.
     """
     head = store.head().record
     checkpoint = next((record for record in store.log() if record.kind in CHECKPOINT_KINDS), None)
@@ -160,7 +160,7 @@ def head_status(store: Store) -> HeadStatus:
 
 
 def count_live(head: CommitRecord) -> int:
-    """Return how many versions readers may open, by the newest record. Pure; O(named versions), not O(versions)."""
+    """Return how many versions readers may open, from the newest record. Pure; O(named versions)."""
     named = {*head.kept, *head.tags.values(), *head.channels.values(), *(pin.version for pin in head.pins.values())}
     gone = set(head.expired)
     below = sum(version < head.floor and version not in gone for version in named)
@@ -168,7 +168,7 @@ def count_live(head: CommitRecord) -> int:
 
 
 def read_last_maintenance(store: Store) -> LastMaintenance | None:
-    """Return how the last maintenance ended; None if there was none, or what is there cannot be read. One GET."""
+    """Return the result of the last maintenance; None if it is absent or unreadable. One GET."""
     try:
         data = store.storage.read_document(layout.LAST_MAINTENANCE, MAX_SMALL_BYTES)
         return None if data is None else loads(data, _DECODER)
@@ -177,7 +177,7 @@ def read_last_maintenance(store: Store) -> LastMaintenance | None:
 
 
 def put_last_maintenance(store: Store, last: LastMaintenance) -> None:
-    """Say how a maintenance ended. One PUT.
+    """Write the result of a maintenance. One PUT.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What the library needs of the machine: threads, compiled kernels, ranks, local files, checks of arguments.
+"""Services of the machine: threads, compiled kernels, ranks, local files; and checks of arguments.
 
-Never knows tables, documents or stores. Open `threads` first.
+It knows nothing about tables, documents or stores. Open `threads` first.
 """

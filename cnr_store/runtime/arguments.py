@@ -1,6 +1,6 @@
-"""What a caller gives, checked where it is given: single values, by name. Pure.
+"""Check single argument values, by name. Pure.
 
-What passes is returned as Python's own int or float, because it may be stored: a JSON document knows no numpy scalar.
+Valid numbers are returned as Python's int or float, because they may be stored: JSON has no numpy scalars.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ def checked_choice(name: str, value: Any, allowed: Sequence[object]) -> Any:
     plain = value.item() if isinstance(value, np.generic) else value
     if not any(type(plain) is type(one) and plain == one for one in allowed):
         choices = ", ".join(repr(one) for one in allowed)
-        raise BadInput(f"{name} is one of {choices}; found {value!r}", expected=list(allowed), found=value)
+        raise BadInput(f"{name} must be one of {choices}; found {value!r}", expected=list(allowed), found=value)
     return plain
 
 
 def checked_text(name: str, value: Any) -> str:
-    """Return the value if it is a text.
+    """Return the value if it is a string.
 
     Raises
     ------
     BadInput
     """
     if not isinstance(value, str):
-        raise BadInput(f"{name} is a text; found {value!r}", found=repr(value))
+        raise BadInput(f"{name} must be a string; found {value!r}", found=repr(value))
     return value
 
 
 def checked_count(name: str, value: Any, *, least: int | None = 0, most: int | None = None) -> int:
-    """Return a whole number that is in its range, both ends included. Without ``least`` any whole number will do.
+    """Return an integer within its range, both ends included; without ``least``, any integer.
 
     Raises
     ------
@@ -60,14 +60,14 @@ def checked_count(name: str, value: Any, *, least: int | None = 0, most: int | N
         number = None
     if number is None or (least is not None and number < least) or (most is not None and number > most):
         bounds = "" if least is None else f" of {least} or more" if most is None else f" from {least} to {most}"
-        raise BadInput(f"{name} is a whole number{bounds}; found {value!r}", expected=(least, most), found=value)
+        raise BadInput(f"{name} must be a whole number{bounds}; found {value!r}", expected=(least, most), found=value)
     return number
 
 
 def checked_number(
     name: str, value: Any, *, above: float | None = None, least: float | None = None, most: float | None = None
 ) -> float:
-    """Return a finite number that is in its range; ``above`` is excluded, ``least`` and ``most`` are not.
+    """Return a finite number within its range; ``above`` is exclusive, ``least`` and ``most`` inclusive.
 
     Raises
     ------
@@ -94,5 +94,5 @@ def checked_number(
         bounds += [f"of {least:g} or more"] if least is not None else []
         bounds += [f"at most {most:g}"] if most is not None else []
         said = " ".join(["a finite number", " and ".join(bounds)]).rstrip()
-        raise BadInput(f"{name} is {said}; found {value!r}", found=value)
+        raise BadInput(f"{name} must be {said}; found {value!r}", found=value)
     return number

@@ -1,14 +1,14 @@
 """numba's ``njit``, with a cache on disk that several processes may fill at once.
 
-Why this module exists: numba numbers the files of a kernel's signatures, and two processes that compile two signatures
-at the same time may give both the same number. The index of the one then stands beside the code of the other, for good:
-code for other layouts and dtypes is called without a check, and reads and writes where it must not. The ranks of a
-training that starts on a machine for the first time compile all kernels at the same moment. Here a file is named for
-its signature, so no other code can stand in it. And numba takes a kernel for fresh while its own source file is; here
-also its options, the numbers it is compiled with and the kernels of other files that it calls must be what they were.
+numba numbers the files of a kernel's signatures. Two processes that compile two signatures at once may choose the same
+number; then the index of one permanently refers to the code of the other. Code for other layouts and dtypes is called
+without a check, and reads and writes out of bounds. This happens when the ranks of a training start on a new machine,
+because they compile all kernels at once. Here the file's name is derived from its signature, so it cannot contain other
+code. numba also treats a cached kernel as fresh while its source file is unchanged. Here its options, the constants it
+uses and the kernels of other files that it calls must be unchanged, too.
 
-It must never change what numba compiles, nor the caches of functions that are not ours. numba has no public way to do
-this: where its cache is not made of the parts that are known here, kernels are kept by nobody.
+This module must not change what numba compiles, nor the caches of other functions. numba has no public interface for
+this: if its cache has different internals than expected, kernels are not cached.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ _FIELDS = ("_cache_path", "_index_name", "_source_stamp", "_version")
 
 
 class _NamedBySignature(_CacheFile):
-    """Files of one kernel: an index, and for each signature one file of code."""
+    """The cache files of one kernel: an index, and one file of code per signature."""
 
     def load(self, key: Any) -> Any:
-        """Return the code of a signature; None, so that it is compiled again, where files are missing or damaged."""
+        """Return the code of a signature; None if files are missing or damaged, so that it is recompiled."""
         try:
             return super().load(key)
         except Exception:  # noqa: BLE001 - whatever unpickling raises of files that were cut
             return None
 
     def save(self, key: Any, data: Any) -> None:
-        """Save the code of a signature; where it cannot be, on a full disk say, the next process compiles it again."""
+        """Save the code of a signature. If that fails, e.g. on a full disk, the next process recompiles it."""
         try:
             self._save_named(key, data)
         except OSError as error:
-            logger.debug("kernels cannot be kept in %s: %s", self._cache_path, error)
+            logger.debug("kernels cannot be cached in %s: %s", self._cache_path, error)
 
     def _save_named(self, key: Any, data: Any) -> None:
-        """Save the code of a signature, then list it: who finds it in the index finds this code, or newer of its own.
+        """Save the code of a signature, then add it to the index: each indexed signature has its own code.
 
-        Who loses a race for the index compiles again. The first to save for a new source removes the code of older
-        ones; who has just saved some and not listed it yet compiles that again too.
+        A process that loses a race for the index compiles again. The first to save for a new source deletes the code of
+        older sources, and code that another process has saved and not indexed yet, which is then compiled again.
         """
         identity = repr((self._version, self._source_stamp, key)).encode()
         name = self._data_name(int.from_bytes(hashlib.sha256(identity).digest()[:8]))
@@ -78,10 +78,10 @@ class _NamedBySignature(_CacheFile):
 
 
 def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Return ``numba.njit(cache=True, **options)``; without a cache where no folder for one can be written.
+    """Return ``numba.njit(cache=True, **options)``; without a cache if no folder for it is writable.
 
-    Compiles nothing: numba does when a kernel is called first with arguments of some types. Under ``NUMBA_DISABLE_JIT``
-    functions stay as they are.
+    Nothing is compiled here: numba compiles at the first call with arguments of given types. Under
+    ``NUMBA_DISABLE_JIT`` functions are returned unchanged.
     """
 
     def compiled(function: Callable[..., Any]) -> Any:
@@ -94,8 +94,8 @@ def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
         kept = _file_of(dispatcher)
         if kept is None:
             warnings.warn(
-                f"the cache of numba {numba.__version__} has other parts than are known, so each process compiles the "
-                "kernels it calls, some seconds each; use a numba that this version of cnr-store was tested with",
+                f"the cache of numba {numba.__version__} has unknown internals, so each process compiles the kernels "
+                "that it calls, some seconds each; use a numba version that this cnr-store was tested with",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -109,18 +109,18 @@ def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 def _file_of(dispatcher: Any) -> Any:
-    """Return the cache's files of a kernel; None if they are not what this module knows."""
+    """Return the cache files of a kernel; None if they have other internals than this module expects."""
     file = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
     return file if all(hasattr(file, name) for name in (*_METHODS, *_FIELDS)) else None
 
 
 def _stamp(function: Callable[..., Any], options: dict[str, Any], source: Any) -> Any:
-    """Return what code is compiled from: the source file's stamp, options, numbers, and stamps of kernels it calls."""
+    """Return a stamp of a kernel's source file, options, constants, and of the kernels that it calls."""
     known = function.__globals__
     used = {name: known[name] for name in function.__code__.co_names if name in known}
     numbers = sorted((name, repr(one)) for name, one in used.items() if isinstance(one, int | float | np.generic))
     files = {name: _file_of(one) for name, one in used.items()}
     called = sorted((name, repr(file._source_stamp)) for name, file in files.items() if file is not None)
-    # The order of a set is another in each process.
+    # The order of a set differs between processes.
     given = sorted((name, repr(sorted(one) if isinstance(one, set) else one)) for name, one in options.items())
     return source, tuple(given), tuple(numbers), tuple(called)

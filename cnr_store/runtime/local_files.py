@@ -1,7 +1,7 @@
-"""Files of this machine that are no objects of a store: errors that say what to do, sizes and links that are looked at.
+"""Read and write local files that are no objects of a store, with checks of sizes and links.
 
-Mirrors, exports, recordings of changes, shared memory: whatever the system says about their files becomes an error of
-this library that names the file.
+Mirrors, exports, recordings of changes, shared memory: every `OSError` about their files becomes an error of this
+library that names the file.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def failing_at(
     Parameters
     ----------
     action
-        What cannot be done, such as "read" or "written".
+        A participle for the message, such as "read" or "written".
     advice
-        By errno, what to do about it here, where that is not what it is anywhere.
+        Errno to what the user can do about it, where the general advice does not fit.
 
     Raises
     ------
@@ -57,12 +57,12 @@ def failing_at(
 
 
 def read_at_most(path: Path, limit_bytes: int) -> bytes:
-    """Return a file's bytes, or the first ``limit_bytes`` + 1 of more; no link is followed, no pipe waited for.
+    """Return a file's bytes, at most the first ``limit_bytes`` + 1. Follows no link, waits for no pipe.
 
     Raises
     ------
     OSError
-        It is not there, a link, no regular file, or cannot be read.
+        The file does not exist, is a link or no regular file, or cannot be read.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(fd, "rb") as file:
@@ -72,7 +72,7 @@ def read_at_most(path: Path, limit_bytes: int) -> bytes:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Make a file of these bytes, or overwrite one; a link in its place is not followed.
+    """Create or overwrite a file with these bytes. Does not follow a link in its place.
 
     Raises
     ------
@@ -84,12 +84,12 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def reserve(fd: int, size_bytes: int) -> None:
-    """Take the blocks of a file's first bytes: a write to a map of it that meets a full disk ends the process (SIGBUS).
+    """Allocate a file's first blocks: else a write to its memory map on a full disk kills the process.
 
     Raises
     ------
     OSError
-        There is no room.
+        The disk is full.
     """
     if size_bytes:
         os.posix_fallocate(fd, 0, size_bytes)

@@ -1,8 +1,8 @@
-"""The ranks of one training, as far as a store needs them: each gives a message, all get all of them.
+"""Communication between the ranks of one training: each sends a message, and all receive all messages.
 
-Several processes write one segment together, and must agree: on what is saved, on one scale per table, on whether it
-was committed. They do so in one way only, `together`: every rank does its share, and either all succeed or all raise.
-How the messages travel is somebody else's business (``torch.distributed`` in ``cnr_store.training``).
+Several processes write one segment together. They must agree on what is saved, on one scale per table, and on whether
+it was committed. They use only `together`: every rank does its share, and either all succeed or all raise. The
+transport is implemented elsewhere (``torch.distributed`` in ``cnr_store.training``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cnr_store.errors import CnrStoreError, RankFailed, RankLost
 
 
 class Ranks(Protocol):
-    """The ranks of a training, seen from one of them. One thread at a time may use a line to the others."""
+    """A connection from one rank of a training to the others. One thread at a time may use it."""
 
     @property
     def rank(self) -> int:
@@ -24,23 +24,23 @@ class Ranks(Protocol):
 
     @property
     def world(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """Give a message to all ranks and return theirs, by rank. Blocks until every rank has called it.
+        """Send a message to all ranks and return theirs, by rank. Blocks until every rank has called it.
 
         Raises
         ------
         RankLost
-            A rank did not answer in time. Nothing more can be exchanged on this line.
+            A rank did not answer in time. This connection cannot be used any more.
         """
 
     def another(self) -> Ranks:
-        """Return another line to the same ranks, for use by another thread. All ranks call it together. Blocks."""
+        """Return another connection to the same ranks, for another thread. All ranks call it together. Blocks."""
 
 
 class OneRank:
-    """A training of one process: nobody else to ask."""
+    """The ranks of a training with one process."""
 
     rank = 0
     world = 1
@@ -59,17 +59,17 @@ _KINDS: dict[str, type[CnrStoreError]] = {}
 
 
 def together(ranks: Ranks, share: Callable[[], Any]) -> list[Any]:
-    """Do one thing on all ranks: return what each rank's ``share`` returned, or raise on all of them. Blocks.
+    """Call ``share`` on all ranks; return all results, by rank, or raise on all ranks. Blocks.
 
     Parameters
     ----------
     share
-        This rank's part; returns plain JSON values. What it raises is raised here, after the others were told.
+        This rank's part; returns plain JSON values. Its error is sent to the other ranks, then raised here.
 
     Raises
     ------
     CnrStoreError
-        Of the kind that the first failing rank raised, its number in the message; `RankFailed` for errors of others.
+        The error of the first failing rank, with its number in the message; `RankFailed` for errors of other libraries.
     RankLost
         A rank did not answer.
     """
@@ -80,7 +80,7 @@ def together(ranks: Ranks, share: Callable[[], Any]) -> list[Any]:
         answer = msgspec.json.encode({"ok": share()})
     except RankLost:
         raise
-    except BaseException as error:  # noqa: BLE001 (raised again below, when the others know)
+    except BaseException as error:  # noqa: BLE001 (raised again below, after the exchange)
         answer, mine = msgspec.json.encode({"error": described(error)}), error
     try:
         answers = [_DECODER.decode(message) for message in ranks.exchange(answer)]
@@ -89,7 +89,7 @@ def together(ranks: Ranks, share: Callable[[], Any]) -> list[Any]:
             raise
         answers = []
     if mine is not None:
-        raise mine  # not in the handler, nor "from" something: it keeps its own cause
+        raise mine  # outside the handler and without "from", so that it keeps its own cause
     for rank, given in enumerate(answers):
         if "error" in given:
             raise rebuilt(rank, given["error"])
@@ -97,7 +97,7 @@ def together(ranks: Ranks, share: Callable[[], Any]) -> list[Any]:
 
 
 def rank_zero(ranks: Ranks, act: Callable[[], Any]) -> Any:
-    """Let rank 0 act; return on every rank what it returned, or raise on every rank as it raised. Blocks."""
+    """Call ``act`` on rank 0 only; return its result, or raise its error, on every rank. Blocks."""
     return together(ranks, act if ranks.rank == 0 else _nothing)[0]
 
 
@@ -116,12 +116,12 @@ def described(error: BaseException) -> dict[str, Any]:
 
 
 def _sendable(text: object) -> str:
-    """Text with no half of a surrogate pair, as paths that are not UTF-8 have: it could not be sent, nor the error."""
+    """Return the text without lone surrogates (of paths that are not UTF-8), which JSON cannot encode."""
     return str(text).encode("utf-8", "backslashreplace").decode()
 
 
 def rebuilt(rank: int, error: Mapping[str, Any]) -> CnrStoreError:
-    """Return the error that rank ``rank`` described: of the same kind where it is one of this library's."""
+    """Return the error that rank ``rank`` described; of the same kind if it is an error of this library."""
     if not _KINDS:
         _KINDS.update((cls.kind, cls) for cls in _subclasses(CnrStoreError))
     cls = _KINDS.get(error["kind"], RankFailed)

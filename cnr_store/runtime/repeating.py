@@ -1,4 +1,4 @@
-"""A thread that looks again and again on behalf of an object, and how long it waits where that fails."""
+"""A thread that calls a function repeatedly for an object, with a back-off after failures."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Callable
 from typing import TypeVar
 
 LONGEST_BACKOFF_S = 10.0
-"""What fails is tried again this often at the least."""
+"""Longest pause before a retry, in seconds, unless the regular interval is longer."""
 
 Owner = TypeVar("Owner")
 
 
 class Repeating:
-    """Calls ``look(owner)`` on a thread of its own until it is stopped or the owner is gone.
+    """Calls ``look(owner)`` on its own thread until it is stopped or the owner is garbage-collected.
 
     Parameters
     ----------
     owner
-        Held weakly between two calls, so that the thread keeps nothing alive.
+        Referenced weakly between two calls, so that the thread does not keep it alive.
     look
-        Returns how long to wait before the next call, in seconds, or None to end; must not raise.
+        Returns the seconds to wait before the next call, or None to end; must not raise.
     """
 
     def __init__(self, owner: Owner, look: Callable[[Owner], float | None], *, name: str) -> None:
@@ -33,15 +33,15 @@ class Repeating:
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread is there and was not told to stop."""
+        """Whether the thread is alive and was not stopped."""
         return self._thread.is_alive() and not self._is_stopped
 
     def wake(self) -> None:
-        """Have it look at once, and again if it is looking."""
+        """Start the next call now; if a call is running, start another one after it."""
         self._woken.set()
 
     def stop(self, timeout_s: float | None = None) -> None:
-        """End the thread and wait for a call that runs, unless that is the caller. A second call is harmless."""
+        """Stop the thread, and wait for a running call unless this is called from it. Idempotent."""
         self._is_stopped = True
         self._woken.set()
         if self._thread is not threading.current_thread():
@@ -56,21 +56,21 @@ class Repeating:
             if owner is None or self._is_stopped:
                 return
             pause = look(owner)
-            del owner  # while it waits, nobody is kept
+            del owner  # so that the owner can be garbage-collected during the pause
 
 
 def pause_s(interval_s: float, failures: int, chance: float) -> float:
-    """Return how long to wait before the next look, in seconds.
+    """Return the seconds to wait before the next call. Pure.
 
     Parameters
     ----------
     interval_s
-        The time between two looks where nothing fails.
+        Seconds between two calls without failures.
     failures
-        Looks in a row that failed: the time doubles with each, up to `LONGEST_BACKOFF_S` or the interval.
+        Number of consecutive failures: each doubles the time, up to `LONGEST_BACKOFF_S` or the interval.
     chance
-        A random number in [0, 1): the pause is 75 to 100 % of the time without failures, 50 to 100 % with them, so that
-        many do not ask at once.
+        A random number in [0, 1). The pause is 75 to 100 % of the time without failures and 50 to 100 % with failures,
+        so that many processes do not call at the same moment.
     """
     if failures == 0:
         return interval_s * (0.75 + 0.25 * chance)

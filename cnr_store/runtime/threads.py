@@ -21,12 +21,12 @@ Result = TypeVar("Result")
 
 
 def default_threads() -> int:
-    """Return the number of threads used when the caller names none: the CPUs this process may use, at most 8."""
+    """Return the default number of threads: the CPUs that this process may use, at most 8."""
     return max(1, min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
 
 
 def check_rate(bytes_per_s: float | None) -> None:
-    """Refuse a cap that lets nothing pass.
+    """Check that a bandwidth limit is positive.
 
     Raises
     ------
@@ -37,9 +37,9 @@ def check_rate(bytes_per_s: float | None) -> None:
 
 
 class Throttle:
-    """A cap on bytes per second, shared by threads; ``None`` means no cap.
+    """A limit on bytes per second, shared by threads; ``None`` means no limit.
 
-    ``clock`` and ``sleep`` are passed in so that tests own time.
+    ``clock`` and ``sleep`` are parameters for tests.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class Workers:
         self.close()
 
     def close(self) -> None:
-        """Wait for what runs and end the threads. A second call is harmless."""
+        """Wait for running tasks and end the threads. Idempotent."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def run(self, tasks: Iterable[Callable[[], Result]]) -> list[Result]:
-        """Run tasks, at most two per thread in flight, and return their results in order; blocks.
+        """Run tasks, at most two per thread in flight, and return their results in order. Blocks.
 
-        The first error stops what has not started, waits for what has, and is raised. A task that is alone runs on the
-        calling thread: to wake another one costs more than a small task does.
+        The first error cancels tasks that have not started, waits for those that have, and is raised. A single task
+        runs on the calling thread: waking another thread costs more than a small task.
         """
         remaining = iter(tasks)
         first = list(islice(remaining, 2))
@@ -133,7 +133,7 @@ class Inline(Workers):
         """Do nothing: there are no threads."""
 
     def run(self, tasks: Iterable[Callable[[], Result]]) -> list[Result]:
-        """Run tasks in order and return their results; the first error is raised, and nothing after it runs."""
+        """Run tasks in order and return their results; raise the first error without running later tasks."""
         return [task() for task in tasks]
 
 

@@ -1,7 +1,7 @@
-"""Where objects live: one contract over local folders and every object store that fsspec reaches.
+"""Object storage: one contract over local folders and every object store that fsspec supports.
 
-The log and the segments know only what is listed here. What differs between backends (how to create an
-object exclusively, what an error means) stays inside this package; see the spec's storage requirements.
+Other rooms use only the names below. Differences between backends (how to create an object exclusively, what an error
+means) are hidden inside this package; see the spec's storage requirements.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The storage contract: what the store needs from a place that keeps objects, and nothing about tables.
+"""The storage contract: what a store needs from object storage. It knows nothing about tables.
 
-`Storage` carries the code that is the same everywhere (key grammar, argument checks, the capability probe);
-backends fill in the underscored methods. Nothing here knows fsspec or an operating system call.
+`Storage` has the code that all backends share (key grammar, argument checks, the capability probe). Backends implement
+the underscored methods. Nothing here uses fsspec or the operating system.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ _UNSAFE_ADVICE = (
 
 
 class CreateOutcome(Enum):
-    """What one attempt at an exclusive create is known to have done."""
+    """The known result of one attempt at an exclusive create."""
 
     CREATED = "created"
-    """Clean success: this attempt made the object; no read-back is needed."""
+    """This attempt created the object; no read-back is needed."""
     EXISTS = "exists"
-    """The key exists, maybe by an earlier attempt of ours whose reply was lost: read back."""
+    """The key exists, maybe from an earlier attempt of this caller whose reply was lost: read back."""
     UNDECIDED = "undecided"
-    """The backend refused to decide a race: read back; if absent, send the same bytes again."""
+    """The backend refused to decide a race: read back; if the key is absent, send the same bytes again."""
     UNKNOWN = "unknown"
-    """The object may have landed, now or later: read back; then send the same bytes again or give up."""
+    """The object may be created, now or later: read back, then send the same bytes again or stop."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectStat:
-    """One listed object: its key below the root, size, and the backend's own time if it tells one."""
+    """One listed object: its key below the root, its size, and the backend's modification time if known."""
 
     key: str
     size_bytes: int
@@ -57,9 +57,9 @@ class ObjectStat:
 
 @dataclass(frozen=True, slots=True)
 class StorageRecipe:
-    """What `open_storage` was called with, so that another process can open the same place.
+    """The arguments of `open_storage`, so that another process can open the same storage.
 
-    It holds credentials: it is handed over, never stored, and shows nothing of itself but the place.
+    It contains credentials: it is passed to workers, never stored, and its repr shows neither place nor options.
     """
 
     place: str = field(repr=False)
@@ -69,12 +69,12 @@ class StorageRecipe:
 
 
 def is_key(key: str) -> bool:
-    """Say whether ``key`` can name an object: parts of ``[A-Za-z0-9._%-]`` joined by '/', none all dots."""
+    """Return whether ``key`` is valid: parts of ``[A-Za-z0-9._%-]`` joined by '/', none only of dots."""
     return _KEY.fullmatch(key) is not None
 
 
 def check_key(key: str) -> str:
-    """Return ``key``, or raise `BadName` when it could leave the root or is not spelled like a key."""
+    """Return ``key``; raise `BadName` if it is not a valid key, so that no key can leave the root."""
     if not is_key(key):
         raise BadName(
             f"{key[:120]!r} is not a storage key; expected relative parts of [A-Za-z0-9._%-] joined by '/'",
@@ -89,20 +89,20 @@ def check_prefix(prefix: str) -> str:
 
 
 class Storage(ABC):
-    """One root and the objects under it. Safe to call from several threads; every call blocks.
+    """One root and the objects below it. Thread-safe; every call blocks.
 
     Attributes
     ----------
     url
-        For messages: the root without credentials and without options.
+        The root without credentials and options, for messages.
     is_exclusive
-        False when the caller opted into ``unsafe_single_writer`` on a backend without an exclusive create.
+        False if the storage was opened with ``unsafe_single_writer``.
     max_create_bytes
-        Largest object `create` accepts.
+        Largest object that `create` accepts, in bytes.
     is_remote
-        Whether a request waits for a network, so that several at once are faster than one after the other.
+        Whether requests wait for a network, so that concurrent requests are faster.
     recipe
-        How another process opens the same place; None where none can (memory, a file system object of the caller's).
+        How another process opens the same storage; None if it cannot (memory, or the caller's file system object).
     """
 
     max_create_bytes: ClassVar[int] = MAX_CREATE_BYTES
@@ -117,16 +117,16 @@ class Storage(ABC):
         return f"<{type(self).__name__} {self.url}>"
 
     def read(self, key: str, *, start: int | None = None, stop: int | None = None) -> bytes | None:
-        """Return the object's bytes in [start, stop), clipped to its size, or None if it is not there.
+        """Return the object's bytes in [start, stop), clipped to its size, or None if it does not exist.
 
-        One real request that no cache answers; never a listing.
+        One request, never answered from a cache; never a listing.
 
         Raises
         ------
         BadName, BadInput
-            The key or the range cannot be one.
+            The key or the range is invalid.
         AccessDenied, StorageFailure
-            The backend refused or failed; ``__cause__`` says how.
+            The backend refused or failed; ``__cause__`` is its error.
         """
         check_key(key)
         first = 0 if start is None else start
@@ -137,21 +137,21 @@ class Storage(ABC):
                 found=(start, stop),
             )
         if stop is not None and stop == first:
-            # An empty range still tells a present object from an absent one, and HTTP has no empty range.
+            # HTTP has no empty range: read one byte to check that the object exists.
             return None if self._read(key, first, first + 1) is None else b""
         return self._read(key, first, stop)
 
     def read_document(self, key: str, limit_bytes: int) -> bytes | None:
-        """Return a document's bytes, or None if it is not there; refuses one of more than ``limit_bytes``.
+        """Return a document's bytes, or None if it does not exist; raise if it exceeds ``limit_bytes``.
 
-        One request, and memory for ``limit_bytes`` + 1 bytes at most, whatever the size of the stored object.
+        One request. Memory: at most ``limit_bytes`` + 1 bytes, whatever the size of the stored object.
 
         Raises
         ------
         CorruptObject
             It is larger, so it is no document of the format.
         BadName, AccessDenied, StorageFailure
-            As `read`.
+            As for `read`.
         """
         data = self.read(key, start=0, stop=limit_bytes + 1)
         if data is not None and len(data) > limit_bytes:
@@ -165,14 +165,14 @@ class Storage(ABC):
         return data
 
     def put_document(self, key: str, data: bytes, limit_bytes: int) -> None:
-        """Put a document that `read_document` with the same limit reads.
+        """Write a document that `read_document` with the same limit accepts.
 
         Raises
         ------
         BadInput
             It is larger; nothing was written.
         BadName, AccessDenied, StorageFailure
-            As `put`.
+            As for `put`.
         """
         if len(data) > limit_bytes:
             raise BadInput(
@@ -186,35 +186,35 @@ class Storage(ABC):
     def put(self, key: str, data: bytes | memoryview) -> None:
         """Create or overwrite an object; readers see the old bytes or the new, never a mixture.
 
-        ``data`` is not kept. Local folders become durable with `sync_folders`.
+        ``data`` is not referenced afterwards. `sync_folders` makes the names of local files durable.
 
         Raises
         ------
         BadName
-            The key cannot be one.
+            The key is invalid.
         AccessDenied, StorageFailure
-            The backend refused or failed; the object holds either content.
+            The backend refused or failed; the object has its old or its new content.
         """
         check_key(key)
         self._put(key, data)
 
     def create(self, key: str, data: bytes) -> CreateOutcome:
-        """Try once to create an object that must not exist yet, and say what is known about the attempt.
+        """Try once to create an object that must not exist; return what is known about the attempt.
 
-        All attempts on one key, from any number of processes, have at most one winner. Only `CREATED` is a
-        proof; after every other outcome the caller reads the key and compares.
+        All attempts on one key, from any number of processes, have at most one winner. Only `CREATED` is proof of
+        success; after every other outcome the caller has to read the key and compare.
 
         Raises
         ------
         BadName, BadInput
-            The key cannot be one, or the object is larger than `max_create_bytes`; nothing was sent.
+            The key is invalid, or the object is larger than `max_create_bytes`; nothing was sent.
         AccessDenied
-            The backend refused the credentials. An inner retry may have hidden an earlier success, so
-            even then staged data must be left alone.
+            The backend refused the credentials. A retry inside its client may have hidden an earlier success, so staged
+            data must be kept.
         UnsafeBackend
-            The backend turned out to have no exclusive create; nothing was written.
+            The backend has no exclusive create; nothing was written.
         StorageFailure
-            This attempt is known to have made nothing: the disk was full before the object had its name.
+            This attempt created nothing: for example, the disk was full before the object had its name.
         """
         check_key(key)
         if len(data) > self.max_create_bytes:
@@ -227,29 +227,29 @@ class Storage(ABC):
             )
         outcome, error = self._create(key, bytes(data))
         if error is not None:
-            # The type alone: texts of backend errors may repeat options.
+            # Log only the type: the text of a backend error may contain options.
             logger.debug("create %s in %s: %s (%s)", key, self.url, outcome.value, type(error).__name__)
         return outcome
 
     def list_objects(self, prefix: str) -> Iterator[ObjectStat]:
         """Yield every object below the folder ``prefix`` (recursive, '' is the root), sorted within folders.
 
-        Names that are no keys (`is_key`), leftovers of local writes among them, are not shown.
-        Objects written or deleted meanwhile may or may not appear. Raises as `read` does.
+        Skips names that are no valid keys (`is_key`), such as leftovers of local writes. Objects that are written or
+        deleted meanwhile may or may not appear. Raises as `read` does.
         """
         return self._list_objects(check_prefix(prefix))
 
     def list_folders(self, prefix: str) -> list[str]:
-        """Return the sorted names, one level down, of the folders below ``prefix`` that hold objects.
+        """Return the sorted names, one level down, of the folders below ``prefix`` that contain objects.
 
-        And of symbolic links, which may stand for one: what is in it cannot be read or listed (`list_links`).
+        Includes symbolic links, which may point to a folder; their content cannot be read or listed (`list_links`).
         """
         return self._list_folders(check_prefix(prefix))
 
     def list_links(self, prefix: str) -> list[str]:
-        """Return the keys of symbolic links at or below ``prefix``: local folders can have them, and no store may.
+        """Return the keys of symbolic links at or below ``prefix``; only local folders can have them.
 
-        None is followed: reading, writing or listing behind one is a `StorageFailure`, and deleting one takes the link.
+        Reading, writing or listing through a link raises `StorageFailure`; deleting its key deletes the link.
 
         Raises
         ------
@@ -259,21 +259,21 @@ class Storage(ABC):
         return []
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects; absent ones are fine. After a failure the others may be gone or not: call again.
+        """Delete objects; ignore absent ones. After a failure any of the others may be deleted: retry.
 
         Raises
         ------
         BadName
-            Before anything is deleted, if one of the keys cannot be one.
+            One of the keys is invalid; nothing was deleted.
         AccessDenied, StorageFailure
             At least one object could not be deleted.
         """
         self._delete([check_key(key) for key in keys])
 
     def sync_folders(self, keys: Iterable[str]) -> None:
-        """Make the folder entries of these keys durable: every folder between them and the root, once each.
+        """Make the folder entries of these keys durable: sync each folder from them up to the root once.
 
-        Does nothing on backends where a finished `put` is durable by itself.
+        Does nothing on backends where a finished `put` is durable.
         """
         for key in keys:
             check_key(key)
@@ -284,19 +284,19 @@ class Storage(ABC):
         *,
         older_than_s: float = 86_400.0,  # noqa: ARG002 - for backends that can have leftovers
     ) -> int:
-        """Remove leftovers of interrupted writes below ``prefix``; return how many (0 if none can exist)."""
+        """Delete leftovers of interrupted writes below ``prefix``; return how many."""
         check_prefix(prefix)
         return 0
 
     def probe(self) -> None:
-        """Write one object twice exclusively and check that the second attempt was refused; cleans up.
+        """Create one object twice exclusively, check that the second attempt is refused, and delete it.
 
         Raises
         ------
         UnsafeBackend
-            The second attempt was not refused or changed the content.
+            The second attempt was not refused, or changed the content.
         AccessDenied, StorageFailure
-            The object could not be written or read at all.
+            The object could not be written or read.
         """
         key = f"{PROBE_FOLDER}/{uuid.uuid4().hex}"
         first, second = f"first {key}".encode(), f"second {key}".encode()
@@ -313,7 +313,7 @@ class Storage(ABC):
             try:
                 self._delete([key])
             except StorageFailure as error:
-                # A writer may lack the right to delete; a leftover probe object harms nobody.
+                # A writer may lack the right to delete; a remaining probe object is harmless.
                 logger.debug("probe object %s in %s was left behind: %s", key, self.url, error)
 
     def _probe_create(self, key: str, data: bytes, *, refused: bool) -> None:
@@ -350,7 +350,7 @@ class Storage(ABC):
 
     @abstractmethod
     def _create(self, key: str, data: bytes) -> tuple[CreateOutcome, BaseException | None]:
-        """Return the outcome and, unless it is clean, the error behind it (safe to attach as a cause)."""
+        """Return the outcome and the backend's error, if any (without options, so usable as a cause)."""
 
     @abstractmethod
     def _list_objects(self, folder: str) -> Iterator[ObjectStat]: ...

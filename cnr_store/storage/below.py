@@ -1,7 +1,7 @@
-"""Open what lies below a folder without following a symbolic link on the way, and without a gap between look and use.
+"""Open a path below a folder without following symbolic links or a race between check and use.
 
-A link below a store's root would lead deletions, writes and reads somewhere else. Linux refuses them in one system call
-(``openat2``, since 5.6, which Python has no function for); elsewhere the path is walked part by part.
+A link below a store's root would redirect deletions, writes and reads to another folder. Linux refuses links in one
+system call (``openat2``, since 5.6, without a Python function); elsewhere the path is opened part by part.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from functools import cache
 from typing import Any
 
 FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
-"""To open a folder as the place of its entries; to list or sync it, it is opened with `LISTED_FOLDER`."""
+"""Flags to open a folder for access to its entries; to list or sync it use `LISTED_FOLDER`."""
 
 LISTED_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 _OPENAT2 = 437
-"""The same number on every architecture, as for all system calls of its age."""
+"""The system call's number, which is the same on every architecture."""
 
 _RESOLVE_NO_SYMLINKS, _RESOLVE_BENEATH = 0x04, 0x08
 
@@ -30,12 +30,12 @@ class _OpenHow(ctypes.Structure):
 
 
 def open_below(folder: int, path: str, flags: int) -> int:
-    """Return a descriptor of ``path`` below an open folder, which has no empty or dotted parts; creates nothing.
+    """Return a descriptor of ``path`` (no empty or dotted parts) below an open folder; creates nothing.
 
     Raises
     ------
     OSError
-        ``ELOOP`` where a part of the path is a symbolic link; else as `os.open`.
+        ``ELOOP`` if a part of the path is a symbolic link; else as `os.open`.
     """
     openat2 = _openat2()
     if openat2 is None:
@@ -48,12 +48,12 @@ def open_below(folder: int, path: str, flags: int) -> int:
 
 
 def make_below(folder: int, path: str) -> int:
-    """Return a descriptor (`FOLDER`) of the folder ``path`` below an open folder; what is missing is made.
+    """Return a descriptor (`FOLDER`) of the folder ``path`` below an open folder; create missing folders.
 
     Raises
     ------
     OSError
-        As `open_below`. ``ENOENT`` where a folder went again while the one in it was made.
+        As for `open_below`. ``ENOENT`` if a new folder was deleted before the one inside it was created.
     """
     fd = os.dup(folder)
     for part in path.split("/"):
@@ -85,7 +85,7 @@ def _open_one(folder: int, name: str, flags: int) -> int:
     try:
         return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     except NotADirectoryError:
-        # What a link answers to O_DIRECTORY, too.
+        # O_DIRECTORY gives this error for a link, too.
         if stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), name) from None
         raise
@@ -98,7 +98,7 @@ def _how(flags: int) -> Any:
 
 @cache
 def _openat2() -> Any:
-    """The system call, or None where the kernel, or what confines this process, does not have it."""
+    """Return the system call, or None if the kernel or this process's sandbox does not support it."""
     if not sys.platform.startswith("linux"):
         return None
     call = ctypes.CDLL(None, use_errno=True).syscall

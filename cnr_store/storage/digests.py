@@ -1,4 +1,4 @@
-"""The inventory digest of an object, and reading an object that must be exactly what the inventory says."""
+"""The inventory digest of an object, and reads that are checked against the inventory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cnr_store.storage.base import Storage
 def object_digest(data: bytes | bytearray | memoryview) -> str:
     """Return the xxh3-128 of the bytes as 32 hex digits. No I/O.
 
-    Never a crc over bytes that end in their own crc32c: that is one constant for every valid chunk.
+    A CRC would not do: over bytes that end in their own crc32c it is the same constant for every valid chunk.
 
     >>> object_digest(b"")
     '99aa06d3014798d86001c324468d497f'
@@ -22,14 +22,14 @@ def object_digest(data: bytes | bytearray | memoryview) -> str:
 def read_verified(storage: Storage, key: str, *, size_bytes: int, digest: str) -> bytes:
     """Return the object's bytes after checking them against the inventory.
 
-    Takes memory for ``size_bytes`` + 1 bytes at most, whatever the size of the stored object.
+    Blocks. Memory: at most ``size_bytes`` + 1 bytes, whatever the size of the stored object.
 
     Raises
     ------
     MissingObject
-        There is no such object.
+        The object does not exist.
     CorruptObject
-        Its size or digest is not what the inventory says.
+        Its size or digest differs from the inventory.
     AccessDenied, StorageFailure
         The backend refused or failed.
     """

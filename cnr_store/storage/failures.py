@@ -1,8 +1,8 @@
-"""What a backend's exception means, decided by type, errno, error code and HTTP status.
+"""Classify a backend's exception by type, errno, error code and HTTP status.
 
-Message texts are never read: they differ between servers and change between releases. Anything that is not
-recognised counts as "may have landed", which is always safe, since the caller then reads back. No I/O, and
-no import of any backend: replies are recognised by their shape.
+Message texts are never read: they differ between servers and change between releases. An unrecognised error means "the
+object may be written", which is always safe, because the caller then reads back. No I/O, and no import of any backend:
+replies are recognised by their attributes.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ _CUT_OFF = {
     "aiohttp": {"ClientConnectionError", "ClientPayloadError"},
     "azure": {"ServiceRequestError", "ServiceResponseError"},
 }
-"""Classes of the drivers' libraries for a request without a whole answer, which are none of Python's own."""
+"""Exception classes of the drivers' libraries for a request without a complete answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a server answered: its error code and HTTP status, as far as the exception tells."""
+    """A server's answer: error code and HTTP status, each None if the exception does not have it."""
 
     code: str | None
     status: int | None
 
 
 def create_outcome(error: BaseException) -> CreateOutcome:
-    """Return what a failed exclusive create means; never `CREATED`.
+    """Return the outcome of an exclusive create that raised; never `CREATED`.
 
-    The outermost error that says something decides. Check `is_denied` first.
+    The outermost classified error in the chain decides. Check `is_denied` first.
     """
     for link in _chain(error):
         if isinstance(link, FileExistsError):
@@ -56,17 +56,17 @@ def create_outcome(error: BaseException) -> CreateOutcome:
         if reply is not None:
             return _outcome_of(reply)
     if isinstance(error, OSError) and error.errno == errno.EINVAL:
-        # s3fs turns a 412 whose body does not name the condition into EINVAL (SeaweedFS, Ceph), and not
-        # every version keeps the reply as its cause.
+        # s3fs turns a 412 whose body does not name the condition into EINVAL (SeaweedFS, Ceph), and some versions do
+        # not attach the reply as the cause.
         return CreateOutcome.EXISTS
     return CreateOutcome.UNKNOWN
 
 
 def is_denied(error: BaseException) -> bool:
-    """Say whether the backend refused the credentials or the right to write.
+    """Return whether the backend refused the credentials or the right to write.
 
-    The outermost error that says something decides: behind a refusal that was answered to an earlier attempt, one that
-    was cut off may have landed.
+    The outermost classified error in the chain decides: after a refused attempt, a later one that was cut off may have
+    been written.
     """
     for link in _chain(error):
         if isinstance(link, PermissionError) or (isinstance(link, OSError) and link.errno in _DENIED_ERRNO):
@@ -80,7 +80,7 @@ def is_denied(error: BaseException) -> bool:
 
 
 def is_absent(error: BaseException) -> bool:
-    """Say whether the object is not there, while its bucket or container (as far as is known) is."""
+    """Return whether the object does not exist, and its bucket or container, as far as known, does."""
     found = False
     for link in _chain(error):
         reply = reply_of(link)
@@ -93,13 +93,13 @@ def is_absent(error: BaseException) -> bool:
 
 
 def is_past_end(error: BaseException) -> bool:
-    """Say whether a range began at or behind the end of an object that exists."""
+    """Return whether a range began at or after the end of an existing object."""
     replies = [reply for reply in map(reply_of, _chain(error)) if reply is not None]
     return any(reply.status == 416 or reply.code in _PAST_END_CODES for reply in replies)
 
 
 def reply_of(error: BaseException) -> Reply | None:
-    """Return the server's answer held by one exception (botocore, azure-core or gcsfs), or None."""
+    """Return the server's answer from one exception (botocore, azure-core or gcsfs), or None."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore ClientError
         code = response.get("Error", {}).get("Code")
@@ -108,7 +108,7 @@ def reply_of(error: BaseException) -> Reply | None:
         return Reply(text, _status(text) if status is None else status)
     if hasattr(error, "status_code"):  # azure-core HttpResponseError
         status, code = _status(error.status_code), getattr(error, "error_code", None)
-        # The SDK's error codes are string enums, whose str() is not their value.
+        # The SDK's error codes are string enums; their str() is not the value.
         text = None if code is None else str(getattr(code, "value", code))
         return None if status is None and text is None else Reply(text, status)
     status = _status(getattr(error, "code", None))  # gcsfs HttpError, google-api-core
@@ -118,7 +118,7 @@ def reply_of(error: BaseException) -> Reply | None:
 def storage_failure(
     error: BaseException, *, action: str, url: str, key: str | None, secrets: Secrets
 ) -> StorageFailure:
-    """Return the error to raise for a backend's exception, its cause attached and free of options.
+    """Return the error to raise for a backend's exception, with a cause that contains no options.
 
     Parameters
     ----------
@@ -164,7 +164,7 @@ def _outcome_of(reply: Reply) -> CreateOutcome:
 
 
 def _is_cut_off(error: BaseException) -> bool:
-    """Whether the request ended without an answer: what it did is not known, whatever was answered before."""
+    """Return whether the request ended without an answer, so its effect is unknown."""
     if isinstance(error, (TimeoutError, ConnectionError, asyncio.CancelledError)):
         return True
     kinds = type(error).__mro__

@@ -1,14 +1,14 @@
-"""Local and mounted folders, with our own exclusive create: fsspec's is exists() + open(), which is a race.
+"""Local and mounted folders, with an own exclusive create: fsspec's, exists() + open(), is a race.
 
 An object is written to a temporary file in its own folder, made durable, then linked (exclusive) or renamed
-(overwriting) to its name, so no name ever shows half an object. `link` fails if the target exists, on every
-file system that has hard links; those without are refused.
+(overwriting) to its name. So no name ever refers to a partial object. `link` fails if the target exists, on every file
+system with hard links; file systems without them are refused.
 
-The root may be a symbolic link, nothing below it: what is below is reached from the root's descriptor without
-following one (`open_below`), so that no call, least of all a deletion, acts on another folder than the store's.
+The root may be a symbolic link, but nothing below it: paths are opened from the root's descriptor without following
+links (`open_below`), so no call, in particular no deletion, acts on a folder outside the store.
 """
 
-# The order of single system calls is what this module is about; pathlib hides it.
+# This module depends on the order of single system calls, which pathlib hides.
 # ruff: noqa: PTH100, PTH103, PTH112, PTH114, PTH118, PTH120
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _WRITE_BYTES = 64 * 1024 * 1024
 
 
 class LocalStorage(Storage):
-    """Objects are files under ``root``. Nothing is created before the first write."""
+    """Objects as files below ``root``, which is created by the first write."""
 
     def __init__(self, root: str, *, fsync: bool = True, unsafe_single_writer: bool = False) -> None:
         if "\0" in root:
@@ -56,7 +56,7 @@ class LocalStorage(Storage):
 
     def _read(self, key: str, start: int, stop: int | None) -> bytes | None:
         try:
-            # O_NONBLOCK: a named pipe in the place of an object must not hang a reader.
+            # O_NONBLOCK: a named pipe in place of an object must not block a reader.
             fd = self._open(key, os.O_RDONLY | os.O_NONBLOCK)
             try:
                 status = os.fstat(fd)
@@ -90,12 +90,12 @@ class LocalStorage(Storage):
                 except FileExistsError as error:
                     refusal = error
                 _unlink_quietly(temporary, folder)
-            # Also after a refusal: the object found may be ours (NFS repeats a request whose reply was lost),
-            # and must be durable before a read-back lets the caller acknowledge it.
+            # Also after a refusal: the existing object may be ours (NFS repeats a request whose reply was lost), and
+            # must be durable before the caller reads it back and acknowledges it.
             for above in _folders_of(key):
                 self._sync(above)
         except OSError as error:
-            # Without its bytes the object has not got its name: no need to ask again until a deadline.
+            # The object gets its name after its bytes, so here it does not exist and the caller need not retry.
             is_nothing = not is_written and (error.errno in _NO_SPACE or error.errno == errno.ELOOP)
             if is_nothing or is_denied(error):
                 raise self._failure(error, "creating", key) from error
@@ -126,12 +126,12 @@ class LocalStorage(Storage):
 
     def _list_objects(self, folder: str) -> Iterator[ObjectStat]:
         for key, status in self._walk(folder):
-            # A symbolic link is listed as what would have its name: reading it is refused, deleting it takes the link.
+            # A symbolic link is listed as an object: reading it is refused, deleting it deletes the link.
             if stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode):
                 yield ObjectStat(key, status.st_size, status.st_mtime_ns // 1_000_000)
 
     def _walk(self, folder: str) -> Iterator[tuple[str, os.stat_result]]:
-        """Everything below a folder that is none itself, sorted within folders."""
+        """Yield everything below a folder except folders, sorted within folders."""
         for key, status in self._entries(folder):
             if status is None:
                 yield from self._walk(key)
@@ -141,15 +141,15 @@ class LocalStorage(Storage):
     def _list_folders(self, folder: str) -> list[str]:
         def is_there(key: str, status: os.stat_result | None) -> bool:
             if status is None:
-                # As on object stores, a folder is there when an object is in it.
+                # As on object stores, a folder exists if it contains an object.
                 return any(True for _ in self._list_objects(key))
-            # A link may stand for one: whoever goes on to what is in it is told.
+            # A link may point to a folder: an access to its content raises.
             return stat.S_ISLNK(status.st_mode)
 
         return [_name_of(key) for key, status in self._entries(folder) if is_there(key, status)]
 
     def list_links(self, prefix: str) -> list[str]:
-        """Return what is a symbolic link at or below a folder; see `Storage.list_links`."""
+        """Return the keys of symbolic links at or below a folder; see `Storage.list_links`."""
         start = check_prefix(prefix)
         if (link := self._link_on_the_way_to(start)) is not None:
             return [link]
@@ -172,12 +172,12 @@ class LocalStorage(Storage):
 
     def _remove_if_empty(self, emptied: str) -> None:
         if not emptied:
-            return  # the root stays
+            return  # the root is kept
         try:
             with self._opened(_folder_of(emptied)) as folder:
                 os.rmdir(_name_of(emptied), dir_fd=folder)
         except OSError:
-            pass  # It is not empty, or gone already.
+            pass  # It is not empty, or already deleted.
 
     def sync_folders(self, keys: Iterable[str]) -> None:
         """Fsync every folder between these keys and the root, the root included, deepest first, once each."""
@@ -188,7 +188,7 @@ class LocalStorage(Storage):
                 raise self._failure(error, "syncing the folder", folder) from error
 
     def sweep(self, prefix: str = "", *, older_than_s: float = 86_400.0) -> int:
-        """Remove temporary files older than ``older_than_s`` and empty folders; return how many files."""
+        """Delete temporary files older than ``older_than_s`` and empty folders; return the number of files."""
         start = check_prefix(prefix)
         oldest = time.time() - older_than_s
         removed = 0
@@ -211,7 +211,7 @@ class LocalStorage(Storage):
         return removed
 
     def _entries(self, folder: str) -> list[tuple[str, os.stat_result | None]]:
-        """The keys in a folder, sorted, each with what is there; None where that is a folder."""
+        """Return the sorted keys in a folder, each with its status; None for a folder."""
         found: list[tuple[str, os.stat_result | None]] = []
         try:
             with self._opened(folder, LISTED_FOLDER) as fd, os.scandir(fd) as entries:
@@ -229,7 +229,7 @@ class LocalStorage(Storage):
 
     @contextlib.contextmanager
     def _written(self, key: str, data: bytes | memoryview) -> Iterator[tuple[int, str]]:
-        """Give the object's folder and the name of a temporary file there that has the bytes; it goes with an error."""
+        """Write a temporary file, deleted after an error; yield its folder's descriptor and its name."""
         temporary = f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
         folder, fd = self._open_new(_folder_of(key), temporary)
         try:
@@ -247,7 +247,7 @@ class LocalStorage(Storage):
             os.close(folder)
 
     def _open_new(self, folder: str, temporary: str) -> tuple[int, int]:
-        """Descriptors of a folder, made if it is missing, and of a new file in it."""
+        """Return descriptors of a folder, created if missing, and of a new file in it."""
         for attempt in range(_FOLDER_ATTEMPTS):
             try:
                 place = self._open(folder, FOLDER)
@@ -257,10 +257,10 @@ class LocalStorage(Storage):
                     os.close(place)
                     raise
             except FileNotFoundError:
-                # Missing, or removed by a delete that emptied it between the two calls.
+                # The folder is missing, or a delete emptied and removed it between the two calls.
                 if attempt == _FOLDER_ATTEMPTS - 1:
                     raise
-                # makedirs says "exists" of a folder that goes between its own two looks, too.
+                # makedirs also raises FileExistsError if the folder is removed between its own two checks.
                 with contextlib.suppress(FileNotFoundError, FileExistsError):
                     self._make_root()
                     with self._opened("") as root:
@@ -291,7 +291,7 @@ class LocalStorage(Storage):
             os.close(fd)
 
     def _open(self, path: str, flags: int) -> int:
-        """Return a descriptor of what is at ``path``, or of the root; ``ELOOP`` where a link is on the way."""
+        """Return a descriptor of ``path``, or of the root; ``ELOOP`` if a part of the path is a link."""
         if not path:
             return os.open(self.root, flags)
         root = os.open(self.root, FOLDER)
@@ -338,7 +338,7 @@ def _read_range(fd: int, start: int, stop: int) -> bytes:
     pieces = []
     while start < stop:
         piece = os.pread(fd, stop - start, start)
-        if not piece:  # cut short while it was read: the caller's size check tells
+        if not piece:  # cut short during the read: the caller checks the size
             break
         pieces.append(piece)
         start += len(piece)
@@ -353,11 +353,11 @@ def _write_all(fd: int, data: bytes | memoryview) -> None:
 
 
 def _sync_folder(fd: int) -> None:
-    """Fsync an open folder, and close it."""
+    """Fsync an open folder and close it."""
     try:
         os.fsync(fd)
     except OSError as error:
-        # Some network file systems cannot sync a folder and make entries durable on their own.
+        # Some network file systems cannot sync a folder, and make entries durable themselves.
         if error.errno not in _NO_FOLDER_SYNC:
             raise
     finally:
@@ -373,6 +373,6 @@ def _is_link(key: str) -> OSError:
 
 
 def _unlink_quietly(name: str, folder: int) -> None:
-    # Renamed away already, or the failure that brought us here also stops this; `sweep` finds what is left.
+    # It may already be renamed, or fail for the same reason as the write; `sweep` deletes leftovers later.
     with contextlib.suppress(OSError):
         os.unlink(name, dir_fd=folder)

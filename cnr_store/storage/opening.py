@@ -1,4 +1,4 @@
-"""From a URL, or a file system the caller made, to the `Storage` that can create exclusively there."""
+"""Open the `Storage` of a URL, or of the caller's file system object."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ def open_storage(
     fsync: bool = True,
     unsafe_single_writer: bool = False,
 ) -> Storage:
-    """Return the storage at a path or URL. Sends no request and creates nothing; `Storage.probe` checks it.
+    """Return the storage at a path or URL. No request, nothing is created; `Storage.probe` checks it.
 
     Parameters
     ----------
     url
         A local path, or a URL: ``file://``, ``memory://``, ``s3://``, ``gs://``, ``abfs://``, ...
     storage_options
-        Handed to the fsspec driver as they are; their values appear in no message, log or record.
+        Passed to the fsspec driver unchanged; their values never appear in a message, log or record.
     fsync
-        Local only: make every object durable before it is named. False is for tests and scratch data.
+        Local only: make every object durable before it gets its name. False is for tests and scratch data.
     unsafe_single_writer
-        Accept a backend without an exclusive create, whichever driver it has: a create then looks first and writes.
-        Two writers at once lose acknowledged commits.
+        Accept a backend without an exclusive create: a create then checks for existence and writes. Two concurrent
+        writers lose acknowledged commits.
 
     Raises
     ------
     BadInput
-        The protocol is unknown, or options are given for a local path.
+        The protocol is unknown, or options were given for a local path.
     MissingDependency
         The driver is not installed; the message names the extra.
     UnsafeBackend
@@ -77,7 +77,7 @@ def open_storage(
         storage = LocalStorage(
             place[match.end() :] if match else place, fsync=fsync, unsafe_single_writer=unsafe_single_writer
         )
-        place = storage.url  # a relative path means something else in a process that runs elsewhere
+        place = storage.url  # a relative path differs in a process with another working directory
     else:
         secrets = Secrets(options, place)
         fs, root = _connect(place, scheme, options, secrets)
@@ -88,7 +88,7 @@ def open_storage(
 
 
 def reopen_storage(recipe: StorageRecipe) -> Storage:
-    """Return the storage that a recipe is of, in this process; see `open_storage`."""
+    """Open the storage of a recipe in this process; see `open_storage`."""
     return open_storage(
         recipe.place,
         storage_options=recipe.storage_options,
@@ -98,15 +98,15 @@ def reopen_storage(recipe: StorageRecipe) -> Storage:
 
 
 def storage_from_filesystem(fs: fsspec.AbstractFileSystem, root: str, *, unsafe_single_writer: bool = False) -> Storage:
-    """Return the storage at ``root`` of a file system object; its exclusive create is chosen by its class.
+    """Return the storage at ``root`` of a file system object; its class decides the exclusive create.
 
-    A class may declare ``cnr_exclusive_create = True`` if its ``pipe_file(path, data, mode="create")`` is
-    exclusive and raises FileExistsError for the loser; `cnr_store.testing.contract.StorageContract` checks it.
+    A class may declare ``cnr_exclusive_create = True`` if its ``pipe_file(path, data, mode="create")`` is exclusive and
+    raises FileExistsError for the loser; `cnr_store.testing.contract.StorageContract` checks it.
 
     Raises
     ------
     UnsafeBackend
-        The class is a cache, or not known to create exclusively.
+        The class is a cache, or is not known to create exclusively.
     """
     if type(fs) is LocalFileSystem:
         return LocalStorage(root, unsafe_single_writer=unsafe_single_writer)
@@ -118,8 +118,8 @@ def storage_from_filesystem(fs: fsspec.AbstractFileSystem, root: str, *, unsafe_
 
 def _connect(url: str, scheme: str, options: dict[str, Any], secrets: Secrets) -> tuple[fsspec.AbstractFileSystem, str]:
     if scheme in _EXTRAS:
-        # No listing may be older than its request. And no cache of instances: it would keep the options
-        # for the life of the process and hand one client to callers with other needs.
+        # No cached listings: a listing must not be older than its request. No cached instances: they would keep the
+        # options for the life of the process, and share one client between callers with different options.
         options = {"use_listings_cache": False, "skip_instance_cache": True, **options}
     shown = redact_url(url)
     try:
@@ -156,13 +156,13 @@ def _storage(
 
 
 def _known_kind(fs: fsspec.AbstractFileSystem) -> type[RemoteStorage] | None:
-    """How a file system creates objects exclusively, where it is known to."""
+    """Return the class for a file system that is known to create exclusively, else None."""
     if getattr(type(fs), "cnr_exclusive_create", False) is True:
         return OtherStorage
     if isinstance(fs, MemoryFileSystem):
         return MemoryStorage
     for names, kind in _DRIVERS:
-        # By protocol and module: a look-alike that registers "s3" for itself has not shown what it does.
+        # Check protocol and module: another driver that registers "s3" may behave differently.
         if names.intersection(_protocols(fs)) and type(fs).__module__.partition(".")[0] in _MODULES:
             return kind
     return None

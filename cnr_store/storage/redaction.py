@@ -1,4 +1,4 @@
-"""Keep options and credentials out of every message: URLs for display, and causes that repeat an option."""
+"""Remove options and credentials from messages: from URLs, and from causes that contain an option."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def redact_url(url: str) -> str:
 
 
 class RedactedCause(Exception):
-    """Stands for a backend's exception whose own text repeats an option; names its type."""
+    """Replaces a backend's exception whose text contains an option; its message names the original type."""
 
 
 class Secrets:
-    """The option values of one storage, so that texts can be searched for them. Never prints them."""
+    """The option values of one storage, to find and mask them in texts. Its repr does not show them."""
 
     def __init__(self, options: Mapping[str, Any] | None = None, url: str = "") -> None:
         found = set(_strings(dict(options or {})))
@@ -52,7 +52,7 @@ class Secrets:
         return text
 
     def without(self, error: BaseException) -> BaseException:
-        """Return ``error``, or a stand-in if its text or that of an error behind it repeats an option."""
+        """Return ``error``, or a `RedactedCause` if its text or that of a cause contains an option."""
         if not self._values or not any(self._shows(link) for link in _all_behind(error)):
             return error
         return RedactedCause(f"{type(error).__module__}.{type(error).__name__}: {self.redact(str(error))}")

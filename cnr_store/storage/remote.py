@@ -1,7 +1,7 @@
-"""Object stores and other file systems behind fsspec: one class per way of creating an object exclusively.
+"""Object stores and other fsspec file systems: one class per way of creating an object exclusively.
 
-Reads are always `cat_file`, one request: open files, `exists` and listings may answer from caches. Options
-stay inside the file system object; this module never formats them.
+Reads always use `cat_file`, which is one request: open files, `exists` and listings may use caches. Options are kept
+inside the file system object; this module never formats them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _RAISE: Any = object()
 _DELETE_THREADS = 16
 _TIME_FIELDS = ("LastModified", "last_modified", "mtime", "modified", "updated", "created")
 
-# All memory file systems of a process share one dict, so one lock serves them all.
+# All memory file systems of a process share one dict, so they share one lock.
 _MEMORY_LOCK = threading.Lock()
 
 
 class RemoteStorage(Storage):
-    """Objects under ``root`` of an fsspec file system whose ``pipe_file(mode="create")`` is exclusive.
+    """Objects below ``root`` of an fsspec file system whose ``pipe_file(mode="create")`` is exclusive.
 
-    Where it is not, the caller may have said that nobody else writes: then ``is_exclusive`` is False.
+    If it is not, ``is_exclusive`` is False and the caller guarantees that no other process writes.
     """
 
     read_options: ClassVar[dict[str, Any]] = {}
@@ -86,7 +86,7 @@ class RemoteStorage(Storage):
         self._pipe(key, data, mode="create")
 
     def _pipe_unless_there(self, key: str, data: bytes) -> None:
-        """Look first and then write: right only while nobody else writes, which the caller has vouched for."""
+        """Check that the object does not exist, then write it: correct only with a single writer."""
         if self._read(key, 0, 1) is not None:
             raise FileExistsError(key)
         self._pipe(key, data)
@@ -95,7 +95,7 @@ class RemoteStorage(Storage):
         start = f"{folder}/" if folder else ""
         for name, info in self._found(folder).items():
             key = self._key_of(name)
-            # "name/" is how some tools mark an empty folder; drivers list an object below itself.
+            # Some tools mark an empty folder by an object "name/"; drivers may list an object below itself.
             if info.get("type") == "file" and not name.endswith("/") and key.startswith(start) and is_key(key):
                 yield ObjectStat(key, int(info["size"] or 0), _modified_ms(info))
 
@@ -103,7 +103,7 @@ class RemoteStorage(Storage):
         def find() -> dict[str, dict[str, Any]]:
             self._fs.invalidate_cache()
             found = self._fs.find(self._path(folder), detail=True)
-            return found if isinstance(found, dict) else {}  # adlfs answers [path] when the path is an object
+            return found if isinstance(found, dict) else {}  # adlfs returns [path] if the path is an object
 
         return self._ask("listing", folder, find, absent={})
 
@@ -123,7 +123,7 @@ class RemoteStorage(Storage):
             for key in keys:
                 self._delete_one(key)
             return
-        # One request per object: the bulk calls of fsspec drivers drop the errors of single objects.
+        # One request per object: the bulk calls of fsspec drivers ignore errors of single objects.
         with ThreadPoolExecutor(min(_DELETE_THREADS, len(keys)), thread_name_prefix="cnr-delete") as pool:
             for _ in pool.map(self._delete_one, keys):
                 pass
@@ -140,7 +140,7 @@ class RemoteStorage(Storage):
         absent: _T | Any = _RAISE,
         past_end: Any = _RAISE,
     ) -> _T | Any:
-        """Return what ``call`` returns, or the stand-in for an absent object or a range past its end."""
+        """Return the result of ``call``, or the given value for an absent object or a range past its end."""
         try:
             return call()
         except Exception as error:  # noqa: BLE001 - drivers raise whatever their SDK does
@@ -162,7 +162,7 @@ class RemoteStorage(Storage):
 
 
 class MemoryStorage(RemoteStorage):
-    """The process-wide memory file system: its create is a check and then an assignment, so we lock."""
+    """The process-wide memory file system: its create is a check and an assignment, so a lock is needed."""
 
     is_remote: ClassVar[bool] = False
 
@@ -174,7 +174,7 @@ class MemoryStorage(RemoteStorage):
 class S3Storage(RemoteStorage):
     """s3fs: ``If-None-Match: *`` on a single PUT."""
 
-    # More than one at a time makes s3fs ask for the size first: two requests, and a race with a change.
+    # With a higher value s3fs first requests the size: two requests, and a race with an overwrite.
     read_options: ClassVar[dict[str, Any]] = {"max_concurrency": 1}
 
 
@@ -186,11 +186,11 @@ class GcsStorage(RemoteStorage):
         super()._pipe_new(key, data)
 
     def _refuse_zonal_bucket(self) -> None:
-        is_zonal = getattr(self._fs, "_is_zonal_bucket", None)  # absent when the driver's extension is off
+        is_zonal = getattr(self._fs, "_is_zonal_bucket", None)  # missing if the driver's extension is off
         if is_zonal is None:
             return
         bucket = self._root.strip("/").split("/")[0]
-        if fsspec.asyn.sync(self._fs.loop, is_zonal, bucket):  # the driver keeps the answer
+        if fsspec.asyn.sync(self._fs.loop, is_zonal, bucket):  # the driver caches the answer
             raise UnsafeBackend(
                 f"{self.url} is in a zonal bucket, which ignores an exclusive create; use a regional bucket, or "
                 "unsafe_single_writer=True if nobody else ever writes",
@@ -199,11 +199,11 @@ class GcsStorage(RemoteStorage):
 
 
 class AzureStorage(RemoteStorage):
-    """adlfs: a block blob put with ``If-None-Match: *``."""
+    """adlfs: a block blob written with ``If-None-Match: *``."""
 
 
 class OtherStorage(RemoteStorage):
-    """A file system whose class says ``cnr_exclusive_create = True``, or any for a single writer; makes its folders."""
+    """A file system with ``cnr_exclusive_create = True``, or any for a single writer. Creates folders."""
 
     def _pipe(self, key: str, data: bytes, **options: Any) -> None:
         path = self._path(key)

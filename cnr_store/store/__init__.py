@@ -1,6 +1,6 @@
 """`Store`: opens snapshots and writers; finds and names versions; tags, channels, branches, rollback.
 
-Never encodes rows and never decides when to save. Open `store` first: its methods say which file does the work.
+It never encodes rows and never decides when to save. Open `store` first: its methods name the file that does the work.
 """
 
 from __future__ import annotations

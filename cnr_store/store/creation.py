@@ -1,4 +1,4 @@
-"""The first objects of a store: its identity, its Zarr group and the first record of its log."""
+"""Write the first objects of a store: its identity, its Zarr groups and the first record of its log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cnr_store.storage import CreateOutcome, Storage
 
 
 def create_identity(storage: Storage) -> Identity:
-    """Create ``cnr.json`` and the Zarr group of a root that holds no store. Blocks; a few requests.
+    """Create ``cnr.json`` and the root's Zarr group in a root without a store. Blocks; a few requests.
 
     Raises
     ------
@@ -41,19 +41,19 @@ def create_identity(storage: Storage) -> Identity:
         found = storage.read(layout.IDENTITY, stop=len(data) + 1)
         if found is None:
             raise StorageFailure(
-                f"creating {layout.IDENTITY} in {storage.url} failed ({outcome.value}), and it is not there: no "
-                "store was made; try again, or open the store if that says it exists",
+                f"creating {layout.IDENTITY} in {storage.url} failed ({outcome.value}), and it does not exist: no "
+                "store was created; retry, and open the store if the retry raises StoreExists",
                 path=layout.IDENTITY, found=outcome.value,
             )  # fmt: skip
         if found != data:
-            raise StoreExists(f"{storage.url} holds a store already; open it", path=storage.url)
+            raise StoreExists(f"{storage.url} already contains a store; open it", path=storage.url)
     storage.put(layout.ROOT_GROUP, arrays.group_document({"cnr": {"format": FORMAT, "major": MAJOR, "minor": MINOR}}))
     storage.sync_folders([layout.ROOT_GROUP])
     return identity
 
 
 def read_identity(storage: Storage) -> Identity:
-    """Return what ``cnr.json`` says. One GET.
+    """Return the content of ``cnr.json``. One GET.
 
     Raises
     ------
@@ -66,9 +66,9 @@ def read_identity(storage: Storage) -> Identity:
 
 
 def begin_log(storage: Storage, log: CommitLog, identity: bytes) -> None:
-    """Write the first record of a store's own log, behind the bytes of its ``cnr.json``. Safe to call again.
+    """Write the first record of a store's own log, then the Zarr group of ``data/``. Idempotent; blocks.
 
-    And behind it the Zarr group of the segments: something below ``data/`` without a record is a log that was lost.
+    ``identity``: the bytes of ``cnr.json``. An object below ``data/`` without a first record means a lost log.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What a store is opened on: log, branch or relay, and threads. For the library's own rooms, not for users."""
+"""The log, branch or relay that a store is opened on, and its threads. Internal to the library."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ from cnr_store.store.creation import begin_log
 from cnr_store.store.relay_guard import RelayGuard
 
 _LOOK_BACK = 60
-"""Polls without news before one asks whether there can be news: no record was deleted, a relay is the same one."""
+"""Idle polls between two checks that new records can arrive: no record was deleted, and a relay was not replaced."""
 
 READ_THREADS = 8
-"""Threads that read from a remote store: while some wait for the network, others decode."""
+"""Number of threads that read from a remote store: while some wait for the network, others decode."""
 
 
 class StoreInternals:
-    """The log that a store was opened on, with its threads. Calls block, and raise what the log and storage raise.
+    """The log that a store was opened on, and its threads. Calls block; they raise log and storage errors.
 
     Attributes
     ----------
     storage, identity
-        The root, and what its ``cnr.json`` says.
+        The root, and the content of its ``cnr.json``.
     main, log
-        The store's own log, and the one that is read and appended to: the same, or that of ``branch``.
+        The store's own log, and the log that is read and appended to: the same, or that of ``branch``.
     branch
         The branch that was opened, or None.
     relay
-        What a relay refuses; None where this is no relay.
+        The checks of a relay; None if this is no relay.
     workers, read_workers
-        Threads for writing, and for reading: more of them where the store is remote.
+        Threads for writing, and for reading; a remote store may have more for reading.
     threads
-        How many threads were asked for.
+        The number of threads that the caller asked for.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class StoreInternals:
     # ---- which log this is
 
     def find_log(self) -> None:
-        """Find out whether the root holds a store or a relay. One GET, or two."""
+        """Detect whether the root is a store or a relay. One or two GETs."""
         if beginning.has_begun(self.storage):
             return
         data = self.storage.read_document(layout.RELAY, MAX_SMALL_BYTES)
@@ -91,64 +91,64 @@ class StoreInternals:
             self.main = self.log = self.main.starting_at(marker.first)
 
     def enter(self, main: CommitLog, branch: Branch) -> None:
-        """Go over to a branch of the store whose own log is ``main``. One GET."""
+        """Switch to a branch of the store whose own log is ``main``. One GET."""
         self.main, self.branch = main, branch
         self.log = branches.log_of(main, branch)
         self._has_first = branches.has_first(self.log, branch)
 
     def find_branch(self, name: str) -> Branch:
-        """Return the branch of this name, by the store's own log."""
+        """Return the branch with this name, from the store's own log."""
         if self.relay is not None:
             raise self.relay.no_branches()
         branch = branches.find_branch(_newest_or_warn(self.main).record, name)
         if branch.is_expired(wall_ms()):
             raise VersionExpired(
-                f"branch {name!r} of {self.storage.url} expired at {branch.pin.expires_ms} ms; drop it, and fork anew",
+                f"branch {name!r} of {self.storage.url} expired at {branch.pin.expires_ms} ms; drop it and fork again",
                 version=branch.pin.version,
             )
         return branch
 
     @property
     def place(self) -> str:
-        """The URL, and the branch if this is one: for messages."""
+        """The URL, with the branch if one is opened, for messages."""
         url = self.storage.url
         return url if self.branch is None else f"branch {self.branch.name!r} of {url}"
 
     @property
     def branch_uuid(self) -> str:
-        """The uuid of the branch whose log this is, empty for the store's own; of a relay, that of what it copies.
+        """Uuid of the branch whose log this is, or that a relay copies; empty for the store's own log.
 
-        With the store's uuid it says what a version number means.
+        Together with the store's uuid it identifies what a version number refers to.
         """
         return layout.branch_of(self.log.prefix) if self.relay is None else self.relay.marker.branch
 
     # ---- reading the log
 
     def poll(self, after: LogEntry) -> LogEntry | None:
-        """Return the entry behind ``after``, None when there is nothing new: one request, now and then some more.
+        """Return the next entry after ``after``, or None. One GET; at times some more (`_LOOK_BACK`).
 
         Raises
         ------
         CorruptStore
-            The log was rewritten, or lost a record; or this is a relay that was begun anew in its place.
+            The log was rewritten or lost a record, or another relay was created in place of this one.
         StorageFailure
         """
         entry = self.log.poll(after)
         if entry is None:
             self._idle_polls += 1
-            if self._idle_polls >= _LOOK_BACK:  # there may be nothing new for ever: a relay can begin further on
+            if self._idle_polls >= _LOOK_BACK:  # else a follower may wait forever: a new relay can begin further on
                 check = self.log.check_no_hole if self.relay is None else self.relay.check_same
                 check(after)
                 self._idle_polls = 0
         return entry
 
     def readable_head(self) -> LogEntry:
-        """Return the newest entry that can be read; warns where there are torn ones behind it.
+        """Return the newest entry that can be read; warn if torn ones follow it.
 
         Raises
         ------
         BranchNotFound
-            This is a branch that has ended.
+            The opened branch was dropped.
         VersionNotFound, CorruptStore, StorageFailure
         """
         head = _newest_or_warn(self.log)
@@ -156,7 +156,7 @@ class StoreInternals:
         return head
 
     def entry(self, version: int, *, or_superseding: bool = False) -> LogEntry:
-        """Return the entry of a version, or of the record that superseded it. One GET, and one per new side object."""
+        """Return the entry of a version, or the one that superseded it. One GET, and one per new side object."""
         version = checked_count("a version", version, least=None)
         read = self.log.read_standing if or_superseding else self.log.read
         entry = read(version) if version >= 0 else None
@@ -169,25 +169,26 @@ class StoreInternals:
     # ---- before something is written
 
     def check_not_relay(self) -> None:
-        """Refuse what changes a store where this is only a copy of one. No I/O."""
+        """Raise `ReadOnlyStore` if this is a relay. No I/O."""
         if self.relay is not None:
             raise self.relay.read_only()
 
     def check_begun(self) -> None:
-        """Refuse what may delete, or must find all of the log, where that has lost its beginning. One request.
+        """Check that the log has its first record. Call it before deletions. One request.
 
         Raises
         ------
         CorruptStore
+            The log, or its first record, was deleted.
         VersionNotFound
             The creation of the store ended before its first record.
         """
         beginning.check_begun(self.storage, self.log.prefix, self.log.first)
 
     def finish_creation(self) -> None:
-        """Write the first record for a process that died before it, as a writer, a tag or a fork does. No I/O else.
+        """Write the first record if the store's creator died before it; otherwise no I/O.
 
-        Nothing that only reads writes it. Never in a log that was begun before and has lost its beginning.
+        Writers, tags and forks call this; readers do not. A log that was started and lost is never started again.
         """
         if self._has_first:
             return
@@ -199,7 +200,7 @@ class StoreInternals:
         self._has_first = True
 
     def settled_head(self) -> LogEntry:
-        """Return the newest entry, which something may follow, once an earlier append of this store is known."""
+        """Settle an earlier unresolved append; return the newest entry, after which one may be appended."""
         self.check_not_relay()
         self.finish_creation()
         self.log.resolve()
@@ -208,13 +209,13 @@ class StoreInternals:
         unknown = unknown_writer_features(head.record)
         if unknown:
             raise ReadOnlyStore(
-                f"{self.place} uses writer features {unknown} that this library does not know; it can only be read",
+                f"{self.place} uses unknown writer features {unknown}, so it is read-only; use a newer library",
                 found=unknown,
             )
         return head
 
     def writable_head(self) -> LogEntry:
-        """Return the newest entry if something may be written behind it, and probe the backend."""
+        """Return the newest entry, after which segments and records may be written; probe the backend."""
         self.log.check_exclusive()
         head = self.settled_head()
         if self.storage.is_exclusive:
@@ -226,32 +227,32 @@ class StoreInternals:
             name = None if self.branch is None else self.branch.name
             raise BranchNotFound(f"{self.place} was dropped; fork another", found=name)
 
-    # ---- versions whose data has gone
+    # ---- versions whose data was deleted
 
     def check_held(self, version: int) -> None:
-        """Refuse a version that this is a relay without. One GET for its record and a small one for each segment.
+        """Check that a relay has mirrored a version. One GET for its record, and a small one per segment.
 
         Raises
         ------
         VersionExpired
-            A relay begins behind it, or lacks one of its segments. No other store refuses anything here.
+            The relay begins after it, or lacks one of its segments. Only a relay raises this here.
         VersionNotFound, CorruptStore, StorageFailure
         """
         if self.relay is not None and not self.relay.has_segments(self.entry(version).record.chain):
             raise self.relay.not_held(version)
 
     def check_live(self, head: CommitRecord, version: int) -> None:
-        """Refuse a version that has expired by the newest record. Pure."""
+        """Raise `VersionExpired` if a version is not live by the newest record. Pure."""
         if not is_live(head, version):
             raise self._expired(head, version)
 
     def tell_of_expiry(self, version: int, missing: MissingObject) -> None:
-        """Say what is behind an object that is missing of a version, if that is no damage. A few GETs.
+        """Raise `VersionExpired` if an object is missing because its version expired; else return. A few GETs.
 
         Raises
         ------
         VersionExpired
-            The version has expired since, and outlived the grace of readers; or this relay has let it go.
+            The version has expired and its grace period is over, or this relay has deleted it.
         """
         expired = expired_by(self.log, version)
         if expired is not None:
@@ -259,10 +260,10 @@ class StoreInternals:
         if self.relay is None or version < 0:
             return
         try:
-            # The newest version of a relay is whole at any time; of an older one it may have let segments go.
+            # A relay always has its newest version completely. It may have deleted segments of older ones.
             is_gone = version != self.log.latest().record.v and self.relay.has_let_go(missing)
         except CnrStoreError:
-            return  # What is missing is the error to tell.
+            return  # The caller reports the missing object.
         if is_gone:
             raise self.relay.not_held(version) from missing
 

@@ -1,4 +1,4 @@
-"""Tags, channels, branches and the head: each change reads the newest record and appends one behind it."""
+"""Change tags, channels, branches and the head: each change reads the newest record and appends one."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ MAX_EXPIRES_S = 10**10
 
 
 class Refs:
-    """Moves tags, channels and the head of one log, and forks branches off it. Blocks; a few requests each.
+    """Changes tags, channels and the head of one log, and forks branches. Blocks; a few requests per call.
 
-    Where nothing else is said, a method returns the version of the record that it appended.
+    Unless documented otherwise, a method returns the version of the record that it appended.
     """
 
     def __init__(self, internals: StoreInternals, versions: Versions) -> None:
@@ -36,10 +36,10 @@ class Refs:
         head = self._internals.settled_head()
         target = self._versions.live(head, version).record.v
         if name in head.record.channels:
-            raise TagExists(f"{name!r} is a channel; a tag needs a name of its own", version=head.record.channels[name])
+            raise TagExists(f"{name!r} is a channel; choose another tag name", version=head.record.channels[name])
         if head.record.tags.get(name, target) != target:
             raise TagExists(
-                f"tag {name!r} points to version {head.record.tags[name]}; tags do not move, untag it first",
+                f"tag {name!r} points to version {head.record.tags[name]}; a tag cannot be moved, untag it first",
                 version=head.record.tags[name],
             )
         tags = {**head.record.tags, name: target}
@@ -58,7 +58,7 @@ class Refs:
         head = self._internals.settled_head()
         target = self._versions.live(head, version).record.v
         if name in head.record.tags:
-            raise TagExists(f"{name!r} is a tag; a channel needs a name of its own", version=head.record.tags[name])
+            raise TagExists(f"{name!r} is a tag; choose another channel name", version=head.record.tags[name])
         channels = {**head.record.channels, name: target}
         return self._append(head, "channel", rebase_channel, name=name, target=target, channels=channels)
 
@@ -83,7 +83,7 @@ class Refs:
         internals = self._internals
         if internals.branch is not None:
             raise BadInput(
-                f"{internals.place} cannot be forked: branches go on from the store's own log; fork a version of that",
+                f"{internals.place} cannot be forked: only versions of the store's own log can; fork one of those",
                 found=internals.branch.name,
             )
         layout.check_name(checked_text("a branch", name))

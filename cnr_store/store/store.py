@@ -1,4 +1,4 @@
-"""The public object model: a `Store` opens snapshots and writers, and moves tags and the head."""
+"""The public object model: a `Store` opens snapshots and writers, and changes tags and the head."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from cnr_store.write.writer_state import Succession
 
 
 class Store:
-    """One checkpoint store at a URL, or one branch of it. Opening it reads ``cnr.json``; nothing is cached but that.
+    """One checkpoint store at a URL, or one branch of it. Opening it reads and caches only ``cnr.json``.
 
-    On a branch, versions, tags and channels are the branch's own; `fork`, `branches` and `drop_branch` are the store's.
+    On a branch, versions, tags and channels are the branch's own; `branches` and `drop_branch` act on the whole store.
 
     Examples
     --------
@@ -58,19 +58,19 @@ class Store:
         cls, url: str, *, storage_options: Mapping[str, Any] | None = None,
         fsync: bool = True, unsafe_single_writer: bool = False, threads: int | None = None,
     ) -> Store:  # fmt: skip
-        """Create a store; the URL's folder must hold none.
+        """Create a store; the URL's folder must not contain one. Blocks.
 
         Parameters
         ----------
         url
             Any fsspec URL, or a local path.
         storage_options
-            Passed to fsspec; they appear in no record, log or error.
+            Passed to fsspec. They never appear in a record, log or error.
         fsync
-            Whether local files are made durable before a commit.
+            Make local files durable before a commit.
         unsafe_single_writer
             Accept a backend that cannot create objects exclusively; then only one process may ever write. The store
-            remembers it: whoever opens it to write must say so again.
+            records it: every process that opens it for writing must pass it, too.
 
         Raises
         ------
@@ -83,7 +83,7 @@ class Store:
 
     @classmethod
     def create_on(cls, storage: Storage, *, threads: int | None = None, retry: RetryPolicy | None = None) -> Store:
-        """Create a store on opened storage; see `create`. ``retry`` bounds how long an unclear commit is pursued."""
+        """Create a store on opened storage; see `create`. ``retry``: retries of commits with unknown outcome."""
         identity = create_identity(storage)
         store = cls(storage, identity, threads=threads, retry=retry)
         begin_log(storage, store.internals.log, canonical_json(identity))
@@ -94,20 +94,20 @@ class Store:
         cls, url: str, *, branch: str | None = None, storage_options: Mapping[str, Any] | None = None,
         fsync: bool = True, unsafe_single_writer: bool = False, threads: int | None = None,
     ) -> Store:  # fmt: skip
-        """Open a store, or the branch of that name, for reading and, through `writer`, for writing. Writes nothing.
+        """Open a store, or a branch of it, for reading and (with `writer`) for writing. Writes nothing.
 
         Parameters
         ----------
         unsafe_single_writer
-            As for `create`: to write to a store that was created so, and to no other.
+            As for `create`: required to write to a store that was created with it, and refused for any other.
 
         Raises
         ------
         BranchNotFound, VersionExpired
-            There is no such branch, or its time is over.
+            The branch does not exist, or it has expired.
         NotAStore, NewerFormat, AccessDenied, StorageFailure
         CorruptStore
-            The identity is damaged. A log that is damaged, or not begun yet, is told by whatever reads it.
+            The identity is damaged. A damaged or missing log is reported by the calls that read it.
         """
         storage = open_storage(
             url, storage_options=storage_options, fsync=fsync, unsafe_single_writer=unsafe_single_writer
@@ -133,33 +133,33 @@ class Store:
         self.close()
 
     def close(self) -> None:
-        """End the threads. Snapshots and writers of this store end with it."""
+        """End the threads. Snapshots and writers of this store cannot be used afterwards."""
         self.internals.close()
 
     @property
     def url(self) -> str:
-        """Where the store is, without credentials."""
+        """The store's URL or path, without credentials."""
         return self.storage.url
 
     @property
     def uuid(self) -> str:
-        """The store's own uuid, the same on its branches."""
+        """The store's uuid, the same on its branches."""
         return self.identity.store_uuid
 
     @property
     def branch(self) -> str | None:
-        """The name of the branch that this is, or None."""
+        """The name of the opened branch, or None."""
         branch = self.internals.branch
         return None if branch is None else branch.name
 
     @property
     def relay(self) -> RelayMarker | None:
-        """What this root says of itself if it is a relay, a copy to read from (spec, section 7.11); else None."""
+        """The relay's document if this root is a relay, a read-only copy (spec, section 7.11); else None."""
         guard = self.internals.relay
         return None if guard is None else guard.marker
 
     def head(self) -> LogEntry:
-        """Return the newest log entry; a few GETs, no listing."""
+        """Return the newest log entry. Blocks; a few GETs, no listing."""
         return self.internals.log.latest()
 
     def latest_version(self) -> int:
@@ -167,11 +167,11 @@ class Store:
         return self.head().record.v
 
     def steps(self) -> list[int]:
-        """Return the steps that a snapshot can be opened at, ascending; reads each record of the log."""
+        """Return the steps at which a snapshot can be opened, ascending. One GET per record of the log."""
         return self._versions.steps(self.head())
 
     def poll(self, after: LogEntry) -> LogEntry | None:
-        """Return the entry behind ``after``, None when there is nothing new: one request, now and then some more.
+        """Return the next entry after ``after``, or None. Blocks; one GET, occasionally some more.
 
         Raises
         ------
@@ -180,7 +180,7 @@ class Store:
         return self.internals.poll(after)
 
     def log(self, newest: int | None = None, *, limit: int | None = None) -> Iterator[CommitRecord]:
-        """Yield commit records, newest first, beginning with version ``newest`` (the head if None); one GET each."""
+        """Yield commit records, newest first, from version ``newest`` (the head if None). One GET each."""
         start = self.head() if newest is None else self.internals.entry(newest)
         for count, entry in enumerate(self.internals.log.walk(start)):
             if limit is not None and count >= limit:
@@ -188,7 +188,7 @@ class Store:
             yield entry.record
 
     def record(self, version: int) -> CommitRecord:
-        """Return the record of a version.
+        """Return the record of a version. One GET.
 
         Raises
         ------
@@ -206,17 +206,17 @@ class Store:
         time: dt.datetime | None = None,
         cache: ChunkCache | None = None,
     ) -> Snapshot:
-        """Open a state: the latest, or that of a version, training step, tag, channel or time (at most one of them).
+        """Open a state: the latest, or that of a version, step, tag, channel or time (at most one of them).
 
-        By step, the newest version that saved that step wins, so after a rollback the run that went on. By time, the
+        Blocks. By step: the newest version with that step, which after a rollback is of the continued run. By time: the
         last version committed at or before it.
 
         Parameters
         ----------
         time
-            One without a zone is of this machine's.
+            A time without a zone is local time.
         cache
-            Keeps what `TableView.read_rows` decodes, for later look-ups; several snapshots of this store may share it.
+            Caches chunks that `TableView.read_rows` decodes; several snapshots of this store may share it.
 
         Raises
         ------
@@ -231,33 +231,32 @@ class Store:
         run_id: str | None = None, ranks: Ranks | None = None, shards: Placement | None = None,
         succession: Succession | None = None,
     ) -> Writer:  # fmt: skip
-        """Become the store's committer: every earlier writer is fenced. Blocks for a few requests.
+        """Return a writer, the store's only committer: every earlier writer is fenced. Blocks; a few requests.
 
-        With ``ranks``, all of them call this together and get writers that write one segment between them.
-
-        The writer starts at the head without its mirrors: `Writer.restore` loads them, or begin with a ``baseline``.
+        With ``ranks``, all ranks call this together, and their writers write one segment together. The writer starts at
+        the head without mirrors: load them with `Writer.restore`, or begin with a ``baseline``.
 
         Parameters
         ----------
         mirror
-            ``memory``, ``mmap`` (files under ``mirror_folder``, which must be there; None: where the system has its
+            ``memory``, ``mmap`` (files under ``mirror_folder``, which must exist; None is the system's folder for
             temporary files) or ``none``.
         bytes_per_s
-            Cap on the bandwidth of saves, of this rank.
+            Limit on this rank's bytes per second while saving.
         ranks
             The ranks that write together; None is this process alone.
         shards
-            Table to the rectangles that this rank holds; the ranks' rectangles tile each table. None holds every table
-            whole, and is only for one rank.
+            Table to the rectangles of this rank; the rectangles of all ranks tile each table. None, for one rank only,
+            is every table as a whole.
         succession
-            Fence nobody before `Writer.take_over` or the first `Writer.begin`: until then the writer reads, and
+            Delay the fence to `Writer.take_over` or the first `Writer.begin`. Until then the writer only reads, and
             `Writer.restore` loads the version that this names.
 
         Raises
         ------
         ReadOnlyStore, UnsafeBackend, CommitStateUnknown
         BadInput
-            The ranks' shards leave gaps, or overlap; ``bytes_per_s`` lets nothing pass; there is no ``mirror_folder``.
+            The ranks' shards leave gaps or overlap; ``bytes_per_s`` is not positive; ``mirror_folder`` does not exist.
         """
         return open_writer(
             self.internals, mirror=mirror, mirror_folder=mirror_folder, bytes_per_s=bytes_per_s, run_id=run_id,
@@ -269,7 +268,7 @@ class Store:
         return dict(self.head().record.tags)
 
     def tag(self, name: str, version: int | None = None) -> int:
-        """Name a version (the head if None) for ever; returns the version of the record that says so.
+        """Give a version (the head if None) a permanent name; return the new record's version. Blocks.
 
         Raises
         ------
@@ -280,7 +279,7 @@ class Store:
         return self._refs.tag(name, version)
 
     def untag(self, name: str) -> int:
-        """Remove a tag; returns the version of the record that says so.
+        """Remove a tag; return the new record's version. Blocks.
 
         Raises
         ------
@@ -289,25 +288,25 @@ class Store:
         return self._refs.untag(name)
 
     def channels(self) -> dict[str, int]:
-        """Return channel names and the versions that they point to now."""
+        """Return channel names and the versions that they point to."""
         return dict(self.head().record.channels)
 
     def set_channel(self, name: str, version: int | None = None) -> int:
-        """Point a channel to a version (the head if None), a new one or one that points elsewhere.
+        """Create or move a channel to a version (the head if None); return the new record's version. Blocks.
 
-        Of two that move a channel at once the later record wins. A reader that polls finds the move in the next record.
-        The version stays as long as the channel points to it. Returns the version of the record that says so.
+        If two processes move a channel at once, the later record wins. A polling reader sees the move in the next
+        record. The version is kept as long as the channel points to it.
 
         Raises
         ------
         TagExists
-            The name is a tag: tags do not move.
+            The name is a tag, which cannot be moved.
         VersionNotFound, VersionExpired, BadName, CommitStateUnknown
         """
         return self._refs.set_channel(name, version)
 
     def drop_channel(self, name: str) -> int:
-        """Remove a channel; returns the version of the record that says so.
+        """Remove a channel; return the new record's version. Blocks.
 
         Raises
         ------
@@ -316,38 +315,35 @@ class Store:
         return self._refs.drop_channel(name)
 
     def branches(self) -> dict[str, Pin]:
-        """Return branch names and what pins them: fork point and end. Of the whole store, on a branch too.
-
-        A relay is a copy of one log, so it has none.
-        """
+        """Return the whole store's branches: name to pin, with fork point and expiry. A relay has none."""
         if self.internals.relay is not None:
             return {}
         return {pin.name: pin for pin in self.internals.main.latest().record.pins.values()}
 
     def fork(self, name: str, version: int | None = None, *, expires_s: float | None = None) -> Store:
-        """Branch off a version (the head if None) into a log of its own, and return the store on that branch.
+        """Fork a version (the head if None) into a branch with a separate log; return the store on it. Blocks.
 
-        The branch starts with the version's state as its version 0, shares the segments, and takes over neither tags
-        nor channels. The version stays as long as the branch does. Nothing is copied, and there is no merge.
+        Version 0 of the branch has the version's state. The branch shares its segments, and starts without tags and
+        channels. The version is kept as long as the branch exists. Nothing is copied, and branches cannot be merged.
 
         Parameters
         ----------
         expires_s
-            When maintenance may end the branch: so many seconds from now. None: only `drop_branch` ends it.
+            Seconds from now after which maintenance may close the branch. None: only `drop_branch` closes it.
 
         Raises
         ------
         BranchExists
-            Also where an earlier call was interrupted behind its last step, or its outcome unknown, after all:
-            `on_branch` opens it.
+            Also if an earlier call was interrupted, or its outcome was unknown, but it created the branch: open it with
+            `on_branch`.
         BadInput
-            From a branch: fork from the store's own log.
+            This is a branch: only versions of the store's own log can be forked.
         VersionNotFound, VersionExpired, BadName, CommitStateUnknown
         """
         return self._on(self._refs.fork(name, version, expires_s))
 
     def on_branch(self, name: str) -> Store:
-        """Return this store on a branch, with threads of its own.
+        """Return this store on a branch, with its own threads. Blocks.
 
         Raises
         ------
@@ -356,9 +352,9 @@ class Store:
         return self._on(self.internals.find_branch(name))
 
     def drop_branch(self, name: str) -> None:
-        """End a branch: its writers are fenced, its versions, tags and channels are gone, its name is free.
+        """Close a branch: its writers are fenced, its versions, tags and channels end, its name is free.
 
-        Its data goes with the next garbage collection. Call it again after a failure.
+        Blocks. Garbage collection deletes its data later. Retry after a failure.
 
         Raises
         ------
@@ -367,10 +363,10 @@ class Store:
         self._refs.drop_branch(name)
 
     def lease(self, version: int | None = None, *, ttl_s: float = 3600.0) -> Lease:
-        """Hold a version (the head if None) for a long load: garbage collection leaves it until the lease ends.
+        """Lease a version (the head if None): garbage collection keeps it until the lease ends. Blocks.
 
-        Use it as a context manager, and renew it in time. Advisory, and needs write access; a reader without relies on
-        the grace between expiry and deletion.
+        Use it as a context manager during a long load, and renew it in time. A lease is advisory, and needs write
+        access. A reader without write access depends on the grace period between expiry and deletion.
 
         Raises
         ------
@@ -379,12 +375,12 @@ class Store:
         return self._versions.lease(version, ttl_s)
 
     def register_cursor(self, name: str, version: int, *, ttl_s: float | None = None) -> Cursor:
-        """Say that consumer ``name`` stands at ``version``: it and every later version stay. Call it again to move.
+        """Create or move the cursor of consumer ``name``: ``version`` and all later ones are kept. Blocks.
 
         Parameters
         ----------
         ttl_s
-            For how long, without another call. None: until `drop_cursor`; a consumer that died then holds all data.
+            Seconds until the cursor expires unless it is set again. None: never; a dead consumer then keeps all data.
 
         Raises
         ------
@@ -393,11 +389,11 @@ class Store:
         return self._versions.register_cursor(name, version, ttl_s)
 
     def cursors(self) -> dict[str, Cursor]:
-        """Return the registered cursors by name, of all branches, ended ones too."""
+        """Return the cursors of all branches by name, including ended ones."""
         return leases.read_cursors(self.storage)
 
     def drop_cursor(self, name: str) -> None:
-        """Forget a consumer's cursor.
+        """Delete a consumer's cursor. Blocks.
 
         Raises
         ------
@@ -406,7 +402,7 @@ class Store:
         leases.drop_cursor(self.storage, name)
 
     def rollback(self, version: int) -> int:
-        """Make an older version's state the head's; returns the new version. Nothing is deleted.
+        """Make an older version's state the head's; return the new version. Blocks; deletes nothing.
 
         A writer that is open elsewhere gets `Conflict` at its next commit and must restore.
 
@@ -423,5 +419,5 @@ class Store:
 
 
 def open_segment(store: Store, version: int, index: int = -1) -> SegmentReader:
-    """Return one segment of a version's chain, for tools that look at objects."""
+    """Return a reader of one segment of a version's chain, for tools that inspect objects."""
     return open_chain(store.storage, store.record(version).chain, store.internals.workers)[index]

@@ -1,4 +1,4 @@
-"""Finds a version by number, step, tag, channel or time, opens its snapshot, and holds it for a reader."""
+"""Find a version by number, step, tag, channel or time; open its snapshot; lease it for a reader."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cnr_store.store.internals import StoreInternals
 
 
 class Versions:
-    """The versions of one log: finds, opens and holds them. What takes a head answers by it.
+    """The versions of one log: finds, opens and leases them. A ``head`` argument decides what is live.
 
     Calls block, and raise what `Store.snapshot` raises.
     """
@@ -37,7 +37,7 @@ class Versions:
         channel: str | None = None,
         time: dt.datetime | None = None,
     ) -> LogEntry:
-        """Return the entry that is asked for, the head's if nothing is; see `Store.snapshot`."""
+        """Return the requested entry, the head if nothing is requested; see `Store.snapshot`."""
         given = [value for value in (version, step, tag, channel, time) if value is not None]
         if len(given) > 1:
             raise BadInput("give at most one of version, step, tag, channel and time", found=len(given))
@@ -52,16 +52,16 @@ class Versions:
         return self.by_number(head, version)
 
     def by_number(self, head: LogEntry, version: int | None) -> LogEntry:
-        """Return the entry of a version, the head's if None. One GET."""
+        """Return the entry of a version, the head if None. One GET."""
         if version is None:
             return head
         version = checked_count("a version", version, least=None)
         if 0 <= version < head.record.v:
-            self._internals.check_live(head.record, version)  # before its record is read: it may have been given up
+            self._internals.check_live(head.record, version)  # before the GET: its record may be damaged
         return head if version == head.record.v else self._internals.entry(version)
 
     def by_step(self, head: LogEntry, step: int) -> LogEntry:
-        """Return the newest version of the newest checkpoint of that step, or an older one where only that is live."""
+        """Return the newest live version of the newest checkpoint with this step, else its newest version."""
         step = checked_count("a step", step, least=None)
         newest: LogEntry | None = None
         for entry in self._internals.log.walk(head):
@@ -98,13 +98,13 @@ class Versions:
         return found
 
     def live(self, head: LogEntry, version: int | None) -> LogEntry:
-        """Return the entry of a version, the head's if None, whose segments can be opened."""
+        """Return the entry of a version, the head if None, after opening its segments."""
         entry = self.by_number(head, version)
         self.open(head.record, entry)
         return entry
 
     def open(self, head: CommitRecord, entry: LogEntry, cache: ChunkCache | None = None) -> Snapshot:
-        """Open the snapshot of an entry that is live by the newest record."""
+        """Open the snapshot of an entry; raise if it is not live by the newest record."""
         internals, version = self._internals, entry.record.v
         internals.check_live(head, version)
         if_missing = partial(internals.tell_of_expiry, version)
@@ -134,17 +134,17 @@ class Versions:
 def version_of_tag(head: CommitRecord, name: str) -> int:
     """Return the version that a tag names. Pure."""
     if checked_text("a tag", name) not in head.tags:
-        raise TagNotFound(f"no tag {name!r}; there are {sorted(head.tags)}", found=name)
+        raise TagNotFound(f"no tag {name!r}; the tags are {sorted(head.tags)}", found=name)
     return head.tags[name]
 
 
 def version_of_channel(head: CommitRecord, name: str) -> int:
     """Return the version that a channel points to. Pure."""
     if checked_text("a channel", name) not in head.channels:
-        raise ChannelNotFound(f"no channel {name!r}; there are {sorted(head.channels)}", found=name)
+        raise ChannelNotFound(f"no channel {name!r}; the channels are {sorted(head.channels)}", found=name)
     return head.channels[name]
 
 
 def _has_state(record: CommitRecord) -> bool:
-    """Whether a record is a checkpoint: a save, the state that a branch begins with, or a compacted one."""
+    """Return whether a record has a checkpoint: a save, the first state of a branch, or a compacted one."""
     return bool(record.chain) and (record.kind in DATA_KINDS or record.kind == "compact" or record.v == 0)

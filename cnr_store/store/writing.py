@@ -1,4 +1,4 @@
-"""Opens the writer of a store: the ranks agree on their shards, and rank 0 fences the writers before it."""
+"""Open the writer of a store: the ranks exchange their shards, and rank 0 fences earlier writers."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def open_writer(
 ) -> Writer:
     """Open a writer; see `Store.writer`. Blocks for a few requests, on all ranks together."""
     if shards is None and ranks.world > 1:
-        raise BadInput("several ranks write together only shards: say with shards= what this rank holds")
+        raise BadInput("several ranks write together, but this one has no shards; pass its rectangles with shards=")
     checked_choice("mirror", mirror, get_args(MirrorMode))
     check_rate(bytes_per_s)
-    # On all ranks before the first of them fences: where one cannot go on, none does.
+    # Check on all ranks before rank 0 fences: if one fails, all raise and no writer is fenced.
     together(ranks, partial(check_mirror_folder, mirror, mirror_folder))
     info = writer_info(run_id or uuid.uuid4().hex)
     fenced: list[LogEntry] = []
@@ -68,14 +68,14 @@ def open_writer(
 
 
 def _fence(internals: StoreInternals, info: WriterInfo) -> LogEntry:
-    """Commit a fence: no earlier writer commits any more."""
+    """Commit a fence, after which no earlier writer can commit; return its entry."""
     head = internals.writable_head()
     draft = draft_after(head.record, "fence", info, epoch=head.record.epoch + 1)
     return internals.log.append(head, draft, rebase_fence)
 
 
 def _exchange_shards(ranks: Ranks, shards: Placement | None) -> list[dict[str, list[Rectangle]]]:
-    """The shards of every rank, in the order of the ranks."""
+    """Return the shards of every rank, in the order of the ranks."""
     own: Mapping[str, list[list[list[int]]]] = {
         table: [[[int(end) for end in ends] for ends in (one.rows, one.columns)] for one in held]
         for table, held in (shards or {}).items()

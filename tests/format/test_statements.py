@@ -47,7 +47,7 @@ def test_a_record_that_no_reader_takes_is_not_sent(store: Store, case: str) -> N
     head = store.head()
     draft = draft_after(head.record, "expire", writer_info(), **FIELDS[case])
 
-    with pytest.raises(BadInput, match="no reader would take it"):
+    with pytest.raises(BadInput, match="readers would refuse it"):
         store.internals.log.append(head, draft, rebase_expire)
 
     assert store.head().digest == head.digest

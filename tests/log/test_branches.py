@@ -309,10 +309,10 @@ def test_logs_that_were_mixed_up_are_refused(store: Store) -> None:
     store.storage.put(two, data)
 
     assert store.on_branch("one").latest_version() == 0
-    with pytest.raises(CorruptRecord, match="mixed up") as refused:
+    with pytest.raises(CorruptRecord, match="mixed with") as refused:
         store.on_branch("two")
     assert refused.value.path == two
-    with pytest.raises(CorruptRecord, match="mixed up"):
+    with pytest.raises(CorruptRecord, match="mixed with"):
         store.drop_branch("two")
     assert store.on_branch("one").head().record.kind == "fork", "nobody's log was ended for another's"
     assert store.internals.log.below(branch_prefix(uuid_of(store, "two"))).latest().record.kind == "fork"
@@ -570,7 +570,7 @@ def test_verify_names_what_follows_the_end_of_a_branch(store: Store, monkeypatch
     head = branch.head()
     branch.internals.log.append(head, draft_after(head.record, "fence", writer_info(), epoch=2), rebase_expire)
 
-    assert any("behind the end of its branch" in message for message in messages(branch))
+    assert any("follows the record that closed its branch" in message for message in messages(branch))
 
 
 def test_verify_names_a_pin_that_went_another_way_than_by_the_end_of_its_branch(store: Store) -> None:

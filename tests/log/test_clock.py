@@ -159,7 +159,7 @@ def test_a_relay_deletes_nothing_by_a_clock_that_is_not_its_targets(
 
     report = relay.advance()
 
-    assert "clock of this machine" in (report.problem or "")
+    assert "this machine's clock" in (report.problem or "")
     assert report.trimmed_segments == 0
     machine.ahead_ms = 2 * MAX_SKEW_MS // 3
     assert relay.advance().problem is None

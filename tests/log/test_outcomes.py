@@ -135,7 +135,7 @@ def test_a_hint_that_is_never_written_does_not_fail_an_append(storage: Storage) 
 def test_a_record_that_contradicts_itself_is_not_sent(storage: Storage, changes: dict[str, Any]) -> None:
     head = with_versions(storage, 3)[-1]
 
-    with pytest.raises(BadInput, match="no reader would take it"):
+    with pytest.raises(BadInput, match="readers would refuse it"):
         open_log(storage).append(head, draft(head, **changes), no_rebase)
 
     assert open_log(storage).latest() == head

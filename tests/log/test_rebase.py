@@ -232,7 +232,7 @@ def test_fence_of_a_loaded_state_follows_maintenance_alone(kind: RecordKind) -> 
     draft = draft_after(head, "fence", WRITER, epoch=head.epoch + 1)
 
     if kind in ("fence", "baseline", "delta", "rollback", "init"):
-        with pytest.raises(Conflict, match=rf"gone on from .* commit record {newest.record.v} \({kind}\)"):
+        with pytest.raises(Conflict, match=rf"continued from .* commit record {newest.record.v} \({kind}\)"):
             rebase_succession(draft, newest)
     else:
         moved = rebase_succession(draft, newest)

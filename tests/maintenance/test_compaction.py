@@ -149,7 +149,7 @@ def test_a_dry_run_says_what_would_be_compacted_and_writes_nothing(store: Store,
 
 
 def test_a_run_that_is_none_is_refused(store: Store, training: Training) -> None:
-    with pytest.raises(BadInput, match="two neighbouring segments"):
+    with pytest.raises(BadInput, match="at least two segments"):
         compact_run(store, run=(3, 5))
 
 
@@ -387,7 +387,7 @@ def test_a_chain_that_is_replaced_and_deleted_while_it_is_looked_at_is_given_up(
 
     report = compact_run(store, run=(0, 2))
 
-    assert (report.outcome, report.reason) == ("abandoned", "the chain was replaced while it was looked at")
+    assert (report.outcome, report.reason) == ("abandoned", "the chain was replaced while it was read")
     training.check()
 
 
@@ -402,7 +402,7 @@ def test_a_transaction_that_was_declared_dead_is_given_up(store: Store, training
     report = compact_run(store, run=ALL, progress=at_first_task(abort))
 
     assert report.outcome == "abandoned"
-    assert "declared dead" in report.reason
+    assert "marked for deletion" in report.reason
     again = compact_run(store, run=ALL)
     assert (again.outcome, again.reused_tasks) == ("committed", 0)
     training.check()

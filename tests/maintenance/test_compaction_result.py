@@ -41,7 +41,7 @@ def of_another_compaction(storage: Any, job: Any, planned: Any, done: Any, manif
         (without_a_task, "has receipts"),
         (without_the_rest, "has receipts"),
         (with_tasks_of_another_plan, "of a compaction has parts"),
-        (of_another_compaction, "is of another one"),
+        (of_another_compaction, "has the fields"),
     ],
 )
 def test_what_is_not_the_plan_is_not_committed(monkeypatch: pytest.MonkeyPatch, change: Change, says: str) -> None:

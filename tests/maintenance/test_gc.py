@@ -811,7 +811,7 @@ def test_a_missing_segment_of_a_version_that_stays_stops_everything_unless_it_is
     store.storage.delete([key for key in listed(store) if name in key])
     before = contents(store)
 
-    with pytest.raises(CorruptStore, match="not in storage"):
+    with pytest.raises(CorruptStore, match="missing from storage"):
         collect(store)
     assert contents(store) == before
 
@@ -889,7 +889,7 @@ def test_a_record_that_is_not_the_one_the_next_was_written_behind_stops_everythi
     other = msgspec.structs.replace(store.record(4), user={"from": "a backup"})
     store.storage.put(commit_key(4), encode_record(other))
 
-    with pytest.raises(CorruptRecord, match="behind"):
+    with pytest.raises(CorruptRecord, match="its successor names"):
         collect(store)
 
 
@@ -1012,7 +1012,7 @@ def test_a_damaged_branch_that_lives_stops_everything_until_it_is_repaired(store
     cut(store, commit_key(trial.latest_version(), trial.internals.log.prefix))
     before = listed(store)
 
-    with pytest.raises(CorruptRecord, match="branch 'trial': repair it, or drop the branch"):
+    with pytest.raises(CorruptRecord, match="branch 'trial'; repair it or drop the branch"):
         collect(store)
 
     assert listed(store) == before

@@ -336,5 +336,5 @@ def test_an_argument_that_cannot_be_meant_is_refused_before_anything_is_done(
 
 
 def test_a_branch_alone_is_refused(store: Store) -> None:
-    with pytest.raises(BadInput, match="takes the store itself"):
+    with pytest.raises(BadInput, match="needs the store itself"):
         maintain(store.on_branch("trial"))

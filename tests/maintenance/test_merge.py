@@ -512,7 +512,7 @@ def test_a_difference_to_a_row_that_was_not_there_before_the_run_is_corrupt(stor
 def test_columns_that_are_not_those_of_a_runs_parts_are_refused(store: Store, workers: Workers) -> None:
     readers = three_saves(store)
 
-    with pytest.raises(ValueError, match=r"columns \(0, 1\) of table 't' cannot be merged at once"):
+    with pytest.raises(ValueError, match=r"columns \(0, 1\) of table 't' cannot be merged as one piece"):
         refused(store, readers, (1, 3), whole(4, (0, 1)), workers)
 
 
@@ -520,5 +520,5 @@ def test_columns_that_cut_one_dimensional_slots_are_refused(store: Store, worker
     values, slot = np.ones((4, 2), np.float32), np.ones(4, np.float32)
     readers = write(store, lambda txn: txn.write_table("t", values, slots={"m": slot}, options=TableOptions(scale=1.0)))
 
-    with pytest.raises(ValueError, match=r"columns \(0, 1\) of table 't' cannot be merged at once"):
+    with pytest.raises(ValueError, match=r"columns \(0, 1\) of table 't' cannot be merged as one piece"):
         refused(store, readers, (0, 1), whole(4, (0, 1)), workers)

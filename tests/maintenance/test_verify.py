@@ -323,7 +323,7 @@ def test_row_in_two_lists_of_a_part_is_found(root: Path) -> None:
 
     found = forged_problems(root, change)
 
-    assert any("stands in both add and set" in message for _, message in found)
+    assert any("is in both add and set" in message for _, message in found)
 
 
 def test_document_that_shows_another_array_than_the_manifest_is_found(root: Path) -> None:

@@ -119,7 +119,7 @@ def test_branches_whose_logs_were_mixed_up_are_problems(root: Path) -> None:
 
     (problem,) = check(root).problems
 
-    assert (problem.path, problem.branch, "mixed up" in problem.message) == (logs["other"], "other", True)
+    assert (problem.path, problem.branch, "mixed with" in problem.message) == (logs["other"], "other", True)
 
 
 def test_what_logs_share_is_read_once(root: Path) -> None:

@@ -67,7 +67,7 @@ def test_by_version_step_tag_and_time() -> None:
 def test_a_time_that_is_no_datetime_is_refused(time: Any) -> None:
     store = new_store()
 
-    with pytest.raises(BadInput, match=r"datetime\.datetime, found .*; of ms since 1970 give") as refused:
+    with pytest.raises(BadInput, match=r"expected a datetime\.datetime; convert ms since 1970") as refused:
         store.snapshot(time=time)
     assert refused.value.found == repr(time)
 
@@ -81,7 +81,7 @@ def test_a_time_without_a_zone_is_of_this_machine() -> None:
     assert store.snapshot(time=at).version == version
     with pytest.raises(VersionNotFound):
         store.snapshot(time=at - dt.timedelta(days=1))
-    with pytest.raises(BadInput, match="cannot be told in UTC"):
+    with pytest.raises(BadInput, match="cannot be converted to UTC"):
         store.snapshot(time=dt.datetime.min.replace(tzinfo=dt.timezone(dt.timedelta(hours=14))))
 
 

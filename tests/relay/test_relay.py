@@ -255,7 +255,7 @@ def test_a_relay_may_begin_at_an_older_version(store: Store, files: IsolatedMemo
     copy = near(files)
     assert report.versions == 3
     assert [value_of(copy, version) for version in versions] == [1, 2, 3]
-    with pytest.raises(VersionExpired, match="does not hold version 1"):
+    with pytest.raises(VersionExpired, match="does not have version 1"):
         copy.snapshot(1)
 
 
@@ -553,8 +553,8 @@ def test_a_reader_notices_that_its_relay_was_begun_anew(store: Store, files: Iso
     place(files).delete([stat.key for stat in place(files).list_objects("")])
     Relay(store, place(files)).advance()
 
-    assert fails_within(100, lambda: reader.poll(seen), "begun anew") > 2
-    assert fails_within(1, lambda: reader.poll(seen), "begun anew") == 1
+    assert fails_within(100, lambda: reader.poll(seen), "created again") > 2
+    assert fails_within(1, lambda: reader.poll(seen), "created again") == 1
     assert value_of(near(files)) == 3
 
 
@@ -701,7 +701,7 @@ def test_what_no_version_that_is_kept_needs_goes_after_the_grace(store: Store, f
     assert report.trimmed_bytes > 0
     assert [value_of(copy, version) for version in versions[2:]] == [3, 4]
     for version in versions[:2]:
-        with pytest.raises(VersionExpired, match="does not hold version"):
+        with pytest.raises(VersionExpired, match="does not have version"):
             copy.snapshot(version)
         assert value_of(store, version)
     assert len(copy.storage.list_folders(DATA)) == 2
@@ -717,7 +717,7 @@ def test_a_snapshot_that_outlives_the_grace_says_so(store: Store, files: Isolate
     save(store, 2, kind="baseline")
     relay.advance()
 
-    with pytest.raises(VersionExpired, match="does not hold"):
+    with pytest.raises(VersionExpired, match="does not have version"):
         open_snapshot.table("t").read()
 
 
@@ -1005,7 +1005,7 @@ def test_monitors_and_checks_take_a_relay_for_the_one_log_that_it_is(
     assert report.is_sound, report.problems
     assert version not in report.versions
     assert store.latest_version() in report.restorable
-    with pytest.raises(VersionExpired, match="does not hold"):
+    with pytest.raises(VersionExpired, match="does not have version"):
         verify_store(copy, version=version)  # It had no problems.
     place(files).delete([stat.key for stat in place(files).list_objects(DATA)][:1])
     assert not verify_store(copy).is_sound
@@ -1159,7 +1159,7 @@ def test_a_loader_follows_a_relay_through_all_that_happens_at_the_source(
     assert newest.poll().error is None
     assert staged.poll().error is None  # It slept through everything; all that it knew is gone here.
     assert np.array_equal(staged.lookup("t", np.arange(ROWS)), truth[store.latest_version()])
-    with pytest.raises(VersionExpired, match="does not hold"):
+    with pytest.raises(VersionExpired, match="does not have version"):
         newest.pin(let_go)
     assert newest.version == store.latest_version()
     for loader in (*loaders, staged):

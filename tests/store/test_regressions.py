@@ -325,7 +325,7 @@ def test_a_compaction_whose_work_was_given_up_and_deleted_is_abandoned() -> None
 
     assert is_deleted[0]
     assert report.outcome == "abandoned"
-    assert "dead" in report.reason
+    assert "marked for deletion" in report.reason
     assert np.array_equal(other.snapshot().table("t").read(), np.full((4, 2), 2))
 
 

@@ -41,7 +41,7 @@ def test_a_creation_that_the_storage_refused_made_no_store_and_says_so(kind: Fau
     Store.create_on(storage_from_filesystem(calm, "/root"))
     at = next(call.index for call in calm.calls if (call.operation, call.path) == ("create", "/root/cnr.json"))
 
-    with pytest.raises(StorageFailure, match=r"creating cnr\.json .* failed .* no store was made"):
+    with pytest.raises(StorageFailure, match=r"creating cnr\.json .* failed .* no store was created"):
         Store.create_on(storage_from_filesystem(FaultyFileSystem(files, fault=Fault(kind, at)), "/root"))
 
     Store.create_on(storage_from_filesystem(files, "/root"))
@@ -116,7 +116,7 @@ def test_a_store_is_written_in_the_way_it_was_created_for(tmp_path: Path, is_uns
 def test_a_version_that_is_no_whole_number_is_a_bad_input(
     store: Store, use: Callable[[Store, Any], object], wrong: object
 ) -> None:
-    with pytest.raises(BadInput, match=r"a (version|step) is a whole number; found"):
+    with pytest.raises(BadInput, match=r"a (version|step) must be a whole number; found"):
         use(store, wrong)
 
 
@@ -133,7 +133,7 @@ def test_a_version_that_is_no_whole_number_is_a_bad_input(
     ],
 )
 def test_a_name_that_is_no_text_is_a_bad_input(store: Store, use: Callable[[Any], object]) -> None:
-    with pytest.raises(BadInput, match=r"a (tag|channel|branch) is a text; found"):
+    with pytest.raises(BadInput, match=r"a (tag|channel|branch) must be a string; found"):
         use(store)
 
 

@@ -113,7 +113,7 @@ def test_compact_leaves_work_that_is_under_way_alone_unless_forced(root: Path) -
     forced = cnr("compact", root, "--max-chain", 2, "--force")
 
     assert_ends_with(busy, 5)
-    assert "another:1 is at work" in busy.out
+    assert "another:1 is compacting it" in busy.out
     assert_ends_with(forced, 0)
 
 

@@ -98,7 +98,7 @@ def test_a_branch_has_a_relay_of_its_own(root: Path, tmp_path: Path) -> None:
         (["--every", "5"], 4, "--every takes a time"),
         (["--every", "0"], 4, "--every must be a time above 0"),
         (["--start", "99"], 3, "no version 99 yet"),
-        (["--keep-last", "0"], 4, "keep_last is a whole number"),
+        (["--keep-last", "0"], 4, "keep_last must be a whole number"),
         (["--target-option", "x"], 4, "must be KEY=VALUE"),
         (["--branch", "x"], 3, "no branch"),
     ],

@@ -170,9 +170,9 @@ def test_of_two_that_restored_one_state_the_second_is_told_of_the_first(url: str
         before = files_of(url)
         second.train(3)
 
-        with pytest.raises(Conflict, match="has gone on from the state that was restored here") as told:
+        with pytest.raises(Conflict, match="has continued from the state that was restored here") as told:
             loser.step()
-        with pytest.raises(Conflict, match="has gone on from"):
+        with pytest.raises(Conflict, match="has continued from"):
             loser.save()
 
         assert PROCESS in str(told.value)
@@ -366,7 +366,7 @@ def test_all_ranks_go_on_or_are_told_who_did() -> None:
         told = []
         for _ in range(2):
             training.train(2)
-            with pytest.raises(Conflict, match="has gone on from the state") as error:
+            with pytest.raises(Conflict, match="has continued from the state") as error:
                 manager.step() if not told else manager.save()
             told.append(str(error.value))
         return told

@@ -1,8 +1,8 @@
 """Compact a contiguous run of a chain into one segment, exactly, beside live writers.
 
-A *run* is a contiguous stretch of a chain's segments, a *piece* is one part of the result, a *task* is what one worker
-merges and writes. Deciding is pure (`plan`, `tasks`); merging streams, one chunk of the result at a time (`merge`);
-`run` carries one compaction out.
+A *run* is a contiguous range of a chain's segments. A *piece* is one part of the result. A *task* is the work of one
+worker. Planning is pure (`plan`, `tasks`). Merging produces one chunk of the result at a time (`merge`). `run` executes
+one compaction.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Chunks that several chunks of the result need: decoded once, kept until the last of them is done.
+"""Cache decoded chunks that several chunks of the result need, until their last use.
 
-A chunk of a delta spans many chunks of a baseline. Each is decoded at its first use, by one thread while others that
-want it wait, and dropped after its last. Beyond the bound nothing is kept, and what is not kept is decoded again.
+A chunk of a delta spans many chunks of a baseline. One thread decodes it at its first use; other threads that need it
+wait. It is dropped after its last use. A chunk that does not fit below the limit is decoded at every use.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from cnr_store.segment.reader import SegmentReader
 
 
 class CountedChunks:
-    """Decoded chunks of some segments.
+    """A cache of decoded chunks, for a known number of uses of each. Thread-safe.
 
     Parameters
     ----------
     readers
-        The segments that steps count.
+        The segments; a step's ``segment`` is an index into them.
     uses
-        Steps, and how often each is carried out; every time ends with `release`.
+        Steps, and how often each is executed; every execution ends with `release`.
     limit_bytes
-        Bound on what is kept at once.
+        Limit on the decoded bytes that are cached at once.
 
     Attributes
     ----------
@@ -42,14 +42,14 @@ class CountedChunks:
         self._shared: dict[tuple[str, str, int], _Shared] = {}
         for step, count in uses:
             if count > 1:
-                # Two lists of a piece may have rows in one chunk.
+                # Two row lists of a piece may have rows in one stored chunk.
                 shared = self._shared.get(self._key(step, step.row_list.arrays["rows"]), _Shared())
                 shared.uses += count
                 for entry in step.row_list.arrays.values():
                     self._shared[self._key(step, entry)] = shared
 
     def release(self, step: Step) -> None:
-        """A use of the step's chunk is over."""
+        """Count one use of the step's chunk; drop the chunk after its last use."""
         shared = self._shared.get(self._key(step, step.row_list.arrays["rows"]))
         if shared is None:
             return
@@ -86,7 +86,7 @@ class CountedChunks:
 
 
 class _Shared:
-    """The arrays of one chunk that are kept, and how many uses are still to come."""
+    """The cached arrays of one chunk, and the number of remaining uses."""
 
     def __init__(self) -> None:
         self.uses = 0

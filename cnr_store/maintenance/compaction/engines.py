@@ -1,7 +1,7 @@
-"""Who compacts: threads of this process, processes of this machine or those of a cluster. Same tasks, same bytes.
+"""Execute compaction tasks: on threads of this process, processes of this machine, or a cluster.
 
-An engine hands tasks out and says which are done, by the digest of the receipt that each has put. Nothing else comes
-back from another process: what is committed is what the store shows.
+All engines write the same bytes for the same tasks. An engine distributes tasks, and reports each finished one by the
+digest of its receipt. A worker process returns nothing else: the result is read back from the store.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from cnr_store.storage import Storage, StorageRecipe, reopen_storage
 
 @runtime_checkable
 class WorkerPool(Protocol):
-    """Processes that compact tasks: those of this machine, or of a cluster (`cnr_store.integrations.ray.RayPool`).
+    """Worker processes of this machine or of a cluster (`cnr_store.integrations.ray.RayPool`).
 
     Attributes
     ----------
     threads
-        How many threads a task has where it is compacted; known from `start` on.
+        Number of threads of each task in its process; set by `start`.
     """
 
     threads: int
 
     def start(self, workers: int | None, tasks: int) -> int:
-        """Get ready for so many tasks; return how many are compacted at once: ``workers``, or what there is. Blocks."""
+        """Prepare for ``tasks`` tasks; return how many run at once (``workers``, None is all). Blocks."""
         ...
 
     def submit(self, task: Callable[..., tuple[int, str]], *arguments: Any) -> Any:
-        """Begin ``task(*arguments)`` in another process and return its handle. Function and arguments are pickled."""
+        """Start ``task(*arguments)``, pickled, in another process and return its handle."""
         ...
 
     def wait(self, pending: set[Any]) -> tuple[list[tuple[int, str]], set[Any]]:
-        """Block until at least one is done; return results, and the handles of the rest. A task's error is raised."""
+        """Block until a task is done; return results and the remaining handles. Raises a task's error."""
         ...
 
     def stop(self, pending: set[Any]) -> None:
-        """Give up what is pending, and let the workers go. Blocks."""
+        """Cancel pending tasks and release the workers. Blocks."""
         ...
 
 
@@ -63,16 +63,16 @@ ENGINES: tuple[EngineName, ...] = ("threads", "processes")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What all tasks of one compaction have in common; plain data, so that another process can have it.
+    """The parameters that all tasks of one compaction share. Can be pickled.
 
     Attributes
     ----------
     segment, txn, base, l0
-        Of the result.
+        Fields of the result.
     attempt
-        Eight hex digits; the same plan has the same, so a task that is done again meets its own objects.
+        Eight hex digits, derived from the plan: a repeated task writes the same objects again.
     world
-        How many receipts the result has.
+        Number of receipts of the result.
     chain
         The chain up to the end of the run.
     """
@@ -93,7 +93,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What a task is worked on with, in one process."""
+    """The storage, readers and threads that a process uses for tasks."""
 
     storage: Storage
     readers: Sequence[SegmentReader]
@@ -101,7 +101,7 @@ class Bench:
     throttle: Throttle
 
     def writer(self, job: Job, index: int) -> SegmentWriter:
-        """Return what writes the folder of task ``index``."""
+        """Return a writer of the folder of task ``index``."""
         return SegmentWriter(
             self.storage, job.segment, folder=job.folder(index), workers=self.workers,
             throttle=self.throttle,
@@ -110,14 +110,14 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class FinishedTask:
-    """A task whose receipt is there: the sha256 of the receipt."""
+    """A task whose receipt is written; ``receipt`` is the receipt's sha256."""
 
     index: int
     receipt: str
 
 
 def run_task(job: Job, task: CompactionTask, bench: Bench) -> FinishedTask:
-    """Compact the pieces of a task and put its receipt. Blocks; memory as `merge_piece`, one piece at a time."""
+    """Compact a task's pieces, one at a time, and write its receipt. Blocks; memory as `merge_piece`."""
     out = bench.writer(job, task.index)
     run = (job.run.start, job.run.stop)
     parts = tuple(merge_piece(bench.readers, run, piece, out, bench.workers) for piece in task.pieces)
@@ -128,7 +128,7 @@ def run_task(job: Job, task: CompactionTask, bench: Bench) -> FinishedTask:
 
 
 def check_engine(engine: Engine, storage: Storage, workers: int | None) -> None:
-    """Refuse an engine that is not one, or that could not reach the storage.
+    """Check that the engine exists and can reach the storage.
 
     Raises
     ------
@@ -136,15 +136,15 @@ def check_engine(engine: Engine, storage: Storage, workers: int | None) -> None:
     """
     if engine not in ENGINES and not isinstance(engine, WorkerPool):
         raise BadInput(
-            f"engine is one of {', '.join(ENGINES)}, or a pool of workers; found {engine!r}", expected=ENGINES,
+            f"engine is {engine!r}, expected one of {', '.join(ENGINES)}, or a pool of workers", expected=ENGINES,
             found=engine,
         )  # fmt: skip
     if workers is not None and workers < 1:
-        raise BadInput(f"a compaction has at least one worker, found {workers}", expected=1, found=workers)
+        raise BadInput(f"workers is {workers}, expected 1 or more", expected=1, found=workers)
     if engine != "threads" and storage.recipe is None:
         raise BadInput(
-            f"{storage.url} can be opened in this process alone (it is in memory, or on a file system object that was "
-            f"given); engine {engine!r} works in others, use 'threads'",
+            f"{storage.url} can be opened in this process alone (it is in memory, or on a given file system object), "
+            f"but engine {engine!r} uses other processes; use 'threads'",
             found=engine,
         )
 
@@ -159,16 +159,16 @@ def run_tasks(
     bytes_per_s: float | None,
     is_over: Callable[[], bool],
 ) -> Generator[FinishedTask]:
-    """Compact tasks and yield each as it gets done, in any order; the first error ends it. Blocks.
+    """Compact tasks and yield each when it is finished, in any order. Blocks; raises the first error.
 
     Parameters
     ----------
     bench
-        Of this process: what the engine ``threads`` works with.
+        The resources of this process; only the engine ``threads`` uses its readers and threads.
     workers
-        How many processes, or tasks of the cluster, work at once.
+        Number of concurrent processes, or tasks of the cluster.
     is_over
-        Asked before a task is begun; from True on none is, and what has been begun is waited for.
+        Called before each task starts. After it returns True no task starts, and started ones are waited for.
     """
     if engine == "threads":
         for task in tasks:
@@ -199,7 +199,7 @@ def run_tasks(
 def run_elsewhere(
     recipe: StorageRecipe, job: Job, task: CompactionTask, threads: int, bytes_per_s: float | None
 ) -> tuple[int, str]:
-    """Compact a task in a process that knows nothing yet; opens the store once per compaction and process."""
+    """Compact a task in a worker process, which opens the storage once per compaction."""
     bench = _BENCHES.get(job.segment)
     if bench is None:
         for old in _BENCHES.values():
@@ -214,7 +214,7 @@ def run_elsewhere(
 
 
 _BENCHES: dict[str, Bench] = {}
-"""The one compaction that this process works for, if it is a worker."""
+"""In a worker process: the resources of its current compaction, by segment name. At most one entry."""
 
 
 class _Processes:
@@ -226,7 +226,7 @@ class _Processes:
         cores = default_threads()
         count = min(workers or cores, max(1, tasks))
         self.threads = max(1, cores // count)
-        # Not forked: this process has threads, and a child that inherits their locks may wait for ever.
+        # Not forked: this process has threads, and a child that inherits their locks may deadlock.
         self._pool = ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
         return count
 
@@ -239,7 +239,7 @@ class _Processes:
             finished, rest = wait(pending, return_when=FIRST_COMPLETED)
             return [future.result() for future in finished], rest
 
-    def stop(self, pending: set[Any]) -> None:  # noqa: ARG002 - the pool knows them
+    def stop(self, pending: set[Any]) -> None:  # noqa: ARG002 - the pool cancels its own
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
@@ -249,6 +249,6 @@ def _explained() -> Iterator[None]:
         yield
     except BrokenProcessPool as error:
         raise CnrStoreError(
-            "a worker process of the compaction died (out of memory, or killed); run it again, it goes on behind the "
-            "tasks that are done"
+            "a worker process of the compaction died (out of memory, or killed); run it again, it continues after the "
+            "finished tasks"
         ) from error

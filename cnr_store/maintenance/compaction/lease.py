@@ -1,7 +1,7 @@
-"""The note of a compaction in progress: it saves double work, and what a killed one had done is taken up again.
+"""The lease of a compaction: it avoids double work, and lets a later one reuse finished tasks.
 
-Advisory, never a lock: two compactions of one run are safe without it, the second one to commit finds the run gone. A
-note that is lost, old or wrong costs work and nothing else, because nothing is reused that was not verified.
+The lease is advisory, not a lock. Two compactions of one run are safe without it: the second to commit finds that the
+run has left the chain. A lost, old or wrong lease only costs work, because finished tasks are verified before reuse.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from cnr_store.log.log_reader import LogReader
 from cnr_store.storage import Storage
 
 MAX_RECORDS = 256
-"""A compaction is not taken up behind more records than this: each of them is read."""
+"""A compaction is not resumed if the log has more records than this since its base: each of them is read."""
 
 MAX_LEASE_S = 86_400.0
-"""A note that claims to hold for longer is of a wrong clock, or of nobody: it must not keep all others away."""
+"""Longest time to expiry, in seconds. A lease that claims more was written by a wrong clock and is ignored."""
 
 _WRITERS_OF_BYTES = ("numpy", "zstandard")
 _TASK = re.compile("[0-9]{1,9}")
 
 
 class CompactionLease(msgspec.Struct, frozen=True, kw_only=True):
-    """``leases/compact.json``: which run is compacted into which segment, by whom, and what is done of it.
+    """``leases/compact.json``: the run, the segment that it becomes, the holder and the finished tasks.
 
     ``plan`` is `tasks.plan_digest`; ``done`` maps the number of a task to the sha256 of its receipt.
     """
@@ -55,7 +55,7 @@ _DECODER = msgspec.json.Decoder(CompactionLease)
 
 
 class LeasePlace:
-    """Where the note of one log lies: one object, overwritten by whoever works."""
+    """Reads and writes the compaction lease of one log: one object that each compaction overwrites."""
 
     def __init__(self, storage: Storage, log: LogReader, clock_ms: Callable[[], int] = wall_ms) -> None:
         self._storage = storage
@@ -63,36 +63,36 @@ class LeasePlace:
         self._clock_ms = clock_ms
 
     def read(self) -> CompactionLease | None:
-        """Return the note; None if there is none that can be read."""
+        """Return the lease; None if it is absent or unreadable. One GET."""
         try:
             data = self._storage.read_document(self._key, MAX_LISTS_BYTES)
             if data is None:
                 return None
             lease = loads(data, _DECODER)
-            # By its whole name: whoever goes on reads the records since ``base``, so that must be the segment's own.
+            # A resumed compaction reads the records since ``base``, so ``base`` must be the one in the segment's name.
             return lease if lease.segment == segment_name(lease.base, lease.txn) else None
         except (CnrStoreError, msgspec.MsgspecError, UnicodeDecodeError):
-            return None  # what a note that cannot be read would have saved is done again
+            return None  # An unreadable lease only costs repeated work.
 
     def is_live(self, lease: CompactionLease) -> bool:
-        """Whether its holder is believed to be at work."""
+        """Return whether the lease has not expired, so its holder may be active."""
         return 0 < lease.expires_ms - self._clock_ms() <= MAX_LEASE_S * 1000
 
     def hold(self, lease: CompactionLease, length_s: float) -> HeldLease:
-        """Put the note, as the note of this call."""
+        """Write the lease and return it as the one that this call owns. One PUT."""
         return HeldLease(self, lease, length_s)
 
     def put(self, lease: CompactionLease, length_s: float) -> None:
-        """Put the note with ``length_s`` to go, a day at most. The work goes on without it if it cannot be put."""
+        """Write the lease, to expire in ``length_s`` seconds, at most a day. Ignores storage failures."""
         try:
             expires_ms = self._clock_ms() + int(min(length_s, MAX_LEASE_S) * 1000)
             self._storage.put(self._key, canonical_json(msgspec.structs.replace(lease, expires_ms=expires_ms)))
         except StorageFailure:
-            pass  # others may then do the same work, and one of them for nothing
+            pass  # Without a lease another compaction may do the same work.
 
 
 class HeldLease:
-    """The note of the compaction that is at work here; each change of it is a sign of life, and one PUT."""
+    """The lease of a compaction in this process. Each method renews it with one PUT."""
 
     def __init__(self, place: LeasePlace, lease: CompactionLease, length_s: float) -> None:
         self.lease = lease
@@ -101,21 +101,21 @@ class HeldLease:
         place.put(lease, length_s)
 
     def note_done(self, task: int, receipt: str) -> None:
-        """Note the receipt of a task."""
+        """Record a finished task's receipt, and renew."""
         self.lease = msgspec.structs.replace(self.lease, done={**self.lease.done, str(task): receipt})
         self._place.put(self.lease, self._length_s)
 
     def keep(self) -> None:
-        """Give a sign of life."""
+        """Renew the lease."""
         self._place.put(self.lease, self._length_s)
 
     def release(self) -> None:
-        """Say that nobody is at work any more; what was noted stays for whoever goes on."""
+        """End the lease now; the recorded tasks are kept for a later compaction."""
         self._place.put(self.lease, 0.0)
 
 
 def new_lease(run: Sequence[str], base: int, plan: str, holder: str) -> CompactionLease:
-    """Return the note of a compaction that begins: a transaction of its own, nothing done."""
+    """Return the lease of a new compaction: a new transaction, no finished task. Not written yet."""
     txn = uuid.uuid4().hex
     return CompactionLease(
         txn=txn, segment=segment_name(base, txn), base=base, run=tuple(run), plan=plan, libraries=libraries(),
@@ -124,7 +124,7 @@ def new_lease(run: Sequence[str], base: int, plan: str, holder: str) -> Compacti
 
 
 def libraries() -> dict[str, str]:
-    """Return the versions of what decides about the bytes that are written."""
+    """Return the versions of the libraries on which the written bytes depend."""
     return {"cnr-store": LIBRARY, **{name: importlib.metadata.version(name) for name in _WRITERS_OF_BYTES}}
 
 
@@ -137,9 +137,9 @@ def run_of(lease: CompactionLease, record: CommitRecord) -> tuple[int, int] | No
 
 
 def is_open(lease: CompactionLease, log: LogReader, head: LogEntry) -> bool:
-    """Whether the lease's transaction may still commit behind ``head``: no record since its base says otherwise.
+    """Return whether the lease's transaction may still commit after ``head``.
 
-    One GET per record since then.
+    It may not if a record since its base marks it for deletion or has its segment. One GET per record since its base.
 
     Raises
     ------
@@ -149,7 +149,7 @@ def is_open(lease: CompactionLease, log: LogReader, head: LogEntry) -> bool:
         return False
     for entry in log.walk(head):
         record = entry.record
-        # What lists that were collected gave up is not known.
+        # A record that keeps its lists in a side object may mark the transaction: it counts as marked.
         is_given_up = record.state is not None or lease.txn in record.aborted
         if is_given_up or any(link.seg == lease.segment for link in record.chain):
             return False
@@ -159,5 +159,5 @@ def is_open(lease: CompactionLease, log: LogReader, head: LogEntry) -> bool:
 
 
 def receipts_of(lease: CompactionLease) -> Mapping[int, str]:
-    """Return the tasks that the note calls done, and the sha256 of their receipts. Pure."""
+    """Return the tasks that the lease records as done, with the sha256 of their receipts. Pure."""
     return {int(task): digest for task, digest in lease.done.items() if _TASK.fullmatch(task)}

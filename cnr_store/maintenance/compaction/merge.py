@@ -1,9 +1,9 @@
 """Merge a run of segments into one part of the result, exactly, one chunk of the result at a time.
 
-Codes are added as integers and copied as they are stored, never decoded to floats and encoded again, so that the
-result decodes to the bits that a replay of the run gives. First the row ids alone say what becomes of each row; then
-each row list is written, and each of its chunks is replayed when its turn comes. Memory: a byte per row of the piece
-(or 9 per changed row), the chunks in flight on each thread, and the chunks that several chunks of the result share.
+Codes are added as integers or copied, and never decoded to floats and encoded again, so the result decodes to the same
+bits as a replay of the run. First the row ids determine the outcome of each row. Then each row list is written, and
+each of its chunks is replayed when it is written. Memory: one byte per row of the piece (or 9 per changed row), the
+chunks in flight on each thread, and the chunks that several chunks of the result share.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cnr_store.segment.reader import SegmentReader
 from cnr_store.segment.writer import SegmentWriter
 
 CACHE_BYTES = 256 * 1024 * 1024
-"""Bound on the decoded chunks kept for several chunks of the result: of 16 deltas, as a rule, those of one place."""
+"""Limit on the cached decoded chunks: usually enough for the chunks of 16 deltas at one place of the table."""
 
 
 _BASELINE: tuple[Operation, ...] = ("set", "escape")
@@ -47,28 +47,28 @@ def merge_piece(
     Parameters
     ----------
     readers
-        The chain's segments up to the end of the run, the baseline first. Of those before the run only the manifests
-        are looked at.
+        The chain's segments up to the end of the run, the baseline first. Segments before the run are needed for their
+        manifests only.
     run
-        The segments [start, stop) to merge. From 0 on the result is part of a baseline, else of a delta.
+        The segments [start, stop) to merge. With start 0 the result is part of a baseline, else of a delta.
     piece
-        Its columns lie in one stored interval of the table (baseline), or are those of the run's parts (delta).
+        Its columns are inside one stored interval of the table (baseline), or equal those of the run's parts (delta).
     out
-        Gets the part's objects; a part without rows gets none.
+        Writes the part's objects; a part without rows has none.
     cache_bytes
-        Bound on what is kept of chunks that are needed again.
+        Limit on the decoded chunks that are cached.
 
     Returns
     -------
     WrittenPart
-        With the state digest recomputed from the codes (baseline), or as the run's last segment states it (delta).
+        Its state digest is recomputed from the codes (baseline), or copied from the run's last segment (delta).
 
     Raises
     ------
     ValueError
-        The piece's columns are not such columns.
+        The piece's columns do not satisfy the condition above.
     CorruptStore, CorruptObject, MissingObject
-        What was written is then part of nothing.
+        The objects written so far belong to no segment.
     """
     start, stop = run
     manifests = [reader.manifest for reader in readers[:stop]]
@@ -93,7 +93,7 @@ def merge_piece(
 
 
 def _plan(manifests: Sequence[Manifest], start: int, piece: MergePiece) -> TablePlan:
-    """The plan of the run's part in the piece; its segments are counted in the chain, as in messages."""
+    """Return the read plan of the piece in the run; its segment numbers are positions in the chain."""
     first, stop = piece.rectangle.rows
     plan = _counted_from(
         start, plan_table(manifests[start:], piece.table, first, stop, columns=piece.rectangle.columns)
@@ -102,8 +102,8 @@ def _plan(manifests: Sequence[Manifest], start: int, piece: MergePiece) -> Table
     lacks_row_slots = plan.row_slots and not plan.has_own_row_slots
     if len(by_columns(plan)) > 1 or lacks_row_slots or (start > 0 and cuts - {piece.rectangle.columns}):
         raise ValueError(
-            f"columns {piece.rectangle.columns} of table {piece.table!r} cannot be merged at once: the run has parts "
-            f"of columns {sorted(cuts)}"
+            f"columns {piece.rectangle.columns} of table {piece.table!r} cannot be merged as one piece: the run has "
+            f"parts of columns {sorted(cuts)}"
         )
     return plan
 
@@ -121,7 +121,7 @@ def _counted_from(start: int, plan: TablePlan) -> TablePlan:
 
 
 def _rows_before(manifests: Sequence[Manifest], start: int, plan: TablePlan) -> int | None:
-    """The table's rows before the run; None where its life begins inside, so that nothing is there to build on."""
+    """Return the table's number of rows before the run; None if its generation begins inside the run."""
     held = manifests[start - 1].tables.get(plan.table) if start > 0 else None
     if held is None or held.generation != plan.schema.generation:
         return None
@@ -129,10 +129,10 @@ def _rows_before(manifests: Sequence[Manifest], start: int, plan: TablePlan) -> 
 
 
 def _base_digest(manifests: Sequence[Manifest], start: int, piece: MergePiece) -> str | None:
-    """What a run of deltas starts from, as its first segment states it, if the table was there and in the same unit.
+    """Return the base digest of a piece of a run of deltas, from the run's first segment; None if unknown.
 
-    A rectangle at the end of a table that is resized starts from all rows that were there (spec, CNR-DOC-10), so a
-    resize behind the first segment leaves nothing to state; nor does a rectangle without rows.
+    It is known only if generation, scale and number of rows do not change over the run, and the rectangle has rows: at
+    the end of a resized table, a base contains all earlier rows (spec, CNR-DOC-10).
     """
     before, first, last = (manifests[at].tables.get(piece.table) for at in (start - 1, start, -1))
     if before is None or first is None or last is None or not piece.rectangle.num_rows:

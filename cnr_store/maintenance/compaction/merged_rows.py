@@ -1,7 +1,7 @@
-"""One row list of the result, merged chunk by chunk while it is written.
+"""Merge one row list of the result, chunk by chunk, while it is written.
 
-Every row of a list has the same outcome, so a chunk is a replay without statuses: of a ``set`` list the sets and the
-differences to them, of an ``add`` list the differences alone, of an ``escape`` list the exact floats.
+All rows of a list have the same outcome, so the replay of a chunk needs no statuses. It applies sets and differences
+for a ``set`` list, only differences for an ``add`` list, and only exact floats for an ``escape`` list.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _STATUS: dict[Operation, int] = {"add": ADDED, "set": CODED, "delete": ABSENT, "
 _READS: dict[Operation, tuple[Operation, ...]] = {
     "add": ("add",), "set": ("add", "set"), "delete": (), "escape": ("escape",)
 }  # fmt: skip
-"""The operations that count for rows of which the list's operation is the outcome."""
+"""Which stored operations a replay applies, by the operation of the result's row list."""
 
 
 @dataclass(frozen=True, slots=True)
 class MergedRows:
-    """The rows of a piece with one outcome, and where their content is.
+    """The rows of a piece with one outcome, and the plan to read their content.
 
-    ``is_delta``: the result is part of a delta. If it is not, its rows' part of the state digest is wanted.
+    ``is_delta``: the result is part of a delta. If it is part of a baseline, the state digest of its rows is computed.
     """
 
     readers: Sequence[SegmentReader]
@@ -61,7 +61,7 @@ class MergedRows:
 
     @property
     def count(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return self.statuses.count(_STATUS[self.operation])
 
     def row_ids(self, start: int, stop: int) -> RowIds:
@@ -69,7 +69,7 @@ class MergedRows:
         return self.statuses.rows(_STATUS[self.operation], start, stop)
 
     def reading(self) -> TablePlan:
-        """Return the plan of the operations that count for these rows."""
+        """Return the read plan, limited to the operations that these rows need."""
         chosen = _READS[self.operation]
         batches = tuple(
             replace(batch, steps=tuple(step for step in batch.steps if step.operation in chosen))
@@ -83,7 +83,7 @@ class MergedRows:
 
 
 def write_merged(out: SegmentWriter, rows: MergedRows, cache_bytes: int) -> tuple[WrittenList, int]:
-    """Write the row list, and return it and what its rows add to the state digest. Blocks.
+    """Write the row list; return it and the sum of its rows for the state digest. Blocks.
 
     Raises
     ------
@@ -125,14 +125,14 @@ class _TypedRows:
 
     @property
     def digest(self) -> int:
-        """What the rows produced add to the state digest."""
+        """Sum of the produced rows for the state digest."""
         return digest.add_digests(*self._digests.values())
 
     def _stored(self, name: str) -> str:
         return "values" if name == "codes" and self._rows.operation == "escape" else name
 
     def _uses(self) -> list[tuple[Step, int]]:
-        """How many chunks of the list each step is carried out for: those whose range of rows it meets."""
+        """Return for each step the number of chunks of the list whose row range it meets."""
         first, last = [], []
         for start, stop in blocks(self.row_list.count, self.row_list.chunk_rows):
             first.append(self._rows.row_ids(start, start + 1)[0])
@@ -159,7 +159,7 @@ class _TypedRows:
             columns=self._plan.columns, specs=self._specs,
         )  # fmt: skip
         if self._rows.operation == "set" and self._rows.is_delta:
-            # Differences that come before a row's first set are to codes that are not here, and count no more.
+            # Ignore differences before a row's first set: the set replaces the codes that they apply to.
             codes.track_status(UNTOUCHED)
         plan = clip(self._plan, low, high)
         self._replay.run(plan, codes, None if is_range else rows)
@@ -185,7 +185,7 @@ class _TypedRows:
 
 
 def _narrowest(spec: ArraySpec, plan: TablePlan) -> np.dtype[Any]:
-    """What the segments have where int32 might be needed."""
+    """Return the dtype of a merged array: codes are int16 unless a stored array is int32."""
     if spec.held_dtype != np.int32:
         return spec.held_dtype
     steps = [step for batch in plan.batches for step in batch.steps if spec.name in step.row_list.arrays]

@@ -1,9 +1,9 @@
-"""Which run of a chain to compact: decided from the sizes that a record states, before anything is read. Pure.
+"""Choose which run of a chain to compact, from the sizes recorded in a commit record. Pure.
 
-Deltas are ordered into tiers of bytes, each ``fanout`` times the one below. A tier that holds ``fanout`` deltas is
-merged into one, which belongs to the next tier, so a byte is written again once or so per tier on its way up: O(log n)
-times. When all deltas together outgrow their share of the baseline, they are merged into it: that writes the baseline
-again, and has been paid for by the bytes that arrived since the last time.
+Deltas are sorted into size tiers, each ``fanout`` times the one below. ``fanout`` deltas of one tier are merged into
+one delta of the next tier, so a byte is rewritten about once per tier: O(log n) times. When the deltas together exceed
+their allowed share of the baseline, they are merged into it. That rewrites the baseline; its cost is proportional to
+the bytes that arrived since the last such merge.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from cnr_store.types import MAX_CHAIN
 
 @dataclass(frozen=True, slots=True)
 class CompactionPolicy:
-    """How much may be read at a restore, and how much is written again to keep it so.
+    """Limits on what a restore reads; tighter limits make compaction write more.
 
     Attributes
     ----------
     max_chain
-        Most segments of a chain, 1 to 64. Each costs a restore one manifest more, and a row up to one lookup more.
+        Most segments of a chain, 1 to 64. Each costs a restore one more manifest, and a row up to one more lookup.
     max_restore_ratio
-        Most bytes of a chain, in multiples of those of its baseline; above 1. A smaller one writes the baseline more
-        often: ``ratio / (ratio - 1)`` bytes of baseline for each byte of deltas, at most.
+        Most bytes of a chain divided by the bytes of its baseline; above 1. A smaller ratio rewrites the baseline more
+        often: at most ``ratio / (ratio - 1)`` bytes of baseline for each byte of deltas.
     fanout
-        How many deltas of similar size are compacted into one, 2 to 64.
+        Number of deltas of similar size that are compacted into one, 2 to 64.
     """
 
     max_chain: int = 16
@@ -39,7 +39,7 @@ class CompactionPolicy:
     def __post_init__(self) -> None:
         for name, least, most in (("max_chain", 1, MAX_CHAIN), ("fanout", 2, MAX_CHAIN)):
             checked_count(name, getattr(self, name), least=least, most=most)
-        checked_number("max_restore_ratio, of which the baseline alone is 1,", self.max_restore_ratio, above=1)
+        checked_number("max_restore_ratio (1 is the baseline alone)", self.max_restore_ratio, above=1)
 
 
 DEFAULT_POLICY = CompactionPolicy()
@@ -52,9 +52,9 @@ class Run:
     Attributes
     ----------
     kind
-        Of the result: ``baseline`` where the run begins with the chain's baseline.
+        Kind of the result: ``baseline`` if the run begins with the chain's baseline.
     reason
-        Why, in words, for a report.
+        Why the run was chosen, as text for a report.
     """
 
     start: int
@@ -67,29 +67,29 @@ class Run:
 
 
 def choose_run(chain: Sequence[ChainEntry], policy: CompactionPolicy) -> Run | None:
-    """Return the run to compact next, or None when the chain is as the policy wants it. Pure, deterministic.
+    """Return the run to compact next, or None if the chain satisfies the policy. Pure, deterministic.
 
-    Compacting what it returns until that is None ends after at most ``len(chain) - 1`` runs, and leaves a chain of at
-    most ``max_chain`` segments and at most ``max_restore_ratio`` times the bytes of its baseline.
+    Repeated compaction of the returned run ends after at most ``len(chain) - 1`` runs. The chain then has at most
+    ``max_chain`` segments and at most ``max_restore_ratio`` times the bytes of its baseline.
     """
     if len(chain) < 2:
         return None
     held, allowed = sum(entry.bytes for entry in chain[1:]), (policy.max_restore_ratio - 1) * chain[0].bytes
     if held > allowed:
         share = f"{held / chain[0].bytes:.0%} of" if chain[0].bytes else "more than"
-        reason = f"the deltas have {share} the baseline's bytes; the policy keeps {policy.max_restore_ratio - 1:.0%}"
+        reason = f"the deltas have {share} the baseline's bytes; the policy allows {policy.max_restore_ratio - 1:.0%}"
         return Run(0, len(chain), "baseline", reason)
     too_long = len(chain) > policy.max_chain
     for least in range(policy.fanout, 1 if too_long else policy.fanout - 1, -1):
         tier = _fullest_tier(chain, policy.fanout, least)
         if tier is not None:
             start, stop = tier
-            return Run(start, stop, "delta", f"{stop - start} deltas of similar size, or between such")
+            return Run(start, stop, "delta", f"{stop - start} deltas of similar size, or smaller ones between them")
     if not too_long:
         return None
-    reason = f"the chain has {len(chain)} segments; the policy keeps {policy.max_chain}"
+    reason = f"the chain has {len(chain)} segments; the policy allows {policy.max_chain}"
     start = policy.max_chain - 1
-    # The newest are the smallest ones here: every tier holds at most one delta.
+    # Every tier has at most one delta here, so the newest deltas are the smallest.
     return Run(start, len(chain), "delta" if start else "baseline", reason)
 
 
@@ -99,21 +99,21 @@ def run_between(chain: Sequence[ChainEntry], start: int, stop: int, *, reason: s
     Raises
     ------
     BadInput
-        They are no run of at least two segments of the chain. Of a chain of a baseline alone, that is none.
+        The positions are not at least two segments of the chain. A chain of one segment has no run.
     """
     if not (0 <= start < stop <= len(chain) and stop - start >= 2):
         raise BadInput(
-            f"a run has at least two neighbouring segments of the chain, found [{start}, {stop}) of {len(chain)}",
+            f"a run needs at least two segments of the chain, found positions [{start}, {stop}) of {len(chain)}",
             expected=(0, len(chain)), found=(start, stop),
         )  # fmt: skip
     return Run(start, stop, chain[start].kind, reason)
 
 
 def _fullest_tier(chain: Sequence[ChainEntry], fanout: int, least: int) -> tuple[int, int] | None:
-    """The deltas of the highest tier that has at least ``least`` of them: half-open positions, or None.
+    """Return the positions [start, stop) of the highest tier with at least ``least`` deltas, or None.
 
-    A delta counts to the tier of the largest one behind it, so tiers never rise along the chain and are contiguous: a
-    small delta that is followed by a large one is compacted when the large one is.
+    A delta has the tier of the largest delta from it to the end of the chain. So tiers are contiguous and never rise
+    along the chain: a small delta before a large one is compacted with the large one.
     """
     tiers: list[int] = []
     for entry in reversed(chain[1:]):
@@ -127,7 +127,7 @@ def _fullest_tier(chain: Sequence[ChainEntry], fanout: int, least: int) -> tuple
 
 
 def _tier(size_bytes: int, fanout: int) -> int:
-    """The largest k with fanout ** k <= size_bytes, in integers: the same everywhere."""
+    """Return the largest k with fanout ** k <= size_bytes, in integers: equal on every machine."""
     tier = 0
     while size_bytes >= fanout:
         size_bytes //= fanout

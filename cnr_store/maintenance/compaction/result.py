@@ -1,4 +1,4 @@
-"""What the tasks of a compaction have written, put together: receipts read back, checked, and a manifest over them."""
+"""Assemble a compaction's result: read the receipts of its tasks, check them, and write the manifest."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from cnr_store.types import JsonValue
 
 
 def write_rest(job: Job, index: int, bench: Bench) -> FinishedTask:
-    """Write what is no table and put its receipt: dense tensors that segments of the run hold, and documents.
+    """Write the documents and own dense tensors of the run's last state, and their receipt. Blocks.
 
-    Of those, what belongs to the run's last state. Blocks; the tensors are in memory meanwhile.
+    The dense tensors are those that segments of the run hold. Memory: all of them.
 
     Raises
     ------
@@ -42,9 +42,9 @@ def write_rest(job: Job, index: int, bench: Bench) -> FinishedTask:
 
 
 def verified(storage: Storage, job: Job, done: FinishedTask, workers: Workers) -> Receipt | None:
-    """Return the receipt of a task that an earlier compaction noted as done, if all that it names is there, unaltered.
+    """Return the receipt of a task recorded as done if all its objects match it, else None. Blocks.
 
-    Reads every object of the task; blocks. None: do the task again.
+    Reads every object of the task. After None the task has to be repeated.
 
     Raises
     ------
@@ -71,24 +71,24 @@ def put_manifest(
     done: Sequence[FinishedTask],
     manifests: Sequence[Manifest],
 ) -> ChainEntry:
-    """Read the receipts back, put the manifest over them, and return the chain's entry of the segment. Blocks.
+    """Read and check the receipts, write the manifest, and return the segment's chain entry. Blocks.
 
     Parameters
     ----------
     done
-        Every task, and the rest behind them.
+        Every task, and last the one of dense tensors and documents.
     manifests
-        Those of the chain, to the end of the run at least.
+        The manifests of the chain, at least to the end of the run.
 
     Raises
     ------
     CorruptStore
-        A task did not write what was planned, or the result is not the state that the run's last segment states.
+        A task did not write what was planned, or the result's state differs from the run's last recorded digest.
     CorruptObject, MissingObject, StorageFailure
     """
     receipts = [_receipt_of(storage, job, one) for one in sorted(done, key=lambda one: one.index)]
     if [receipt.rank for receipt in receipts] != list(range(job.world)):
-        raise CorruptStore(f"compaction {job.txn} has receipts {[r.rank for r in receipts]} of {job.world}")
+        raise CorruptStore(f"compaction {job.txn} has receipts of {[r.rank for r in receipts]}, expected {job.world}")
     for task, receipt in zip(tasks, receipts, strict=False):
         check_pieces(task, receipt.parts)
     run = job.run
@@ -113,7 +113,7 @@ def _receipt_of(storage: Storage, job: Job, done: FinishedTask) -> Receipt:
     wanted = (job.txn, done.index, job.world, job.attempt, job.base, job.l0)
     if found != wanted:
         raise CorruptStore(
-            f"the receipt of task {done.index} of compaction {job.txn} is of another one: {found}",
+            f"the receipt of task {done.index} of compaction {job.txn} has the fields {found}, expected {wanted}",
             expected=wanted, found=found,
         )  # fmt: skip
     return receipt

@@ -1,7 +1,7 @@
-"""One compaction: choose a run, compact it, put its manifest, take the run's place in the log (spec, annex E).
+"""Compact one run: choose it, merge it, write the manifest, replace it in the chain (spec, annex E).
 
-Nothing is locked and nothing is deleted. Whoever saves, tags or compacts meanwhile is not held up: the result is
-spliced into the newest chain, or given up where the run is no longer in it.
+A compaction locks nothing and deletes nothing. Concurrent saves, tags and compactions continue: the result replaces
+the run in the newest chain, or is abandoned if the run is no longer in it.
 """
 
 from __future__ import annotations
@@ -42,34 +42,34 @@ ProgressCallback = Callable[[str, int, int], None]
 """Called as (stage, done, total): ``tasks``, in tasks."""
 
 LEASE_S = 600.0
-"""How long a compaction is believed to be at work behind its last sign of life; a task takes seconds."""
+"""Seconds after which a compaction's lease expires if it is not renewed; a task takes seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompactionReport:
-    """What a compaction did.
+    """The result of a compaction.
 
     Attributes
     ----------
     url
         The store, without credentials.
     outcome
-        ``committed``; ``nothing`` to do; ``planned`` by a dry run; ``abandoned``, because the run is gone from the
-        chain or the transaction was declared dead; ``busy``: somebody else is at it; ``unfinished``: the time was
-        over, and the next compaction goes on from there.
+        ``committed``; ``nothing`` to do; ``planned`` by a dry run; ``abandoned``, because the run has left the chain
+        or the transaction was marked for deletion; ``busy``: another process is compacting it; ``unfinished``: the
+        deadline passed, and the next compaction continues.
     version
-        The version that the result became, or None.
+        The committed version, or None.
     kind, run, l0, l1, reason
-        What was to be merged: the kind of the result, the segments, what it applies to and leads to; and why, or what
-        came in its way. None and empty without a run.
+        The kind of the result, the segments of the run, the checkpoints that it leads from and to, and why it was
+        chosen or not committed. None and empty without a run.
     tasks, reused_tasks
-        How many tasks the run takes, and how many of them an earlier compaction had done.
+        Number of tasks of the run, and how many of them an earlier compaction had finished.
     bytes_in, bytes_out, rows_in, rows_out
-        Of the run, and of the segment that took its place (0 unless committed).
+        Size of the run, and of the segment that replaced it (0 unless committed).
     seconds
         Wall time.
     chain_before, chain_after
-        Segments of the head's chain, when the run was chosen and as it is known now.
+        Segments of the head's chain, when the run was chosen and at the end.
     """
 
     url: str
@@ -105,19 +105,19 @@ def compact_run(
     dry_run: bool = False,
     progress: ProgressCallback | None = None,
 ) -> CompactionReport:
-    """Compact one run of the head's chain into one segment that reads the same, bit for bit, and commit it. Blocks.
+    """Compact one run of the head's chain into one segment that reads bit-identically; commit it. Blocks.
 
-    Safe beside writers, readers and other compactions. One run at a time: call it until there is nothing to do. Memory:
-    a few chunks per thread, and the dense tensors of one state.
+    Safe beside writers, readers and other compactions. One call compacts one run. Memory: a few chunks per thread, and
+    the dense tensors of one state.
 
     Parameters
     ----------
     run
-        Positions (start, stop) of the chain to compact, in place of what the policy would choose.
+        Positions (start, stop) of the chain to compact, instead of the policy's choice.
     lease_s
-        How long others take this call to be at work behind its last sign of life.
+        Seconds after its last renewal during which other processes treat this call as active.
 
-    Other parameters, and errors, are those of `cnr_store.compact`.
+    Other parameters and errors are those of `cnr_store.compact`.
 
     Examples
     --------
@@ -152,8 +152,8 @@ def compact_run(
         except MissingObject:
             if store.head().record.chain == head.record.chain:
                 raise
-            # Compacted by another compaction, and deleted, since the head was read: nothing is damaged.
-            report = replace(report, outcome="abandoned", reason="the chain was replaced while it was looked at")
+            # Another process compacted and deleted it since the head was read: nothing is damaged.
+            report = replace(report, outcome="abandoned", reason="the chain was replaced while it was read")
             return replace(report, seconds=time.monotonic() - started)
         if dry_run:
             report = plan.describe(report, "planned")
@@ -167,7 +167,7 @@ def compact_run(
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What is compacted behind which head, decided."""
+    """The decision: which run of which head's chain is compacted, in which tasks."""
 
     head: LogEntry
     readers: tuple[SegmentReader, ...]
@@ -177,7 +177,7 @@ class _Plan:
 
     @property
     def entries(self) -> tuple[ChainEntry, ...]:
-        """The run."""
+        """The chain entries of the run."""
         return self.head.record.chain[self.run.start : self.run.stop]
 
     @property
@@ -187,11 +187,11 @@ class _Plan:
 
     @property
     def manifests(self) -> list[Manifest]:
-        """Those of the chain."""
+        """The manifests of the chain."""
         return [reader.manifest for reader in self.readers]
 
     def describe(self, report: CompactionReport, outcome: Outcome, reason: str | None = None) -> CompactionReport:
-        """Return the report with the run in it."""
+        """Return the report with the run's fields filled in."""
         return replace(
             report, outcome=outcome, kind=self.run.kind, run=self.names, l0=self.entries[0].l0, l1=self.entries[-1].l1,
             reason=self.run.reason if reason is None else reason, tasks=len(self.tasks),
@@ -201,7 +201,7 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True)
 class _WorkOptions:
-    """How the work is to be done."""
+    """Options of the execution."""
 
     engine: Engine
     workers: int | None
@@ -237,9 +237,9 @@ def _take_up(
     force: bool,
     is_bound: bool,
 ) -> CompactionReport:
-    """Go on with what an earlier compaction has left, or begin anew, unless somebody is at work.
+    """Resume an earlier compaction or start a new one, unless another process is compacting the run.
 
-    ``is_bound``: the caller wants the run of the plan and no other.
+    ``is_bound``: the caller chose the run, so no other run may be resumed.
     """
     place = LeasePlace(store.storage, store.internals.log)
     old = place.read()
@@ -247,7 +247,7 @@ def _take_up(
     note = None
     if old is not None and where is not None and is_open(old, store.internals.log, plan.head):
         if place.is_live(old) and not force:
-            return plan.describe(report, "busy", f"{old.holder} is at work on it; its lease ends by itself")
+            return plan.describe(report, "busy", f"{old.holder} is compacting it; wait until its lease ends")
         kind = plan.head.record.chain[where[0]].kind
         again = _plan_of(plan.head, plan.readers, Run(*where, kind, "begun by an earlier compaction"))
         if (old.plan, old.libraries) == (again.digest, libraries()) and not (is_bound and again.names != plan.names):
@@ -262,7 +262,7 @@ def _take_up(
 
 
 class _Work:
-    """The work on one plan, under one lease."""
+    """Executes one plan under one lease."""
 
     def __init__(self, store: Store, plan: _Plan, held: HeldLease, options: _WorkOptions) -> None:
         note = held.lease
@@ -277,7 +277,7 @@ class _Work:
         self._reused = 0
 
     def carry_out(self, report: CompactionReport) -> CompactionReport:
-        """Compact, and commit; returns what became of it."""
+        """Compact and commit; return the completed report."""
         report = self._plan.describe(report, "unfinished")
         try:
             merged = self._write()
@@ -295,7 +295,7 @@ class _Work:
         )  # fmt: skip
 
     def _write(self) -> ChainEntry | None:
-        """Write the segment; None if the time was over before."""
+        """Write the segment and return its chain entry; None if the deadline passed first."""
         try:
             if not self._compact():
                 return None
@@ -303,13 +303,13 @@ class _Work:
                 self._store.storage, self._job, self._plan.tasks, list(self._done.values()), self._plan.manifests
             )
         except (CorruptStore, StorageFailure):
-            # Whoever replaced the run, or declared this transaction dead, may have had it deleted since: then nothing
-            # is corrupt, and no folder failed.
+            # If another process replaced the run or marked this transaction for deletion, the objects may be deleted.
+            # Then _follow raises Conflict instead of this error.
             self._follow()
             raise
 
     def _compact(self) -> bool:
-        """Do all tasks and the rest; False if the time was over before."""
+        """Execute all tasks and write the rest; return False if the deadline passed first."""
         options, rest = self._options, len(self._plan.tasks)
         with self._workers() as workers:
             self._reuse(workers)
@@ -320,7 +320,7 @@ class _Work:
                 options.engine, self._job, todo, bench,
                 workers=options.workers, bytes_per_s=options.bytes_per_s, is_over=options.is_over,
             )  # fmt: skip
-            with closing(done):  # whatever ends this, no task is left at work behind it
+            with closing(done):  # stops all tasks, also after an error
                 for count, one in enumerate(done, start=self._reused + 1):
                     self._note(one)
                     options.progress("tasks", count, rest)
@@ -332,13 +332,13 @@ class _Work:
         return True
 
     def _workers(self) -> AbstractContextManager[Workers]:
-        """The threads of this process's part of the work: the store's, unless a number was asked for."""
+        """Return the threads to use in this process: the store's, or new ones if a number was given."""
         if self._options.engine == "threads" and self._options.workers is not None:
             return Workers(self._options.workers, name="cnr-compact")
         return nullcontext(self._store.internals.workers)
 
     def _reuse(self, workers: Workers) -> None:
-        """Take what an earlier compaction has noted as done, if every object of it is as its receipt says."""
+        """Reuse the recorded tasks of an earlier compaction whose objects all match their receipts."""
         for index, digest in receipts_of(self._held.lease).items():
             one = FinishedTask(index, digest)
             if index < self._job.world and verified(self._store.storage, self._job, one, workers) is not None:
@@ -351,7 +351,7 @@ class _Work:
         self._held.note_done(done.index, done.receipt)
 
     def _follow(self) -> None:
-        """Look at the records that have come since; raises `Conflict` if the result could not be committed any more."""
+        """Read newer records; raise `Conflict` if the result cannot be committed any more."""
         ends = self._plan.entries
         provisional = ChainEntry(
             seg=self._job.segment, sha256="", kind=self._plan.run.kind, l0=ends[0].l0, l1=ends[-1].l1, bytes=0, rows=0
@@ -361,7 +361,7 @@ class _Work:
             self._head = entry
 
     def _commit(self, merged: ChainEntry) -> LogEntry:
-        """Append the record behind the newest that is known; those behind that are looked at by the append."""
+        """Append the record after the newest known one; `append` rebases it over newer ones."""
         record = self._head.record
         draft = draft_after(record, "compact", writer_info(), chain=replace_run(record, merged, self._plan.names))
         rebase = partial(rebase_compact, merged=merged, run=self._plan.names)
@@ -373,4 +373,4 @@ def _is_over(started: float, deadline_s: float | None) -> Callable[[], bool]:
 
 
 def _say_nothing(stage: str, done: int, total: int) -> None:
-    """Without somebody to tell."""
+    """The default progress callback."""

@@ -1,7 +1,7 @@
-"""What becomes of each row of a piece, and so which rows go into which row list of the result.
+"""Determine the outcome of each row of a piece, and thus the row list of the result it belongs to.
 
-Memory: a byte per row of the piece, or 9 per changed row where those are few. The ids of a row list are made for a
-chunk at a time, never for the whole list.
+Memory: one byte per row of the piece, or 9 per changed row if those are few. The ids of a row list are computed one
+chunk at a time.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _BLOCK = 1 << 16
 
 
 class Statuses:
-    """The last status of rows.
+    """The final status of each row of a piece.
 
     Parameters
     ----------
     status
-        uint8 per row; None says that all are coded.
+        uint8 per row; None means that all rows are coded.
     start, stop
-        The rows that it is of, if they are contiguous.
+        The row ids [start, stop), if they are contiguous.
     keys
-        The rows that it is of, sorted, if they are not.
+        The sorted row ids, if they are not.
     """
 
     def __init__(self, status: npt.NDArray[np.uint8] | None, start: int, stop: int, keys: RowIds | None = None) -> None:
@@ -40,7 +40,7 @@ class Statuses:
         self._start = start
         self._stop = stop
         self._keys = keys
-        # Per status: how many rows have it before each block.
+        # Per status: number of rows with it before each block.
         self._before: dict[int, npt.NDArray[np.int64]] = {}
 
     def count(self, status: int) -> int:
@@ -50,7 +50,7 @@ class Statuses:
         return int(self._counts(self._status, status)[-1])
 
     def rows(self, status: int, start: int, stop: int) -> RowIds:
-        """Return those of the rows with the status that stand at positions [start, stop) among them, sorted."""
+        """Return the sorted ids of the rows with the status, at positions [start, stop) among them."""
         if self._status is None:
             return np.arange(self._start + start, self._start + stop, dtype=np.int64)
         before = self._counts(self._status, status)
@@ -61,7 +61,7 @@ class Statuses:
         return at.astype(np.int64) + self._start if self._keys is None else self._keys[at]
 
     def _counts(self, statuses: npt.NDArray[np.uint8], status: int) -> npt.NDArray[np.int64]:
-        # Two threads may make the same list at once: it is the same.
+        # Two threads may compute the same counts at once; both results are equal.
         if status not in self._before:
             ranges = blocks(len(statuses), _BLOCK)
             counts = [0, *(int(np.count_nonzero(statuses[low:high] == status)) for low, high in ranges)]
@@ -72,15 +72,15 @@ class Statuses:
 def replay_statuses(
     readers: Sequence[SegmentReader], plan: TablePlan, before: int | None, workers: Workers
 ) -> Statuses:
-    """Return what becomes of each row of the plan's rectangle; reads row ids alone. Blocks.
+    """Return the final status of each row of the plan's rectangle. Blocks; reads only row ids.
 
     Parameters
     ----------
     readers
-        The segments that the plan counts.
+        The segments that the plan's numbers refer to.
     before
-        The table's rows before the first of them, if they are a run of deltas on something. None says that they begin
-        with the table: a row that none of them sets is absent.
+        The table's number of rows before the first segment. None if the table begins in them: then a row that none of
+        them sets is absent.
 
     Raises
     ------
@@ -102,16 +102,16 @@ def replay_statuses(
         status[cut:] = ABSENT
     Replay(readers, workers).run(replace(plan, tracks_status=True), codes, keys)
     if before is not None:
-        # A row that was not there before the run and is not there after it needs no delete.
+        # A row that exists neither before nor after the run needs no delete.
         grown = status[cut:]
         grown[grown == ABSENT] = UNTOUCHED
     return Statuses(status, plan.start, plan.stop, keys)
 
 
 def _is_sparse(plan: TablePlan, before: int | None) -> bool:
-    """Whether the ids of the changed rows take less memory than a status for every row.
+    """Return whether the ids of the changed rows take less memory than a status for every row.
 
-    Where the table shrinks within a run of deltas, rows are lost that no list names.
+    Not if the table shrinks within a run of deltas: that removes rows that no list names.
     """
     changed = sum(step.num_rows for step in _steps(plan))
     return 9 * changed < plan.stop - plan.start and (

@@ -1,7 +1,7 @@
-"""What compaction's workers do: the pieces of the result, dealt out to tasks that write one folder each. Pure.
+"""Divide a compaction's result into pieces, and these into tasks that write one folder each. Pure.
 
-Everything here follows from manifests alone, so whoever plans the same run plans the same tasks: a compaction that was
-killed is taken up where it was, and threads, processes and machines write the same bytes.
+The plan depends on manifests alone, so every process plans the same tasks for the same run. A killed compaction can
+therefore be resumed, and threads, processes and machines write the same bytes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from cnr_store.segment.shards import whole_of
 from cnr_store.types import Affine, Rectangle
 
 PIECE_CHUNKS = 64
-"""Most chunks of codes in a piece, near 8 MiB each: small enough to share out and to do again, large enough to pay."""
+"""Most chunks of codes in a piece, near 8 MiB each: few enough to distribute and repeat, enough to amortize a task."""
 
 
 @dataclass(frozen=True, slots=True)
 class MergePiece:
-    """One part of the result: a rectangle of a table. Of a hashed table it is the whole table."""
+    """One part of the result: a rectangle of a table; for a hashed table the whole table."""
 
     table: str
     rectangle: Rectangle
@@ -36,24 +36,24 @@ class MergePiece:
 
 @dataclass(frozen=True, slots=True)
 class CompactionTask:
-    """Pieces that one worker compacts into one folder with one receipt; ``index`` is the task's rank in the segment."""
+    """The pieces that one worker writes to one folder with one receipt; ``index`` is the folder's rank."""
 
     index: int
     pieces: tuple[MergePiece, ...]
 
 
 def compactable_run(manifests: Sequence[Manifest], run: Run) -> Run:
-    """Return the run, or what can be compacted in its place where a table's columns are cut anew within it. Pure.
+    """Return the run, or the run to compact instead if its segments do not fit into one delta. Pure.
 
-    A delta holds differences, and a row may have changed in some of its columns only: parts that are cut at other
-    columns cannot be put into one delta. Then the longest stretch between two such changes is merged, or, if there is
-    none of two segments, everything from the baseline to the end of the run, whose rows are whole. The same where the
-    parts of a segment do not make a table up.
+    A delta holds differences, and a row may have changed in some columns only. So parts that are cut at different
+    columns do not fit into one delta, nor do parts that do not cover the whole table. Then the longest range of the
+    run without such a change is returned. If that has only one segment, the result is everything from the baseline to
+    the end of the run.
 
     Parameters
     ----------
     manifests
-        Those of the chain, to the end of the run at least.
+        The manifests of the chain, at least to the end of the run.
     """
     if run.kind == "baseline":
         return run
@@ -69,21 +69,21 @@ def compactable_run(manifests: Sequence[Manifest], run: Run) -> Run:
     if (start, stop) == (run.start, run.stop):
         return run
     if stop - start >= 2:
-        return Run(start, stop, "delta", f"{run.reason}, as far as the tables' columns are cut alike")
-    return Run(0, run.stop, "baseline", f"{run.reason}, and the tables' columns are cut anew at each")
+        return Run(start, stop, "delta", f"{run.reason}; limited to segments with the same column cuts")
+    return Run(0, run.stop, "baseline", f"{run.reason}; the column cuts of the tables change at each segment")
 
 
 def plan_tasks(manifests: Sequence[Manifest], run: Run) -> tuple[CompactionTask, ...]:
-    """Return what is to be compacted, by whom: every part that the result states once, in an order of its own. Pure.
+    """Return the tasks of a compaction: every part that the result states once, in a fixed order. Pure.
 
-    A new baseline is cut where its chunks end, and also where parts of the run's last segment end, so that the state
-    digests which that segment states can be compared, and a rank's rows are whole parts. A new delta has the parts of
-    the run's last segment: what they state of the state behind them holds for it too.
+    A new baseline is cut where its chunks end, and where parts of the run's last segment end. So its state digests can
+    be compared with that segment's, and the rows of a rank are whole parts. A new delta has the parts of the run's last
+    segment, and their state digests.
 
     Parameters
     ----------
     manifests
-        Those of the chain, to the end of the run at least.
+        The manifests of the chain, at least to the end of the run.
     """
     upto = manifests[: run.stop]
     weighed: list[tuple[MergePiece, int]] = []
@@ -102,14 +102,14 @@ def plan_tasks(manifests: Sequence[Manifest], run: Run) -> tuple[CompactionTask,
 
 
 def plan_digest(entries: Sequence[ChainEntry], tasks: Sequence[CompactionTask]) -> str:
-    """Return the sha256 of a plan: two compactions of one digest, by the same libraries, write the same bytes. Pure."""
+    """Return the sha256 of a plan. Pure. Equal plans, with equal libraries, write the same bytes."""
     pieces = [[[piece.table, piece.rectangle.rows, piece.rectangle.columns] for piece in task.pieces] for task in tasks]
     inputs = [[entry.seg, entry.sha256] for entry in entries]
     return sha256(canonical_json({"inputs": inputs, "tasks": pieces}))
 
 
 def check_pieces(task: CompactionTask, parts: Sequence[PartPlace]) -> None:
-    """Refuse parts that are not the task's pieces. Pure.
+    """Check that the parts are the task's pieces. Pure.
 
     Raises
     ------
@@ -119,18 +119,18 @@ def check_pieces(task: CompactionTask, parts: Sequence[PartPlace]) -> None:
     found = [(part.table, Rectangle(part.rows, part.columns)) for part in parts]
     if found != wanted:
         raise CorruptStore(
-            f"task {task.index} of a compaction has parts {found[:3]}, its plan has {wanted[:3]}",
+            f"task {task.index} of a compaction has parts {found[:3]}, expected {wanted[:3]}",
             expected=len(wanted), found=len(found),
         )  # fmt: skip
 
 
 def check_states(parts: Sequence[PartPlace], last: Manifest) -> None:
-    """Refuse a new baseline whose state is not the one that the run's last segment states, part by part. Pure.
+    """Check a new baseline's state digests against those of the run's last segment, part by part. Pure.
 
     Raises
     ------
     CorruptStore
-        The run does not lead to the state that its last writer had: a delta is wrong or missing.
+        They differ: a delta is wrong or missing.
     """
     made: dict[str, list[PartPlace]] = {}
     for part in parts:
@@ -142,27 +142,27 @@ def check_states(parts: Sequence[PartPlace], last: Manifest) -> None:
         if found is None or found != int(end.state_digest, 16):
             shown = "no state digest" if found is None else f"state digest {found:016x}"
             raise CorruptStore(
-                f"table {end.table!r}, rows {end.rows} and columns {end.columns}, merges to {shown}, the run's last "
-                f"segment states {end.state_digest}; a delta is wrong or missing, run `cnr verify --deep`",
+                f"table {end.table!r}, rows {end.rows}, columns {end.columns} merges to {shown}, but the run's last "
+                f"segment records {end.state_digest}; a delta is wrong or missing, run `cnr verify --deep`",
                 table=end.table, expected=end.state_digest, found=shown,
             )  # fmt: skip
 
 
 def _is_one_delta(manifests: Sequence[Manifest], start: int, stop: int) -> bool:
-    """Whether the segments [start, stop) can be one delta: by their parts, and by the lives of the tables."""
+    """Return whether the parts and table generations of the segments [start, stop) fit into one delta."""
     last = manifests[stop - 1]
     for table, schema in last.tables.items():
         begin = stop - 1
         while begin > start and _continues(manifests[begin - 1], table, schema):
             begin -= 1
         if begin > start and _continues(manifests[start - 1], table, schema):
-            return False  # a later life that looks like the one before the run would be taken for it
+            return False  # a later generation with the number of the one before the run would be confused with it
         areas = (Rectangle(part.rows, part.columns).area for part in last.parts_of.get(table, ()))
         if schema.keys == "dense" and sum(areas) != schema.num_rows * schema.dim:
-            return False  # a delta has the parts of its last segment: what lies outside of them would be lost
+            return False  # a delta has the parts of its last segment: rows outside of them would be lost
         ranges = sorted({one for manifest in manifests[begin:stop] for one in _column_ranges(manifest, table)})
         if any(right[0] < left[1] for left, right in pairwise(ranges)):
-            return False  # cut at other columns from segment to segment, or from rows to rows
+            return False  # the column cuts differ between segments, or between row ranges
     return True
 
 
@@ -176,7 +176,7 @@ def _column_ranges(manifest: Manifest, table: str) -> set[tuple[int, int]]:
 
 
 def _baseline_pieces(manifests: Sequence[Manifest], table: str) -> Iterator[tuple[MergePiece, int]]:
-    """The parts of a table in a new baseline and their chunks, by column interval and rows."""
+    """Yield the parts of a table in a new baseline with their chunks, by column interval and rows."""
     last = manifests[-1]
     schema = last.tables[table]
     if schema.keys == "hashed" or schema.num_rows == 0:
@@ -184,7 +184,7 @@ def _baseline_pieces(manifests: Sequence[Manifest], table: str) -> Iterator[tupl
         return
     ends = last.parts_of.get(table, ())
     plan = plan_table(manifests, table)
-    # Rows that are in no chunk cost nothing, so a piece of a table that has few others may be as much longer.
+    # Rows in no chunk cost nothing, so a piece of a sparse table may have more rows, in proportion.
     times = schema.num_rows // max(1, stored_rows(plan)) if is_sparse(plan) else 1
     for columns in plan.stored:
         beside = [part for part in ends if part.columns[0] < columns[1] and columns[0] < part.columns[1]]
@@ -196,9 +196,9 @@ def _baseline_pieces(manifests: Sequence[Manifest], table: str) -> Iterator[tupl
 def _row_pieces(
     table: str, schema: TableSchema, columns: tuple[int, int], rows: tuple[int, int], times: int
 ) -> Iterator[tuple[MergePiece, int]]:
-    """The rows in pieces of about the same size, cut where a part of all these rows would have chunks end.
+    """Yield the rows in pieces of similar size, cut at the chunk ends of a part of all these rows.
 
-    ``times``: how many rows there are to one that is stored.
+    ``times``: number of rows per stored row.
     """
     start, stop = rows
     chunk_rows = times * chunk_rows_for(stop - start, _code_row_bytes(schema, columns))
@@ -210,7 +210,7 @@ def _row_pieces(
 
 
 def _delta_pieces(manifests: Sequence[Manifest], table: str) -> Iterator[tuple[MergePiece, int]]:
-    """The parts of a table in a new delta and, as a measure of the work, the chunks that are read for them."""
+    """Yield the parts of a table in a new delta, with the number of chunks read for each."""
     last = manifests[-1]
     schema = last.tables[table]
     if schema.keys == "hashed":
@@ -237,7 +237,7 @@ def _meets(part: PartEntry, rectangle: Rectangle) -> bool:
 
 
 def _code_row_bytes(schema: TableSchema, columns: tuple[int, int]) -> int:
-    """Bytes of a row's codes as they are stored, if they fit their usual width."""
+    """Return the stored bytes of a row's codes, if they have their usual width."""
     spec = array_specs(schema, columns)["codes"]
     if isinstance(spec.encoding, Affine):
         return packed_width(spec.width, spec.encoding.bits)

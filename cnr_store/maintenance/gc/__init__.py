@@ -1,6 +1,6 @@
 """Garbage collection: expire versions, then delete what no live version needs (spec, annex F).
 
-`collect_garbage` is all of it. It never deletes but what the logs have named as given up, and never a log position.
+`collect_garbage` deletes a segment only after every log has marked it for deletion, and never deletes a log position.
 """
 
 from __future__ import annotations

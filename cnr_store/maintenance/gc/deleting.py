@@ -1,4 +1,4 @@
-"""Delete the objects of segments that are due, one listing each; find old side objects. Which are due others know."""
+"""Delete the objects of given segments, one listing per segment; find side objects that no log needs."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from cnr_store.storage import ObjectStat, Storage
 
 
 class Deletion:
-    """Deletes segments and remembers what is gone.
+    """Deletes segments and counts what it deleted.
 
     Attributes
     ----------
     deleted
-        Segments that are gone.
+        Names of the deleted segments.
     objects, size_bytes
-        What they were.
+        Number and size of the deleted objects.
     failures
-        Why some are not gone; they are tried again by the next run.
+        Error messages of failed deletions; the next run retries them.
     was_stopped
-        Whether the time was up before the last one.
+        Whether the deadline passed before the last segment.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -45,18 +45,18 @@ class Deletion:
         is_late: Callable[[], bool],
         progress: ProgressCallback | None,
     ) -> None:
-        """Delete every object listed below each segment, and note in ``reports`` how that went.
+        """Delete every object listed below each segment, and update its entry in ``reports``.
 
         Raises
         ------
         AccessDenied
-            Nothing else would work either.
+            Ends the run: further deletions would fail, too. Any other storage failure is collected in `failures`.
         """
         for done, name in enumerate(due):
             if is_late():
                 self.was_stopped = True
                 return
-            report = reports.get(name) or SegmentReport(name, "due", "its time is over")
+            report = reports.get(name) or SegmentReport(name, "due", "its grace period is over")
             try:
                 size_bytes = self._delete(name)
             except AccessDenied:
@@ -80,7 +80,7 @@ class Deletion:
 
 
 def with_sizes(storage: Storage, segments: Iterable[SegmentReport]) -> tuple[SegmentReport, ...]:
-    """Return the reports with the bytes of those that are given up and still there: one listing for each of them."""
+    """Return the reports with the sizes of segments marked for deletion. Blocks: one listing for each."""
 
     def measured(segment: SegmentReport) -> SegmentReport:
         if segment.state not in ("due", "waiting") or segment.size_bytes is not None:
@@ -94,14 +94,14 @@ def with_sizes(storage: Storage, segments: Iterable[SegmentReport]) -> tuple[Seg
 def unneeded_lists(
     storage: Storage, main: CommitLog, logs: Sequence[LogVersions], *, older_than_ms: int, now_ms: int | None = None
 ) -> Iterator[ObjectStat]:
-    """Yield the side objects that none of the logs needs; those of branches that were dropped before, too.
+    """Yield the side objects that no log needs, including those of branches that were dropped earlier.
 
     Parameters
     ----------
     main, logs
-        The store's own log, and all of them as they were read, that one first.
+        The store's own log, and all logs as they were read, the store's own first.
     now_ms
-        As for `find_unneeded`.
+        Passed to `find_unneeded`.
 
     Raises
     ------
@@ -118,11 +118,11 @@ def unneeded_lists(
     @cache
     def has_ended(branch: str) -> bool:
         if branch in ended or branch in pins:
-            return branch in ended  # Of one with a pin the log was not read, or is about to be closed.
+            return branch in ended  # A branch with a pin: its log was not read, or this run closes it.
         try:
             return main.below(branch_prefix(branch)).latest().record.kind == "close"
         except (CorruptStore, VersionNotFound):
-            return False  # Of a fork that was not finished, or a log that was lost: nothing is known.
+            return False  # The fork is unfinished or its log is lost: keep its side objects.
 
     def is_left(branch: str, version: int) -> bool:
         return version <= newest[branch] if branch in newest else has_ended(branch)

@@ -1,4 +1,4 @@
-"""Read what the logs of a store keep alive: one record per live version, and one place that says what it refers to."""
+"""Read the live versions of a store's logs, and list the segments that a version references."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from cnr_store.runtime.threads import Workers
 from cnr_store.storage import Storage
 
 BATCH = 256
-"""Records read at once, so that memory does not grow with their bytes."""
+"""Number of records in one batch of reads; it bounds the memory for their bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogVersions:
-    """One log as a collection sees it.
+    """One log, as a collection read it.
 
     Attributes
     ----------
@@ -33,13 +33,13 @@ class LogVersions:
     entry
         The newest record.
     versions
-        What is live, ascending; of a closed log, what was live before.
+        The live versions, ascending. For a closed log: those that were live before it was closed.
     is_closed
-        Whether the branch has ended, or is about to, so that nothing of it stays.
+        Whether the branch is closed, or this run closes it. No version of a closed log is kept.
     unreadable
-        Live versions whose records are damaged, where the caller gives them up.
+        Live versions whose records are damaged. Empty unless the caller passed ``despite_damage``.
     side_objects
-        By version: the sha256 of those that its record names. Those of the newest record are in `entry`.
+        Version to the sha256 of each side object that its record names. Those of the newest record are in `entry`.
     """
 
     branch: str
@@ -57,17 +57,17 @@ class LogVersions:
 
 
 def referenced_segments(versions: Iterable[LiveVersion]) -> set[str]:
-    """Return every segment that these versions need: those of their chains, and there is no other reference. Pure.
+    """Return every segment in the chains of these versions. Pure.
 
-    Dense tensors lie in their record's own chain or are looked for there, and a chain is complete in one record
-    (spec, sections 3.3 and 4.6). Whatever else comes to refer to a segment has to be counted here.
+    A chain is the only reference to a segment: dense tensors are in segments of their record's chain, and a record
+    holds its whole chain (spec, sections 3.3 and 4.6). A new kind of reference has to be added here.
     """
     chains = {version.chain for version in versions}
     return {segment for chain in chains for segment in chain}
 
 
 class SegmentNames:
-    """Shares the names and chains of many records, and keeps the sizes that chains state."""
+    """Interns the segment names and chains of many records; keeps the sizes in bytes that chains record."""
 
     def __init__(self) -> None:
         self.sizes: dict[str, int] = {}
@@ -75,7 +75,7 @@ class SegmentNames:
         self._chains: dict[tuple[str, ...], tuple[str, ...]] = {}
 
     def chain_of(self, entries: Iterable[ChainEntry]) -> tuple[str, ...]:
-        """Return the names of a chain, the same object for the same chain."""
+        """Return the segment names of a chain; equal chains share one tuple."""
         chain = []
         for entry in entries:
             name = self._names.setdefault(entry.seg, entry.seg)
@@ -87,7 +87,7 @@ class SegmentNames:
 
 @dataclass(frozen=True, slots=True)
 class _KnownRecord:
-    """What is remembered of one record, so that a second look at the log reads only what is new."""
+    """The cached fields of one record, so that reading the log again fetches only new records."""
 
     state: LiveVersion
     digest: str
@@ -96,9 +96,9 @@ class _KnownRecord:
 
 
 class LogScan:
-    """Reads one log, again and again; records that it knows are not read twice.
+    """Reads one log repeatedly, and each record once.
 
-    ``despite_damage``: a live version whose record cannot be read is given up, and nothing else about it is known.
+    With ``despite_damage`` a live version with an unreadable record is listed in `LogVersions.unreadable`.
     """
 
     def __init__(
@@ -120,14 +120,14 @@ class LogScan:
         self._known: dict[int, _KnownRecord] = {}
 
     def read(self, branch: str, name: str, progress: Callable[[int], None]) -> LogVersions:
-        """Return the log as it is now: the head by a few GETs, and one GET per live version that is new.
+        """Return the current state of the log. Blocks: a few GETs, and one for each new live version.
 
-        Nothing of a closed log is needed: if it is damaged its view just has no versions to give up.
+        A damaged closed log has no versions in the result: none of them has to be kept.
 
         Raises
         ------
         CorruptRecord
-            The record of a live version is damaged, or the digest chain breaks: what the store needs is not known.
+            The record of a live version is damaged, or the digest chain breaks: the needed segments are unknown.
         CorruptStore
             A position is empty.
         StorageFailure
@@ -135,7 +135,7 @@ class LogScan:
         entry = self.log.latest()
         self._known[entry.record.v] = self._remember(entry)
         is_closed = entry.record.kind == "close"
-        # Of a branch that has ended nothing is live; what was, is what it gives up.
+        # A closed branch has no live versions. Those that were live before are the ones whose segments are freed.
         head = msgspec.structs.replace(entry.record, kind="fence") if is_closed else entry.record
         below = sorted({version for version in _named_below(head) if is_live(head, version)})
         unreadable: list[int] = []
@@ -147,12 +147,12 @@ class LogScan:
         except CorruptStore:
             if not is_closed:
                 raise
-            versions = []  # Its segments go as those that nobody names.
+            versions = []  # Its segments are deleted as orphans.
         side_objects = {version.version: self._known[version.version].side_objects for version in versions}
         return LogVersions(branch, name, entry, tuple(versions), is_closed, tuple(sorted(unreadable)), side_objects)
 
     def states(self, versions: Iterable[int]) -> list[LiveVersion]:
-        """Return what single versions need, live or not; positions that hold none are left out."""
+        """Return the chains of given versions, live or not. Positions without a version are left out."""
         return [known.state for version in versions if (known := self._known_or_read(version)) is not None]
 
     def _states(
@@ -175,9 +175,10 @@ class LogScan:
     def _walk(
         self, head: CommitRecord, digest: str | None, unreadable: list[int], progress: Callable[[int], None]
     ) -> list[LiveVersion]:
-        """From the head down to the floor, each record vouched for by the one behind it.
+        """Return the live versions from the head down to the floor, ascending.
 
-        One that is damaged vouches for none, and is passed where its version is not live or is given up.
+        Each record is checked against the digest that its successor names. A damaged one is skipped if its version is
+        not live, or with ``despite_damage``; its predecessor is then not checked.
         """
         found = []
         version = head.v
@@ -204,13 +205,13 @@ class LogScan:
         return found[::-1]
 
     def _vouched(self, position: int, fetched: dict[int, bytes | None], digest: str | None) -> _KnownRecord:
-        """A record, if it is the one that the record behind it names; ``digest`` is None where that one is damaged."""
+        """Return the record, checked against the digest that its successor names; None skips the check."""
         known = self._known.get(position) or self._decode(position, fetched[position])
         if digest is not None and known.digest != digest:
             raise CorruptRecord(
-                f"commit record {position} is not the one that the record behind it was written behind; run "
-                "`cnr verify`, and collect no garbage before it is put right, or give the version up with "
-                "despite_damage=True",
+                f"commit record {position} has digest {known.digest}, but its successor names {digest}; run "
+                "`cnr verify` and repair the log before collecting garbage, or pass despite_damage=True to expire "
+                "the version",
                 version=position, path=self._key(position), expected=digest, found=known.digest,
             )  # fmt: skip
         return known
@@ -234,16 +235,16 @@ class LogScan:
                     return None
                 standing = self.log.read_standing(version)
                 if standing is None or standing.record.v != version:
-                    return None  # Superseded: nobody holds what is no version.
+                    return None  # A later record superseded it, so it is no version that can be leased.
                 self._known[version] = self._remember(standing)
         return self._known[version]
 
     def _decode(self, version: int, data: bytes | None) -> _KnownRecord:
-        """Without its side objects: only the head's lists count."""
+        """Return the record at a position, without fetching its side objects: only the head's are needed."""
         if data is None:
             raise CorruptStore(
-                f"log position {version} is empty although the log goes on behind it; restore it from a backup, or "
-                "give the version up with despite_damage=True",
+                f"log position {version} is empty, but later positions exist; restore the record from a backup, or "
+                "pass despite_damage=True to expire the version",
                 version=version, path=self._key(version),
             )  # fmt: skip
         entry = decode_record(data, version)

@@ -1,8 +1,8 @@
-"""What a collection commits and deletes: a pure function of the logs, a listing, ages, holds and the time.
+"""Plan a collection from the logs, a listing, folder ages, leases, cursors and the time. Pure.
 
-Two rules carry all of it (spec, annex F). A segment is given up by name, in a record of every log that a writer
-of it could commit to, before an object of it is deleted; and it is deleted only if no live version of any log needs
-it at that moment. Neither rests on an age: ages only spare the saves that are under way.
+Two rules make deletion safe (spec, annex F). First, a record in every log to which the segment could be committed
+marks the segment for deletion (the field ``aborted``). Second, the segment is deleted only if no live version of any
+log needs it at that moment. Neither rule depends on an age. Ages only protect saves that are in progress.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from cnr_store.maintenance.gc.logs import LogVersions, referenced_segments
 from cnr_store.maintenance.gc.report import SegmentReport
 
 CLEAN_UP_AT = 64
-"""Names of deleted segments that justify a record of their own; fewer leave the list with the next one."""
+"""Number of deleted segments from which a record is committed to remove their marks; fewer wait for the next record."""
 
 
 @dataclass(frozen=True, slots=True)
 class FolderAge:
-    """How long nothing was written to a folder, by the store's clock (None: it tells no times), and its bytes."""
+    """Time since the last write to a folder, by the store's clock (None: unknown), and its bytes."""
 
     age_ms: int | None
     size_bytes: int
@@ -28,7 +28,7 @@ class FolderAge:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """When things may go: the grace for readers, the age from which a folder of nobody is nobody's, and now, in ms."""
+    """Grace period, age from which an unreferenced folder may be deleted, and current time; all in ms."""
 
     grace_ms: int
     orphan_age_ms: int
@@ -48,7 +48,7 @@ class ExpireStep:
 
 @dataclass(frozen=True, slots=True)
 class CollectionPlan:
-    """What to commit, in this order, and what becomes of every version and segment."""
+    """The records to commit, in order, and the decision for every version and segment."""
 
     retention: Mapping[str, RetentionPlan]
     steps: tuple[ExpireStep, ...]
@@ -56,9 +56,9 @@ class CollectionPlan:
 
 
 def unexplained(logs: Sequence[LogVersions], folders: Iterable[str]) -> list[str]:
-    """Return the listed segments that no live version needs and no log has given up: saves under way, or orphans. Pure.
+    """Return the listed segments that no live version needs and no log marks for deletion. Pure.
 
-    A transaction that is needed under another folder name is not one of them.
+    They are orphans, or saves in progress. A folder whose transaction is needed under another name is left out.
     """
     needed = {txn_of(name) for log in logs for name in referenced_segments(log.versions)}
     named = {txn for log in logs if not log.is_closed for txn in log.head.aborted}
@@ -66,7 +66,7 @@ def unexplained(logs: Sequence[LogVersions], folders: Iterable[str]) -> list[str
 
 
 def missing_segments(plan: CollectionPlan, logs: Sequence[LogVersions], folders: Set[str]) -> list[str]:
-    """Return the segments that versions which stay need and that are not listed: then a record or the data is wrong."""
+    """Return the segments that kept versions need and that are not listed: evidence of damage. Pure."""
     return sorted(_staying_segments(logs, plan.retention) - folders)
 
 
@@ -82,24 +82,24 @@ def plan_collection(
     times: Times,
     batch: int,
 ) -> CollectionPlan:
-    """Return what a collection does. Pure; grows with versions times chain length, and with segments.
+    """Return what a collection does. Pure. Cost: versions times chain length, plus number of segments.
 
     Parameters
     ----------
     logs
-        The store's own log first, then branches; closed ones are there to be given up.
+        The store's own log first, then branches. The segments that only closed logs need are marked for deletion.
     folders
         The segments listed under ``data/``.
     ages
-        Of the `unexplained` ones; a folder without one was empty by then.
+        The ages of the `unexplained` folders; one without an age was found empty.
     sizes
-        Bytes of segments, as far as chains state them.
+        Bytes of segments, where a chain records them.
     holds
-        Branch uuid to what its readers hold.
+        Branch uuid to its leases and cursors.
     held
-        Segments of expired versions that readers hold all the same: given up, and deleted later.
+        Segments of expired versions that a lease or cursor still protects: marked now, deleted later.
     batch
-        How many names a record gives up at most; the names of one version are not divided.
+        Segments that one record marks at most; those of one version are not split over records.
     """
     live = [log for log in logs if not log.is_closed]
     retention = {log.branch: _retention(log, policy, holds, times.now_ms) for log in logs}
@@ -125,7 +125,7 @@ def plan_collection(
 def due_segments(logs: Sequence[LogVersions], folders: Iterable[str], held: Set[str], now_ms: int) -> list[str]:
     """Return the listed segments whose objects may be deleted now. Pure.
 
-    Every live log has given the segment up, its time is over in each, no live version needs it, and no reader holds it.
+    Every open log marks it and its grace period is over in each; no live version needs it, and it is not in ``held``.
     """
     live = [log for log in logs if not log.is_closed]
     needed = {txn_of(name) for log in live for name in referenced_segments(log.versions)}
@@ -138,9 +138,9 @@ def due_segments(logs: Sequence[LogVersions], folders: Iterable[str], held: Set[
 
 
 def plan_clean_up(logs: Sequence[LogVersions], folders: Iterable[str]) -> tuple[ExpireStep, ...]:
-    """Return the records that take names off the lists whose segments are gone, where they are many. Pure.
+    """Return the records that remove the marks of deleted segments, for logs with many of them. Pure.
 
-    Whoever may still commit such a transaction has the record that named it ahead, so the name is not needed for ever.
+    A mark may be removed: a writer that still commits such a transaction has to read the record that set the mark.
     """
     listed = {txn_of(name) for name in folders}
     steps = []
@@ -160,7 +160,7 @@ def txn_of(segment: str) -> str:
 def _retention(log: LogVersions, policy: RetentionPolicy, holds: Mapping[str, Holds], now_ms: int) -> RetentionPlan:
     if not log.is_closed:
         return plan_retention(log.head, log.versions, policy, holds.get(log.branch, NO_HOLDS), now_ms)
-    ended = tuple(VersionVerdict(version.version, False, "its branch has ended") for version in log.versions)
+    ended = tuple(VersionVerdict(version.version, False, "its branch is closed") for version in log.versions)
     return RetentionPlan(log.head.floor, (), ended)
 
 
@@ -175,9 +175,9 @@ def _staying_segments(logs: Sequence[LogVersions], retention: Mapping[str, Reten
 def _given_up(
     logs: Sequence[LogVersions], retention: Mapping[str, RetentionPlan], needed: Set[str]
 ) -> dict[tuple[str, int], list[str]]:
-    """(branch, version) to the segments that nobody needs any more once that version has gone, in order of going.
+    """Map (branch, version) to the segments that no version needs once that version has expired.
 
-    Closed logs go first: they have no record to come.
+    Closed logs come first: no record will be added to them.
     """
     last: dict[str, tuple[str, int]] = {}
     for log in sorted(logs, key=lambda log: not log.is_closed):
@@ -192,12 +192,12 @@ def _given_up(
 
 
 def _is_ripe(age: FolderAge, times: Times) -> bool:
-    """Whether a folder of nobody may be given up. Without any time it may only if no age is asked for."""
+    """Return whether an unreferenced folder is old enough to be marked; an unknown age counts as 0."""
     return times.orphan_age_ms == 0 if age.age_ms is None else age.age_ms >= times.orphan_age_ms
 
 
 def _named_until(live: Sequence[LogVersions]) -> dict[str, int]:
-    """Transaction to the latest time that a live log names for it."""
+    """Map each marked transaction to the latest deletion time, in ms, that an open log records for it."""
     until: dict[str, int] = {}
     for log in live:
         for txn, ms in log.head.aborted.items():
@@ -215,21 +215,21 @@ def _log_steps(
     fresh: Mapping[str, int],
     batch: int,
 ) -> list[ExpireStep]:
-    """The records of one log: versions go oldest first, and each record names what they leave behind.
+    """Return the records of one log, which expire its versions oldest first.
 
-    So whenever this stops, everything that is not needed any more has a name. ``declared`` has all transactions that
-    are given up with their times, ``fresh`` those that this run gives up.
+    Each record marks the segments that it frees, so after any prefix of the records every freed segment is marked.
+    ``declared`` maps all marked transactions to their deletion times, ``fresh`` only those that this run marks.
     """
     head = log.head
     named = {*head.tags.values(), *head.channels.values(), *(pin.version for pin in head.pins.values())}
-    # What is needed again was given up here before another log committed it.
+    # This log may mark a transaction that another log committed later: such a mark is removed.
     aborted = {txn: ms for txn, ms in head.aborted.items() if txn in listed and txn not in needed}
     is_wrong = any(txn in needed for txn in head.aborted)
     steps: list[ExpireStep] = []
     new = 0
 
     def expired_at(floor: int) -> tuple[int, ...]:
-        """Below the floor only a name would keep what is listed."""
+        """Return the expired versions to list: below the floor a version is live only if it has a name."""
         listed_ones = {*head.expired, *log.unreadable}
         return tuple(sorted(version for version in listed_ones if version >= floor or version in named))
 
@@ -274,19 +274,19 @@ def _report(
     txn = txn_of(name)
     size = ages[name].size_bytes if name in ages else sizes.get(name)
     if name in needed:
-        return SegmentReport(name, "stays", "a version that stays needs it", size)
+        return SegmentReport(name, "stays", "a kept version needs it", size)
     if name in held and txn in before:
-        return SegmentReport(name, "waiting", "a reader holds a version that has expired", size, before[txn])
+        return SegmentReport(name, "waiting", "a lease or cursor is on an expired version", size, before[txn])
     if txn in until:
-        unnamed = "nobody refers to it: of a save that never committed, or of a branch that has ended"
-        reason = unnamed if name in ages else "no version that stays needs it"
+        unnamed = "no version references it: its save never committed, or its branch is closed"
+        reason = unnamed if name in ages else "no kept version needs it"
         return SegmentReport(name, "named", reason, size, until[txn])
     if txn in before:
         if before[txn] <= now_ms:
-            return SegmentReport(name, "due", "its time is over", size, before[txn])
-        return SegmentReport(name, "waiting", "its time is not over", size, before[txn])
+            return SegmentReport(name, "due", "its grace period is over", size, before[txn])
+        return SegmentReport(name, "waiting", "its grace period is not over", size, before[txn])
     if name not in ages:
-        return SegmentReport(name, "stays", "a needed transaction has this name too", size)
+        return SegmentReport(name, "stays", "a needed transaction has this name, too", size)
     age_ms = ages[name].age_ms
-    shown = "the store tells no times" if age_ms is None else f"last written {age_ms // 1000} s ago"
-    return SegmentReport(name, "young", f"maybe a save under way: {shown}", size)
+    shown = "the storage reports no times" if age_ms is None else f"last written {age_ms // 1000} s ago"
+    return SegmentReport(name, "young", f"its save may be in progress: {shown}", size)

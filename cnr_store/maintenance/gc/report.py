@@ -1,4 +1,4 @@
-"""What a garbage collection decided and did: plain records. No I/O."""
+"""Records of what a garbage collection decided and did. No I/O."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ ProgressCallback = Callable[[str, int, int], None]
 """Called as (stage, done, total): ``records`` read, ``expire`` records committed, ``segments`` deleted."""
 
 Outcome = Literal["clean", "planned", "collected", "stopped", "incomplete"]
-"""``clean``: nothing to do. ``planned``: a dry run found something. ``collected``: all that was due is done.
-``stopped``: the time was up. ``incomplete``: some objects could not be deleted, or writers were always faster."""
+"""``clean``: nothing to do. ``planned``: a dry run found something to do. ``collected``: the run did everything due.
+``stopped``: the deadline passed. ``incomplete``: some deletions failed, or other writers won every retry."""
 
 SegmentState = Literal["stays", "young", "named", "waiting", "due", "deleted", "failed"]
-"""``stays``: a version that stays has it. ``young``: nobody refers to it, but it may be a save under way. ``named``:
-this run gives it up. ``waiting``: an earlier run did, and its time is not over, or a reader holds it. ``due``: may be
-deleted now. ``deleted``: this run did. ``failed``: this run tried."""
+"""``stays``: a kept version needs it. ``young``: no version references it, but its save may be in progress. ``named``:
+this run marks it for deletion. ``waiting``: an earlier run marked it, and its grace period is not over or a lease or
+cursor protects it. ``due``: may be deleted now. ``deleted``: this run deleted it. ``failed``: its deletion failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionReport:
-    """What becomes of one live version of one log; ``branch`` is the branch's name, None for the store's own log."""
+    """The decision for one live version; ``branch`` is the branch's name, None for the store's own log."""
 
     branch: str | None
     version: int
@@ -31,14 +31,14 @@ class VersionReport:
 
 @dataclass(frozen=True, slots=True)
 class SegmentReport:
-    """What becomes of one segment.
+    """The decision for one segment.
 
     Attributes
     ----------
     size_bytes
-        Its bytes; None where nobody had to count them.
+        Its bytes; None if unknown.
     delete_after_ms
-        From when its objects may be deleted (ms since 1970), where it is given up.
+        Time from which its objects may be deleted, in ms since 1970; None unless it is marked for deletion.
     """
 
     name: str
@@ -50,27 +50,27 @@ class SegmentReport:
 
 @dataclass(frozen=True, slots=True)
 class GcReport:
-    """A whole run, or with ``is_dry_run`` what one would do.
+    """The result of a run, or with ``is_dry_run`` of the run that it would be.
 
     Attributes
     ----------
     url
         The store, without credentials.
     outcome
-        How it ended.
+        How the run ended.
     versions
         Every version that was live, log by log, ascending.
     segments
-        Every segment that was referred to or listed, by name.
+        Every segment that a live version references or that was listed, by name.
     records
-        ``expire`` records committed.
+        Number of ``expire`` records committed.
     deleted_segments, deleted_objects, deleted_bytes
-        What is gone from storage by this run.
+        What this run deleted.
     failures
-        Why objects could not be deleted; the next run tries again.
+        Error messages of failed deletions; the next run retries them.
     side_objects, side_object_bytes
-        Lists in ``state/`` that no record needs any more: the keys of those that this run deleted, or with
-        ``is_dry_run`` would delete; and their bytes, which are in ``deleted_bytes`` once they are gone.
+        Keys and bytes of the lists in ``state/`` that this run deleted, or with ``is_dry_run`` would delete, because
+        no record needs them. ``deleted_bytes`` includes the bytes of deleted ones.
     """
 
     url: str
@@ -88,16 +88,16 @@ class GcReport:
 
     @property
     def expired(self) -> int:
-        """How many versions go."""
+        """Number of versions that expire."""
         return sum(not version.stays for version in self.versions)
 
     @property
     def named(self) -> int:
-        """How many segments this run gives up."""
+        """Number of segments that this run marks for deletion."""
         return sum(segment.state == "named" for segment in self.segments)
 
     @property
     def pending_delete_bytes(self) -> int:
-        """Bytes of the segments that are given up and not deleted yet, as far as they are known."""
+        """Bytes of the segments that are marked and not yet deleted; unknown sizes count as 0."""
         states = ("named", "waiting", "due", "failed")
         return sum(segment.size_bytes or 0 for segment in self.segments if segment.state in states)

@@ -1,8 +1,8 @@
-"""The order of a collection: logs, holds, listing, plan, records, holds again, deletions (spec, annex F).
+"""Run a collection (spec, annex F).
 
-Every step may be the last one: whatever was done by then is right, and the next run goes on from there. Nothing is
-deleted here but objects listed below ``data/<segment>/`` of a segment that the logs have given up, holds that ended
-long ago, old side objects that no record needs, and the object by which the store's clock is read.
+The steps: read logs, leases and cursors; list segments; plan; commit records; read leases and cursors again; delete.
+A run may stop after any step, and the next one continues. It deletes only the objects of segments that the logs mark,
+leases and cursors that ended long ago, old side objects that no record needs, and the object that reads the clock.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ from cnr_store.storage import ObjectStat
 from cnr_store.store import Store
 
 MIN_GRACE_S = 3600.0
-"""A shorter grace deletes under readers that hold no lease: only with ``force``."""
+"""Shortest grace period without ``force``, in seconds; a shorter one may delete what a reader without a lease reads."""
 
 MIN_ORPHAN_AGE_S = 86_400.0
-"""A lower age gives up saves that are under way: they fail, and only with ``force``."""
+"""Lowest orphan age without ``force``, in seconds; with a lower one a save in progress may fail."""
 
 _PLANS = 50
-"""How often a plan is made anew because writers were faster; then the next run goes on."""
+"""How often one run plans again after another writer committed first; then the rest is left to the next run."""
 
 
 def collect_garbage(
@@ -80,51 +80,51 @@ def collect_garbage(
     progress: ProgressCallback | None = None,
     clock_ms: Callable[[], int] | None = None,
 ) -> GcReport:
-    """Expire what the policy does not keep, in the store's log and in every branch, and delete what nobody needs.
+    """Expire versions that the policy does not keep, in all logs; delete what no live version needs.
 
-    Safe beside writers, readers, compactions and other collections; idempotent, and a run that was killed is taken up
-    by the next. What one run gives up is deleted by a run after the grace. Blocks; memory grows with the live versions
-    and segments, requests with the live versions that are read, one listing of ``data/``, and for each segment that
-    goes one listing and its objects.
+    Blocks. Safe beside writers, readers, compactions and other collections. Idempotent; the next run continues one
+    that was killed. One run marks a segment; a run after the grace period deletes it. Memory is proportional to live
+    versions plus segments. Requests: one per live version that is read, one listing of ``data/``, and one listing plus
+    the deletes for each deleted segment.
 
     Parameters
     ----------
     store
-        The store, or a branch of it: all its logs are collected, by the same policy.
+        The store, or a branch of it: either way all logs of the store are collected, by one policy.
     policy
-        What stays; None is `RetentionPolicy` as it comes.
+        Which versions are kept; None is ``RetentionPolicy()``.
     grace_s
-        From the record that gives a segment up to its deletion: how long a reader without a lease may take.
+        Seconds between the record that marks a segment and its deletion: the time that a reader without a lease has.
     orphan_age_s
-        How long nothing was written to a segment that no record names before it is given up, by the store's clock. A
-        save that takes longer fails with `TransactionAborted`.
+        Seconds without a write, by the store's clock, after which a segment that no record names is marked for
+        deletion. A save that takes longer fails with `TransactionAborted`.
     dry_run
-        Change nothing and explain. The ages of orphans are then judged by this machine's clock.
+        Change nothing and return the plan. The ages of orphans are then measured by this machine's clock.
     force
         Allow ``grace_s`` below 1 hour and ``orphan_age_s`` below 1 day.
     despite_damage
-        Give up versions whose records are damaged: they expire, and what only they needed goes. And go on where a
-        version that stays lacks a segment. For what no backup brings back, behind `verify_store`.
+        Expire versions whose records are damaged, and delete what only they need. Continue if a kept version lacks a
+        segment. Run `verify_store` first, and use this only for data that no backup can restore.
     batch
-        Segments given up by one record, about.
+        Approximate number of segments that one record marks.
     deadline_s
-        Stop between two records or two deletions when so much time is over.
+        Stop between two records or two deletions after so many seconds.
     progress
-        Told about ``records``, ``expire`` and ``segments``.
+        Called with the stages ``records``, ``expire`` and ``segments``.
     clock_ms
-        The time, for tests. None is this machine's, which has to be the store's.
+        Returns the time in ms, for tests. None is this machine's clock, which has to agree with the store's.
 
     Raises
     ------
     BadInput
         An argument is out of range, or needs ``force``.
     CorruptStore
-        The log, or what readers hold, cannot be read: then nothing is known to be unneeded. Or a version that stays
-        lacks a segment.
+        A log, a lease or a cursor cannot be read, so the needed segments are unknown; or a kept version lacks a
+        segment.
     ReadOnlyStore
         A log uses writer features that this library does not know, or the store is a relay.
     WrongClock
-        By this machine's clock leases would end, and things be deleted, at another time than by the store's.
+        This machine's clock differs from the store's: leases would end and deletions happen at a wrong time.
     CommitStateUnknown, AccessDenied, StorageFailure
 
     Examples
@@ -158,7 +158,7 @@ def collect_garbage(
 
 
 def check_arguments(grace_s: float, orphan_age_s: float, batch: int = 1, *, force: bool) -> None:
-    """Refuse what `collect_garbage` would refuse, before anything is done.
+    """Check the arguments of `collect_garbage`. No I/O.
 
     Raises
     ------
@@ -171,20 +171,20 @@ def check_arguments(grace_s: float, orphan_age_s: float, batch: int = 1, *, forc
         checked_number(name, value, least=0, most=1e9)
         if value < least and not force:
             raise BadInput(
-                f"{name} is {value:g} s; below {least:g} s readers or saves under way may be hurt, which needs "
-                "force=True",
+                f"{name} is {value:g} s; below {least:g} s a read or a save in progress may fail; pass a larger value "
+                "or force=True",
                 expected=least, found=value,
             )  # fmt: skip
     if batch < 1:
-        raise BadInput(f"batch is {batch}; give 1 or more", found=batch)
+        raise BadInput(f"batch is {batch}, expected 1 or more", found=batch)
 
 
 class _Overtaken(Exception):
-    """A segment is gone that was needed when the logs were read, and they have gone on since: look again."""
+    """A needed segment is missing, but the logs have newer records by now: read and plan again."""
 
 
 class _Collection:
-    """One collection. Keeps the records that it has read, since it may have to plan several times."""
+    """One collection. Caches the records that it has read, since it may plan several times."""
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ class _Collection:
     # ---- the two ways to run
 
     def explain(self) -> GcReport:
-        """Change nothing: what a run would do now."""
+        """Return what a run would do now. Writes nothing."""
         for _ in range(_PLANS):
             now_ms = self._clock_ms()
             logs, folders = self._look(ended_ms=now_ms)
@@ -228,7 +228,7 @@ class _Collection:
             except _Overtaken:
                 continue
         else:
-            raise Conflict(f"others changed {self._store.url} during each of {_PLANS} looks at it; try again")
+            raise Conflict(f"other writers changed {self._store.url} during each of {_PLANS} attempts to plan; retry")
         self._note(logs, plan)
         lists = list(self._unneeded_lists(_as_if_expired(logs, plan), now_ms=now_ms))
         is_clean = not plan.steps and not lists and not any(segment.state == "due" for segment in plan.segments)
@@ -240,10 +240,10 @@ class _Collection:
         )
 
     def collect(self) -> GcReport:
-        """Expire, then delete what is due."""
+        """Expire versions, then delete what is due."""
         main = self._read_log("", "", self._main)
         _check_writable(main)
-        # Before the other logs are read: one that is damaged must not keep everything for ever once its time is over.
+        # Before the other logs are read: an expired branch with a damaged log must not block every collection.
         pins, now_ms = main.head.pins, self._clock_ms()
         over = {branch: pin for branch, pin in pins.items() if branches.Branch(branch, pin).is_expired(now_ms)}
         self._end_branches(over, are_closed=False)
@@ -258,7 +258,7 @@ class _Collection:
         deletion, lists = Deletion(self._storage), Deleted()
         was_stopped = self._is_late()
         if not was_stopped:
-            # The heads, and then the holds, once more: whoever put a hold since the plan sees our records, or is seen.
+            # Read the heads, then leases and cursors, again: a reader that put one sees our records, or is seen here.
             logs = self._read_logs()
             now_ms = self._clock_ms()
             leases, cursors = self._read_holds(now_ms)
@@ -287,9 +287,9 @@ class _Collection:
     # ---- what there is
 
     def _read_logs(self, *, ended_ms: int | None = None) -> list[LogVersions]:
-        """The store's own log, its branches, and the branches that this run has ended.
+        """Return the store's own log, its branches, and the branches that this run has closed.
 
-        Branches that cannot be read are left out only if their time was over at ``ended_ms``.
+        A branch that cannot be read is left out if it had expired at ``ended_ms``; otherwise this raises.
         """
         main = self._read_log("", "", self._main)
         logs = [main]
@@ -299,7 +299,7 @@ class _Collection:
                 logs.append(self._read_log(branch, pin.name, log))
             except CorruptStore as error:
                 if ended_ms is None or not branches.Branch(branch, pin).is_expired(ended_ms):
-                    error.message += f" (in the log of branch {pin.name!r}: repair it, or drop the branch)"
+                    error.message += f" (in the log of branch {pin.name!r}; repair it or drop the branch)"
                     raise
         return logs + self._ended
 
@@ -319,7 +319,7 @@ class _Collection:
         self._tell("records", self._records_read, self._records_read)
 
     def _look(self, *, ended_ms: int | None = None) -> tuple[list[LogVersions], set[str]]:
-        """The logs, and the listed segments: behind the heads, so that none is of a record that we have missed."""
+        """Return the logs and the segments. Lists after reading the heads, whose segments were written before."""
         logs = self._read_logs(ended_ms=ended_ms)
         folders = {name for name in self._storage.list_folders(DATA) if is_segment_name(name)}
         if strange := unexplained(logs, folders):
@@ -329,9 +329,9 @@ class _Collection:
         return logs, folders
 
     def _read_dropped(self, logs: Sequence[LogVersions], strange: set[str]) -> list[LogVersions]:
-        """The branches that somebody has dropped since the last run: where segments that no log names may be from.
+        """Return the branches that were dropped recently and name one of the ``strange`` segments.
 
-        What is left of one that was dropped longer ago is as old as orphans have to be.
+        Segments of a branch that was dropped longer ago are already as old as orphans have to be.
         """
         known = {log.branch for log in logs} | set(logs[0].head.pins)
         since_ms = self._clock_ms() - self._orphan_age_ms
@@ -343,7 +343,7 @@ class _Collection:
             try:
                 end = log.latest().record
             except CorruptStore:
-                continue  # Nobody needs it, so it holds nothing up.
+                continue  # No reader needs a dropped branch, so its damage does not stop the run.
             if end.kind == "close" and end.ts_ms > since_ms:
                 view = self._read_log(branch, f"dropped {branch}", log)
                 if strange & referenced_segments(view.versions):
@@ -358,7 +358,7 @@ class _Collection:
     def _held_segments(
         self, logs: Sequence[LogVersions], leases: Iterable[ReaderLease], cursors: Iterable[Cursor]
     ) -> set[str]:
-        """What readers hold of versions that have expired: they put the hold while our record was on its way."""
+        """Return the segments of expired versions whose lease or cursor was put during our commit."""
         heads = {log.branch: log.head for log in logs if not log.is_closed}
         held: set[str] = set()
         holds: list[ReaderLease | Cursor] = [*leases, *cursors]
@@ -377,7 +377,7 @@ class _Collection:
         return held
 
     def _ages_of(self, names: Iterable[str], store_ms: int | None) -> dict[str, FolderAge]:
-        """The ages of folders; a folder that was old once in this run stays so. Empty ones are left out."""
+        """Return the ages of folders, each measured once per run. Empty folders are left out."""
         wanted = [name for name in names if name not in self._ages]
         if wanted and store_ms is None:
             store_ms = read_store_clock(self._storage)
@@ -423,19 +423,19 @@ class _Collection:
             if not self._are_newest(logs):
                 raise _Overtaken
             raise CorruptStore(
-                f"{len(missing)} segments of versions that stay are not in storage, {missing[0]} for one: either data "
-                "was lost or a record is damaged, so nothing is called unneeded; run `cnr verify`, then `cnr repair`, "
-                "or collect with despite_damage=True",
+                f"{len(missing)} segments of kept versions are missing from storage, the first is {missing[0]}; data "
+                "was lost or a record is damaged, so nothing is deleted; run `cnr verify`, then `cnr repair`, or "
+                "collect with despite_damage=True",
                 path=segment_prefix(missing[0]), found=len(missing),
             )  # fmt: skip
         return plan
 
     def _are_newest(self, logs: Sequence[LogVersions]) -> bool:
-        """Whether nothing was appended since the logs were read; else another collection may have deleted meanwhile."""
+        """Return whether no log has a newer record; if one has, another collection may have deleted segments."""
         return all(log.is_closed or self._readers[log.branch].log.poll(log.entry) is None for log in logs)
 
     def _note(self, logs: Sequence[LogVersions], plan: CollectionPlan) -> None:
-        """Keep what a plan says for the report; what an earlier plan of this run has given up stays said so."""
+        """Store a plan's decisions for the report; a segment marked earlier in this run stays marked."""
         for log in logs:
             for verdict in plan.retention[log.branch].verdicts:
                 self._versions[log.branch, verdict.version] = VersionReport(
@@ -461,17 +461,17 @@ class _Collection:
     # ---- doing it
 
     def _end_branches(self, ending: Mapping[str, Pin], *, are_closed: bool) -> None:
-        """Close branches, or finish what a killed process began to close."""
+        """Close branches, or finish closing those that a killed process began to close."""
         for branch, pin in sorted(ending.items()):
             branches.close_branch(self._main, branch, writer_info())
             self._records += 1 if are_closed else 2
-            try:  # To its last record, since it has no other afterwards.
+            try:  # After it is closed: the log now has its last record.
                 self._ended.append(self._read_log(branch, pin.name, self._main.below(branch_prefix(branch))))
             except CorruptStore:
-                pass  # It is lost, and what it needed goes as that of nobody.
+                pass  # Its log is lost: its segments are deleted as orphans.
 
     def _expire(self) -> tuple[set[str], bool]:
-        """Plan and commit until nothing came between; returns the listed segments, and whether it came to an end."""
+        """Plan and commit until no other writer interferes; return listed segments and whether all is done."""
         folders: set[str] = set()
         for _ in range(_PLANS):
             now_ms = self._clock_ms()
@@ -489,7 +489,7 @@ class _Collection:
         return folders, False
 
     def _commit_all(self, steps: Sequence[ExpireStep], logs: Sequence[LogVersions]) -> int:
-        """Commit records in order until another writer's comes between, or the time is up; returns how many."""
+        """Commit records in order until another writer commits first or the deadline; return how many."""
         entries: dict[str, LogEntry] = {log.branch: log.entry for log in logs}
         for done, step in enumerate(steps):
             if self._is_late():
@@ -510,7 +510,7 @@ class _Collection:
         return len(steps)
 
     def _sweep(self) -> None:
-        """Leftovers of interrupted writes: local files that no listing shows."""
+        """Delete leftovers of interrupted writes: local files that no listing shows."""
         for folder in (DATA, COMMITS, STATE, BRANCHES, LEASES, HINT.partition("/")[0]):
             self._storage.sweep(folder, older_than_s=self._leftover_age_ms / 1000)
 
@@ -520,7 +520,7 @@ class _Collection:
 
 
 def _as_if_ended(logs: Sequence[LogVersions], now_ms: int) -> list[LogVersions]:
-    """The logs as they would be once the branches whose time is over are closed. Pure."""
+    """Return the logs as they will be when the expired branches are closed. Pure."""
     main = logs[0]
     open_pins = {
         branch: pin for branch, pin in main.head.pins.items() if not branches.Branch(branch, pin).is_expired(now_ms)
@@ -531,7 +531,7 @@ def _as_if_ended(logs: Sequence[LogVersions], now_ms: int) -> list[LogVersions]:
 
 
 def _as_if_expired(logs: Sequence[LogVersions], plan: CollectionPlan) -> list[LogVersions]:
-    """The logs with the side objects that they would need once the plan's versions have expired. Pure."""
+    """Return the logs with only the side objects of versions that the plan keeps. Pure."""
     staying = {
         branch: {verdict.version for verdict in retention.verdicts if verdict.stays}
         for branch, retention in plan.retention.items()
@@ -546,7 +546,7 @@ def _check_writable(log: LogVersions) -> None:
     unknown = unknown_writer_features(log.head)
     if unknown:
         raise ReadOnlyStore(
-            f"a log of the store uses writer features {unknown} that this library does not know; no garbage is "
-            "collected",
+            f"a log of the store uses writer features {unknown} that this library does not know, so nothing is "
+            "deleted; use a newer library",
             version=log.head.v, found=unknown,
         )  # fmt: skip

@@ -1,8 +1,8 @@
-"""Check a store against everything that it says about itself, object by object, without stopping at the first error.
+"""Check a store against its own digests and references, object by object, past the first error.
 
-Nothing is repaired, and nothing but reads is sent. `report` has the records, `log` reads one commit log and `logs` the
-others of the store, `references` compares what they name, `segments` reads the objects, `chains` and `states` what
-segments say about each other; `whole` looks for the newest state without damage.
+A check only reads, and repairs nothing. `report` has the records. `log` reads one commit log, `logs` the others of the
+store. `references` checks what the head names. `checking` reads chains, with `segments` (objects) and `states`
+(replay). `whole` finds the newest intact state.
 """
 
 from __future__ import annotations

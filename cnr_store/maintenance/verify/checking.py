@@ -1,4 +1,4 @@
-"""Check chains: the objects of each segment, what segments say about each other, and the states they lead to."""
+"""Check chains: the objects of each segment, the consistency of segments, and their state digests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cnr_store.storage import Storage
 
 
 class Count:
-    """Progress of one stage, from any thread."""
+    """Reports the progress of one stage. Thread-safe."""
 
     def __init__(self, stage: str, total: int, callback: ProgressCallback | None) -> None:
         self._stage = stage
@@ -33,7 +33,7 @@ class Count:
         self.advance(0)
 
     def advance(self, amount: int) -> None:
-        """Tell of ``amount`` more."""
+        """Add ``amount`` to the progress and report it."""
         with self._lock:
             self._done += amount
             if self._callback is not None:
@@ -42,14 +42,14 @@ class Count:
 
 @dataclass(slots=True)
 class SegmentReads:
-    """What was read for all logs of a store, so that no segment and no state is read for each of them.
+    """Results that all logs of a store share, so that each segment and state is read once.
 
     Attributes
     ----------
     objects, size_bytes
-        How much that was.
+        Number and bytes of the objects read.
     states
-        Replayed chains, and what was found.
+        Replayed chains, each with its errors.
     """
 
     objects: int = 0
@@ -59,17 +59,17 @@ class SegmentReads:
 
     @property
     def checked(self) -> Set[str]:
-        """The segments that were read."""
+        """Names of the segments that were read."""
         return self._objects.keys()
 
     def objects_of(self, segment: str, read: Callable[[], tuple[Problem, ...]]) -> tuple[Problem, ...]:
-        """Return what is wrong with the objects of a segment, which are read if they have not been."""
+        """Return the problems of a segment's objects; calls ``read`` at the first call for the segment."""
         if segment not in self._objects:
             self._objects[segment] = read()
         return self._objects[segment]
 
     def states_of(self, chain: tuple[str, ...]) -> tuple[WrongState | FailedReplay, ...] | None:
-        """Return what is wrong with the states along a chain; None if neither it nor a longer one was replayed."""
+        """Return the state errors of a chain; None if neither it nor a longer one was replayed."""
         for known, found in self.states.items():
             if known[: len(chain)] == chain:
                 return tuple(one for one in found if one.index < len(chain))
@@ -77,7 +77,7 @@ class SegmentReads:
 
 
 class ChainChecks:
-    """Checks the chains of one log; a segment that several chains share is read once."""
+    """Checks the chains of one log. A segment that several chains share is read once."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class ChainChecks:
         sound: list[LogEntry] = []
         last: tuple[tuple[ChainEntry, ...], list[SegmentReader | None]] = ((), [])
         for entry in targets:
-            # Records that leave the state alone repeat the chain before them: what was just read is not read again.
+            # Records that do not change the state repeat their parent's chain: it is read once.
             chain = entry.record.chain
             is_new = chain != last[0]
             readers = self._check_objects(entry, count) if is_new else last[1]
@@ -124,7 +124,7 @@ class ChainChecks:
             reader = open_segment(self._storage, item, versions, self._findings)
             readers.append(reader)
             for problem in self._reads.objects_of(item.seg, partial(self._read_segment, item, reader, versions, count)):
-                # What no version needs, such as a receipt, hurts none of this log either.
+                # An object that no version needs, such as a receipt, affects no version of this log either.
                 self._findings.add(replace(problem, versions=versions if problem.versions else ()))
         return readers
 
@@ -172,7 +172,7 @@ class ChainChecks:
                 self._add_state(names, one)
 
     def _open(self, chain: tuple[ChainEntry, ...]) -> tuple[Sequence[SegmentReader], list[FailedReplay]]:
-        """The segments of a chain; or none, and what is wrong with one that could be opened a moment ago."""
+        """Open the segments of a chain; if one fails to open, return none and its error."""
         readers: list[SegmentReader] = []
         for index, item in enumerate(chain):
             try:
@@ -184,13 +184,13 @@ class ChainChecks:
     def _add_state(self, names: Sequence[str], found: WrongState | FailedReplay) -> None:
         key = layout.segment_key(names[found.index], layout.MANIFEST)
         if isinstance(found, FailedReplay):
-            # An object that cannot be read has been named, and is not named twice.
+            # Findings keeps one problem per object: an unreadable object is not reported twice.
             versions = self._view.versions_of(names[found.index])
             self._findings.add_error(found.error, found.error.path or key, versions)
             return
         versions = tuple(sorted(self._view.enders.get(names[found.index], ())))
         message = (
-            f"after {key} table {found.table!r} has state digest {found.found}, the segment states {found.expected}; "
+            f"after {key} table {found.table!r} has state digest {found.found}, the segment records {found.expected}; "
             "its rows were computed against another state"
         )
         self._findings.add(Problem("corrupt_store", key, versions, message, found.table))

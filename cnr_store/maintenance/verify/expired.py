@@ -1,4 +1,4 @@
-"""What was compacted and deleted while it was read is no damage, but a reason to look again (spec, CNR-GC-12)."""
+"""Detect objects deleted because their version expired during a check: no damage (spec, CNR-GC-12)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from cnr_store.log.log_reader import LogReader
 from cnr_store.maintenance.verify.report import Findings
 
 MOST_LOOKS = 3
-"""A look takes minutes, what was compacted stays for the readers' grace: one is rarely overtaken, two hardly ever."""
+"""Most attempts of one check. An attempt takes minutes and compacted segments are kept for the grace period."""
 
 
 def was_overtaken(log: LogReader, findings: Findings) -> bool:
-    """Return whether something is missing of a version that has expired meanwhile. A few GETs if anything is."""
+    """Return whether an object of a version expired since is missing. A few GETs if any is missing."""
     missing = [
         problem.versions
         for problem in findings.problems
@@ -23,8 +23,8 @@ def was_overtaken(log: LogReader, findings: Findings) -> bool:
 
 
 def overtaken(url: str) -> Conflict:
-    """Return the error of who looked again and again."""
+    """Return the error of a check whose attempts were all disturbed by deletions."""
     return Conflict(
-        f"others compacted and deleted what was read of {url} in each of {MOST_LOOKS} looks at it; try again, or let "
-        "garbage collection wait longer"
+        f"other processes compacted and deleted what was read of {url} during each of {MOST_LOOKS} attempts; retry, or "
+        "use a longer grace period for garbage collection"
     )

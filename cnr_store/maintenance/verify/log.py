@@ -1,4 +1,4 @@
-"""Read the whole commit log, newest first, past holes and torn records, and find out who uses which segment."""
+"""Read a whole log, newest first, past gaps and torn records; find which versions use which segment."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ from cnr_store.runtime.threads import Workers, blocks
 from cnr_store.storage import Storage
 
 _BATCH = 256
-"""Positions read at once, so that memory does not grow with the records of a log."""
+"""Number of positions read at once; it bounds the memory for records."""
 
 _NAMED_IN_A_GAP = 256
-"""Versions that a problem names one by one; a stray record may stand billions of positions behind the log."""
+"""Most versions that a problem lists; a stray record may be billions of positions after the log."""
 
 Chain = tuple[str, ...]
 
 
 @dataclass(slots=True)
 class LogView:
-    """What the rest of a check needs from the log.
+    """The content of one log, as later steps of a check need it.
 
     Attributes
     ----------
     head
         The newest record that can be read.
     records
-        Occupied positions.
+        Number of occupied positions.
     entries
         The records of the versions whose chains are to be read, by version.
     prefix
-        Where the log is: nothing for the store's own, ``branches/<uuid>/`` for a branch's.
+        Key prefix of the log: empty for the store's own, ``branches/<uuid>/`` for a branch's.
     superseded
-        Positions that hold no version any more because a later record says so, newest first.
+        Positions that a later record superseded, newest first; they are no versions.
     users, enders
-        Segment name to the live versions whose chain holds it, and to those whose chain ends with it.
+        Segment name to the live versions whose chain has it, and to those whose chain ends with it.
     """
 
     head: LogEntry | None = None
@@ -69,7 +69,7 @@ class LogView:
 
     @property
     def live(self) -> set[int]:
-        """The versions with a state that readers may open."""
+        """Live versions with a non-empty chain."""
         return {version for versions in self.enders.values() for version in versions}
 
     def key(self, version: int) -> str:
@@ -83,9 +83,9 @@ class LogView:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """One log position: its record, the digest of its bytes if there are any, and what is wrong with it.
+    """One log position: its record, the digest of its bytes, and the error of reading it, or None.
 
-    With both an entry and an error a side object is lost, and the record has no lists but its own (`LogEntry`).
+    With both an entry and an error, a side object is lost, and the entry has only the record's own lists (`LogEntry`).
     """
 
     version: int
@@ -105,18 +105,18 @@ def read_log(
     prefix: str = "",
     first: int = 0,
 ) -> LogView:
-    """Read every position that is there and check it against its neighbours. Blocks; about one GET per version.
+    """Read every occupied position and check it against its neighbours. Blocks; about one GET per version.
 
-    Positions that are not are one problem for all that lie together.
+    Adjacent empty positions are reported as one problem.
 
     Parameters
     ----------
     version, every
-        Which entries to keep: that version, or all live ones, or (neither) the head and what has a name.
+        Which entries to keep: this version; or all live ones; or (neither) the head and versions with a name.
     prefix
-        Of the log's keys; of a branch its `layout.branch_prefix`.
+        Key prefix of the log; for a branch its `layout.branch_prefix`.
     first
-        Where the log begins; above 0 in a relay.
+        First position of the log; above 0 in a relay.
 
     Raises
     ------
@@ -161,9 +161,9 @@ def read_log(
         _check_identity(storage, after, findings)
     if view.head is not None and is_ahead(view.head.record, wall_ms()):
         message = (
-            f"the newest record is of {text_of(view.head.record.ts_ms)}, later than this machine's time by more than "
-            f"{MAX_SKEW_MS // 1000} s, and so will be all that follow it: one of the clocks was wrong; `cnr repair` "
-            "sets the time right"
+            f"the newest record has the time {text_of(view.head.record.ts_ms)}, more than {MAX_SKEW_MS // 1000} s "
+            "ahead of this machine's clock, and all later records will be later still: one of the clocks was wrong; "
+            "run `cnr repair` to correct the time"
         )
         findings.add(Problem(WrongClock.kind, view.key(view.head.record.v), (), message))
     if not listed:
@@ -173,7 +173,7 @@ def read_log(
 
 
 def list_positions(storage: Storage, prefix: str = "") -> list[int]:
-    """Return the occupied positions, ascending: by listing, which sees beyond a hole, and by reading on from there."""
+    """Return the occupied positions, ascending: a listing, which sees past gaps, then GETs after its last."""
     listed = (layout.commit_version(stat.key, prefix) for stat in storage.list_objects(prefix + layout.COMMITS))
     found = sorted(number for number in listed if number is not None)
     while storage.read(layout.commit_key(found[-1] + 1 if found else 0, prefix), stop=1) is not None:
@@ -182,7 +182,7 @@ def list_positions(storage: Storage, prefix: str = "") -> list[int]:
 
 
 def read_position(storage: Storage, version: int, prefix: str = "", layers: dict[str, Layer] | None = None) -> Position:
-    """Return what stands at a position. One GET, and one for each side object that is not noted in ``layers``.
+    """Return the content of a position. One GET, and one per side object that is not in ``layers``.
 
     Raises
     ------
@@ -204,7 +204,7 @@ def read_position(storage: Storage, version: int, prefix: str = "", layers: dict
 
 
 def take(view: LogView, entry: LogEntry, *, version: int | None, every: bool) -> None:
-    """Keep what is asked for; positions arrive newest first, so the head's lists are known from the start."""
+    """Add an entry to the view. Entries have to arrive newest first, so the first one is the head."""
     record = entry.record
     if view.head is None:
         view.head = entry
@@ -222,19 +222,19 @@ def take(view: LogView, entry: LogEntry, *, version: int | None, every: bool) ->
 
 
 def named_versions(head: CommitRecord) -> set[int]:
-    """Return the versions that tags, channels, pins and the list of kept ones name. Pure."""
+    """Return the versions in the head's tags, channels, pins and kept list. Pure."""
     pinned = (pin.version for pin in head.pins.values())
     return {*head.tags.values(), *head.channels.values(), *pinned, *head.kept}
 
 
 def superseded_by(record: CommitRecord) -> dict[int, str]:
-    """Return position to the digest of its bytes, as the record that superseded them saw them. Pure."""
+    """Return the superseded positions, each with the digest of its bytes that the record names. Pure."""
     torn = () if record.supersedes is None else record.supersedes.torn
     return dict(enumerate(torn, start=record.v - len(torn)))
 
 
 def _check_gap(view: LogView, start: int, stop: int, torn: dict[int, str], findings: Findings) -> bool:
-    """Add that positions [start, stop) are empty; returns whether a version may have stood at one of them."""
+    """Report that positions [start, stop) are empty; return whether one of them may have been a version."""
     for version in range(stop - 1, start - 1, -1):
         if version not in torn:
             break
@@ -244,17 +244,17 @@ def _check_gap(view: LogView, start: int, stop: int, torn: dict[int, str], findi
     if start == stop:
         return False
     what = f"log position {start} is" if stop == start + 1 else f"log positions {start} to {stop - 1} are"
-    message = f"{what} empty although later ones are not: part of the log was deleted"
+    message = f"{what} empty, but later ones are not: part of the log was deleted"
     versions = tuple(range(start, stop)) if stop - start <= _NAMED_IN_A_GAP else ()
     findings.add(Problem(MissingObject.kind, view.key(start), versions, message))
     return True
 
 
 def _add_error(view: LogView, here: Position, error: CnrStoreError, lost: set[str], findings: Findings) -> None:
-    """Add what is wrong with a position; a side object once for all records that name it, in ``lost``.
+    """Report the error of a position; that of a side object once for all records that name it (``lost``).
 
-    Only the newest record needs its own: of others one may have been collected (spec, CNR-LOG-62), or is altered, and
-    hurts no version.
+    Only the newest record needs its side objects. Those of older records may have been deleted (spec, CNR-LOG-62), and
+    damage in them affects no version.
     """
     path = error.path or view.key(here.version)
     if here.entry is None or view.head is None:
@@ -270,12 +270,12 @@ def _check_torn(view: LogView, here: Position, digest: str, findings: Findings) 
         return
     key = view.key(here.version)
     found = "is missing" if here.digest is None else f"has sha256 {here.digest}"
-    message = f"{key} {found}, a later record superseded bytes of sha256 {digest}; nobody needs them"
+    message = f"{key} {found}, but a later record superseded bytes of sha256 {digest}; no reader needs them"
     findings.add(Problem(CorruptRecord.kind, key, (), message))
 
 
 def distinct_chains(entries: Iterable[LogEntry]) -> list[LogEntry]:
-    """Return the entries without those whose chain is the beginning of another's. Pure."""
+    """Return the entries whose chain is not a prefix of another entry's chain. Pure."""
     known: set[Chain] = set()
     kept = []
     for entry in sorted(entries, key=lambda item: (len(item.record.chain), item.record.v), reverse=True):
@@ -297,8 +297,8 @@ def _check_neighbours(view: LogView, before: Position, after: Position, findings
                 CorruptRecord.kind,
                 view.key(version),
                 (version,),
-                f"commit record {version} is not the one that record {record.v} was written behind: its bytes "
-                f"have sha256 {before.digest}, expected {digest or 'none'}; one of the two was altered",
+                f"commit record {version} has sha256 {before.digest}, but record {record.v} names "
+                f"{digest or 'none'} as its parent's; one of the two was altered",
             )
         )
     elif before.entry is not None:
@@ -307,29 +307,29 @@ def _check_neighbours(view: LogView, before: Position, after: Position, findings
 
 
 def is_ahead(newest: CommitRecord, now_ms: int) -> bool:
-    """Return whether the newest record is of a time to come, so that all that follow it would be. Pure."""
+    """Return whether the newest record's time is in the future, by more than the allowed skew. Pure."""
     return newest.ts_ms > now_ms + MAX_SKEW_MS
 
 
 def _sets_time_right(before: CommitRecord, after: CommitRecord) -> bool:
-    """Whether a repair has gone back from a time that was far ahead (spec, section 7.10). Pure."""
+    """Return whether ``after`` is a repair that corrects a time far ahead (spec, section 7.10). Pure."""
     return after.kind == "rollback" and after.ts_ms + MAX_SKEW_MS < before.ts_ms
 
 
 def _contradictions(before: CommitRecord, after: CommitRecord) -> Iterable[str]:
-    """What a record says that cannot follow from the one before it. Pure."""
+    """Yield what is inconsistent between a record and its parent. Pure."""
     if after.ts_ms <= before.ts_ms and not _sets_time_right(before, after):
         yield f"commit record {after.v} has time {after.ts_ms}, not after its parent's {before.ts_ms}"
     if after.epoch < before.epoch:
         yield f"commit record {after.v} has epoch {after.epoch}, its parent has {before.epoch}"
     if before.kind == "close":
-        yield f"commit record {after.v} ({after.kind}) stands behind the end of its branch"
+        yield f"commit record {after.v} ({after.kind}) follows the record that closed its branch"
     if before.state is not None or after.state is not None:
-        return  # The lists of one of them were collected.
+        return  # The lists of one record were deleted, so they cannot be compared.
     if after.kind not in DATA_KINDS:
         for name in ("checkpoint", "step") if after.kind == "compact" else ("chain", "checkpoint", "step"):
             if getattr(after, name) != getattr(before, name):
-                yield f"the {after.kind} record {after.v} has another {name} than the record before it"
+                yield f"the {after.kind} record {after.v} has a different {name} than its parent"
     names = Names(before.tags, before.channels, before.pins).after(after)
     for word in ("tags", "channels", "pins"):
         found, expected = getattr(after, word), getattr(names, word)
@@ -338,28 +338,28 @@ def _contradictions(before: CommitRecord, after: CommitRecord) -> Iterable[str]:
 
 
 def _check_identity(storage: Storage, first: Position, findings: Findings) -> None:
-    """The first record was written behind the identity: whichever of the two was altered, they differ."""
+    """Compare the identity document with the digest that the first record names as its parent's."""
     try:
         digest = sha256(storage.read_document(layout.IDENTITY, MAX_SMALL_BYTES) or b"")
     except CorruptObject as error:
         findings.add_error(error, layout.IDENTITY, ())
         return
     if first.entry is not None and first.entry.record.parent_digest != digest:
-        message = f"{layout.IDENTITY} has sha256 {digest}, the log began behind {first.entry.record.parent_digest}"
+        message = f"{layout.IDENTITY} has sha256 {digest}, the first record expects {first.entry.record.parent_digest}"
         findings.add(Problem(CorruptStore.kind, layout.IDENTITY, (), message))
 
 
 def _foreign(identity: Identity, view: LogView, count: int, readable: int) -> Problem:
-    """Records of another store: all of them point to the identity, some of them to themselves."""
+    """Return the problem of foreign store uuids: of the identity if all records have one, else of the log."""
     if count == readable:
-        message = f"{layout.IDENTITY} names store {identity.store_uuid}, every commit record names another one"
+        message = f"{layout.IDENTITY} names store {identity.store_uuid}, but every commit record names another one"
         return Problem(CorruptStore.kind, layout.IDENTITY, tuple(sorted(view.entries)), message)
     message = f"{count} commit records belong to another store than {identity.store_uuid}: two stores were mixed"
     return Problem(CorruptStore.kind, view.prefix + layout.COMMITS, tuple(sorted(view.entries)), message)
 
 
 def _check_absent(storage: Storage, prefix: str, first: int, findings: Findings) -> None:
-    """A log without any position is damage, unless nothing was saved to the store yet."""
+    """Report a log without positions, unless nothing was ever saved to the store."""
     try:
         check_begun(storage, prefix, first)
     except VersionNotFound:
@@ -369,7 +369,7 @@ def _check_absent(storage: Storage, prefix: str, first: int, findings: Findings)
 
 
 def _check_hint(storage: Storage, newest: int, prefix: str, findings: Findings) -> None:
-    """The hint may be absent or behind; unreadable or ahead means that something else wrote it."""
+    """Report a hint that is unreadable or above the newest version; it may be absent or lower."""
     key = layout.hint_key(prefix)
     try:
         data = storage.read_document(key, MAX_SMALL_BYTES)
@@ -387,5 +387,5 @@ def _check_hint(storage: Storage, newest: int, prefix: str, findings: Findings) 
         if 0 <= version <= newest:
             return
         problem = f"{key} names version {version}, the newest is {newest}"
-    message = f"{problem}; readers find the newest version without it, and the next commit writes it anew"
+    message = f"{problem}; readers find the newest version without it, and the next commit rewrites it"
     findings.add(Problem(CorruptStore.kind, key, (), message))

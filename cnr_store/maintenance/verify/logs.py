@@ -1,4 +1,4 @@
-"""The other logs of a store beside the one that is checked: whatever is wrong with them, the store is not sound."""
+"""Read the other logs of a store beside the opened one: their damage is damage of the store, too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cnr_store.store import Store
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """One log of a store as a check sees it; ``branch`` is a name, None for the store's own log."""
+    """One log of a store during a check; ``branch`` is a name, None for the store's own log."""
 
     branch: str | None
     view: LogView
@@ -25,9 +25,9 @@ class Log:
 
 
 def other_logs(store: Store, own: Log, workers: Workers, *, every: bool) -> list[Log]:
-    """Read the store's own log and those of its branches, but for ``own``. Blocks; about one GET per version.
+    """Read the store's own log and those of its branches, except ``own``.
 
-    A relay has one log alone. ``every``: as of `read_log`.
+    Blocks; about one GET per version. A relay has only one log. ``every``: as for `read_log`.
 
     Raises
     ------

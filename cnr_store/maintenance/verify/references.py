@@ -1,4 +1,4 @@
-"""What the newest record says about versions and transactions: it names what is there, and gives up nothing needed."""
+"""Check the newest record: names refer to live versions, and no needed segment is marked for deletion."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from cnr_store.maintenance.verify.report import Findings, Problem
 
 
 def check_references(view: LogView, findings: Findings) -> None:
-    """Add what the head names although it is not there, and what it gives up although a live version needs it.
+    """Report names of versions that do not exist, and marked transactions that a live version needs.
 
-    What only another log of the store needs may have been named before that log committed it, and is never deleted: the
-    next collection takes the name back (spec, CNR-GC-8).
+    A transaction that only another log needs may be marked here: it may have been marked before that log committed it.
+    Its segment is never deleted, and the next collection removes the mark (spec, CNR-GC-8).
     """
     if view.head is None:
         return
@@ -27,15 +27,15 @@ def check_references(view: LogView, findings: Findings) -> None:
         txn = segment.rpartition("-")[2]
         if txn in head.aborted:
             message = (
-                f"the head names transaction {txn} as one that may be deleted, but live versions need its segment; "
-                "run no garbage collection before that is put right"
+                f"the head marks transaction {txn} for deletion, but live versions need its segment; repair this "
+                "before the next garbage collection"
             )
             key = layout.segment_key(segment, layout.MANIFEST)
             findings.add(Problem(CorruptStore.kind, key, view.versions_of(segment), message))
 
 
 def _dangling(head: CommitRecord, superseded: set[int]) -> Iterator[str]:
-    """What is said of versions that do not exist, or exist no more. Pure."""
+    """Yield the names that refer to superseded or expired versions. Pure."""
     expired = set(head.expired)
     named = [(f"tag {name!r}", version) for name, version in sorted(head.tags.items())]
     named += [(f"channel {name!r}", version) for name, version in sorted(head.channels.items())]

@@ -1,4 +1,4 @@
-"""What a check of a store found: plain records, newest damage first is for the caller to decide. No I/O."""
+"""Records of what a check of a store found. No I/O."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from threading import Lock
 from cnr_store.errors import CnrStoreError
 
 _ADVICE = re.compile(r"[;,.]? run `cnr verify`\.?$", re.IGNORECASE)
-"""What an error tells others to do is what is being done here."""
+"""Removed from error messages: the advice to run the check that is running."""
 
 ProgressCallback = Callable[[str, int, int], None]
-"""Called as (stage, done, total), one call at a time but from any thread: ``objects`` in bytes, ``states`` in rows."""
+"""Called as (stage, done, total): ``objects`` in bytes, ``states`` in rows. One call at a time, from any thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong.
+    """One problem of a store.
 
     Attributes
     ----------
@@ -27,13 +27,13 @@ class Problem:
     path
         The object's key below the store's root.
     versions
-        Live versions that cannot be read, or not trusted, because of it; empty when no reader needs the object.
+        Live versions that it makes unreadable or untrustworthy; empty if no reader needs the object.
     message
         What, where, found, expected.
     table
-        The table that is hurt, if it is one.
+        The affected table, if it is a single one.
     branch
-        The branch whose versions these are; None is the store's own log.
+        The branch of ``versions``; None is the store's own log.
     """
 
     kind: str
@@ -46,16 +46,16 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class LogReport:
-    """What was found of one more log of the store.
+    """The result for another log of the store.
 
     Attributes
     ----------
     branch
-        The branch whose log it is; None is the store's own.
+        The branch of the log; None is the store's own log.
     is_read
-        Whether its chains were read; else only its records were, since a version or another log was asked for.
+        Whether its chains were read. If a version or a branch was asked for, only its records were.
     head, versions, restorable, superseded
-        As of `VerifyReport`.
+        As in `VerifyReport`.
     """
 
     branch: str | None
@@ -68,7 +68,7 @@ class LogReport:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What was read and what was found. Versions are those of the log that was opened; ``others`` has the rest.
+    """The result of a check. Versions are those of the opened log; ``others`` has the other logs.
 
     Attributes
     ----------
@@ -81,17 +81,17 @@ class VerifyReport:
     versions
         The versions whose chains were read.
     is_deep
-        Whether states were replayed too.
+        Whether states were replayed, too.
     records, segments, objects, size_bytes
-        How much was read, of all logs.
+        Amounts read, over all logs.
     problems
-        Of all logs, in the order in which they were found; empty for a sound store.
+        The problems of all logs, in the order in which they were found; empty for a sound store.
     restorable
-        Live versions that were read whole and that no problem hurts, newest first.
+        Live versions that were read completely and that no problem affects, newest first.
     superseded
-        Torn log positions that a repair has superseded: they hold no version, and are no problem.
+        Torn log positions that a repair has superseded: they are no versions, and no problem.
     unreferenced
-        Segment folders that no live version needs: of a save under way or given up, or waiting to be deleted.
+        Number of segment folders that no live version needs: saves in progress, failed saves, and pending deletes.
     others
         The other logs of the store: its own first, then the branches by name.
     """
@@ -113,18 +113,18 @@ class VerifyReport:
 
     @property
     def is_sound(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether no problem was found."""
         return not self.problems
 
     @property
     def newest_restorable(self) -> int | None:
-        """The newest version that was found whole; None if there is none."""
+        """The newest version that was found intact; None if there is none."""
         return self.restorable[0] if self.restorable else None
 
 
 @dataclass(slots=True)
 class Findings:
-    """Collects problems of one log from several threads, each object and kind once."""
+    """Collects the problems of one log, one per object, kind and table. Thread-safe."""
 
     branch: str | None = None
     problems: list[Problem] = field(default_factory=list)
@@ -132,7 +132,7 @@ class Findings:
     _lock: Lock = field(default_factory=Lock)
 
     def add(self, problem: Problem) -> None:
-        """Keep ``problem`` unless one of its kind, object and table is known."""
+        """Add ``problem`` unless one of its kind, object and table is known."""
         key = (problem.kind, problem.path, problem.table)
         with self._lock:
             if key not in self._seen:
@@ -140,10 +140,10 @@ class Findings:
                 self.problems.append(replace(problem, branch=self.branch))
 
     def add_error(self, error: CnrStoreError, path: str, versions: tuple[int, ...], table: str | None = None) -> None:
-        """Keep what an error says about the object at ``path``."""
+        """Add an error as a problem of the object at ``path``."""
         self.add(Problem(error.kind, path, versions, _ADVICE.sub("", error.message), table or error.table))
 
     def hurts(self, path_start: str) -> bool:
-        """Whether an object whose key begins with ``path_start`` is known to be bad."""
+        """Return whether an object whose key begins with ``path_start`` has a problem."""
         with self._lock:
             return any(problem.path.startswith(path_start) for problem in self.problems)

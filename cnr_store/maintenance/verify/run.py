@@ -1,4 +1,4 @@
-"""The order of a check: log and references, then the segments of each chain, then (deep) the states they lead to."""
+"""Run a check: log and references, then the segments of each chain, then (deep) the tables' states."""
 
 from __future__ import annotations
 
@@ -29,36 +29,36 @@ def verify_store(
     threads: int | None = None,
     progress: ProgressCallback | None = None,
 ) -> VerifyReport:
-    """Read a store's log and every object of the versions in question, and report all that is wrong. Blocks.
+    """Read a store's log and every object of the chosen versions; return all problems. Blocks.
 
-    Never stops at the first problem and changes nothing. Memory: one object and one decoded chunk per thread, the
+    It does not stop at the first problem, and changes nothing. Memory: one object and one decoded chunk per thread, the
     manifests of one chain, and with ``deep`` 64 MiB of codes.
 
     Parameters
     ----------
     store
-        An opened store, or a branch of it; other processes may go on writing to it. All logs of the store are read.
-        Opened on a branch, or with ``version``, the chains of the others are not, and the report says so.
+        An opened store, or a branch of it; other processes may write to it meanwhile. All logs of the store are read.
+        If a branch or a ``version`` is given, the chains of other logs are not read (`LogReport.is_read`).
     version
-        Check the chain of this version; None checks the head's and those that have a name (tags, channels, branches) or
-        are kept.
+        Check the chain of this version. None checks the head, the versions with a name (tags, channels, branches) and
+        the kept ones.
     every
-        Check the chains of all versions that readers may still open.
+        Check the chains of all live versions.
     deep
-        Replay every table too: the row algebra, and the state digest after each segment.
+        Also replay every table: check the row algebra, and the state digest after each segment.
     threads
-        Objects read at once; None takes the usual number.
+        Number of objects read at once; None is the default number.
     progress
-        Told about ``objects`` (bytes) and ``states`` (rows).
+        Called with the stages ``objects`` (bytes) and ``states`` (rows).
 
     Raises
     ------
     VersionNotFound, VersionExpired
-        ``version`` is not one.
+        ``version`` does not exist or is not live.
     AccessDenied
-        Nothing can be said about objects that may not be read.
+        An object may not be read, so it cannot be checked.
     Conflict
-        During each of several looks what was read was compacted and deleted.
+        During each of several attempts, what was read was compacted and deleted.
 
     Examples
     --------
@@ -79,7 +79,7 @@ def verify_store(
 def _check(
     store: Store, version: int | None, every: bool, deep: bool, threads: int | None, progress: ProgressCallback | None
 ) -> tuple[VerifyReport, list[Log]]:
-    """One look at everything; while it is taken others may compact what it reads, and delete it."""
+    """Run one attempt. Meanwhile other processes may compact and delete what it reads."""
     findings = Findings(store.branch)
     with Workers(threads, name="cnr-verify") as workers:
         view = read_log(
@@ -88,7 +88,7 @@ def _check(
         )  # fmt: skip
         _check_version(store, view, version, findings)
         if store.relay is not None:
-            _leave_out_what_is_not_held(store.storage, view)
+            _leave_out_unmirrored(store.storage, view)
             if version is not None and version not in view.entries:
                 store.internals.check_held(version)
         check_root(store.storage, findings)
@@ -119,7 +119,7 @@ def _check(
 
 
 def _found(log: Log, checked: Collection[str] | None) -> dict[str, Any]:
-    """What a report says of each log; ``checked`` is None where its chains were not read."""
+    """Return the report fields of a log; ``checked`` is None if its chains were not read."""
     view = log.view
     return {
         "head": None if view.head is None else view.head.record.v,
@@ -130,14 +130,14 @@ def _found(log: Log, checked: Collection[str] | None) -> dict[str, Any]:
 
 
 def _restorable(view: LogView, checked: Collection[str], findings: Findings) -> tuple[int, ...]:
-    """The live versions of which every segment was read and nothing is known to be wrong, newest first."""
+    """Return the live versions whose segments were all read and that no problem affects, newest first."""
     unread = {version for segment, versions in view.users.items() if segment not in checked for version in versions}
     hurt = {version for problem in findings.problems for version in problem.versions}
     return tuple(sorted(view.live - unread - hurt, reverse=True))
 
 
-def _leave_out_what_is_not_held(storage: Storage, view: LogView) -> None:
-    """A relay need not hold any version but its newest; those that it lacks a segment of are none to check."""
+def _leave_out_unmirrored(storage: Storage, view: LogView) -> None:
+    """Remove the versions that a relay has not mirrored completely; it has to mirror only the newest one."""
     held = {
         name
         for name in storage.list_folders(layout.DATA)
@@ -169,28 +169,28 @@ def _check_version(store: Store, view: LogView, version: int | None, findings: F
 
 
 def zarr_groups() -> dict[str, bytes]:
-    """Return key and content of the Zarr documents that every store has. Pure."""
+    """Return the Zarr group documents that every store has, key to content. Pure."""
     root = arrays.group_document({"cnr": {"format": FORMAT, "major": MAJOR, "minor": MINOR}})
     return {layout.ROOT_GROUP: root, layout.DATA_GROUP: arrays.group_document({})}
 
 
 def check_links(storage: Storage, findings: Findings) -> None:
-    """Add every symbolic link where only objects and their folders may be. A listing of local folders, else nothing."""
+    """Report symbolic links in the store's folders. Lists local folders; no I/O on other storage."""
     for folder in layout.FOLDERS:
         for key in storage.list_links(folder):
-            message = f"{key} is a symbolic link, which is not followed: put what it points to there, or remove it"
+            message = f"{key} is a symbolic link, which is not followed; replace it with its target, or remove it"
             findings.add(Problem(StorageFailure.kind, key, (), message))
 
 
 def check_root(storage: Storage, findings: Findings) -> None:
-    """Add what is wrong with the Zarr documents of the root and of the folder of segments. A GET each."""
+    """Report wrong or missing Zarr group documents of the root and of ``data/``. One GET each."""
     for key, wanted in zarr_groups().items():
         data = storage.read(key, stop=len(wanted) + 1)
         if data is None and key == layout.DATA_GROUP and not storage.list_folders(layout.DATA):
-            continue  # creation was interrupted before it, and nothing was saved
+            continue  # Creation was interrupted before this document, and nothing was saved.
         if data is None:
             message = f"{key} is missing; Zarr readers do not see the store as a group"
             findings.add(Problem(MissingObject.kind, key, (), message))
         elif data != wanted:
-            message = f"{key} is not the document a store of format {MAJOR}.{MINOR} has"
+            message = f"{key} differs from the document of a store of format {MAJOR}.{MINOR}; `cnr repair` rewrites it"
             findings.add(Problem(CorruptObject.kind, key, (), message))

@@ -35,14 +35,14 @@ from cnr_store.storage import Storage
 from cnr_store.types import JsonValue, RowIds
 
 Advance = Callable[[int], None]
-"""Told the bytes of each object that has been read."""
+"""Called with the bytes of each object after it was read."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Role:
-    """What the manifest says an object is: an array's document, one of its chunks, or a JSON document.
+    """What an object is by the manifest: an array's document, one of its chunks, or a JSON document.
 
-    ``lists``: whose row ids a chunk holds, and in which of their chunks.
+    ``lists``: the row lists whose row ids a chunk contains, each with the index of its own chunk.
     """
 
     array: ArrayEntry | None = None
@@ -53,7 +53,7 @@ class _Role:
 def open_segment(
     storage: Storage, entry: ChainEntry, versions: tuple[int, ...], findings: Findings
 ) -> SegmentReader | None:
-    """Read and check a manifest; None, with a problem, when it cannot be used."""
+    """Read and check a manifest; report a problem and return None if it cannot be used."""
     key = layout.segment_key(entry.seg, layout.MANIFEST)
     try:
         return SegmentReader.open(storage, entry)
@@ -123,10 +123,10 @@ def _lists(part: PartEntry) -> list[RowListEntry]:
 
 
 def _check_object(reader: SegmentReader, entry: ObjectEntry, role: _Role) -> None:
-    """Raise what is wrong with one object."""
+    """Read one object and check its content by its role; raise the library error that is its problem."""
     key = layout.segment_key(reader.name, entry.path)
     if role.array is not None and role.chunk is not None:
-        # In the order in which it is stored: another object's damage is that object's.
+        # Read in stored order, without the object that defines the order: its damage is its own problem.
         array = msgspec.structs.replace(role.array, order=msgspec.UNSET)
         chunk = reader.read_chunk(array, role.chunk, Scratch())
         for row_list, index in role.lists:
@@ -148,7 +148,7 @@ def _check_object(reader: SegmentReader, entry: ObjectEntry, role: _Role) -> Non
         found = document if isinstance(document, dict) else {}
         differs = sorted(name for name in wanted if found.get(name) != wanted[name])
         if differs:
-            raise CorruptObject(f"{key} differs from the manifest in {differs}; other Zarr readers see another array")
+            raise CorruptObject(f"{key} differs from the manifest in {differs}; other Zarr readers misread the array")
     elif entry.path in reader.manifest.documents.values():
         document_tree.decode(document)
 
@@ -160,16 +160,16 @@ def _check_rows(key: str, rows: RowIds, row_list: RowListEntry, chunk: int) -> N
         at = int(np.argmax(steps)) + 1
         what = "repeats" if rows[at] == rows[at - 1] else "is smaller than"
         raise CorruptObject(
-            f"{key}: row id {rows[at]} at position {at} {what} the one before it; row ids must be ascending and unique"
+            f"{key}: row id {rows[at]} at position {at} {what} its predecessor; row ids must be ascending and unique"
         )
     if rows[0] != first or rows[-1] != last:
-        raise CorruptObject(f"{key}: rows {rows[0]} to {rows[-1]}, the manifest says {first} to {last}")
+        raise CorruptObject(f"{key}: rows {rows[0]} to {rows[-1]}, the manifest records {first} to {last}")
 
 
 def _check_dense(
     reader: SegmentReader, array: ArrayEntry, versions: tuple[int, ...], findings: Findings, advance: Advance
 ) -> None:
-    """Read the chunks of one pack in order and hash the tensors in it as they pass."""
+    """Read the chunks of one pack of dense tensors in order, and hash each tensor on the way."""
     itemsize = np.dtype(array.dtype).itemsize
     waiting = [
         (name, entry.offset, entry.offset + _size(entry), entry.digest, xxhash.xxh3_128())
@@ -196,7 +196,7 @@ def _check_dense(
     for name, low, high, digest, state in waiting:
         is_hit = any(start < high and low < stop for start, stop in broken)
         if not is_hit and (high > array.shape[0] or state.hexdigest() != digest):
-            message = f"dense tensor {name!r} in {array.path} ({(high - low) * itemsize} bytes) has another digest"
+            message = f"dense tensor {name!r} in {array.path} ({(high - low) * itemsize} bytes) differs from its digest"
             findings.add_error(CorruptObject(message), layout.segment_key(reader.name, array.path), versions)
 
 
@@ -205,7 +205,7 @@ def _size(entry: DenseEntry) -> int:
 
 
 def _repeated_rows(reader: SegmentReader, part: PartEntry) -> Iterator[tuple[str, str]]:
-    """Rows that stand in two lists of a part: (path of the second, message). Reads chunks that overlap only."""
+    """Yield (path, message) for rows in two lists of a part. Reads only chunks that overlap."""
     lists = [(name, item) for name in ("add", "set", "delete", "escape") if (item := getattr(part, name)) is not None]
     for position, (second, other) in enumerate(lists):
         for first, one in lists[:position]:
@@ -213,16 +213,16 @@ def _repeated_rows(reader: SegmentReader, part: PartEntry) -> Iterator[tuple[str
                 try:
                     left, right = reader.read_rows(one, k, Scratch()), reader.read_rows(other, m, Scratch())
                 except CnrStoreError:
-                    continue  # The object check names the chunk that cannot be read.
+                    continue  # The check of objects reports an unreadable chunk.
                 both = np.intersect1d(left, right)
                 if len(both):
                     path = arrays.chunk_path(other.arrays["rows"], m)
-                    yield path, f"row {both[0]} of table {part.table!r} stands in both {first} and {second} of one part"
+                    yield path, f"row {both[0]} of table {part.table!r} is in both {first} and {second} of one part"
                     break
 
 
 def _overlaps(one: RowListEntry, other: RowListEntry) -> Iterator[tuple[int, int]]:
-    """Pairs of chunks whose row ranges touch; both lists are sorted, so this is one merge."""
+    """Yield the pairs of chunks whose row ranges overlap. Both lists are sorted, so one merge finds them."""
     k = m = 0
     while k < len(one.first) and m < len(other.first):
         if one.first[k] <= other.last[m] and other.first[m] <= one.last[k]:
@@ -234,7 +234,7 @@ def _overlaps(one: RowListEntry, other: RowListEntry) -> Iterator[tuple[int, int
 
 
 def _check_receipt(storage: Storage, key: str, manifest: Manifest) -> None:
-    """A receipt is superseded by the manifest; one that is there must agree with it."""
+    """Check a receipt against the manifest. It may be absent: readers use the manifest."""
     data = storage.read_document(key, MAX_MANIFEST_BYTES)
     if data is None:
         return
@@ -242,7 +242,7 @@ def _check_receipt(storage: Storage, key: str, manifest: Manifest) -> None:
     try:
         parts, _, _, objects = expand(receipt)
     except ValueError as error:
-        raise CorruptObject(f"{key} contradicts itself: {error}; no reader needs it") from error
+        raise CorruptObject(f"{key} is inconsistent: {error}; no reader needs it") from error
     same = receipt.txn == manifest.txn and set(objects) <= set(manifest.objects)
     # A table that nobody changed stands in receipts, and not in the manifest.
     told = (part for part in parts if part.table in manifest.stated or _lists(part))
@@ -251,7 +251,7 @@ def _check_receipt(storage: Storage, key: str, manifest: Manifest) -> None:
 
 
 class _caught:  # noqa: N801 - reads as a statement
-    """Turns an error of the library into a problem of one object and goes on; credentials are not an object's fault."""
+    """Context manager that reports a library error as one object's problem; re-raises `AccessDenied`."""
 
     def __init__(self, findings: Findings, key: str, versions: tuple[int, ...]) -> None:
         self._findings = findings

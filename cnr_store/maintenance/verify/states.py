@@ -1,7 +1,7 @@
 """Replay tables window by window and compare the state digest after every segment: the deep check.
 
-It finds what no single object shows: an ``add`` on a row that has no codes, codes that leave their range, a segment
-that was computed against another state than the one it is applied to.
+It finds errors that no single object shows: an ``add`` to a row without codes, codes out of range, and a segment that
+was computed against a different state than the one it is applied to.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from cnr_store.segment.reader import SegmentReader
 from cnr_store.types import Rectangle, RowIds
 
 WINDOW_BYTES = 64 * 1024 * 1024
-"""Codes held at once."""
+"""Bytes of codes in memory at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class WrongState:
-    """A segment of the chain after which the table's state is not the one it states."""
+    """Segment ``index`` of a chain whose recorded state digest differs from the replayed one."""
 
     index: int
     table: str
@@ -40,7 +40,7 @@ class WrongState:
 
 @dataclass(frozen=True, slots=True)
 class FailedReplay:
-    """The error that segment ``index`` of the chain gave; nothing behind it is known of that table."""
+    """The error of replaying segment ``index`` of a chain; later states of the table are not checked."""
 
     index: int
     error: CorruptStore
@@ -54,11 +54,11 @@ def replayed_rows(manifests: Sequence[Manifest]) -> int:
 def check_states(
     readers: Sequence[SegmentReader], workers: Workers, advance: Callable[[int], None]
 ) -> Iterator[WrongState | FailedReplay]:
-    """Yield the wrong states of every table of a chain, and the errors that stopped a table's replay. Blocks.
+    """Yield the wrong states of every table of a chain, and the errors that stopped a table's replay.
 
-    Memory: `WINDOW_BYTES` of codes, a status per row of the window, chunks in flight, and the window's escape rows.
-    Each chunk is read once per window that it touches; row ids of a table that declares far more rows than it stores
-    once more, and 8 bytes for each of them are held.
+    Blocks. Memory: `WINDOW_BYTES` of codes, a status per row of the window, chunks in flight, and the window's escape
+    rows. Each chunk is read once per window that it overlaps. For a sparse table (far fewer stored than declared rows)
+    the row ids are read once more, and kept at 8 bytes each.
     """
     manifests = [reader.manifest for reader in readers]
     for table, run in _runs(manifests):
@@ -66,9 +66,9 @@ def check_states(
 
 
 def _runs(manifests: Sequence[Manifest]) -> Iterator[tuple[str, range]]:
-    """Tables with codes that add, and the segments through which generation and shift stay: one replay for each.
+    """Yield each table with additive codes, with each range of segments of one generation and shift.
 
-    A range starts at the first segment whose digest is compared; the replay itself starts where the table's life does.
+    Each range is one replay, which starts where the generation does. Digests are compared from the range's start on.
     """
     for table in sorted({name for manifest in manifests for name in manifest.tables}):
         keys = [
@@ -97,7 +97,7 @@ def _check_run(
     try:
         plan = plan_table(manifests, table, 0, num_rows)
         pieces = by_columns(plan)
-        # Of rows that are in no list nothing can be wrong: a table that declares many costs what it stores.
+        # Rows in no list need no check, so the cost of a sparse table depends on its stored rows.
         listed = named_rows(readers, plan) if is_sparse(plan) else None
     except CorruptStore as error:
         yield FailedReplay(run.stop - 1, error)
@@ -109,7 +109,7 @@ def _check_run(
         rows = None if listed is None else listed[start:stop]
         for piece in pieces:
             clipped = clip(piece, start, stop) if rows is None else clip(piece, int(rows[0]), int(rows[-1]) + 1)
-            # Statuses are kept even where the plan says that every row has codes: that is what is being checked.
+            # Track statuses even if the plan claims that every row has codes: the claim is checked here.
             window = replace(clipped, tracks_status=True)
             first = start if rows is None else 0
             codes = TableCodes.allocate(
@@ -138,12 +138,12 @@ def _additive(plan: TablePlan) -> list[ArraySpec]:
 
 
 def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Rows that no segment sets must not add what the memory held before."""
+    """Allocate zeros: rows that no segment sets must not change the digest."""
     return np.zeros(shape, dtype)
 
 
 def _digest_of(codes: TableCodes, rows: RowIds) -> int:
-    """The state digest of codes whose positions are those of ``rows`` (sorted)."""
+    """Return the state digest of codes for the sorted ids ``rows``."""
     status, exact = codes.track_status(ABSENT), codes.escapes
     coded = np.flatnonzero(status == CODED)
     total = 0
@@ -157,13 +157,13 @@ def _digest_of(codes: TableCodes, rows: RowIds) -> int:
 
 
 def _drop_replaced_escapes(codes: TableCodes) -> None:
-    """A later set or delete of an escape row is seen in its status only, because each batch is run by itself."""
+    """Drop escape rows that a later set or delete replaced: that batch updated only their status."""
     status = codes.track_status(ABSENT)
     rows = codes.escapes.rows
     codes.escapes.drop(rows[status[rows - codes.start] != ESCAPED])
 
 
 def _stated(manifest: Manifest, table: str) -> int | None:
-    """The state digest that a segment's parts state together, None if one of them states none."""
+    """Return the state digest of a table from a segment's parts; None if one of them has none."""
     schema = manifest.tables[table]
     return stated_digest(manifest.parts_of.get(table, ()), Rectangle((0, schema.num_rows), (0, schema.dim)))

@@ -1,4 +1,4 @@
-"""The newest version that is whole, found by walking the log back and reading each state that it leads to."""
+"""Find the newest intact version: walk the log back and read each state."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from cnr_store.runtime.threads import Workers
 from cnr_store.store import Store
 
 _NONE_KEPT = -1
-"""No version: the walk needs who uses which segment, and keeps no record."""
+"""No version: the walk only needs which versions use which segment, and keeps no record."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewestWhole:
-    """What a walk back through the log found.
+    """The result of walking the log back.
 
     Attributes
     ----------
     entry
-        The newest live version whose every object, statement and state is right; None if there is none. Of a newest
-        record whose side object is gone its lists are missing (its ``state`` still names them).
+        The newest live version without a problem in objects, records and states; None if there is none. If the side
+        object of the newest record is lost, its lists are missing (its ``state`` still names them).
     rejected
-        Records of the newer checkpoints that are not whole, newest first: each state once.
+        Records of newer checkpoints that are not intact, newest first, each state once.
     problems
-        What is wrong with those.
+        The problems of the rejected ones.
     """
 
     entry: LogEntry | None
@@ -46,21 +46,21 @@ def find_newest_whole(
     threads: int | None = None,
     progress: ProgressCallback | None = None,
 ) -> NewestWhole:
-    """Return the newest version that a deep check finds whole. Blocks: it reads every object of the states it tries.
+    """Return the newest version that a deep check finds intact.
 
-    Records that cannot be read are passed over. Memory: as `verify_store` with ``deep``.
+    Blocks: reads every object of the candidate states. Skips damaged records. Memory: as `verify_store` with ``deep``.
 
     Parameters
     ----------
     avoid
-        Segments that are known to be damaged: states that need one are rejected unread.
+        Segments known to be damaged: states that need one are rejected without reading.
 
     Raises
     ------
     AccessDenied, StorageFailure, UnknownFeature
-        A record could not be read, which says nothing about what it is.
+        A record could not be read; whether it is damaged is unknown.
     Conflict
-        During each of several looks what was read was compacted and deleted.
+        During each of several attempts, what was read was compacted and deleted.
     """
     for _ in range(MOST_LOOKS):
         found, findings = _look(store, avoid, threads, progress)
@@ -91,7 +91,7 @@ def _look(
 
 
 def _states(store: Store, view: LogView) -> Iterator[LogEntry]:
-    """The live versions that hold something, newest first, each chain once."""
+    """Yield the live versions with a non-empty chain, newest first, each chain once."""
     known: set[tuple[str, ...]] = set()
     torn: set[int] = set()
     for version in reversed(list_positions(store.storage, view.prefix)):
@@ -105,7 +105,7 @@ def _states(store: Store, view: LogView) -> Iterator[LogEntry]:
             continue
         torn |= superseded_by(entry.record).keys()
         take(view, entry, version=_NONE_KEPT, every=False)
-        assert view.head is not None  # `take` has seen one
+        assert view.head is not None  # `take` sets it
         names = tuple(item.seg for item in entry.record.chain)
         if names and names not in known and is_live(view.head.record, version):
             known.add(names)
@@ -113,14 +113,14 @@ def _states(store: Store, view: LogView) -> Iterator[LogEntry]:
 
 
 def _refuse_failures(findings: Findings) -> None:
-    """What a backend did not give is not damaged: nobody shall go back to an older state because of it."""
+    """Raise a storage failure among the findings: it is no damage, so no older state is restored."""
     for problem in findings.problems:
         if problem.kind == StorageFailure.kind:
             raise StorageFailure(problem.message, path=problem.path)
 
 
 def _is_hurt(view: LogView, entry: LogEntry, findings: Findings) -> bool:
-    """Whether something that a reader of this version needs is known to be bad."""
+    """Return whether a reader of this version needs an object that has a problem."""
     starts = tuple(layout.segment_prefix(item.seg) for item in entry.record.chain)
     return any(
         problem.path == view.key(entry.record.v) or (problem.versions and problem.path.startswith(starts))
