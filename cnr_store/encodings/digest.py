@@ -25,6 +25,7 @@ rectangle.
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -57,14 +58,16 @@ def splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return np.asarray(z ^ (z >> np.uint64(31)), dtype=np.uint64)
 
 
+@lru_cache(maxsize=4096)
 def column_multipliers(start: int, stop: int) -> Multipliers:
-    """Return M(j) for the global columns ``start .. stop`` of a table, uint64 (stop - start,)."""
+    """Return M(j) for the global columns ``start .. stop`` of a table, uint64 (stop - start,); nobody writes it."""
     columns = np.arange(start, stop, dtype=np.uint64)
     return splitmix64(np.uint64(1 << 63) ^ columns) | np.uint64(1)
 
 
+@lru_cache(maxsize=4096)
 def slot_multipliers(name: str, start: int, stop: int) -> Multipliers:
-    """Return S(name, j) for the columns ``start .. stop`` of a slot, uint64 (stop - start,).
+    """Return S(name, j) for the columns ``start .. stop`` of a slot, uint64 (stop - start,); nobody writes it.
 
     A one-dimensional slot of a rectangle that starts at column c has ``slot_multipliers(name, c, c + 1)``.
     """

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import chain, islice
 from types import TracebackType
 from typing import TypeVar
@@ -119,6 +120,10 @@ class Workers:
                     future.exception()
             raise
         return results
+
+    def run_blocks(self, work: Callable[[int, int], Result], count: int, size: int) -> list[Result]:
+        """Call ``work(start, stop)`` for each of `blocks`, and return the results in order; blocks, errors as `run`."""
+        return self.run(partial(work, start, stop) for start, stop in blocks(count, size))
 
 
 class Inline(Workers):

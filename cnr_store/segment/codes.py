@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -292,11 +292,10 @@ class TableCodes:
         def of_range(low: int, high: int) -> int:
             return sum(self.block_digest(name, low, high, multipliers[name]) for name in names)
 
-        ranges = blocks(self.num_rows, TASK_ROWS)
         if workers is None:
-            totals = [of_range(low, high) for low, high in ranges]
+            totals = [of_range(low, high) for low, high in blocks(self.num_rows, TASK_ROWS)]
         else:
-            totals = workers.run(partial(of_range, low, high) for low, high in ranges)
+            totals = workers.run_blocks(of_range, self.num_rows, TASK_ROWS)
         return digest.add_digests(*totals, self.escape_digest(self.escapes, multipliers))
 
     def block_digest(self, name: str, low: int, high: int, multipliers: npt.NDArray[np.uint64]) -> int:

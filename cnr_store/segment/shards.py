@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from cnr_store.errors import BadInput
 from cnr_store.format.records import TableSchema
 from cnr_store.types import Rectangle
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(NamedTuple):
     """One rectangle of one table, as a writer holds it; ``rectangle`` None is the whole table, whatever its size."""
 
     table: str
@@ -79,6 +78,8 @@ def _check_tiling(table: str, held: list[tuple[Rectangle, int]]) -> tuple[int, i
                 f"table {table!r}: rank {rank} holds rows {a} to {b} and columns {c} to {d}, which is no rectangle",
                 table=table, found=(rectangle.rows, rectangle.columns),
             )  # fmt: skip
+    if len(held) == 1 and held[0][0].rows[0] == held[0][0].columns[0] == 0:  # a whole table
+        return held[0][0].rows[1], held[0][0].columns[1]
     num_rows = max(rectangle.rows[1] for rectangle, _ in held)
     dim = max(rectangle.columns[1] for rectangle, _ in held)
     filled = [(rectangle, rank) for rectangle, rank in held if rectangle.num_rows]

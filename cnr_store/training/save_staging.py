@@ -138,7 +138,7 @@ class SaveStager:
             if own.table in whole:
                 continue
             local = rows_to_write(taken[name], plan.decision, self.chain.lineage.changed)
-            rows[name] = TouchedRows(own.key, local + own.shard.rows[0])
+            rows[name] = TouchedRows(own.key, local + own.shard.rows[0] if own.shard.rows[0] else local)
             on_device = taken[name].device_rows if local is taken[name].row_ids else None
             requests[name] = RowRequest(local, {WEIGHT: own.shard.weight, **plan.slots[name]}, on_device)
         return rows, requests

@@ -13,21 +13,19 @@ from cnr_store.errors import BadDtype, BadInput, BadShape
 from cnr_store.format.documents import canonical_json
 from cnr_store.format.limits import MAX_ELEMENTS, MAX_USER_NESTING
 from cnr_store.format.nesting import nests_deeper
-from cnr_store.format.records import TableSchema
-from cnr_store.segment.codes import array_specs
+from cnr_store.segment.codes import ArraySpec
 from cnr_store.types import JsonValue, Lattice
 from cnr_store.write.table_options import TableOptions
 
 
 def check_arrays(
     table: str,
-    schema: TableSchema,
+    specs: Mapping[str, ArraySpec],
     rows: int,
     values: Any,
     slots: Mapping[str, Any],
-    columns: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
-    """Check values and slots of ``rows`` rows of some columns of a table (all if None); return array name to each.
+    """Check values and slots of ``rows`` rows of a table against its arrays; return array name to each.
 
     Values are floats in the table's dtype or, of a lattice, its codes as int16 or int32.
 
@@ -36,9 +34,8 @@ def check_arrays(
     BadInput, BadShape, BadDtype
     """
     given = {"codes": values, **{f"slots/{name}": array for name, array in slots.items()}}
-    specs = array_specs(schema, columns)
     if given.keys() != specs.keys():
-        expected = sorted(schema.slots)
+        expected = sorted(name.removeprefix("slots/") for name in specs.keys() - {"codes"})
         raise BadInput(
             f"table {table!r} has slots {expected}, found {sorted(slots)}; give every slot with the rows",
             table=table, expected=expected, found=sorted(slots),

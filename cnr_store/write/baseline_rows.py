@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import numpy.typing as npt
 
 from cnr_store.encodings import kernels, packing, widths
 from cnr_store.format.records import TableSchema
-from cnr_store.runtime.threads import Workers, blocks
+from cnr_store.runtime.threads import Workers
 from cnr_store.segment.codes import (
     ABSENT,
     CODED,
@@ -214,13 +213,12 @@ def _scan(
             return 0
         return scan_block(spec, _block_of(values, start, stop), target, flags[start:stop])
 
-    ranges = blocks(len(flags), ENCODE_ROWS)
-    largest = max(workers.run(partial(scan, a, b) for a, b in ranges), default=0)
+    largest = max(workers.run_blocks(scan, len(flags), ENCODE_ROWS), default=0)
     if not isinstance(spec.encoding, Lattice):
         return spec.held_dtype
     if held is not None and held.dtype == np.int16 and largest > _INT16_MAX and mirror is not None:
         mirror.widen(spec.name)
-        workers.run(partial(scan, a, b) for a, b in ranges)
+        workers.run_blocks(scan, len(flags), ENCODE_ROWS)
     return widths.narrowest(min(largest, MAX_CODE))
 
 

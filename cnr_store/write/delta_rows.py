@@ -14,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store.encodings import digest, float_bits, kernels, row_kernels, widths
-from cnr_store.format.records import TableSchema
 from cnr_store.runtime.threads import Workers, blocks
-from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, Array, ArraySpec, TableCodes, array_specs, escape_bits
+from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, Array, ArraySpec, TableCodes, escape_bits
 from cnr_store.types import Lattice, RowIds
 from cnr_store.write.encode import (
     ENCODE_ROWS,
@@ -28,8 +27,8 @@ from cnr_store.write.encode import (
     encode_absolute,
     encode_rows,
     escape_list,
+    flag_not_finite,
     holds_codes,
-    not_finite,
     refused_rows,
     stored_shape,
     unencodable,
@@ -37,16 +36,18 @@ from cnr_store.write.encode import (
 from cnr_store.write.table_options import TableOptions
 
 _BAD = kernels.BAD_ROW
+_WIDTHS = ((np.dtype(np.int16), 2**15 - 1), (np.dtype(np.int32), 2**31 - 1))
+"""What differences are stored in, and the largest of each."""
 
 
 @dataclass(slots=True)
 class StagedRows:
     """What one save does to a table's rows: lists by operation, and the state digest they lead to.
 
-    ``digest`` is None for tables without a mirror.
+    ``specs``: the arrays of the rows. ``digest`` is None for tables without a mirror.
     """
 
-    schema: TableSchema
+    specs: Mapping[str, ArraySpec]
     lists: dict[str, StagedList] = field(default_factory=dict)
     digest: int | None = None
 
@@ -66,7 +67,7 @@ class StagedRows:
 
 def stage_rows(
     table: str,
-    schema: TableSchema,
+    specs: Mapping[str, ArraySpec],
     mirror: TableCodes | None,
     given: Given,
     *,
@@ -79,6 +80,8 @@ def stage_rows(
 
     Parameters
     ----------
+    specs
+        The arrays of the columns that are given.
     mirror
         The codes of the state the delta starts from; None writes ``set`` rows only.
     base_digest
@@ -93,41 +96,38 @@ def stage_rows(
     NonFiniteValues
         Names the table and the first row.
     """
-    specs = array_specs(schema, given.columns)
-    staged = StagedRows(schema)
     try:
-        return _stage(staged, specs, mirror, given, base_digest, absolute, workers)
+        return _stage(StagedRows(specs), mirror, given, base_digest, absolute, workers)
     except FoundBadRows:
         bad = _find_bad(specs, given, workers)
     rows = given.rows[bad]
     if on_bad_rows == "refuse":
         raise refused_rows(table, int(rows[0]), len(rows))
-    staged = StagedRows(schema, {"escape": escape_list(specs, given.take(bad))})
-    return _stage(staged, specs, mirror, given.take(~bad), base_digest, absolute, workers)
+    staged = StagedRows(specs, {"escape": escape_list(specs, given.take(bad))})
+    return _stage(staged, mirror, given.take(~bad), base_digest, absolute, workers)
 
 
 def _stage(
     staged: StagedRows,
-    specs: Mapping[str, ArraySpec],
     mirror: TableCodes | None,
     given: Given,
     base_digest: int | None,
     absolute: bool,
     workers: Workers,
 ) -> StagedRows:
-    schema = staged.schema
+    specs = staged.specs
     change = _leaving(mirror, staged.lists["escape"].rows) if "escape" in staged.lists and mirror is not None else 0
     coded = mirror.is_coded(given.rows) if mirror is not None and not absolute else np.zeros(len(given.rows), np.bool_)
     if coded.all() and len(given.rows) and mirror is not None:
-        change += _stage_add(staged, specs, mirror, given, workers)
+        change += _stage_add(staged, mirror, given, workers)
     else:
         if coded.any() and mirror is not None:
-            change += _stage_add(staged, specs, mirror, given.take(coded), workers)
+            change += _stage_add(staged, mirror, given.take(coded), workers)
             given = given.take(~coded)
         if len(given.rows):
             if mirror is not None:
                 change += _leaving(mirror, given.rows)
-            staged.lists["set"] = encode_rows(schema, given, workers)
+            staged.lists["set"] = encode_rows(specs, given, workers)
             if mirror is not None:
                 change += _arriving(specs, staged.lists["set"])
     if mirror is not None and base_digest is not None:
@@ -137,11 +137,11 @@ def _stage(
     return staged
 
 
-def stage_delete(schema: TableSchema, mirror: TableCodes | None, rows: RowIds, base_digest: int | None) -> StagedRows:
+def stage_delete(mirror: TableCodes | None, rows: RowIds, base_digest: int | None) -> StagedRows:
     """Stage the deletion of sorted ``rows``; rows that are absent already stay in the list, harmless."""
     change = 0 if mirror is None else _leaving(mirror, rows)
     after = None if base_digest is None else digest.add_digests(base_digest, change & ((1 << 64) - 1))
-    return StagedRows(schema, {"delete": StagedList(rows, {})}, after)
+    return StagedRows({}, {"delete": StagedList(rows, {})}, after)
 
 
 def _find_bad(specs: Mapping[str, ArraySpec], given: Given, workers: Workers) -> npt.NDArray[np.bool_]:
@@ -152,18 +152,18 @@ def _find_bad(specs: Mapping[str, ArraySpec], given: Given, workers: Workers) ->
         for name, spec in specs.items():
             bad[start:stop] |= unencodable(spec, given.values[name][start:stop])
 
-    workers.run(partial(check, a, b) for a, b in blocks(len(given.rows), ENCODE_ROWS))
+    workers.run_blocks(check, len(given.rows), ENCODE_ROWS)
     return bad
 
 
 def _stage_add(
     staged: StagedRows,
-    specs: Mapping[str, ArraySpec],
     mirror: TableCodes,
     given: Given,
     workers: Workers,
 ) -> int:
     """Stage ``add`` rows; returns the change of the digest. Rows whose every code is unchanged leave."""
+    specs = staged.specs
     count = len(given.rows)
     flags = np.zeros(count, np.uint8)
     if not all(spec.is_additive for spec in specs.values()):
@@ -214,17 +214,17 @@ def _differences(
                 floats, rows, held, mirror.start, spec.scale, multipliers, out[start:stop], flags[start:stop]
             )
         else:
-            flags[start:stop] |= not_finite(block, spec)
+            flag_not_finite(block, spec, flags[start:stop])
             bits = float_bits.as_bits(block, spec.dtype)
             largest, _, _, change = kernels.float_bits_delta(
                 bits, rows, held, mirror.start, spec.bit_shift, multipliers, out[start:stop], flags[start:stop]
             )
         return int(largest), int(change)
 
-    for dtype in (np.int16, np.int32):
+    for dtype, most in _WIDTHS:
         out: Array = np.empty(values.shape, dtype)
-        results = workers.run(partial(encode, out, a, b) for a, b in blocks(len(values), ENCODE_ROWS))
-        if max(largest for largest, _ in results) <= np.iinfo(dtype).max:
+        results = workers.run_blocks(partial(encode, out), len(values), ENCODE_ROWS)
+        if max(largest for largest, _ in results) <= most:
             break
     return out, sum(change for _, change in results)
 
@@ -284,7 +284,7 @@ def _move(mirror: TableCodes, name: str, staged: StagedList, workers: Workers, *
         return stop if done < 0 else start + done
 
     ranges = blocks(len(codes), ENCODE_ROWS)
-    reached = workers.run(partial(move, start, stop) for start, stop in ranges)
+    reached = workers.run_blocks(move, len(codes), ENCODE_ROWS)
     rest = [(done, stop) for done, (_, stop) in zip(reached, ranges, strict=True) if done < stop]
     if rest:
         for done, _ in rest if adds else []:

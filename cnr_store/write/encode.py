@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -12,9 +11,8 @@ import numpy.typing as npt
 
 from cnr_store.encodings import affine, float_bits, kernels, packing, widths
 from cnr_store.errors import NonFiniteValues
-from cnr_store.format.records import TableSchema
-from cnr_store.runtime.threads import Workers, blocks
-from cnr_store.segment.codes import Array, ArraySpec, array_specs, decode_block
+from cnr_store.runtime.threads import Workers
+from cnr_store.segment.codes import Array, ArraySpec, decode_block
 from cnr_store.segment.groups import Blocks, RowList
 from cnr_store.types import MAX_CODE, Affine, Lattice, RowIds
 
@@ -34,16 +32,14 @@ class Given:
     """Rows as the caller gives them: sorted ids, and per array (n, width) floats in its own dtype.
 
     The weights of a lattice may be given as their codes instead, int16 or int32 (`holds_codes`).
-    ``columns``: those of the table that the values are of; None means all.
     """
 
     rows: RowIds
     values: dict[str, Array]
-    columns: tuple[int, int] | None = None
 
     def take(self, chosen: npt.NDArray[np.bool_]) -> Given:
         """Return the chosen rows (copied)."""
-        return Given(self.rows[chosen], {name: array[chosen] for name, array in self.values.items()}, self.columns)
+        return Given(self.rows[chosen], {name: array[chosen] for name, array in self.values.items()})
 
 
 @dataclass(slots=True)
@@ -65,9 +61,8 @@ class StagedList:
         return RowList(len(self.rows), widths_of, produce)
 
 
-def encode_rows(schema: TableSchema, given: Given, workers: Workers) -> StagedList:
+def encode_rows(specs: Mapping[str, ArraySpec], given: Given, workers: Workers) -> StagedList:
     """Return rows in their absolute stored form (a ``set`` list); the rows are known to be encodable."""
-    specs = array_specs(schema, given.columns)
     arrays: dict[str, Array] = {}
     for name, spec in specs.items():
         arrays |= encode_absolute(spec, given.values[name], workers)
@@ -76,9 +71,8 @@ def encode_rows(schema: TableSchema, given: Given, workers: Workers) -> StagedLi
 
 def encode_absolute(spec: ArraySpec, values: Array, workers: Workers) -> dict[str, Array]:
     """Encode (n, width) floats, or codes, into their stored arrays, on threads."""
-    ranges = blocks(len(values), ENCODE_ROWS)
     dtype = values.dtype if holds_codes(spec, values) else spec.held_dtype
-    pieces = workers.run(partial(encode_block, spec, values[a:b], dtype) for a, b in ranges)
+    pieces = workers.run_blocks(lambda a, b: encode_block(spec, values[a:b], dtype), len(values), ENCODE_ROWS)
     joined = {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
     if isinstance(spec.encoding, Lattice):
         joined[spec.name] = widths.narrowed(joined[spec.name])
@@ -102,7 +96,8 @@ def encode_block(spec: ArraySpec, values: Array, dtype: np.dtype[Any]) -> dict[s
             raise FoundBadRows
         return {"codes": codes, "scale": scale, "zero_point": zero_point}
     if not spec.is_integer:
-        if not_finite(np.ascontiguousarray(values), spec).any():
+        flag_not_finite(np.ascontiguousarray(values), spec, flags := np.zeros(len(values), np.uint8))
+        if flags.any():
             raise FoundBadRows
         return {spec.name: stored_shape(spec, values)}
     out = np.empty(values.shape, dtype)
@@ -136,7 +131,7 @@ def scan_block(spec: ArraySpec, values: Array, out: Array | None, flags: npt.NDA
         floats = widths.to_float32(block, spec.dtype)
         out = np.empty(floats.shape, np.int32) if out is None else out
         return int(kernels.lattice_encode(floats, spec.scale, out, flags)[0])
-    flags |= not_finite(block, spec)
+    flag_not_finite(block, spec, flags)
     if out is not None and spec.is_integer:
         kernels.float_bits_encode(float_bits.as_bits(block, spec.dtype), spec.bit_shift, out, np.zeros_like(flags))
     return 0
@@ -147,10 +142,11 @@ def holds_codes(spec: ArraySpec, values: Array) -> bool:
     return isinstance(spec.encoding, Lattice) and values.dtype in widths.CODE_DTYPES
 
 
-def not_finite(block: Array, spec: ArraySpec) -> npt.NDArray[np.uint8]:
-    """`BAD_ROW` for rows with NaN or Inf, which float_bits could keep but a checkpoint should not hide."""
-    finite = np.isfinite(widths.to_float32(block, spec.dtype)).all(axis=1)
-    return np.where(finite, 0, _BAD).astype(np.uint8)
+def flag_not_finite(block: Array, spec: ArraySpec, flags: npt.NDArray[np.uint8]) -> None:
+    """Flag rows with NaN or Inf as `BAD_ROW`, which float_bits could keep but a checkpoint should not hide."""
+    finite = np.isfinite(widths.to_float32(block, spec.dtype))
+    if not finite.all():
+        flags[~finite.all(axis=1)] = _BAD
 
 
 def escape_list(specs: Mapping[str, ArraySpec], given: Given) -> StagedList:

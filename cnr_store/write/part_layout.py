@@ -12,7 +12,7 @@ import numpy as np
 from cnr_store.format.fold import is_same_tensor
 from cnr_store.format.records import DenseEntry, Manifest, PartPlace, TableSchema
 from cnr_store.read.snapshot import Snapshot
-from cnr_store.segment.codes import Array, array_specs
+from cnr_store.segment.codes import Array
 from cnr_store.segment.groups import WrittenList, WrittenPart
 from cnr_store.segment.row_order import order_of
 from cnr_store.segment.shards import Shard
@@ -61,13 +61,12 @@ class PartWriter:
             if row_list is not None:
                 entries[operation] = self.out.write_row_list(operation, row_list)
 
-    def write_lists(self, shard: Shard, schema: TableSchema, staged: StagedRows) -> None:
+    def write_lists(self, shard: Shard, staged: StagedRows) -> None:
         """Write the row lists of a delta; a shard without any gets no object."""
         entries = self.entries.setdefault(shard, {})
-        specs = array_specs(schema, shard.rectangle_in(schema).columns)
         for operation, item in staged.lists.items():
             dtypes = {name: array.dtype for name, array in item.arrays.items()}
-            row_list = replace(item.row_list(), order=order_of(operation, specs, dtypes))
+            row_list = replace(item.row_list(), order=order_of(operation, staged.specs, dtypes))
             entries[operation] = self.out.write_row_list(operation, row_list)
 
     def write_dense(self, tensors: DenseTensors, before: Snapshot | None, base: Manifest | None) -> set[str]:

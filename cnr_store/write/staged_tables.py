@@ -11,7 +11,7 @@ from cnr_store.errors import BadInput, BadRowIds, BadShape, DoesNotApply
 from cnr_store.format.layout import check_name
 from cnr_store.format.records import Manifest, TableSchema
 from cnr_store.read.table_reader import rows_since
-from cnr_store.segment.codes import Array, TableCodes
+from cnr_store.segment.codes import Array, TableCodes, array_specs
 from cnr_store.segment.groups import WrittenPart
 from cnr_store.segment.reader import SegmentReader
 from cnr_store.segment.rows import check_row_ids
@@ -120,7 +120,7 @@ class StagedTables:
         checked_size(table, "rows", values.shape[0], dim=values.shape[1])
         schema = self._schemas.whole(table, values, dtype, slots, options)
         place = shard.rectangle_in(schema)
-        arrays = check_arrays(table, schema, place.num_rows, values, slots, place.columns)
+        arrays = check_arrays(table, array_specs(schema, place.columns), place.num_rows, values, slots)
         mirrors = self._state.mirrors
         if shard in mirrors and self._state.is_synced and table in self._schemas.before:
             # The new codes take the old mirror's place in memory only if the old ones can be given up.
@@ -149,7 +149,8 @@ class StagedTables:
         shard = self._state.setup.held.one_of(table, rectangle)
         place = shard.rectangle_in(schema)
         row_ids = _own_row_ids(table, row_ids, None if hashed else place)
-        arrays = check_arrays(table, schema, len(row_ids), values, slots, place.columns)
+        specs = array_specs(schema, place.columns)
+        arrays = check_arrays(table, specs, len(row_ids), values, slots)
         self._check_first(shard, "add", "set", "escape")
         self._check_disjoint(shard, row_ids)
         mirror, base = self._mirror(shard)
@@ -162,9 +163,8 @@ class StagedTables:
             return 0
         options = self._schemas.options_of(table)
         floats = {name: np.asarray(array).reshape(len(row_ids), -1) for name, array in arrays.items()}
-        given = Given(row_ids, floats, None if hashed else place.columns)
         staged = stage_rows(
-            table, schema, mirror, given,
+            table, specs, mirror, Given(row_ids, floats),
             base_digest=base,
             absolute=self._draft.is_one_shot,
             on_bad_rows=nonfinite or options_on_bad_rows(options),
@@ -189,7 +189,7 @@ class StagedTables:
             )
         if len(row_ids) == 0:
             return
-        self._keep_rows(shard, stage_delete(schema, mirror, row_ids, base))
+        self._keep_rows(shard, stage_delete(mirror, row_ids, base))
 
     def _mirror(self, shard: Shard) -> tuple[TableCodes | None, int | None]:
         """The mirror that rows of a shard are laid over, and its digest: a hashed table has none, its name may have."""
@@ -307,7 +307,7 @@ class StagedTables:
             # The rows given of a hashed table are all it has in a baseline: it has no mirror to lay them over.
             if self._draft.kind == "delta" or tables[shard.table].keys == "hashed":
                 for staged in changes:
-                    self._parts.write_lists(shard, tables[shard.table], staged)
+                    self._parts.write_lists(shard, staged)
         written = [shard for shard in self._parts.entries if shard in shards]
         return tuple(self._part(shard, base) for shard in dict.fromkeys([*written, *shards]))
 
@@ -333,7 +333,7 @@ class StagedTables:
                 "memory was changed behind the writer; restore first, or write the table whole",
                 table=shard.table, expected=f"{known:016x}", found=f"{found:016x}",
             )  # fmt: skip
-        merged = StagedRows(schema, digest=self._digests.get(shard, known))
+        merged = StagedRows(mirror.specs, digest=self._digests.get(shard, known))
         for staged in self._rows.get(shard, []):
             merged.lists |= staged.lists
         if options_on_bad_rows(self._schemas.options_of(shard.table)) == "refuse":

@@ -22,6 +22,7 @@ import torch
 from cnr_store.errors import BadInput, BadRowIds, BadShape, TableNotFound
 from cnr_store.types import RowIds
 from cnr_store_gpu import words as packed
+from cnr_store_gpu.host_batch import rows_of_spans
 from cnr_store_gpu.operators import mark_here
 from cnr_store_gpu.words import Words
 
@@ -313,7 +314,7 @@ class RowBitmap:
         places = {table: self._place(table) for table in (self._places if tables is None else tables)}
         if self._host is None:
             return self._take_from_device(places)
-        return {table: self._take_from_host(table, place) for table, place in places.items()}
+        return self._take_from_host(places)
 
     def give_back(self, taken: Taken | Mapping[str, Taken]) -> None:
         """Mark taken rows again. Marks made since then stay, and a second call changes nothing."""
@@ -333,11 +334,27 @@ class RowBitmap:
         with packed.LOCK:
             (self.words if table is None else self._slice(self._place(table))).zero_()
 
-    def _take_from_host(self, table: str, place: _Place) -> Taken:
+    def _take_from_host(self, places: Mapping[str, _Place]) -> dict[str, Taken]:
+        assert self._host is not None
+        if not places:
+            return {}
+        spans = np.array([(place.first_word, place.num_words) for place in places.values()], np.int64)
+        first, stop = int(spans[:, 0].min()), int(spans.sum(axis=1).max())
         with packed.LOCK:
-            words = self._copy(place)
-            self._slice(place).zero_()
-        return Taken(table, place.num_rows, packed.rows_of(words), words)
+            words = self._copy(_Place(first, stop - first, 0))
+            if len(places) == len(self._places):
+                self._host[first:stop] = 0
+            else:
+                for place in places.values():
+                    self._slice(place).zero_()
+        spans[:, 0] -= first
+        rows, counts = rows_of_spans(words, spans)
+        taken: dict[str, Taken] = {}
+        end = 0
+        for (table, place), (at, size), count in zip(places.items(), spans.tolist(), counts.tolist(), strict=True):
+            start, end = end, end + count
+            taken[table] = Taken(table, place.num_rows, rows[start:end], words[at : at + size])
+        return taken
 
     def _take_from_device(self, places: Mapping[str, _Place]) -> dict[str, Taken]:
         in_order = sorted(places, key=lambda table: places[table].first_word)

@@ -209,8 +209,8 @@ def _state_tensors(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> dic
 def _is_row_slot(value: Any, param: torch.Tensor) -> bool:
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         return False
-    num_rows = param.shape[0]
-    return tuple(value.shape) in ((num_rows,), (num_rows, 1), tuple(param.shape))
+    shape, of_table = value.shape, param.shape
+    return shape == of_table or shape in (of_table[:1], (of_table[0], 1))
 
 
 def row_slots(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -39,12 +39,15 @@ class Staged:
         self._give_back: Callable[[], None] | None = give_back
         self._here = Delivery()
         self._under_way: list[Future[Delivery]] = []
+        self._described: list[Callable[[], Delivery]] = []
         self._merging, self._releasing = threading.Lock(), threading.Lock()
 
-    def expect(self, delivery: Delivery | Future[Delivery]) -> None:
-        """Add arrays that are here, or will be."""
+    def expect(self, delivery: Delivery | Future[Delivery] | Callable[[], Delivery]) -> None:
+        """Add arrays that are here, or will be; or are here, and are described by a call when they are asked for."""
         if isinstance(delivery, Future):
             self._under_way.append(delivery)
+        elif callable(delivery):
+            self._described.append(delivery)
         else:
             self._add(delivery)
 
@@ -64,6 +67,9 @@ class Staged:
             Ids that were on a device lie outside their table.
         """
         with self._merging:
+            while self._described:
+                self._add(self._described[0]())
+                self._described.pop(0)
             while self._under_way:
                 try:
                     arrived = self._under_way[0].result()

@@ -27,6 +27,7 @@ from cnr_store_gpu.delivery import Delivery, StagedArray, StagedIds, deliver
 from cnr_store_gpu.gather import RowRequest, check_range, common_rows, index_of, select_rows
 from cnr_store_gpu.pinned import PINNED_BYTES, TransitRing, block_sizes
 from cnr_store_gpu.quantize import LatticeCodes, check_codable
+from cnr_store_gpu.small_copies import SmallCopies
 from cnr_store_gpu.staged import Staged
 from cnr_store_gpu.transfer import Transfer, transfer_for
 
@@ -204,11 +205,19 @@ class StagingBuffers:
     # ---- copies
 
     def _stage(self, staged: Staged, slot: _Slot, requests: Mapping[str, RowRequest]) -> None:
-        for table, request in requests.items():
-            self._check_quantizer(table, request)
+        for table in self.quantize.keys() & requests.keys():
+            self._check_quantizer(table, requests[table])
         here = Delivery()
         by_device: dict[torch.device, tuple[list[StagedArray], list[StagedIds]]] = {}
-        for table, request in requests.items():
+        small = SmallCopies(self.quantize)
+        takes = self._given is None
+        rest = {table: one for table, one in requests.items() if not (takes and small.take(table, one))}
+        if small.row_ids:
+            small.copy(requests, slot.memory)
+            staged.size_bytes += small.size_bytes
+            here.row_ids |= small.row_ids
+            staged.expect(small.deliver)
+        for table, request in rest.items():
             index, num_rows = index_of(request.row_ids), common_rows(request.tensors)
             if index.device.type == "cpu":
                 here.row_ids[table] = index.numpy() if isinstance(request.row_ids, torch.Tensor) else request.row_ids

@@ -13,7 +13,7 @@ from cnr_store import TableOptions
 from cnr_store.errors import NonFiniteValues
 from cnr_store.format.records import TableSchema
 from cnr_store.runtime.threads import Workers
-from cnr_store.segment.codes import TableCodes
+from cnr_store.segment.codes import TableCodes, array_specs
 from cnr_store.write.baseline_rows import stage_mirror, stage_table
 from cnr_store.write.delta_rows import StagedRows, stage_delete, stage_rows
 from cnr_store.write.encode import Given
@@ -51,7 +51,7 @@ def stage(
         for name, array in arrays.items()
     }
     return stage_rows(
-        "t", schema, mirror, Given(np.asarray(rows, np.int64), values),
+        "t", array_specs(schema), mirror, Given(np.asarray(rows, np.int64), values),
         base_digest=None if mirror is None else mirror.digest(), absolute=absolute, on_bad_rows=bad, workers=workers,
     )  # fmt: skip
 
@@ -90,7 +90,7 @@ def test_rows_with_an_unmirrored_slot_never_leave(workers: Workers) -> None:
 def test_absent_and_escaped_rows_come_back_as_set_rows(workers: Workers) -> None:
     values = np.ones((ROWS, DIM), np.float32)
     schema, mirror = setting(TableOptions(scale=0.5), workers, values)
-    moved(stage_delete(schema, mirror, np.asarray([1, 2]), mirror.digest()), mirror, workers)
+    moved(stage_delete(mirror, np.asarray([1, 2]), mirror.digest()), mirror, workers)
     bad = np.full((2, DIM), np.nan, np.float32)
     escaped = stage(schema, mirror, [2, 3], workers, values=bad, bad="escape")
     assert {name: item.rows.tolist() for name, item in escaped.lists.items()} == {"escape": [2, 3]}
@@ -147,12 +147,12 @@ def test_differences_are_stored_as_narrow_as_they_fit_and_widen_the_mirror(worke
 def test_a_baseline_of_the_mirror_lays_the_changes_over_it_and_leaves_it_alone(workers: Workers) -> None:
     values = np.arange(ROWS * DIM, dtype=np.float32).reshape(ROWS, DIM)
     schema, mirror = setting(TableOptions(scale=0.5), workers, values)
-    moved(stage_delete(schema, mirror, np.asarray([5]), mirror.digest()), mirror, workers)
+    moved(stage_delete(mirror, np.asarray([5]), mirror.digest()), mirror, workers)
     before = mirror.arrays["codes"].copy()
     new = values[[0, 2, 5]] + 40_000
     new[1, 0] = np.nan
     staged = stage(schema, mirror, [0, 2, 5], workers, values=new, bad="escape")
-    staged.lists |= stage_delete(schema, mirror, np.asarray([7]), mirror.digest()).lists
+    staged.lists |= stage_delete(mirror, np.asarray([7]), mirror.digest()).lists
     whole = stage_mirror(schema, mirror, staged)
     assert whole.rows is not None
     assert whole.escape is not None

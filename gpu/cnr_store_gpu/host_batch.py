@@ -1,0 +1,118 @@
+"""Marks listed, and rows copied, of many tables in one call: host memory only.
+
+Why this module exists: a save of a thousand tables must cost what its rows do, and numpy or torch take longer to begin
+with a table of a hundred rows than to do it. Here Python collects addresses, and one kernel does all of the work.
+Nothing is held or locked here; kernels release the GIL and trust the addresses that they get.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import carray, types  # type: ignore[attr-defined]
+from numba.extending import intrinsic
+
+from cnr_store.runtime.jit import njit
+from cnr_store.types import RowIds
+from cnr_store_gpu.words import Words, _list_rows, _pointer, _popcount
+
+PART_FIELDS = 6
+"""Numbers of a part of `gather_parts`."""
+
+
+@njit(nogil=True)
+def _count_spans(words: Any, spans: Any, counts: Any) -> int:
+    total = 0
+    for k in range(spans.shape[0]):
+        count = 0
+        for word in words[spans[k, 0] : spans[k, 0] + spans[k, 1]]:
+            if word != 0:
+                count += _popcount(word)
+        counts[k] = count
+        total += count
+    return total
+
+
+@njit(nogil=True)
+def _list_spans(words: Any, spans: Any, counts: Any, rows: Any) -> None:
+    start = 0
+    for k in range(spans.shape[0]):
+        _list_rows(words[spans[k, 0] : spans[k, 0] + spans[k, 1]], rows[start : start + counts[k]])
+        start += counts[k]
+
+
+@njit(nogil=True)
+def _part_outside(parts: Any) -> int:
+    for k in range(parts.shape[0]):
+        ids = carray(_pointer(parts[k, 0]), (parts[k, 1],))  # type: ignore[call-arg]
+        end = np.uint64(parts[k, 2])
+        for i in range(ids.size):
+            if np.uint64(ids[i]) >= end:  # a negative id is a huge one
+                return k
+    return -1
+
+
+@intrinsic
+def _quads(_context: Any, address: Any) -> Any:  # as `_pointer`, to 4 bytes each
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(types.int32)(address), generate  # type: ignore[no-untyped-call]
+
+
+@njit(nogil=True)
+def _gather_parts(parts: Any) -> None:
+    for k in range(parts.shape[0]):
+        count, size = parts[k, 1], parts[k, 5]
+        ids = carray(_pointer(parts[k, 0]), (count,))  # type: ignore[call-arg]
+        rows = carray(_quads(parts[k, 3]), (parts[k, 2], size))
+        out = carray(_quads(parts[k, 4]), (count, size))
+        for i in range(count):
+            row = ids[i]
+            for j in range(size):
+                out[i, j] = rows[row, j]
+
+
+def rows_of_spans(words: Words, spans: npt.NDArray[np.int64]) -> tuple[RowIds, npt.NDArray[np.int64]]:
+    """Return the set bits of spans of words: `words.rows_of` for each, in one call.
+
+    Parameters
+    ----------
+    words
+        uint32 ``(n,)``.
+    spans
+        int64 ``(num_spans, 2)``: first word and number of words of each.
+
+    Returns
+    -------
+    tuple
+        int64 rows, counted from the start of their span, sorted in each, one span after the other; and int64
+        ``(num_spans,)``, how many each has.
+    """
+    counts = np.empty(len(spans), np.int64)
+    rows: RowIds = np.empty(_count_spans(words, spans, counts), np.int64)
+    _list_spans(words, spans, counts, rows)
+    return rows, counts
+
+
+def gather_parts(parts: npt.NDArray[np.int64]) -> int:
+    """Copy rows of many tensors: ``index_select`` of each, in one call. Reads and writes by address.
+
+    Parameters
+    ----------
+    parts
+        int64 ``(num_parts, 6)``: address of the ids (int64), how many, rows of the source, its address, that of the
+        copy, and the size of a row in units of 4 bytes, to which addresses are aligned. All is contiguous, and the
+        caller keeps it alive.
+
+    Returns
+    -------
+    int
+        -1, or the first part with an id outside of its source: then nothing was written.
+    """
+    outside = int(_part_outside(parts))
+    if outside < 0:
+        _gather_parts(parts)
+    return outside

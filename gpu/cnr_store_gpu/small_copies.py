@@ -1,0 +1,114 @@
+"""Copies of a few rows of each of many tables in host memory: all of them by one call.
+
+Why this module exists: a save copies while the training waits, and a call of torch per tensor takes longer than the
+rows of a small table. What is not small, not in host memory or not contiguous is copied as before, tensor by tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from cnr_store.types import RowIds
+from cnr_store_gpu.buffer_pool import KeptMemory
+from cnr_store_gpu.delivery import Delivery
+from cnr_store_gpu.gather import RowRequest, check_range, index_of
+from cnr_store_gpu.host_batch import PART_FIELDS, gather_parts
+
+SMALL_BYTES = 1 << 18
+"""Copies of one table above it go through torch: there its threads count for more than the call."""
+
+_UNIT = 4
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    table: str
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
+class SmallCopies:
+    """The small ones among the requests of a gather: collected by `take`, copied by `copy`, described by `deliver`.
+
+    Attributes
+    ----------
+    row_ids
+        Of the tables that were taken.
+    size_bytes
+        Bytes of their copies.
+    """
+
+    quantized: Container[str]
+    row_ids: dict[str, RowIds] = field(default_factory=dict)
+    size_bytes: int = 0
+    _end: int = 0
+    _pieces: list[_Piece] = field(default_factory=list)
+    _parts: list[tuple[int, ...]] = field(default_factory=list)
+    _flat: torch.Tensor | None = None
+
+    def take(self, table: str, request: RowRequest) -> bool:
+        """Return whether a request is small and plain; then its rows will be copied."""
+        ids = request.row_ids
+        if not isinstance(ids, np.ndarray) or ids.dtype != np.int64 or ids.ndim != 1 or not ids.flags.c_contiguous:
+            return False
+        if table in self.quantized or not request.tensors:
+            return False
+        count, end, size_bytes = len(ids), self._end, 0
+        address = ids.__array_interface__["data"][0]
+        pieces, parts, lengths = [], [], set()
+        for name, tensor in request.tensors.items():
+            if not (tensor.layout is torch.strided and tensor.is_cpu and tensor.ndim and tensor.is_contiguous()):
+                return False
+            shape, start = tensor.shape, tensor.data_ptr()
+            num_rows = shape[0]
+            row_bytes = tensor.numel() // num_rows * tensor.element_size() if num_rows else 0
+            if not row_bytes or row_bytes % _UNIT or start % _UNIT:
+                return False
+            lengths.add(num_rows)
+            stop = end + count * row_bytes
+            size_bytes += count * row_bytes
+            pieces.append(_Piece(table, name, tensor.dtype, (count, *shape[1:]), end, stop))
+            parts.append((address, count, num_rows, start, end, row_bytes // _UNIT))
+            end = -(-stop // _ALIGNMENT) * _ALIGNMENT
+        if len(lengths) > 1 or size_bytes > SMALL_BYTES:
+            return False
+        self.row_ids[table], self._end = ids, end
+        self.size_bytes += size_bytes
+        self._pieces += pieces
+        self._parts += parts
+        return True
+
+    def copy(self, requests: Mapping[str, RowRequest], memory: KeptMemory) -> None:
+        """Copy the rows of what was taken of ``requests``, as they are now. Blocks until it is done.
+
+        Raises
+        ------
+        BadRowIds
+            Ids outside of a table; nothing was written.
+        """
+        self._flat = memory.take(("small rows", "", ""), (self._end,), torch.uint8)
+        parts = np.array(self._parts, np.int64).reshape(-1, PART_FIELDS)
+        parts[:, 4] += self._flat.data_ptr()
+        outside = gather_parts(parts)
+        if outside >= 0:
+            piece = self._pieces[outside]
+            request = requests[piece.table]
+            check_range(index_of(request.row_ids), request.tensors[piece.name].shape[0])
+
+    def deliver(self) -> Delivery:
+        """Return the copies, as tensors that share the memory they are in."""
+        assert self._flat is not None  # copied
+        tensors = {
+            (one.table, one.name): self._flat[one.start : one.stop].view(one.dtype).view(one.shape)
+            for one in self._pieces
+        }
+        return Delivery(tensors, size_bytes=self.size_bytes)

@@ -1,0 +1,106 @@
+"""Many small tables are listed and copied by one call each, and get what one call per table gives."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cnr_store.errors import BadRowIds, BadShape
+from cnr_store_gpu import RowBitmap, RowRequest, StagingBuffers, gather_rows
+from cnr_store_gpu.host_batch import rows_of_spans
+from cnr_store_gpu.small_copies import SMALL_BYTES, SmallCopies
+from cnr_store_gpu.words import rows_of
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=st.lists(st.integers(0, 70), max_size=6), seed=st.integers(0, 99))
+def test_rows_of_spans_are_those_of_each_span(sizes: list[int], seed: int) -> None:
+    words = np.random.default_rng(seed).integers(0, 2**32, sum(sizes), np.uint32)
+    words[::3] = 0
+    ends = np.cumsum([0, *sizes])
+    spans = np.array([(ends[k], sizes[k]) for k in reversed(range(len(sizes)))], np.int64).reshape(-1, 2)
+
+    rows, counts = rows_of_spans(words, spans)
+
+    found = np.split(rows, np.cumsum(counts)[:-1]) if sizes else []
+    for (first, size), one in zip(spans, found, strict=True):
+        assert one.tolist() == rows_of(words[first : first + size]).tolist()
+
+
+def test_a_take_of_some_tables_leaves_the_marks_of_the_others() -> None:
+    bitmap = RowBitmap({"a": 40, "b": 5000, "c": 0, "d": 7})
+    marks = {"a": [0, 39], "b": [31, 32, 4999], "c": [], "d": [6]}
+    for table, rows in marks.items():
+        bitmap.mark(table, rows)
+
+    some = bitmap.take_all(["d", "a"])
+    rest = bitmap.take_all()
+
+    assert {table: one.row_ids.tolist() for table, one in some.items()} == {"d": [6], "a": [0, 39]}
+    assert {table: one.row_ids.tolist() for table, one in rest.items()} == {**marks, "a": [], "d": []}
+    bitmap.give_back(some)
+    assert {table: bitmap.row_ids(table).tolist() for table in marks} == {"a": [0, 39], "b": [], "c": [], "d": [6]}
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_small_copies_equal_gather_rows(data: st.DataObject) -> None:
+    random = np.random.default_rng(data.draw(st.integers(0, 99)))
+    requests = {}
+    for number in range(data.draw(st.integers(1, 5))):
+        num_rows, dim = data.draw(st.sampled_from([0, 1, 9, 64])), data.draw(st.integers(1, 5))
+        weight = torch.from_numpy(random.standard_normal((num_rows, dim))).to(data.draw(st.sampled_from(DTYPES)))
+        tensors = {"weight": torch.nn.Parameter(weight), "sum": torch.arange(float(num_rows))}
+        if data.draw(st.booleans()):
+            tensors["wide"] = torch.arange(float(num_rows * dim)).view(dim, num_rows).T
+        ids = random.integers(0, num_rows, data.draw(st.integers(0, 30)) if num_rows else 0)
+        requests[f"t{number}"] = RowRequest(ids, tensors)
+
+    staged = StagingBuffers().gather(requests)
+
+    for table, request in requests.items():
+        expected = gather_rows(request.tensors, request.row_ids)
+        assert staged.row_ids[table].tolist() == request.row_ids.tolist()
+        assert staged.tensors[table].keys() == expected.keys()
+        for name, one in staged.tensors[table].items():
+            assert one.dtype == expected[name].dtype
+            assert torch.equal(one, expected[name]), (table, name)
+    assert staged.size_bytes == sum(one.nbytes for named in staged.tensors.values() for one in named.values())
+
+
+def test_a_row_outside_of_a_small_table_is_refused_before_anything_is_copied() -> None:
+    buffers, good = StagingBuffers(), torch.ones(4, 2)
+    buffers.gather({"good": RowRequest(np.arange(4), {"weight": good})}).release()
+    requests = {
+        "good": RowRequest(np.arange(4), {"weight": torch.zeros(4, 2)}),
+        "bad": RowRequest(np.array([0, 4]), {"weight": torch.zeros(4, 2)}),
+    }
+
+    with pytest.raises(BadRowIds, match="rows 0 to 3"):
+        buffers.gather(requests)
+    with pytest.raises(BadRowIds):
+        buffers.gather({"bad": RowRequest(np.array([-1]), {"weight": good})})
+    with pytest.raises(BadShape):
+        buffers.gather({"bad": RowRequest(np.array([0]), {"weight": good, "sum": torch.ones(3)})})
+
+
+def test_what_is_large_quantized_strided_or_odd_is_not_copied_as_small() -> None:
+    rows, table = np.arange(2), torch.ones(4, 2)
+
+    def is_taken(row_ids: np.ndarray, **tensors: torch.Tensor) -> bool:  # type: ignore[type-arg]
+        return SmallCopies({"coded"}).take("t", RowRequest(row_ids, tensors))
+
+    assert is_taken(rows, weight=table)
+    assert not SmallCopies({"t"}).take("t", RowRequest(rows, {"weight": table}))
+    assert not is_taken(rows, weight=torch.ones(2, 4).T)
+    assert not is_taken(rows, weight=torch.ones(4, 3, dtype=torch.float16))
+    assert not is_taken(rows, weight=table, momentum=table.to_sparse(1))
+    assert not is_taken(np.arange(4)[::2], weight=table)
+    assert not is_taken(rows.astype(np.int32), weight=table)
+    assert not is_taken(np.zeros(SMALL_BYTES // 8 + 1, np.int64), weight=table)
+    assert not is_taken(rows)
