@@ -51,6 +51,7 @@ class SmallCopies:
     row_ids: dict[str, RowIds] = field(default_factory=dict)
     size_bytes: int = 0
     _end: int = 0
+    _most: int = 0
     _pieces: list[_Piece] = field(default_factory=list)
     _parts: list[tuple[int, ...]] = field(default_factory=list)
     _flat: torch.Tensor | None = None
@@ -62,7 +63,7 @@ class SmallCopies:
             return False
         if table in self.quantized or not request.tensors:
             return False
-        count, end, size_bytes = len(ids), self._end, 0
+        count, end, most, size_bytes = len(ids), self._end, self._most, 0
         address = ids.__array_interface__["data"][0]
         pieces, parts, lengths = [], [], set()
         for name, tensor in request.tensors.items():
@@ -74,14 +75,14 @@ class SmallCopies:
             if not row_bytes or row_bytes % _UNIT or start % _UNIT:
                 return False
             lengths.add(num_rows)
-            stop = end + count * row_bytes
+            begin, end = _aligned(end), _aligned(end) + count * row_bytes
+            most = _aligned(most) + num_rows * row_bytes
             size_bytes += count * row_bytes
-            pieces.append(_Piece(table, name, tensor.dtype, (count, *shape[1:]), end, stop))
-            parts.append((address, count, num_rows, start, end, row_bytes // _UNIT))
-            end = -(-stop // _ALIGNMENT) * _ALIGNMENT
+            pieces.append(_Piece(table, name, tensor.dtype, (count, *shape[1:]), begin, end))
+            parts.append((address, count, num_rows, start, begin, row_bytes // _UNIT))
         if len(lengths) > 1 or size_bytes > SMALL_BYTES:
             return False
-        self.row_ids[table], self._end = ids, end
+        self.row_ids[table], self._end, self._most = ids, end, most
         self.size_bytes += size_bytes
         self._pieces += pieces
         self._parts += parts
@@ -95,7 +96,7 @@ class SmallCopies:
         BadRowIds
             Ids outside of a table; nothing was written.
         """
-        self._flat = memory.take(("small rows", "", ""), (self._end,), torch.uint8)
+        self._flat = memory.take(("small rows", "", ""), (self._end,), torch.uint8, at_most=self._most)
         parts = np.array(self._parts, np.int64).reshape(-1, PART_FIELDS)
         parts[:, 4] += self._flat.data_ptr()
         outside = gather_parts(parts)
@@ -112,3 +113,7 @@ class SmallCopies:
             for one in self._pieces
         }
         return Delivery(tensors, size_bytes=self.size_bytes)
+
+
+def _aligned(at: int) -> int:
+    return -(-at // _ALIGNMENT) * _ALIGNMENT
