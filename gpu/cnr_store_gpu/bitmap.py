@@ -22,7 +22,7 @@ import torch
 from cnr_store.errors import BadInput, BadRowIds, BadShape, TableNotFound
 from cnr_store.types import RowIds
 from cnr_store_gpu import words as packed
-from cnr_store_gpu.host_batch import rows_of_spans
+from cnr_store_gpu.host_batch import mark_at, mark_gradients, rows_of_spans
 from cnr_store_gpu.operators import mark_here
 from cnr_store_gpu.words import Words
 
@@ -225,12 +225,11 @@ class RowBitmap:
         ``ids`` is int32 or int64 of any shape; those outside the table mark nothing. Waits for nothing if they are on
         the device of the words.
         """
-        if self._host is None or not ids.is_cpu or ids.dtype not in (torch.int64, torch.int32):
+        if self._host is None or not (ids.is_cpu and ids.dtype is torch.int64 and ids.is_contiguous()):
             mark_here(self.words, ids, first_word, num_rows, skip_row)
             return
-        array = ids.numpy().reshape(-1)
         with packed.LOCK:
-            packed.mark_words(self._host, array, first_word, num_rows, skip_row)
+            mark_at(self._host, ids.data_ptr(), ids.numel(), first_word, num_rows, skip_row)
 
     def mark_parts(self, parts: npt.NDArray[np.int64]) -> None:
         """Mark ids that lie in several places of the host's memory: ``packed.mark_parts_words``.
@@ -240,6 +239,12 @@ class RowBitmap:
         assert self._host is not None
         with packed.LOCK:
             packed.mark_parts_words(self._host, parts)
+
+    def mark_gradients(self, parts: npt.NDArray[np.int64]) -> None:
+        """Mark rows of dense gradients in memory: ``host_batch.mark_gradients``. Only where ``is_on_host``."""
+        assert self._host is not None
+        with packed.LOCK:
+            mark_gradients(self._host, parts)
 
     def mark_mask(self, table: str, mask: torch.Tensor) -> None:
         """Mark the rows where ``mask``, bool ``(num_rows,)``, is true; waits for no device but the mask's own.

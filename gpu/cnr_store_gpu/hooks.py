@@ -266,7 +266,7 @@ class Following:
         wanted = [one for one in gradients if one[0].reach is not Movement.ALL]  # else the whole table is taken anyway
         for watched, _ in wanted:
             watched.marked = True
-        for watched, gradient in stepped.mark_sparse(wanted):
+        for watched, gradient in stepped.mark_together(wanted):
             if gradient.is_sparse or watched.bitmap.is_on_host:
                 watched.bitmap.mark_looked_up(watched.first_word, watched.num_rows, rows_with_gradient(gradient))
             else:  # listing the rows would wait for the device

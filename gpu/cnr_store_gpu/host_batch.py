@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 
 from cnr_store.runtime.jit import njit
 from cnr_store.types import RowIds
-from cnr_store_gpu.words import Words, _list_rows, _pointer, _popcount
+from cnr_store_gpu.words import Words, _list_rows, _mark, _pointer, _popcount
 
 PART_FIELDS = 6
 """Numbers of a part of `gather_parts`."""
@@ -73,6 +73,38 @@ def _gather_parts(parts: Any) -> None:
             row = ids[i]
             for j in range(size):
                 out[i, j] = rows[row, j]
+
+
+@njit(nogil=True)
+def mark_at(words: Any, ids: int, count: int, first_word: int, num_rows: int, skip_row: int) -> None:
+    """Set the bits of ``count`` int64 ids at an address: `words.mark_words` of an array that need not be made first."""
+    _mark(words, carray(_pointer(ids), (count,)), first_word, num_rows, skip_row)  # type: ignore[call-arg]
+
+
+@njit(nogil=True)
+def _mark_gradients(words: Any, parts: Any) -> None:
+    for k in range(parts.shape[0]):
+        rows = carray(_quads(parts[k, 0]), (parts[k, 1], parts[k, 2]))  # type: ignore[call-arg]
+        for i in range(rows.shape[0]):
+            bits = np.int32(0)
+            for j in range(rows.shape[1]):  # without a way out of the loop, which several elements at a time go through
+                bits |= rows[i, j]
+            if bits != 0:
+                words[parts[k, 3] + (i >> 5)] |= np.uint32(1) << np.uint32(i & 31)
+
+
+def mark_gradients(words: Words, parts: npt.NDArray[np.int64]) -> None:
+    """Mark rows of dense gradients that are not all zero: `tables.rows_with_gradient` and a mark of each, in one call.
+
+    Parameters
+    ----------
+    words
+        uint32, written in place; not safe against another writer of the same words.
+    parts
+        int64 ``(num_parts, 4)``: address of a contiguous gradient, its rows, the size of a row in units of 4 bytes, and
+        the first word of the table. The caller keeps the gradients alive.
+    """
+    _mark_gradients(words, parts)
 
 
 def rows_of_spans(words: Words, spans: npt.NDArray[np.int64]) -> tuple[RowIds, npt.NDArray[np.int64]]:

@@ -20,6 +20,9 @@ from cnr_store_gpu.tracked_table import TrackedTable
 
 Group = dict[str, Any]
 
+SMALL_BYTES, UNIT = 1 << 20, 4
+"""Dense gradients above the first are read by torch, on its threads; the second as in `host_batch`."""
+
 Gradients = list[tuple[TrackedTable, torch.Tensor]]
 """Tables and the gradients that a step has for them."""
 
@@ -75,8 +78,10 @@ class SteppedTables:
         self._host = next((watched.bitmap for watched in self.tables if watched.bitmap.is_on_host), None)
         self._parts = np.zeros((len(self.tables), 4), np.int64)
 
-    def mark_sparse(self, gradients: Gradients) -> Gradients:
-        """Mark the rows of the sparse gradients of each device in one call; return the gradients that are left.
+    def mark_together(self, gradients: Gradients) -> Gradients:
+        """Mark rows of the sparse gradients of each device, and of small dense ones of the host, in one call each.
+
+        Returns the gradients that are left.
 
         ``gradients`` may leave tables out, and names each at most once. Waits for no device.
         """
@@ -116,11 +121,20 @@ class SteppedTables:
     def _mark_on_host(self, gradients: Gradients) -> Gradients:
         if self._host is None or not self._host.is_on_host:
             return gradients
-        parts = self._parts
+        parts, dense = self._parts, []
         left: Gradients = []
         held: list[torch.Tensor] = []
         for watched, gradient in gradients:
-            if not (gradient.is_sparse and gradient.is_cpu and watched.bitmap is self._host):
+            if not (gradient.is_cpu and watched.bitmap is self._host):
+                left.append((watched, gradient))
+                continue
+            if not gradient.is_sparse:
+                is_plain = gradient.layout is torch.strided and type(gradient) is torch.Tensor
+                if is_plain and gradient.is_contiguous() and gradient.nbytes <= SMALL_BYTES:
+                    row_units, odd = divmod(gradient.shape[1] * gradient.element_size(), UNIT)
+                    if not odd and gradient.data_ptr() % UNIT == 0:
+                        dense.append((gradient.data_ptr(), watched.num_rows, row_units, watched.first_word))
+                        continue
                 left.append((watched, gradient))
                 continue
             indices = gradient._indices()
@@ -132,4 +146,6 @@ class SteppedTables:
             parts[part] = indices.data_ptr(), indices.numel(), watched.first_word, watched.num_rows
         if held:
             self._host.mark_parts(parts[: len(held)])
+        if dense:
+            self._host.mark_gradients(np.array(dense, np.int64))
         return left

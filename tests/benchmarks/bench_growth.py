@@ -21,6 +21,8 @@ from growing import DIM, Growing, shared_saves
 SECTIONS = ("rows", "versions", "tables", "writers")
 TOUCHED = 100_000
 SAME = 1.2
+MANY_TABLES = 1.5
+"""Goal of a delta of many tables, against one of as many rows of one table."""
 COMMAND = "python tests/benchmarks/bench_growth.py"
 
 
@@ -139,11 +141,17 @@ def by_tables(
     per_size = []
     for size, store in stores.items():
         one = costs(store, statistics.median(found[str(size)].wall), opens[str(size)])
+        one["save, CPU s"] = statistics.median(store.cpu_s[-repeats:])
         per_size.append(one)
         report.add(
             f"objects of a delta of {size} tables, budget {budget()}", one["save, objects"],
             goal=budget(), unit="",
         )  # fmt: skip
+    alone = stores[sizes[0]].cpu_s[-repeats:]
+    for size in sizes[1:] if sizes[0] == 1 else ():
+        ratios = [a / b for a, b in zip(stores[size].cpu_s[-repeats:], alone, strict=True)]
+        low, middle, high = harness.spread(ratios)
+        report.add(f"CPU of a delta of {size} tables / of one table", middle, goal=MANY_TABLES, low=low, high=high)
     measured = {name: [one[name] for one in per_size] for name in per_size[0]}
     show_growth(
         report, "tables", sizes, measured,

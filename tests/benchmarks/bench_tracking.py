@@ -33,6 +33,10 @@ WARM = 20
 SHARE_OF_STEP, UNIQUE_TO_MARK, SHARE_OF_TABLE = 1.0, 5.0, 0.05
 """Goals: percent at most, times at least, percent at most."""
 
+MODULES, MODULE_ROWS, MODULE_DIM, MODULE_IDS = 200, 1_000, 16, 256
+STEP_MS, SHARE_OF_MODULES = 50.0, 4.0
+"""A step that so many modules are part of, and the goal: percent of it at most."""
+
 
 class Side:
     """A model in training, with or without a tracker."""
@@ -90,6 +94,42 @@ def _add_share(
     first, second = np.array(tracked[WARM:]), np.array(bare[WARM:])
     tenths = [share(first[start::10], second[start::10]) for start in range(10)]
     report.add(name, share(first, second), goal=goal, unit="%", low=min(tenths), high=max(tenths))
+
+
+class Modules:
+    """Many embedding bags and an optimizer, with or without a tracker; only hooks differ between two of them."""
+
+    def __init__(self, *, sparse: bool, is_tracked: bool) -> None:
+        self.bags = torch.nn.ModuleList(
+            torch.nn.EmbeddingBag(MODULE_ROWS, MODULE_DIM, mode="sum", sparse=sparse) for _ in range(MODULES)
+        )
+        self.optimizer = torch.optim.SGD(self.bags.parameters(), lr=0.01)
+        self.ids = torch.randint(0, MODULE_ROWS, (MODULE_IDS // 4, 4), generator=torch.Generator().manual_seed(0))
+        self.tracker = RowTracker(self.bags, optimizers=[self.optimizer]) if is_tracked else None
+
+    def step(self) -> None:
+        """Look rows up in every module, and step."""
+        looked_up = [bag(self.ids).sum() for bag in self.bags]
+        torch.stack(looked_up).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def bench_modules(report: harness.Report, steps: int) -> None:
+    """What hooks of many modules add to a step: CPU time of both sides in turn, medians over the steps."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for name, sparse in (("sparse", True), ("dense", False)):
+        bare, tracked = (Modules(sparse=sparse, is_tracked=is_tracked) for is_tracked in (False, True))
+        found = harness.alternating({"bare": bare.step, "tracked": tracked.step}, steps)
+        added = np.array(found["tracked"].cpu) - np.array(found["bare"].cpu)
+        tenths = [1e5 * float(np.median(added[start::10])) / STEP_MS for start in range(min(10, steps))]
+        report.add(
+            f"{MODULES} modules, {name} gradients: tracking, share of {STEP_MS:.0f} ms in CPU time",
+            1e5 * float(np.median(added)) / STEP_MS, goal=SHARE_OF_MODULES, unit="%", low=min(tenths), high=max(tenths),
+        )  # fmt: skip
+        report.note(f"      {1e6 * float(np.median(added)) / MODULES:.2f} us per module, all hooks of a step")
+    torch.set_num_threads(threads)
 
 
 def bench_marks(report: harness.Report, num_rows: int, repeats: int) -> None:
@@ -168,6 +208,7 @@ def main() -> None:
     report.start()
     bench_steps(report, "demo, 85,000 x 16", demo_config(), options.steps, SHARE_OF_STEP)
     bench_steps(report, "trace, 376,000 x 32", trace_config(steps=options.steps // 3), options.steps // 3, None)
+    bench_modules(report, max(20, options.steps // 15))
     bench_marks(report, options.rows, options.repeats)
     bench_interval(report, options.rows, options.repeats)
     report.finish(options.json)

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cnr_store.errors import BadRowIds, BadShape
-from cnr_store_gpu import RowBitmap, RowRequest, StagingBuffers, gather_rows
+from cnr_store_gpu import RowBitmap, RowRequest, RowTracker, StagingBuffers, gather_rows
 from cnr_store_gpu.host_batch import rows_of_spans
 from cnr_store_gpu.small_copies import SMALL_BYTES, SmallCopies
+from cnr_store_gpu.tables import rows_with_gradient
 from cnr_store_gpu.words import rows_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -30,6 +31,29 @@ def test_rows_of_spans_are_those_of_each_span(sizes: list[int], seed: int) -> No
     found = np.split(rows, np.cumsum(counts)[:-1]) if sizes else []
     for (first, size), one in zip(spans, found, strict=True):
         assert one.tolist() == rows_of(words[first : first + size]).tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_gradients_marked_together_are_those_of_each_table(data: st.DataObject) -> None:
+    random = np.random.default_rng(data.draw(st.integers(0, 99)))
+    model = torch.nn.ModuleList(
+        torch.nn.Embedding(data.draw(st.sampled_from([1, 33, 70])), data.draw(st.integers(1, 5)), dtype=dtype)
+        for dtype in data.draw(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=4))
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    tracker = RowTracker(model, optimizers=[optimizer])
+    for weight in model.parameters():
+        weight.grad = torch.from_numpy(random.integers(-1, 2, tuple(weight.shape)) * 1.0).to(weight.dtype)
+        weight.grad[random.random(len(weight)) < 0.5] = 0.0
+        if data.draw(st.booleans()):
+            weight.grad = weight.grad.T.contiguous().T
+
+    optimizer.step()
+
+    for name, weight in tracker.weights.items():
+        assert weight.grad is not None
+        assert tracker.bitmap.of(name).row_ids(name).tolist() == rows_with_gradient(weight.grad).tolist()
 
 
 def test_a_take_of_some_tables_leaves_the_marks_of_the_others() -> None:
