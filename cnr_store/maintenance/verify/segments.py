@@ -244,9 +244,9 @@ def _check_receipt(storage: Storage, key: str, manifest: Manifest) -> None:
     except ValueError as error:
         raise CorruptObject(f"{key} is inconsistent: {error}; no reader needs it") from error
     same = receipt.txn == manifest.txn and set(objects) <= set(manifest.objects)
-    # A table that nobody changed stands in receipts, and not in the manifest.
-    told = (part for part in parts if part.table in manifest.stated or _lists(part))
-    if not same or any(part not in manifest.parts for part in told):
+    # Receipts record unchanged tables, too; the manifest does not.
+    recorded = (part for part in parts if part.table in manifest.stated or _lists(part))
+    if not same or any(part not in manifest.parts for part in recorded):
         raise CorruptObject(f"{key} differs from the segment's manifest; no reader needs it")
 
 
