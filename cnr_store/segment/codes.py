@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
@@ -137,7 +136,7 @@ def _specs_of(key: bytes, columns: tuple[int, int]) -> Mapping[str, ArraySpec]:
             f"slots/{name}", slot.encoding, slot.dtype, 1 if vector else width, vector,
             slot.mirror and additive, slot.fill, columns,
         )  # fmt: skip
-    return MappingProxyType(specs)
+    return specs
 
 
 def stored_specs(

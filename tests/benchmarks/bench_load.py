@@ -143,9 +143,8 @@ def local_load(report: harness.Report, folder: Path, rows: int, repeats: int) ->
             for side in work.values():
                 side()
             found = harness.alternating(work, repeats)
-            goal = LOAD_TO_SAFETENSORS if bits == LOCAL_BITS[0] else None
             name = f"{bits}-bit quality ({stored:.2f} bits): load / safetensors and copy"
-            report.add_ratio(name, found["read"], found["copied"], goal)
+            report.add_ratio(name, found["read"], found["copied"], LOAD_TO_SAFETENSORS)
             if "fresh" in found:
                 report.add_ratio("the same, both into fresh memory", found["fresh"], found["cloned"])
                 report.note(f"      safetensors load_file alone, which maps the file: {found['mapped']}")
