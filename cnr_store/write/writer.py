@@ -220,8 +220,7 @@ class Writer:
             codes = view.load(arrays, rectangle, slots_rule, allocate=self.mirrors.allocator())
         if codes is None:
             return
-        parts = [part for part in snapshot.manifests[-1].parts if part.table == shard.table]
-        digest = stated_digest(parts, rectangle)
+        digest = stated_digest(snapshot.manifests[-1].parts_of.get(shard.table, ()), rectangle)
         # Parts that a writer without a mirror wrote name none, and parts may be cut in another way.
         self.mirrors.put(shard, codes, codes.digest(self._state.setup.workers) if digest is None else digest)
 

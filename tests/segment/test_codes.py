@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,14 @@ def codes(start: int = 10) -> TableCodes:
         "slots/m": np.asarray([[1], [2], [3], [4], [5]], np.int16),
     }
     return TableCodes(schema(), start, start + 5, arrays)
+
+
+def test_codes_can_be_copied_and_pickled() -> None:
+    """Arrays of a schema are kept and shared, which once made them a view that neither takes."""
+    again = pickle.loads(pickle.dumps(copy.deepcopy(codes())))
+
+    assert again.specs == codes().specs
+    assert again.digest() == codes().digest()
 
 
 def test_which_arrays_add_and_are_mirrored() -> None:

@@ -269,7 +269,7 @@ class _Updater:
             there = reader.manifest.tables[name]
             building.take_schema(there, row_kind(there, holding.served, holding.holds))
             try:
-                check_base(reader.manifest.parts, name, stated, reader.name)
+                check_base(reader.manifest.parts_of.get(name, ()), name, stated, reader.name)
                 unsure = np.union1d(unsure, building.apply(reader, is_only=len(segments) == 1))
             except (CorruptStore, VersionExpired) as error:
                 if reader.name in {one.name for one in self._readers}:
