@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store.encodings import kernels, widths
-from cnr_store.errors import BadDtype, BadInput, BadRowIds, BadShape, NonFiniteValues
+from cnr_store.errors import BadInput, BadRowIds, NonFiniteValues
 from cnr_store.format.records import TableSchema
 from cnr_store.runtime.threads import blocks
 from cnr_store.segment.codes import ABSENT, CODED, Array, ArraySpec, EscapeRows, array_specs, decode_block, schema_key
@@ -33,8 +33,6 @@ Served = Literal["float32", "float16", "bfloat16", "int8"]
 
 Holds = Literal["values", "codes"]
 _SERVED, _HOLDS = get_args(Served), ("auto", *get_args(Holds))
-
-_LARGEST_ID = np.iinfo(np.int64).max
 
 READ_BLOCK_ROWS = 1024
 """Rows decoded at a time in a lookup, so that codes and floats on the way stay in the cache."""
@@ -556,53 +554,6 @@ def index_capacity(num_keys: int) -> int:
     return num_keys + num_keys // 8 + 64
 
 
-def checked_ids(ids: npt.ArrayLike, table: str) -> RowIds:
-    """Return row ids as int64 (n,), C-contiguous; the array itself where it is that already.
-
-    Raises
-    ------
-    BadRowIds
-        They are no integers, beyond int64, or not one-dimensional.
-    """
-    array = np.asarray(ids)
-    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
-        raise BadRowIds(
-            f"row ids of table {table!r} are a one-dimensional array of integers, "
-            f"found {array.dtype} with shape {array.shape}",
-            table=table, expected="int64 (n,)", found=f"{array.dtype} {array.shape}",
-        )  # fmt: skip
-    if array.dtype == np.uint64 and array.size and array.max() > _LARGEST_ID:
-        raise BadRowIds(
-            f"row ids of table {table!r} are int64, found {int(array.max())}: hash keys to 63 bits, or view as int64",
-            table=table, expected="int64", found=int(array.max()),
-        )  # fmt: skip
-    return np.ascontiguousarray(array, np.int64)
-
-
-def checked_out(out: Array | None, count: int, kind: RowKind, table: str) -> Array:
-    """Return ``out`` if a lookup of ``count`` rows can be written to it, or a new array.
-
-    Raises
-    ------
-    BadShape, BadDtype
-    """
-    shape = (count, kind.served_width)
-    if out is None:
-        return np.empty(shape, kind.served_dtype)
-    if out.shape != shape or not out.flags.c_contiguous or not out.flags.writeable:
-        raise BadShape(
-            f"rows of table {table!r} need a writable C-contiguous array of shape {shape}, found {out.shape}",
-            table=table, expected=shape, found=out.shape,
-        )  # fmt: skip
-    if out.dtype != kind.served_dtype:
-        raise BadDtype(
-            f"rows of table {table!r} are served as {kind.served} in {kind.served_dtype}, found {out.dtype}",
-            table=table, expected=str(kind.served_dtype), found=str(out.dtype),
-        )  # fmt: skip
-    return out
-
-
 __all__ = [
-    "ABSENT", "CODED", "HeldTable", "Holds", "Overlay", "RowKind", "Served", "ServedTable", "checked_ids",
-    "checked_out", "row_kind",
+    "ABSENT", "CODED", "HeldTable", "Holds", "Overlay", "RowKind", "Served", "ServedTable", "row_kind",
 ]  # fmt: skip

@@ -20,9 +20,10 @@ import numpy.typing as npt
 from cnr_store.errors import BadInput, CnrStoreError, TableNotFound, VersionNotFound
 from cnr_store.segment.codes import Array, EscapeRows
 from cnr_store.serving.rows.board import LONGEST_HOLD_S, Board
+from cnr_store.serving.rows.lookup_arguments import checked_ids, checked_out
 from cnr_store.serving.rows.memory import ANONYMOUS, Memory
 from cnr_store.serving.rows.merging import merge_into, merge_target
-from cnr_store.serving.rows.served_table import HeldTable, Overlay, ServedTable, checked_ids, checked_out
+from cnr_store.serving.rows.served_table import HeldTable, Overlay, ServedTable
 
 MERGE_AFTER_S = 0.05
 """An overlay is merged when its view was published so long ago and nothing newer came."""
