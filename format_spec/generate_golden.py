@@ -464,6 +464,36 @@ def row_order_case(folder):
     golden.close()
 
 
+def shards_case(folder):
+    """Arrays in shards of four chunks, the last one shorter; small tables that share such arrays; a dense pack."""
+    golden, random, scale = Golden(folder), np.random.default_rng(29), 0.25
+    values = random.normal(0, 3, (150, 8)).astype(np.float32)
+    slots = random.uniform(0.5, 1, 150).astype(np.float32)
+    small = {f"small{k}": random.normal(0, 3, (12, 8)).astype(np.float32) for k in range(8)}
+    dense = {"layer.weight": random.normal(size=(20, 21)).astype(np.float32)}
+
+    def expected():
+        tables = {"t": {"values": lattice(values, scale), "momentum1": rounded(slots, 4)}}
+        return tables | {name: {"values": lattice(one, scale)} for name, one in small.items()}
+
+    with mock.patch.object(arrays, "SHARD_CHUNKS", 2), mock.patch.object(arrays, "SHARD_BYTES", 4 * CHUNK_BYTES):
+        with golden.writer.begin(step=0) as txn:
+            txn.write_table("t", values, slots={"momentum1": slots}, options=TableOptions(scale=scale))
+            for name, one in small.items():
+                txn.write_table(name, one, options=TableOptions(scale=scale))
+            txn.put_dense(dense)
+            version = txn.commit()
+        golden.expect(version, expected(), dense=dense)
+        rows = np.flatnonzero(random.random(150) < 0.7)
+        values[rows] += random.normal(0, 1, (len(rows), 8)).astype(np.float32)
+        slots[rows] += np.float32(0.25)
+        with golden.writer.begin(step=1) as txn:
+            txn.write_rows("t", rows, values[rows], slots={"momentum1": slots[rows]})
+            version = txn.commit()
+        golden.expect(version, expected(), dense=dense)
+    golden.close()
+
+
 CASES = {
     "lattice": lattice_case,
     "affine": affine_case,
@@ -474,6 +504,7 @@ CASES = {
     "branches": branches_case,
     "digits": digits_case,
     "row_order": row_order_case,
+    "shards": shards_case,
 }
 
 

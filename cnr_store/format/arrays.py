@@ -10,9 +10,11 @@ with other libraries.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, cast
 
 import google_crc32c
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -20,8 +22,8 @@ from cnr_store.errors import CorruptObject
 from cnr_store.format import digit_chunks
 from cnr_store.format.documents import canonical_json
 from cnr_store.format.fields import ArrayDtype
-from cnr_store.format.limits import CHUNK_BYTES, MAX_CHUNK_ROWS
-from cnr_store.format.records import ArrayEntry, CodecName
+from cnr_store.format.limits import CHUNK_BYTES, MAX_CHUNK_ROWS, MAX_SHARD_CHUNKS, SHARD_BYTES, SHARD_CHUNKS
+from cnr_store.format.records import ArrayEntry, ChunkPlace, CodecName, Shards
 from cnr_store.types import JsonValue
 
 _CRC_BYTES = 4
@@ -85,19 +87,91 @@ def real_rows(entry: ArrayEntry, index: int) -> int:
     return min(entry.chunk_rows, entry.shape[0] - entry.stored_chunk(index) * entry.chunk_rows)
 
 
-def chunk_path(entry: ArrayEntry, index: int) -> str:
-    """Return the path of the entry's chunk ``index`` relative to the segment (Zarr's default chunk key encoding)."""
+def most_shard_chunks(entry: ArrayEntry) -> int:
+    """Return how many chunks fill a shard of the array, however many rows it has; 1 where it has no shards."""
+    return max(1, min(MAX_SHARD_CHUNKS, SHARD_BYTES // max(1, decoded_bytes(entry))))
+
+
+def in_shards(entry: ArrayEntry) -> ArrayEntry:
+    """Return a whole array whose chunks are not written yet, in shards if it is to have them: by its shape alone."""
+    count, full = chunk_count(entry), most_shard_chunks(entry)
+    if full == 1 or count < max(2, min(SHARD_CHUNKS, full)):
+        return msgspec.structs.replace(entry, shards=msgspec.UNSET)
+    return with_shards_of(entry, min(full, count))
+
+
+def with_shards_of(entry: ArrayEntry, chunks: int) -> ArrayEntry:
+    """Return an array whose chunks are not written yet, so many in each shard; as it is where that is one."""
+    if chunks == 1:
+        return entry
+    return msgspec.structs.replace(entry, shards=Shards(chunks=chunks, sizes=(), digests=""))
+
+
+def shard_chunks(entry: ArrayEntry) -> int:
+    """Return how many chunks an object of the array has; the last one may have fewer."""
+    return 1 if entry.shards is msgspec.UNSET else entry.shards.chunks
+
+
+def object_count(entry: ArrayEntry) -> int:
+    """Return how many objects a whole array has beside its document: its shards, or its chunks."""
+    return -(-chunk_count(entry) // shard_chunks(entry))
+
+
+def object_path(entry: ArrayEntry, number: int) -> str:
+    """Return the path of an object with chunks, relative to the segment (Zarr's default chunk key encoding)."""
     is_vector = len(entry.shape) == 1 and entry.codec == "bytes"
-    return f"{entry.path}/c/{entry.stored_chunk(index)}" + ("" if is_vector else "/0")
+    return f"{entry.path}/c/{number}" + ("" if is_vector else "/0")
+
+
+def chunks_in(entry: ArrayEntry, number: int) -> range:
+    """Return which chunks of a whole array its object ``number`` has."""
+    room = shard_chunks(entry)
+    return range(number * room, min((number + 1) * room, chunk_count(entry)))
+
+
+def object_paths(entry: ArrayEntry) -> list[str]:
+    """Return the paths of the objects of a whole array: its document, then those with chunks."""
+    return [f"{entry.path}/zarr.json", *(object_path(entry, number) for number in range(object_count(entry)))]
+
+
+def chunk_path(entry: ArrayEntry, index: int) -> str:
+    """Return the path of the object that has the entry's chunk ``index``."""
+    return object_path(entry, entry.stored_chunk(index) // shard_chunks(entry))
+
+
+def place_in_shard(entry: ArrayEntry, shards: Shards, index: int) -> ChunkPlace:
+    """Return where the entry's chunk ``index`` is: chunks stand in a shard in their order, without gaps."""
+    stored = entry.stored_chunk(index)
+    start = sum(shards.sizes[stored - stored % shards.chunks : stored])
+    return ChunkPlace(
+        chunk_path(entry, index), start, shards.sizes[stored], shards.digests[32 * stored : 32 * stored + 32]
+    )
+
+
+def shard_index(sizes: Sequence[int], chunks: int) -> bytes:
+    """Return what stands behind the chunks of a shard: offset and size of each, 2^64 - 1 for those it has not, crc32c.
+
+    ``sizes``: of the chunks it has; ``chunks``: how many it has room for.
+    """
+    index = np.full((chunks, 2), 2**64 - 1, "<u8")
+    index[: len(sizes), 1] = sizes
+    index[: len(sizes), 0] = np.cumsum([0, *sizes[:-1]])
+    data: bytes = index.tobytes()
+    return b"".join((data, google_crc32c.value(data).to_bytes(_CRC_BYTES, "little")))
+
+
+def index_bytes(chunks: int) -> int:
+    """Return the bytes of a `shard_index`."""
+    return 16 * chunks + _CRC_BYTES
 
 
 def array_document(entry: ArrayEntry) -> bytes:
     """Return the array's ``zarr.json``: of ``digits`` and ``gaps`` an array (chunks, bytes) of what each chunk is."""
     crc: dict[str, JsonValue] = {"name": "crc32c"}
     attributes: dict[str, JsonValue] = {}
+    order: dict[str, JsonValue] = {"endian": "little"}
     if entry.codec == "bytes":
         dtype, shape, chunk, names = entry.dtype, entry.shape, chunk_shape(entry), ("row", "column")
-        order: dict[str, JsonValue] = {"endian": "little"}
         codecs: list[JsonValue] = [
             {"name": "bytes", "configuration": order} if np.dtype(dtype).itemsize > 1 else {"name": "bytes"}, crc
         ]  # fmt: skip
@@ -111,6 +185,13 @@ def array_document(entry: ArrayEntry) -> bytes:
                 "codec": entry.codec, "dtype": entry.dtype, "shape": list(entry.shape), "chunk_rows": entry.chunk_rows
             }
         }  # fmt: skip
+    if entry.shards is not msgspec.UNSET:
+        inside: dict[str, JsonValue] = {
+            "chunk_shape": list(chunk), "codecs": codecs, "index_location": "end",
+            "index_codecs": [{"name": "bytes", "configuration": order}, crc],
+        }  # fmt: skip
+        codecs = [{"name": "sharding_indexed", "configuration": inside}]
+        chunk = (chunk[0] * entry.shards.chunks, *chunk[1:])
     return canonical_json({
         "zarr_format": 3,
         "node_type": "array",

@@ -18,6 +18,7 @@ from cnr_store.format.limits import (
     MAX_FLOAT32,
     MAX_INTEGER,
     MAX_OBJECT_BYTES,
+    MAX_SHARD_CHUNKS,
     MAX_SHIFT,
 )
 
@@ -37,6 +38,7 @@ Dim = Annotated[int, Meta(ge=1, le=MAX_DIM)]
 Shift = Annotated[int, Meta(ge=0, le=MAX_SHIFT)]
 ChunkRows = Annotated[int, Meta(ge=1, le=MAX_CHUNK_ROWS)]
 ObjectSize = Annotated[int, Meta(ge=0, le=MAX_OBJECT_BYTES)]
+ShardChunks = Annotated[int, Meta(ge=2, le=MAX_SHARD_CHUNKS)]
 RowNumber = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 """A row id or key: any int64."""
 
@@ -46,6 +48,9 @@ Float32 = Annotated[float, Meta(ge=-MAX_FLOAT32, le=MAX_FLOAT32)]
 Sha256 = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{64}}{_END}")]
 Hex32 = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{32}}{_END}")]
 """A uuid, a transaction, or an xxh3-128."""
+
+Hex32s = Annotated[str, Meta(pattern=rf"^([0-9a-f]{{32}})*{_END}")]
+"""Several xxh3-128, one behind the other."""
 
 Hex16 = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{16}}{_END}")]
 """A state digest."""

@@ -69,5 +69,14 @@ CHUNK_BYTES = 8 * 1024 * 1024
 MAX_CHUNK_BYTES = 16 * CHUNK_BYTES
 """Most bytes of any other decoded chunk: slots beside codes of 2 bits have 16 times their bytes."""
 
+SHARD_BYTES = 8 * CHUNK_BYTES
+"""Most bytes of the decoded chunks of a shard that a writer makes."""
+
+SHARD_CHUNKS = 8
+"""An array of so many chunks is stored in shards: below, each chunk is an object that need not wait for others."""
+
+MAX_SHARD_CHUNKS = 1024
+"""Most chunks of a shard: its index has 16 bytes for each."""
+
 MAX_DIMENSIONS = 64
 """Most dimensions of a dense tensor."""

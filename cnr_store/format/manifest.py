@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cnr_store.errors import BadName, CorruptObject, CorruptStore, NewerFormat
-from cnr_store.format.arrays import chunk_count, chunk_path
+from cnr_store.format.arrays import chunk_count, object_count, object_paths
 from cnr_store.format.documents import decode_document, sha256
 from cnr_store.format.layout import MAX_NODE_BYTES, check_relative_path, percent_encoded, segment_name
 from cnr_store.format.manifest_checks import entry_problems, manifest_problems
@@ -121,16 +121,20 @@ def _arrays_of(group: ArrayGroup, objects: list[ObjectEntry]) -> dict[str, Array
             path=array_path(group.path, name), dtype=one.dtype, codec=one.codec, chunk_rows=group.chunk_rows,
             shape=(group.rows,) if one.width is None else (group.rows, one.width),
             order=one.order if one.order is msgspec.UNSET else array_path(group.path, one.order),
-            start=0, count=group.rows,
+            shards=one.shards, start=0, count=group.rows,
         )
         for name, one in group.arrays.items()
     }  # fmt: skip
     for name, entry in entries.items():
-        stated, chunks = group.arrays[name].objects, chunk_count(entry)
-        if len(stated) != 1 + chunks:
-            raise ValueError(f"array {entry.path} has {len(stated)} objects, expected a document and {chunks} chunks")
-        paths = [f"{entry.path}/zarr.json", *(chunk_path(entry, k) for k in range(chunks))]
-        found = zip(paths, stated, strict=True)
+        stated, shards, chunks = group.arrays[name].objects, entry.shards, chunk_count(entry)
+        if shards is not msgspec.UNSET and not len(shards.sizes) == len(shards.digests) // 32 == chunks:
+            raise ValueError(f"array {entry.path} has {len(shards.sizes)} chunks in shards, expected {chunks}")
+        what = "chunks" if shards is msgspec.UNSET else "shards"
+        if len(stated) != 1 + object_count(entry):
+            raise ValueError(
+                f"array {entry.path} has {len(stated)} objects, expected a document and {object_count(entry)} {what}"
+            )
+        found = zip(object_paths(entry), stated, strict=True)
         objects += [ObjectEntry(path=path, size=one.size, xxh3_128=one.xxh3_128) for path, one in found]
     return entries
 

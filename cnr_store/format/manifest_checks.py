@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 import xxhash
 
-from cnr_store.format.arrays import chunk_bytes, chunk_count, decoded_bytes
+from cnr_store.format.arrays import chunk_bytes, chunk_count, decoded_bytes, index_bytes, object_paths
 from cnr_store.format.layout import check_name, segment_name
 from cnr_store.format.limits import CHUNK_BYTES, MAX_CHUNK_BYTES, MAX_ELEMENTS, MAX_SCALE, MIN_SCALE
 from cnr_store.format.records import (
@@ -249,16 +249,20 @@ def _order_problems(manifest: Manifest) -> Iterator[str]:
 
 
 def _chunk_problems(manifest: Manifest) -> Iterator[str]:
-    """Stored chunks that cannot be what they are said to be."""
-    arrays = {array.path: array for array in (*manifest.arrays, *manifest.dense_arrays)}
-    for item in manifest.objects:
-        path, mark, chunk = item.path.partition("/c/")
-        array = arrays.get(path) if mark else None
-        if array is not None:
-            size = chunk_bytes(array)
-            least, most = (size + 4, size + 4) if array.codec == "bytes" else (4, size + size // 4 + 4096)
-            if not least <= item.size <= most:
-                yield f"chunk {chunk} of array {path} has {item.size} bytes, expected {least} to {most}"
+    """Stored chunks that cannot be what they are said to be, and shards that have other bytes than those inside."""
+    sizes = {item.path: item.size for item in manifest.objects}
+    for array in (*manifest.arrays, *manifest.dense_arrays):
+        size, objects = chunk_bytes(array), [sizes[path] for path in object_paths(array)[1:]]
+        least, most = (size + 4, size + 4) if array.codec == "bytes" else (4, size + size // 4 + 4096)
+        chunks: Sequence[int] = objects
+        if array.shards is not msgspec.UNSET:
+            room, chunks = array.shards.chunks, array.shards.sizes
+            whole = [sum(chunks[k : k + room]) + index_bytes(room) for k in range(0, len(chunks), room)]
+            if objects != whole:
+                yield f"shards of array {array.path} have {objects} bytes, what is inside takes {whole}"
+        for k, found in enumerate(chunks):
+            if not least <= found <= most:
+                yield f"chunk {k} of array {array.path} has {found} bytes, expected {least} to {most}"
 
 
 def _tensor_problems(name: str, tensor: DenseEntry, packs: Mapping[str, ArrayEntry]) -> Iterator[str]:

@@ -7,7 +7,7 @@ What they mean is in sections 3, 4 and 7 of the specification. `documents` turns
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -25,6 +25,7 @@ from cnr_store.format.fields import (
     Hex8,
     Hex16,
     Hex32,
+    Hex32s,
     KeyPath,
     Name,
     NumRows,
@@ -34,6 +35,7 @@ from cnr_store.format.fields import (
     SegmentName,
     Sha256,
     Shape,
+    ShardChunks,
     Shift,
     TensorDtype,
     Text,
@@ -208,6 +210,27 @@ class TableSchema(msgspec.Struct, frozen=True, kw_only=True):
     slots: Annotated[dict[Name, SlotSchema], Meta(max_length=MAX_SLOTS)] = {}
 
 
+class Shards(msgspec.Struct, frozen=True, kw_only=True):
+    """What is inside the shards of an array, chunk by chunk in the array's order, which is that of the bytes, too.
+
+    ``chunks``: how many a shard has, the last one maybe fewer. ``sizes``: stored bytes of each chunk. ``digests``: the
+    xxh3-128 of each, one behind the other.
+    """
+
+    chunks: ShardChunks
+    sizes: tuple[ObjectSize, ...]
+    digests: Hex32s
+
+
+class ChunkPlace(NamedTuple):
+    """Where the stored bytes of a chunk are, and what they are: an object of a segment, or bytes inside one."""
+
+    path: str
+    start: int
+    size: int
+    xxh3_128: str
+
+
 class ArrayEntry(msgspec.Struct, frozen=True, kw_only=True):
     """Rows [start, start + count) of a stored Zarr array: all of it, or what it holds of one row list; in memory alone.
 
@@ -215,6 +238,7 @@ class ArrayEntry(msgspec.Struct, frozen=True, kw_only=True):
     ``dtype`` and ``shape`` are those of its values, whatever the ``codec`` stores.
     ``order`` is the path of the array of the same group whose values, ascending, the rows of each chunk follow; left
     out where they follow the row ids. The chunks of an entry are those that hold rows of it, counted from 0.
+    ``shards`` is left out where each chunk is an object of its own.
     """
 
     path: KeyPath
@@ -223,6 +247,7 @@ class ArrayEntry(msgspec.Struct, frozen=True, kw_only=True):
     chunk_rows: ChunkRows
     codec: CodecName
     order: KeyPath | msgspec.UnsetType = msgspec.UNSET
+    shards: Shards | msgspec.UnsetType = msgspec.UNSET
     start: int
     count: int
 
@@ -270,14 +295,15 @@ class StoredArray(msgspec.Struct, frozen=True, kw_only=True):
     """One array of a group, at ``<path of the group>.<name>``.
 
     ``width`` is None for a one-dimensional array. ``order`` names the array of the group whose values, ascending, the
-    rows of each chunk follow; left out where they follow the row ids. ``objects``: its ``zarr.json``, then its chunks
-    in order.
+    rows of each chunk follow; left out where they follow the row ids. ``objects``: its ``zarr.json``, then its chunks,
+    or its shards, in order. ``shards`` is left out where it has none.
     """
 
     dtype: ArrayDtype
     width: Dim | None
     codec: CodecName
     order: ArrayName | msgspec.UnsetType = msgspec.UNSET
+    shards: Shards | msgspec.UnsetType = msgspec.UNSET
     objects: tuple[ObjectDigest, ...]
 
 

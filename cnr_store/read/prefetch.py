@@ -1,4 +1,4 @@
-"""Objects of a remote store on their way before a replay asks for them: the network and the decoders work at once.
+"""Chunks of a remote store on their way before a replay asks for them: the network and the decoders work at once.
 
 A thread that fetches a chunk, decodes it and then fetches the next leaves the network idle while it decodes, and the
 decoder while it waits. Here threads of their own fetch, in the order in which the plan will ask, a bounded number of
@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from cnr_store.format import arrays
+from cnr_store.format.records import ChunkPlace
 from cnr_store.read.plan import TablePlan
 from cnr_store.read.replay import ChunkReader
 from cnr_store.runtime.threads import Workers
@@ -24,27 +24,43 @@ from cnr_store.segment.reader import SegmentReader
 FETCH_THREADS = 8
 LAST_FETCHES = 2
 AHEAD_BYTES = 64 * 1024 * 1024
-"""Bound on objects in memory that were fetched, or are being fetched, and were not asked for yet."""
+"""Bound on chunks in memory that were fetched, or are being fetched, and were not asked for yet."""
+
+FETCH_BYTES = 8 * 1024 * 1024
+"""Most bytes of neighbouring chunks of a shard that one request fetches."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Wanted:
-    """An object that a plan needs: which segment of the chain, path in it, bytes, and how often it is asked for."""
+    """Chunks that a plan needs, one behind the other in an object: of which segment, where, how often each."""
 
     segment: int
-    path: str
+    places: list[ChunkPlace]
+    times: list[int]
     size_bytes: int
-    times: int = 1
+
+    def join(self, place: ChunkPlace, times: int) -> bool:
+        """Take one chunk more; not where that is no neighbour, or these are enough for a request."""
+        last = self.places[-1]
+        is_next = (last.path, last.start + last.size) == (place.path, place.start)
+        if is_next and self.size_bytes + place.size <= FETCH_BYTES:
+            self.places.append(place)
+            self.times.append(times)
+            self.size_bytes += place.size
+            return True
+        return False
 
 
 def wanted_objects(readers: Sequence[SegmentReader], plan: TablePlan, names: Iterable[str]) -> list[Wanted]:
-    """Return the chunks that a replay of ``plan`` into arrays ``names`` reads, in its order. No I/O.
+    """Return the requests by which a replay of ``plan`` into arrays ``names`` gets its chunks, in its order. No I/O.
 
     Without those that it may leave out: row ids of chunks whose rows have no gap, and chunks that are decoded already.
     The slot in whose order codes are stored is read for them, and again for itself.
     """
     arrays_of_codes = ("codes", "values", "scale", "zero_point")
-    found: dict[tuple[int, str], Wanted] = {}
+    seen: set[tuple[int, str, int]] = set()
+    found: list[Wanted] = []
+    last: dict[tuple[int, str], Wanted] = {}
     chosen = {"rows", *names, *(arrays_of_codes if "codes" in names else ())}
     for step in (step for batch in plan.batches for step in batch.steps):
         reader, entries = readers[step.segment], step.row_list.arrays
@@ -58,11 +74,16 @@ def wanted_objects(readers: Sequence[SegmentReader], plan: TablePlan, names: Ite
         # Asked for before the codes that lie in its order.
         for name, entry in sorted(entries.items(), key=lambda item: item[1].path not in orders):
             times = (name in asked) + (entry.path in orders)
-            if times:
-                path = arrays.chunk_path(entry, step.chunk)
-                # A chunk in which the table has two lists is decoded once.
-                found.setdefault((step.segment, path), Wanted(step.segment, path, reader.size_of(path), times))
-    return list(found.values())
+            place = reader.place_of(entry, step.chunk)
+            key = step.segment, place.path
+            # A chunk in which the table has two lists is decoded once.
+            if not times or (*key, place.start) in seen:
+                continue
+            seen.add((*key, place.start))
+            if key not in last or not last[key].join(place, times):
+                last[key] = Wanted(step.segment, [place], [times], place.size)
+                found.append(last[key])
+    return found
 
 
 @contextlib.contextmanager
@@ -88,8 +109,11 @@ def reading_ahead(
         ahead.close()
 
 
+_Key = tuple[int, str, int]
+
+
 class ReadAhead:
-    """Fetches objects in the given order, at most ``limit_bytes`` of them, and one at least, before they are taken.
+    """Fetches chunks in the given order before they are taken: at most ``limit_bytes``, and one request at least.
 
     Those that are fetched at once share the network and arrive together. So fewer are when few are left: else the last
     ones would all be decoded when nothing is left to fetch.
@@ -102,36 +126,36 @@ class ReadAhead:
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
         self._waiting = deque(wanted)
-        self._passed: set[tuple[int, str]] = set()
-        self._begun: dict[tuple[int, str], tuple[Wanted, Future[bytes]]] = {}
-        self._taken: dict[tuple[int, str], int] = {}
+        self._passed: set[_Key] = set()
+        self._begun: dict[_Key, tuple[int, Future[bytes]]] = {}
+        self._left: dict[_Key, int] = {}
         self._begun_bytes = 0
         self._in_flight = 0
         self._pool = ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="cnr-fetch")
         with self._lock:
             self._begin()
 
-    def take(self, segment: int, path: str) -> bytes | None:
-        """Return an object as often as it is wanted; None if it was not begun, and then it never is.
+    def take(self, segment: int, place: ChunkPlace) -> bytes | None:
+        """Return a chunk as often as it is wanted; None if it was not begun, and then it never is.
 
         Blocks while it is fetched.
 
         Raises
         ------
         MissingObject, CorruptObject, StorageFailure
-            As `SegmentReader.read_object`.
+            As `SegmentReader.read_places`.
         """
-        key = segment, path
+        key = segment, place.path, place.start
         with self._lock:
             begun = self._begun.get(key)
             if begun is None:
                 self._passed.add(key)
                 return None
-            self._taken[key] = self._taken.get(key, 0) + 1
-            if self._taken[key] >= begun[0].times:
+            self._left[key] -= 1
+            if not self._left[key]:
                 # Its bytes are the taker's from here on, so the next may be begun, also while this one is still coming.
-                del self._begun[key], self._taken[key]
-                self._begun_bytes -= begun[0].size_bytes
+                del self._begun[key], self._left[key]
+                self._begun_bytes -= begun[0]
                 self._begin()
         return begun[1].result()
 
@@ -154,15 +178,27 @@ class ReadAhead:
             if is_full or self._in_flight >= max(LAST_FETCHES, min(FETCH_THREADS, len(self._waiting))):
                 return
             self._waiting.popleft()
-            key = one.segment, one.path
-            if key not in self._passed:
-                self._in_flight += 1
-                self._begun_bytes += one.size_bytes
-                self._begun[key] = one, self._pool.submit(self._fetch, one)
+            keys = [(one.segment, place.path, place.start) for place in one.places]
+            left = [k for k, key in enumerate(keys) if key not in self._passed]
+            if not left:
+                continue
+            begun: dict[int, Future[bytes]] = {k: Future() for k in left}
+            for k, future in begun.items():
+                self._left[keys[k]] = one.times[k]
+                self._begun[keys[k]] = one.places[k].size, future
+                self._begun_bytes += one.places[k].size
+            self._in_flight += 1
+            self._pool.submit(self._fetch, one, range(left[0], left[-1] + 1), begun)
 
-    def _fetch(self, one: Wanted) -> bytes:
+    def _fetch(self, one: Wanted, span: range, begun: Mapping[int, Future[bytes]]) -> None:
+        """``span``: which of the chunks lie between the first and the last that somebody waits for."""
         try:
-            return self._readers[one.segment].read_object(one.path)
+            pieces = self._readers[one.segment].read_places(one.places[span.start : span.stop])
+            for k, future in begun.items():
+                future.set_result(pieces[k - span.start])
+        except BaseException as error:  # noqa: BLE001 - it goes to whoever takes the chunk
+            for future in begun.values():
+                future.set_exception(error)
         finally:
             with self._lock:
                 self._in_flight -= 1

@@ -6,10 +6,11 @@ so a missing, short, swapped or stale object is an error, never a fill value.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -26,11 +27,21 @@ from cnr_store.format.fold import fold
 from cnr_store.format.limits import MAX_MANIFEST_BYTES, MAX_TREE_NESTING
 from cnr_store.format.manifest import decode_segment
 from cnr_store.format.packed import unpack
-from cnr_store.format.records import ArrayEntry, ChainEntry, CommitRecord, DenseEntry, Manifest, Receipt, RowListEntry
+from cnr_store.format.records import (
+    ArrayEntry,
+    ChainEntry,
+    ChunkPlace,
+    CommitRecord,
+    DenseEntry,
+    Manifest,
+    ObjectEntry,
+    Receipt,
+    RowListEntry,
+)
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.chunk_cache import ChunkCache
 from cnr_store.segment.decoded import ChunkKeeper, Decode, Scratch
-from cnr_store.storage import Storage, object_digest, read_verified
+from cnr_store.storage import Storage, object_digest, read_inside, read_verified
 from cnr_store.types import JsonValue, RowIds
 
 
@@ -79,8 +90,8 @@ def read_manifest(
     return data, decode_segment(data, entry, key)
 
 
-TakeObject = Callable[[str], bytes | None]
-"""Path to the verified bytes of an object that was fetched before; None where it was not."""
+TakeChunk = Callable[[ChunkPlace], bytes | None]
+"""Where a chunk is to its verified bytes, if they were fetched before; else None."""
 
 SHARED_BYTES = 256 * 1024 * 1024
 """Bound on decoded chunks that wait for the other tables which have rows in them, over the segments of a chain."""
@@ -113,7 +124,7 @@ class SegmentReader:
         self._storage = storage
         self._if_missing = if_missing
         self._objects = {entry.path: entry for entry in manifest.objects}
-        self._take: TakeObject | None = None
+        self._take: TakeChunk | None = None
         self._keeper: ChunkKeeper | None = None
         self.shared = ChunkCache(SHARED_BYTES) if shared is None else shared
         self._given: Counter[tuple[str, int]] = Counter()
@@ -141,19 +152,14 @@ class SegmentReader:
         """Whether every read waits for a network: not where a keeper may have the chunk."""
         return self._storage.is_remote and self._keeper is None
 
-    def size_of(self, path: str) -> int:
-        """Return the bytes of an object by the inventory; 0 if it has none of that path, which a read refuses."""
-        entry = self._objects.get(path)
-        return 0 if entry is None else entry.size
-
     def told_by(self, if_missing: IfMissing | None) -> SegmentReader:
         """Return the same segment, whose missing objects ``if_missing`` is told of."""
         other = copy.copy(self)
         other._if_missing = if_missing
         return other
 
-    def fetched_by(self, take: TakeObject) -> SegmentReader:
-        """Return the same segment, of which ``take`` is asked for the verified bytes of an object first."""
+    def fetched_by(self, take: TakeChunk) -> SegmentReader:
+        """Return the same segment, of which ``take`` is asked for the verified bytes of a chunk first."""
         other = copy.copy(self)
         other._take = take
         return other
@@ -171,20 +177,51 @@ class SegmentReader:
         ------
         MissingObject, CorruptObject
         """
-        if self._take is not None:
-            taken = self._take(path)
-            if taken is not None:
-                return taken
+        entry = self._entry_of(path)
+        key = layout.segment_key(self.name, path)
+        with self._telling():
+            return read_verified(self._storage, key, size_bytes=entry.size, digest=entry.xxh3_128)
+
+    def _entry_of(self, path: str) -> ObjectEntry:
         entry = self._objects.get(path)
         if entry is None:
             raise CorruptStore(f"segment {self.name} has no object {path} in its inventory", path=path)
-        key = layout.segment_key(self.name, path)
+        return entry
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
         try:
-            return read_verified(self._storage, key, size_bytes=entry.size, digest=entry.xxh3_128)
+            yield
         except MissingObject as missing:
             if self._if_missing is not None:
                 self._if_missing(missing)
             raise
+
+    def place_of(self, entry: ArrayEntry, index: int) -> ChunkPlace:
+        """Return where the entry's chunk ``index`` is stored, by the inventory; no I/O."""
+        if entry.shards is not msgspec.UNSET:
+            return arrays.place_in_shard(entry, entry.shards, index)
+        path = arrays.chunk_path(entry, index)
+        return ChunkPlace(path, 0, self._entry_of(path).size, self._entry_of(path).xxh3_128)
+
+    def read_places(self, places: Sequence[ChunkPlace]) -> list[bytes]:
+        """Return stored chunks that stand one behind the other in one object, each checked: one request.
+
+        Raises
+        ------
+        MissingObject, CorruptObject
+        """
+        first = places[0]
+        if first.start == 0 and first.size == self._entry_of(first.path).size:
+            return [self.read_object(first.path)]
+        key = layout.segment_key(self.name, first.path)
+        with self._telling():
+            return read_inside(self._storage, key, first.start, [(one.size, one.xxh3_128) for one in places])
+
+    def _read_stored(self, entry: ArrayEntry, index: int) -> bytes:
+        place = self.place_of(entry, index)
+        taken = None if self._take is None else self._take(place)
+        return self.read_places([place])[0] if taken is None else taken
 
     @cached_property
     def _vectors(self) -> dict[str, ArrayEntry]:
@@ -197,7 +234,7 @@ class SegmentReader:
         Of a chunk that has rows of other lists too, it is their share of it.
         """
         low, high = entry.span(index)
-        return self.size_of(arrays.chunk_path(entry, index)) * (high - low) // arrays.real_rows(entry, index)
+        return self.place_of(entry, index).size * (high - low) // arrays.real_rows(entry, index)
 
     def is_kept(self, entry: ArrayEntry, index: int) -> bool:
         """Return whether a read of chunk ``index`` will most likely find it decoded; no I/O."""
@@ -247,10 +284,10 @@ class SegmentReader:
             out = scratch.take(stored.shape, stored.dtype)
             out_of_order(stored, keys, out)
             return out
-        path = arrays.chunk_path(entry, index)
+        where = layout.segment_key(self.name, arrays.chunk_path(entry, index))
         out = scratch.take(arrays.chunk_shape(entry), np.dtype(entry.dtype))
         memory = scratch.spare.take((arrays.chunk_bytes(entry),), np.dtype(np.uint8))
-        arrays.decode_chunk(entry, self.read_object(path), out, layout.segment_key(self.name, path), memory)
+        arrays.decode_chunk(entry, self._read_stored(entry, index), out, where, memory)
         return out[: arrays.real_rows(entry, index)]
 
     def read_rows(self, row_list: RowListEntry, index: int, scratch: Scratch) -> RowIds:

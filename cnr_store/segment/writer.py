@@ -39,6 +39,7 @@ from cnr_store.format.records import (
 )
 from cnr_store.runtime.threads import Throttle, Workers, blocks
 from cnr_store.segment.groups import GroupShape, RowList, SharedGroup, WrittenList, WrittenPart
+from cnr_store.segment.open_shards import OpenShards
 from cnr_store.storage import Storage, object_digest
 from cnr_store.types import JsonValue
 
@@ -70,6 +71,7 @@ class SegmentWriter:
         self._throttle = throttle
         self._lock = threading.Lock()
         self._objects: dict[str, ObjectEntry] = {}
+        self._shards: dict[str, OpenShards] = {}
         self._waiting: list[Put] = []
         self._numbers: Counter[str] = Counter()
         self._shared: dict[GroupShape, SharedGroup] = {}
@@ -82,7 +84,8 @@ class SegmentWriter:
     def write_row_list(self, operation: str, row_list: RowList) -> WrittenList:
         """Write one row list, which is not empty: into arrays of its own, or into those that small ones share.
 
-        Memory: the blocks of two chunks per thread; of small lists of each shape one chunk until `finish`.
+        Memory: the blocks of two chunks per thread; of small lists of each shape one chunk until `finish`; and what is
+        encoded for two shards of each array (`SHARD_BYTES` before compression), and one more per thread that puts one.
         """
         shape = GroupShape.of(operation, row_list)
         if row_list.is_large:
@@ -92,7 +95,7 @@ class SegmentWriter:
         group = self._shared[shape]
         written = group.append(row_list)
         if group.is_full:
-            self._workers.run(self._chunks_of(group, full_only=True))
+            self._workers.run(self._full_chunks_of(group))
         return written
 
     def _next_group(self, operation: str) -> str:
@@ -109,28 +112,51 @@ class SegmentWriter:
         written = WrittenList(self._next_group(shape.operation), row_list.count)
         self._attempts.add(written.group)
         chunk_rows = row_list.chunk_rows
-        entries = shape.arrays_at(written.group, row_list.count, chunk_rows)
+        planned = shape.arrays_at(written.group, row_list.count, chunk_rows)
+        entries = {name: arrays.in_shards(entry) for name, entry in planned.items()}
 
         def put_chunk(start: int, stop: int) -> tuple[int, int]:
             produced = shape.stored(row_list.produce(start, stop), entries)
             for name, entry in entries.items():
-                self._put(arrays.chunk_path(entry, start // chunk_rows), arrays.encode_chunk(entry, produced[name]))
+                self._put_chunk(entry, start // chunk_rows, arrays.encode_chunk(entry, produced[name]))
             return int(produced["rows"][0]), int(produced["rows"][-1])
 
-        spans = self._workers.run(partial(put_chunk, a, b) for a, b in blocks(row_list.count, chunk_rows))
+        try:
+            spans = self._workers.run(partial(put_chunk, a, b) for a, b in blocks(row_list.count, chunk_rows))
+        except BaseException:
+            for entry in entries.values():
+                self._shards.pop(entry.path, None)
+            raise
         written.first, written.last = [first for first, _ in spans], [last for _, last in spans]
         self._close_group(written.group, entries)
         return written
 
-    def _chunks_of(self, group: SharedGroup, *, full_only: bool) -> Iterator[Put]:
-        """The chunks of a group that can be put, each array of one by itself."""
+    def _full_chunks_of(self, group: SharedGroup) -> Iterator[Put]:
+        """The full chunks of a group that gets more rows, each array of one by itself."""
         if group.entries is None:
-            group.entries = group.shape.arrays_at(group.path, group.rows, group.chunk_rows)
-        while group.is_full or (group.waiting_rows and not full_only):
-            index, produced = group.take()
-            stored = group.shape.stored(produced, group.entries)
-            for name, entry in group.entries.items():
-                yield partial(self._encode, arrays.chunk_path(entry, index), entry, stored[name])
+            planned = group.shape.arrays_at(group.path, group.rows, group.chunk_rows)
+            group.entries = {
+                name: arrays.with_shards_of(one, arrays.most_shard_chunks(one)) for name, one in planned.items()
+            }
+        while group.is_full:
+            yield from self._next_chunk_of(group, group.entries, grows=True)
+
+    def _rest_of(self, group: SharedGroup) -> Iterator[Put]:
+        """All that is not put yet of a group that gets no more rows, and its documents."""
+        planned = group.entries or group.shape.arrays_at(group.path, group.rows, group.chunk_rows)
+        entries = {name: arrays.in_shards(grown(one, group.rows)) for name, one in planned.items()}
+        for entry in entries.values():
+            waiting = self._shards[entry.path].take_back() if entry.path in self._shards else {}
+            yield from (partial(self._put_chunk, entry, index, data) for index, data in waiting.items())
+        while group.waiting_rows:
+            yield from self._next_chunk_of(group, entries, grows=False)
+        self._close_group(group.path, entries)
+
+    def _next_chunk_of(self, group: SharedGroup, entries: Mapping[str, ArrayEntry], *, grows: bool) -> Iterator[Put]:
+        index, produced = group.take()
+        stored = group.shape.stored(produced, entries)
+        for name, entry in entries.items():
+            yield partial(self._encode, entry, index, stored[name], grows=grows)
 
     def _close_group(self, path: str, entries: Mapping[str, ArrayEntry]) -> None:
         """Of a group whose chunks are put, or wait: name it, and put its documents with what waits."""
@@ -141,8 +167,19 @@ class SegmentWriter:
     def _document_of(self, entry: ArrayEntry) -> Put:
         return partial(self._put, f"{entry.path}/zarr.json", arrays.array_document(entry))
 
-    def _encode(self, path: str, entry: ArrayEntry, block: npt.NDArray[Any]) -> None:
-        self._put(path, arrays.encode_chunk(entry, block))
+    def _encode(self, entry: ArrayEntry, index: int, block: npt.NDArray[Any], *, grows: bool = False) -> None:
+        self._put_chunk(entry, index, arrays.encode_chunk(entry, block), grows=grows)
+
+    def _put_chunk(self, entry: ArrayEntry, index: int, data: bytes, *, grows: bool = False) -> None:
+        """Put a chunk, or the shard that it makes whole; ``grows`` is for `OpenShards.add`."""
+        if entry.shards is msgspec.UNSET:
+            self._put(arrays.chunk_path(entry, index), data)
+            return
+        with self._lock:
+            shards = self._shards.setdefault(entry.path, OpenShards())
+        whole = shards.add(entry, index, data, grows=grows)
+        if whole is not None:
+            self._put(*whole)
 
     def write_dense(self, tensors: Mapping[str, npt.NDArray[Any]], dtypes: Mapping[str, str]) -> None:
         """Write dense tensors, packed end to end into one 1-d array per stored dtype.
@@ -173,9 +210,7 @@ class SegmentWriter:
         ``parts`` in the order in which their lists were written; rank 0 puts the segment's group document, too.
         """
         for group in (one for one in self._shared.values() if one.rows):  # a list that failed may have been its first
-            self._waiting += self._chunks_of(group, full_only=False)
-            assert group.entries is not None
-            self._close_group(group.path, {name: grown(one, group.rows) for name, one in group.entries.items()})
+            self._waiting += list(self._rest_of(group))
         if self._waiting:
             self._waiting.append(partial(self._put, f"{self.folder}/{layout.ROOT_GROUP}", arrays.group_document({})))
         if rank == 0:
@@ -186,7 +221,8 @@ class SegmentWriter:
         self._storage.sync_folders(layout.segment_key(self.name, path) for path in self._objects)
         groups = {path: self._stored(path, entries) for path, entries in self._groups.items()}
         packs = [self._stored(f"{self.folder}/dense", {name: one}) for name, one in self._dense_arrays.items()]
-        inside = {path for entries in (*self._groups.values(), self._dense_arrays) for path in _paths_of(entries)}
+        whole = (*self._groups.values(), self._dense_arrays)
+        inside = {path for entries in whole for one in entries.values() for path in arrays.object_paths(one)}
         return Receipt(
             txn=txn, rank=rank, world=world, attempt=attempt, base=base, l0=l0,
             parts=tuple(part.line() for part in parts), groups=tuple(groups[path] for path in sorted(groups)),
@@ -210,10 +246,11 @@ class SegmentWriter:
         names = {one.path: name for name, one in entries.items()}
         found = {}
         for name, entry in entries.items():
-            objects = [self._objects[path] for path in _paths_of({name: entry})]
+            objects = [self._objects[path] for path in arrays.object_paths(entry)]
             found[name] = StoredArray(
                 dtype=entry.dtype, width=None if len(entry.shape) == 1 else entry.shape[1], codec=entry.codec,
                 order=entry.order if entry.order is msgspec.UNSET else names[entry.order],
+                shards=entry.shards if entry.shards is msgspec.UNSET else self._shards[entry.path].inside(entry),
                 objects=tuple(ObjectDigest(size=one.size, xxh3_128=one.xxh3_128) for one in objects),
             )  # fmt: skip
         first = next(iter(entries.values()))
@@ -245,11 +282,11 @@ class SegmentWriter:
             path=path, dtype=cast(ArrayDtype, dtype_name), shape=(offset,), chunk_rows=rows, codec="bytes",
             start=0, count=offset,
         )  # fmt: skip
+        entry = arrays.in_shards(entry)
         self._dense_arrays[dtype_name] = entry
         self._waiting.append(self._document_of(entry))
         self._waiting += [
-            partial(self._encode, arrays.chunk_path(entry, k), entry, pack[k * rows : (k + 1) * rows])
-            for k in range(arrays.chunk_count(entry))
+            partial(self._encode, entry, k, pack[k * rows : (k + 1) * rows]) for k in range(arrays.chunk_count(entry))
         ]
 
     def _put(self, path: str, data: bytes) -> None:
@@ -346,10 +383,3 @@ def merge_receipts(
 def grown(entry: ArrayEntry, rows: int) -> ArrayEntry:
     """Return a whole array with that many rows. Pure."""
     return msgspec.structs.replace(entry, shape=(rows, *entry.shape[1:]), count=rows)
-
-
-def _paths_of(entries: Mapping[str, ArrayEntry]) -> Iterator[str]:
-    """The objects of whole arrays: of each its document, then its chunks."""
-    for entry in entries.values():
-        yield f"{entry.path}/zarr.json"
-        yield from (arrays.chunk_path(entry, k) for k in range(arrays.chunk_count(entry)))

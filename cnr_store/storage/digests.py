@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import xxhash
 
 from cnr_store.errors import CorruptObject, MissingObject
@@ -35,27 +37,70 @@ def read_verified(storage: Storage, key: str, *, size_bytes: int, digest: str) -
     """
     data = storage.read(key, start=0, stop=size_bytes + 1)
     if data is None:
-        raise MissingObject(
-            f"object {key!r} in {storage.url} is missing; the inventory says {size_bytes} bytes. Run `cnr verify`",
-            path=key,
-            expected=size_bytes,
-        )
+        raise _missing(storage, key, size_bytes)
     if len(data) != size_bytes:
-        found = f"{len(data)} bytes" if len(data) < size_bytes else f"more than {size_bytes} bytes"
-        raise CorruptObject(
-            f"object {key!r} in {storage.url} has {found}, the inventory says {size_bytes}; it was cut short "
-            "or replaced. Run `cnr verify`",
-            path=key,
-            expected=size_bytes,
-            found=len(data),
-        )
-    found_digest = object_digest(data)
-    if found_digest != digest:
-        raise CorruptObject(
-            f"object {key!r} in {storage.url} has digest {found_digest}, the inventory says {digest}; "
-            "its bytes were changed or swapped. Run `cnr verify`",
-            path=key,
-            expected=digest,
-            found=found_digest,
-        )
+        raise _cut(storage, key, size_bytes, len(data))
+    check_digest(data, digest, f"object {key!r} in {storage.url}", key)
     return data
+
+
+def read_inside(storage: Storage, key: str, start: int, pieces: Sequence[tuple[int, str]]) -> list[bytes]:
+    """Return neighbouring pieces of an object, each checked: the first begins at byte ``start``. One request.
+
+    Parameters
+    ----------
+    pieces
+        Size and digest of each; at least one.
+
+    Raises
+    ------
+    MissingObject, CorruptObject, AccessDenied, StorageFailure
+        As `read_verified`. What the object has elsewhere is not looked at.
+    """
+    size = sum(one for one, _ in pieces)
+    data = storage.read(key, start=start, stop=start + size)
+    if data is None:
+        raise _missing(storage, key, start + size)
+    if len(data) != size:
+        raise _cut(storage, key, start + size, start + len(data))
+    found, at = [], 0
+    for length, digest in pieces:
+        piece = data if length == size else data[at : at + length]
+        what = f"object {key!r} in {storage.url}, bytes {start + at} to {start + at + length},"
+        check_digest(piece, digest, what, key)
+        found.append(piece)
+        at += length
+    return found
+
+
+def check_digest(data: bytes | memoryview, digest: str, what: str, key: str) -> None:
+    """Refuse bytes whose digest is another than the inventory says. No I/O.
+
+    Raises
+    ------
+    CorruptObject
+        Names ``what``; its path is ``key``.
+    """
+    found = object_digest(data)
+    if found != digest:
+        raise CorruptObject(
+            f"{what} has digest {found}, the inventory says {digest}; its bytes were changed or swapped. "
+            "Run `cnr verify`",
+            path=key, expected=digest, found=found,
+        )  # fmt: skip
+
+
+def _missing(storage: Storage, key: str, size_bytes: int) -> MissingObject:
+    return MissingObject(
+        f"object {key!r} in {storage.url} is missing; the inventory says {size_bytes} bytes. Run `cnr verify`",
+        path=key, expected=size_bytes,
+    )  # fmt: skip
+
+
+def _cut(storage: Storage, key: str, expected: int, found: int) -> CorruptObject:
+    has = f"{found} bytes" if found < expected else f"more than {expected} bytes"
+    return CorruptObject(
+        f"object {key!r} in {storage.url} has {has}, the inventory says {expected}; it was cut short or replaced. "
+        "Run `cnr verify`",
+        path=key, expected=expected, found=found,
+    )  # fmt: skip

@@ -131,8 +131,7 @@ class Store:  # in a local folder; records[v] is None where it is superseded [7.
             for field, entries in stacked.items():
                 for gone in layer.get("removed", {}).get(field, ()):
                     entries.pop(gone, None)
-                own = layer.get(field, ())
-                entries.update(own if isinstance(own, dict) else dict.fromkeys(own))
+                entries.update(own if isinstance(own := layer.get(field, ()), dict) else dict.fromkeys(own))
         record |= {"state": None} | {name: type(empty[name])(entries) for name, entries in stacked.items()}
         self.check(record, key, "corrupt_record")
 
@@ -162,10 +161,9 @@ class Store:  # in a local folder; records[v] is None where it is superseded [7.
         live = (version >= head["floor"] or version in [*head["kept"], *named]) and version not in head["expired"]
         need(live and head["kind"] != "close", "version_expired", f"version {version}")
         missing = "version_expired" if self.first and record is not head else "missing_object"  # [7.11] CNR-RLY-6
-        state = Snapshot([Segment(self, entry, missing) for entry in record["chain"]], record)
-        saves = record["kind"] in ("baseline", "delta")
-        need(not saves or record["step"] == state.last["step"], "corrupt_record", "step")
-        return state
+        at = Snapshot([Segment(self, entry, missing) for entry in record["chain"]], record)
+        need(record["kind"] not in ("baseline", "delta") or record["step"] == at.last["step"], "corrupt_record", "step")
+        return at
 
 
 class Segment:  # [4.1]: a manifest and the objects that it lists
@@ -184,12 +182,16 @@ class Segment:  # [4.1]: a manifest and the objects that it lists
                 sane = one["codec"] == "bytes" or one["dtype"] in INTEGERS[2 * (one["codec"] == "gaps") :]
                 least, most = (size + 4, size + 4) if one["codec"] == "bytes" else (4, (size + 16) * 5 // 4 + 4096)
                 limit = 1 << (23 if name in ("codes", "values", one["dtype"]) else 27)  # dense: named by dtype
-                sane = sane and (size <= limit or chunk_rows == 1) and len(one["objects"]) == 1 - (-rows // chunk_rows)
-                need(sane and all(least <= item["size"] <= most for item in one["objects"][1:]), *bad)
+                own = [item["size"] for item in one["objects"][1:]]  # of chunks, or of shards: chunks and an index
+                shard = one.get("shards", {"chunks": 1, "sizes": own, "digests": 32 * len(own) * "0"})
+                room, sizes, index = shard["chunks"], shard["sizes"], (16 * shard["chunks"] + 4) * ("shards" in one)
+                sane = sane and (size <= limit or chunk_rows == 1) and len(sizes) == -(-rows // chunk_rows)
+                sane = sane and own == [sum(sizes[k : k + room]) + index for k in range(0, len(sizes), room)]
+                need(sane and len(shard["digests"]) == 32 * len(sizes) and all(least <= x <= most for x in sizes), *bad)
                 end = "/0" * (one["codec"] != "bytes" or one["width"] is not None)
-                one["keys"] = [f"{path}/c/{k}{end}" for k in range(-(-rows // chunk_rows))]
-                objects += zip([f"{path}/zarr.json", *one["keys"]], one["objects"], strict=True)
-                self.arrays[path] = one
+                at = [(f"{path}/c/{k // room}{end}", sum(sizes[k - k % room : k]), x) for k, x in enumerate(sizes)]
+                objects += zip([f"{path}/zarr.json", *{key: 0 for key, *_ in at}], one["objects"], strict=True)
+                self.arrays[path], one["places"] = one, at
         groups, self.objects = {one["path"]: one for one in manifest["groups"]}, dict(objects)
         tables, areas, rows = manifest["tables"], dict.fromkeys(manifest["tables"], 0), 0
         for part in manifest["parts"]:  # [3.5] CNR-DOC-8: legal rectangles, which make each table up
@@ -225,19 +227,18 @@ class Segment:  # [4.1]: a manifest and the objects that it lists
     def array(self, entry, beside=()):  # [4.2]: sizes are compared before anything is decoded
         rows, start, path, width = (entry[name] for name in ("chunk_rows", "start", "path", "width"))
         size, dtype, first = rows * (width or 1), np.dtype(entry["dtype"]), start // rows
-        keys = entry["keys"][first : -(-(start + entry["count"]) // rows)]
-        chunks = [self.decode(entry["codec"], key, size, dtype) for key in keys]
-        values = np.concatenate([np.empty(0, dtype), *chunks])[: (entry["rows"] - first * rows) * (width or 1)]
-        values = values if width is None else values.reshape(-1, width)
+        places = entry["places"][first : -(-(start + entry["count"]) // rows)]
+        chunks = [self.decode(entry["codec"], *place, size, dtype) for place in places]
+        values = np.concatenate([np.empty(0, dtype), *chunks]).reshape(-1, width or 1)[: entry["rows"] - first * rows]
         if "order" in entry:  # of whole chunks
             order = beside.get(entry["order"], {"dtype": None})
             need(order["dtype"] == "int16" and order["width"] is None and "order" not in order, "corrupt_store", path)
             order = self.array(order | {"start": first * rows, "count": len(values)})
             values = values[np.argsort(np.lexsort((order, np.arange(len(values)) // rows)))]
-        return values[start - first * rows :][: entry["count"]]
+        return values[start - first * rows :][: entry["count"], 0 if width is None else slice(None)]
 
-    def decode(self, codec, path, count, dtype):
-        data, where = self.read(path)[:-4], f"{self.name}/{path}"  # the crc32c is for readers without an inventory
+    def decode(self, codec, path, start, length, count, dtype):  # the crc32c is for readers without an inventory
+        data, where = self.read(path)[start : start + length - 4], f"{self.name}/{path}"
         if codec == "bytes":
             need(len(data) == count * dtype.itemsize, "corrupt_object", f"{where}: number of elements")
             return np.frombuffer(data, dtype)
@@ -352,9 +353,8 @@ class Table:  # columns [low, high) of one; arrays: name -> (encoding, dtype, on
             values, first = values.reshape(len(at), -1).astype(target.dtype), 0 if vector else self.low - low
             values = values[:, first : first + target.shape[1]]
             values = values << shift if name == "codes" and target.dtype == np.int64 else values
-            if op == "add" and adds:
-                values += target[at]
-                values = values.astype(np.int32) if encoding["encoding"] == "float_bits" else values  # modulo 2^32
+            if op == "add" and adds:  # of float_bits modulo 2^32
+                values = (values + target[at]).astype(np.int32 if encoding["encoding"] == "float_bits" else np.int64)
                 need(np.array_equal(values, values.astype(np.int32)), "corrupt_store", f"{where}: codes leave int32")
             target[at] = values
 

@@ -14,7 +14,8 @@ from typing import Literal
 
 import numpy as np
 
-from cnr_store.format.arrays import chunk_rows_for, full_chunk_rows
+from cnr_store.format.arrays import chunk_rows_for, describe, full_chunk_rows, in_shards, object_count
+from cnr_store.read.prefetch import FETCH_BYTES
 from cnr_store.write.policy import CheckpointSize, Decision, Policy, decide
 
 PlanPolicy = Literal["fp32 full", "baseline", "one_shot", "consecutive", "intermittent", "consecutive + compaction"]
@@ -23,7 +24,7 @@ POLICIES: tuple[PlanPolicy, ...] = (
 )  # fmt: skip
 
 ARRAYS = 3
-"""Of a group: row ids, codes, and one row-wise optimizer slot."""
+"""Of a group: row ids, codes, and one row-wise optimizer slot (`_stored_of_group`)."""
 OBJECTS_PER_SEGMENT, OBJECTS_PER_RANK, OBJECTS_PER_ARRAY = 1, 1, 1
 """Zarr metadata: groups of the segment and of each writer; each array's own, its chunks come on top."""
 MESSAGES_PER_SAVE = 7
@@ -283,12 +284,28 @@ def objects_of(rows_per_part: float, dim: int, cluster: Cluster) -> int:
     """
     metadata = OBJECTS_PER_SEGMENT + cluster.ranks * OBJECTS_PER_RANK
     metadata += groups_of(rows_per_part, dim, cluster) * ARRAYS * OBJECTS_PER_ARRAY
-    return metadata + chunks_of(rows_per_part, dim, cluster) + cluster.ranks
+    return metadata + stored_of(rows_per_part, dim, cluster) + cluster.ranks
 
 
 def groups_of(rows_per_part: float, dim: int, cluster: Cluster) -> int:
     """Return the groups of arrays of such a save: one per part that fills a chunk, else one per rank."""
     return cluster.parts if round(rows_per_part) >= full_chunk_rows(2 * dim) else cluster.ranks
+
+
+def stored_of(rows_per_part: float, dim: int, cluster: Cluster) -> int:
+    """Return the objects with chunks of such a save: a chunk each, or a shard."""
+    rows = max(1, round(rows_per_part))
+    full = full_chunk_rows(2 * dim)
+    if rows >= full:
+        return cluster.parts * _stored_of_group(rows, dim, chunk_rows_for(rows, 2 * dim))
+    together = rows * cluster.tables_per_rank
+    return cluster.ranks * _stored_of_group(together, dim, min(full, together))
+
+
+def _stored_of_group(rows: int, dim: int, chunk_rows: int) -> int:
+    group = (((rows,), np.int64), ((rows, dim), np.int16), ((rows,), np.int16))
+    described = (describe("array", shape, np.dtype(dtype), chunk_rows) for shape, dtype in group)
+    return sum(object_count(in_shards(entry)) for entry in described)
 
 
 def chunks_of(rows_per_part: float, dim: int, cluster: Cluster) -> int:
@@ -314,7 +331,9 @@ def restore_s(chain: list[Save], work: Workload, cluster: Cluster, rates: Rates)
         return sum(save.size_bytes for save in chain) / cluster.hosts / cluster.link_bytes_s
     fetch = sum(save.size_bytes for save in chain) / cluster.hosts / cluster.link_bytes_s
     decode = sum(save.rows for save in chain) * work.dim / cluster.hosts
-    gets = sum(save.objects for save in chain) / cluster.ranks / cluster.concurrency * cluster.get_s
+    # Neighbouring chunks of a shard come together, but no more than that of it.
+    requests = sum(max(save.objects, save.size_bytes / FETCH_BYTES) for save in chain)
+    gets = requests / cluster.ranks / cluster.concurrency * cluster.get_s
     return max(fetch, decode / (rates.decode_values_s * cluster.load_cores), gets)
 
 

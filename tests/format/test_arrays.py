@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import zarr
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from cnr_store.errors import CorruptObject
 from cnr_store.format import arrays
+from cnr_store.segment.open_shards import OpenShards
 from tests.support.zarr_values import integers_of
 
 CASES = [
@@ -37,9 +39,14 @@ def make(dtype: str, ndim: int, rows: int) -> np.ndarray[Any, Any]:
 
 def write(entry: Any, values: np.ndarray[Any, Any]) -> dict[str, bytes]:
     objects = {f"{entry.path}/zarr.json": arrays.array_document(entry)}
+    shards = OpenShards()
     for k in range(arrays.chunk_count(entry)):
-        block = values[k * entry.chunk_rows : (k + 1) * entry.chunk_rows]
-        objects[arrays.chunk_path(entry, k)] = arrays.encode_chunk(entry, block)
+        data = arrays.encode_chunk(entry, values[k * entry.chunk_rows : (k + 1) * entry.chunk_rows])
+        if entry.shards is msgspec.UNSET:
+            objects[arrays.chunk_path(entry, k)] = data
+        elif (whole := shards.add(entry, k, data, grows=False)) is not None:
+            objects[whole[0]] = whole[1]
+    assert sorted(objects) == sorted(arrays.object_paths(entry))
     return objects
 
 
@@ -50,10 +57,14 @@ def put(folder: Path, objects: dict[str, bytes]) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "ndim"), CASES)
-@pytest.mark.parametrize(("rows", "chunk_rows"), [(1, 1), (7, 7), (7, 3), (8, 4)])
-def test_zarr_python_reads_what_we_write(tmp_path: Path, dtype: str, ndim: int, rows: int, chunk_rows: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "chunk_rows", "in_shard"), [(1, 1, 1), (7, 7, 1), (7, 3, 1), (8, 4, 1), (8, 2, 4), (9, 2, 3), (13, 2, 3)]
+)
+def test_zarr_python_reads_what_we_write(
+    tmp_path: Path, dtype: str, ndim: int, rows: int, chunk_rows: int, in_shard: int
+) -> None:
     values = make(dtype, ndim, rows)
-    entry = arrays.describe("a/codes", values.shape, values.dtype, chunk_rows)
+    entry = arrays.with_shards_of(arrays.describe("a/codes", values.shape, values.dtype, chunk_rows), in_shard)
     put(tmp_path, write(entry, values))
 
     opened = zarr.open_array(str(tmp_path / "a/codes"), mode="r")
@@ -63,11 +74,12 @@ def test_zarr_python_reads_what_we_write(tmp_path: Path, dtype: str, ndim: int, 
     assert np.array_equal(found, values)
 
 
+@pytest.mark.parametrize("in_shard", [1, 2])
 @pytest.mark.parametrize(("dtype", "ndim"), CASES)
-def test_tensorstore_reads_the_same(tmp_path: Path, dtype: str, ndim: int) -> None:
+def test_tensorstore_reads_the_same(tmp_path: Path, dtype: str, ndim: int, in_shard: int) -> None:
     tensorstore: Any = pytest.importorskip("tensorstore")
     values = make(dtype, ndim, 7)
-    entry = arrays.describe("codes", values.shape, values.dtype, 3)
+    entry = arrays.with_shards_of(arrays.describe("codes", values.shape, values.dtype, 3), in_shard)
     put(tmp_path, write(entry, values))
 
     place = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{tmp_path}/codes/"}}
@@ -122,3 +134,32 @@ def test_chunks_are_equalized() -> None:
     assert rows == 35_000
     assert arrays.chunk_rows_for(0, 128) == 1
     assert arrays.chunk_rows_for(10, 1 << 30) == 1
+
+
+@pytest.mark.parametrize(
+    ("chunks", "width", "expected"),
+    [
+        (7, 4, 1),  # few chunks need not wait for each other
+        (8, 4, 8),
+        (20, 4, 16),  # what fills a shard
+        (3, 16, 1),
+        (4, 16, 4),  # wider ones fill it sooner
+        (9, 64, 1),  # one chunk fills it
+    ],
+)
+def test_whether_an_array_has_shards_follows_from_its_shape(
+    monkeypatch: pytest.MonkeyPatch, chunks: int, width: int, expected: int
+) -> None:
+    monkeypatch.setattr(arrays, "SHARD_BYTES", 2 * 4 * 64)
+    entry = arrays.describe("codes", (chunks * 4 - 1, width // 4), np.dtype(np.int16), 4)
+    wide = arrays.describe("codes", (chunks * 4 - 1, width), np.dtype(np.int16), 4)
+
+    assert arrays.shard_chunks(arrays.in_shards(wide)) == min(expected, arrays.most_shard_chunks(wide))
+    assert arrays.most_shard_chunks(entry) == min(4 * arrays.most_shard_chunks(wide), arrays.MAX_SHARD_CHUNKS)
+
+
+def test_an_index_says_where_each_chunk_is_and_which_are_not_there() -> None:
+    index = arrays.shard_index([5, 7], 3)
+
+    assert np.frombuffer(index[:-4], "<u8").tolist() == [0, 5, 5, 7, 2**64 - 1, 2**64 - 1]
+    assert len(index) == arrays.index_bytes(3)

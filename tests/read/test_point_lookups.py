@@ -46,6 +46,7 @@ class CountingStorage(LocalStorage):
 @pytest.fixture
 def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CountingStorage:
     monkeypatch.setattr("cnr_store.format.arrays.CHUNK_BYTES", CODE_BYTES)
+    monkeypatch.setattr("cnr_store.format.arrays.SHARD_CHUNKS", ROWS)  # so that an object is a chunk
     return CountingStorage(str(tmp_path / "store"))
 
 

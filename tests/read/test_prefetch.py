@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -12,6 +12,7 @@ import pytest
 
 from cnr_store import Store, TableOptions
 from cnr_store.errors import CorruptObject, MissingObject
+from cnr_store.format.records import ChunkPlace
 from cnr_store.read.prefetch import (
     AHEAD_BYTES,
     FETCH_THREADS,
@@ -57,6 +58,7 @@ class FarStorage(LocalStorage):
 @pytest.fixture
 def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FarStorage:
     monkeypatch.setattr("cnr_store.format.arrays.CHUNK_BYTES", CHUNK_ROWS * DIM * 2)
+    monkeypatch.setattr("cnr_store.format.arrays.SHARD_CHUNKS", ROWS)  # so that an object is a chunk
     return FarStorage(str(tmp_path / "store"))
 
 
@@ -116,10 +118,10 @@ def test_no_more_is_fetched_than_the_bound_before_it_is_taken(
     ahead = ReadAhead(readers, wanted, limit_bytes=limit)
     wait_until_idle(ahead)
     assert {key.rpartition("/set-")[2] for key in storage.chunks} == {
-        one.path.rpartition("/set-")[2] for one in wanted[:3]
+        one.places[0].path.rpartition("/set-")[2] for one in wanted[:3]
     }
 
-    assert ahead.take(0, wanted[0].path) == readers[0].read_object(wanted[0].path)
+    assert ahead.take(0, wanted[0].places[0]) == readers[0].read_object(wanted[0].places[0].path)
     wait_until_idle(ahead)
     assert ahead._begun_bytes <= limit
     ahead.close()
@@ -132,33 +134,34 @@ def test_an_object_that_was_not_begun_is_left_to_whoever_asks_and_not_fetched_an
     readers, wanted = begun(store[0])
     ahead = ReadAhead(readers, wanted, limit_bytes=1)
 
-    assert ahead.take(0, wanted[-1].path) is None
+    assert ahead.take(0, wanted[-1].places[0]) is None
     for one in wanted[:-1]:
-        ahead.take(0, one.path)
+        ahead.take(0, one.places[0])
     wait_until_idle(ahead)
     ahead.close()
 
-    assert not any(key.endswith(wanted[-1].path) for key in storage.chunks)
-    assert ahead.take(0, wanted[0].path) is None, "once"
+    assert not any(key.endswith(wanted[-1].places[0].path) for key in storage.chunks)
+    assert ahead.take(0, wanted[0].places[0]) is None, "once"
 
 
 def test_few_are_fetched_at_once_when_few_are_left(store: tuple[Store, list[Float32s]]) -> None:
     _, wanted = begun(store[0])
-    may_arrive = {one.path: threading.Event() for one in wanted}
+    may_arrive = {one.places[0].path: threading.Event() for one in wanted}
     in_flight = []
 
     class Held:
         """A segment whose objects arrive when they are let go."""
 
-        def read_object(self, path: str) -> bytes:
-            assert may_arrive[path].wait(60)
-            return path.encode()
+        def read_places(self, places: Sequence[ChunkPlace]) -> list[bytes]:
+            assert may_arrive[places[0].path].wait(60)
+            return [place.path.encode() for place in places]
 
     ahead = ReadAhead([Held()], wanted)  # type: ignore[list-item]
     for one in wanted:
         in_flight.append(ahead._in_flight)
-        may_arrive[one.path].set()
-        assert ahead._begun[0, one.path][1].result(60) == one.path.encode()
+        (place,) = one.places
+        may_arrive[place.path].set()
+        assert ahead._begun[0, place.path, 0][1].result(60) == place.path.encode()
     ahead.close()
 
     assert in_flight[:3] == [FETCH_THREADS] * 3

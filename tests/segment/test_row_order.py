@@ -208,10 +208,10 @@ def test_what_is_read_ahead_names_the_slot_for_the_codes_and_for_itself(store: S
     both = wanted_objects(snapshot.readers, plan, ["codes", "slots/momentum1"])
 
     def times(wanted: Any) -> set[int]:
-        return {one.times for one in wanted if one.segment == 1 and "momentum1" in one.path}
+        return {one.times[0] for one in wanted if one.segment == 1 and "momentum1" in one.places[0].path}
 
     assert (times(codes_alone), times(both)) == ({1}, {2})
-    assert len([one for one in codes_alone if "momentum1" in one.path]) == 3
+    assert len([one for one in codes_alone if "momentum1" in one.places[0].path]) == 3
 
 
 def test_the_slot_is_fetched_before_the_codes_that_wait_for_it(store: Store) -> None:
@@ -224,7 +224,7 @@ def test_the_slot_is_fetched_before_the_codes_that_wait_for_it(store: Store) -> 
 
     wanted = wanted_objects(snapshot.readers, snapshot.plan("t"), ["codes", "slots/momentum1"])
 
-    at = {one.path: number for number, one in enumerate(wanted) if one.segment == 1}
+    at = {one.places[0].path: number for number, one in enumerate(wanted) if one.segment == 1}
     arrays_of = add_list(store).arrays
     for chunk in range(3):
         slot, codes = (arrays.chunk_path(arrays_of[name], chunk) for name in ("slots/momentum1", "codes"))

@@ -408,6 +408,7 @@ def test_only_what_is_needed_is_read() -> None:
     files = FaultyFileSystem(IsolatedMemoryFileSystem())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cnr_store.format.arrays.CHUNK_BYTES", 64)  # 4 rows of int32 codes
+        patch.setattr("cnr_store.format.arrays.SHARD_CHUNKS", 1000)  # so that an object is a chunk
         store = Store.create_on(storage_from_filesystem(files, "/root"), threads=1)
         with store.writer() as writer:
             with writer.begin(1, "baseline") as txn:

@@ -71,11 +71,10 @@ def _group(path: str, entries: dict[str, ArrayEntry], objects: dict[str, ObjectE
     names = {one.path: name for name, one in entries.items()}
     stored = {}
     for name, one in entries.items():
-        paths = [f"{one.path}/zarr.json", *(arrays.chunk_path(one, k) for k in range(arrays.chunk_count(one)))]
-        own = [objects.pop(key) for key in paths]
+        own = [objects.pop(key) for key in arrays.object_paths(one)]
         stored[name] = StoredArray(
             dtype=one.dtype, width=None if len(one.shape) == 1 else one.shape[1], codec=one.codec,
-            order=one.order if one.order is msgspec.UNSET else names[one.order],
+            order=one.order if one.order is msgspec.UNSET else names[one.order], shards=one.shards,
             objects=tuple(ObjectDigest(size=item.size, xxh3_128=item.xxh3_128) for item in own),
         )  # fmt: skip
     return ArrayGroup(path=path, rows=first.shape[0], chunk_rows=first.chunk_rows, arrays=stored)

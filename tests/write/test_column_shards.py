@@ -82,6 +82,7 @@ def test_a_rank_reads_the_chunks_of_its_columns_alone() -> None:
 
 def test_within_a_part_only_chunks_of_the_rows_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cnr_store.format.arrays.CHUNK_BYTES", 128)
+    monkeypatch.setattr("cnr_store.format.arrays.SHARD_CHUNKS", 1000)  # so that an object is a chunk
     files = IsolatedMemoryFileSystem()
     parts = new_parts(files, 1000)
     parts.save(row_wise(1000, 8, 1), full=True)

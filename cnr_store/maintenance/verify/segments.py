@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,18 +20,20 @@ from cnr_store.format.packed import unpack
 from cnr_store.format.records import (
     ArrayEntry,
     ChainEntry,
+    ChunkPlace,
     DenseEntry,
     Manifest,
     ObjectEntry,
     PartEntry,
     Receipt,
     RowListEntry,
+    Shards,
 )
 from cnr_store.maintenance.verify.report import Findings
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.decoded import Scratch
 from cnr_store.segment.reader import SegmentReader
-from cnr_store.storage import Storage
+from cnr_store.storage import Storage, check_digest
 from cnr_store.types import JsonValue, RowIds
 
 Advance = Callable[[int], None]
@@ -40,14 +42,14 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class _Role:
-    """What an object is by the manifest: an array's document, one of its chunks, or a JSON document.
+    """What an object is by the manifest: an array's document, its chunks ``chunks``, or a JSON document.
 
-    ``lists``: the row lists whose row ids a chunk contains, each with the index of its own chunk.
+    ``lists``: by chunk, the row lists whose row ids it contains, each with the index of its own chunk.
     """
 
     array: ArrayEntry | None = None
-    chunk: int | None = None
-    lists: tuple[tuple[RowListEntry, int], ...] = ()
+    chunks: range | None = None
+    lists: Mapping[int, Sequence[tuple[RowListEntry, int]]] = field(default_factory=dict)
 
 
 def open_segment(
@@ -74,7 +76,7 @@ def check_objects(
 ) -> None:
     """Read each object of the inventory once (row ids of parts with several lists twice). Blocks.
 
-    Memory: one object and one decoded chunk per thread.
+    Memory: one object (a shard, whole) and one decoded chunk per thread.
     """
     manifest = reader.own
     roles = _roles(manifest)
@@ -104,17 +106,18 @@ def check_objects(
 
 
 def _roles(manifest: Manifest) -> dict[str, _Role]:
-    rows: dict[str, list[tuple[RowListEntry, int]]] = {}
+    rows: dict[str, dict[int, list[tuple[RowListEntry, int]]]] = {}
     for row_list in (one for part in manifest.parts for one in _lists(part)):
         entry = row_list.arrays["rows"]
         for index in range(arrays.chunk_count(entry)):
-            rows.setdefault(arrays.chunk_path(entry, index), []).append((row_list, index))
+            rows.setdefault(entry.path, {}).setdefault(entry.stored_chunk(index), []).append((row_list, index))
     roles: dict[str, _Role] = {}
     for array in (*manifest.arrays, *manifest.dense_arrays):
         roles[f"{array.path}/zarr.json"] = _Role(array)
-        for index in range(arrays.chunk_count(array)):
-            path = arrays.chunk_path(array, index)
-            roles[path] = _Role(array, index, tuple(rows.get(path, ())))
+        for number in range(arrays.object_count(array)):
+            roles[arrays.object_path(array, number)] = _Role(
+                array, arrays.chunks_in(array, number), rows.get(array.path, {})
+            )
     return roles
 
 
@@ -125,14 +128,17 @@ def _lists(part: PartEntry) -> list[RowListEntry]:
 def _check_object(reader: SegmentReader, entry: ObjectEntry, role: _Role) -> None:
     """Read one object and check its content by its role; raise the library error that is its problem."""
     key = layout.segment_key(reader.name, entry.path)
-    if role.array is not None and role.chunk is not None:
+    if role.array is not None and role.chunks is not None:
         # Read in stored order, without the object that defines the order: its damage is its own problem.
         array = msgspec.structs.replace(role.array, order=msgspec.UNSET)
-        chunk = reader.read_chunk(array, role.chunk, Scratch())
-        for row_list, index in role.lists:
-            own = row_list.arrays["rows"]
-            low, high = (own.start + row - role.chunk * array.chunk_rows for row in own.span(index))
-            _check_rows(key, chunk[low:high], row_list, index)
+        if array.shards is not msgspec.UNSET:
+            reader = _shard_read(reader, array, array.shards, role.chunks)
+        for number in role.chunks:
+            chunk = reader.read_chunk(array, number, Scratch())
+            for row_list, index in role.lists.get(number, ()):
+                own = row_list.arrays["rows"]
+                low, high = (own.start + row - number * array.chunk_rows for row in own.span(index))
+                _check_rows(key, chunk[low:high], row_list, index)
         return
     data = reader.read_object(entry.path)
     if entry.path in reader.manifest.documents.values():
@@ -151,6 +157,25 @@ def _check_object(reader: SegmentReader, entry: ObjectEntry, role: _Role) -> Non
             raise CorruptObject(f"{key} differs from the manifest in {differs}; other Zarr readers misread the array")
     elif entry.path in reader.manifest.documents.values():
         document_tree.decode(document)
+
+
+def _shard_read(reader: SegmentReader, array: ArrayEntry, shards: Shards, chunks: range) -> SegmentReader:
+    """Read a shard whole and check its index; return the segment that has its chunks in memory."""
+    path = arrays.chunk_path(array, chunks.start)
+    key = layout.segment_key(reader.name, path)
+    data = reader.read_object(path)
+    wanted = arrays.shard_index(shards.sizes[chunks.start : chunks.stop], shards.chunks)
+    if data[-len(wanted) :] != wanted:
+        raise CorruptObject(f"{key} has another index than the manifest says; other Zarr readers see other chunks")
+
+    def take(place: ChunkPlace) -> bytes | None:
+        if place.path != path:
+            return None
+        chunk = data[place.start : place.start + place.size]
+        check_digest(chunk, place.xxh3_128, f"{key}, bytes {place.start} to {place.start + place.size},", key)
+        return chunk
+
+    return reader.fetched_by(take)
 
 
 def _check_rows(key: str, rows: RowIds, row_list: RowListEntry, chunk: int) -> None:
@@ -179,16 +204,21 @@ def _check_dense(
     sizes = {entry.path: entry.size for entry in reader.manifest.objects}
     broken: list[tuple[int, int]] = []
     scratch = Scratch()
-    for index in range(arrays.chunk_count(array)):
-        path = arrays.chunk_path(array, index)
-        start = index * array.chunk_rows
-        stop = min(start + array.chunk_rows, array.shape[0])
-        chunk: Any = None
-        with _caught(findings, layout.segment_key(reader.name, path), versions):
-            chunk = reader.read_chunk(array, index, scratch)
-        if chunk is None:
-            broken.append((start, stop))
-        else:
+    for number in range(arrays.object_count(array)):
+        path, chunks, held = arrays.object_path(array, number), arrays.chunks_in(array, number), reader
+        key = layout.segment_key(reader.name, path)
+        if array.shards is not msgspec.UNSET:
+            with _caught(findings, key, versions):
+                held = _shard_read(reader, array, array.shards, chunks)
+        for index in chunks:
+            start = index * array.chunk_rows
+            stop = min(start + array.chunk_rows, array.shape[0])
+            chunk: Any = None
+            with _caught(findings, key, versions):
+                chunk = held.read_chunk(array, index, scratch)
+            if chunk is None:
+                broken.append((start, stop))
+                continue
             for _, low, high, _, state in waiting:
                 piece = chunk[max(low - start, 0) : max(high - start, 0)]
                 state.update(np.ascontiguousarray(piece).view(np.uint8).data if piece.size else b"")
