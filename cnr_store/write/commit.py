@@ -1,8 +1,8 @@
 """One commit, by one writer or by all ranks of a training: shares, receipts, manifest, log position, outcome.
 
 The order (spec, section 7.2): every rank writes its share, and all but rank 0 then a receipt; rank 0 reads these back,
-puts the manifest over all shares and takes the log position; all ranks learn the outcome; and only then mirrors move.
-A failure before the log position leaves orphans and nothing else. An unknown outcome freezes the writer until the
+puts the manifest over all shares and takes the log position; all ranks learn the outcome; then mirrors are updated.
+A failure before the log position leaves only orphans. After an unknown outcome the writer refuses work until the
 position has been read.
 """
 
@@ -205,7 +205,7 @@ class Commit:
     # ---- its outcome
 
     def _take(self, outcome: _Announced) -> int:
-        """Move on by what rank 0 has decided; returns the version, or raises what it raised."""
+        """Apply what rank 0 has decided; return the version, or raise rank 0's error."""
         state, decision = self._state, self._decision
         self.size_bytes = outcome.size_bytes or self.size_bytes
         if outcome.version is None:
@@ -238,7 +238,7 @@ class Commit:
         return self.version
 
     def _end_without_outcome(self, error: BaseException, *, handed_over: bool) -> None:
-        """Some exchange failed: what is known of the commit all the same."""
+        """Handle a failed exchange: return or raise what is known of the commit."""
         state, decision = self._state, self._decision
         if decision is not None:  # rank 0 knows what it did, although it could not say so
             if decision.entry is not None:

@@ -1,4 +1,4 @@
-"""What a segment in the making will be."""
+"""The plan of a segment that is not written yet."""
 
 from __future__ import annotations
 

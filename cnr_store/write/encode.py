@@ -24,7 +24,7 @@ _BAD = kernels.BAD_ROW
 
 
 class FoundBadRows(Exception):
-    """Rows that cannot be encoded turned up while the others were; the caller sorts them out and starts again."""
+    """Some rows cannot be encoded; the caller separates them and encodes again."""
 
 
 @dataclass(frozen=True, slots=True)

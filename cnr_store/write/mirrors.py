@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_mirror_folder(mode: MirrorMode, folder: str | None) -> None:
-    """Refuse a folder for mirrors that is not there. A disk may be missing that was to be mounted there.
+    """Raise if the folder for mirrors does not exist: its disk may not be mounted.
 
     Raises
     ------
@@ -115,7 +115,7 @@ class Mirrors:
         return allocate
 
     def release_for_baseline(self, shard: Shard) -> None:
-        """Let a shard's mirror go before it is encoded anew, so that two never stand side by side.
+        """Free a shard's mirror before it is encoded again, so that memory never holds two.
 
         From here until the commit has won the mirrors are incomplete: `is_complete` is False.
         """
@@ -176,7 +176,7 @@ class Mirrors:
         return True
 
     def commit_staged(self) -> None:
-        """The transaction won: staged sizes and scales become the mirrors'."""
+        """Apply staged sizes and scales to the mirrors, after the commit won."""
         for shard, (codes, digest) in self._staged.items():
             self.put(shard, codes, digest)
         self._staged.clear()
@@ -189,7 +189,7 @@ class Mirrors:
             self._staged.pop(shard, None)
 
     def keep_only(self, tables: Iterable[str]) -> None:
-        """Forget tables that are no longer there."""
+        """Drop the mirrors of tables that no longer exist."""
         wanted = set(tables)
         for shard in [shard for shard in self._codes if shard.table not in wanted]:
             self.forget(shard)

@@ -1,7 +1,7 @@
-"""How exact a table is stored, decided from what a run shows: restores and the loss. Pure; records in, records out.
+"""Decide how exactly a table is stored, from a run's restores and its loss. Pure; records in, records out.
 
 A scale may change in two places (design, section 4): by halvings in the first save after a restore, and to anything
-in a ``baseline``. What is decided here waits for one of the two.
+in a ``baseline``. A decision made here is applied at the next of the two.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def bits_after(expected: float, restores: int) -> AffineBits:
 
 
 def halvings_to(scale: float, wanted: float) -> int:
-    """Return how often ``scale`` must be halved to be at most ``wanted``; 0 if it is that already.
+    """Return how often ``scale`` must be halved to be at most ``wanted``; 0 if it already is.
 
     At most `MAX_SHIFT`, which is as fine as a generation can become.
 

@@ -1,4 +1,4 @@
-"""One rank's share of a segment: everything that a transaction was given, and where it is put."""
+"""One rank's share of a segment: all data that a transaction was given, and where it is written."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class StagedSegment:
         return self._state.snapshot.manifests[self.draft.keep - 1]
 
     def check_complete(self, user: Mapping[str, JsonValue] | None) -> None:
-        """Raise `BadInput` if something is missing that a commit needs."""
+        """Raise `BadInput` if the commit lacks something."""
         self.tables.check_complete()
         check_json("user", user or {})
 

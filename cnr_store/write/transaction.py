@@ -1,4 +1,4 @@
-"""One segment in the making: rows are encoded and written as they are given; `commit` makes them visible."""
+"""An open segment: rows are encoded and written when they are given; `commit` makes them visible."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cnr_store.write.writer_state import WriterState
 
 
 class Transaction:
-    """One segment in the making. Use as a context manager: it commits at the end, or aborts on an exception.
+    """An open segment. Use as a context manager: it commits at the end, or aborts on an exception.
 
     Rows are encoded and written when they are given; nothing is visible before `commit` returns.
 
@@ -62,7 +62,7 @@ class Transaction:
 
     @property
     def version(self) -> int | None:
-        """The committed version, once committed."""
+        """The committed version; None before the commit."""
         return self._commit.version
 
     @property
@@ -82,7 +82,7 @@ class Transaction:
 
     @property
     def tables(self) -> Mapping[str, TableSchema]:
-        """Every table as it will be."""
+        """Every table as it will be after the commit."""
         return self._staged.schemas.tables
 
     @property
@@ -173,7 +173,7 @@ class Transaction:
         Raises
         ------
         BadInput and its kinds
-            Nothing of the table was written; the transaction goes on.
+            Nothing of the table was written; the transaction stays open.
         StorageFailure
             The transaction is over, as after `abort`.
         """
@@ -206,13 +206,13 @@ class Transaction:
         Raises
         ------
         BadInput and its kinds
-            Nothing of the table was read; the transaction goes on.
+            Nothing of the table was read; the transaction stays open.
         """
         self._check_open()
         return self._staged.tables.read_live(table, values, slots or {}, rectangle)
 
     def move_to(self, step: int) -> None:
-        """Say that the rows are those of another training step; every rank says the same, before `commit`."""
+        """Set another training step for the rows; every rank sets the same one, before `commit`."""
         self._check_open()
         self.step = self._staged.draft.step = step
 
@@ -297,7 +297,7 @@ class Transaction:
         self._staged.schemas.refine(table, halvings, self._staged.tables.written)
 
     def drop_table(self, table: str) -> None:
-        """Drop a table: from this version on it is not there.
+        """Drop a table: it is absent from this version on.
 
         Raises
         ------
@@ -317,13 +317,13 @@ class Transaction:
         Raises
         ------
         BadName, BadDtype, BadInput
-            Nothing of the call was taken.
+            Nothing of the call was stored.
         """
         self._check_open()
         self._staged.documents.put_dense(tensors, dtypes or {})
 
     def drop_dense(self, name: str) -> None:
-        """End a dense tensor: from this version on it is not there.
+        """Drop a dense tensor: it is absent from this version on.
 
         Raises
         ------
@@ -354,15 +354,15 @@ class Transaction:
         Raises
         ------
         BadInput
-            Naming the leaf that is not plain data.
+            A leaf is not plain data; the message names it.
         """
         self._check_open()
         self._staged.documents.put_document(name, value, default)
 
     def abort(self) -> None:
-        """Give the transaction up; its objects are orphans for garbage collection. A second call is harmless.
+        """Abort the transaction; garbage collection deletes its objects. A second call does nothing.
 
-        The other ranks are told, so it blocks until they commit or abort too.
+        It informs the other ranks, so it blocks until they commit or abort too.
         """
         if self._ended:
             return

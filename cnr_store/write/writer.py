@@ -39,7 +39,7 @@ _RESTORES = 3
 
 
 class Writer:
-    """The one committer of a store: opening it has fenced every earlier one.
+    """The only committer of a store: opening one fences every earlier writer.
 
     Not thread-safe: one thread at a time. Memory: the code mirrors (`mirror_nbytes`), and chunks in flight.
 
@@ -71,19 +71,19 @@ class Writer:
         self.close()
 
     def close(self) -> None:
-        """Free the mirrors. What was not committed is forgotten; a second call is harmless."""
+        """Free the mirrors. Uncommitted work is lost; a second call does nothing."""
         self.mirrors.clear()
         self._state.snapshot = None
         self._state.open = None
 
     @property
     def is_synced(self) -> bool:
-        """Whether the mirrors are the head's state, so that a delta may be written."""
+        """Whether the mirrors equal the head's state, so that a delta may be written."""
         return self._state.is_synced
 
     @property
     def mirror_nbytes(self) -> int:
-        """Bytes the mirrors take now."""
+        """Current size of the mirrors in bytes."""
         return self.mirrors.nbytes
 
     @property
@@ -104,7 +104,7 @@ class Writer:
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks that write together."""
+        """The group of ranks that write together."""
         return self._state.setup.ranks
 
     def shards(self, tables: Iterable[str]) -> dict[str, tuple[Shard, ...]]:
@@ -119,7 +119,7 @@ class Writer:
         Raises
         ------
         Conflict
-            Another writer has come behind what was loaded; the message says who.
+            Another writer committed after the loaded version; the message names it.
         VersionExpired
             The version that was loaded has expired: restore another one.
         CommitStateUnknown, StorageFailure, ReadOnlyStore, UnsafeBackend, WrongClock
@@ -142,7 +142,7 @@ class Writer:
         ----------
         outputs
             Table, or `Shard` of a table, to ``{"values": (rows, columns) array, slot name: array}``, preallocated,
-            filled in place. What is not named only gets its mirror.
+            filled in place. For all other tables only the mirror is loaded.
         slots_rule
             What becomes of one-dimensional slots of tables that were cut into other column shards
             (`TableView.read_rectangle`). Unless it is ``exact``, the next save must be a baseline.
@@ -154,7 +154,7 @@ class Writer:
         Fenced
             Another writer took over.
         CommitStateUnknown
-            The last commit is still unknown: call `settle`.
+            The outcome of the last commit is unknown: call `settle`.
         VersionExpired
             Again and again the head was compacted, and what it had been made of deleted, before it was loaded: garbage
             collection waits for less than that takes.
@@ -235,18 +235,18 @@ class Writer:
         Raises
         ------
         CommitStateUnknown
-            An earlier commit is still unknown: call `settle`.
+            The outcome of an earlier commit is unknown: call `settle`.
         DoesNotApply
             A delta without having restored the head.
         Conflict
             As `take_over`, of a writer that has not done that yet.
         SaveInProgress
-            The transaction before has neither been committed nor aborted.
+            The previous transaction was neither committed nor aborted.
         CorruptStore, StorageFailure
             The chain of the last commit cannot be opened; after a CorruptStore the writer needs `restore` or a
             baseline.
         BadInput
-            ``step`` is no integer of 0 or more, or the ranks are at different steps.
+            ``step`` is not an integer of at least 0, or the ranks pass different steps.
         """
         state = self._state
         state.take_over()
@@ -360,7 +360,7 @@ def _checked_step(step: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    """What a rank wants to begin."""
+    """What a rank asks `begin` to start."""
 
     step: int
     kind: CommitKind
