@@ -1,7 +1,7 @@
-"""`CarryingReader`: every batch brings the reader's state along, so nothing needs to run empty for a save.
+"""`CarryingReader`: yields each batch with the reader's state, so no queue must be drained before a save.
 
-Whatever lies between the loader and the training (threads, queues, lookahead) hands on batch and state together; the
-training gives the manager the state of the batch that it trained.
+Threads, queues and lookahead between the loader and the training pass on batch and state together. The training gives
+the manager the state of the batch that it trained.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class CarriedBatch(Generic[T]):
-    """A batch, and the reader's state as of after it.
+    """A batch, and the reader's state directly after it.
 
-    ``to``, ``pin_memory`` and ``record_stream`` are those of the batch, for pipelines that call them.
+    ``to``, ``pin_memory`` and ``record_stream`` call those of the batch, for pipelines that need them.
 
     Attributes
     ----------
     batch
         As it came from the loader.
     state
-        For ``CheckpointManager.step(reader_state=...)``; None where no save can be due (`CarryingReader.every`).
+        For ``CheckpointManager.step(reader_state=...)``; None for batches between two saves (`CarryingReader.every`).
     """
 
     batch: T
@@ -60,17 +60,17 @@ class CarryingReader(Generic[T]):
     ``manager.step(reader_state=carried.state)``. A save that is due at a batch without a state waits for the next one
     that has it.
 
-    The state is copied, for what `StatefulDataLoader` gives without workers is made of live objects: some 0.1 to 0.2 ms
-    for a batch that carries one, and more as the dataset's own state grows (30 ms for 100,000 integers). Between these
-    batches ``every`` saves that; ``snapshot_every_n_steps`` of the loader does the same for what workers send along.
+    The state is copied, because a `StatefulDataLoader` without workers returns live objects. A copy takes 0.1 to 0.2
+    ms, and more if the dataset's own state is large (30 ms for 100,000 integers). ``every`` sets which batches pay it.
+    The loader's ``snapshot_every_n_steps`` does the same for the states that worker processes send.
 
     Parameters
     ----------
     loader
         What has a state after each batch: torchdata's ``StatefulDataLoader``, with or without worker processes.
     every
-        Take the state at every how many batches, counted since the last one taken; the manager's ``every_steps``, or
-        1 when saves may be due at any step.
+        Batches from one copy of the state to the next: the manager's ``every_steps``, or 1 if a save may be due at any
+        step.
 
     Raises
     ------
@@ -105,22 +105,22 @@ class CarryingReader(Generic[T]):
 
     @property
     def is_ready(self) -> bool:
-        """Never: which batch was trained is known to the training alone."""
+        """Always False: only the training knows which batch was trained."""
         return False
 
     def trained(self) -> None:
-        """Learn whether a save still waits."""
+        """Note a trained step: states are requested only while `prepare` is called at every step."""
         if not self._was_asked:
             self._is_wanted.clear()
         self._was_asked = False
 
     def prepare(self) -> None:
-        """Let every batch that is fetched carry its state, until the first step that does not ask for it."""
+        """Copy the state with every fetched batch, until the first step without this call."""
         self._was_asked = True
         self._is_wanted.set()
 
     def state_dict(self) -> Any:
-        """Refuse: the loader's state may count batches that were not trained.
+        """Raise, because the loader's state may count batches that were not trained.
 
         Raises
         ------
@@ -132,7 +132,7 @@ class CarryingReader(Generic[T]):
         )
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Continue behind the batch of ``state_dict``; begin a new iteration afterwards."""
+        """Continue after the batch of ``state_dict``. Begin a new iteration after this call."""
         resume(self._loader, state_dict)
         self._fetched = self._last_state_at = 0
         self._was_asked = False

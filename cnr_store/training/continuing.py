@@ -1,7 +1,7 @@
-"""Going on from a state that was restored: the writer's epoch, taken no earlier than a training saves or steps.
+"""Takes the store over after a restore: commits the writer's fence at the first step or save, and no earlier.
 
-A restore reads, and so may stand beside a training that goes on (an evaluation). Only who goes on writes: a fence, and
-a rollback where the state is not the head's. Both only while nobody else has gone on from what was restored.
+A restore alone only reads, so an evaluation may restore while another process trains. The first step or save commits
+a fence, and a rollback if the restored state is not the head's. Both fail if another writer has committed since.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from cnr_store.store import Store
 
 @dataclass(slots=True, eq=False)
 class TakeOver:
-    """How a writer comes to its epoch, once it goes on from a version: see `cnr_store.write.writer_state.Succession`.
+    """How a writer gets its epoch when it continues a version: see `cnr_store.write.writer_state.Succession`.
 
     Parameters
     ----------
     store
-        What it goes on in.
+        The store to continue.
     version
         The version whose state is restored.
     newest, torn
-        The newest record when that was chosen, and the sha256 of each position behind it that could not be read.
+        The newest record when `version` was chosen, and the sha256 of each later position that could not be read.
     """
 
     store: Store
@@ -41,12 +41,12 @@ class TakeOver:
     _steps: list[Callable[[LogEntry, WriterInfo], LogEntry]] = field(default_factory=list)
 
     def take(self, info: WriterInfo) -> LogEntry:
-        """Commit what is missing yet of fence and rollback; return the last of them. Blocks; safe to call again.
+        """Commit the fence and rollback that are still missing; return the last record. Blocks; safe to call again.
 
         Raises
         ------
         Conflict
-            Somebody else has gone on behind `newest`.
+            Another writer has committed after `newest`.
         VersionExpired
             The version that was restored is not live any more.
         Fenced, CommitStateUnknown, CorruptStore, ReadOnlyStore, UnsafeBackend, WrongClock, StorageFailure
@@ -62,9 +62,9 @@ class TakeOver:
     def _plan(self) -> LogEntry:
         newest, target = self._read(self.newest), self._read(self.version)
         if self.torn:
-            self._steps = [self._roll_back, self._fence]  # nothing can be put behind them before they are superseded
+            self._steps = [self._roll_back, self._fence]  # torn positions must be superseded before a fence
         elif target.record.chain != newest.record.chain:
-            # In this order: a writer that meets the rollback alone would take it for its own to follow.
+            # Fence first: an old writer that saw only the rollback would continue from it.
             self._steps = [self._fence, self._roll_back]
         else:
             self._steps = [self._fence]
@@ -72,7 +72,7 @@ class TakeOver:
         return newest
 
     def _learn(self) -> LogEntry:
-        """What became of a step whose outcome was not known."""
+        """Look up whether the last append was committed; return the newest record."""
         assert self._head is not None
         entry = None if self._sent is None else self.store.internals.log.resolve(self._sent)
         self._sent = None

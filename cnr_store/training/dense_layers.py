@@ -1,4 +1,4 @@
-"""Large dense layers that are stored as tables are: which they are, and how a tracker takes them."""
+"""Large dense layers that are stored like tables: how they are selected, and how a tracker gets their changed rows."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def large_layers(
 
 
 class EveryRow:
-    """A source of changes for a table whose every row changes in every step."""
+    """A source of changes for a table of which every row changes in each step."""
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
@@ -54,5 +54,5 @@ class EveryRow:
 
 
 def watched_layer(shard: LocalShard) -> WatchedShard:
-    """Return a dense layer as a tracker watches it: no hook looks at its steps, `EveryRow` says what changed."""
+    """Return a dense layer for a tracker: no hook follows its steps, `EveryRow` reports the changed rows."""
     return WatchedShard(shard.name, shard.rows[1] - shard.rows[0])

@@ -1,4 +1,4 @@
-"""What a training is told of a save that failed: whether its rows are kept, and whether a later one can save them."""
+"""Reports a failed save to the training: whether its rows are kept, and whether a later save can write them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def failure_message(error: BaseException) -> str:
 
 
 def raise_failure(error: BaseException | None) -> None:
-    """Raise what became of a failed save; return if there is no error.
+    """Raise the error of a failed save; return if there is no error.
 
     Raises
     ------
     BackgroundSaveFailed
-        With its cause. What is no `Exception` (Ctrl-C) is raised as it is.
+        With its cause. An error that is not an `Exception` (Ctrl-C) is raised unchanged.
     """
     if error is None:
         return
@@ -38,7 +38,7 @@ def raise_failure(error: BaseException | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FailureReports:
-    """Tells the training of failed saves, as ``on_error`` says."""
+    """Raises or warns about failed saves, as ``on_error`` selects."""
 
     ranks: Ranks
     on_error: OnError
@@ -51,14 +51,14 @@ class FailureReports:
             self._raise_or_warn(failure)
 
     def report_together(self, error: BaseException | None) -> None:
-        """As `report`, on all ranks what one has to tell: they save next, or not, together."""
+        """As `report`, but an error of one rank is reported on all, so that they all save next or all do not."""
         try:
             self.raise_together(error)
         except BackgroundSaveFailed as failure:
             self._raise_or_warn(failure)
 
     def raise_together(self, error: BaseException | None) -> None:
-        """Raise on all ranks what one has to tell, whatever ``on_error`` says."""
+        """Raise an error of one rank on all ranks, independently of ``on_error``."""
         together(self.ranks, lambda: raise_failure(error))
 
     def _raise_or_warn(self, failure: BackgroundSaveFailed) -> None:

@@ -19,7 +19,7 @@ def sizes_since_baseline(policy: Policy, records: Iterable[CommitRecord]) -> lis
     Parameters
     ----------
     records
-        Newest first. Only `intermittent` reads on: its deltas replace each other, so a chain holds the last one only.
+        Newest first. `intermittent` reads more than one, because a chain has only the last of its deltas.
     """
     walk = iter(records)
     newest = next(walk)

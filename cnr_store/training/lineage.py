@@ -1,4 +1,4 @@
-"""What a training knows of the checkpoints that it goes on from: policies decide by it."""
+"""Sizes and changed rows of the checkpoints since the last baseline; save policies use them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Lineage:
     sizes: list[CheckpointSize] = field(default_factory=list)
 
     def add(self, job: SaveJob) -> None:
-        """Take over a committed save."""
+        """Add a committed save."""
         size = CheckpointSize(job.transaction.kind, job.transaction.size_bytes)
         if size.kind == "baseline":
             self.sizes = [size]
@@ -34,7 +34,7 @@ class Lineage:
     def restored(
         self, sizes: list[CheckpointSize], changed: Mapping[str, RowIds], holdings: Mapping[str, RankShard]
     ) -> None:
-        """Begin anew behind a restore; ``changed`` are row ids of whole tables, ``holdings`` this rank's shards."""
+        """Reset after a restore; ``changed`` are row ids of whole tables, ``holdings`` this rank's shards."""
         self.sizes = sizes
         self.changed.clear()
         for name, holding in holdings.items():

@@ -1,4 +1,4 @@
-"""What is trained: model, optimizers and reader, what of the tables this rank saves, and the hooks that watch them."""
+"""The live objects of a training: model, optimizers, reader, this rank's shards, and the hooks that track changes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LiveTraining:
     options
         By table, of all tables, also those of other ranks.
     ranks, control
-        The ranks that train together; ``control`` is a line of its own for what the manager asks them, beside saves.
+        The ranks that train together; ``control`` is a separate channel for the manager's messages beside saves.
     """
 
     model: nn.Module
@@ -59,15 +59,15 @@ class LiveTraining:
 
     @property
     def intervals(self) -> IntervalReader | None:
-        """The reader, if it says when its state is exact."""
+        """The reader, if it reports when its state is exact."""
         return self.reader if isinstance(self.reader, IntervalReader) else None
 
     def plan_state(self) -> StatePlan:
-        """Return where everything is that is saved, as of now."""
+        """Return where each part of the state is now."""
         return plan_state(self.model, self.optimizers, self.holdings.shards, self.holdings.tables)
 
     def detach(self) -> None:
-        """Take every hook off the model. A second call is harmless."""
+        """Remove every hook from the model. A second call does nothing."""
         self.tracker.detach()
         while self.lookups:
             self.lookups.pop().remove()
@@ -86,12 +86,12 @@ def watch_training(
     precision: PrecisionPolicy,
     store_options: StoreOptions,
 ) -> LiveTraining:
-    """Find what is to be saved, agree on it with all ranks, and hook the tracker to the model. Blocks.
+    """Find the state to save, agree on it with all ranks, and attach the tracker to the model. Blocks.
 
     Raises
     ------
     BadInput, TableNotFound, BadDtype, Unsupported
-        On all ranks, also where only one cannot go on; no hook is left.
+        Raised on all ranks, also when only one of them fails. All hooks are removed before.
     """
     model = unwrapped(model)
     optimizers = plain_optimizers([optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer))
@@ -107,14 +107,14 @@ def watch_training(
         plain.update((name, parameter) for name, parameter in found.items() if name not in layers)
         shards.extend(here)
 
-    # Where one rank cannot go on the others hear of it now, rather than wait for it.
+    # If one rank fails, the others raise now instead of waiting for it.
     together(ranks, find)
     holdings = hold(shards, ranks)
     by_table = options_by_table(options, holdings.tables)
     if precision.dense is not None:
         named = options if isinstance(options, Mapping) else {}
         by_table |= {layer: named.get(layer, precision.dense) for layer in layers}
-    # It refuses what cannot be saved, too.
+    # This also raises for state that cannot be saved.
     check_alike(lambda: plan_state(model, optimizers, holdings.shards, holdings.tables), optimizers, ranks)
     _log_memory(holdings, by_table, store_options.mirror)
     trackers: list[RowTracker] = []

@@ -1,6 +1,6 @@
-"""What of a checkpoint goes where in a live model and its optimizers: a plan, or the error that names what differs.
+"""Plans which parts of a checkpoint are restored to which live tensors, or raises an error that names the difference.
 
-Pure: nothing is read from the store, and nothing changed.
+Pure: it reads nothing from the store and changes nothing.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from cnr_store.training.tensors import table_dtype_name
 from cnr_store.types import Rectangle
 
 Resize = Literal["fill", "model"]
-"""What rows hold that a table has and the stored one has not: the stored table's fill, or what the model has there."""
+"""Content of rows that only the live table has: the stored table's fill value, or the model's present values."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardRestore:
-    """One shard of a stored table and where it goes.
+    """One shard of a stored table and the live shard that it is restored to.
 
     ``slots``: stored schema, shape on this rank, and layout of each slot to fill.
     """
@@ -42,12 +42,12 @@ class ShardRestore:
 
     @property
     def shard(self) -> LocalShard:
-        """Where it goes."""
+        """The live shard."""
         return self.holding.shard
 
     @property
     def key(self) -> Shard:
-        """The shard under the table's stored name, as far as that has it."""
+        """The shard under the table's stored name, without rows that the stored table does not have."""
         return Shard(self.stored, None if self.holding.key.rectangle is None else self.rectangle)
 
     @property
@@ -58,7 +58,7 @@ class ShardRestore:
 
     @property
     def rectangle(self) -> Rectangle:
-        """What of the stored table is read into it."""
+        """The rectangle of the stored table that is read into the shard."""
         first = min(self.shard.rows[0], self.schema.num_rows)
         return Rectangle((first, first + self.num_stored), self.shard.columns)
 
@@ -72,7 +72,7 @@ class RestorePlan:
     shards
         Shards of tables with their slots.
     fused
-        Shards and what their fused optimizers get back besides slots.
+        Shards, and the state besides slots that their fused optimizers get back.
     dense
         Stored dense tensors to the model's parameters and buffers.
     optimizer_dense
@@ -82,8 +82,8 @@ class RestorePlan:
     renamed
         My name to the stored name of each table that is restored.
     missing, unexpected
-        What the model has and the checkpoint has not, and the other way round (only without ``strict``): names of
-        tables and dense tensors, ``optimizer/<number>``, and ``<table>/<slot>``. Sorted.
+        Names that only the model has, and names that only the checkpoint has (only without ``strict``): tables, dense
+        tensors, ``optimizer/<number>``, and ``<table>/<slot>``. Sorted.
     """
 
     shards: tuple[ShardRestore, ...]
@@ -126,7 +126,7 @@ def plan_restore(
     strict: bool = True,
     resize: Resize | None = None,
 ) -> RestorePlan:
-    """Return what to put where.
+    """Return the plan of a restore.
 
     Parameters
     ----------
@@ -135,9 +135,9 @@ def plan_restore(
     name_map
         Stored table name to mine; others keep their names.
     strict
-        Refuse when a table, dense tensor, slot or optimizer is missing on either side; else restore what both have.
+        Raise if a table, dense tensor, slot or optimizer is missing on either side; else restore what both have.
     resize
-        Take tables that have more rows than the stored ones.
+        Accept tables that have more rows than the stored ones.
 
     Raises
     ------
@@ -239,7 +239,7 @@ def _match_optimizers(
 ) -> tuple[OptimizerDocument | None, ...]:
     """Return the stored document of each optimizer, None where class or parameters are not the same."""
     stored = [] if trainer is None else trainer.optimizers
-    # Whether a table is stepped by an optimizer or inside backward may change with its sharding.
+    # Tables are left out: another sharding may move their update between an optimizer and the backward pass.
     mine = {id(one.parameter): one.name for one in plan.optimized if not one.is_table}
     matched: list[OptimizerDocument | None] = []
     for index, optimizer in enumerate(optimizers):
@@ -317,14 +317,14 @@ def _plan_shard(
 
 
 def has_parameter(document: OptimizerDocument | None, name: str) -> bool:
-    """Whether the optimizer that the document is of had a parameter."""
+    """Return whether the optimizer that the document describes had a parameter."""
     return document is not None and any(name in group.parameters for group in document.groups)
 
 
 def _slot_layout(
     schema: TableSchema, stored: str, name: str, found: SlotDocument | None
 ) -> tuple[tuple[int, ...], str]:
-    """Shape and layout of a slot to fill. Memory is taken by them, so they must be those of the table."""
+    """Return shape and layout of a slot to fill. Memory is allocated by them, so they must fit the table."""
     rows = schema.num_rows
     allowed = ((rows,), (rows, 1)) if schema.slots[name].kind == "row" else ((rows, schema.dim),)
     if found is None:

@@ -1,7 +1,7 @@
-"""The reader's position: which samples were consumed, committed with the weights that consumed them.
+"""The reader's position: which samples were consumed, committed together with the weights that consumed them.
 
-The state of a loader is that of the last batch fetched. Behind anything that fetches ahead it must not be saved as it
-is: the batches between would be skipped. An `IntervalReader` says when its state is that of the last batch trained.
+A loader's state is that of the last fetched batch. If batches are fetched ahead of training, it must not be saved
+directly: a resume would skip them. An `IntervalReader` reports when its state is that of the last trained batch.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ Redistribute = Callable[[list[Any]], Sequence[Any]]
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What has a state and takes it back: torchdata's StatefulDataLoader, a scheduler, a GradScaler."""
+    """An object that returns and loads its state: torchdata's StatefulDataLoader, a scheduler, a GradScaler."""
 
     def state_dict(self) -> Any:
         """Return the state as plain data."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Take the state back."""
+        """Load a state."""
 
 
 @runtime_checkable
 class IntervalReader(Stateful, Protocol):
-    """A reader that knows what of its batches was trained; a save that is due waits until it is ready."""
+    """A reader that knows which of its batches were trained; a due save waits until it is ready."""
 
     @property
     def is_ready(self) -> bool:
@@ -44,15 +44,15 @@ class IntervalReader(Stateful, Protocol):
         """Count one batch as trained; called once by each step, before a save."""
 
     def prepare(self) -> None:
-        """A save is due and waits: become ready in as few batches as possible, perhaps at once. Must not block.
+        """Become ready within as few batches as possible, because a due save waits. Must not block.
 
-        Called again at every step while it waits, also on a ready reader: another rank's may not be. Until the first
-        step without it the reader is best ready at each.
+        Called again at every step while the save waits, also on a ready reader: another rank's reader may not be
+        ready. Until the first step without this call the reader should be ready at each step.
         """
 
 
 def check_stateful(name: str, value: object) -> None:
-    """Return if ``value`` can be saved and restored; warns of a loader whose sampler's order cannot.
+    """Return if ``value`` can be saved and restored; warn about a loader whose sampling order cannot.
 
     Raises
     ------
@@ -75,10 +75,10 @@ def check_stateful(name: str, value: object) -> None:
 
 
 def reader_document(reader: Stateful | None, given: Any) -> dict[str, Any] | None:
-    """Return what is saved of the reader: the caller's state of the last trained batch, else the reader's own.
+    """Return the reader's document: the caller's state of the last trained batch, else the reader's own state.
 
-    The reader's own is right only while no batch lies between it and the training: behind a prefetching queue the
-    caller must give the state that came with the batch.
+    The reader's own state is right only if no fetched batch waits for training. With a prefetching queue the caller
+    must pass the state that came with the batch.
     """
     if given is not None:
         return {"state": given}
@@ -123,8 +123,8 @@ def _state_in(snapshot: Snapshot, name: str) -> Any:
 def reader_states_for(states: Sequence[Any], world: int, redistribute: Redistribute | None = None) -> list[Any]:
     """Return one reader state per rank of a training that resumes on ``world`` ranks. Pure, no I/O.
 
-    A reader's state says what one rank has read of its share. With another number of ranks the shares are others, and
-    only the caller knows how they are made; nothing is guessed.
+    A reader's state records what one rank has read of its share. With another number of ranks the shares differ, and
+    only the caller knows how they are made. This function does not guess.
 
     Parameters
     ----------

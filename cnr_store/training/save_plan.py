@@ -1,4 +1,4 @@
-"""What a save writes, decided by all ranks together: a baseline or a delta, and which tables whole."""
+"""Decides, with all ranks together, what a save writes: a baseline or a delta, and which tables in full."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class SavePlan:
     Attributes
     ----------
     state, slots
-        Of this rank: where everything is, and the slots by name of the shard.
+        This rank's state plan, and its slots by name of the shard.
     decision
         The same on all ranks.
     tables
-        What the ranks know of the tables between them: ``slots``, ``fused`` and ``stepped``.
+        What all ranks together know of the tables: ``slots``, ``fused`` and ``stepped``.
     """
 
     state: StatePlan
@@ -45,7 +45,7 @@ class SavePlan:
 
 
 def plan_save(training: LiveTraining, chain: ChainState, policy: Policy, writer: Writer) -> SavePlan:
-    """Decide on a save. Blocks; all ranks call it. Adds to ``chain.whole_next`` what must be written whole."""
+    """Return the plan of the next save. Blocks; all ranks call it. Adds tables to rewrite to ``chain.whole_next``."""
     found: list[tuple[StatePlan, dict[str, Slots], Decision]] = []
 
     def share() -> dict[str, Any]:
@@ -87,7 +87,7 @@ def _decide_here(
     state: StatePlan,
     slots: Mapping[str, Slots],
 ) -> Decision:
-    """What this rank would save, without knowing of the others."""
+    """Return what this rank would save if it were alone."""
     schemas = chain.growing.applied_to(writer.snapshot.tables) if writer.is_synced else {}
     chain.whole_next |= chain.rate.waits_for_baseline()
     chain.whole_next |= {

@@ -1,4 +1,4 @@
-"""The states of a training's saves, and every way from one to another."""
+"""The states of a training's saves, and every transition between them."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from enum import Enum
 
 
 class SaveState(Enum):
-    """What stands between a training and its next save."""
+    """Whether and how the next save of a training may begin."""
 
     IDLE = "idle"
     """Nothing: a save may begin."""
     RESTORED = "restored"
     """A checkpoint was restored; the next step or save takes the store over."""
     READING = "reading"
-    """Tables are read while the training goes on; the save is of a later step, at which the rows changed since join."""
+    """Tables are read while the training continues; a later step adds the rows changed since and is saved."""
     RUNNING = "running"
-    """A save is under way, or over and not yet collected."""
+    """A save is running, or over and not yet collected."""
     UNKNOWN = "unknown"
-    """A commit's reply was lost. Its rows are kept apart, and the store is asked before the next save."""
+    """A commit's reply was lost. Its rows are kept separately, and the next save first looks up the commit."""
     FENCED = "fenced"
-    """Another training has taken the store over: nothing is saved before another restore."""
+    """Another training has taken the store over: no save is possible before another restore."""
 
 
 class SaveEvent(Enum):
@@ -71,7 +71,7 @@ _NEXT: dict[tuple[SaveState, SaveEvent], SaveState] = {
 
 
 def next_state(state: SaveState, event: SaveEvent) -> SaveState:
-    """Return the state behind an event. Pure.
+    """Return the state after an event. Pure.
 
     Raises
     ------

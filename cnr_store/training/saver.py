@@ -1,6 +1,6 @@
-"""Saves of one training: begun by the training thread, run by the background, and what became of them.
+"""Begins the saves of one training on the training thread, runs them in the background, and handles their outcomes.
 
-The rule that it must never break: rows stay dirty until the commit that holds them has won (design, section 4, rule 3).
+The rule that it must never break: rows stay dirty until the commit that has them succeeds (design, section 4, rule 3).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """Begins saves, and takes notice of what became of them. Call it from the thread that trains.
+    """Begins saves and handles their outcomes. Call it from the thread that trains.
 
     Attributes
     ----------
     history
         Reports of the committed saves, oldest first.
     state
-        What stands between the training and its next save; `_move` alone changes it.
+        The state that decides whether the next save may begin; only `_move` changes it.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class Saver:
     # ---- beginning a save
 
     def begin(self, *, wait_s: float) -> bool:
-        """Copy what is to be saved and hand it to the background; the only part that holds the training up.
+        """Copy the state to save and hand it to the background. Only this part of a save blocks the training.
 
-        Returns whether the save is over, because the training waited until tables were written.
+        Returns True if the save is already over, because the training waited until tables were written.
         """
         started = time.perf_counter()
         self.settle()
@@ -98,7 +98,7 @@ class Saver:
         return self._save(transaction, writer, plan, started, wait_s=wait_s)
 
     def _read(self, read: LiveRead, started: float) -> None:
-        """Read tables in the background; the save goes on in `finish`, at the first step behind that."""
+        """Read tables in the background; the save continues in `finish`, at the first step after the read."""
         try:
             together(self.training.control, lambda: self.background.read(read))
         except BaseException:  # no thread, no memory, here or on another rank
@@ -116,9 +116,9 @@ class Saver:
         return self._reading is not None or self.background.is_running
 
     def finish(self) -> BaseException | None:
-        """Go on with a save whose tables were read: copy the rows changed since. Waits until they are read.
+        """Continue a save whose tables are read: copy the rows that changed since. Waits until the read is over.
 
-        Call it between optimizer steps. All ranks call it. Returns the error of a save that was given up.
+        Call it between optimizer steps, on all ranks. Returns the error if the save was aborted.
         """
         read, writer, control = self._reading, self.writer.current, self.training.control
         assert read is not None  # the caller has asked
@@ -158,7 +158,7 @@ class Saver:
         self, transaction: Transaction, writer: Writer, plan: SavePlan, started: float, *, wait_s: float = 0.0,
         read: LiveRead | None = None,
     ) -> bool:  # fmt: skip
-        """Stage a save and hand it to the background; returns whether it is over, because it reads live tables."""
+        """Stage a save and hand it to the background; return True if it is over, because it reads live tables."""
         job: SaveJob | None = None
         try:
             job = self.stager.stage(transaction, writer, plan, read)
@@ -182,7 +182,7 @@ class Saver:
                 transaction.abort()
                 self._lost(job, None)
             elif job.whole:
-                # Training that went on now would tear what is being read.
+                # A training step now would change rows while they are read.
                 self.background.wait_to_the_end()
             raise
         return bool(job.whole)
@@ -204,13 +204,13 @@ class Saver:
 
     @property
     def last_save(self) -> SaveReport | None:
-        """The report of the newest committed save that the training thread has taken notice of."""
+        """The report of the newest committed save that the training thread has collected."""
         return self.history[-1] if self.history else None
 
     def collect(self, *, wait: bool) -> BaseException | None:
-        """Take notice of a save that is over; returns its error if it is not known to be committed.
+        """Collect a save that is over; return its error if it is not known to be committed.
 
-        With ``wait`` a save whose tables are read becomes one of the present step. All ranks call it then.
+        With ``wait``, a save whose tables are being read becomes a save of the present step; then all ranks call it.
         """
         if self._unreported is not None:
             unreported, self._unreported = self._unreported, None
@@ -236,9 +236,9 @@ class Saver:
         return finished.error
 
     def collect_at_step(self, must_wait: Callable[[], bool]) -> None:
-        """Take notice of a save that is over, or go on with one whose tables are read, unless it ``must_wait``.
+        """Collect a save that is over, or continue one whose tables are read, unless it ``must_wait``.
 
-        Several ranks are told of its error where all are asked (`collect`). All ranks call it.
+        With several ranks the error is kept until all of them call `collect`. All ranks call this.
         """
         if self._reading is not None:
             self.mark_saved()  # what comes due meanwhile is this save
@@ -252,12 +252,12 @@ class Saver:
             self._unreported = error  # another rank may not know of it yet
 
     def settle(self) -> None:
-        """Learn what became of a save whose outcome is unknown; blocks.
+        """Look up in the store whether a save with an unknown outcome was committed. Blocks.
 
         Raises
         ------
         CommitStateUnknown
-            Still unknown. Its rows are kept apart until it is known.
+            Still unknown. Its rows are kept separately until it is known.
         """
         writer, unknown = self.writer.current, self._unknown
         if writer is None:
@@ -280,7 +280,7 @@ class Saver:
             self._won(unknown.job, entry.record.v, failed)
 
     def _won(self, job: SaveJob, version: int, error: BaseException | None = None) -> None:
-        """``error``: what failed behind the commit, which nothing takes back."""
+        """Handle a committed save. ``error``: what failed after the commit; the commit stays valid."""
         self._move(SaveEvent.WON)
         job.staged.release()
         changes = self.chain.won(job, self.training)
@@ -309,7 +309,7 @@ class Saver:
         if isinstance(error, TransactionAborted) and self.training.ranks.world > 1:
             pass  # a rank gave up before anything was appended: the mirrors are the head's, on all ranks
         elif isinstance(error, Conflict):
-            # The head is not what our mirrors are: the next save is a baseline behind a fence of its own.
+            # The mirrors do not match the head: the next save commits a fence and then a baseline.
             self.writer.close()
 
     def _move(self, event: SaveEvent) -> None:
@@ -318,14 +318,14 @@ class Saver:
     # ---- the writer
 
     def ready_writer(self) -> Writer:
-        """Return the writer, as the store's committer. Blocks for a few requests if it is not yet.
+        """Return the writer after its takeover of the store. Blocks for a few requests the first time.
 
         Raises
         ------
         Fenced
             Another training has taken the store over.
         Conflict
-            Another one has gone on from what was restored.
+            Another training has committed after the restored version.
         """
         store = self.writer.store
         if self.state is SaveState.FENCED:
@@ -343,17 +343,17 @@ class Saver:
         return writer
 
     def open_writer(self, take_over: TakeOver) -> Writer:
-        """Return a writer that goes on from a version, once `restored` is called with it. It writes nothing before."""
+        """Return a writer that continues from a version. It writes nothing before `restored` is called with it."""
         self._move(SaveEvent.WRITER_OPENED)
         return self.writer.open(take_over)
 
     def restored(self, writer: Writer) -> None:
-        """Take notice that what the writer goes on from is in place."""
+        """Use a writer from now on: the state that it continues from is restored."""
         self.writer.current, self._fenced_by = writer, None
         self._move(SaveEvent.RESTORED)
 
     def go_on(self) -> None:
-        """In the first step behind a restore: become the committer, so that a training that this one follows stops."""
+        """In the first step after a restore: take the store over, so that an earlier training stops."""
         if self.state is not SaveState.RESTORED:
             return
         self._move(SaveEvent.STEPPED)
@@ -369,7 +369,7 @@ class Saver:
     # ---- the end
 
     def close(self) -> None:
-        """Wait for the save under way, and end the thread; saves nothing more.
+        """Wait for the running save and end the thread. Later saves are not possible.
 
         Raises
         ------

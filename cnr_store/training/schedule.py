@@ -12,12 +12,12 @@ from cnr_store.training.reader import IntervalReader
 from cnr_store_gpu import RowTracker
 
 _STEPS_UNTIL_WARNING = 8
-"""Steps for which a save may be overdue in silence; micro-batches that are counted one by one make it wait too."""
+"""Steps that a due save may wait before a warning; micro-batches that are counted one by one also make it wait."""
 
 
 @dataclass(slots=True)
 class SaveSchedule:
-    """Whether a save is due. Pure: it is told steps and seconds. A due save stays due until `mark`."""
+    """Decides whether a save is due. It reads no clock: the caller passes steps and seconds. Due until `mark`."""
 
     every_steps: int | None
     every_seconds: float | None
@@ -53,7 +53,7 @@ class SaveBoundary:
         """Return whether the save must wait on some rank, and so on all. All ranks call it."""
         waits = any(together(self.ranks, self._waits_here))
         if waits and self.intervals is not None:
-            self.intervals.prepare()  # where the reader is ready already, it stays so for the others
+            self.intervals.prepare()  # a reader that is ready stays ready until the other ranks' are
         return waits
 
     def _waits_here(self) -> bool:

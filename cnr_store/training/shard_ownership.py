@@ -1,7 +1,7 @@
-"""What this rank holds of the model's tables, what of it this rank saves, and under which rectangle of the store.
+"""Which shards of the model's tables this rank has, which of them it saves, and as which rectangles of the store.
 
-A table that every rank has a copy of is saved by one of them, its owner, which keeps the code mirror as well. Owners
-are chosen so that ranks have about equally much to write, and stay as long as the training runs.
+A table that every rank has a copy of is saved by one rank, its owner, which also keeps the code mirror. Owners are
+chosen so that all ranks write about the same number of elements. They do not change while the training runs.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Holdings:
     replicated
         Tables that several ranks have copies of, sorted; the same on every rank.
     placement
-        What the writer of this rank holds; None where it holds every table whole.
+        The rectangles that this rank's writer saves; None if it has every table whole.
     """
 
     by_name: Mapping[str, RankShard]
@@ -93,7 +93,7 @@ def find_local_shards(
 
 
 def hold(shards: Sequence[LocalShard], ranks: Ranks) -> Holdings:
-    """Agree with all ranks on who saves what. Blocks; all ranks call it.
+    """Agree with all ranks on the owner of each shard, and return this rank's shards. Blocks; all ranks call it.
 
     Raises
     ------
@@ -166,10 +166,10 @@ def check_alike(plan: Callable[[], StatePlan], optimizers: Sequence[torch.optim.
 def _owners(
     shapes: Mapping[str, tuple[int, int]], copies: Mapping[str, Sequence[int]], loads: Sequence[int]
 ) -> dict[str, int]:
-    """Who saves each replicated table: a rank that has it; among all of them the least loaded one."""
+    """Return the rank that saves each replicated table: the least loaded one if all ranks have it, else the lowest."""
     world = len(loads)
     everywhere = {table: math.prod(shapes[table]) for table, holders in copies.items() if len(holders) == world}
-    # What a rank saves anyway counts as one more table that it owns already.
+    # The sharded tables that a rank saves count as one more table, which it already owns.
     anyway = {f"\0rank {rank}": rank for rank in range(world)}
     sizes = everywhere | {name: loads[rank] for name, rank in anyway.items()}
     owners = assign_owners(sizes, world, anyway)

@@ -1,7 +1,7 @@
-"""What of a model and its optimizers goes where in a checkpoint: a plan, made without touching anything.
+"""Plans where each part of a model and its optimizers is stored in a checkpoint. Changes nothing.
 
-Tables and the optimizer state that travels with their rows go by row; everything else that is a tensor goes into
-dense tensors; numbers, hyperparameters and the layout of the optimizers go into the document ``trainer/0``.
+Tables and their slots are stored by row. Every other tensor is stored as a dense tensor. Numbers, hyperparameters and
+the layout of the optimizers are stored in the document ``trainer/0``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cnr_store.write.table_options import TableOptions
 from cnr_store_gpu import plan_tables, scalar_state
 
 INLINE_ELEMENTS = 1
-"""Optimizer tensors of at most so many elements (step counters) stand in the trainer document."""
+"""Optimizer tensors of at most so many elements (step counters) are stored in the trainer document."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,12 +41,12 @@ class Optimized:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StatePlan:
-    """Where everything of a training state belongs; tensors are live.
+    """Where each part of a training state is stored; tensors are live.
 
     Attributes
     ----------
     shards
-        What this rank holds of tables, by name of the shard.
+        This rank's shards of tables, by name of the shard.
     dense
         Name to parameter or persistent buffer that is no table.
     optimized
@@ -58,7 +58,7 @@ class StatePlan:
     optimized: tuple[Optimized, ...]
 
     def owner(self, parameter: torch.Tensor) -> Optimized | None:
-        """Return the optimizer's side of a table's parameter, None if no optimizer has it."""
+        """Return the optimizer's entry of a table's parameter, None if no optimizer has it."""
         return next((one for one in self.optimized if one.parameter is parameter), None)
 
     @property
@@ -135,7 +135,7 @@ def optimizer_tensor_name(optimizer: int, parameter: str, key: str) -> str:
 
 
 def is_inline(value: Any) -> bool:
-    """Whether a piece of optimizer state stands in the trainer document rather than in a dense tensor."""
+    """Return whether a piece of optimizer state is stored in the trainer document, not in a dense tensor."""
     return not isinstance(value, torch.Tensor) or value.numel() <= INLINE_ELEMENTS
 
 
@@ -227,9 +227,9 @@ def fused_documents(shards: Iterable[LocalShard]) -> dict[str, dict[str, Any]]:
 def needs_new_schema(
     schema: TableSchema | None, shard: LocalShard, slots: Mapping[str, torch.Tensor], options: TableOptions
 ) -> bool:
-    """Whether a table can only be saved whole: it is new, its slots came or went, or another encoding is asked for.
+    """Return whether a table must be saved in full: it is new, or its slots or requested encoding changed.
 
-    A lattice stays what it is, whatever precision is asked for now: its scale is chosen once.
+    A lattice keeps its scale, even if the options request another precision now: the scale is chosen once.
     """
     if schema is None or (schema.num_rows, schema.dim) != (shard.num_rows, shard.dim):
         return True

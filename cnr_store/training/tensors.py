@@ -1,7 +1,7 @@
-"""Torch tensors as the arrays of a store, and back: the only place that knows how one dtype stands for another.
+"""Converts torch tensors to the arrays of a store and back: the only module that maps torch dtypes to stored dtypes.
 
-numpy has no bfloat16, so its bits travel as uint16; tables that do not live in host memory travel by row windows, so
-that nothing here needs memory for a whole table.
+numpy has no bfloat16, so its bits are stored as uint16. Tables outside host memory are copied in windows of rows, so
+nothing here needs memory for a whole table.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cnr_store.types import RowIds, TableDtype
 Array = npt.NDArray[Any]
 
 WINDOW_BYTES = 64 * 1024 * 1024
-"""Rows in flight when a table is copied to or from another device."""
+"""Largest size in bytes of one window of rows when a table is copied to or from another device."""
 
 _CARRIERS: dict[torch.dtype, tuple[torch.dtype, str, str]] = {
     torch.bfloat16: (torch.int16, "uint16", "bfloat16"),
@@ -36,7 +36,7 @@ _TABLE_DTYPES: dict[torch.dtype, TableDtype] = {
 
 
 def table_dtype_name(tensor: torch.Tensor, name: str) -> TableDtype:
-    """Return the dtype of a table or slot in the format's words.
+    """Return the name that the format uses for the dtype of a table or slot.
 
     Raises
     ------
@@ -65,7 +65,7 @@ def dense_dtype_name(tensor: torch.Tensor, name: str) -> str:
 
 
 def as_array(tensor: torch.Tensor) -> Array:
-    """Return the elements of a tensor as numpy holds them; shares the memory of a contiguous host tensor."""
+    """Return a tensor's elements as a numpy array, which shares the memory of a contiguous host tensor."""
     host = tensor.detach().cpu().contiguous()
     if host.dtype not in _CARRIERS:
         return host.numpy()
@@ -94,7 +94,7 @@ def leaf_of(value: Any) -> TensorLeaf | None:
 
 
 def tensor_of(leaf: TensorLeaf) -> Any:
-    """Return what `leaf_of` made a leaf from; leaves of other programs stay arrays.
+    """Return the tensor that `leaf_of` converted; a leaf that another program wrote is returned as its array.
 
     Raises
     ------
@@ -110,9 +110,9 @@ def tensor_of(leaf: TensorLeaf) -> Any:
 
 
 class TensorRows:
-    """The rows of a strided tensor (n, width) or (n,) as an array that is sliced, wherever the tensor lives.
+    """The rows of a strided tensor (n, width) or (n,) on any device, as an object that is sliced like an array.
 
-    Slicing copies no more than those rows; a host tensor gives views.
+    A slice copies only its rows; of a host tensor it is a view.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -131,13 +131,13 @@ class TensorRows:
 
 
 def flat_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return row state as the format has it: (n, 1) is a vector (n,), a sparse tensor is dense."""
+    """Return row state in the shape of the format: (n, 1) becomes a vector (n,), a sparse tensor becomes dense."""
     strided = tensor.to_dense() if tensor.layout is not torch.strided else tensor
     return strided.squeeze(1) if strided.ndim == 2 and strided.shape[1] == 1 else strided
 
 
 def slot_kind(slot: torch.Tensor) -> Literal["row", "element"]:
-    """Return the format's kind of row state, a number per row or one per element; unlike `flat_rows` from the shape."""
+    """Return whether a slot has one number per row or one per element. Reads the shape only, unlike `flat_rows`."""
     return "row" if slot.ndim == 1 or slot.shape[1:] == (1,) else "element"
 
 

@@ -1,4 +1,4 @@
-"""The writer of a training over time: opened by the first save or by a restore, closed when it cannot go on."""
+"""The writer of a training: opened by the first save or a restore, closed when it cannot commit any more."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TrainingWriter:
     Attributes
     ----------
     current
-        None before the first save, while a restore is under way, and behind a commit that met another one.
+        None before the first save, during a restore, and after a commit that conflicted with another one.
     """
 
     store: Store
@@ -29,7 +29,7 @@ class TrainingWriter:
     current: Writer | None = field(default=None, init=False)
 
     def open(self, take_over: TakeOver | None) -> Writer:
-        """Close the writer that there is and return another one; it is `current` once the caller says so. Blocks."""
+        """Close the current writer and return a new one; the caller makes it `current`. Blocks."""
         self.close()
         options = self.options
         return self.store.writer(
