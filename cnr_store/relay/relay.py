@@ -99,7 +99,7 @@ class Relay:
         monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
         if not isinstance(source, Store):
-            raise BadInput(f"a relay needs an open store, found {source!r}; give Store.open(url)", found=str(source))
+            raise BadInput(f"a relay takes an open store, found {source!r}; give Store.open(url)", found=str(source))
         checked_number("grace_s", grace_s, least=0, most=1e9)
         if start is not None:
             checked_count("start, a version of the source,", start)

@@ -1,7 +1,7 @@
 """Takes the store over after a restore: commits the writer's fence at the first step or save, and no earlier.
 
 A restore alone only reads, so an evaluation may restore while another process trains. The first step or save commits
-a fence, and a rollback if the restored state is not the head's. Both fail if another writer has committed since.
+a fence, and a rollback if the restored state is not the head's. Both fail if another writer has continued from it since.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TakeOver:
         Raises
         ------
         Conflict
-            Another writer has committed after `newest`.
+            Another writer has continued from that state after `newest`.
         VersionExpired
             The version that was restored is not live any more.
         Fenced, CommitStateUnknown, CorruptStore, ReadOnlyStore, UnsafeBackend, WrongClock, StorageFailure

@@ -73,9 +73,9 @@ tests = ["{test}"]
 def test_a_mutation_that_no_test_notices_is_told(tmp_path: Path) -> None:
     entries = [
         ENTRY.format(name="noticed", old="xxh3_128_hexdigest(data)", new="xxh64_hexdigest(data)", test=OWN),
-        ENTRY.format(name="overlooked", old="if found_digest != digest:", new="if False:", test=OWN),
+        ENTRY.format(name="overlooked", old="if found != digest:", new="if False:", test=OWN),
         ENTRY.format(name="gone", old="no such line", new="", test=OWN),
-        ENTRY.format(name="untested", old="if data is None:", new="if False:", test=f"{OWN}_of_another"),
+        ENTRY.format(name="untested", old="if len(data) != size_bytes:", new="if False:", test=f"{OWN}_of_another"),
     ]
     (tmp_path / "area.toml").write_text("".join(entries))
 
