@@ -1,7 +1,7 @@
 """Takes the store over after a restore: commits the writer's fence at the first step or save, and no earlier.
 
 A restore alone only reads, so an evaluation may restore while another process trains. The first step or save commits
-a fence, and a rollback if the restored state is not the head's. Both fail if another writer has continued from it since.
+a fence, and a rollback if the restored state is not the head's. Both fail if another writer has continued since.
 """
 
 from __future__ import annotations
