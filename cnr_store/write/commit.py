@@ -238,7 +238,7 @@ class Commit:
         return self.version
 
     def _end_without_outcome(self, error: BaseException, *, handed_over: bool) -> None:
-        """Handle a failed exchange: return or raise what is known of the commit."""
+        """Update the writer's state after a failed exchange, by what is known of the commit."""
         state, decision = self._state, self._decision
         if decision is not None:  # rank 0 knows what it did, although it could not say so
             if decision.entry is not None:

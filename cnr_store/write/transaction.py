@@ -62,7 +62,7 @@ class Transaction:
 
     @property
     def version(self) -> int | None:
-        """The committed version; None before the commit."""
+        """The committed version; None until it is known."""
         return self._commit.version
 
     @property
