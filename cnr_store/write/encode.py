@@ -95,13 +95,13 @@ def encode_block(spec: ArraySpec, values: Array, dtype: np.dtype[Any]) -> dict[s
         if bad >= 0:
             raise FoundBadRows
         return {"codes": codes, "scale": scale, "zero_point": zero_point}
+    flags = np.zeros(len(values), np.uint8)
     if not spec.is_integer:
-        flag_not_finite(np.ascontiguousarray(values), spec, flags := np.zeros(len(values), np.uint8))
+        flag_not_finite(np.ascontiguousarray(values), spec, flags)
         if flags.any():
             raise FoundBadRows
         return {spec.name: stored_shape(spec, values)}
     out = np.empty(values.shape, dtype)
-    flags = np.zeros(len(values), np.uint8)
     scan_block(spec, values, out, flags)
     if (flags == _BAD).any():
         raise FoundBadRows

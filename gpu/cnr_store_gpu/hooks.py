@@ -112,8 +112,8 @@ class Following:
         for watched, movement in found:
             if not movement.is_known:
                 warnings.warn(
-                    f"table {watched.table!r}: {movement.explanation}, and every save will be a baseline "
-                    f"one. Say what it does with "
+                    f"table {watched.table!r}: {movement.explanation}, and every save will be a baseline. "
+                    f"Say what it does with "
                     f"assume={{{type(optimizer).__name__!r}: Movement.TOUCHED}}, and check it with "
                     f"verify_rows=1000",
                     RuntimeWarning,

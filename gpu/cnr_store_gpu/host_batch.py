@@ -96,6 +96,8 @@ def _mark_gradients(words: Any, parts: Any) -> None:
 def mark_gradients(words: Words, parts: npt.NDArray[np.int64]) -> None:
     """Mark rows of dense gradients that are not all zero: `tables.rows_with_gradient` and a mark of each, in one call.
 
+    Bits are compared, not values, so a row with an element -0.0 is marked, too: a save leaves out unchanged rows.
+
     Parameters
     ----------
     words

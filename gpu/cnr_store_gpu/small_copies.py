@@ -72,7 +72,7 @@ class SmallCopies:
             shape, start = tensor.shape, tensor.data_ptr()
             num_rows = shape[0]
             row_bytes = tensor.numel() // num_rows * tensor.element_size() if num_rows else 0
-            if not row_bytes or row_bytes % _UNIT or start % _UNIT:
+            if not (row_bytes and start) or row_bytes % _UNIT or start % _UNIT:  # no address: storage was freed
                 return False
             lengths.add(num_rows)
             begin, end = _aligned(end), _aligned(end) + count * row_bytes
