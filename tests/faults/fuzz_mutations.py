@@ -23,7 +23,8 @@ import xxhash
 from cnr_store.errors import CnrStoreError
 from cnr_store.format import arrays
 from cnr_store.format.layout import MANIFEST
-from cnr_store.format.manifest import decode_manifest
+from cnr_store.format.manifest import array_path, decode_manifest
+from cnr_store.format.records import ArrayEntry
 from format_spec import vectors
 from tests.faults.fuzz_stores import GOLDEN, Objects, Sample, golden, put_all, read_all
 
@@ -175,57 +176,91 @@ def _damage(chance: random.Random, case: Case, by_kind: dict[str, list[str]]) ->
 
 
 def _reencode(chance: random.Random, case: Case) -> None:
-    """Other elements, or other bytes, in a chunk, with the inventory true."""
+    """Other elements, or other bytes, in a chunk, with the inventory true; of a shard often what is said of it, too."""
     key = case.what
     segment, _, path = key.removeprefix("data/").partition("/")
     data = case.objects[key]
     entry = _entry_of(case.objects, segment, path)
-    draw = chance.random()
-    if entry is None or draw < 0.4:
-        at = chance.randrange(len(data))
-        choices = (
-            ("flip", data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :]),
-            ("truncate", data[:at]),
-            ("lengthen", data + chance.randbytes(9)),
-            ("empty", b""),
-            ("random", chance.randbytes(chance.randrange(2 * len(data)))),
-            ("swap", case.objects[chance.choice([one for one in sorted(case.objects) if kind_of(one) == "chunk"])]),
-        )
-        what, case.objects[key] = chance.choice(choices)
+    number = int(path.rpartition("/c/")[2].partition("/")[0])
+    if entry is None or chance.random() < 0.3:
+        what, case.objects[key] = _other_bytes(chance, case, data)
+    elif entry.shards is msgspec.UNSET:
+        what, case.objects[key] = _other_chunk(chance, case, entry, data, number)
     else:
-        index = int(path.rpartition("/c/")[2].partition("/")[0])
-        block = np.zeros(arrays.chunk_shape(entry), entry.dtype)
-        try:
-            arrays.decode_chunk(entry, data, block, key)
-        except CnrStoreError:  # not of these samples
-            raise AssertionError(key) from None
-        flat = block.reshape(-1)
-        numbers = np.random.default_rng(case.seed)
-        what = chance.choice(["element", "extreme", "extremes", "shuffle", "same", "reverse", "next"])
-        at = chance.randrange(len(flat))
-        info: Any = np.finfo(flat.dtype) if flat.dtype.kind == "f" else np.iinfo(flat.dtype)
-        extreme = chance.choice([info.min, info.max, 0, 1, *([np.nan, np.inf] if flat.dtype.kind == "f" else [])])
-        if what == "element":
-            flat[at] = numbers.integers(0, 99)
-        elif what == "extreme":
-            flat[at] = extreme
-        elif what == "extremes":
-            flat[:] = extreme
-        elif what == "shuffle":
-            numbers.shuffle(flat)
-        elif what == "same":
-            flat[:] = flat[at]
-        elif what == "reverse":
-            flat[:] = flat[::-1].copy()
-        else:
-            flat[:] = np.roll(flat, 1)
-        rows = min(entry.chunk_rows, entry.shape[0] - index * entry.chunk_rows)
-        case.objects[key] = arrays.encode_chunk(entry, block[:rows])
+        inside = arrays.chunks_in(entry, number)
+        sizes = [entry.shards.sizes[k] for k in inside]
+        starts = np.cumsum([0, *sizes])
+        chunks = [data[starts[k] : starts[k + 1]] for k in range(len(sizes))]
+        at = chance.randrange(len(chunks))
+        what, chunks[at] = _other_chunk(chance, case, entry, chunks[at], inside[at])
+        index = arrays.shard_index([len(chunk) for chunk in chunks], entry.shards.chunks)
+        case.objects[key] = b"".join((*chunks, index if chance.random() < 0.9 else data[starts[-1] :]))
+        if chance.random() < 0.8:
+            what += " inside"
+            _say_inside(case.objects, f"data/{segment}/{MANIFEST}", entry, inside[at], chunks[at])
     case.what = f"other {what} {key}"
     seal(case.sample.objects, case.objects, key)
 
 
-def _entry_of(objects: Objects, segment: str, path: str) -> Any:
+def _other_bytes(chance: random.Random, case: Case, data: bytes) -> tuple[str, bytes]:
+    at = chance.randrange(len(data))
+    choices = (
+        ("flip", data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :]),
+        ("truncate", data[:at]),
+        ("lengthen", data + chance.randbytes(9)),
+        ("empty", b""),
+        ("random", chance.randbytes(chance.randrange(2 * len(data)))),
+        ("swap", case.objects[chance.choice([one for one in sorted(case.objects) if kind_of(one) == "chunk"])]),
+    )
+    return chance.choice(choices)
+
+
+def _other_chunk(chance: random.Random, case: Case, entry: ArrayEntry, data: bytes, index: int) -> tuple[str, bytes]:
+    if chance.random() < 0.15:
+        return _other_bytes(chance, case, data)
+    block = np.zeros(arrays.chunk_shape(entry), entry.dtype)
+    try:
+        arrays.decode_chunk(entry, data, block, entry.path)
+    except CnrStoreError:  # not of these samples
+        raise AssertionError(entry.path) from None
+    flat = block.reshape(-1)
+    numbers = np.random.default_rng(case.seed)
+    what = chance.choice(["element", "extreme", "extremes", "shuffle", "same", "reverse", "next"])
+    at = chance.randrange(len(flat))
+    info: Any = np.finfo(flat.dtype) if flat.dtype.kind == "f" else np.iinfo(flat.dtype)
+    extreme = chance.choice([info.min, info.max, 0, 1, *([np.nan, np.inf] if flat.dtype.kind == "f" else [])])
+    if what == "element":
+        flat[at] = numbers.integers(0, 99)
+    elif what == "extreme":
+        flat[at] = extreme
+    elif what == "extremes":
+        flat[:] = extreme
+    elif what == "shuffle":
+        numbers.shuffle(flat)
+    elif what == "same":
+        flat[:] = flat[at]
+    elif what == "reverse":
+        flat[:] = flat[::-1].copy()
+    else:
+        flat[:] = np.roll(flat, 1)
+    rows = min(entry.chunk_rows, entry.shape[0] - index * entry.chunk_rows)
+    return what, arrays.encode_chunk(entry, block[:rows])
+
+
+def _say_inside(objects: Objects, manifest: str, entry: ArrayEntry, index: int, chunk: bytes) -> None:
+    """Make true what the manifest says of a chunk inside a shard."""
+    document = json.loads(vectors.text_of(manifest, objects[manifest]))
+    for group in (*document["groups"], *document["dense_arrays"]):
+        for name, array in group["arrays"].items():
+            if array_path(group["path"], name) == entry.path:
+                inside = array["shards"]
+                inside["sizes"][index] = len(chunk)
+                digests = inside["digests"]
+                inside["digests"] = digests[: 32 * index] + _xxh3(chunk).decode() + digests[32 * index + 32 :]
+    objects[manifest] = vectors.stored_as(manifest, msgspec.json.encode(document, order="sorted"))
+
+
+def _entry_of(objects: Objects, segment: str, path: str) -> ArrayEntry | None:
     manifest = decode_manifest(objects[f"data/{segment}/{MANIFEST}"], segment)
     entries = [*manifest.dense_arrays, *manifest.arrays]
     folder = path.rpartition("/c/")[0]
@@ -250,6 +285,8 @@ _TEXTS = (
     "raw", "affine",
 )  # fmt: skip
 _EDGES = (0, 1, 2, 2**31 - 1, 2**31, 2**50, 2**53 - 2, 2**53 - 1, 2**53, 2**63 - 1)
+_ARRAYS = ("groups", "parts", "arrays", "shards", "order")
+"""Fields of a manifest below which it says where rows are: chosen more often."""
 _NUMBER = re.compile(rb'"([a-z_0-9]+)":(-?[0-9]+)(?=[,}])')
 _CHANGES = (
     *["value"] * 6, *["near"] * 5, *["beside"] * 2, "remove", "shape", "everywhere", "key", "deep", "raw",
@@ -307,7 +344,10 @@ def _walk(chance: random.Random, document: Any) -> tuple[Any, Any, list[Any]]:
     holder, step, at, path = None, None, document, []
     while isinstance(at, dict | list) and at and (holder is None or chance.random() < 0.85):
         steps = sorted(at) if isinstance(at, dict) else list(range(len(at)))
-        (step,) = chance.choices(steps, [3 if isinstance(at[one], dict | list) and at[one] else 1 for one in steps])
+        filled = [3 if isinstance(at[one], dict | list) and at[one] else 1 for one in steps]
+        (step,) = chance.choices(
+            steps, [9 if one in _ARRAYS else weight for one, weight in zip(steps, filled, strict=True)]
+        )
         path.append(step)
         holder, at = at, at[step]
     return holder, step, path
@@ -412,7 +452,7 @@ def seal(before: Objects, objects: Objects, key: str, *, keeps_check: bool = Fal
     """
     renamed: dict[bytes, bytes] = {}
     entry: tuple[re.Pattern[bytes], bytes] | None = None
-    if key.startswith("data/"):
+    if key.startswith("data/") and key != "data/zarr.json":
         segment, _, path = key.removeprefix("data/").partition("/")
         manifest = f"data/{segment}/{MANIFEST}"
         if path != MANIFEST:

@@ -16,7 +16,17 @@ from unittest import mock
 
 import numpy as np
 
-from cnr_store import CnrStoreError, CompactionPolicy, RetentionPolicy, Store, collect_garbage, compact, maintain
+from cnr_store import (
+    CnrStoreError,
+    CompactionPolicy,
+    RetentionPolicy,
+    Store,
+    TableOptions,
+    collect_garbage,
+    compact,
+    maintain,
+)
+from cnr_store.format import arrays
 from cnr_store.maintenance.compaction import compact_run
 from cnr_store.relay import Relay
 from tests.support.rectangles import Model, Parts, schema_of, tiling
@@ -119,6 +129,31 @@ def parts_case(root: Path) -> None:
         parts.close()
 
 
+def groups_case(root: Path) -> None:
+    """Tables that share arrays, in shards too; deltas that say nothing of most of them, that drop and end some."""
+    numbers, coded = np.random.default_rng(9), TableOptions(scale=0.25)
+    tables = {f"t{k}": numbers.normal(0, 3, (9 + k, 4)).astype(np.float32) for k in range(5)}
+    wide = {f"w{k}": numbers.normal(0, 3, (6, 3)).astype(np.float32) for k in range(2)}
+    small_chunks = mock.patch.multiple(arrays, MAX_CHUNK_ROWS=16, SHARD_CHUNKS=2)
+    with small_chunks, Store.create(str(root), fsync=False, threads=1) as store, store.writer(run_id="fuzz") as writer:
+        with writer.begin(step=1) as txn:
+            for name, values in {**tables, **wide}.items():
+                txn.write_table(name, values, slots={"sum": np.ones(len(values), np.float32)}, options=coded)
+            txn.put_dense({"bias": np.arange(5, dtype=np.float32), "mean": np.ones(3, np.float32)})
+        for step, touched in ((2, ("t0", "t3", "w1")), (3, ("t1",)), (4, ()), (5, tuple(tables))):
+            with writer.begin(step=step) as txn:
+                for name in touched:
+                    values = {**tables, **wide}[name]
+                    rows = np.arange(step % 3, len(values), 2)
+                    slots = {"sum": np.full(len(rows), step, np.float32)}
+                    txn.write_rows(name, rows, values[rows] + np.float32(step), slots=slots)
+                if step == 3:
+                    txn.put_dense({"bias": np.ones(5, np.float32)})
+                    txn.drop_dense("mean")
+                if step == 4:
+                    txn.drop_table("w0")
+
+
 def relay_case(root: Path, source: Path) -> None:
     """A relay that let go versions, behind a source that went on."""
     shutil.copytree(GOLDEN / "rows" / "store", source)
@@ -148,9 +183,9 @@ def golden(name: str) -> Sample:
 
 def samples(folder: Path) -> list[Sample]:
     """Make all samples; ``folder`` is for their files and may be thrown away afterwards."""
-    names = ("rows", "affine", "float_bits", "branches", "overflow", "digits", "row_order", "one_shot")
+    names = ("rows", "affine", "float_bits", "branches", "overflow", "digits", "row_order", "one_shot", "shards")
     found = [golden(name) for name in names]
-    makers: tuple[Callable[[Path], None], ...] = (kept_case, parts_case)
+    makers: tuple[Callable[[Path], None], ...] = (kept_case, parts_case, groups_case)
     for make in makers:
         with same_names(1):
             make(folder / make.__name__)
