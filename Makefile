@@ -3,7 +3,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
-EXTRAS := test,bench,train,gpu,torchrec,s3,azure,gcs,metrics,ray,redis
+EXTRAS := test,bench,docs,train,gpu,torchrec,s3,azure,gcs,metrics,ray,redis
 # Two workers: the tests start servers and training processes of their own.
 WORKERS ?= 2
 DEMO_ARGS ?=
@@ -12,7 +12,7 @@ QUICK ?=
 MUTANTS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve-demo test check azurite redis bench soak mutants clean
+.PHONY: help setup demo serve-demo test check azurite redis bench docs soak mutants clean
 
 help:
 	@echo "make demo   train, kill, restore and finish a small model; leaves a store to look at"
@@ -20,6 +20,7 @@ help:
 	@echo "make test   lint, types, doctests and all tests"
 	@echo "make check  lint and types only"
 	@echo "make bench  run all benchmarks and write build/bench/report.md (SUITES=\"size cost\", QUICK=1)"
+	@echo "make docs   build the documentation as a site: build/site/index.html"
 	@echo "make soak   the full counts of the crash and property sweeps"
 	@echo "make mutants  break one safety rule at a time and see that a test notices (MUTANTS=\"--area log\")"
 	@echo "make clean  remove the environment, caches and build results"
@@ -66,6 +67,10 @@ test: check azurite redis
 
 bench: $(VENV)/.stamp
 	$(BIN)/python tests/benchmarks/suites.py $(if $(QUICK),--quick) $(SUITES)
+
+docs: $(VENV)/.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "open build/site/index.html"
 
 soak: $(VENV)/.stamp azurite redis
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m "soak or slow" --timeout 0 tests

@@ -1,14 +1,14 @@
 """Sparse, quantized, incremental checkpoints of embedding tables, on any object store.
 
-::
-
-    store = Store.create("s3://bucket/run-7")
-    with store.writer() as writer:
-        with writer.begin(step=100, kind="baseline") as txn:
-            txn.write_table("user", weights, slots={"momentum1": state})
-        with writer.begin(step=200) as txn:
-            txn.write_rows("user", row_ids, weights[row_ids], slots={"momentum1": state[row_ids]})
-    weights = store.snapshot().table("user").read()
+```python
+store = Store.create("s3://bucket/run-7")
+with store.writer() as writer:
+    with writer.begin(step=100, kind="baseline") as txn:
+        txn.write_table("user", weights, slots={"momentum1": state})
+    with writer.begin(step=200) as txn:
+        txn.write_rows("user", row_ids, weights[row_ids], slots={"momentum1": state[row_ids]})
+weights = store.snapshot().table("user").read()
+```
 
 What is not in ``__all__`` may change without notice. Importing this package loads no torch.
 """

@@ -1,7 +1,5 @@
 """Every error the library raises, grouped by what a handler can do.
 
-::
-
     CnrStoreError
     ├── NotFound (KeyError)        ask for something that exists
     │   ├── NotAStore

@@ -2,12 +2,12 @@
 
 Never serves rows and never holds a table. Open `stream` first.
 
-::
+```python
+from cnr_store.changes import changes
 
-    from cnr_store.changes import changes
-
-    for batch in changes("s3://bucket/run-7", "user", from_version=3):
-        sink.write(batch)
+for batch in changes(Store.open("s3://bucket/run-7"), since=3):
+    print(batch.num_rows, batch["op"][0])
+```
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Compaction on a Ray cluster: `RayPool` is an engine of `cnr_store.compact` and `maintain`.
 
-::
+```python
+from cnr_store import compact
+from cnr_store.integrations.ray import RayPool
 
-    from cnr_store import compact
-    from cnr_store.integrations.ray import RayPool
-
-    compact(store, engine=RayPool())
+compact(store, engine=RayPool())
+```
 """
 
 from __future__ import annotations

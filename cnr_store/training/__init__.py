@@ -3,14 +3,14 @@
 Never decides how rows become bytes, and never forgets a changed row before the commit that holds it has won. Open
 `checkpoint_manager` first, then `saver` (one save, and what became of it) and `restorer`.
 
-::
-
-    manager = CheckpointManager("s3://bucket/run-7", model=model, optimizer=optimizer, reader=loader, every_steps=100)
-    manager.restore()                     # in place; None when the store is empty
-    for batch in loader:
-        train_step(model, optimizer, batch)
-        manager.step()                    # saves in the background when one is due
-    manager.close()
+```python
+manager = CheckpointManager("s3://bucket/run-7", model=model, optimizer=optimizer, reader=loader, every_steps=100)
+manager.restore()                     # in place; None when the store is empty
+for batch in loader:
+    train_step(model, optimizer, batch)
+    manager.step()                    # saves in the background when one is due
+manager.close()
+```
 """
 
 from __future__ import annotations

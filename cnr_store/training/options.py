@@ -10,6 +10,7 @@ from cnr_store.errors import BadInput
 from cnr_store.runtime.arguments import checked_choice, checked_count, checked_number
 from cnr_store.runtime.ranks import Ranks
 from cnr_store.runtime.threads import check_rate
+from cnr_store.training.background import SaveReport
 from cnr_store.write.mirrors import MirrorMode
 from cnr_store.write.policy import Policy
 from cnr_store.write.table_options import TableOptions
@@ -54,6 +55,9 @@ class SavePolicy:
         ranks do so together, at the next step that is a multiple of 16 after one of them got it.
     rng
         Whether the random generators of Python, numpy and torch are saved and restored.
+    on_save
+        Called with the `SaveReport` of each committed save, on the thread that trains, when `step`, `save`,
+        `wait_until_finished` or `close` finds that the save is committed. An error that it raises is logged.
 
     Raises
     ------
@@ -68,6 +72,7 @@ class SavePolicy:
     on_error: OnError = "raise"
     save_on_sigterm: bool | Literal["flag"] = False
     rng: bool = True
+    on_save: Callable[[SaveReport], object] | None = None
 
     def __post_init__(self) -> None:
         checked_choice("policy", self.policy, get_args(Policy))
@@ -77,6 +82,8 @@ class SavePolicy:
         checked_choice("save_on_sigterm", self.save_on_sigterm, (False, True, "flag"))
         if self.every_seconds is not None:
             checked_number("every_seconds", self.every_seconds, above=0)
+        if self.on_save is not None and not callable(self.on_save):
+            raise BadInput("on_save is called with each SaveReport; pass a function", found=type(self.on_save).__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -294,6 +294,11 @@ class Saver:
             report.version, report.kind, report.step, report.rows, report.size_bytes, report.stall_s,
             report.encode_s + report.commit_s,
         )  # fmt: skip
+        if self.policy.on_save is not None:
+            try:
+                self.policy.on_save(report)
+            except Exception:
+                logger.exception("on_save raised for version %d, which is committed; the training continues", version)
 
     def _lost(self, job: SaveJob, error: BaseException | None) -> None:
         job.staged.release()

@@ -1,6 +1,6 @@
 """The examples of the README and of docs/gpu.md run as they stand; a second run of the first continues it.
 
-The README's ways to attach a manager are parts of a training of the reader's own: tests/training/test_readme_attach.py.
+The other pages' examples have tests beside the room that they are about.
 """
 
 from __future__ import annotations
@@ -12,15 +12,9 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parents[2] / "README.md"
-DOCS = README.parent / "docs"
+from tests.support.pages import DOCS, python_blocks
 
-
-def example_of(section: str) -> str:
-    """The only Python of a section of the README."""
-    (text,) = re.findall(rf"^## {section}\n(.*?)^## ", README.read_text(), flags=re.DOTALL | re.MULTILINE)
-    (example,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    return str(example)
+README = DOCS.parent / "README.md"
 
 
 def printed_by(example: str, folder: Path) -> list[str]:
@@ -30,20 +24,31 @@ def printed_by(example: str, folder: Path) -> list[str]:
 
 
 def test_ten_lines_run_continue_and_are_served(tmp_path: Path) -> None:
-    training, serving = example_of("Ten lines"), example_of("Serve it")
+    training, serving = python_blocks(README)
 
-    for _ in range(2):
-        assert printed_by(training, tmp_path) == ["(2, 32)"]
-    # The beginning, a fence and five saves: the second run has nothing to train, and so writes nothing.
-    assert len(list((tmp_path / "ten-lines-store" / "commits").iterdir())) == 7
+    first, second = (printed_by(training, tmp_path) for _ in range(2))
 
-    assert printed_by(example_of("Evaluate it"), tmp_path) == ["step 50 (100000, 32)"]
+    assert first[0] == "start"
+    assert first[1].count("delta") == 4
+    assert second == ["continue after step 50", "[]"]
+    assert printed_by(serving, tmp_path) == ["(2, 32) of step 50"]
 
-    served, *changed = printed_by(serving, tmp_path)
 
-    assert served == "(2, 32) of step 50"
-    assert [line.split()[-1] for line in changed] == ["20", "30", "40", "50"]
-    assert len(serving.splitlines()) <= 10
+def test_the_start_page_of_the_site_resumes(tmp_path: Path) -> None:
+    (example,) = python_blocks(DOCS / "index.md")
+
+    assert printed_by(example, tmp_path) == ["start"]
+    assert printed_by(example, tmp_path) == ["continue after step 50"]
+
+
+def test_the_readme_is_short_and_claims_little() -> None:
+    results = re.search(r"^## Measured\n(.*?)^## ", README.read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert results is not None
+    rows = [line for line in results[1].splitlines() if line.startswith("| ")]
+
+    assert len(README.read_text().splitlines()) <= 120
+    assert 5 <= len(rows) - 1 <= 10
+    assert all(row.count("|") == 5 for row in rows), "one claim to a row: what, measured, goal, command"
 
 
 def test_the_readme_leads_to_every_page_of_the_docs() -> None:
@@ -71,7 +76,7 @@ def headings_of(page: Path) -> set[str]:
 
 
 def test_the_collectors_alone_run(tmp_path: Path) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", (DOCS / "gpu.md").read_text(), flags=re.DOTALL)
+    (example,) = python_blocks(DOCS / "gpu.md")
 
     assert printed_by(example, tmp_path) == ["torch.Size([2, 16])"]
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.pages import python_blocks
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 
@@ -23,6 +25,7 @@ READERS_OWN = {
     "dataset": "dataset: torch.utils.data.Dataset[Any]",
     "batches": "batches: Iterable[Any]",
     "train_step": "def train_step(*given: Any) -> torch.Tensor: return torch.zeros(1)",
+    "compute_loss": "def compute_loss(*given: Any) -> torch.Tensor: return torch.zeros(1)",
     "prefetch": "def prefetch(batches: Iterable[T]) -> Iterator[T]: return iter(batches)",
     "logloss": "def logloss(*given: Any) -> float: return 0.0",
     "validation": "validation: Any",
@@ -63,10 +66,6 @@ disallow_untyped_calls = False
 [mypy-duckdb.*,fbgemm_gpu.*,pyarrow.*,redis.*,safetensors.*,torchdata.*,torchrec.*]
 ignore_missing_imports = True
 """
-
-
-def blocks_of(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
 def readers_own(example: str) -> list[str]:
@@ -118,9 +117,10 @@ KEPT = {"cnr_store", "gpu", "tools", "pyproject.toml", "README.md", "LICENSE"}
 @pytest.mark.timeout(600)
 def test_a_type_checker_accepts_every_example(installed: Path, tmp_path: Path) -> None:
     for page in PAGES:
-        for number, example in enumerate(blocks_of(page), 1):
-            text = "\n".join([PREAMBLE, *readers_own(example), example])
-            (tmp_path / f"{page.stem.lower()}_{number}.py").write_text(text)
+        for number, example in enumerate(python_blocks(page), 1):
+            named = re.match(r"# (\w+\.py)\n", example)  # files of a tutorial import each other
+            text = example if named else "\n".join([PREAMBLE, *readers_own(example), example])
+            (tmp_path / (named[1] if named else f"{page.stem.lower()}_{number}.py")).write_text(text)
     (tmp_path / "mypy.ini").write_text(CONFIGURATION)
     examples = sorted(path.name for path in tmp_path.glob("*.py"))
 

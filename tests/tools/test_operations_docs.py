@@ -1,4 +1,4 @@
-"""Every command line, manifest and snippet of docs/operations.md and of the README's crontab runs as it stands."""
+"""Every command line, manifest and snippet of docs/operations.md runs as it stands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from tests.tools.cli_runner import cnr
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
-README = (ROOT / "README.md").read_text()
 PROGRAM = str(Path(sys.executable).with_name("cnr"))
 
 
@@ -115,7 +114,7 @@ def test_snippets_run(place: Path, block: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("line", [*cron_lines(OPERATIONS), *cron_lines(README)], ids=lambda line: line[5][:60])
+@pytest.mark.parametrize("line", cron_lines(OPERATIONS), ids=lambda line: line[5][:60])
 def test_crontab_lines_run_by_a_shell(place: Path, line: list[str]) -> None:
     *schedule, command = line
     assert len(schedule) == 5

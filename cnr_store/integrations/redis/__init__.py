@@ -1,11 +1,11 @@
 """Writes the rows of a loader to Redis, and reads them in processes that have no tables.
 
-::
-
-    sink = RedisSink.connect("redis://cache:6379/0", "ctr")
-    loader.add_sink(sink)                     # from now on each published version is also pushed
-    rows = RedisRows.connect("redis://cache:6379/0", "ctr")
-    batch = rows.read_many({"user": [17, 4], "item": [9]})   # one version, whatever is written meanwhile
+```python
+sink = RedisSink.connect("redis://cache:6379/0", "ctr")
+loader.add_sink(sink)                     # from now on each published version is also pushed
+rows = RedisRows.connect("redis://cache:6379/0", "ctr")
+batch = rows.read_many({"user": [17, 4], "item": [9]})   # one version, whatever is written meanwhile
+```
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Finds the live shards of a model sharded by TorchRec on this rank, and its lookups.
 
-::
-
-    dmp = DistributedModelParallel(model, ...)
-    shards = find_shards(dmp, optimizers)      # cnr_store.training.shards; loads this package by itself
+```python
+dmp = DistributedModelParallel(model, ...)
+shards = find_shards(dmp, optimizers)      # cnr_store.training.shards; loads this package by itself
+```
 
 Needs torchrec; importing this package without it raises `MissingDependency`. It uses TorchRec's private names where
 there are no public ones, and raises `Unsupported` with the version if one is missing.

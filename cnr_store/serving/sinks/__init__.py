@@ -4,10 +4,10 @@ A `RowSink` takes absolute values in batches, one batch per version, and shows n
 A `SinkFeed` brings one sink to the version that a `SinkSource` (a loader) has published, and keeps it there. Nothing
 here is ever an increment: a batch that is written twice, or begun anew, ends in the same rows.
 
-::
-
-    sink = FusedRows(bits=8)
-    loader.add_sink(sink)                     # from now on each published version is pushed behind serving
+```python
+sink = FusedRows(bits=8)
+loader.add_sink(sink)                     # from now on each published version is pushed behind serving
+```
 """
 
 from __future__ import annotations

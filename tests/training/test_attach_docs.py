@@ -1,4 +1,4 @@
-"""The README's three ways to attach a manager run as they stand, in trainings that they are put into, and resume."""
+"""The three ways to attach a manager in docs/training.md run as they stand in a training, and resume."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ import pytest
 from cnr_store import Store
 
 ROOT = Path(__file__).resolve().parents[2]
-SECTION = re.search(r"^## Attach.*?(?=^## )", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+SECTION = re.search(
+    r"^## Attach.*?(?=^## )", (ROOT / "docs" / "training.md").read_text(), flags=re.DOTALL | re.MULTILINE
+)
 PLAIN, TORCHREC, RANKS = re.findall(r"```python\n(.*?)```", SECTION.group(0) if SECTION else "", flags=re.DOTALL)
 
 NUM_ROWS = 60

@@ -1,0 +1,146 @@
+"""The examples of docs/recipes.md and docs/migrate.md run as they stand, in a training that they are put into."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from cnr_store import Store
+from cnr_store.training import CheckpointManager, SavePolicy
+from tests.support.pages import DOCS, python_blocks, run_example
+
+RECIPES = python_blocks(DOCS / "recipes.md")
+SCHEDULER, METRICS, LOGGING, SIGTERM, NAMES, FENCED, SLOTS = RECIPES
+TORCH_SAVE, DCP, BACK = python_blocks(DOCS / "migrate.md")
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def compute_loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch[:, None]).square().mean()
+
+
+@pytest.fixture
+def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the reader of a recipe has, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    model = torch.nn.EmbeddingBag(500, 8)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def train_step(batch: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = compute_loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return {
+        "compute_loss": compute_loss,
+        "torch": torch,
+        "model": model,
+        "optimizer": optimizer,
+        "loader": StatefulDataLoader(torch.arange(400), batch_size=4),
+        "train_step": train_step,
+    }
+
+
+def test_schedulers_and_scalers_are_saved_and_restored(training: dict[str, Any]) -> None:
+    run_example(SCHEDULER, training)
+
+    saved = (training["scheduler"].state_dict(), training["scaler"].state_dict())
+    training["scheduler"].step()
+    run_example(SCHEDULER.split("manager.restore()")[0] + "manager.restore()\nmanager.close()", training)
+
+    assert (training["scheduler"].state_dict(), training["scaler"].state_dict()) == saved
+
+
+def test_metrics_of_each_save_are_sent(training: dict[str, Any]) -> None:
+    run_example(METRICS, training)
+    training["train_step"](torch.arange(4))
+    training["manager"].step()
+
+    report = training["manager"].save()
+    training["manager"].close()
+
+    (line,) = Path("metrics.jsonl").read_text().splitlines()
+    assert json.loads(line) == {
+        "step": 1, "checkpoint/MB": report.size_bytes / 1e6, "checkpoint/rows": 500,
+        "checkpoint/stall_s": report.stall_s,
+    }  # fmt: skip
+
+
+def test_the_end_of_a_training_is_saved_and_named(training: dict[str, Any]) -> None:
+    run_example(LOGGING, training)
+    run_example(SIGTERM, training)
+    training["manager"] = CheckpointManager("run-1", model=training["model"], optimizer=training["optimizer"])
+    assert training["manager"].restore().step == 100
+
+    run_example(NAMES, training)
+    run_example(FENCED, training)
+    run_example(SLOTS, training)
+    training["manager"].close()
+
+    with Store.open("run-1") as store:
+        assert store.snapshot(tag="before-the-change").step == store.snapshot(channel="serving").step == 100
+
+
+def test_a_file_of_torch_save_becomes_a_store_and_back(training: dict[str, Any]) -> None:
+    training["train_step"](torch.arange(4))
+    model, optimizer = training["model"], training["optimizer"]
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 7000}, "old.pt")
+    expected = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.zero_()
+
+    run_example(TORCH_SAVE, training)
+    training["manager"].close()
+    run_example(BACK, training)
+
+    torch.testing.assert_close(torch.load("back.pt")["model"]["weight"], expected, atol=0.02, rtol=0)
+    with Store.open("run-1") as store:
+        assert store.steps() == [7000]
+        assert set(store.snapshot().tables["weight"].slots) == {"exp_avg", "exp_avg_sq"}
+
+
+def test_a_dcp_checkpoint_becomes_a_store(training: dict[str, Any]) -> None:
+    training["train_step"](torch.arange(4))
+    model, optimizer = training["model"], training["optimizer"]
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id="old-dcp")
+    expected = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.zero_()
+
+    run_example(DCP, training)
+    training["manager"].close()
+
+    assert torch.equal(model.weight, expected)
+    with Store.open("run-1") as store:
+        assert set(store.snapshot().tables["weight"].slots) == {"exp_avg", "exp_avg_sq"}
+
+
+def test_an_on_save_that_raises_does_not_stop_the_training(
+    training: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(report: object) -> None:
+        raise RuntimeError("the dashboard is down")
+
+    manager = CheckpointManager(
+        "run-1", model=training["model"], optimizer=training["optimizer"], save_policy=SavePolicy(on_save=broken)
+    )
+    for _ in range(2):
+        training["train_step"](torch.arange(4))
+        manager.step()
+        manager.save()
+    manager.close()
+
+    assert [report.version for report in manager.history] == [2, 3]
+    assert caplog.text.count("on_save raised for version") == 2
