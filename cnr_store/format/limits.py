@@ -33,6 +33,12 @@ MAX_LAYERS = 16
 MAX_MANIFEST_BYTES = 256 * 1024 * 1024
 """A manifest or a receipt, whose inventory grows with the state, and a document in a segment: as JSON, and stored."""
 
+MAX_SEPARATORS = 1 << 24
+"""Commas and opening brackets in the JSON text of such a document: each value but the first follows one, or a name.
+
+A few kilobytes of zstd hold any number of values, and in memory each takes some 60 bytes.
+"""
+
 MAX_OBJECT_BYTES = MAX_MANIFEST_BYTES
 """An object that an inventory lists: a document, or the largest chunk and what its codec may add."""
 

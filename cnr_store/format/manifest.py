@@ -127,6 +127,10 @@ def _arrays_of(group: ArrayGroup, objects: list[ObjectEntry]) -> dict[str, Array
     }  # fmt: skip
     for name, entry in entries.items():
         stated, shards, chunks = group.arrays[name].objects, entry.shards, chunk_count(entry)
+        if group.arrays[name].order not in (msgspec.UNSET, *group.arrays):  # its path may be that of another group's
+            raise ValueError(
+                f"the rows of array {entry.path} lie in the order of {entry.order!r}, no array of its group"
+            )
         if shards is not msgspec.UNSET and not len(shards.sizes) == len(shards.digests) // 32 == chunks:
             raise ValueError(f"array {entry.path} has {len(shards.sizes)} chunks in shards, expected {chunks}")
         what = "chunks" if shards is msgspec.UNSET else "shards"

@@ -74,6 +74,7 @@ def manifest_problems(manifest: Manifest) -> Iterator[str]:
     packs = {array.path: array for array in manifest.dense_arrays}
     for name, tensor in manifest.dense.items():
         yield from _tensor_problems(name, tensor, packs)
+    yield from _shared_elements(manifest)
 
 
 def entry_problems(manifest: Manifest, entry: ChainEntry) -> Iterator[str]:
@@ -276,3 +277,13 @@ def _tensor_problems(name: str, tensor: DenseEntry, packs: Mapping[str, ArrayEnt
             f"dense tensor {name!r}, {tensor.dtype} of shape {tensor.shape}, is not in array {tensor.path} at offset "
             f"{tensor.offset}"
         )
+
+
+def _shared_elements(manifest: Manifest) -> Iterator[str]:
+    """Tensors of one array have their own elements: any number of them could be all of it, in a line each."""
+    named: Counter[str] = Counter()
+    for tensor in manifest.dense.values():
+        named[tensor.path] += math.prod(tensor.shape)
+    for array in manifest.dense_arrays:
+        if named[array.path] > array.shape[0]:
+            yield f"the dense tensors in array {array.path} have {named[array.path]} elements, it has {array.shape[0]}"

@@ -12,7 +12,7 @@ from numcodecs.zstd import Zstd
 
 from cnr_store.errors import BadInput, CorruptStore
 from cnr_store.format.documents import canonical_json
-from cnr_store.format.limits import MAX_MANIFEST_BYTES
+from cnr_store.format.limits import MAX_MANIFEST_BYTES, MAX_SEPARATORS
 
 _LEVEL = 1
 """Of manifests of 300 and 1,000 tables level 3 makes 1.2 times the bytes, level 9 as many in 8 to 20 times the time."""
@@ -24,7 +24,7 @@ def pack(document: Any) -> bytes:
     Raises
     ------
     BadInput
-        As JSON it has more bytes than `MAX_MANIFEST_BYTES`: no reader would take it.
+        As JSON it has more bytes than `MAX_MANIFEST_BYTES`, or more values than readers take (`MAX_SEPARATORS`).
     ValueError
         A number is not finite.
     """
@@ -33,6 +33,12 @@ def pack(document: Any) -> bytes:
         raise BadInput(
             f"a document would have {len(text)} bytes, and readers take at most {MAX_MANIFEST_BYTES}; store less in it",
             expected=MAX_MANIFEST_BYTES, found=len(text),
+        )  # fmt: skip
+    if (found := _separators(text)) > MAX_SEPARATORS:
+        raise BadInput(
+            f"a document would have {found} commas and brackets, and readers take at most {MAX_SEPARATORS}; store "
+            "many numbers as arrays, not in lists",
+            expected=MAX_SEPARATORS, found=found,
         )  # fmt: skip
     return bytes(Zstd(level=_LEVEL).encode(text))
 
@@ -43,7 +49,8 @@ def unpack(data: bytes, where: str) -> bytes:
     Raises
     ------
     CorruptStore
-        It is no zstd frame of a stated size of at most `MAX_MANIFEST_BYTES`, and that alone; names ``where``.
+        It is no zstd frame of a stated size of at most `MAX_MANIFEST_BYTES`, and that alone, or has more values than
+        `MAX_SEPARATORS` allows; names ``where``.
     """
     size = content_size(memoryview(data))
     if size is None or size > MAX_MANIFEST_BYTES:
@@ -52,12 +59,20 @@ def unpack(data: bytes, where: str) -> bytes:
             f"bytes, found {'none' if size is None else size}; run `cnr verify`",
             path=where, expected=MAX_MANIFEST_BYTES, found=size,
         )  # fmt: skip
-    out = bytearray(size)
     try:
-        Zstd().decode(data, out=out)
-    except (RuntimeError, ValueError) as error:
+        text = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
+    except zstandard.ZstdError as error:
         raise CorruptStore(f"{where} is no zstd frame: {error}; run `cnr verify`", path=where) from error
-    return bytes(out)
+    if (found := _separators(text)) > MAX_SEPARATORS:
+        raise CorruptStore(
+            f"{where} has {found} commas and brackets, at most {MAX_SEPARATORS} are read; run `cnr verify`",
+            path=where, expected=MAX_SEPARATORS, found=found,
+        )  # fmt: skip
+    return text
+
+
+def _separators(text: bytes) -> int:
+    return text.count(b",") + text.count(b"[") + text.count(b"{")
 
 
 def content_size(frame: memoryview) -> int | None:

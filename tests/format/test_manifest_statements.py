@@ -103,6 +103,8 @@ def test_a_fill_that_is_no_finite_float32_is_refused(changes: Document) -> None:
 
 LARGE = {"num_rows": 1 << 40, "dim": 1 << 20}
 ADD, SET, ADD_GROUP = "parts.0.add", "parts.1.set", "groups.0"
+NAMED_ALIKE = group(f"{ADDED}.slots.x", 4, {**ADD_ARRAYS, "m": ("int16", None)})
+"""A group with an array at the path of slot ``x.m`` of the other group, with fewer rows."""
 CASES: list[tuple[Document, str]] = [
     ({"objects": lambda old: [*old, old[0]]}, "an object is listed twice"),
     ({"objects": lambda old: [*old, old[0] | {"path": f"{ADDED}.codes/c/1/0"}]}, "an object is listed twice"),
@@ -137,6 +139,8 @@ CASES: list[tuple[Document, str]] = [
     ({"groups.1.arrays.codes.order": "slots/m"}, "lie in the order of"),
     ({f"{ADD_GROUP}.arrays.codes.order": "rows"}, "lie in the order of"),
     ({f"{ADD_GROUP}.arrays.codes.order": "slots/other"}, "lie in the order of"),
+    ({f"{ADD_GROUP}.arrays.codes.order": "slots/x.m", "groups.1": NAMED_ALIKE, f"{SET}.group": NAMED_ALIKE["path"]},
+     "lie in the order of"),
     ({f"{ADD_GROUP}.arrays.codes.width": 1 << 20, f"{ADD_GROUP}.arrays.codes.dtype": "int32"},
      "chunks of 16777216 bytes"),
     ({f"{ADD_GROUP}.rows": 1 << 50}, "has 3 objects, expected a document and 281474976710656 chunks"),
@@ -149,6 +153,7 @@ CASES: list[tuple[Document, str]] = [
     ({"dense.w.dtype": "int32"}, "int32 of shape .* is not in array"),
     ({"dense.w.path": "dense/other"}, "is not in array dense/other"),
     ({"dense.none.digest": "d" * 32}, "dense tensor 'none' of shape"),
+    ({"dense.v": {**manifest()["dense"]["w"], "offset": 2}}, "in array dense.float32 have 12 elements, it has 8"),
     ({"dense.w.shape": [1 << 30, 1 << 30]}, "dense tensor 'w' of shape"),
     ({"documents.reader": "r00000-0123abcd/other.json"}, "is not in the inventory"),
     ({"dropped": ["t"]}, "'t' is both dropped and there"),

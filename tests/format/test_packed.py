@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import tracemalloc
 
+import numpy as np
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cnr_store.errors import CorruptStore
-from cnr_store.format import packed
+from cnr_store.format import document_tree, packed
 from cnr_store.format.documents import canonical_json
-from cnr_store.format.limits import MAX_MANIFEST_BYTES
+from cnr_store.format.limits import MAX_MANIFEST_BYTES, MAX_SEPARATORS
 from cnr_store.format.packed import content_size, pack, unpack
 from format_spec.reader import cnr_read
 
@@ -59,9 +62,39 @@ def test_a_frame_that_holds_another_size_than_it_states_is_refused(descriptor: i
     frame = bytes([0x28, 0xB5, 0x2F, 0xFD, descriptor]) + size.to_bytes(width, "little") + block
 
     assert unpack(frame, "here") == text
-    for other in (frame[:-1], frame + b"x", frame + frame, frame[:5] + (size - 1).to_bytes(width, "little") + block):
+    skippable = bytes.fromhex("502a4d18") + bytes(4)
+    smaller = frame[:5] + (size - 1).to_bytes(width, "little") + block
+    for other in (frame[:-1], frame + b"x", frame + frame, frame + skippable, smaller):
         with pytest.raises(CorruptStore, match="here"):
             unpack(other, "here")
+        with pytest.raises(cnr_read.Refused):
+            cnr_read.unzstd(other, "here")
+
+
+@pytest.mark.parametrize("value", [b"0,", b"[],", b"{},"])
+def test_values_are_counted_before_memory_is_taken_for_them(value: bytes) -> None:
+    separators = value.count(b",") + value.count(b"[") + value.count(b"{")
+    most = value * ((MAX_SEPARATORS - 1) // separators)
+    bomb = zstandard.compress(b"[" + most + value + b"0]", 1)
+
+    assert len(bomb) < 10_000
+    assert unpack(zstandard.compress(b"[" + most[:-1] + b"]", 1), "here") == b"[" + most[:-1] + b"]"
+    with pytest.raises(CorruptStore, match="here has 167772"):
+        unpack(bomb, "here")
+    with pytest.raises(cnr_read.Refused):
+        cnr_read.unzstd(bomb, "here")
+
+
+@pytest.mark.parametrize("value", [(), [], "", 1.5, b"", {1: 2}, np.int8(1), np.zeros((0, 3), np.float32), 2**60])
+def test_a_tree_that_is_not_too_large_has_not_too_many_values(value: object) -> None:
+    bound = 1 << 14
+    with pytest.raises(packed.BadInput, match="exceeds 16384 bytes") as raised:
+        document_tree.encode([value] * bound, max_bytes=bound)
+    count = int(re.findall("[0-9]+", str(raised.value.path))[0])
+
+    text = canonical_json(document_tree.encode([value] * count, max_bytes=bound))
+
+    assert sum(map(text.count, (b",", b"[", b"{"))) * (document_tree.MAX_BYTES // bound) <= MAX_SEPARATORS
 
 
 @pytest.mark.parametrize("frame", [b"", b"{}", b"\x28\xb5\x2f\xfd", b"\x28\xb5\x2f\xfd\x00\x58\x01\x00\x00"])
@@ -75,3 +108,10 @@ def test_a_document_that_no_reader_would_take_is_not_packed(monkeypatch: pytest.
 
     with pytest.raises(packed.BadInput, match="at most 100"):
         pack({"a": "x" * 100})
+
+
+def test_a_document_of_more_values_than_readers_take_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "MAX_SEPARATORS", 100)
+
+    with pytest.raises(packed.BadInput, match="102 commas and brackets"):
+        pack({"a": [0] * 101})

@@ -90,6 +90,16 @@ def test_an_object_of_a_segment_is_written_once(store: Store) -> None:
     assert store.storage.read(segment_key(name, "r00000-0123abcd/reader.json.zst"), stop=100) == pack({"at": 1})
 
 
+def test_dense_tensors_do_not_replace_those_written_before(store: Store) -> None:
+    name = store.snapshot().readers[-1].name
+    writer = SegmentWriter(store.storage, name, folder="r00000-0123abcd", workers=Workers(1), throttle=Throttle(None))
+    writer.write_dense({"a": np.zeros(3, np.float32)}, {})
+    writer.write_dense({"b": np.ones(3, np.float32)}, {})
+
+    with pytest.raises(CorruptStore, match="would be written twice"):
+        writer.finish(txn="a" * 32, rank=1, world=2, attempt="0123abcd", base=1, l0=0, parts=())
+
+
 @pytest.mark.parametrize("kind", ["documents", "dense"])
 def test_what_two_ranks_save_under_one_name_is_refused(segments: tuple[SegmentReader, ...], kind: str) -> None:
     dense = {"x": segments[0].manifest.dense["w"]}
