@@ -6,7 +6,17 @@ from typing import Annotated
 
 import typer
 
-from cnr_store_tools.commands import checks, demonstration, following, maintenance, names, relaying, stores, transfer
+from cnr_store_tools.commands import (
+    checks,
+    demonstration,
+    following,
+    maintenance,
+    names,
+    relaying,
+    reporting,
+    stores,
+    transfer,
+)
 from cnr_store_tools.exits import GuardedGroup
 
 app = typer.Typer(
@@ -23,6 +33,7 @@ app = typer.Typer(
 app.command()(stores.init)
 app.command()(stores.log)
 app.command()(stores.show)
+app.command()(reporting.report)
 app.command()(checks.verify)
 app.command()(checks.repair)
 app.command()(transfer.export)

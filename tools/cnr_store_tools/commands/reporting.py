@@ -1,0 +1,39 @@
+"""The command that writes a report of a store: report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cnr_store import BadInput
+from cnr_store_tools.options import Branch, Json, StorageOptions, Url, open_store
+from cnr_store_tools.output import emit_message
+from cnr_store_tools.report.facts import read_facts
+from cnr_store_tools.report.page import report_html
+
+
+def report(
+    url: Url,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The HTML file to write; it replaces an existing one.")
+    ],
+    verify: Annotated[bool, typer.Option("--verify", help="Read every object and show what is damaged.")] = False,
+    branch: Branch = None,
+    storage_option: StorageOptions = None,
+    json: Json = False,
+) -> None:
+    """Write an HTML page about a store: bytes, rows, restores, tables, names, damage; one file, no network."""
+    with open_store(url, storage_option, branch) as store:
+        facts = read_facts(store, verify=verify)
+    text = report_html(facts)
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"the report cannot be written to {output}: {error.strerror}", path=str(output)) from error
+    document = {
+        "url": facts.status.url, "path": str(output), "versions": len(facts.versions), "tables": len(facts.tables),
+        "problems": None if facts.verified is None else len(facts.verified.problems),
+    }  # fmt: skip
+    emit_message(f"wrote {output}: {len(facts.versions)} versions, {len(facts.tables)} tables", document, as_json=json)
