@@ -40,8 +40,8 @@ def thinned(bars: Sequence[Bar], marks: Sequence[NamedBar] = ()) -> tuple[list[B
 
 
 def bar_chart(
-    bars: Sequence[Bar], *, label: str, unit: Callable[[float], str], ends: tuple[str, str], marks: Sequence[NamedBar] = (),
-    is_log: bool = False,
+    bars: Sequence[Bar], *, label: str, unit: Callable[[float], str], ends: tuple[str, str],
+    marks: Sequence[NamedBar] = (), is_log: bool = False,
 ) -> str:  # fmt: skip
     """Return a chart of bars, left to right.
 
