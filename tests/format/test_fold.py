@@ -13,12 +13,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from cnr_store import Store, TableOptions
+from cnr_store import CorruptStore, Store, TableOptions
 from cnr_store.format.chain_checks import chain_problems
 from cnr_store.format.fold import fold, stated
 from cnr_store.format.records import PartLine
 from cnr_store.maintenance.compaction import compact_run
 from cnr_store.maintenance.verify import verify_store
+from cnr_store.segment.reader import open_chain
 from cnr_store.write.writer import Writer
 from format_spec.reader.compare import compare
 from tests.support.documents import segment_document
@@ -161,6 +162,19 @@ def test_a_segment_is_laid_behind_each_chain_anew(tmp_path: Path) -> None:
         assert {entry.segment for entry in snapshot.dense.values()} == {snapshot.readers[0].name}
         assert snapshot.read_dense("w").tolist() == [1, 1, 1]
     assert {entry.segment for entry in before.dense.values()} == {reader.name for reader in before.readers[:2]}
+
+
+def test_segments_that_were_sound_are_checked_behind_another_chain(tmp_path: Path) -> None:
+    store = saved(tmp_path)
+    with store.writer() as writer:
+        writer.restore()
+        with writer.begin(step=3) as txn:
+            txn.write_rows("b", np.asarray([1]), np.full((1, 2), 5, np.float32))
+    snapshot = store.snapshot()
+    first, _, last = store.head().record.chain
+
+    with pytest.raises(CorruptStore, match="starts from state digest"):
+        open_chain(store.storage, (first, last), snapshot.workers, known=snapshot.known_readers)
 
 
 def test_a_one_shot_delta_states_tensors_that_its_baseline_has_otherwise(tmp_path: Path) -> None:

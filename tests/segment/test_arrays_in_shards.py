@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,12 +18,15 @@ from hypothesis import strategies as st
 from cnr_store import Store, TableOptions, verify_store
 from cnr_store.errors import BadInput, CorruptObject, CorruptStore, MissingObject
 from cnr_store.format import arrays
-from cnr_store.format.layout import MANIFEST, segment_key
+from cnr_store.format.layout import MANIFEST, segment_key, segment_name
 from cnr_store.format.manifest import decode_manifest
 from cnr_store.format.packed import pack
 from cnr_store.format.records import ArrayEntry
 from cnr_store.maintenance.compaction import compact_run
 from cnr_store.relay import copying
+from cnr_store.runtime.threads import Throttle, Workers
+from cnr_store.segment.groups import Blocks, RowList
+from cnr_store.segment.writer import SegmentWriter
 from cnr_store.storage.local import LocalStorage
 from cnr_store.types import Float32s
 from tests.support.documents import segment_document
@@ -235,6 +239,25 @@ def test_damage_in_a_shard_is_an_error_that_names_it(store: Store, damage: str) 
     assert [problem.path.rpartition("/set-")[2] for problem in verify_store(store).problems] == ["0.codes/c/0/0"]
 
 
+def test_chunks_that_changed_places_under_a_true_digest_are_found_by_a_shallow_check(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(store, 173)
+    shards = entries_of(store)["set-0.codes"].shards
+    assert shards is not msgspec.UNSET
+    change, put = swapped(shards.sizes), SegmentWriter._put
+    monkeypatch.setattr(
+        SegmentWriter,
+        "_put",
+        lambda self, path, data: put(self, path, change(data) if path.endswith("set-0.codes/c/0/0") else data),
+    )
+
+    with Store.create_on(FarStorage(str(tmp_path / "other"))) as other:
+        save(other, 173)
+
+        assert [problem.path.rpartition("/set-")[2] for problem in verify_store(other).problems] == ["0.codes/c/0/0"]
+
+
 def test_an_index_that_says_other_chunks_is_found_by_verify_and_read_by_nobody(store: Store) -> None:
     """It is for plain Zarr readers; ours go by the manifest."""
     states = save(store, 173)
@@ -292,6 +315,32 @@ def test_a_list_that_failed_is_written_again_and_nothing_of_it_stays(store: Stor
 
     assert same_bits(store.snapshot().table("t").read(), values)
     assert verify_store(store, deep=True).problems == ()
+
+
+def test_objects_of_a_list_that_failed_half_way_are_deleted_and_not_listed(store: Store) -> None:
+    rows = np.arange(40, dtype=np.int64)
+
+    def produce(start: int, stop: int, *, most: int = 40) -> Blocks:
+        if stop > most:
+            raise BadInput("a value that cannot be stored")
+        return {"rows": rows[start:stop], "values": np.zeros((stop - start, DIM), np.float32)}
+
+    widths: dict[str, tuple[np.dtype[Any], int | None]] = {
+        "rows": (np.dtype(np.int64), None), "values": (np.dtype(np.float32), DIM)
+    }  # fmt: skip
+    name, folder = segment_name(0, "a" * 32), "r00001-0123abcd"
+    writer = SegmentWriter(store.storage, name, folder=folder, workers=Workers(1), throttle=Throttle(None))
+    with pytest.raises(BadInput):
+        writer.write_row_list("escape", RowList(40, widths, partial(produce, most=30)))
+    left = {stat.key for stat in store.storage.list_objects(f"data/{name}/")}
+
+    written = writer.write_row_list("escape", RowList(40, widths, produce))
+    receipt = writer.finish(txn="a" * 32, rank=1, world=2, attempt="0123abcd", base=0, l0=0, parts=())
+
+    assert left
+    assert [group.path for group in receipt.groups] == [written.group]
+    assert [entry.path for entry in receipt.objects] == [f"{folder}/zarr.json"]
+    assert not left & {stat.key for stat in store.storage.list_objects(f"data/{name}/")}
 
 
 def test_a_relay_copies_shards(store: Store, tmp_path: Path) -> None:

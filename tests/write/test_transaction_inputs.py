@@ -245,6 +245,19 @@ def test_row_ids_may_be_reused_before_the_commit(world: World) -> None:
     world.writer.begin(3).commit()
 
 
+@pytest.mark.parametrize("options", [TableOptions(encoding="raw"), TableOptions(scale=1.0)], ids=["raw", "lattice"])
+def test_values_of_a_small_table_may_be_reused_before_the_commit(world: World, options: TableOptions) -> None:
+    """Its rows wait for those of other tables that share a chunk with it."""
+    values, slot = 5 * ones(3), np.arange(3, dtype=np.float32)
+    with world.writer.begin(2) as txn:
+        txn.write_table("n", values, slots={"m": slot}, options=options)
+        values[:] = slot[:] = 9
+
+    view = world.open().snapshot().table("n")
+    assert view.read().tolist() == (5 * ones(3)).tolist()
+    assert view.read(slot="m").tolist() == [0, 1, 2]
+
+
 def test_a_transaction_ends_once(world: World) -> None:
     txn = world.writer.begin(2)
     txn.commit()
