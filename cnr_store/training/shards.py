@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from cnr_store_gpu import RowMovement, RowTracker, WatchedShard, row_slots, scalar_state
+from cnr_store_gpu.optimizers import inner_optimizer
 
 Slots = dict[str, torch.Tensor]
 Scalars = dict[str, Any]
@@ -224,12 +225,18 @@ def follow_lookups(model: nn.Module, tracker: RowTracker) -> list[Handle]:
 
 
 def plain_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    """Return the torch optimizers inside those of sharding libraries, in order, each once; others as they are.
+    """Return the torch optimizers inside wrappers of other libraries, in order, each once; others as they are.
 
     Fused optimizers have no ``step`` of their own and are left out: their state belongs to the shards.
+
+    Raises
+    ------
+    BadInput
+        One is no torch optimizer, or a wrapper that cannot be followed.
     """
     found: list[torch.optim.Optimizer] = []
-    for optimizer in optimizers:
-        inner = next((inside for lib in _libraries() if (inside := lib.unwrap(optimizer)) is not None), [optimizer])
+    for wrapped in optimizers:
+        inner = next((inside for lib in _libraries() if (inside := lib.unwrap(wrapped)) is not None), None)
+        inner = [inner_optimizer(wrapped)] if inner is None else inner
         found += [one for one in inner if all(one is not other for other in found)]
     return found

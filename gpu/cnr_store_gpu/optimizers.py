@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from cnr_store.errors import BadInput
+
 
 class Movement(IntEnum):
     """How far a step reaches beyond the rows that had a gradient; a larger one includes the smaller."""
@@ -199,6 +201,37 @@ def row_movement(
         return RowMovement(movement, movement, f"{who}: the caller said {movement.name}")
     why = "its step is not known here, so every row may move"
     return RowMovement(Movement.ALL, Movement.ALL, f"{who}: {why}", is_known=False)
+
+
+_WRAPPERS = {"AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer"}
+"""Classes of Accelerate and Lightning, by name, because this package must not import them."""
+
+
+def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer inside Accelerate's and Lightning's wrappers; any other optimizer as it is.
+
+    A wrapper's ``step`` calls the inner one, whose hooks run; hooks of the wrapper itself do not.
+
+    Raises
+    ------
+    BadInput
+        It is no torch optimizer, or a wrapper of another kind: it has no place for hooks of its own.
+    """
+    while _WRAPPERS & {cls.__name__ for cls in type(optimizer).__mro__}:
+        inner = getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, torch.optim.Optimizer) or inner is optimizer:
+            break
+        optimizer = inner
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise BadInput(f"{name} is no torch.optim.Optimizer; pass the optimizer that changes the weights", found=name)
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise BadInput(
+            f"{name} wraps another optimizer and cannot be followed, because no hook of it would run; pass the "
+            "optimizer that it wraps (often its attribute `.optimizer`)",
+            found=name,
+        )
+    return optimizer
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> dict[str, Any]:

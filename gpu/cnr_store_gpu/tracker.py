@@ -23,7 +23,7 @@ from cnr_store_gpu.bitmap import Ids, OutOfRange, Taken
 from cnr_store_gpu.devices import DeviceBitmaps
 from cnr_store_gpu.hooks import Following, OnBypass
 from cnr_store_gpu.lookup_ledger import LookupLedger
-from cnr_store_gpu.optimizers import Movement, RowMovement, row_slots
+from cnr_store_gpu.optimizers import Movement, RowMovement, inner_optimizer, row_slots
 from cnr_store_gpu.shards import ChangeSource, WatchedShard, bounds_of, check_shards, tensor_of
 from cnr_store_gpu.tables import plan_tables
 from cnr_store_gpu.tracked_table import TrackedTable, TrackedTables
@@ -263,9 +263,10 @@ class RowTracker:
         Raises
         ------
         BadInput
-            It moves every row of a table (weight decay) and ``allow_dense`` is not set.
+            It moves every row of a table (weight decay) and ``allow_dense`` is not set; or it wraps another one.
+            Accelerate's and Lightning's wrappers are taken: the optimizer inside is followed.
         """
-        self._following.attach_optimizer(optimizer)
+        self._following.attach_optimizer(inner_optimizer(optimizer))
 
     def detach(self) -> None:
         """Remove every hook. Marks stay; a second call does nothing."""
