@@ -5,6 +5,7 @@ python -m format_spec.generate_schemas
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,18 @@ DOCUMENTS = {
 
 def schema(name: str) -> dict[str, Any]:
     """Return the schema of one document. Fields that a newer minor version adds are allowed everywhere."""
-    generated = msgspec.json.schema(DOCUMENTS[name])
+    generated = _cleaned(msgspec.json.schema(DOCUMENTS[name]))
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": f"cnr-store 1.0 {name}", **generated}
+
+
+def _cleaned(value: Any) -> Any:
+    """Return a schema whose descriptions are without the indentation of the source, which Python 3.13 leaves out."""
+    if isinstance(value, dict):
+        return {
+            key: inspect.cleandoc(item) if key == "description" and isinstance(item, str) else _cleaned(item)
+            for key, item in value.items()
+        }
+    return [_cleaned(item) for item in value] if isinstance(value, list) else value
 
 
 def text(name: str) -> str:
