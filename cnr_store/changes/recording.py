@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -29,7 +28,7 @@ from cnr_store.errors import BadInput, Conflict, StorageFailure
 from cnr_store.format.documents import canonical_json, loads
 from cnr_store.format.layout import encode_name
 from cnr_store.format.limits import MAX_LISTS_BYTES
-from cnr_store.runtime.local_files import failing_at, read_at_most, write_whole
+from cnr_store.runtime.local_files import failing_at, lock_file, read_at_most, write_whole
 
 RECORDING = "__recording.json"
 """No table's folder is called so: names that begin with two underscores are encoded."""
@@ -405,7 +404,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(lock)
         except BlockingIOError:
             raise Conflict(f"another process writes changes to {folder}; stop it, or use another folder") from None
         yield

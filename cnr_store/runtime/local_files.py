@@ -9,12 +9,18 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
-from cnr_store.errors import AccessDenied, StorageFailure
+from cnr_store.errors import AccessDenied, StorageFailure, Unsupported
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 _ADVICE = {
     errno.ENOSPC: "free some space there, or use another folder",
@@ -24,6 +30,8 @@ _ADVICE = {
     errno.ENFILE: "raise the limit of open files (fs.file-max)",
     errno.ELOOP: "it is a symbolic link, which is not followed: remove it",
 }
+# Without these (Windows) a link is followed, and a pipe waited for.
+_NO_FOLLOW, _NO_WAIT = getattr(os, "O_NOFOLLOW", 0), getattr(os, "O_NONBLOCK", 0)
 _DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
@@ -64,7 +72,7 @@ def read_at_most(path: Path, limit_bytes: int) -> bytes:
     OSError
         The file does not exist, is a link or no regular file, or cannot be read.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    fd = os.open(path, os.O_RDONLY | _NO_FOLLOW | _NO_WAIT)
     with os.fdopen(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise OSError(errno.EINVAL, "no regular file", str(path))
@@ -78,7 +86,7 @@ def write_whole(path: Path, data: bytes) -> None:
     ------
     OSError
     """
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _NO_FOLLOW, 0o666)
     with os.fdopen(fd, "wb") as file:
         file.write(data)
 
@@ -86,10 +94,29 @@ def write_whole(path: Path, data: bytes) -> None:
 def reserve(fd: int, size_bytes: int) -> None:
     """Allocate a file's first blocks: else a write to its memory map on a full disk kills the process.
 
+    macOS has no such call: there the file only gets its size.
+
     Raises
     ------
     OSError
         The disk is full.
     """
-    if size_bytes:
+    if size_bytes and hasattr(os, "posix_fallocate"):
         os.posix_fallocate(fd, 0, size_bytes)
+    elif size_bytes > os.fstat(fd).st_size:
+        os.ftruncate(fd, size_bytes)
+
+
+def lock_file(fd: int) -> None:
+    """Take the exclusive lock of an open file, for as long as it is open, without waiting.
+
+    Raises
+    ------
+    BlockingIOError
+        Another process has it.
+    Unsupported
+        The system has no such locks (Windows).
+    """
+    if fcntl is None:
+        raise Unsupported("this needs file locks of Linux or macOS; run it there, or under WSL", found=sys.platform)
+    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

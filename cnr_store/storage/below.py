@@ -14,10 +14,13 @@ import sys
 from functools import cache
 from typing import Any
 
-FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
+# Windows has neither; there `LocalStorage` refuses, and this module must still be importable.
+_FOLDER_ONLY = getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
+
+FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | _FOLDER_ONLY
 """Flags to open a folder for access to its entries; to list or sync it use `LISTED_FOLDER`."""
 
-LISTED_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+LISTED_FOLDER = os.O_RDONLY | _FOLDER_ONLY
 
 _OPENAT2 = 437
 """The system call's number, which is the same on every architecture."""

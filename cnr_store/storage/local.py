@@ -16,12 +16,13 @@ import contextlib
 import errno
 import os
 import stat
+import sys
 import time
 import uuid
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
-from cnr_store.errors import BadInput, StorageFailure, UnsafeBackend
+from cnr_store.errors import BadInput, StorageFailure, UnsafeBackend, Unsupported
 from cnr_store.storage.base import (
     TEMPORARY_PREFIX,
     CreateOutcome,
@@ -47,6 +48,12 @@ class LocalStorage(Storage):
     """Objects as files below ``root``, which is created by the first write."""
 
     def __init__(self, root: str, *, fsync: bool = True, unsafe_single_writer: bool = False) -> None:
+        if os.open not in os.supports_dir_fd:
+            raise Unsupported(
+                "a store in a local folder needs a system that opens files below an open folder (Linux, macOS); use an "
+                "object store (s3://, gs://, abfs://, http://), or the Windows Subsystem for Linux",
+                path=root, found=sys.platform,
+            )  # fmt: skip
         if "\0" in root:
             raise BadInput(f"{root!r} is no path: it holds a NUL character", found=root)
         super().__init__(os.path.abspath(root), is_exclusive=not unsafe_single_writer)

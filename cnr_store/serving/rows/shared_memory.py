@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import bisect
 import errno
-import fcntl
 import mmap
 import os
 import re
@@ -40,7 +39,7 @@ import numpy.typing as npt
 from cnr_store.errors import Conflict, CorruptObject, NewerFormat
 from cnr_store.format.documents import loads
 from cnr_store.format.limits import MAX_SMALL_BYTES
-from cnr_store.runtime.local_files import failing_at, read_at_most, reserve, write_whole
+from cnr_store.runtime.local_files import failing_at, lock_file, read_at_most, reserve, write_whole
 from cnr_store.serving.rows.board import BOARD_BYTES, Board
 from cnr_store.serving.rows.memory import Array, ArrayShape, offsets_of
 from cnr_store.serving.rows.view_file import ArrayRef, describe_view, encode_view
@@ -388,7 +387,7 @@ def _own(folder: Path) -> int:
     """Return the descriptor whose lock says that this process owns the folder."""
     file = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file(file)
     except BlockingIOError:
         os.close(file)
         raise Conflict(
