@@ -25,6 +25,7 @@ from cnr_store.training.precision.calibrating import Calibration, Trial, calibra
 from cnr_store.training.precision.rate_status import RateStatus, ScaleChange, TableRate
 from cnr_store.training.ranks import ProcessRanks
 from cnr_store.training.reader import IntervalReader, reader_states_for
+from cnr_store.training.redistribution import share_evenly
 
 __all__ = [
     "CheckpointManager",
@@ -48,4 +49,5 @@ __all__ = [
     "GrantedReader",
     "IntervalReader",
     "reader_states_for",
+    "share_evenly",
 ]

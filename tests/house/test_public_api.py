@@ -67,6 +67,7 @@ PUBLIC = {
         SaveReport ScaleChange RateStatus TableRate ProcessRanks
         calibrate Calibration Trial
         CarriedBatch CarryingReader GrantedReader IntervalReader reader_states_for
+        share_evenly
     """,
     "cnr_store_tools": "",
 }
