@@ -29,7 +29,7 @@
     │   ├── CorruptRecord
     │   ├── CorruptObject
     │   └── MissingObject
-    ├── StorageFailure             the backend failed; the cause is attached
+    ├── StorageFailure             the backend failed; `__cause__` is its error
     │   ├── AccessDenied
     │   ├── UnsafeBackend
     │   └── WrongClock
@@ -305,7 +305,7 @@ class UnknownFeature(Unsupported):
 
 
 class ReadOnlyStore(Unsupported):
-    """The store uses a writer feature that this library does not know: reading works, writing does not."""
+    """Reading works, writing does not: an unknown writer feature, a relay, or a store behind a web server."""
 
     kind = "read_only_store"
 

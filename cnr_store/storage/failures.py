@@ -111,7 +111,8 @@ def reply_of(error: BaseException) -> Reply | None:
         # The SDK's error codes are string enums; their str() is not the value.
         text = None if code is None else str(getattr(code, "value", code))
         return None if status is None and text is None else Reply(text, status)
-    status = _status(getattr(error, "code", None))  # gcsfs HttpError, google-api-core
+    # aiohttp ClientResponseError, whose code is deprecated; gcsfs HttpError, google-api-core.
+    status = _status(getattr(error, "status", None)) or _status(getattr(error, "code", None))
     return None if status is None else Reply(None, status)
 
 
@@ -148,7 +149,7 @@ def storage_failure(
             found=shown,
         )
     else:
-        failure = StorageFailure(f"{what} failed ({shown}); the cause is attached", path=key, found=shown)
+        failure = StorageFailure(f"{what} failed ({shown})", path=key, found=shown)
     failure.__cause__ = secrets.without(error)
     return failure
 

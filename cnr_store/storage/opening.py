@@ -16,7 +16,15 @@ from cnr_store.storage.base import Storage, StorageRecipe
 from cnr_store.storage.failures import storage_failure
 from cnr_store.storage.local import LocalStorage
 from cnr_store.storage.redaction import Secrets, redact_url
-from cnr_store.storage.remote import AzureStorage, GcsStorage, MemoryStorage, OtherStorage, RemoteStorage, S3Storage
+from cnr_store.storage.remote import (
+    AzureStorage,
+    GcsStorage,
+    HttpStorage,
+    MemoryStorage,
+    OtherStorage,
+    RemoteStorage,
+    S3Storage,
+)
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)(://|::)")
 _LOCAL = frozenset({"file", "local"})
@@ -25,6 +33,7 @@ _S3 = frozenset({"s3", "s3a"})
 _GCS = frozenset({"gs", "gcs"})
 _AZURE = frozenset({"abfs", "az", "abfss", "adl"})
 _EXTRAS = {**dict.fromkeys(_S3, "s3"), **dict.fromkeys(_GCS, "gcs"), **dict.fromkeys(_AZURE, "azure")}
+_PACKAGES = {"http": "aiohttp", "https": "aiohttp"}
 _DRIVERS: tuple[tuple[frozenset[str], type[RemoteStorage]], ...] = (
     (_S3, S3Storage),
     (_GCS, GcsStorage),
@@ -44,7 +53,8 @@ def open_storage(
     Parameters
     ----------
     url
-        A local path, or a URL: ``file://``, ``memory://``, ``s3://``, ``gs://``, ``abfs://``, ...
+        A local path, or a URL: ``file://``, ``memory://``, ``s3://``, ``gs://``, ``abfs://``, ...; ``http://`` and
+        ``https://`` are for readers only.
     storage_options
         Passed to the fsspec driver unchanged; their values never appear in a message, log or record.
     fsync
@@ -125,8 +135,8 @@ def _connect(url: str, scheme: str, options: dict[str, Any], secrets: Secrets) -
     try:
         fs, root = fsspec.core.url_to_fs(url, **options)
     except ImportError as error:
-        wanted = f"cnr-store[{_EXTRAS[scheme]}]" if scheme in _EXTRAS else f"the fsspec driver for {scheme}://"
-        command = f'pip install "{wanted}"' if scheme in _EXTRAS else f"install {wanted}"
+        wanted = f"cnr-store[{_EXTRAS[scheme]}]" if scheme in _EXTRAS else _PACKAGES.get(scheme)
+        command = f'pip install "{wanted}"' if wanted else f"install the fsspec driver for {scheme}://"
         raise MissingDependency(
             f"{shown} needs a package that is not installed; {command}", found=scheme
         ) from secrets.without(error)
@@ -161,6 +171,8 @@ def _known_kind(fs: fsspec.AbstractFileSystem) -> type[RemoteStorage] | None:
         return OtherStorage
     if isinstance(fs, MemoryFileSystem):
         return MemoryStorage
+    if type(fs).__module__ == "fsspec.implementations.http":
+        return HttpStorage
     for names, kind in _DRIVERS:
         # Check protocol and module: another driver that registers "s3" may behave differently.
         if names.intersection(_protocols(fs)) and type(fs).__module__.partition(".")[0] in _MODULES:

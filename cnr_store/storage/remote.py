@@ -12,10 +12,11 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, TypeVar
+from urllib.parse import quote
 
 import fsspec
 
-from cnr_store.errors import AccessDenied, StorageFailure, UnsafeBackend
+from cnr_store.errors import AccessDenied, ReadOnlyStore, StorageFailure, UnsafeBackend
 from cnr_store.storage.base import CreateOutcome, ObjectStat, Storage, is_key
 from cnr_store.storage.failures import create_outcome, is_absent, is_denied, is_past_end, storage_failure
 from cnr_store.storage.redaction import Secrets
@@ -200,6 +201,43 @@ class GcsStorage(RemoteStorage):
 
 class AzureStorage(RemoteStorage):
     """adlfs: a block blob written with ``If-None-Match: *``."""
+
+
+class HttpStorage(RemoteStorage):
+    """A web server, by http:// or https://: for readers only. It has no lists, and need not know byte ranges."""
+
+    def _read(self, key: str, start: int, stop: int | None) -> bytes | None:
+        if stop is None:
+            whole = super()._read(key, 0, None)
+            return None if whole is None else whole[start:]
+        data = super()._read(key, start, stop)
+        # A server that does not know ranges answers with the whole object.
+        return data[start:stop] if data is not None and len(data) > stop - start else data
+
+    def _path(self, key: str) -> str:
+        return super()._path(quote(key))
+
+    def _refused(self, action: str, key: str) -> ReadOnlyStore:
+        return ReadOnlyStore(
+            f"{action} {key or 'the store'!r} in {self.url}: a store behind a web server can only be read, and its "
+            "objects cannot be listed; open it by the URL of its storage",
+            path=key,
+        )
+
+    def _put(self, key: str, data: bytes | memoryview) -> None:  # noqa: ARG002
+        raise self._refused("writing", key)
+
+    def _create(self, key: str, data: bytes) -> tuple[CreateOutcome, BaseException | None]:  # noqa: ARG002
+        raise self._refused("creating", key)
+
+    def _delete(self, keys: list[str]) -> None:
+        raise self._refused("deleting", keys[0] if keys else "")
+
+    def _list_objects(self, folder: str) -> Iterator[ObjectStat]:
+        raise self._refused("listing", folder)
+
+    def _list_folders(self, folder: str) -> list[str]:
+        raise self._refused("listing", folder)
 
 
 class OtherStorage(RemoteStorage):

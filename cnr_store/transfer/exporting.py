@@ -301,7 +301,7 @@ def _write_safetensors(source: _Source, path: Path) -> None:
 def _write_npy(source: _Source, folder: Path) -> None:
     index = source.metadata
     for tensor, entry in zip(source.tensors, index["tensors"], strict=True):
-        file = _npy_file(tensor)
+        file = npy_file(tensor)
         entry["file"] = file
         target = folder / file
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -315,7 +315,8 @@ def _write_npy(source: _Source, folder: Path) -> None:
     (folder / INDEX_FILE).write_bytes(canonical_json(index))
 
 
-def _npy_file(tensor: ExportedTensor) -> str:
+def npy_file(tensor: ExportedTensor) -> str:
+    """Return the path of a tensor's file in an export to npy. Pure."""
     if tensor.role == "dense":
         return f"dense/{encode_name(tensor.name)}.npy"
     folder = f"tables/{encode_name(tensor.table or '')}"

@@ -16,6 +16,7 @@ import msgspec
 from cnr_store.errors import BadInput, TableNotFound
 from cnr_store.format.documents import loads
 from cnr_store.store import Store
+from cnr_store.transfer.export_folder import open_export
 from cnr_store.transfer.exporting import METADATA_KEY
 from cnr_store.transfer.safetensors_file import TensorFile, open_safetensors
 from cnr_store.types import JsonValue
@@ -132,6 +133,10 @@ def _described_plan(source: TensorFile, described: str) -> ImportPlan:
     return ImportPlan(tables, slots, hashed, tuple(n for n in source.tensors if n not in used), description.step)
 
 
+def _opened(path: Path) -> TensorFile:
+    return open_export(path) if path.is_dir() else open_safetensors(path)
+
+
 def import_tensors(
     store: Store,
     source: TensorFile | str | Path,
@@ -148,7 +153,8 @@ def import_tensors(
     Parameters
     ----------
     source
-        The path of a safetensors file, or the tensors of `cnr_store.integrations.load_state_dict`.
+        The path of a safetensors file or of an exported folder (npy, Parquet), or the tensors of
+        `cnr_store.integrations.load_state_dict`.
     step
         The training step of the state; None uses the file's, or 0.
     tables
@@ -170,7 +176,7 @@ def import_tensors(
         Nothing was committed.
     Conflict, CommitStateUnknown, StorageFailure
     """
-    file = open_safetensors(Path(source)) if isinstance(source, str | Path) else source
+    file = source if isinstance(source, TensorFile) else _opened(Path(source))
     plan = plan_import(file, tables)
     chosen_step = step if step is not None else plan.step or 0
     missing = sorted(store.snapshot().tables.keys() - plan.tables.keys())

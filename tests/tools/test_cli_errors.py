@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -143,6 +144,55 @@ def test_reader_of_the_output_may_go_away(root: Path) -> None:
 
     assert done.returncode == exits.ExitCode.STORAGE
     assert "Traceback" not in done.stderr
+
+
+def test_a_closed_pipe_ends_with_141_and_no_message(root: Path) -> None:
+    script = f"from cnr_store_tools.cli import main; import sys; sys.argv = ['cnr', 'log', {str(root)!r}]; main()"
+    receiver, sender = os.pipe()
+    os.close(receiver)
+
+    done = subprocess.run([sys.executable, "-c", script], stdout=sender, stderr=subprocess.PIPE, text=True, check=False)
+
+    os.close(sender)
+    assert (done.returncode, done.stderr) == (exits.ExitCode.BROKEN_PIPE, "")
+
+
+def test_a_failure_names_its_cause_in_the_shell(capsys: pytest.CaptureFixture[str]) -> None:
+    def fails() -> None:
+        raise errors.StorageFailure("reading 'x' failed") from ConnectionRefusedError("nobody listens")
+
+    assert guarded(fails, as_json=False, debug=False) == 7
+    assert capsys.readouterr().err == "error: reading 'x' failed: ConnectionRefusedError: nobody listens\n"
+    assert guarded(fails, as_json=True, debug=False) == 7
+    assert '"cause": "ConnectionRefusedError: nobody listens"' in capsys.readouterr().out
+
+
+def test_a_missing_package_is_named_with_what_installs_it(root: Path) -> None:
+    hide = "import sys; sys.modules['torch'] = None; from cnr_store_tools.cli import main"
+    script = f"{hide}; sys.argv = ['cnr', 'demo', '--store', {str(root / 'demo')!r}]; main()"
+
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+
+    assert done.returncode == exits.ExitCode.UNSUPPORTED
+    assert done.stderr == ("error: this command needs torch, which is not installed: pip install 'cnr-store[train]'\n")
+
+
+def test_version_and_completion_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cnr("--version").out.startswith("cnr-store ")
+    monkeypatch.setenv("_CNR_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "cnr chan")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    assert set(cnr().out.split()) == {"changes", "channel", "channels"}
+
+
+def test_verbose_prints_the_log_of_the_library(root: Path, tmp_path: Path) -> None:
+    cnr("export", root, tmp_path / "x.safetensors", "--version", "3")
+    done = cnr("import", tmp_path / "copy", tmp_path / "x.safetensors", "--create", "-v")
+    quiet = cnr("import", tmp_path / "copy", tmp_path / "x.safetensors")
+
+    assert (done.code, quiet.code) == (0, 0)
+    assert " INFO cnr_store." in done.err
+    assert quiet.err == ""
 
 
 def test_storage_options_are_values_and_nested_by_dots() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import http.server
+import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -184,3 +187,61 @@ def test_names_from_a_store_cannot_act_on_the_terminal(tmp_path: Path) -> None:
 
     assert "[red]x[/red]\\u202e" in out
     assert "\u202e" not in out
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_tables_fit_the_terminal_and_name_what_they_leave_out(
+    root: Path, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+
+    for command in ("log", "show"):
+        printed = cnr(command, root).out
+        assert max(len(line.rstrip()) for line in printed.splitlines() if str(root) not in line) <= columns
+        assert ("a wider terminal, or --json, also has:" in printed) == (columns == 80)
+    records = cnr("log", root, "--json").document["records"]
+    rows = [line for line in cnr("log", root).out.splitlines() if line.strip()[:1].isdigit()]
+    assert len(rows) == len(records)  # one line each
+
+
+def test_names_are_listed_and_given_by_step(root: Path) -> None:
+    assert cnr("tag", root, "by-step", "--step", "20", "--json").document["target"] == 3
+    assert cnr("channel", root, "live", "--step", "30", "--json").document["target"] == 4
+    assert cnr("fork", root, "side", "--step", "20", "--json").document["version"] == 3
+
+    tags = cnr("tags", root, "--json").document["tags"]
+    assert {item["tag"]: (item["version"], item["step"]) for item in tags}["by-step"] == (3, 20)
+    assert [(item["channel"], item["version"]) for item in cnr("channels", root, "--json").document["channels"]] == [
+        ("live", 4)
+    ]
+    assert "by-step" in cnr("tags", root).out
+    assert cnr("rollback", root, "--step", "20", "--json").document["target"] == 3
+    assert cnr("rollback", root).code == 4
+    assert cnr("rollback", root, "3", "--step", "20").code == 4
+
+
+def test_a_store_behind_a_web_server_is_read_and_never_written(root: Path) -> None:
+    handler = partial(QuietHandler, directory=str(root.parent))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/{root.name}"
+        found, tagged, verified = cnr("show", url, "--json"), cnr("tag", url, "x"), cnr("verify", url)
+        with Store.open(url) as far, Store.open(str(root)) as near:
+            for name in near.snapshot().tables:
+                rows = far.snapshot().table(name).read()
+                assert rows.tobytes() == near.snapshot().table(name).read().tobytes()
+            sparse = far.snapshot().table("user").read_rows([3, 399])
+            assert sparse.tobytes() == near.snapshot().table("user").read_rows([3, 399]).tobytes()
+        server.shutdown()
+
+    assert found.document["tables"].keys() == cnr("show", root, "--json").document["tables"].keys()
+    assert (tagged.code, verified.code) == (8, 8)
+    assert "can only be read" in tagged.err
+    assert cnr("show", url.replace(root.name, "nothing")).code != 0
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    """Python's own server, which knows no byte ranges; it logs nothing."""
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's word
+        """Print nothing."""

@@ -215,10 +215,11 @@ def test_names_that_would_collide_are_refused(tmp_path: Path) -> None:
         export_snapshot(store.snapshot(), tmp_path / "x")
 
 
-def test_import_of_an_export_gives_the_same_state(store: Store, tmp_path: Path) -> None:
-    cnr("export", root_of(store), tmp_path / "out.safetensors")
+@pytest.mark.parametrize("form", ["safetensors", "npy", "parquet"])
+def test_import_of_an_export_gives_the_same_state(store: Store, tmp_path: Path, form: str) -> None:
+    cnr("export", root_of(store), tmp_path / f"out.{form}")
 
-    done = cnr("import", tmp_path / "copy", tmp_path / "out.safetensors", "--create", "--exact", "--json")
+    done = cnr("import", tmp_path / "copy", tmp_path / f"out.{form}", "--create", "--exact", "--json")
 
     assert (done.code, done.err) == (0, "")
     assert done.document["step"] == 6
@@ -227,6 +228,22 @@ def test_import_of_an_export_gives_the_same_state(store: Store, tmp_path: Path) 
         assert copy.snapshot().table("model.user").schema.slots.keys() == {"sum", "avg"}
         assert verify_store(copy, deep=True).is_sound
         assert copy.snapshot().manifests[0].parts[0].state_digest is not None
+
+
+@pytest.mark.parametrize("form", ["npy", "parquet"])
+def test_an_export_with_a_foreign_index_is_refused(store: Store, tmp_path: Path, form: str) -> None:
+    folder = tmp_path / f"out.{form}"
+    cnr("export", root_of(store), folder)
+    index = json.loads((folder / "tensors.json").read_text())
+    (tmp_path / "secret.npy").write_bytes(b"x")
+    outside = [item | {"file": "../secret.npy", "shape": [7, *item["shape"][1:]]} for item in index["tensors"]]
+
+    for changed in ({**index, "tensors": outside}, {**index, "tensors": 3}):
+        (folder / "tensors.json").write_text(json.dumps(changed))
+        done = cnr("import", tmp_path / "copy", folder, "--create", "--json")
+        assert (done.code, done.document["error"]["kind"]) == (4, "bad_input")
+    (folder / "tensors.json").unlink()
+    assert cnr("import", tmp_path / "copy", folder, "--create").code == 3
 
 
 @pytest.mark.parametrize("form", ["safetensors", "torch"])

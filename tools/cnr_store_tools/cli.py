@@ -24,7 +24,6 @@ app = typer.Typer(
     name="cnr",
     help="Create, inspect, check, repair, export, import, name, copy and maintain stores of sparse, quantized "
     "checkpoints.",
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -38,8 +37,10 @@ app.command()(checks.verify)
 app.command()(checks.repair)
 app.command()(transfer.export)
 app.command("import")(transfer.import_)
+app.command("tags")(names.list_tags)
 app.command()(names.tag)
 app.command()(names.untag)
+app.command("channels")(names.list_channels)
 app.command()(names.channel)
 app.command()(names.rollback)
 app.command()(names.fork)
@@ -61,9 +62,15 @@ app.command()(stores.version)
 @app.callback(invoke_without_command=True)
 def _without_command(
     context: typer.Context,
+    print_version: Annotated[bool, typer.Option("--version", help="Print the versions, and exit.")] = False,
+    verbose: Annotated[  # noqa: ARG001 - likewise
+        bool, typer.Option("--verbose", "-v", help="Print what the library logs; for every command.")
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Print tracebacks of errors; for every command.")] = False,  # noqa: ARG001 - `GuardedGroup` removes it from the arguments
 ) -> None:
-    if context.invoked_subcommand is None:
+    if print_version:
+        stores.version()
+    elif context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
 

@@ -6,11 +6,14 @@ Prints a traceback only with ``--debug``.
 from __future__ import annotations
 
 import errno
+import importlib.util
 import json
+import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any
 
@@ -29,6 +32,7 @@ from cnr_store import (
     Unsupported,
     VersionRefused,
 )
+from cnr_store.errors import MissingDependency
 from cnr_store_tools.text import one_line
 
 
@@ -85,19 +89,25 @@ def guarded(command: Callable[[], Any], *, as_json: bool, debug: bool) -> int:
     """Run a command and return its exit code; print errors instead of raising them."""
     try:
         result = command()
-        sys.stdout.flush()
     except CnrStoreError as error:
-        return _fail(exit_code(error), error.kind, error.message, error.details(), as_json=as_json, debug=debug)
+        details = error.details() | ({} if error.__cause__ is None else {"cause": cause_text(error.__cause__)})
+        return _fail(exit_code(error), error.kind, full_message(error), details, as_json=as_json, debug=debug)
     except typer.Abort:
         result = ExitCode.INTERRUPTED
     except KeyboardInterrupt:
         result = ExitCode.INTERRUPTED
+    except _ReaderGone:
+        # Python flushes these again at exit; that must not raise.
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return ExitCode.BROKEN_PIPE
     except OSError as error:
-        if error.errno == errno.EPIPE:
-            # Python flushes stdout again at exit; that must not raise.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return ExitCode.BROKEN_PIPE
         return _fail(ExitCode.STORAGE, "os_error", str(error), {}, as_json=as_json, debug=debug)
+    except ModuleNotFoundError as error:
+        return _fail(
+            ExitCode.UNSUPPORTED, MissingDependency.kind, missing_text(error.name), {"found": error.name},
+            as_json=as_json, debug=debug,
+        )  # fmt: skip
     except Exception as error:  # noqa: BLE001 - users get a message, not a traceback
         if hasattr(error, "format_message"):
             message = error.format_message()
@@ -111,6 +121,64 @@ def guarded(command: Callable[[], Any], *, as_json: bool, debug: bool) -> int:
     return result if isinstance(result, int) else ExitCode.OK
 
 
+_EXTRA_OF = {"torch": "train", "torchdata": "train", "triton": "gpu", "prometheus_client": "metrics"}
+
+
+def missing_text(module: str | None) -> str:
+    """Return which package a command lacks and how to install it.
+
+    >>> missing_text("torch")
+    "this command needs torch, which is not installed: pip install 'cnr-store[train]'"
+    """
+    package = (module or "a package").partition(".")[0]
+    wanted = f"'cnr-store[{_EXTRA_OF[package]}]'" if package in _EXTRA_OF else package
+    return f"this command needs {package}, which is not installed: pip install {wanted}"
+
+
+def need(module: str) -> None:
+    """Return if a module is installed; does not import it.
+
+    Raises
+    ------
+    MissingDependency
+    """
+    if importlib.util.find_spec(module) is None:
+        raise MissingDependency(missing_text(module), found=module)
+
+
+def full_message(error: CnrStoreError) -> str:
+    """Return the message with that of the cause, if there is one that the message does not contain."""
+    cause = None if error.__cause__ is None else cause_text(error.__cause__)
+    return error.message if cause is None or cause in error.message else f"{error.message}: {cause}"
+
+
+def cause_text(cause: BaseException) -> str:
+    """Return the class and the text of an error from another library, at most 300 characters."""
+    text = one_line(str(cause)).strip()
+    return f"{type(cause).__name__}: {text}"[:300] if text else type(cause).__name__
+
+
+@contextmanager
+def log_printed(*, is_wanted: bool) -> Iterator[None]:
+    """Print what the library logs, from level INFO on, to standard error while the block runs."""
+    if not is_wanted:
+        yield
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    loggers = [logging.getLogger(name) for name in ("cnr_store", "cnr_store_gpu", "cnr_store_tools")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+
+
 def _fail(code: ExitCode, kind: str, message: str, details: dict[str, Any], *, as_json: bool, debug: bool) -> ExitCode:
     if debug:
         traceback.print_exc(file=sys.stderr)
@@ -122,8 +190,23 @@ def _fail(code: ExitCode, kind: str, message: str, details: dict[str, Any], *, a
     return code
 
 
+class _ReaderGone(Exception):
+    """The reader of the output has closed it. No OSError, because typer exits with 1 on those."""
+
+
 class GuardedGroup(TyperGroup):
     """The group of all commands; `guarded` handles all their errors."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command, and flush what it printed."""
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                raise _ReaderGone from error
+            raise
+        return result
 
     def main(  # type: ignore[override] # narrower than click's overloads, which differ only by standalone_mode
         self,
@@ -135,12 +218,13 @@ class GuardedGroup(TyperGroup):
     ) -> Any:
         """Run the command in ``args`` (None: the process's arguments), and exit with its code."""
         given = list(sys.argv[1:] if args is None else args)
-        words = [word for word in given if word != "--debug"]
-        code = guarded(
-            lambda: super(GuardedGroup, self).main(words, prog_name or "cnr", complete_var, False, **extra),
-            as_json="--json" in given,
-            debug="--debug" in given,
-        )
+        words = [word for word in given if word not in ("--debug", "-v", "--verbose")]
+        with log_printed(is_wanted="-v" in given or "--verbose" in given):
+            code = guarded(
+                lambda: super(GuardedGroup, self).main(words, prog_name or "cnr", complete_var, False, **extra),
+                as_json="--json" in given,
+                debug="--debug" in given,
+            )
         if standalone_mode:
             sys.exit(int(code))
         return code

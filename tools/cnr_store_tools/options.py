@@ -195,3 +195,14 @@ def open_snapshot(
         More than one of the four is given.
     """
     return store.snapshot(version, step=step, tag=tag, channel=channel)
+
+
+def named_version(store: Store, version: int | None, step: int | None) -> int | None:
+    """Return the version that a command's ``--version`` or ``--step`` names; None for the newest.
+
+    Raises
+    ------
+    BadInput
+        Both are given.
+    """
+    return version if step is None else store.snapshot(version, step=step).version

@@ -5,15 +5,20 @@ Every string from a store passes through `cell`, so that no name can control the
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
+from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -21,11 +26,26 @@ from cnr_store import CnrStoreError
 from cnr_store_tools.text import one_line, value_text
 
 Document = dict[str, Any]
-Part = str | Table
+
+
+@dataclass(frozen=True, slots=True)
+class PrintedTable:
+    """A table to print: a title, rows by column name, and the columns.
+
+    ``spare`` are the columns that a narrow terminal does without, the first of them first.
+    """
+
+    title: str
+    items: Sequence[Mapping[str, Any]]
+    columns: Sequence[str]
+    spare: Sequence[str] = ()
+
+
+Part = str | PrintedTable
 """A part of a result: a line or a table."""
 
 _PIPE_WIDTH = 160
-"""Number of columns if the output is not a terminal."""
+"""Number of columns if the output is not a terminal and COLUMNS is not set."""
 
 
 def to_document(report: Any) -> Any:
@@ -64,13 +84,60 @@ def emit(document: Document, parts: Iterable[Part], *, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps(to_document(document), ensure_ascii=True, allow_nan=False, indent=2) + "\n")
         return
-    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, markup=False)
+    is_sized = sys.stdout.isatty() or "COLUMNS" in os.environ
+    console = _Printer(width=None if is_sized else _PIPE_WIDTH, highlight=False, markup=False)
     for part in parts:
-        if isinstance(part, Table):
-            console.print(part)
+        if isinstance(part, PrintedTable):
+            console.print(_fitted(part, console))
         else:
             console.print(cell(part), soft_wrap=True)
     sys.stdout.flush()
+
+
+class _Printer(Console):
+    """A console that raises when the reader of the output goes away; rich's own exits with 1 then."""
+
+    def on_broken_pipe(self) -> NoReturn:
+        """Raise the error, which becomes an exit code (`cnr_store_tools.exits`)."""
+        raise BrokenPipeError(errno.EPIPE, "the reader of the output has closed it")
+
+
+def _fitted(rows: PrintedTable, console: Console) -> Table:
+    """Return the table without the spare columns that do not fit the console."""
+    filled = {name for name in rows.columns if any(item.get(name) not in (None, "", [], ()) for item in rows.items)}
+    columns = [name for name in rows.columns if name in filled or name not in rows.spare]
+    drawn, unbounded = _drawn(rows, columns, None), console.options.update_width(10_000)
+    for name in rows.spare:
+        if Measurement.get(console, unbounded, drawn).maximum <= console.width:
+            break
+        if name in columns:
+            columns.remove(name)
+            left_out = [other for other in rows.spare if other in filled and other not in columns]
+            drawn = _drawn(rows, columns, f"a wider terminal, or --json, also has: {', '.join(map(header, left_out))}")
+    return drawn
+
+
+def _drawn(rows: PrintedTable, columns: Sequence[str], caption: str | None) -> Table:
+    drawn = Table(
+        title=cell(rows.title), title_justify="left", title_style="bold", caption=caption, caption_justify="left",
+        header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False,
+        padding=(0, 1, 0, 0),
+    )  # fmt: skip
+    for name in columns:
+        is_number = all(isinstance(item.get(name), int | float | None) for item in rows.items)
+        drawn.add_column(header(name), justify="right" if is_number else "left", overflow="fold")
+    for item in rows.items:
+        drawn.add_row(*(cell(value_text(name, item.get(name))) for name in columns))
+    return drawn
+
+
+def header(column: str) -> str:
+    """Return the heading of a column: its name without the unit.
+
+    >>> header("size_bytes"), header("head_step")
+    ('size', 'head step')
+    """
+    return column.removesuffix("_bytes").removesuffix("_ms").removesuffix("_s").replace("_", " ")
 
 
 def cell(text: str) -> Text:
@@ -78,20 +145,14 @@ def cell(text: str) -> Text:
     return Text(one_line(text))
 
 
-def table(title: str, items: Iterable[Any], columns: Sequence[str]) -> Table:
+def table(title: str, items: Iterable[Any], columns: Sequence[str], spare: Sequence[str] = ()) -> PrintedTable:
     """Return records or documents as a table, one row each.
 
     A column is a field name. Its ending gives the unit (``_bytes``, ``_ms``, ``_s``), which is printed with the value.
+    ``spare`` columns are printed if one of them has a value and the terminal is wide enough.
     """
     rows = [item if isinstance(item, Mapping) else {name: getattr(item, name) for name in columns} for item in items]
-    drawn = Table(title=cell(title), title_justify="left", header_style="bold")
-    for name in columns:
-        is_number = all(isinstance(row.get(name), int | float | None) for row in rows)
-        header = name.removesuffix("_bytes").removesuffix("_ms").removesuffix("_s").replace("_", " ")
-        drawn.add_column(header, justify="right" if is_number else "left", overflow="fold")
-    for row in rows:
-        drawn.add_row(*(cell(value_text(name, row.get(name))) for name in columns))
-    return drawn
+    return PrintedTable(title, rows, columns, spare)
 
 
 def emit_message(message: str, document: Document, *, as_json: bool) -> None:

@@ -7,10 +7,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 Report = Callable[[str, int, int], None]
 """Called as (stage, done, total)."""
+
+
+class _Remaining(TimeRemainingColumn):
+    """The time that is left, once a speed is known; nothing before."""
+
+    def render(self, task: Task) -> Text:
+        """Return the column's text."""
+        return Text() if task.time_remaining is None else super().render(task)
 
 
 @contextmanager
@@ -19,8 +28,8 @@ def progress_bars(*, in_bytes: bool = True) -> Iterator[Report]:
     if not sys.stderr.isatty():
         yield _silent
         return
-    amounts = DownloadColumn(binary_units=True) if in_bytes else MofNCompleteColumn()
-    columns = (TextColumn("{task.description}"), BarColumn(), amounts, TimeRemainingColumn())
+    amounts = DownloadColumn() if in_bytes else MofNCompleteColumn()
+    columns = (TextColumn("{task.description}"), BarColumn(), amounts, _Remaining())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         tasks = {}
 

@@ -112,12 +112,20 @@ def compaction_text(report: CompactionReport) -> str:
             reused = f", {report.reused_tasks} of {report.tasks} tasks were done before" if report.reused_tasks else ""
             return (
                 f"version {report.version}: compacted {about}, {size_text(report.bytes_out)} in "
-                f"{duration_text(report.seconds)}{reused}; {chain}"
+                f"{duration_text(report.seconds)}{reused}; {chain}{_growth(report)}"
             )
         case "unfinished":
             return f"the time limit was reached; the next run continues: {report.reason}"
         case outcome:
             return f"{outcome}: {report.reason}"
+
+
+def _growth(report: CompactionReport) -> str:
+    """Return a warning if the result has more bytes than what it was made of, else nothing."""
+    more = report.bytes_out - report.bytes_in
+    if more <= 0:
+        return ""
+    return f"; that is {size_text(more)} more than before: it restores in fewer reads, but saves no space"
 
 
 def gc_parts(report: GcReport) -> Iterator[Part]:
@@ -193,7 +201,7 @@ def rate_lines(rate: Any) -> Iterator[str]:
     if rate is None:
         return
     if rate["restores"]:
-        yield f"the training was restored {rate['restores']} times before this version"
+        yield f"the training was restored {count_text(rate['restores'], 'time')} before this version"
     if rate["calibrated"]:
         yield f"scales that a validation chose: {', '.join(rate['calibrated'])}"
 

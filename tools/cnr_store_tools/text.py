@@ -43,6 +43,15 @@ def time_text(time_ms: int) -> str:
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
+def seconds_text(time_ms: int) -> str:
+    """Return a time in milliseconds since 1970 as UTC, to the second, for a column of a table.
+
+    >>> seconds_text(1_700_000_000_000)
+    '2023-11-14 22:13:20'
+    """
+    return time_text(time_ms)[:19].replace("T", " ")
+
+
 def duration_text(seconds: float) -> str:
     """Return a short time.
 
@@ -76,7 +85,7 @@ def value_text(name: str, value: Any) -> str:
     if name == "bytes" or name.endswith("_bytes"):
         return size_text(value)
     if name.endswith("_ms"):
-        return time_text(value)
+        return seconds_text(value)
     if name == "seconds" or name.endswith("_s"):
         return duration_text(value)
     if isinstance(value, list | tuple):

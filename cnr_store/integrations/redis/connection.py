@@ -118,7 +118,7 @@ class Connection:
             kind = AccessDenied if denied else StorageFailure
             raise kind(
                 f"{action} on {self.place} failed ({type(error).__name__}); "
-                + ("check its user and password" if denied else "is it running and reachable? the cause is attached"),
+                + ("check its user and password" if denied else "is it running and reachable?"),
                 path=self.keys.prefix, found=type(error).__name__,
             ) from self._secrets.without(error)  # fmt: skip
 
@@ -141,8 +141,8 @@ class Connection:
         found = type(error).__name__
         if isinstance(error, exceptions.NoPermissionError):
             return AccessDenied(f"{action} on {self.place} was refused; check the permissions of its user", found=found)
-        hint = "it is out of memory" if isinstance(error, exceptions.OutOfMemoryError) else "the cause is attached"
-        return StorageFailure(f"{action} on {self.place} failed ({found}); {hint}", path=self.keys.prefix, found=found)
+        hint = "; it is out of memory" if isinstance(error, exceptions.OutOfMemoryError) else ""
+        return StorageFailure(f"{action} on {self.place} failed ({found}){hint}", path=self.keys.prefix, found=found)
 
 
 def numbers_of(current: bytes) -> tuple[int, int]:

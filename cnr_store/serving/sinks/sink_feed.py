@@ -273,9 +273,7 @@ class SinkFeed:
                 raise
             except Exception as error:
                 # A sink may be anybody's: what it raises must not end the thread, nor leave a batch half counted.
-                failure = StorageFailure(
-                    f"pushing to {self.sink.name} failed ({type(error).__name__}); the cause is attached"
-                )
+                failure = StorageFailure(f"pushing to {self.sink.name} failed ({type(error).__name__})")
                 self._fail(failure)
                 raise failure from error
             with self._changed:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from cnr_store import BadInput
-from cnr_store_tools.exits import ExitCode
+from cnr_store_tools.exits import ExitCode, need
 from cnr_store_tools.options import Json, check_bits
 from cnr_store_tools.output import Part, emit, table, to_document
 from cnr_store_tools.text import duration_text, one_line, size_text
@@ -41,6 +41,7 @@ def demo(
     if exact and bits is not None:
         raise BadInput("give --exact or --bits, not both")
     width = check_bits(DEFAULT_BITS if bits is None else bits)
+    need("torch")
     from cnr_store_tools.demo.run import DemoOptions, run_demo
 
     options = DemoOptions(store=store, is_exact=exact, bits=width, policy=policy, steps=steps, force=force)
@@ -91,6 +92,7 @@ def serve_demo(
     json: Json = False,
 ) -> None:
     """Train, compact, serve and learn on one store while processes are killed. Exit code 1 if a check fails."""
+    need("torch")
     from cnr_store_tools.serve_demo.report import ServeOptions
     from cnr_store_tools.serve_demo.run import run_serve_demo
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from cnr_store import (
+    BadInput,
     CompactionPolicy,
     GcReport,
     MaintenanceReport,
@@ -231,11 +232,17 @@ def metrics(
         str, typer.Option("--max-age", metavar="TIME", help="Scrapes within this time share one reading of the store.")
     ] = "30s",
     storage_option: StorageOptions = None,
+    json: Json = False,
 ) -> None:
-    """Print the store's Prometheus metrics, or serve them over HTTP."""
+    """Print the store's Prometheus metrics, or serve them over HTTP. With --json: what they are made of."""
     address = None if listen is None else parse_address(listen)
+    if json and address is not None:
+        raise BadInput("give --listen or --json, not both")
     max_age_s = parse_duration(max_age, "--max-age")
     with open_store(url, storage_option) as store:
+        if json:
+            emit({"url": store.url, **to_document(read_status(store))}, (), as_json=True)
+            return
         collector = _collector(store, max_age_s)
         # Imported here, because the client library is optional.
         from cnr_store_tools.metrics import metrics_text, serve_metrics

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
 
 from cnr_store import BadInput, Store, read_status
-from cnr_store_tools.options import Branch, Json, StorageOptions, Url, Version, open_store, optional_duration
+from cnr_store_tools.options import (
+    Branch,
+    Json,
+    Step,
+    StorageOptions,
+    Url,
+    Version,
+    named_version,
+    open_store,
+    optional_duration,
+)
 from cnr_store_tools.output import Document, emit, emit_message, table, to_document
-from cnr_store_tools.render import until_text
+from cnr_store_tools.render import place_text, until_text
 
 TagName = Annotated[str, typer.Argument(metavar="NAME", help="The tag.")]
 BranchName = Annotated[str, typer.Argument(metavar="NAME", help="The branch.")]
@@ -19,16 +30,39 @@ def tag(
     url: Url,
     name: TagName,
     version: Version = None,
+    step: Step = None,
     branch: Branch = None,
     storage_option: StorageOptions = None,
     json: Json = False,
 ) -> None:
     """Give a version a permanent name."""
     with open_store(url, storage_option, branch) as store:
-        committed = store.tag(name, version)
+        committed = store.tag(name, named_version(store, version, step))
         target = store.tags()[name]
     document = {"url": store.url, "tag": name, "target": target, "version": committed}
     emit_message(f"tag {name} names version {target} (record {committed})", document, as_json=json)
+
+
+def list_tags(url: Url, branch: Branch = None, storage_option: StorageOptions = None, json: Json = False) -> None:
+    """List the tags: their versions, with the training step and the time of each."""
+    with open_store(url, storage_option, branch) as store:
+        _emit_names(store, "tag", store.tags(), as_json=json)
+
+
+def list_channels(url: Url, branch: Branch = None, storage_option: StorageOptions = None, json: Json = False) -> None:
+    """List the channels: the versions that they point to, with the training step and the time of each."""
+    with open_store(url, storage_option, branch) as store:
+        _emit_names(store, "channel", store.channels(), as_json=json)
+
+
+def _emit_names(store: Store, kind: str, names: Mapping[str, int], *, as_json: bool) -> None:
+    found = []
+    for name, version in sorted(names.items()):
+        record = store.record(version)
+        found.append({kind: name, "version": version, "step": record.step, "time_ms": record.ts_ms})
+    document: Document = {"url": store.url, "branch": store.branch, f"{kind}s": found}
+    drawn = table(place_text(document), found, (kind, "version", "step", "time_ms"))
+    emit(document, (drawn,) if found else (f"{place_text(document)} has no {kind}s",), as_json=as_json)
 
 
 def untag(
@@ -45,16 +79,17 @@ def channel(
     url: Url,
     name: Annotated[str, typer.Argument(metavar="NAME", help="The channel.")],
     version: Version = None,
+    step: Step = None,
     drop: Annotated[bool, typer.Option("--drop", help="Remove the channel.")] = False,
     branch: Branch = None,
     storage_option: StorageOptions = None,
     json: Json = False,
 ) -> None:
     """Point a movable name at a version, for readers that follow it. The version is kept while it has the name."""
-    if drop and version is not None:
-        raise BadInput("give --version or --drop, not both")
+    if drop and (version is not None or step is not None):
+        raise BadInput("give a version or --drop, not both")
     with open_store(url, storage_option, branch) as store:
-        committed = store.drop_channel(name) if drop else store.set_channel(name, version)
+        committed = store.drop_channel(name) if drop else store.set_channel(name, named_version(store, version, step))
         target = store.record(committed).target
     done = f"removed channel {name}" if drop else f"channel {name} points to version {target}"
     document = {"url": store.url, "channel": name, "target": target, "version": committed}
@@ -64,24 +99,29 @@ def channel(
 def rollback(
     url: Url,
     version: Annotated[
-        int, typer.Argument(metavar="VERSION", min=0, help="The version whose state becomes the head's.")
-    ],
+        int | None, typer.Argument(metavar="[VERSION]", min=0, help="The version whose state becomes the head's.")
+    ] = None,
+    step: Step = None,
     branch: Branch = None,
     storage_option: StorageOptions = None,
     json: Json = False,
 ) -> None:
     """Make an older version's state the newest; nothing is deleted."""
     with open_store(url, storage_option, branch) as store:
-        committed = store.rollback(version)
-        step = store.record(committed).step
-    document = {"url": store.url, "target": version, "version": committed, "step": step}
-    emit_message(f"version {committed} has the state of version {version} (step {step})", document, as_json=json)
+        target = named_version(store, version, step)
+        if target is None:
+            raise BadInput("give the version to go back to, or --step")
+        committed = store.rollback(target)
+        found = store.record(committed).step
+    document = {"url": store.url, "target": target, "version": committed, "step": found}
+    emit_message(f"version {committed} has the state of version {target} (step {found})", document, as_json=json)
 
 
 def fork(
     url: Url,
     name: BranchName,
     version: Version = None,
+    step: Step = None,
     expires: Annotated[
         str | None,
         typer.Option(
@@ -93,7 +133,8 @@ def fork(
 ) -> None:
     """Create a branch with its own log from a version; nothing is copied."""
     expires_s = optional_duration(expires, "--expires")
-    with open_store(url, storage_option) as store, store.fork(name, version, expires_s=expires_s):
+    with open_store(url, storage_option) as store:
+        store.fork(name, named_version(store, version, step), expires_s=expires_s).close()
         pin = store.branches()[name]
     until = "" if pin.expires_ms is None else f", until {until_text(pin.expires_ms, '')}"
     document = {"url": store.url, "branch": name, "version": pin.version, "expires_ms": pin.expires_ms}
@@ -133,7 +174,12 @@ def cursors(url: Url, storage_option: StorageOptions = None, json: Json = False)
     with open_store(url, storage_option) as store:
         found = _cursors(store)
     rows = [item | {"until": until_text(item["expires_ms"], "dropped")} for item in found]
-    drawn = table(store.url, rows, ("cursor", "branch", "version", "head", "moved_ms", "until", "holder"))
+    drawn = table(
+        store.url,
+        rows,
+        ("cursor", "branch", "version", "head", "moved_ms", "until", "holder"),
+        ("holder", "moved_ms", "branch"),
+    )
     parts = (drawn,) if found else (f"{store.url} has no cursors",)
     emit({"url": store.url, "cursors": found}, parts, as_json=json)
 

@@ -50,15 +50,15 @@ def log(
     """List the commit records, newest first."""
     with open_store(url, storage_option, branch) as store:
         document: Document = {"url": store.url, "branch": store.branch, "records": _records(store, limit)}
-    rows = [
-        item | {
-            "about": " -> ".join(str(item[key]) for key in ("name", "target") if item[key] is not None),
-            "named": item["tags"] + item["channels"],
-        }
-        for item in document["records"]
-    ]  # fmt: skip
-    columns = ("version", "kind", "step", "time_ms", "chain_length", "rows", "size_bytes", "about", "named", "writer")
-    emit(document, (table(place_text(document), rows, columns),), as_json=json)
+    rows = [item | {"note": _note(item), "chain": item["chain_length"]} for item in document["records"]]
+    columns = ("version", "kind", "step", "time_ms", "chain", "rows", "size_bytes", "note", "writer")
+    emit(document, (table(place_text(document), rows, columns, ("writer", "chain")),), as_json=json)
+
+
+def _note(item: Document) -> str:
+    """Return the names of a record: those that it gives, and those that its version has now."""
+    about = " -> ".join(str(item[key]) for key in ("name", "target") if item[key] is not None)
+    return ", ".join([about] * bool(about) + item["tags"] + item["channels"])
 
 
 def _records(store: Store, limit: int | None) -> list[Document]:
@@ -175,27 +175,35 @@ def _version_parts(document: Document) -> Iterator[Part]:
     tables = [
         item | {
             "table": name, "rows": "hashed" if item["rows"] is None else item["rows"],
-            "encoding": encoding_text(item["encoding"], item["shift"]),
-            "slots": [f"{slot} ({encoding_text(kind['encoding'])})" for slot, kind in sorted(item["slots"].items())],
+            "encoding": encoding_text(item["encoding"], item["shift"]), "slots": sorted(item["slots"]),
         }
         for name, item in document["tables"].items()
     ]  # fmt: skip
-    yield table("tables", tables, ("table", "rows", "dim", "dtype", "encoding", "generation", "shift", "slots"))
+    about = ("table", "rows", "dim", "dtype", "encoding", "slots", "generation", "shift")
+    yield table("tables", tables, about, ("shift", "generation", "dtype", "slots"))
+    stored = {
+        f"{slot} ({encoding_text(kind['encoding'])})"
+        for item in document["tables"].values()
+        for slot, kind in item["slots"].items()
+    }
+    if stored:
+        yield f"slots: {', '.join(sorted(stored))}"
     yield from rate_lines(document["rate"])
     yield (
         f"dense tensors: {len(document['dense'])}, scalars: {len(document['scalars'])}, "
         f"documents: {', '.join(document['documents']) or 'none'}"
     )
     total = {
-        **document, "segment": "all", "kind": "", "step": None, "rows": sum(item["rows"] for item in document["chain"])
+        **document, "segment": "", "kind": "all", "step": None, "rows": sum(item["rows"] for item in document["chain"])
     }  # fmt: skip
     rows = [
         item | {"segment": item["segment"][-8:], "changed": item["rows"]}
-        | {f"{kind}_bytes": item["sizes"][kind] for kind in KINDS}
+        | {f"{kind}_bytes": item["sizes"][kind] or None for kind in KINDS}
         for item in (*document["chain"], total)
     ]  # fmt: skip
     columns = ("segment", "kind", "step", "changed", *(f"{kind}_bytes" for kind in KINDS), "ratio")
-    yield table("chain, baseline first", rows, columns)
+    spare = ("segment", "documents_bytes", "metadata_bytes", "scales_bytes", "rows_bytes", "dense_bytes", "slots_bytes")
+    yield table("chain, baseline first", rows, columns, spare)
 
 
 def version(json: Json = False) -> None:

@@ -31,7 +31,7 @@ from cnr_store_tools.render import export_parts
 from cnr_store_tools.text import size_text
 
 ExportFormat = Literal["safetensors", "parquet", "npy"]
-ImportFormat = Literal["safetensors", "torch"]
+ImportFormat = Literal["safetensors", "parquet", "npy", "torch"]
 _SUFFIXES: dict[str, ExportFormat] = {".safetensors": "safetensors", ".parquet": "parquet", ".npy": "npy"}
 
 
@@ -70,10 +70,18 @@ def export(
 
 def import_(
     url: Url,
-    path: Annotated[Path, typer.Argument(help="A safetensors file, or a file of torch.save (loaded as weights only).")],
+    path: Annotated[
+        Path,
+        typer.Argument(
+            help="A safetensors file, a folder of an earlier export (Parquet, npy), or a file of torch.save (loaded "
+            "as weights only)."
+        ),
+    ],
     format: Annotated[  # noqa: A002 - the option's name
         ImportFormat | None,
-        typer.Option("--format", "-f", help="Default: by the suffix of PATH, safetensors or else torch."),
+        typer.Option(
+            "--format", "-f", help="Default: a folder is an export; else by the suffix of PATH, safetensors or torch."
+        ),
     ] = None,
     table: Annotated[
         list[str] | None,
@@ -101,9 +109,9 @@ def import_(
 ) -> None:
     """Commit the tensors of a file as a baseline. Fences a writer that is open elsewhere."""
     options = _table_options(exact, bits, max_error)
-    is_torch = (format or ("safetensors" if path.suffix == ".safetensors" else "torch")) == "torch"
+    is_torch = format == "torch" or (format is None and path.suffix != ".safetensors" and not path.is_dir())
     source = load_state_dict(path) if is_torch else None
-    if source is None and not path.is_file():
+    if source is None and not path.exists():
         raise NotFound(f"there is no file {path}", path=str(path))
     with _open_or_create(url, storage_option, create=create) as store, progress_bars() as progress:
         report = import_tensors(
