@@ -17,6 +17,7 @@ from typing import Literal
 import numpy as np
 import pyarrow as pa
 
+from cnr_store.changes.arrow import change_schema
 from cnr_store.changes.cursor import ChangeCursor
 from cnr_store.changes.stream_hold import StreamHold
 from cnr_store.changes.stream_path import StreamPath
@@ -210,6 +211,26 @@ class ChangeStream:
     def store(self) -> Store:
         """The store whose changes these are."""
         return self._store
+
+    def __arrow_c_stream__(self, requested_schema: object = None) -> object:
+        """Give the changes of one table to DuckDB, polars, pandas or pyarrow; batches are read as they are asked for.
+
+        Raises
+        ------
+        BadInput
+            The stream has several tables, whose columns differ: name one in ``tables=``.
+        """
+        tables = self._store.snapshot().tables
+        names = sorted(tables) if self._only is None else sorted(self._only)
+        if len(names) != 1 or names[0] not in tables:
+            raise BadInput(
+                f"an Arrow stream has one table, because the columns of tables differ; this one has {names}: name one "
+                "that the store has in tables=",
+                found=names,
+            )
+        schema = tables[names[0]]
+        columns = change_schema(names[0], schema, sorted(schema.slots) if self._slots else ())
+        return pa.RecordBatchReader.from_batches(columns, self).__arrow_c_stream__(requested_schema)
 
     def __enter__(self) -> ChangeStream:
         return self

@@ -20,9 +20,11 @@ from cnr_store.format.records import (
     Manifest,
     TableSchema,
 )
+from cnr_store.read.arrow_stream import table_stream
 from cnr_store.read.plan import UNASKED_BYTES, TablePlan, check_stored, plan_table
 from cnr_store.read.replay import ChunkReader, matching, replay_hashed
 from cnr_store.read.table_reader import read_mirror, read_range, read_rows, rows_since
+from cnr_store.runtime.notebook import html_table
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.chunk_cache import ChunkCache
 from cnr_store.segment.codes import Allocate, Array, ArraySpec, TableCodes, array_specs, fill_value
@@ -137,6 +139,26 @@ class Snapshot:
         """Table name to schema."""
         return dict(self.readers[-1].manifest.tables) if self.readers else {}
 
+    def __repr__(self) -> str:
+        names = f"{len(self.tables)} tables" if self._readers is not None else "not opened"
+        return f"<Snapshot version {self.version}, step {self.step}, {names}>"
+
+    def _repr_html_(self) -> str:
+        columns = ("table", "rows", "dim", "dtype", "keys", "encoding", "slots")
+        rows = [
+            (
+                name,
+                one.num_rows,
+                one.dim,
+                one.dtype,
+                one.keys,
+                one.encoding.__struct_config__.tag,
+                ", ".join(sorted(one.slots)),
+            )
+            for name, one in sorted(self.tables.items())
+        ]
+        return html_table(f"Snapshot of version {self.version}, step {self.step}", columns, rows)
+
     def table(self, name: str) -> TableView:
         """Return one table.
 
@@ -226,6 +248,29 @@ class TableView:
         self.schema = snapshot.tables[name]
         self._snapshot = snapshot
         self._specs = array_specs(self.schema)
+
+    def __repr__(self) -> str:
+        rows, dim = self.shape
+        slots = f", slots {', '.join(sorted(self.schema.slots))}" if self.schema.slots else ""
+        keys = f"{rows:,} rows" if self.schema.keys == "dense" else "hashed rows"
+        encoding = self.schema.encoding.__struct_config__.tag
+        return f"<TableView {self.name!r}: {keys} x {dim}, {self.schema.dtype} as {encoding}{slots}>"
+
+    def _repr_html_(self) -> str:
+        count = min(5, self.schema.num_rows) if self.schema.keys == "dense" else 0
+        first = self.read(0, count) if count else ()
+        rows = [(row, np.array2string(values, precision=4, threshold=8)) for row, values in enumerate(first)]
+        return html_table(repr(self), ("row_id", "values"), rows)
+
+    def __arrow_c_stream__(self, requested_schema: object = None) -> object:
+        """Give the table to DuckDB, polars, pandas or pyarrow (`cnr_store.read.arrow_stream`); rows are read as asked.
+
+        Raises
+        ------
+        Unsupported
+            A slot with one value per row is stored per column range (`read_rectangle`).
+        """
+        return table_stream(self).__arrow_c_stream__(requested_schema)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from cnr_store.log.branches import Branch
 from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.log.leases import Lease
 from cnr_store.read.snapshot import Snapshot
+from cnr_store.runtime.notebook import html_table
 from cnr_store.runtime.ranks import OneRank, Ranks
 from cnr_store.segment.chunk_cache import ChunkCache
 from cnr_store.segment.reader import SegmentReader, open_chain
@@ -125,6 +126,14 @@ class Store:
         if branch is not None:
             store.internals.enter(store.internals.main, store.internals.find_branch(branch))
         return store
+
+    def __repr__(self) -> str:
+        return f"<Store {self.url}{'' if self.branch is None else f', branch {self.branch}'}>"
+
+    def _repr_html_(self) -> str:
+        columns = ("version", "kind", "step", "checkpoint", "segments")
+        rows = [(one.v, one.kind, one.step, one.checkpoint, len(one.chain)) for one in self.log(limit=10)]
+        return html_table(f"{self.url}, newest records", columns, rows)
 
     def __enter__(self) -> Store:
         return self
