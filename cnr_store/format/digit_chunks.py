@@ -31,7 +31,7 @@ _PARAMETERS = zstandard.ZstdCompressionParameters(
 _SLACK_BYTES = 8
 """Each plane ends with a whole byte, so the planes of few values may take a little more than the values."""
 
-_SAMPLE_PLACES, _SAMPLE_RUN = 16, 4096
+_SAMPLE_RUNS, _SAMPLE_RUN = 4, 16_384
 _UNPACKED_TO_STORED = 100
 """So many bytes to unpack count as one more that is stored."""
 
@@ -106,22 +106,26 @@ def choose(values: npt.NDArray[Any]) -> digits.Bases:
     found = digits.choices(int(values.min()), int(values.max()), values.dtype)
     if len(found) == 1:
         return found[0]
-    sample = _sample(values)
-    return min(found, key=lambda bases: _cost(sample, bases))
+    runs = _runs(values)
+    return min(found, key=lambda bases: sum(_cost(run, bases) for run in runs))
 
 
-def _sample(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The values, or some of them, evenly over the chunk."""
-    if values.size <= _SAMPLE_PLACES * _SAMPLE_RUN:
-        return values
-    starts = np.linspace(0, values.size - _SAMPLE_RUN, _SAMPLE_PLACES).astype(np.int64)
-    return np.concatenate([values[start : start + _SAMPLE_RUN] for start in starts])
+def _runs(values: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+    """Return the values, or runs of them evenly over the chunk.
+
+    Each run is compressed by itself, as each block of a chunk is: rows lie in the order of a slot, so how wide their
+    codes are changes along the chunk, and one table for all of them would make low digits look better raw.
+    """
+    if values.size <= _SAMPLE_RUNS * _SAMPLE_RUN:
+        return [values]
+    starts = np.linspace(0, values.size - _SAMPLE_RUN, _SAMPLE_RUNS).astype(np.int64)
+    return [values[start : start + _SAMPLE_RUN] for start in starts]
 
 
-def _cost(sample: npt.NDArray[Any], bases: digits.Bases) -> float:
-    planes = _COMPRESSOR.take(chunk_bytes(sample.size, sample.itemsize))
-    used = digits.pack(sample, bases, planes)
-    stored = len(_COMPRESSOR.compress(planes[:used], digits.plane_bytes(bases, sample.size)))
+def _cost(run: npt.NDArray[Any], bases: digits.Bases) -> float:
+    planes = _COMPRESSOR.take(chunk_bytes(run.size, run.itemsize))
+    used = digits.pack(run, bases, planes)
+    stored = len(_COMPRESSOR.compress(planes[:used], digits.plane_bytes(bases, run.size)))
     is_divided = any(base & (base - 1) for base in bases)
     return _UNPACKED_TO_STORED * stored * (_DIVIDED if is_divided else 1.0) + used
 

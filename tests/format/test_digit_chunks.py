@@ -102,3 +102,23 @@ def test_digits_without_room_are_refused(bases: digits.Bases) -> None:
 
     with pytest.raises(CorruptObject, match="no room"):
         digit_chunks.decode(frame(bytes(28) + end), 10, 2, "chunk")
+
+
+@pytest.mark.parametrize("widest", [2, 6, 14, 40, 100])
+def test_bases_fit_chunks_whose_codes_widen_along_them(widest: int) -> None:
+    """Rows in the order of a slot are so: a sample under one Huffman table chose bases that took 4 % more."""
+    random = np.random.default_rng(widest)
+    widths = np.repeat(np.geomspace(widest / 15, widest, 16_384), 32)
+    values = np.rint(random.laplace(size=widths.size) * widths).astype(np.int16)
+
+    found = digits.choices(int(values.min()), int(values.max()), values.dtype)
+    sizes = {bases: frame_bytes(values, bases) for bases in found}
+
+    assert len(found) > 1
+    assert frame_bytes(values, digit_chunks.choose(values)) <= 1.006 * min(sizes.values())
+
+
+def frame_bytes(values: npt.NDArray[Any], bases: digits.Bases) -> int:
+    chunk = np.zeros(digit_chunks.chunk_bytes(values.size, values.itemsize), np.uint8)
+    digits.pack(values, bases, chunk)
+    return len(digit_chunks._COMPRESSOR.compress(chunk, digits.plane_bytes(bases, values.size)))
