@@ -7,9 +7,11 @@ one of them every part that has the row has the same columns of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import itemgetter
 
 import numpy as np
 
@@ -193,8 +195,20 @@ def check_stored(plan: TablePlan, size_bytes: int, consent: str) -> None:
 def by_columns(plan: TablePlan) -> tuple[TablePlan, ...]:
     """Return the plan of each elementary column interval, in order; the plan itself where there is one. Pure."""
     low, high = plan.columns
-    pieces = [(max(a, low), min(b, high)) for a, b in plan.stored if _meets((a, b), plan.columns)]
-    return (plan,) if len(pieces) == 1 else tuple(_of_columns(plan, piece) for piece in pieces)
+    begin, end = bisect_right(plan.stored, low, key=_stop), bisect_left(plan.stored, high, key=_start)
+    pieces = [(max(a, low), min(b, high)) for a, b in plan.stored[begin:end]]
+    if len(pieces) == 1:
+        return (plan,)
+    batches: list[list[SegmentSteps]] = [[] for _ in pieces]
+    for batch in plan.batches:
+        steps: list[list[Step]] = [[] for _ in pieces]
+        for step in batch.steps:
+            left, right = step.part.columns
+            for k in range(bisect_right(pieces, left, key=_stop), bisect_left(pieces, right, key=_start)):
+                steps[k].append(step)
+        for k, own in enumerate(steps):
+            batches[k].append(replace(batch, steps=tuple(own)))
+    return tuple(replace(plan, columns=piece, batches=tuple(own)) for piece, own in zip(pieces, batches, strict=True))
 
 
 def clip(plan: TablePlan, start: int, stop: int) -> TablePlan:
@@ -236,26 +250,43 @@ def expected_digest(plan: TablePlan, names: set[str]) -> int | None:
 
 
 def check_digest(plan: TablePlan, found: Sequence[tuple[Columns, int]], names: set[str]) -> None:
-    """Compare recomputed state digests of the plan's column intervals, in order, with the version's. Pure.
-
-    The digests of neighbouring intervals add up, and are compared as soon as they are a union of whole parts.
+    """Compare recomputed state digests of the plan's column intervals with the version's. Pure.
 
     Raises
     ------
     CorruptStore
         A delta is wrong or missing, or codes are damaged.
     """
-    begin = 0
-    while begin < len(found):
-        for end in range(begin + 1, len(found) + 1):
-            span = replace(plan, columns=(found[begin][0][0], found[end - 1][0][1]))
+    for span, total, wanted in digests_of_whole_parts(plan, found, names):
+        _compare(span, total, wanted)
+
+
+def digests_of_whole_parts(
+    plan: TablePlan, found: Sequence[tuple[Columns, int]], names: set[str]
+) -> Iterator[tuple[TablePlan, int, int]]:
+    """Yield what can be compared: the plan of some columns, their digest by ``found``, and that of the version. Pure.
+
+    The digests of neighbouring intervals add up; each span has the fewest that are a union of whole parts.
+    """
+    parts = [part for part in plan.parts if _meets(part.rows, (plan.start, plan.stop))]
+    spans: list[Columns] = []
+    for start, stop in sorted([*(part.columns for part in parts), *(columns for columns, _ in found)]):
+        if spans and start < spans[-1][1]:  # beside what is in the span already
+            spans[-1] = spans[-1][0], max(spans[-1][1], stop)
+        else:
+            spans.append((start, stop))
+    own: list[list[PartEntry]] = [[] for _ in spans]
+    for part in parts:
+        own[bisect_right(spans, part.columns[0], key=_start) - 1].append(part)
+    digests: list[list[int]] = [[] for _ in spans]
+    for columns, one in found:
+        digests[bisect_right(spans, columns[0], key=_start) - 1].append(one)
+    for columns, inside, ours in zip(spans, own, digests, strict=True):
+        if ours and plan.columns[0] <= columns[0] and columns[1] <= plan.columns[1]:
+            span = replace(plan, columns=columns, parts=tuple(inside))
             wanted = expected_digest(span, names)
             if wanted is not None:
-                _compare(span, digest.add_digests(*(one for _, one in found[begin:end])), wanted)
-                begin = end
-                break
-        else:
-            begin += 1
+                yield span, digest.add_digests(*ours), wanted
 
 
 def _compare(plan: TablePlan, found: int, wanted: int) -> None:
@@ -294,10 +325,6 @@ def _intervals(table: str, schema: TableSchema, ranges: set[Columns]) -> tuple[C
     return tuple(pairwise(sorted({0, schema.dim, *(cut for columns in ranges for cut in columns)})))
 
 
-def _of_columns(plan: TablePlan, columns: Columns) -> TablePlan:
-    return replace(plan, columns=columns, batches=_filtered(plan, lambda step: _meets(step.part.columns, columns)))
-
-
 def _filtered(plan: TablePlan, keeps: Callable[[Step], bool]) -> tuple[SegmentSteps, ...]:
     return tuple(replace(batch, steps=tuple(step for step in batch.steps if keeps(step))) for batch in plan.batches)
 
@@ -306,6 +333,9 @@ def _may_hold(step: Step, rows: RowIds) -> bool:
     """Whether one of ``rows`` (sorted) lies in the chunk's range."""
     low, high = np.searchsorted(rows, [step.first, step.last])
     return bool(low < high or (low < len(rows) and rows[low] == step.last))
+
+
+_start, _stop = itemgetter(0), itemgetter(1)
 
 
 def _overlap(a: tuple[int, int], b: tuple[int, int]) -> int:
