@@ -27,7 +27,7 @@ from cnr_store.write.baseline_rows import (
 )
 from cnr_store.write.delta_rows import StagedRows, options_on_bad_rows, stage_delete, stage_rows
 from cnr_store.write.draft import SegmentDraft
-from cnr_store.write.encode import Given, refused_rows
+from cnr_store.write.encode import Given, columns_of, refused_rows
 from cnr_store.write.mirrors import Mirrors
 from cnr_store.write.part_layout import PartWriter
 from cnr_store.write.schema_changes import SchemaChanges
@@ -146,14 +146,11 @@ class StagedTables:
         """Encode touched rows against the mirror; returns how many the segment will hold."""
         schema = self._schemas.schema(table)
         hashed = schema.keys == "hashed"
-        shard = self._state.setup.held.one_of(table, rectangle)
-        place = shard.rectangle_in(schema)
-        row_ids = _own_row_ids(table, row_ids, None if hashed else place)
-        specs = array_specs(schema, place.columns)
-        arrays = check_arrays(table, specs, len(row_ids), values, slots)
+        shard, given = self._given(table, row_ids, values, slots, rectangle)
+        row_ids = given.rows
         self._check_first(shard, "add", "set", "escape")
         self._check_disjoint(shard, row_ids)
-        mirror, base = self._mirror(shard)
+        mirror, _ = self._mirror(shard)
         if self._draft.kind == "baseline" and not hashed and (mirror is None or not is_fully_mirrored(schema)):
             raise BadInput(
                 f"table {table!r} has no full mirror, so a baseline needs all its rows: use write_table()", table=table
@@ -161,17 +158,46 @@ class StagedTables:
         if len(row_ids) == 0:
             self._rows.setdefault(shard, [])
             return 0
-        options = self._schemas.options_of(table)
-        floats = {name: np.asarray(array).reshape(len(row_ids), -1) for name, array in arrays.items()}
-        staged = stage_rows(
-            table, specs, mirror, Given(row_ids, floats),
-            base_digest=base,
-            absolute=self._draft.is_one_shot,
-            on_bad_rows=nonfinite or options_on_bad_rows(options),
-            workers=self._state.setup.workers,
-        )  # fmt: skip
+        staged = self._encoded(shard, given, nonfinite, absolute=self._draft.is_one_shot)
         self._keep_rows(shard, staged)
         return sum(len(item.rows) for item in staged.lists.values())
+
+    def changed_rows(
+        self, table: str, first_row: int, values: Array, slots: Mapping[str, Array], rectangle: Rectangle | None
+    ) -> RowIds:
+        """Return which of the rows from ``first_row`` on are not in the mirror as they are given; all without one."""
+        row_ids = np.arange(first_row, first_row + len(values), dtype=np.int64)
+        shard, given = self._given(table, row_ids, values, slots, rectangle)
+        if self._mirror(shard)[0] is None or len(row_ids) == 0:
+            return row_ids
+        lists = self._encoded(shard, given, None, absolute=False).lists.values()
+        return np.sort(np.concatenate([np.empty(0, np.int64), *(item.rows for item in lists)]))
+
+    def _given(
+        self, table: str, row_ids: RowIds, values: Array, slots: Mapping[str, Array], rectangle: Rectangle | None
+    ) -> tuple[Shard, Given]:
+        """Check rows of a shard; their arrays are by name, (n, width) each."""
+        schema = self._schemas.schema(table)
+        shard = self._state.setup.held.one_of(table, rectangle)
+        place = shard.rectangle_in(schema)
+        row_ids = _own_row_ids(table, row_ids, None if schema.keys == "hashed" else place)
+        arrays = check_arrays(table, array_specs(schema, place.columns), len(row_ids), values, slots)
+        floats = {name: np.asarray(array) for name, array in arrays.items()}
+        return shard, Given(row_ids, {name: columns_of(array) for name, array in floats.items()})
+
+    def _encoded(
+        self, shard: Shard, given: Given, nonfinite: Literal["refuse", "escape"] | None, *, absolute: bool
+    ) -> StagedRows:
+        """Encode rows of a shard against its mirror."""
+        schema = self._schemas.schema(shard.table)
+        mirror, base = self._mirror(shard)
+        return stage_rows(
+            shard.table, array_specs(schema, shard.rectangle_in(schema).columns), mirror, given,
+            base_digest=base,
+            absolute=absolute,
+            on_bad_rows=nonfinite or options_on_bad_rows(self._schemas.options_of(shard.table)),
+            workers=self._state.setup.workers,
+        )  # fmt: skip
 
     def stage_delete(self, table: str, row_ids: RowIds, rectangle: Rectangle | None) -> None:
         """Take note of rows that are deleted."""

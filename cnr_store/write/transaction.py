@@ -255,6 +255,25 @@ class Transaction:
             table, row_ids, values, slots or {}, nonfinite=nonfinite, rectangle=rectangle
         )
 
+    def changed_rows(
+        self, table: str, first_row: int, values: Array, *, slots: Mapping[str, Array] | None = None,
+        rectangle: Rectangle | None = None,
+    ) -> RowIds:  # fmt: skip
+        """Return which of the rows from ``first_row`` on differ in a code from what is stored; int64, ascending.
+
+        For callers that do not know what they changed: pass the result to `write_rows`. Compares with the mirror, so
+        it returns all of them where there is none (``mirror="none"``; the encodings affine and raw). Stages nothing.
+        Blocks.
+
+        Parameters are those of `write_rows`, for ``len(values)`` consecutive rows.
+
+        Raises
+        ------
+        BadInput, BadRowIds, BadShape, BadDtype, NonFiniteValues, TableNotFound
+        """
+        self._check_open()
+        return self._staged.tables.changed_rows(table, first_row, values, slots or {}, rectangle)
+
     def delete_rows(self, table: str, row_ids: RowIds, *, rectangle: Rectangle | None = None) -> None:
         """Delete rows: a dense table reads them as its fill, a hashed table no longer has them.
 

@@ -44,6 +44,7 @@ SUITES = (
     Suite("serving", "bench_serving.py", "lookups while deltas land"),
     Suite("tracking", "bench_tracking.py", "marking the rows that a batch touches"),
     Suite("staging", "bench_staging.py", "the copy for which training stalls"),
+    Suite("dcp", "bench_dcp.py", "saves by torch.distributed.checkpoint beside its own file writer"),
     Suite("compaction", "bench_compaction.py", "compacting deltas into baselines"),
     Suite("gc", "bench_gc.py", "collecting what nobody needs"),
     Suite("affine", "bench_affine.py", "the published row quantizer against torch's"),

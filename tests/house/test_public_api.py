@@ -60,6 +60,7 @@ PUBLIC = {
         RowSink SinkSource Published SinkState SinkTable SourceRows
     """,
     "cnr_store.integrations": "StateDict load_state_dict",
+    "cnr_store.integrations.dcp": "CnrStorageReader CnrStorageWriter CnrStager",
     "cnr_store.integrations.redis": "RedisSink RedisRows RedisBatch",
     "cnr_store.testing": "",
     "cnr_store.training": """
@@ -81,6 +82,7 @@ PACKAGES = {
     "cnr_store.relay": "cnr_store/relay",
     "cnr_store.serving.sinks": "cnr_store/serving/sinks",
     "cnr_store.integrations": "cnr_store/integrations",
+    "cnr_store.integrations.dcp": "cnr_store/integrations/dcp",
     "cnr_store.integrations.redis": "cnr_store/integrations/redis",
     "cnr_store.testing": "cnr_store/testing",
     "cnr_store_gpu": "gpu/cnr_store_gpu",

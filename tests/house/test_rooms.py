@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "serving": "errors types format runtime storage encodings log segment read store",
         "changes": "errors types format runtime storage encodings log segment read store serving",
         "training": "errors types format runtime storage encodings log segment read write store maintenance",
-        "integrations": "errors types format runtime storage transfer serving training",
+        "integrations": "errors types format runtime storage read write store transfer serving training",
         # The face of the library: whatever loads no torch.
         "__init__": "errors types format runtime encodings log segment read write store maintenance transfer",
     }.items()

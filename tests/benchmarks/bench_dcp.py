@@ -1,0 +1,155 @@
+"""What a save by torch.distributed.checkpoint costs in a store: bytes and stall, beside DCP's own file writer.
+
+Run: ``python tests/benchmarks/bench_dcp.py``. One process, one table with Adagrad's state per element, of which a part
+of the rows is trained between saves. The stall is the time of ``dcp.async_save`` itself: copies into kept memory, by
+DCP's DefaultStager or by ours. Sides alternate within one run.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from harness import Report, Timings, alternating, arguments, data_folder, disk_bytes
+from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from cnr_store import TableOptions
+from cnr_store.integrations.dcp import CnrStorageWriter
+from cnr_store_gpu import RowTracker
+
+DIM = 64
+SHARES = (0.01, 0.1, 1.0)
+BYTES_GOAL, STALL_GOAL = 0.05, 0.5  # at a tenth of the rows
+
+
+class Training:
+    """A table and a layer, trained on a random part of the rows at a time."""
+
+    def __init__(self, rows: int) -> None:
+        torch.manual_seed(0)
+        self.model = nn.ModuleDict({"emb": nn.Embedding(rows, DIM, sparse=True), "top": nn.Linear(DIM, 16)})
+        with torch.no_grad():
+            self.model["emb"].weight.mul_(0.1)  # type: ignore[operator]
+        self.optimizers = [
+            torch.optim.Adagrad(self.model["emb"].parameters(), lr=0.01, initial_accumulator_value=0.1),
+            torch.optim.SGD(self.model["top"].parameters(), lr=0.01),
+        ]
+        self.tracker = RowTracker(self.model, optimizers=self.optimizers)
+        self._random = np.random.default_rng(0)
+
+    def step(self, share: float) -> None:
+        """Train on a share of the rows."""
+        rows = self.model["emb"].weight.shape[0]  # type: ignore[union-attr]
+        ids = torch.from_numpy(self._random.choice(rows, max(1, int(rows * share)), replace=False))
+        gradient = torch.randn(len(ids), DIM)
+        (self.model["emb"](ids) * gradient).sum().backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def state(self) -> dict[str, Any]:
+        """Return the live state dict."""
+        model, optimizer = get_state_dict(self.model, self.optimizers)
+        return {"model": model, "optim": optimizer}
+
+
+def added_bytes(folder: Path, save: Callable[[], object]) -> int:
+    """Return how many bytes a save adds under a folder."""
+    before = disk_bytes(folder)[0]
+    save()
+    return disk_bytes(folder)[0] - before
+
+
+def bytes_of(rows: int, share: float, options: TableOptions, folder: Path) -> tuple[int, int]:
+    """Return the bytes of one save: in a store that has the state before it, and by DCP's file writer."""
+    training = Training(rows)
+    training.step(1.0)
+    with tempfile.TemporaryDirectory(dir=folder) as name, CnrStorageWriter(f"{name}/store", options=options) as writer:
+        dcp.save(training.state(), storage_writer=writer)
+        training.step(share)
+        place = Path(name)
+        theirs = added_bytes(place, lambda: dcp.save(training.state(), checkpoint_id=place / "files"))
+        return added_bytes(place, lambda: dcp.save(training.state(), storage_writer=writer)), theirs
+
+
+def bench_bytes(report: Report, rows: int, folder: Path) -> None:
+    """Bytes of one save, as a part of what DCP's file writer writes."""
+    table: list[tuple[str, str, float, float, float]] = []
+    for name, options in (("8 bits", TableOptions(bits=8)), ("exact", TableOptions.exact())):
+        for share in SHARES:
+            ours, theirs = bytes_of(rows, share, options, folder)
+            table.append((name, f"{share:.0%}", ours / 1e6, theirs / 1e6, ours / theirs))
+            goal = BYTES_GOAL if (share, name) == (0.1, "8 bits") else None
+            report.add(f"bytes / FileSystemWriter, {share:.0%} of rows, {name}", ours / theirs, goal=goal)
+    report.table("Bytes of one save", ("stored", "rows trained", "store, MB", "FileSystemWriter, MB", "ratio"), table)
+
+
+def stalls_of(rows: int, share: float, repeats: int, folder: Path) -> dict[str, Timings]:
+    """Return how long ``async_save`` holds the training up: with DCP's stager, tracked rows, and rows compared."""
+    training = Training(rows)
+    training.step(1.0)
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    options = TableOptions(bits=8)
+    tracked = CnrStorageWriter(folder / "tracked", tracker=training.tracker, options=options)
+    compared = CnrStorageWriter(folder / "compared", options=options)
+    futures: list[Any] = []
+
+    def settle() -> None:
+        while futures:
+            futures.pop().result()
+        shutil.rmtree(folder / "files", ignore_errors=True)
+        training.step(share)
+
+    def files() -> None:
+        futures.append(dcp.async_save(training.state(), checkpoint_id=folder / "files", async_stager=stager))
+
+    sides = {
+        "files": files,
+        "tracked": lambda: futures.append(dcp.async_save(training.state(), storage_writer=tracked)),
+        "compared": lambda: futures.append(dcp.async_save(training.state(), storage_writer=compared)),
+    }
+    for _ in range(3):  # a first save is whole, and the next ones take the memory that is kept
+        for side in sides.values():
+            settle()
+            side()
+    times = alternating(sides, repeats, before_each=settle)
+    settle()
+    for one in (tracked, compared, stager):
+        one.close()
+    return times
+
+
+def bench_stall(report: Report, rows: int, repeats: int, folder: Path) -> None:
+    """The stall beside that of DCP's stager, which is kept as well."""
+    for share in SHARES:
+        with tempfile.TemporaryDirectory(dir=folder) as name:
+            times = stalls_of(rows, share, repeats, Path(name))
+        goal = STALL_GOAL if share == 0.1 else None
+        report.add_ratio(f"stall / kept DefaultStager, {share:.0%}, tracked", times["tracked"], times["files"], goal)
+        report.add_ratio(f"stall / kept DefaultStager, {share:.0%}, not tracked", times["compared"], times["files"])
+
+
+def main() -> None:
+    """Run the benchmark."""
+    options = arguments(__doc__, rows=500_000, repeats=5).parse_args()
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled|Sparse invariant checks")
+    torch.set_num_threads(1)  # beside other work the threads of a copy wait for each other longer than it takes
+    report = Report(f"DCP: one table of {options.rows:,} x {DIM} float32 with Adagrad's sums, saved by one process")
+    report.start()
+    with data_folder(options.folder) as folder:
+        bench_bytes(report, options.rows, folder)
+        bench_stall(report, options.rows, options.repeats, folder)
+    report.finish(options.json)
+
+
+if __name__ == "__main__":
+    main()
