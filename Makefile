@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 EXTRAS := test,bench,docs,train,gpu,torchrec,s3,azure,gcs,metrics,ray,redis
-# Two workers: the tests start servers and training processes of their own.
+# Two workers: the tests start servers and training processes of their own, once per file. Therefore a file stays on one
+# worker, and files keep their order: the last folder has short ones, so both workers end together.
 WORKERS ?= 2
 DEMO_ARGS ?=
 SUITES ?=
@@ -63,7 +64,7 @@ redis:
 # TorchRec warns while it is imported, and a warning is an error here: its tests run it in processes of their own.
 test: check azurite redis
 	$(BIN)/python -m pytest -q --doctest-modules --doctest-ignore-import-errors --ignore cnr_store/integrations/torchrec cnr_store
-	$(BIN)/python -m pytest -q -n $(WORKERS) tests
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests
 
 bench: $(VENV)/.stamp
 	$(BIN)/python tests/benchmarks/suites.py $(if $(QUICK),--quick) $(SUITES)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import closing
+
 import pytest
+
+from tests.support.launcher import Launcher
 
 pytest_plugins = ["tests.support.servers"]
 
@@ -17,3 +22,10 @@ def pytest_configure(config: pytest.Config) -> None:
         import torch
 
         torch.set_default_device(config.getoption("--device"))
+
+
+@pytest.fixture(scope="session")
+def launcher() -> Iterator[Launcher]:
+    """Runs programs that train, in forks of a process that has imported and loaded what they need."""
+    with closing(Launcher("tests.support.warm_training", "cnr_store.changes", "cnr_store.serving")) as started:
+        yield started

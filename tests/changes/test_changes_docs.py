@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from cnr_store import Store
+from tests.support.launcher import Launcher, Program
 from tests.tools.cli_runner import cnr
 
 DOCS = (Path(__file__).resolve().parents[2] / "docs" / "changes.md").read_text()
@@ -18,20 +17,18 @@ EXAMPLES = re.findall(r"```python\n(.*?)```(?:\n```text\n(.*?)```)?", DOCS, flag
 QUICK, LAKE, TRAINER, ONLINE = EXAMPLES
 
 
-def run(program: str, folder: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program], cwd=folder, capture_output=True, text=True, check=False
-    )
+def run(launcher: Launcher, program: str, folder: Path) -> str:
+    (done,) = launcher.run(Program(["-W", "error", "-c", program]), folder=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_the_first_example_prints_what_it_says(tmp_path: Path) -> None:
-    assert run(QUICK[0], tmp_path) == QUICK[1]
+def test_the_first_example_prints_what_it_says(launcher: Launcher, tmp_path: Path) -> None:
+    assert run(launcher, QUICK[0], tmp_path) == QUICK[1]
 
 
-def test_duckdb_queries_the_files(tmp_path: Path) -> None:
-    lines = run(LAKE[0], tmp_path).splitlines()
+def test_duckdb_queries_the_files(launcher: Launcher, tmp_path: Path) -> None:
+    lines = run(launcher, LAKE[0], tmp_path).splitlines()
 
     assert lines[:2] == ["5 versions, 5 files", "0 versions, 0 files"]
     counts = re.findall(r"\((\d+), (\d+)\)", lines[2])
@@ -41,21 +38,17 @@ def test_duckdb_queries_the_files(tmp_path: Path) -> None:
     assert lines[4] == "3 rows drifted most, and none stood still: True"
 
 
-def test_a_second_training_keeps_up_with_the_first(tmp_path: Path) -> None:
+def test_a_second_training_keeps_up_with_the_first(launcher: Launcher, tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    programs = {}
     for name, (program, _) in {"trainer.py": TRAINER, "online.py": ONLINE}.items():
         assert program.startswith(f"# {name}\n")
-        programs[name] = subprocess.Popen(
-            [sys.executable, "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-    outcomes = {name: (*process.communicate(timeout=200), process.returncode) for name, process in programs.items()}
+    trainer, online = launcher.run(*(Program(["-c", program]) for program, _ in (TRAINER, ONLINE)), folder=tmp_path)
 
-    assert [outcome[1:] for outcome in outcomes.values()] == [("", 0)] * 2
+    assert [(one.stderr, one.returncode) for one in (trainer, online)] == [("", 0)] * 2
     found = re.fullmatch(
-        r"(\d+) versions, (\d+) rows; loss ([\d.]+) -> ([\d.]+); as the snapshot: True\n", outcomes["online.py"][0]
+        r"(\d+) versions, (\d+) rows; loss ([\d.]+) -> ([\d.]+); as the snapshot: True\n", online.stdout
     )
-    assert found is not None, outcomes
+    assert found is not None, online.stdout
     assert 2 <= int(found[1]) <= 21
     assert float(found[4]) < float(found[3])
     assert re.fullmatch(found.re.pattern, ONLINE[1])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.launcher import Launcher, Program
 from tests.support.pages import DOCS, named_files, python_blocks
 
 PAGE = DOCS / "tutorial.md"
@@ -17,7 +18,7 @@ CNR = str(Path(sys.executable).with_name("cnr"))
 
 
 @pytest.mark.timeout(600)
-def test_the_tutorial_runs_from_start_to_end(tmp_path: Path) -> None:
+def test_the_tutorial_runs_from_start_to_end(launcher: Launcher, tmp_path: Path) -> None:
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
 
@@ -27,7 +28,9 @@ def test_the_tutorial_runs_from_start_to_end(tmp_path: Path) -> None:
         return done.stdout.splitlines()
 
     def python(*arguments: str) -> list[str]:
-        return typed(sys.executable, *arguments)
+        (done,) = launcher.run(Program(arguments), folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
 
     assert python("before.py") == ["18.0 MB"]
     uninterrupted = python("run.py")

@@ -1,10 +1,7 @@
 """Servers for tests: SeaweedFS (S3) and Azurite (Azure Blob), started once and bound to loopback; Redis.
 
-Mark tests that use them with ``@pytest.mark.servers``. Under pytest-xdist a session fixture lives once per
-worker, so these tests also get the xdist group "servers": with ``--dist loadgroup`` they all run on one worker
-and each server starts once. With other modes everything works too, with one server per worker that needs it; so
-it does with pytest-xdist 3.8.0 under pytest 9.2, which does not honour groups (it writes an attribute of the test
-that pytest no longer reads). A server is skipped, with the reason, only if it is not installed.
+Mark tests that use them with ``@pytest.mark.servers``. Under pytest-xdist each worker starts those that its tests need.
+A server is skipped, with the reason, only if it is not installed.
 """
 
 from __future__ import annotations
@@ -167,16 +164,6 @@ class Place:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "servers: needs a storage server (SeaweedFS or Azurite)")
-    # Known to pytest-xdist only; the tests also run without it.
-    config.addinivalue_line("markers", "xdist_group(name): tests that share a worker")
-
-
-@pytest.hookimpl(wrapper=True)  # before pytest-xdist, which reads the groups in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    for item in items:
-        if item.get_closest_marker("servers"):
-            item.add_marker(pytest.mark.xdist_group("servers"))
-    return (yield)
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ import yaml
 
 from cnr_store import Store, TableOptions
 from cnr_store_tools.metrics import HEAD_GAUGES, MAINTENANCE_GAUGES
+from tests.support.launcher import Launcher, Program
 from tests.tools.cli_runner import cnr
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,8 +109,8 @@ def assert_serves(line: list[str]) -> None:
 
 
 @pytest.mark.parametrize("block", blocks(OPERATIONS, "python"))
-def test_snippets_run(place: Path, block: str) -> None:
-    done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, check=False)
+def test_snippets_run(launcher: Launcher, place: Path, block: str) -> None:
+    (done,) = launcher.run(Program(["-c", block]), folder=Path.cwd())
 
     assert done.returncode == 0, done.stderr
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from cnr_store import Store
+from tests.support.launcher import Launcher, Program
 
 ROOT = Path(__file__).resolve().parents[2]
 SECTION = re.search(
@@ -116,31 +114,25 @@ print("TRAINED", trained)
 """
 
 
-def run(script: str, folder: Path, world: int = 1) -> list[list[list[int]]]:
+def run(launcher: Launcher, script: str, folder: Path, world: int = 1) -> list[list[list[int]]]:
     """Run a script in ``world`` processes; returns the lists of numbers that each printed."""
     path = folder / "train.py"
     path.write_text(script)
     meeting = folder / f"meeting{len(list(folder.iterdir()))}"
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("", "gpu", "tools")),
-        "LOCAL_WORLD_SIZE": str(world), "WORLD_SIZE": str(world),
-    }  # fmt: skip
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(path), str(rank), str(world), str(meeting)], cwd=folder,
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ranks = [
+        Program(
+            [str(path), str(rank), str(world), str(meeting)],
+            {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world), "WORLD_SIZE": str(world),
+            },
         )
         for rank in range(world)
     ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=200) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, problems) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, problems
-    lines = [[line for line in output.splitlines() if line.startswith("TRAINED")] for output, _ in outputs]
+    outputs = []
+    for ended in launcher.run(*ranks, folder=folder):
+        assert ended.returncode == 0, ended.stderr
+        outputs.append(ended.stdout)
+    lines = [[line for line in output.splitlines() if line.startswith("TRAINED")] for output in outputs]
     return [[json.loads(line.removeprefix("TRAINED")) for line in of_rank] for of_rank in lines]
 
 
@@ -149,20 +141,20 @@ def saved_steps(folder: Path, name: str) -> list[int]:
     return sorted(record.step for record in records if record.kind in ("baseline", "delta"))
 
 
-def test_a_plain_model_goes_on_where_it_was_saved(tmp_path: Path) -> None:
+def test_a_plain_model_goes_on_where_it_was_saved(launcher: Launcher, tmp_path: Path) -> None:
     once = MODEL + PLAIN + 'print("TRAINED", trained)'
 
-    ((first, second),) = run(IMPORTS + once + once, tmp_path)
+    ((first, second),) = run(launcher, IMPORTS + once + once, tmp_path)
 
     assert saved_steps(tmp_path, "run-1") == [100, 200]
     assert first == list(range(1000))
     assert second == list(range(800, 1000)), "the last save was at step 200"
 
 
-def test_several_ranks_train_every_sample_once(tmp_path: Path) -> None:
+def test_several_ranks_train_every_sample_once(launcher: Launcher, tmp_path: Path) -> None:
     once = MODEL + RANKS.replace("batch_size=256", "batch_size=4") + TRAIN_COPIES
 
-    ranks = run(IMPORTS + DISTRIBUTED + once + once, tmp_path, 2)
+    ranks = run(launcher, IMPORTS + DISTRIBUTED + once + once, tmp_path, 2)
 
     assert saved_steps(tmp_path, "run-3") == [100]
     assert [(len(stopped), len(resumed)) for stopped, resumed in ranks] == [(480, 100), (480, 100)]
@@ -171,10 +163,10 @@ def test_several_ranks_train_every_sample_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("torchrec") is None, reason="torchrec and fbgemm-gpu are not installed")
-def test_a_torchrec_model_on_two_ranks(tmp_path: Path) -> None:
+def test_a_torchrec_model_on_two_ranks(launcher: Launcher, tmp_path: Path) -> None:
     script = IMPORTS + DISTRIBUTED + SHARDED_MODEL + TORCHREC + TRAIN_SHARDED
 
-    assert run(script, tmp_path, 2) == [[[125]], [[125]]]
+    assert run(launcher, script, tmp_path, 2) == [[[125]], [[125]]]
     assert saved_steps(tmp_path, "run-2") == [100]
     tables = Store.open(str(tmp_path / "run-2")).snapshot().tables
     assert {name: schema.num_rows for name, schema in tables.items()} == {

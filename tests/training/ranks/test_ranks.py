@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[3]
+from tests.support.launcher import Launcher, Program
+
 PROCESSES = {1: 4, 2: 2, 3: 4}
 """By round; the first one trains and ends, the second one restores, the third one is the soak."""
 SHARDED = {
@@ -63,44 +62,31 @@ needs_torchrec = pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec and fbgem
 Reports = dict[int, list[dict[str, str]]]
 
 
-def run_round(stage: int, folder: Path) -> list[dict[str, str]]:
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Launcher]:
+    with closing(Launcher("tests.support.warm_training", "tests.training.ranks.worker")) as started:
+        yield started
+
+
+def run_round(stage: int, folder: Path, workers: Launcher) -> list[dict[str, str]]:
     """Results of all processes of a round: scenario to what failed."""
-    paths = os.pathsep.join(str(REPOSITORY / part) for part in ("", "gpu", "tools"))
+    run = "import sys, tests.training.ranks.worker as worker; worker.main(*map(int, sys.argv[1:3]), sys.argv[3])"
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.training.ranks.worker", str(stage), str(rank), str(folder)],
-            cwd=REPOSITORY,
-            env=os.environ | {"PYTHONPATH": paths, "PYTHONFAULTHANDLER": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        Program(["-c", run, str(stage), str(rank), str(folder)], {"PYTHONFAULTHANDLER": "1"})
         for rank in range(PROCESSES[stage])
     ]
-    try:
-        outputs = [rank.communicate(timeout=PATIENCE_S)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
     files = [folder / f"round{stage}-rank{rank}.json" for rank in range(PROCESSES[stage])]
-    for rank, output, file in zip(ranks, outputs, files, strict=True):
-        assert rank.returncode == 0, output
-        assert file.exists(), output
+    for ended, file in zip(workers.run(*ranks, folder=folder, timeout_s=PATIENCE_S), files, strict=True):
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert file.exists(), ended.stdout + ended.stderr
     return [json.loads(file.read_text()) for file in files]
 
 
-@pytest.fixture(scope="session")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    """Results by round; workers of pytest-xdist share one run of them."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "ranks"
-    folder.mkdir(exist_ok=True)
-    results = folder / "results.json"
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not results.exists():
-            results.write_text(json.dumps([run_round(stage, folder) for stage in (1, 2)]))
-    return dict(enumerate(json.loads(results.read_text()), start=1))
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory, workers: Launcher) -> Reports:
+    """Results by round."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return {stage: run_round(stage, folder, workers) for stage in (1, 2)}
 
 
 def check(name: str, reports: list[dict[str, str]]) -> None:
@@ -131,8 +117,8 @@ def test_every_scenario_is_reported(reports: Reports) -> None:
 @needs_torchrec
 @pytest.mark.soak
 @pytest.mark.timeout(0)
-def test_every_sharding_is_restored_as_every_other(tmp_path: Path) -> None:
-    reports = run_round(3, tmp_path)
+def test_every_sharding_is_restored_as_every_other(tmp_path: Path, workers: Launcher) -> None:
+    reports = run_round(3, tmp_path, workers)
 
     assert reports[0].keys() == {"saved_in_every_way", "restored_in_every_other_way"}
     for name in reports[0]:

@@ -1,8 +1,6 @@
 """One process of the tests of several ranks: runs the scenarios of one round and writes what failed.
 
-A group of processes takes seconds to start, so each runs many scenarios, first with all ranks, then with fewer::
-
-    python -m tests.training.ranks.worker ROUND RANK FOLDER
+A group of processes takes seconds to start, so each runs many scenarios, first with all ranks, then with fewer.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import importlib.util
 import json
 import logging
 import os
-import sys
 import traceback
 import warnings
 from pathlib import Path
@@ -47,17 +44,16 @@ def join(stage: int, place: Place) -> None:
         )
 
 
-def main(stage: int, rank: int, folder: Path) -> None:
+def main(stage: int, rank: int, folder: str) -> None:
     warnings.simplefilter("ignore")  # TorchRec uses what torch calls deprecated
     warnings.filterwarnings("error", module="cnr_store")
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    load()
     problems: dict[str, str] = {}
     for world in WORLDS[stage]:
         if rank >= world:
             break
-        place = Place(rank, world, folder)
+        place = Place(rank, world, Path(folder))
         join(stage, place)
         for name, run in SCENARIOS.get((stage, world), {}).items():
             problems[name] = ""
@@ -65,11 +61,11 @@ def main(stage: int, rank: int, folder: Path) -> None:
                 run(place)
             except BaseException:  # noqa: BLE001 - whatever it is, it is the result
                 problems[name] = f"round {stage}, rank {rank} of {world}:\n{traceback.format_exc()}"
-                finish(problems, stage, rank, folder)
+                finish(problems, stage, rank, Path(folder))
         if world > 1:
             dist.barrier()
             dist.destroy_process_group()
-    finish(problems, stage, rank, folder)
+    finish(problems, stage, rank, Path(folder))
 
 
 def finish(problems: dict[str, str], stage: int, rank: int, folder: Path) -> None:
@@ -78,5 +74,4 @@ def finish(problems: dict[str, str], stage: int, rank: int, folder: Path) -> Non
     os._exit(0)
 
 
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+load()

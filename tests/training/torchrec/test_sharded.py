@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Iterator
+from contextlib import closing
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[3]
+from tests.support.launcher import Launcher, Program
+
 CHECKS: dict[str, tuple[int, ...]] = {
     "hook_rows_are_changed_rows_row_wise": (1, 2, 4),
     "hook_rows_are_changed_rows_table_wise": (1, 2, 4),
@@ -47,37 +46,28 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="session")
-def reports(tmp_path_factory: pytest.TempPathFactory):
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Launcher]:
+    with closing(Launcher("tests.support.warm_training", "tests.training.torchrec.worker")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory, workers: Launcher):
     """Results by world size; each group of ranks is started when its first test asks."""
 
     @cache
     def of_world(world: int) -> list[dict[str, str]]:
         folder = tmp_path_factory.mktemp(f"world{world}")
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(str(REPOSITORY / part) for part in ("", "gpu", "tools"))
-        }
+        run = (
+            "import sys, tests.training.torchrec.worker as worker; worker.main(*map(int, sys.argv[1:3]), *sys.argv[3:])"
+        )
         ranks = [
-            subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "tests.training.torchrec.worker", str(rank), str(world)),
-                    *(str(folder / "rendezvous"), str(folder / f"rank{rank}.json")),
-                ],
-                cwd=REPOSITORY,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
+            Program(["-c", run, str(rank), str(world), str(folder / "rendezvous"), str(folder / f"rank{rank}.json")])
             for rank in range(world)
         ]
-        try:
-            outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-        for rank, output in zip(ranks, outputs, strict=True):
-            assert rank.returncode == 0, output
+        for ended in workers.run(*ranks, folder=folder, timeout_s=240):
+            assert ended.returncode == 0, ended.stdout + ended.stderr
         return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world)]
 
     return of_world

@@ -1,9 +1,7 @@
 """One rank of the tests of TorchRec models: runs every check in one process group and writes what failed.
 
 A process group of four takes seconds to start, so each rank runs all checks and the test file reports them one by
-one::
-
-    python -m tests.training.torchrec.worker RANK WORLD RENDEZVOUS_FILE RESULT_FILE
+one.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import datetime as dt
 import json
 import logging
 import os
-import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -488,7 +485,3 @@ def main(rank: int, world: int, rendezvous: str, result: str) -> None:
     if problems[name]:
         os._exit(0)  # the other ranks may wait in a collective act: they see at once that this one is gone
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])

@@ -1,0 +1,139 @@
+"""Runs Python programs in forks of one process that has imported once what takes seconds to import.
+
+Every process that trains imports torch and this library, and some TorchRec: three to six seconds of CPU time. A test
+that is not about the start of an interpreter forks its programs from a launcher instead. Each is still a process of
+its own: it has its own arguments, folder and environment, runs as ``__main__`` in fresh globals, and ends as an
+interpreter ends.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import types
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PATHS = os.pathsep.join(str(REPOSITORY / part) for part in ("", "gpu", "tools"))
+"""The PYTHONPATH with which another process imports this copy of the library."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The arguments of an interpreter, ``-c CODE ...`` or ``FILE ...``, and what its environment has beside."""
+
+    arguments: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class Launcher:
+    """A process that has imported ``modules``; close it, which ends it."""
+
+    def __init__(self, *modules: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.launcher", *modules], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            text=True, cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": PATHS},
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """End the process; the programs have ended already."""
+        self._process.communicate()
+
+    def run(
+        self, *programs: Program, folder: str | Path, timeout_s: float = 200.0
+    ) -> list[subprocess.CompletedProcess[str]]:
+        """Run programs at once in a folder, and wait until all have ended. One that is out of time is killed."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with tempfile.TemporaryDirectory() as outputs:
+            job = {"folder": str(folder), "outputs": outputs, "timeout_s": timeout_s}
+            job["programs"] = [asdict(program) for program in programs]
+            self._process.stdin.write(json.dumps(job) + "\n")
+            self._process.stdin.flush()
+            codes = json.loads(self._process.stdout.readline())
+            return [
+                subprocess.CompletedProcess(
+                    program.arguments, code, *(Path(outputs, f"{number}.{name}").read_text() for name in ("out", "err"))
+                )
+                for number, (program, code) in enumerate(zip(programs, codes, strict=True))
+            ]
+
+
+def _serve(commands: Iterable[str]) -> dict[str, Any] | None:
+    """Run the programs of each command. Returns a program in its own fork, and None once there are no more commands."""
+    for line in commands:
+        job = json.loads(line)
+        children = []
+        for number, program in enumerate(job["programs"]):
+            child = os.fork()
+            if child == 0:
+                for descriptor, name in ((1, "out"), (2, "err")):
+                    file = os.open(Path(job["outputs"], f"{number}.{name}"), os.O_WRONLY | os.O_CREAT)
+                    os.dup2(file, descriptor)
+                    os.close(file)
+                return {"folder": job["folder"], **program}
+            children.append(child)
+        print(json.dumps(_wait(children, time.monotonic() + job["timeout_s"])), flush=True)  # noqa: T201
+    return None
+
+
+def _wait(children: list[int], deadline: float) -> list[int]:
+    """Return the exit codes of processes, minus the signal for those that one ended."""
+    codes: dict[int, int] = {}
+    while len(codes) < len(children):
+        for child in children:
+            if child not in codes:
+                ended, status = os.waitpid(child, os.WNOHANG)
+                if ended:
+                    codes[child] = os.waitstatus_to_exitcode(status)
+                elif time.monotonic() > deadline:
+                    os.kill(child, signal.SIGKILL)
+        time.sleep(0.005)
+    return [codes[child] for child in children]
+
+
+def _run(program: dict[str, Any]) -> None:
+    """Be the interpreter of a program."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.chdir(program["folder"])
+    os.environ.update(program["environment"])
+    first, *arguments = program["arguments"]
+    if first == "-W":
+        warnings.simplefilter(arguments[0])  # type: ignore[arg-type]
+        _, first, *arguments = arguments
+    sys.path.insert(0, program["folder"])
+    if first == "-c":
+        code, *arguments = arguments
+        sys.argv = ["-c", *arguments]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(code, "<string>", "exec"), sys.modules["__main__"].__dict__)  # noqa: S102 - as `python -c` does
+    else:
+        sys.argv = [first, *arguments]
+        runpy.run_path(first, run_name="__main__")
+
+
+def main(modules: Sequence[str]) -> None:
+    with warnings.catch_warnings():  # TorchRec and fbgemm warn while they are imported
+        warnings.simplefilter("ignore")
+        for name in modules:
+            importlib.import_module(name)
+    assert threading.active_count() == 1, threading.enumerate()  # a fork would not have the others
+    program = _serve(sys.stdin)
+    if program is not None:
+        _run(program)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
