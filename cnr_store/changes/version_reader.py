@@ -216,7 +216,7 @@ class VersionReader:
 
     def _reader(self, name: str) -> ChunkReader:
         reader = self._readers[name]
-        return reader if self._cache is None else reader.kept_by(self._cache)
+        return reader if self._cache is None else reader.with_cache(self._cache)
 
 
 def segment_of(missing: MissingObject) -> str:

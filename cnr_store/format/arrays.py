@@ -3,8 +3,7 @@
 Segments are written and read through these functions rather than through a zarr-python store because a chunk is
 decoded into memory that the caller sized by the *manifest*: a compressed stream that claims more elements than its
 chunk is refused before anything is allocated, and nothing is copied on an event loop
-(`format_spec/decisions/0002`). What they write is plain Zarr with core codecs alone: tests read it
-with other libraries.
+(`format_spec/decisions/0002`). They write plain Zarr with core codecs only: tests read it with other libraries.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ def chunk_rows_for(num_rows: int, row_bytes: int) -> int:
 
 
 def codec_for(dtype: np.dtype[Any]) -> CodecName:
-    """Return the codec of an array of a row list: row ids are gaps, other integers digits, anything else bytes."""
+    """Return the codec of an array of a row list: ``gaps`` for int64 row ids, ``digits`` for codes, else ``bytes``."""
     if dtype == np.int64:
         return "gaps"
     return "digits" if dtype.kind == "i" else "bytes"
 
 
 def describe(path: str, array_shape: tuple[int, ...], dtype: np.dtype[Any], chunk_rows: int) -> ArrayEntry:
-    """Return the manifest's line for an array of ``array_shape`` at ``path`` (relative to the segment)."""
+    """Return the entry of a whole array of ``array_shape`` at ``path`` (relative to the segment)."""
     return ArrayEntry(
         path=path,
         dtype=cast(ArrayDtype, dtype.name),
@@ -72,7 +71,7 @@ def chunk_shape(entry: ArrayEntry) -> tuple[int, ...]:
 
 
 def chunk_bytes(entry: ArrayEntry) -> int:
-    """Return the bytes of a chunk as a Zarr reader has it: before zstd, without the checksum."""
+    """Return the bytes of a chunk before compression, without its checksum."""
     count, itemsize = math.prod(chunk_shape(entry)), np.dtype(entry.dtype).itemsize
     return count * itemsize if entry.codec == "bytes" else digit_chunks.chunk_bytes(count, itemsize)
 
@@ -83,17 +82,17 @@ def decoded_bytes(entry: ArrayEntry) -> int:
 
 
 def real_rows(entry: ArrayEntry, index: int) -> int:
-    """Return how many rows the stored chunk has in which the entry's chunk ``index`` is, without padding."""
+    """Return how many rows, without padding, the stored chunk has that contains the entry's chunk ``index``."""
     return min(entry.chunk_rows, entry.shape[0] - entry.stored_chunk(index) * entry.chunk_rows)
 
 
 def most_shard_chunks(entry: ArrayEntry) -> int:
-    """Return how many chunks fill a shard of the array, however many rows it has; 1 where it has no shards."""
+    """Return how many chunks a full shard of the array has; 1 if its chunks are too large for shards."""
     return max(1, min(MAX_SHARD_CHUNKS, SHARD_BYTES // max(1, decoded_bytes(entry))))
 
 
 def in_shards(entry: ArrayEntry) -> ArrayEntry:
-    """Return a whole array whose chunks are not written yet, in shards if it is to have them: by its shape alone."""
+    """Return an array that is not written yet, with the shards that its shape requires, or without shards."""
     count, full = chunk_count(entry), most_shard_chunks(entry)
     if full == 1 or count < max(2, min(SHARD_CHUNKS, full)):
         return msgspec.structs.replace(entry, shards=msgspec.UNSET)
@@ -101,19 +100,19 @@ def in_shards(entry: ArrayEntry) -> ArrayEntry:
 
 
 def with_shards_of(entry: ArrayEntry, chunks: int) -> ArrayEntry:
-    """Return an array whose chunks are not written yet, so many in each shard; as it is where that is one."""
+    """Return an array that is not written yet, with ``chunks`` chunks per shard; unchanged if that is 1."""
     if chunks == 1:
         return entry
     return msgspec.structs.replace(entry, shards=Shards(chunks=chunks, sizes=(), digests=""))
 
 
 def shard_chunks(entry: ArrayEntry) -> int:
-    """Return how many chunks an object of the array has; the last one may have fewer."""
+    """Return how many chunks each object of the array has; the last object may have fewer."""
     return 1 if entry.shards is msgspec.UNSET else entry.shards.chunks
 
 
 def object_count(entry: ArrayEntry) -> int:
-    """Return how many objects a whole array has beside its document: its shards, or its chunks."""
+    """Return how many shards a whole array has, or chunks if it has no shards."""
     return -(-chunk_count(entry) // shard_chunks(entry))
 
 
@@ -124,7 +123,7 @@ def object_path(entry: ArrayEntry, number: int) -> str:
 
 
 def chunks_in(entry: ArrayEntry, number: int) -> range:
-    """Return which chunks of a whole array its object ``number`` has."""
+    """Return the chunks that object ``number`` of a whole array has."""
     room = shard_chunks(entry)
     return range(number * room, min((number + 1) * room, chunk_count(entry)))
 
@@ -140,7 +139,7 @@ def chunk_path(entry: ArrayEntry, index: int) -> str:
 
 
 def place_in_shard(entry: ArrayEntry, shards: Shards, index: int) -> ChunkPlace:
-    """Return where the entry's chunk ``index`` is: chunks stand in a shard in their order, without gaps."""
+    """Return where the entry's chunk ``index`` is: a shard has its chunks in order, without gaps."""
     stored = entry.stored_chunk(index)
     start = sum(shards.sizes[stored - stored % shards.chunks : stored])
     return ChunkPlace(
@@ -149,9 +148,9 @@ def place_in_shard(entry: ArrayEntry, shards: Shards, index: int) -> ChunkPlace:
 
 
 def shard_index(sizes: Sequence[int], chunks: int) -> bytes:
-    """Return what stands behind the chunks of a shard: offset and size of each, 2^64 - 1 for those it has not, crc32c.
+    """Return the index at the end of a shard: offset and size of each chunk (2^64 - 1 if absent), then a crc32c.
 
-    ``sizes``: of the chunks it has; ``chunks``: how many it has room for.
+    ``sizes``: bytes of each present chunk. ``chunks``: entries of the index.
     """
     index = np.full((chunks, 2), 2**64 - 1, "<u8")
     index[: len(sizes), 1] = sizes
@@ -166,7 +165,7 @@ def index_bytes(chunks: int) -> int:
 
 
 def array_document(entry: ArrayEntry) -> bytes:
-    """Return the array's ``zarr.json``: of ``digits`` and ``gaps`` an array (chunks, bytes) of what each chunk is."""
+    """Return the array's ``zarr.json``. An array of ``digits`` or ``gaps`` is described as uint8 (chunks, bytes)."""
     crc: dict[str, JsonValue] = {"name": "crc32c"}
     attributes: dict[str, JsonValue] = {}
     order: dict[str, JsonValue] = {"endian": "little"}
@@ -213,7 +212,7 @@ def group_document(attributes: dict[str, JsonValue]) -> bytes:
 
 
 def encode_chunk(entry: ArrayEntry, block: npt.NDArray[Any]) -> bytes:
-    """Return the stored bytes of one chunk; the crc32c of everything before it stands last.
+    """Return the stored bytes of one chunk, which end with the crc32c of the bytes before it.
 
     Parameters
     ----------
@@ -239,17 +238,17 @@ def decode_chunk(
     """Decode one chunk into ``out`` of exactly `chunk_shape` and the array's dtype, C-contiguous.
 
     The caller has checked the inventory digest of ``data``, which covers the crc32c. Releases the GIL while it
-    decompresses; of compressed data nothing is copied.
+    decompresses; does not copy compressed data.
 
     Parameters
     ----------
     memory
-        uint8, at least `chunk_bytes`, for what stands between; None allocates it.
+        Working memory, uint8, at least `chunk_bytes`; None allocates it.
 
     Raises
     ------
     CorruptObject
-        If the stream holds another number of elements, or is no such stream; names ``where``.
+        The stream has another number of elements, or is not valid; names ``where``.
     """
     flat = out.reshape(-1)
     if entry.codec != "bytes":

@@ -1,6 +1,6 @@
-"""What the segments of one chain say of each other, and a record of its last one: by manifests alone. Pure, no I/O.
+"""Contradictions between the manifests of one chain, and between a record and its last manifest. Pure, no I/O.
 
-Readers refuse at the first contradiction when they open a chain (`segment.open_chain`), a check of a store lists all.
+Opening a chain (`segment.open_chain`) raises at the first contradiction. `cnr verify` lists all.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import msgspec
 
 from cnr_store.format.limits import MAX_SHIFT_IN_CHAIN
-from cnr_store.format.manifest import stated_digest
+from cnr_store.format.manifest import recorded_digest
 from cnr_store.format.records import CommitRecord, Manifest, TableSchema
 from cnr_store.types import Rectangle
 
 
 @dataclass(frozen=True, slots=True)
 class Contradiction:
-    """A statement of segment ``index`` of the chain that cannot be true."""
+    """A field of segment ``index`` of the chain that contradicts the segments before it."""
 
     index: int
     message: str
@@ -26,14 +26,14 @@ class Contradiction:
 
 
 def chain_problems(manifests: Sequence[Manifest], known: int = 0) -> Iterator[Contradiction]:
-    """Yield what is contradictory in a chain: starts that are not the ends before, schemas, drops of nothing. Pure.
+    """Yield the contradictions in a chain: wrong start digests, changed schemas, drops of absent tables. Pure.
 
     Parameters
     ----------
     manifests
-        Those of the chain with their states (`fold.fold`), baseline first.
+        Those of the chain with their states (`manifest_state.with_state`), baseline first.
     known
-        How many of the first ones were found free of contradictions together.
+        How many of the first manifests were checked together before.
     """
     lives: dict[str, TableSchema] = {}
     for index, manifest in enumerate(manifests):
@@ -42,7 +42,7 @@ def chain_problems(manifests: Sequence[Manifest], known: int = 0) -> Iterator[Co
             yield from _check_ends(index, manifests[index - 1] if index else None, manifest)
             if index:
                 yield from _check_starts(index, manifests[index - 1], manifest)
-        for table in manifest.stated:
+        for table in manifest.recorded:
             schema, first = manifest.tables[table], lives.get(table)
             if first is None or first.generation != schema.generation:
                 lives[table] = schema
@@ -53,22 +53,22 @@ def record_problems(record: CommitRecord, last: Manifest) -> Iterator[str]:
     if record.kind not in ("baseline", "delta"):
         return
     if record.step != last.step:
-        yield f"says step {record.step}, its segment says {last.step}"
+        yield f"has step {record.step}, its segment has step {last.step}"
 
 
 def is_one_life(first: TableSchema, schema: TableSchema) -> bool:
-    """Return whether a table is what it was, but for its number of rows and a scale that was halved. Pure."""
+    """Return whether two schemas differ at most in number of rows, shift and fill. Pure."""
     return msgspec.structs.replace(first, num_rows=schema.num_rows, shift=schema.shift, fill=schema.fill) == schema
 
 
 def _check_lives(
     index: int, lives: Mapping[str, TableSchema], manifest: Manifest, before: Manifest | None
 ) -> Iterator[Contradiction]:
-    """Within a generation a table stays what it is, but for its number of rows and a scale that is halved.
+    """Yield schemas that change within a generation beyond what `is_one_life` allows.
 
-    ``lives`` has each table as its last life before the segment began.
+    ``lives`` has the schema with which the newest life of each table began, before this segment.
     """
-    for table in manifest.stated:
+    for table in manifest.recorded:
         schema, first = manifest.tables[table], lives.get(table)
         if first is None:
             continue
@@ -89,22 +89,22 @@ def _check_lives(
 
 
 def _check_starts(index: int, before: Manifest, after: Manifest) -> Iterator[Contradiction]:
-    """Each part starts from the state that the segment before ended with, where both say so."""
+    """Yield parts whose base digest is not the state digest of the segment before, if both are recorded."""
     whole = {
         (part.table, part.rows, part.columns): part.state_digest
-        for table in after.stated
+        for table in after.recorded
         for part in before.parts_of.get(table, ())
     }
-    for part in (part for table in after.stated for part in after.parts_of.get(table, ())):
+    for part in (part for table in after.recorded for part in after.parts_of.get(table, ())):
         old, new = before.tables.get(part.table), after.tables[part.table]
         if part.base_digest is None or old is None or (old.generation, old.shift) != (new.generation, new.shift):
-            continue  # Of another shift it starts from the same codes in a finer unit, which have another digest.
+            continue  # After a new shift the same codes are in a finer unit, so their digest differs.
         rows = _rows_before(part.rows, new.num_rows, old.num_rows)
         if rows is None:
             continue
         end = whole.get((part.table, rows, part.columns)) if rows[0] < rows[1] else None
         if end is None:
-            total = stated_digest(before.parts_of.get(part.table, ()), Rectangle(rows, part.columns))
+            total = recorded_digest(before.parts_of.get(part.table, ()), Rectangle(rows, part.columns))
             end = None if total is None else f"{total:016x}"
         if end is not None and part.base_digest != end:
             message = (
@@ -115,13 +115,13 @@ def _check_starts(index: int, before: Manifest, after: Manifest) -> Iterator[Con
 
 
 def _rows_before(rows: tuple[int, int], num_rows: int, num_rows_before: int) -> tuple[int, int] | None:
-    """Where a part's rows were; those at the end of a table that was resized ended where the table did."""
+    """Return a part's rows in the state before; the last part of a resized table ended at the old size."""
     start, stop = rows[0], num_rows_before if rows[1] == num_rows else min(rows[1], num_rows_before)
     return None if stop < start else (start, stop)
 
 
 def _check_ends(index: int, before: Manifest | None, manifest: Manifest) -> Iterator[Contradiction]:
-    """What a segment drops was there: else it was made for another state."""
+    """Yield dropped tables and ended tensors that the state before does not have."""
     lost = set(manifest.dropped).difference(() if before is None else before.tables)
     lost |= set(manifest.ended).difference(() if before is None else before.dense)
     for name in sorted(lost):

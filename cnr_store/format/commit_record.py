@@ -1,4 +1,4 @@
-"""Commit records: bytes to checked record and back, and which versions live by one (spec, section 3.3). Pure.
+"""Commit records: bytes to checked record and back, and which versions a record keeps live (spec, 3.3). Pure.
 
 Unknown JSON fields of a record are kept in `LogEntry.extra`, and `encode_record` writes them back.
 """
@@ -31,7 +31,7 @@ DATA_KINDS: frozenset[str] = frozenset({"baseline", "delta", "rollback"})
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A side object: its sha256 and size, and what it changes in the lists of the layers below it."""
+    """A side object: its sha256, its size, and its changes to the lists of the older layers."""
 
     digest: str
     size_bytes: int
@@ -40,10 +40,10 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """A decoded record, the sha256 of its bytes, and the unknown fields that rewriters carry on.
+    """A decoded record, the sha256 of its bytes, and its unknown fields, which later records repeat.
 
-    ``record.state`` is set only while the lists of its side objects are not in the record: of records that are not the
-    newest they may have been collected. Once they are, ``layers`` has them.
+    ``record.state`` is set while the lists of the side objects are not merged into the record; side objects of older
+    records may have been collected. After the merge ``layers`` has them and ``record.state`` is None.
     """
 
     record: CommitRecord
@@ -63,7 +63,7 @@ def encode_record(record: CommitRecord, extra: dict[str, Any] | None = None) -> 
 
 
 def sealed(document: dict[str, Any]) -> bytes:
-    """Return the canonical bytes of a record's plain document, with its ``check`` made right."""
+    """Return the canonical bytes of a record's plain document, with its ``check`` computed."""
     check = xxhash.xxh3_128_hexdigest(canonical_json({**document, "check": ""}))
     return canonical_json({**document, "check": check})
 
@@ -71,7 +71,7 @@ def sealed(document: dict[str, Any]) -> bytes:
 def decode_record(data: bytes, version: int) -> LogEntry:
     """Parse and check the record read from log position ``version``.
 
-    Checks size, JSON, canonical form, its own check, types, position and chain; unknown reader features refuse.
+    Checks size, JSON, canonical form, ``check``, types, position, chain and lists. Unknown reader features are refused.
 
     Raises
     ------
@@ -96,7 +96,7 @@ def decode_record(data: bytes, version: int) -> LogEntry:
         check = xxhash.xxh3_128_hexdigest(msgspec.json.encode({**raw, "check": ""}, order="sorted"))
         if raw.get("check") != check:
             raise CorruptRecord(
-                f"{where} has another digest than it says of itself; its bytes were altered",
+                f"{where} has another digest than its field check; its bytes were altered",
                 version=version,
                 expected=raw.get("check"),
                 found=check,
@@ -117,7 +117,7 @@ def decode_record(data: bytes, version: int) -> LogEntry:
         ) from error
     if record.v != version:
         raise CorruptRecord(
-            f"{where} says it is version {record.v}; it was copied to the wrong log position",
+            f"{where} has v {record.v}; it was copied to the wrong log position",
             version=version,
             expected=version,
             found=record.v,
@@ -128,19 +128,19 @@ def decode_record(data: bytes, version: int) -> LogEntry:
 
 
 def parent_of(record: CommitRecord) -> tuple[int, str]:
-    """Return version and digest of the record that this one carries on: the one before what it supersedes. Pure."""
+    """Return version and digest of the record before this one, without the positions that it supersedes. Pure."""
     if record.supersedes is None:
         return record.v - 1, record.parent_digest
     return record.v - 1 - len(record.supersedes.torn), record.supersedes.follows
 
 
 def check_statements(record: CommitRecord) -> None:
-    """Refuse a record whose fields contradict each other; of one with a side object, those that it has itself. Pure.
+    """Refuse a record whose fields contradict each other; lists in side objects are not looked at. Pure.
 
     Raises
     ------
     CorruptRecord
-        Naming what is wrong first.
+        Names the first contradiction.
     """
     try:
         problem = next(chain(_chain_problems(record), _kind_problems(record), _list_problems(record)), None)
@@ -188,23 +188,23 @@ def _kind_problems(record: CommitRecord) -> Iterator[str]:
     if superseded is not None:
         torn = superseded.torn
         if not len(torn) < record.v or torn[-1] != record.parent_digest or kind not in ("rollback", "close"):
-            yield "supersedes what is not directly before it"
+            yield "supersedes positions that are not directly before it"
 
 
 def _list_problems(record: CommitRecord) -> Iterator[str]:
-    """Names that cannot be names, and versions that are not there or not where the lists say."""
+    """Yield invalid names, and versions that do not exist or contradict the floor."""
     for name in (*record.tags, *record.channels, *(pin.name for pin in record.pins.values())):
         check_name(name)
     if record.floor > record.v:
-        yield f"has floor {record.floor}, which is behind it"
+        yield f"has floor {record.floor}, which is after it"
     if record.kept and max(record.kept) >= record.floor:
         yield f"keeps version {max(record.kept)}, which is not below its floor {record.floor}"
     named = (*record.tags.values(), *record.channels.values(), *(pin.version for pin in record.pins.values()))
     beyond = [version for version in (*named, *record.expired) if version > record.v]
     if beyond:
-        yield f"names version {beyond[0]}, which is behind it"
+        yield f"names version {beyond[0]}, which is after it"
     if record.removed and not record.state:
-        yield "takes away from lists, and names no side object that would have them"
+        yield "removes entries from lists, and names no side object that has them"
     both = record.tags.keys() & record.channels.keys()
     if both:
         yield f"has {sorted(both)[0]!r} as a tag and as a channel"
@@ -229,9 +229,9 @@ class Names:
     pins: Mapping[str, Pin] = field(default_factory=dict)
 
     def after(self, record: CommitRecord) -> Names:
-        """Return them as the next record leaves them, by its kind, name and target. Pure.
+        """Return the names after the next record, by its kind, name and target. Pure.
 
-        The name and the end of a branch are in its pin alone; where the record has none, its uuid is its name.
+        The name and the expiry of a branch are in its pin only. Without a pin in the record, its uuid is its name.
         """
         tags, channels, pins = dict(self.tags), dict(self.channels), dict(self.pins)
         name, target = record.name or "", record.target
@@ -246,8 +246,8 @@ class Names:
         elif record.kind == "fork" and record.v > 0:
             pins.pop(name, None)
             if target is not None:
-                stated = record.pins.get(name, Pin(version=target, name=name))
-                pins[name] = msgspec.structs.replace(stated, version=target)
+                pin = record.pins.get(name, Pin(version=target, name=name))
+                pins[name] = msgspec.structs.replace(pin, version=target)
         return Names(tags, channels, pins)
 
 

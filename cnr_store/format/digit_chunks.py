@@ -1,8 +1,8 @@
 """Chunks of integers as bytes under zstd: planes of digits, and their bases at the end (spec, section 4.2). Pure.
 
-zstd is used for its Huffman coder: in codes the same bytes come again by chance alone, and what a search finds costs
-more than the bytes it stands for. So the writer lets it search for next to nothing. Each block of a frame has a
-table of its own: at most 64 KiB are in one, and never of two planes. Any zstd decoder reads the result.
+zstd is used for its Huffman coder. Codes repeat by chance only, and a match costs more bytes than it saves, so the
+writer sets the match search to its minimum. Each block of a frame has its own Huffman table: a block has at most
+64 KiB, of one plane. Any zstd decoder reads the result.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ _PARAMETERS = zstandard.ZstdCompressionParameters(
     strategy=zstandard.STRATEGY_FAST,
 )  # fmt: skip
 _SLACK_BYTES = 8
-"""Each plane ends with a whole byte, so the planes of few values may take a little more than the values."""
+"""Each plane ends with a whole byte, so the planes of a few values can be a few bytes larger than the values."""
 
 _SAMPLE_RUNS, _SAMPLE_RUN = 4, 16_384
 _UNPACKED_TO_STORED = 100
-"""So many bytes to unpack count as one more that is stored."""
+"""Unpacking this many bytes costs as much as storing one more byte."""
 
 _DIVIDED = 1.005
-"""Digits whose base is no power of two are unpacked at a quarter of the speed, so they must save half a percent."""
+"""Bases that are no power of two unpack at a quarter of the speed, so they must save half a percent of the bytes."""
 
 
 def chunk_bytes(count: int, itemsize: int) -> int:
-    """Return the bytes of a chunk of ``count`` integers before zstd: always the same, whatever their bases."""
+    """Return the bytes of a chunk of ``count`` integers before zstd; independent of the bases."""
     return count * itemsize + _SLACK_BYTES + digits.MOST_DIGITS
 
 
 @dataclass(frozen=True, slots=True)
 class DigitChunk:
-    """A chunk without its zstd: ``count`` values, any of which can be unpacked."""
+    """A decompressed chunk: ``count`` values, any range of which can be unpacked."""
 
     planes: Bytes
     bases: digits.Bases
     count: int
 
     def unpack(self, start: int, out: npt.NDArray[Any]) -> None:
-        """Write the values from ``start`` on to ``out`` (n,), as many as it holds."""
+        """Write values [start, start + n) to ``out`` (n,)."""
         digits.unpack(self.planes, self.bases, self.count, start, out)
 
 
 class _Compressor(threading.local):
-    """A thread's compressor, and the memory that it compresses."""
+    """A zstd compressor and its input memory, one per thread."""
 
     def __init__(self) -> None:
         self._zstd = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
@@ -70,7 +70,7 @@ class _Compressor(threading.local):
         return self._memory[:size]
 
     def compress(self, chunk: Bytes, planes: Sequence[int]) -> bytes:
-        """Return the frame of a chunk that begins with planes of so many bytes."""
+        """Return the zstd frame of a chunk that begins with planes of the given sizes in bytes."""
         stream = self._zstd.compressobj(size=chunk.size)
         pieces, start = [], 0
         for size in planes:
@@ -100,7 +100,7 @@ def encode(values: npt.NDArray[Any]) -> bytes:
 
 
 def choose(values: npt.NDArray[Any]) -> digits.Bases:
-    """Return the bases in which a sample of the values takes the fewest bytes. Pure."""
+    """Return the bases for which a sample of the values has the lowest cost (`_cost`). Pure."""
     if values.size == 0:
         return ()
     found = digits.choices(int(values.min()), int(values.max()), values.dtype)
@@ -113,8 +113,8 @@ def choose(values: npt.NDArray[Any]) -> digits.Bases:
 def _runs(values: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
     """Return the values, or runs of them evenly over the chunk.
 
-    Each run is compressed by itself, as each block of a chunk is: rows lie in the order of a slot, so how wide their
-    codes are changes along the chunk, and one table for all of them would make low digits look better raw.
+    Each run is compressed by itself, as each block of a chunk is: rows are in the order of a slot, so the range of
+    their codes changes along the chunk. One Huffman table for all of them would overestimate the cost of low digits.
     """
     if values.size <= _SAMPLE_RUNS * _SAMPLE_RUN:
         return [values]
@@ -136,7 +136,7 @@ def decode(frame: memoryview, count: int, itemsize: int, where: str, memory: Byt
     Raises
     ------
     CorruptObject
-        It is no such frame, or one of another size, or its bases say what cannot be; names ``where``.
+        It is no zstd frame, has another size, or its bases need more bytes than the chunk has; names ``where``.
     """
     size = chunk_bytes(count, itemsize)
     chunk = np.empty(size, np.uint8) if memory is None else memory[:size]
@@ -154,7 +154,8 @@ def decode(frame: memoryview, count: int, itemsize: int, where: str, memory: Byt
     bases = tuple(int(base) or digits.LARGEST_BASE for base in chunk[size - digits.MOST_DIGITS :] if base != 1)
     if sum(digits.plane_bytes(bases, count)) > size - digits.MOST_DIGITS:
         raise CorruptObject(
-            f"{where} has digits of bases {bases}, which {count} elements have no room for; run `cnr verify`",
+            f"{where} has digits of bases {bases}, which need more bytes than its {count} elements have; run "
+            "`cnr verify`",
             path=where, found=bases,
         )  # fmt: skip
     return DigitChunk(chunk, bases, count)

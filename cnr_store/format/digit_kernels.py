@@ -1,7 +1,7 @@
 """The kernels of `digits`. One-dimensional arrays; otherwise their contract is that of `cnr_store.encodings.kernels`.
 
-Blocks of a plane stay in the nearest cache while the values of its several digits pass. Every array is cut to what a
-loop touches before it begins: an index that may be negative keeps a loop from being vectorized.
+A block of a plane stays in the L1 cache while its digits are added. Arrays are sliced before each loop, because an
+index that may be negative prevents vectorization.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _add_digits(plane, low, high, base, half, out):  # type: ignore[no-untyped-d
 
 @_compiled
 def _put_bits(plane, shift, mask, half, out):  # type: ignore[no-untyped-def]
-    within = shift & np.uint8(7)  # it is; the compiler shifts 8 bits, not 64, only where it knows
+    within = shift & np.uint8(7)  # no effect on the value; with it the compiler uses 8-bit instead of 64-bit shifts
     for i in range(out.shape[0]):
         out[i] = np.int16((plane[i] >> within) & mask) - half
 

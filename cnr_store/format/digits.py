@@ -1,11 +1,11 @@
-"""Integers as planes of digits: what an entropy coder makes small lies together, and what it cannot lies apart.
+"""Integers as planes of digits: digits that compress well are stored apart from those that do not.
 
 ``value = sum of (digit_i - base_i // 2) * (product of the bases below i)``, modulo the width of the integer. Each digit
-has a plane of its own, the top one first. A byte holds as many digits as fit (`per_byte`), and byte i of a plane of m
-bytes has the digits of the values i, i + m, i + 2 m and so on, so packing and unpacking are plain loops over memory.
+has its own plane, the highest digit first. A byte holds as many digits as fit (`per_byte`). Byte i of a plane of m
+bytes has the digits of the values i, i + m, i + 2 m and so on, so packing and unpacking are loops over whole arrays.
 
-Within a few neighbouring codes their density is nearly flat, so a low digit is as small raw as coded; what is above it
-fits a byte, which is what a Huffman coder takes (`format_spec/decisions/0021`). Pure, no I/O.
+Codes are nearly uniform over a few neighbouring values, so the low digit does not compress. The digits above it fit
+one byte, the symbol of a Huffman coder (`format_spec/decisions/0021`). Pure, no I/O.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from cnr_store.format import digit_kernels
 Integers = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 Bases = tuple[int, ...]
-"""Of the digits, the top one first: each 2 to 256. None at all: every value is 0."""
+"""The base of each digit, the highest first: 2 to 256. Empty: every value is 0."""
 
 LARGEST_BASE = 256
 MOST_DIGITS = 8
 _LOWEST = (256, 16, 5, 3)
-"""What the lowest digit may have: a whole byte, half of one, and what five or three values take."""
+"""Bases that a writer tries for the lowest digit."""
 
 _RECIPROCAL_BITS = 32
 
@@ -44,12 +44,12 @@ def per_byte(base: int) -> int:
 
 
 def plane_bytes(bases: Sequence[int], count: int) -> tuple[int, ...]:
-    """Return the bytes of the plane of each digit of ``count`` values."""
+    """Return the size in bytes of each digit's plane, for ``count`` values."""
     return tuple(-(-count // per_byte(base)) for base in bases)
 
 
 def reach(bases: Sequence[int]) -> tuple[int, int]:
-    """Return the smallest and the largest value that such digits have.
+    """Return the smallest and the largest value that digits of these bases can represent.
 
     >>> reach((256,)), reach((16, 3)), reach(())
     ((-128, 127), (-25, 22), (0, 0))
@@ -61,9 +61,9 @@ def reach(bases: Sequence[int]) -> tuple[int, int]:
 
 
 def choices(low: int, high: int, dtype: np.dtype[Any]) -> list[Bases]:
-    """Return the bases that a writer may choose from for values from ``low`` to ``high`` of a dtype. Pure.
+    """Return the bases that a writer compares for values from ``low`` to ``high`` (inclusive) of a dtype. Pure.
 
-    One for each lowest digit, with as few bytes above it as the values need; never more bytes than the dtype has.
+    One for each lowest base, with as few digits above it as the values need, and no more bytes than the dtype.
     """
     if low == high == 0:
         return [()]
@@ -76,7 +76,7 @@ def choices(low: int, high: int, dtype: np.dtype[Any]) -> list[Bases]:
 
 
 def _uppers(lowest: int) -> list[Bases]:
-    """Digits above a lowest one, from none to what holds every integer: bytes, and a half where that is enough."""
+    """Return bases with this lowest one and more and more digits above it, until they hold every integer."""
     ladder: list[Bases] = [(lowest,)]
     for whole in range(MOST_DIGITS):
         ladder += [(16, *[256] * whole, lowest), (256, *[256] * whole, lowest)]
@@ -89,20 +89,20 @@ def _holds(bases: Bases, low: int, high: int, dtype: np.dtype[Any]) -> bool:
 
 
 def pack(values: Integers, bases: Bases, out: Bytes) -> int:
-    """Write the planes of ``values`` to the front of ``out``, and return how many bytes they take.
+    """Write the planes of ``values`` to the start of ``out``, and return their size in bytes.
 
     Parameters
     ----------
     values
-        (n,) int16, int32 or int64, contiguous; inside `reach`, or the bases hold the whole dtype.
+        (n,) int16, int32 or int64, contiguous; inside `reach`, unless the bases hold every value of the dtype.
     bases
-        Powers of two; others for int16 alone, whose division by a reciprocal is exact.
+        Powers of two. For int16 any base: there the division by a reciprocal is exact.
     out
         uint8, at least the sum of `plane_bytes`.
 
     Notes
     -----
-    Blocks for the computation alone, without the GIL.
+    Blocks while it computes; releases the GIL.
     """
     weights, weight, offset = [], 1, 0
     for base in reversed(bases):
@@ -120,17 +120,17 @@ def pack(values: Integers, bases: Bases, out: Bytes) -> int:
 
 
 def unpack(planes: Bytes, bases: Bases, count: int, start: int, out: Integers) -> None:
-    """Write the values from ``start`` on of ``count`` that were packed to ``out`` (n,), as many as it holds.
+    """Write values [start, start + n) of ``count`` packed values to ``out`` (n,).
 
-    ``planes`` has at least the sum of `plane_bytes`. Values are taken modulo the width of ``out``. Blocks for the
-    computation alone, without the GIL.
+    ``planes`` has at least the sum of `plane_bytes`. Values are modulo the width of ``out``. Blocks while it computes;
+    releases the GIL.
     """
     per = np.array([per_byte(base) for base in bases], np.int64)
     digit_kernels.unpack_planes(planes, np.array(bases, np.int64), per, count, start, out)
 
 
 def _reciprocal(divisor: int) -> tuple[np.uint64, np.uint64]:
-    """Return factor and shift that divide by it: exact for powers of two, and of others for numbers below 2^17."""
+    """Return the factor and shift of a division: exact for powers of two, for other divisors below 2^17."""
     if divisor & (divisor - 1) == 0:
         return np.uint64(1), np.uint64(divisor.bit_length() - 1)
     return np.uint64(-(-(1 << _RECIPROCAL_BITS) // divisor)), np.uint64(_RECIPROCAL_BITS)

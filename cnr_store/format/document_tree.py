@@ -1,8 +1,8 @@
 """Nested plain data as JSON and back, exactly and without pickle: reader state, RNG state, scalars.
 
 What JSON cannot hold becomes an object with one key that starts with ``$`` (spec, section 4.7): ``$tuple``, ``$dict``,
-``$int``, ``$float``, ``$bytes``, ``$array``, ``$scalar``, ``$tensor``. Everything else stands for itself. No object of
-a document is ever executed or looked up by name.
+``$int``, ``$float``, ``$bytes``, ``$array``, ``$scalar``, ``$tensor``. Everything else is plain JSON. Nothing in a
+document is executed or looked up by name.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from cnr_store.errors import BadInput, CorruptStore
 
 MAX_DEPTH = 64
 MAX_BYTES = 16 * 1024 * 1024
-"""Payload of one tree. Larger arrays belong in dense tensors, where they are chunked and compressed."""
+"""Most bytes of one tree. Larger arrays belong in dense tensors, which are chunked and compressed."""
 
 _MAX_JSON_INT = 2**53 - 1
 """Beyond it a reader that parses numbers as doubles would round."""
 
 _NODE_BYTES = 8
-"""What a node without payload counts for, so that a million empty lists hit the limit too."""
+"""Bytes that each node counts for, so that a million empty lists also reach the limit."""
 
 _DTYPE = re.compile(r"[|<>](?:b1|[iu][1248]|f[248]|c(?:8|16)|[SU][1-9][0-9]{0,6}|[mM]8(?:\[[0-9A-Za-z/]{1,16}\])?)")
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -37,17 +37,17 @@ _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 @dataclass(frozen=True, slots=True)
 class TensorLeaf:
-    """A leaf that is no plain data, as an array and the name of what it was (``torch.bfloat16``, ...)."""
+    """A leaf that is no plain data, as an array and the name of its type (for example ``torch.bfloat16``)."""
 
     array: npt.NDArray[Any]
     kind: str = ""
 
 
 Default = Callable[[Any], TensorLeaf | None]
-"""Maps a leaf that is no plain data to an array; None when it does not know it either."""
+"""Converts a leaf that is no plain data to an array; None if it cannot."""
 
 TensorHook = Callable[[TensorLeaf], Any]
-"""Maps it back."""
+"""Converts a `TensorLeaf` back."""
 
 
 def encode(
@@ -56,13 +56,12 @@ def encode(
     """Return ``value`` as builtins that JSON holds; `decode` gives an equal tree with equal types. No I/O.
 
     Takes dict (any keys, order kept), list, tuple, None, bool, int, float, str, bytes, numpy arrays and scalars, and
-    what ``default`` maps to an array. An OrderedDict comes back as a dict, an array in C order.
+    leaves that ``default`` converts. An OrderedDict is decoded as a dict, an array in C order.
 
     Raises
     ------
     BadInput
-        Naming the path of the leaf that has another type, is not valid Unicode, or lies too deep, or at which the
-        tree becomes too large.
+        A leaf has another type, is not valid Unicode or is nested too deep, or the tree is too large; names its path.
 
     Examples
     --------
@@ -73,14 +72,14 @@ def encode(
 
 
 def decode(document: Any, tensor_hook: TensorHook | None = None, *, max_depth: int = MAX_DEPTH) -> Any:
-    """Return the tree that `encode` made ``document`` from; without a hook tensors come back as arrays. No I/O.
+    """Return the tree of a document of `encode`; without a hook tensors become arrays. No I/O.
 
-    Arrays are fresh and writable.
+    Arrays are new and writable.
 
     Raises
     ------
     CorruptStore
-        Naming the path of what no `encode` writes.
+        The document is not one that `encode` writes; names the path.
     """
     return _Decoder(tensor_hook, max_depth).decode(document, "$", 0)
 
@@ -100,7 +99,7 @@ class _Encoder:
                 expected=self._max_depth,
             )
         self._count(_NODE_BYTES, path)
-        # By exact type: numpy's float64 is a float, an IntEnum an int, a namedtuple a tuple, and none comes back so.
+        # By exact type: numpy's float64 is a float, an IntEnum an int, a namedtuple a tuple; decoding would lose that.
         kind = type(value)
         if value is None or kind is bool:
             return value
@@ -153,7 +152,7 @@ class _Encoder:
     def _dict(self, value: dict[Any, Any], path: str, depth: int) -> dict[str, Any]:
         keys = list(value)
         is_plain = all(type(key) is str and not key.startswith("$") for key in keys)
-        # Canonical JSON sorts keys, so an object stands only for a dict whose order that keeps.
+        # Canonical JSON sorts keys, so only a dict with sorted keys can be a JSON object.
         if is_plain and keys == sorted(keys):
             return {self._str(key, path): self.encode(item, f"{path}.{key}", depth + 1) for key, item in value.items()}
         pairs = []
@@ -279,7 +278,7 @@ def _array(content: dict[str, Any], path: str) -> npt.NDArray[Any]:
     if math.prod(shape) * dtype.itemsize != len(data):
         raise _corrupt(path, f"has {len(data)} bytes for shape {shape} of {name}")
     try:
-        # A bytearray is writable and ours; frombuffer has no form for items of no bytes.
+        # A bytearray is writable; frombuffer does not accept empty data.
         return np.ndarray(tuple(shape), dtype, bytearray(data)) if data else np.ndarray(tuple(shape), dtype)
     except (ValueError, OverflowError) as error:
         raise _corrupt(path, f"has shape {str(shape)[:80]}") from error

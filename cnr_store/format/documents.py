@@ -1,6 +1,6 @@
 """Documents as bytes: canonical JSON, digests, and parsing by type (spec, section 3.1). Pure.
 
-Parsing happens here, at the edge, with strict types; inside the library nobody re-validates.
+Documents are parsed here, with strict types. The rest of the library does not validate them again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _DECODERS: dict[type[Any], msgspec.json.Decoder[Any]] = {
 
 
 JSON: msgspec.json.Decoder[JsonValue] = msgspec.json.Decoder()
-"""Of plain JSON; for `loads`."""
+"""Decoder of plain JSON, for `loads`."""
 
 
 def canonical_json(document: Any) -> bytes:
@@ -60,12 +60,12 @@ def canonical_json(document: Any) -> bytes:
 
 
 def sha256(data: bytes) -> str:
-    """Return the hex sha256 that records and manifests are named by."""
+    """Return the sha256 as 64 hex digits."""
     return hashlib.sha256(data).hexdigest()
 
 
 def loads(data: bytes, decoder: msgspec.json.Decoder[DocumentType], *, deepest: int = MAX_NESTING) -> DocumentType:
-    """Parse a JSON document that nests at most ``deepest`` levels, the same however deep the caller's stack is.
+    """Parse a JSON document that nests at most ``deepest`` levels, independent of the depth of the caller's stack.
 
     Raises
     ------
@@ -94,10 +94,10 @@ def decode_document(data: bytes, kind: type[DocumentType], where: str) -> Docume
 
 def _refuse_non_finite(value: Any) -> None:
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{value} cannot stand in a JSON document")
+        raise ValueError(f"{value} cannot be stored in a JSON document")
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     for item in inside:
-        if type(item) not in _NOT_FLOATS:  # most of a document, so looked at without a call
+        if type(item) not in _NOT_FLOATS:  # most items: skip the call
             _refuse_non_finite(item)
 
 

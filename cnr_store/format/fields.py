@@ -1,7 +1,7 @@
 r"""Single fields of documents as types: numbers with their ranges, digests, names and paths with their patterns.
 
-The JSON Schemas of the specification are generated from these, so every reader sees the same limits. A pattern ends in
-``$(?!\n)``: in Python ``$`` alone lets a line feed stand behind it.
+The JSON Schemas of the specification are generated from these, so every reader uses the same limits. A pattern ends in
+``$(?!\n)``, because in Python ``$`` alone also matches before a final line feed.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ RowNumber = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 """A row id or key: any int64."""
 
 Float32 = Annotated[float, Meta(ge=-MAX_FLOAT32, le=MAX_FLOAT32)]
-"""A number that is finite as a float32, too."""
+"""A number that is finite as a float32."""
 
 Sha256 = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{64}}{_END}")]
 Hex32 = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{32}}{_END}")]
 """A uuid, a transaction, or an xxh3-128."""
 
 Hex32s = Annotated[str, Meta(pattern=rf"^([0-9a-f]{{32}})*{_END}")]
-"""Several xxh3-128, one behind the other."""
+"""Several xxh3-128, joined."""
 
 Hex16 = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{16}}{_END}")]
 """A state digest."""
@@ -60,17 +60,17 @@ BranchOrNone = Annotated[str, Meta(pattern=rf"^([0-9a-f]{{32}})?{_END}")]
 """The uuid of a branch, or empty for the store's own log."""
 
 SegmentName = Annotated[str, Meta(pattern=SEGMENT_PATTERN)]
-"""The name of a segment, or empty for the one that says it."""
+"""The name of a segment."""
 
 KeyPath = Annotated[str, Meta(pattern=PATH_PATTERN)]
 Name = Annotated[str, Meta(min_length=1, max_length=1024, pattern=rf"^[^\x00-\x1f\x7f]+{_END}")]
-"""The name of a table, slot, tensor, tag, channel or branch (1,024 bytes at most, which a schema cannot say)."""
+"""The name of a table, slot, tensor, tag, channel or branch; at most 1,024 bytes of UTF-8, checked elsewhere."""
 
 ArrayName = Annotated[str, Meta(pattern=rf"^([a-z0-9_]+|slots/[^\x00-\x1f\x7f]+){_END}")]
-"""An array of a group: ``rows``, ``codes``, ``slots/<slot>`` ...; a dense one is named by its dtype."""
+"""An array of a group: ``rows``, ``codes``, ``slots/<slot>`` ...; an array of dense tensors has its dtype as name."""
 
 Text = Annotated[str, Meta(pattern=rf"^[^\x00-\x1f\x7f]*{_END}")]
-"""For people: without control characters."""
+"""Text for people, without control characters."""
 
 Feature = Annotated[str, Meta(pattern=rf"^[a-z0-9_]{{1,64}}{_END}")]
 

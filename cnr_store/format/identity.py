@@ -1,4 +1,4 @@
-"""What a root is: the identity of a store, and the marker of a relay (spec, sections 3.2 and 7.11). Pure."""
+"""The documents at the root: the identity of a store, and the marker of a relay (spec, sections 3.2 and 7.11). Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def decode_identity(data: bytes, where: str) -> Identity:
 
 
 def decode_relay_marker(data: bytes, store_uuid: str, where: str) -> RelayMarker:
-    """Parse ``relay.json`` and check that it can be one, of that store.
+    """Parse ``relay.json`` and check that it belongs to that store.
 
     Raises
     ------
@@ -39,8 +39,8 @@ def decode_relay_marker(data: bytes, store_uuid: str, where: str) -> RelayMarker
     marker = decode_document(data, RelayMarker, where)
     if marker.store_uuid != store_uuid:
         raise CorruptStore(
-            f"{where} is of store {marker.store_uuid}, expected {store_uuid}; two stores were mixed, or another one is "
-            "being copied here: take an empty place",
+            f"{where} belongs to store {marker.store_uuid}, expected {store_uuid}; two stores were mixed, or another "
+            "store is copied here: use an empty root",
             path=where, expected=store_uuid, found=marker.store_uuid,
         )  # fmt: skip
     return marker

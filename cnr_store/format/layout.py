@@ -1,4 +1,4 @@
-"""Key names of the store: the one place that knows how a path is spelled (spec, section 2). Pure, no I/O."""
+"""The keys of a store's objects (spec, section 2). Pure, no I/O."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ READER_LEASES = "leases/readers/"
 CURSORS = "leases/cursors/"
 COMPACTION_LEASE = "leases/compact.json"
 FOLDERS = (COMMITS, STATE, "hint/", BRANCHES, DATA, LEASES, "relay/")
-"""All that a store, or a relay, writes to below its root; other names there are left alone."""
+"""The folders that a store or a relay writes below its root. Other names there are never touched."""
 
 MANIFEST = "_segment.json.zst"
 RECEIPT = "_receipt.json.zst"
@@ -32,7 +32,7 @@ MAX_NAME_BYTES = 1024
 """Longest table, tensor or slot name in UTF-8 bytes."""
 
 MAX_NODE_BYTES = 255
-"""Longest path component that every file system takes."""
+"""Longest path component that every file system allows."""
 
 _SAFE = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-")
 _POSITION = re.compile(r"commits/([0-9]{20})\.json")
@@ -49,7 +49,7 @@ def commit_key(version: int, prefix: str = "") -> str:
 
 
 def commit_version(key: str, prefix: str = "") -> int | None:
-    """Return the version whose record ``key`` is in the log below ``prefix``, or None if it is no log position."""
+    """Return the version of a record's key in the log below ``prefix``, or None if ``key`` is no log position."""
     match = _POSITION.fullmatch(key.removeprefix(prefix)) if key.startswith(prefix) else None
     return int(match.group(1)) if match else None
 
@@ -60,7 +60,7 @@ def hint_key(prefix: str = "") -> str:
 
 
 def is_branch_name(name: str) -> bool:
-    """Say whether ``name`` is the folder name of a branch's log, its uuid."""
+    """Return whether ``name`` is the folder name of a branch's log, its uuid."""
     return _BRANCH.fullmatch(name) is not None
 
 
@@ -72,7 +72,7 @@ def branch_prefix(branch: str) -> str:
 
 
 def branch_of(prefix: str) -> str:
-    """Return the uuid of the branch whose log lies below ``prefix``; empty for the store's own log."""
+    """Return the uuid of the branch whose log is below ``prefix``; empty for the store's own log."""
     return prefix.removeprefix(BRANCHES).rstrip("/")
 
 
@@ -84,12 +84,12 @@ def segment_name(base: int, txn: str) -> str:
 
 
 def is_segment_name(name: str) -> bool:
-    """Say whether ``name`` is a segment folder name."""
+    """Return whether ``name`` is a segment folder name."""
     return _SEGMENT.fullmatch(name) is not None
 
 
 def check_segment_name(name: str) -> None:
-    """Raise `BadName` unless ``name`` is a segment folder name (it may come from a hostile record)."""
+    """Raise `BadName` unless ``name`` is a segment folder name; it may come from an untrusted record."""
     if not is_segment_name(name):
         raise BadName(f"{name[:80]!r} is not a segment name; expected <20 digits>-<32 hex digits>", found=name[:80])
 
@@ -101,7 +101,7 @@ def segment_prefix(name: str) -> str:
 
 
 def segment_key(name: str, path: str) -> str:
-    """Return the key of an object inside a segment; refuses a path that could leave it."""
+    """Return the key of an object inside a segment; raises `BadName` for a path that could leave it."""
     check_relative_path(path)
     return f"{segment_prefix(name)}{path}"
 
@@ -113,7 +113,7 @@ def check_relative_path(path: str) -> None:
 
 
 def state_key(digest: str) -> str:
-    """Return the key of a side object, which is named by its sha256."""
+    """Return the key of the side object with this sha256."""
     key = f"{STATE}{digest}.json"
     if state_digest_of(key) is None:
         raise BadName(f"{digest[:80]!r} is not a sha256 digest", found=digest[:80])
@@ -121,7 +121,7 @@ def state_key(digest: str) -> str:
 
 
 def state_digest_of(key: str) -> str | None:
-    """Return the sha256 that a side object's key names; None of any other key."""
+    """Return the sha256 in a side object's key; None for any other key."""
     match = _STATE.fullmatch(key)
     return None if match is None else match[1]
 
@@ -132,7 +132,7 @@ def reader_lease_key(lease: str) -> str:
 
 
 def cursor_key(name: str) -> str:
-    """Return ``leases/cursors/<name>.json``, the name encoded as `encode_name` does, ending included."""
+    """Return ``leases/cursors/<name>.json``, with ``<name>.json`` encoded by `encode_name`."""
     return f"{CURSORS}{encode_name(f'{name}.json')}"
 
 
@@ -144,9 +144,9 @@ def writer_folder(rank: int, attempt: str) -> str:
 def encode_name(name: str) -> str:
     """Return ``name`` as one Zarr node name: percent-encoded to ``[A-Za-z0-9._-]`` and ``%``.
 
-    Names that Zarr v3 or this format keep for themselves (only dots, a ``__`` prefix, ``zarr.json``,
-    ``_receipt.json.zst``) get their first character encoded too, so every non-empty name has a node and the mapping
-    is one to one.
+    In names that are reserved by Zarr v3 or this format (dots only, a ``__`` prefix, ``zarr.json``,
+    ``_receipt.json.zst``) the first character is encoded too. So every non-empty name has a node name, and no two names
+    have the same one.
 
     >>> encode_name("model.ebc/user:0")
     'model.ebc%2Fuser%3A0'
@@ -164,7 +164,7 @@ def encode_name(name: str) -> str:
 
 
 def percent_encoded(name: str) -> str:
-    """Return ``name`` with each byte of its UTF-8 that is not safe in a path as ``%XX``."""
+    """Return ``name`` with each UTF-8 byte outside ``[A-Za-z0-9._-]`` as ``%XX``."""
     return "".join(chr(b) if chr(b) in _SAFE else f"%{b:02X}" for b in name.encode())
 
 
@@ -177,4 +177,4 @@ def check_name(name: str) -> None:
     if not 0 < size <= MAX_NAME_BYTES:
         raise BadName(f"a name has 1 to {MAX_NAME_BYTES} bytes, found {size}", expected=MAX_NAME_BYTES, found=size)
     if _CONTROL.search(name):
-        raise BadName(f"name {name!r} holds a control character", found=name)
+        raise BadName(f"name {name!r} has a control character", found=name)

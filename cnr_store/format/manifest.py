@@ -33,7 +33,7 @@ from cnr_store.format.records import (
 from cnr_store.types import Rectangle
 
 
-def stated_digest(parts: Iterable[PartPlace], rectangle: Rectangle) -> int | None:
+def recorded_digest(parts: Iterable[PartPlace], rectangle: Rectangle) -> int | None:
     """Return the state digest that parts of one table state for a rectangle of it, by their sum. Pure.
 
     None where the parts inside do not make the rectangle up, or one of them states none. Parts without rows do not
@@ -154,7 +154,7 @@ def resolved(document: SegmentDocument) -> Manifest:
     same = {name: getattr(document, name) for name in _SAME_FIELDS}
     own = segment_name(document.base, document.txn)
     dense = {name: DenseEntry(**msgspec.structs.asdict(line), segment=own) for name, line in document.dense.items()}
-    return Manifest(**same, **expand(document)._asdict(), dense=dense, stated=tuple(document.tables))
+    return Manifest(**same, **expand(document)._asdict(), dense=dense, recorded=tuple(document.tables))
 
 
 def decode_manifest(data: bytes, where: str) -> Manifest:
@@ -183,7 +183,9 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     return manifest
 
 
-_SAME_FIELDS = tuple(name for name in Manifest.__struct_fields__ if name not in (*Expanded._fields, "dense", "stated"))
+_SAME_FIELDS = tuple(
+    name for name in Manifest.__struct_fields__ if name not in (*Expanded._fields, "dense", "recorded")
+)
 
 
 def decode_segment(data: bytes, entry: ChainEntry, where: str) -> Manifest:

@@ -1,4 +1,4 @@
-"""The documents of the format as types: identity, commit record, receipt, segment manifest, holds, relay documents.
+"""The documents of the format as types: identity, commit record, receipt, manifest, leases, relay documents.
 
 What they mean is in sections 3, 4 and 7 of the specification. `documents` turns them into bytes and back;
 `commit_record`, `identity` and `manifest` check what no type can say.
@@ -84,7 +84,7 @@ class ChainEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pin(msgspec.Struct, frozen=True, kw_only=True):
-    """What keeps a version for a branch: the fork point, the branch's name, and when the branch ends (None: never)."""
+    """The fork point of a branch, which keeps a version live, its name, and when the branch ends (None: never)."""
 
     version: Count
     name: Name
@@ -92,7 +92,7 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WriterInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Who wrote the record; for people, never for decisions."""
+    """The process that wrote the record: information for people, never used for decisions."""
 
     host: Text
     lib: Text
@@ -102,8 +102,8 @@ class WriterInfo(msgspec.Struct, frozen=True, kw_only=True):
 class Superseded(msgspec.Struct, frozen=True, kw_only=True):
     """Positions directly before a record that cannot be read and hold no version any more (spec, section 7.10).
 
-    ``torn`` has the sha256 of the bytes at each of them, oldest first; ``follows`` that of the record before them,
-    whose fields the record carries on.
+    ``torn`` has the sha256 of the bytes at each position, oldest first. ``follows`` is the sha256 of the record before
+    them, which this record continues.
     """
 
     follows: Sha256
@@ -111,7 +111,7 @@ class Superseded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Removed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What of the lists below is no more: names, uuids and versions; empty lists are left out."""
+    """Entries that are removed from the lists of older layers: names, uuids, versions. Empty lists are left out."""
 
     tags: tuple[Name, ...] = ()
     channels: tuple[Name, ...] = ()
@@ -122,7 +122,7 @@ class Removed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Lists(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The lists of a record, or how they differ from what lies below; empty ones are left out."""
+    """The lists of a record, or their changes against the older layers. Empty ones are left out."""
 
     tags: dict[Name, Count] = {}
     channels: dict[Name, Count] = {}
@@ -134,9 +134,9 @@ class Lists(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Overflow(Lists, frozen=True, kw_only=True, omit_defaults=True):
-    """``state/<sha256>.json``, a side object: changes of lists that were too many for record ``v``, which put it.
+    """``state/<sha256>.json``, a side object: list entries that did not fit into record ``v``, whose writer put it.
 
-    ``branch`` says in which log: that branch's, or (empty) the store's own.
+    ``branch`` is the uuid of the branch whose log has the record; empty for the store's own log.
     """
 
     v: Count
@@ -146,12 +146,12 @@ class Overflow(Lists, frozen=True, kw_only=True, omit_defaults=True):
 class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One position of the commit log (spec, section 3).
 
-    The fields of `Lists` are as they are; where ``state`` names side objects (by sha256, largest first), they and
-    ``removed`` are what has changed since those. ``kept`` are versions below ``floor`` that stay, ``expired`` those
-    above it that are gone.
-    ``check`` is the digest of the record's own bytes without it; in memory it is empty, as it is in drafts.
-    ``aborted`` names the transactions that may never commit or whose segments no live version needs, each with the
-    time (ms) from which its objects may be deleted.
+    Without ``state`` the fields of `Lists` are complete. With it they and ``removed`` are changes against the side
+    objects that ``state`` names (by sha256, largest first). ``kept`` are live versions below ``floor``, ``expired``
+    expired ones from ``floor`` on.
+    ``check`` is the xxh3-128 of the record with an empty ``check``. In memory it is empty.
+    ``aborted`` maps transactions that may not commit any more, or whose segments no live version needs, to the time
+    (ms) from which their objects may be deleted.
     """
 
     v: Count
@@ -211,10 +211,10 @@ class TableSchema(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shards(msgspec.Struct, frozen=True, kw_only=True):
-    """What is inside the shards of an array, chunk by chunk in the array's order, which is that of the bytes, too.
+    """The chunks inside the shards of an array, in the order of the array, which is also the order of their bytes.
 
-    ``chunks``: how many a shard has, the last one maybe fewer. ``sizes``: stored bytes of each chunk. ``digests``: the
-    xxh3-128 of each, one behind the other.
+    ``chunks``: chunks per shard; the last shard may have fewer. ``sizes``: stored bytes of each chunk. ``digests``: the
+    xxh3-128 of each, joined.
     """
 
     chunks: ShardChunks
@@ -223,7 +223,7 @@ class Shards(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChunkPlace(NamedTuple):
-    """Where the stored bytes of a chunk are, and what they are: an object of a segment, or bytes inside one."""
+    """The object that has the bytes of a chunk, their place in it (bytes), and their digest."""
 
     path: str
     start: int
@@ -232,13 +232,13 @@ class ChunkPlace(NamedTuple):
 
 
 class ArrayEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """Rows [start, start + count) of a stored Zarr array: all of it, or what it holds of one row list; in memory alone.
+    """Rows [start, start + count) of a stored Zarr array: the whole array, or the rows of one row list; never stored.
 
-    ``path`` is relative to the segment, ``shape`` that of the whole array, chunks are (chunk_rows, full width);
-    ``dtype`` and ``shape`` are those of its values, whatever the ``codec`` stores.
-    ``order`` is the path of the array of the same group whose values, ascending, the rows of each chunk follow; left
-    out where they follow the row ids. The chunks of an entry are those that hold rows of it, counted from 0.
-    ``shards`` is left out where each chunk is an object of its own.
+    ``path`` is relative to the segment. ``shape`` is that of the whole array; each chunk has all its columns. ``dtype``
+    and ``shape`` describe the values, not the bytes that the ``codec`` stores.
+    ``order`` is the path of an array of the same group: the rows of each chunk are stored by its ascending values.
+    Without it they are stored by ascending row id. The chunks of an entry are those that have rows of it, counted from
+    0. ``shards`` is left out if each chunk is an object.
     """
 
     path: KeyPath
@@ -252,17 +252,17 @@ class ArrayEntry(msgspec.Struct, frozen=True, kw_only=True):
     count: int
 
     def stored_chunk(self, index: int) -> int:
-        """Return which chunk of the array its chunk ``index`` is."""
+        """Return the number of the array's chunk that is chunk ``index`` of this entry."""
         return self.start // self.chunk_rows + index
 
     def span(self, index: int) -> tuple[int, int]:
-        """Return which of its rows, counted from 0, stand in its chunk ``index``: half-open."""
+        """Return the range [start, stop) of this entry's rows, counted from 0, that chunk ``index`` has."""
         begin = index * self.chunk_rows - self.start % self.chunk_rows
         return max(begin, 0), min(begin + self.chunk_rows, self.count)
 
 
 class RowListEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One row list of a part: what it has of the arrays of its group, all chunked alike; in memory alone.
+    """One row list of a part: its rows of each array of its group, which all have the same chunk size; never stored.
 
     ``first[k]``, ``last[k]`` are the first and last row id in chunk k (inclusive).
     """
@@ -273,7 +273,7 @@ class RowListEntry(msgspec.Struct, frozen=True, kw_only=True):
     arrays: dict[str, ArrayEntry]
 
     def rows_in(self, chunk: int) -> int:
-        """Return how many of its rows stand in chunk ``chunk``."""
+        """Return how many of its rows chunk ``chunk`` has."""
         low, high = self.arrays["rows"].span(chunk)
         return high - low
 
@@ -294,9 +294,9 @@ class ObjectEntry(ObjectDigest, frozen=True, kw_only=True):
 class StoredArray(msgspec.Struct, frozen=True, kw_only=True):
     """One array of a group, at ``<path of the group>.<name>``.
 
-    ``width`` is None for a one-dimensional array. ``order`` names the array of the group whose values, ascending, the
-    rows of each chunk follow; left out where they follow the row ids. ``objects``: its ``zarr.json``, then its chunks,
-    or its shards, in order. ``shards`` is left out where it has none.
+    ``width`` is None for a one-dimensional array. ``order`` names an array of the group: the rows of each chunk are
+    stored by its ascending values; without it, by ascending row id. ``objects``: its ``zarr.json``, then its chunks or
+    shards, in order. ``shards`` is left out if it has none.
     """
 
     dtype: ArrayDtype
@@ -308,7 +308,7 @@ class StoredArray(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ArrayGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Arrays of as many ``rows``, chunked alike, that hold row lists end to end, in the order of the parts."""
+    """Arrays with the same ``rows`` and chunk size. They hold row lists end to end, in the order of the parts."""
 
     path: KeyPath
     rows: NumRows
@@ -317,9 +317,9 @@ class ArrayGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ListLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One row list of a part: ``count`` rows of the group at path ``group``, behind those of the parts before.
+    """One row list of a part: ``count`` rows of the group at path ``group``, after the rows of earlier parts.
 
-    ``first[k]``, ``last[k]``: first and last row id (inclusive) in the k-th chunk that holds some of them.
+    ``first[k]``, ``last[k]``: first and last row id (inclusive) in the k-th chunk that has rows of the list.
     """
 
     group: KeyPath
@@ -345,7 +345,7 @@ class PartPlace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class PartLine(PartPlace, frozen=True, kw_only=True, omit_defaults=True):
-    """A part as documents have it. What is not there is left out; without row lists it is a line and no object."""
+    """A part as a document has it. Absent fields are left out. A part without row lists has no objects."""
 
     add: ListLine | None = None
     set: ListLine | None = None
@@ -354,7 +354,7 @@ class PartLine(PartPlace, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class PartEntry(PartPlace, frozen=True, kw_only=True):
-    """A part as readers have it: its row lists know their arrays; in memory alone."""
+    """A part as a reader uses it: its row lists have their arrays; never stored."""
 
     add: RowListEntry | None = None
     set: RowListEntry | None = None
@@ -363,7 +363,7 @@ class PartEntry(PartPlace, frozen=True, kw_only=True):
 
 
 class TensorLine(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a dense tensor's elements are in the manifest's segment: ``shape`` elements from ``offset`` of ``path``."""
+    """The place of a dense tensor in the manifest's segment: its elements in array ``path``, from ``offset`` on."""
 
     path: KeyPath
     offset: NumRows
@@ -373,13 +373,13 @@ class TensorLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DenseEntry(TensorLine, frozen=True, kw_only=True):
-    """A dense tensor of a state, and the segment of the chain that has its bytes; in memory alone."""
+    """A dense tensor of a state, and the segment of the chain that has its bytes; never stored."""
 
     segment: str
 
 
 class Written(msgspec.Struct, frozen=True, kw_only=True):
-    """What writers put: parts, the groups of arrays with their rows, dense tensors, documents, all other objects."""
+    """What writers put: parts, groups of arrays with their rows, dense tensors, documents, and all other objects."""
 
     parts: tuple[PartLine, ...]
     groups: tuple[ArrayGroup, ...] = ()
@@ -390,7 +390,7 @@ class Written(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Receipt(Written, frozen=True, kw_only=True):
-    """``_receipt.json.zst``: what one writer wrote, for whoever puts the manifest over it; no reader opens one."""
+    """``_receipt.json.zst``: what one writer wrote, for the process that puts the manifest; readers never open it."""
 
     txn: Hex32
     rank: Count
@@ -401,10 +401,10 @@ class Receipt(Written, frozen=True, kw_only=True):
 
 
 class SegmentDocument(Written, frozen=True, kw_only=True):
-    """``_segment.json.zst``: the whole segment; opening a snapshot reads one of these per segment.
+    """``_segment.json.zst``, the manifest of a segment. Opening a snapshot reads one per segment of the chain.
 
-    ``tables`` are those that it states, with all their ``parts``: of a baseline every one, of a delta those that it
-    changes. ``dropped`` are tables, ``ended`` dense tensors that the state before has and this one does not.
+    ``tables`` are the recorded tables, with all their ``parts``: all tables in a baseline, the changed ones in a delta.
+    ``dropped`` are tables, and ``ended`` dense tensors, that the state before has and this state does not have.
     """
 
     format: Positive
@@ -421,11 +421,11 @@ class SegmentDocument(Written, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """A segment's manifest as readers have it; in memory alone.
+    """A segment's manifest as a reader uses it; never stored.
 
-    ``tables``, ``parts`` and ``dense`` are those of the state at ``l1`` where it was read as part of a chain
-    (`fold.fold`), and those that the document states where it was read alone. ``stated`` names the tables which that
-    states. ``arrays`` are those of all row lists, whole, and ``objects`` all that are named, also as parts of arrays.
+    ``tables``, ``parts`` and ``dense`` are those of the state at ``l1`` after `manifest_state.with_state`, and those in
+    the document before. ``recorded`` names the tables in the document. ``arrays`` are those of all row lists, whole.
+    ``objects`` are all objects of the segment, also those of arrays.
     """
 
     format: int
@@ -438,7 +438,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     tables: dict[str, TableSchema]
     dropped: tuple[str, ...] = ()
     ended: tuple[str, ...] = ()
-    stated: tuple[str, ...] = ()
+    recorded: tuple[str, ...] = ()
     parts: tuple[PartEntry, ...]
     arrays: tuple[ArrayEntry, ...] = ()
     dense: dict[str, DenseEntry] = {}
@@ -469,7 +469,7 @@ class Hint(msgspec.Struct, frozen=True):
 
 
 class ReaderLease(msgspec.Struct, frozen=True, kw_only=True):
-    """``leases/readers/<uuid>.json``: a reader that is at work on a version, until ``expires_ms``. Advisory."""
+    """``leases/readers/<uuid>.json``: a reader uses a version, at most until ``expires_ms``. Advisory."""
 
     version: Count
     branch: BranchOrNone
@@ -478,9 +478,9 @@ class ReaderLease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cursor(msgspec.Struct, frozen=True, kw_only=True):
-    """``leases/cursors/<name>.json``: how far a consumer of a log is; it holds every version from its own on.
+    """``leases/cursors/<name>.json``: the last version that a consumer has read; it keeps that and later versions.
 
-    ``branch`` is the uuid of a branch, or empty. Without ``expires_ms`` it holds until it is dropped. Advisory.
+    ``branch`` is the uuid of a branch, or empty. Without ``expires_ms`` it stays until it is dropped. Advisory.
     """
 
     name: Name
@@ -494,8 +494,8 @@ class Cursor(msgspec.Struct, frozen=True, kw_only=True):
 class RelayMarker(msgspec.Struct, frozen=True, kw_only=True):
     """``relay.json``: this root is a read-only copy of one log from position ``first`` on (spec, section 7.11).
 
-    ``source`` is the URL that was copied from, without credentials; ``branch`` is the uuid of the branch whose log it
-    is, or empty.
+    ``source`` is the URL that was copied from, without credentials. ``branch`` is the uuid of the branch whose log was
+    copied, or empty.
     """
 
     store_uuid: Hex32
@@ -507,9 +507,9 @@ class RelayMarker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RelayTrims(msgspec.Struct, frozen=True, kw_only=True):
-    """``relay/trims.json``: what a relay holds no longer, and from when (ms) the objects of a segment may be deleted.
+    """``relay/trims.json``: the versions that a relay still has, and when (ms) objects of a segment may be deleted.
 
-    Versions from ``floor`` on and those in ``kept`` are held. Of no meaning to readers.
+    A relay has the versions from ``floor`` on and those in ``kept``. Readers ignore this document.
     """
 
     floor: Count = 0

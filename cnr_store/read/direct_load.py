@@ -13,14 +13,14 @@ import numpy as np
 
 from cnr_store.encodings import digest, kernels, row_kernels
 from cnr_store.read.plan import Step, TablePlan
-from cnr_store.read.prefetch import reading_ahead
+from cnr_store.read.prefetch import prefetching
 from cnr_store.read.replay import ChunkReader, Replay, checked_codes
 from cnr_store.runtime.threads import Workers, blocks
 from cnr_store.segment.codes import BLOCK_ROWS, Array, ArraySpec, array_specs, decode_block
 from cnr_store.types import Lattice
 
 
-def is_settled(plan: TablePlan) -> bool:
+def is_direct(plan: TablePlan) -> bool:
     """Return whether the chunks of the plan are ``set`` rows that tile its rows, each without a gap. Pure.
 
     Then no row has another state than coded, and nothing is added to any.
@@ -37,13 +37,13 @@ def is_settled(plan: TablePlan) -> bool:
     return reached >= plan.stop
 
 
-def load_settled(
+def load_directly(
     readers: Sequence[ChunkReader], plan: TablePlan, outputs: Mapping[str, Array], workers: Workers
 ) -> int:
     """Fill ``outputs`` as `table_reader.read_range` does from a settled plan of one column interval; blocks.
 
     Returns the state digest of what was read. Memory: a chunk of each array per thread, and of a remote
-    store what is fetched ahead (`prefetch.AHEAD_BYTES`).
+    store what is fetched ahead (`prefetch.PREFETCH_BYTES`).
 
     Raises
     ------
@@ -51,7 +51,7 @@ def load_settled(
         ``outputs`` then hold undefined values.
     """
     specs = array_specs(plan.schema, plan.columns)
-    with reading_ahead(readers, plan, list(outputs), workers) as sources:
+    with prefetching(readers, plan, list(outputs), workers) as sources:
         engine = Replay(sources, workers)
         totals = workers.run(
             partial(_load, engine, step, plan, specs, outputs) for batch in plan.batches for step in batch.steps
@@ -74,7 +74,7 @@ def _load(
 def _put(spec: ArraySpec, held: Array, out: Array, step: Step, first_row: int, plan: TablePlan) -> int:
     """Decode the rows from ``first_row`` on, and return what they add to the digest."""
     shift = step.left_shift if spec.name == "codes" else 0
-    is_moved = spec.is_integer and (shift > 0 or held.itemsize > spec.held_dtype.itemsize)
+    is_moved = spec.is_integer and (shift > 0 or held.itemsize > spec.memory_dtype.itemsize)
     multipliers, presence = (spec.multipliers, spec.presence()) if spec.is_additive else (None, None)
     total = 0
     is_plain = not is_moved and held.flags.c_contiguous and out.flags.c_contiguous
@@ -83,7 +83,7 @@ def _put(spec: ArraySpec, held: Array, out: Array, step: Step, first_row: int, p
     for low, high in blocks(len(held), BLOCK_ROWS):
         block = np.ascontiguousarray(held[low:high])
         if is_moved:
-            moved = np.empty(block.shape, spec.held_dtype)
+            moved = np.empty(block.shape, spec.memory_dtype)
             checked_codes(row_kernels.put_block(moved, block, shift), plan, step)
             block = moved
         if multipliers is not None:

@@ -17,17 +17,17 @@ import numpy as np
 
 from cnr_store.encodings import digest
 from cnr_store.errors import BadInput, CorruptStore, TableNotFound, Unsupported
-from cnr_store.format.manifest import stated_digest
+from cnr_store.format.manifest import recorded_digest
 from cnr_store.format.records import OPERATIONS, Manifest, Operation, PartEntry, RowListEntry, TableSchema
 from cnr_store.segment.codes import array_specs
 from cnr_store.types import Rectangle, RowIds, SlotsRule
 
 Columns = tuple[int, int]
 
-UNASKED_BYTES = 256 * 1024 * 1024
+UNCONFIRMED_BYTES = 256 * 1024 * 1024
 """So much is taken for rows that are not stored without being asked for."""
 
-LEAST_SPARSE_ROWS, SPARSE_TIMES = 1 << 16, 8
+MIN_SPARSE_ROWS, SPARSE_RATIO = 1 << 16, 8
 """A table is sparse if it declares more rows than both, and than so many times those that are stored."""
 
 
@@ -165,7 +165,7 @@ def stored_rows(plan: TablePlan) -> int:
 
 def is_sparse(plan: TablePlan) -> bool:
     """Return whether by far most of the plan's rows are in no chunk. Pure."""
-    return plan.stop - plan.start > max(LEAST_SPARSE_ROWS, SPARSE_TIMES * stored_rows(plan))
+    return plan.stop - plan.start > max(MIN_SPARSE_ROWS, SPARSE_RATIO * stored_rows(plan))
 
 
 def check_stored(plan: TablePlan, size_bytes: int, consent: str) -> None:
@@ -176,7 +176,7 @@ def check_stored(plan: TablePlan, size_bytes: int, consent: str) -> None:
     Parameters
     ----------
     size_bytes
-        What would be taken for the plan's rows; up to `UNASKED_BYTES` nothing is asked.
+        What would be taken for the plan's rows; up to `UNCONFIRMED_BYTES` nothing is asked.
     consent
         How the caller can say so, for the message.
 
@@ -184,11 +184,11 @@ def check_stored(plan: TablePlan, size_bytes: int, consent: str) -> None:
     ------
     BadInput
     """
-    if size_bytes > UNASKED_BYTES and is_sparse(plan):
+    if size_bytes > UNCONFIRMED_BYTES and is_sparse(plan):
         raise BadInput(
             f"rows [{plan.start}, {plan.stop}) of table {plan.table!r} take {size_bytes} bytes, and the store has "
             f"{stored_rows(plan)} of them, the others are fill; if that is meant, {consent}",
-            table=plan.table, expected=UNASKED_BYTES, found=size_bytes,
+            table=plan.table, expected=UNCONFIRMED_BYTES, found=size_bytes,
         )  # fmt: skip
 
 
@@ -246,7 +246,7 @@ def expected_digest(plan: TablePlan, names: set[str]) -> int | None:
     additive = {name for name, spec in array_specs(plan.schema).items() if spec.is_additive}
     if not additive or not additive <= names:
         return None
-    return stated_digest(plan.parts, Rectangle((plan.start, plan.stop), plan.columns))
+    return recorded_digest(plan.parts, Rectangle((plan.start, plan.stop), plan.columns))
 
 
 def check_digest(plan: TablePlan, found: Sequence[tuple[Columns, int]], names: set[str]) -> None:

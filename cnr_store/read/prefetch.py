@@ -22,8 +22,8 @@ from cnr_store.runtime.threads import Workers
 from cnr_store.segment.reader import SegmentReader
 
 FETCH_THREADS = 8
-LAST_FETCHES = 2
-AHEAD_BYTES = 64 * 1024 * 1024
+MIN_FETCHES = 2
+PREFETCH_BYTES = 64 * 1024 * 1024
 """Bound on chunks in memory that were fetched, or are being fetched, and were not asked for yet."""
 
 FETCH_BYTES = 8 * 1024 * 1024
@@ -31,7 +31,7 @@ FETCH_BYTES = 8 * 1024 * 1024
 
 
 @dataclass(slots=True)
-class Wanted:
+class FetchRequest:
     """Chunks that a plan needs, one behind the other in an object: of which segment, where, how often each."""
 
     segment: int
@@ -51,7 +51,7 @@ class Wanted:
         return False
 
 
-def wanted_objects(readers: Sequence[SegmentReader], plan: TablePlan, names: Iterable[str]) -> list[Wanted]:
+def fetch_requests(readers: Sequence[SegmentReader], plan: TablePlan, names: Iterable[str]) -> list[FetchRequest]:
     """Return the requests by which a replay of ``plan`` into arrays ``names`` gets its chunks, in its order. No I/O.
 
     Without those that it may leave out: row ids of chunks whose rows have no gap, and chunks that are decoded already.
@@ -59,8 +59,8 @@ def wanted_objects(readers: Sequence[SegmentReader], plan: TablePlan, names: Ite
     """
     arrays_of_codes = ("codes", "values", "scale", "zero_point")
     seen: set[tuple[int, str, int]] = set()
-    found: list[Wanted] = []
-    last: dict[tuple[int, str], Wanted] = {}
+    found: list[FetchRequest] = []
+    last: dict[tuple[int, str], FetchRequest] = {}
     chosen = {"rows", *names, *(arrays_of_codes if "codes" in names else ())}
     for step in (step for batch in plan.batches for step in batch.steps):
         reader, entries = readers[step.segment], step.row_list.arrays
@@ -68,7 +68,7 @@ def wanted_objects(readers: Sequence[SegmentReader], plan: TablePlan, names: Ite
         asked = {
             name: entry
             for name, entry in entries.items()
-            if name in chosen and (has_gaps or name != "rows") and not reader.is_kept(entry, step.chunk)
+            if name in chosen and (has_gaps or name != "rows") and not reader.is_cached(entry, step.chunk)
         }
         orders = {entry.order for entry in asked.values()}
         # Asked for before the codes that lie in its order.
@@ -81,13 +81,13 @@ def wanted_objects(readers: Sequence[SegmentReader], plan: TablePlan, names: Ite
                 continue
             seen.add((*key, place.start))
             if key not in last or not last[key].join(place, times):
-                last[key] = Wanted(step.segment, [place], [times], place.size)
+                last[key] = FetchRequest(step.segment, [place], [times], place.size)
                 found.append(last[key])
     return found
 
 
 @contextlib.contextmanager
-def reading_ahead(
+def prefetching(
     readers: Sequence[ChunkReader], plan: TablePlan, names: Sequence[str], workers: Workers
 ) -> Iterator[Sequence[ChunkReader]]:
     """Yield the segments for one replay of ``plan``, their objects on their way if the store is remote.
@@ -98,13 +98,13 @@ def reading_ahead(
     """
     segments = [reader for reader in readers if isinstance(reader, SegmentReader) and reader.is_remote]
     helps = not workers.is_inline and len(segments) == len(readers)
-    wanted = wanted_objects(segments, plan, names) if helps else []
+    wanted = fetch_requests(segments, plan, names) if helps else []
     if len(wanted) < 2:
         yield readers
         return
-    ahead = ReadAhead(segments, wanted)
+    ahead = Prefetcher(segments, wanted)
     try:
-        yield [reader.fetched_by(partial(ahead.take, at)) for at, reader in enumerate(segments)]
+        yield [reader.with_chunk_source(partial(ahead.take, at)) for at, reader in enumerate(segments)]
     finally:
         ahead.close()
 
@@ -112,7 +112,7 @@ def reading_ahead(
 _Key = tuple[int, str, int]
 
 
-class ReadAhead:
+class Prefetcher:
     """Fetches chunks in the given order before they are taken: at most ``limit_bytes``, and one request at least.
 
     Those that are fetched at once share the network and arrive together. So fewer are when few are left: else the last
@@ -120,7 +120,7 @@ class ReadAhead:
     """
 
     def __init__(
-        self, readers: Sequence[SegmentReader], wanted: Iterable[Wanted], *, limit_bytes: int = AHEAD_BYTES
+        self, readers: Sequence[SegmentReader], wanted: Iterable[FetchRequest], *, limit_bytes: int = PREFETCH_BYTES
     ) -> None:
         self._readers = readers
         self._limit_bytes = limit_bytes
@@ -175,7 +175,7 @@ class ReadAhead:
         while self._waiting:
             one = self._waiting[0]
             is_full = self._begun and self._begun_bytes + one.size_bytes > self._limit_bytes
-            if is_full or self._in_flight >= max(LAST_FETCHES, min(FETCH_THREADS, len(self._waiting))):
+            if is_full or self._in_flight >= max(MIN_FETCHES, min(FETCH_THREADS, len(self._waiting))):
                 return
             self._waiting.popleft()
             keys = [(one.segment, place.path, place.start) for place in one.places]
@@ -190,7 +190,7 @@ class ReadAhead:
             self._in_flight += 1
             self._pool.submit(self._fetch, one, range(left[0], left[-1] + 1), begun)
 
-    def _fetch(self, one: Wanted, span: range, begun: Mapping[int, Future[bytes]]) -> None:
+    def _fetch(self, one: FetchRequest, span: range, begun: Mapping[int, Future[bytes]]) -> None:
         """``span``: which of the chunks lie between the first and the last that somebody waits for."""
         try:
             pieces = self._readers[one.segment].read_places(one.places[span.start : span.stop])

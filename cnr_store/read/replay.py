@@ -52,7 +52,7 @@ class ChunkReader(Protocol):
 
     @property
     def manifest(self) -> Manifest:
-        """What the segment says of itself."""
+        """The manifest, with the state of its chain."""
 
     def read_chunk(self, entry: ArrayEntry, index: int, scratch: Scratch) -> Array:
         """See `SegmentReader.read_chunk`; the caller only reads what it gets."""

@@ -21,7 +21,7 @@ from cnr_store.format.records import (
     TableSchema,
 )
 from cnr_store.read.arrow_stream import table_stream
-from cnr_store.read.plan import UNASKED_BYTES, TablePlan, check_stored, plan_table
+from cnr_store.read.plan import UNCONFIRMED_BYTES, TablePlan, check_stored, plan_table
 from cnr_store.read.replay import ChunkReader, matching, replay_hashed
 from cnr_store.read.table_reader import read_mirror, read_range, read_rows, rows_since
 from cnr_store.runtime.notebook import html_table
@@ -64,7 +64,7 @@ class Snapshot:
         self._storage = storage
         self._workers = workers
         # What was opened for another version is missed as part of this one.
-        self._known = {name: reader.told_by(if_missing) for name, reader in (known or {}).items()}
+        self._known = {name: reader.with_if_missing(if_missing) for name, reader in (known or {}).items()}
         self._if_missing = if_missing
         self._cache = cache
         self._readers: tuple[SegmentReader, ...] | None = None
@@ -112,7 +112,7 @@ class Snapshot:
     @cached_property
     def lookup_readers(self) -> Sequence[ChunkReader]:
         """The segments of the chain through the cache, if there is one."""
-        return self.readers if self._cache is None else [reader.kept_by(self._cache) for reader in self.readers]
+        return self.readers if self._cache is None else [reader.with_cache(self._cache) for reader in self.readers]
 
     @property
     def version(self) -> int:
@@ -291,7 +291,7 @@ class TableView:
         """
         row_bytes = sum(spec.row_bytes for name, spec in self._specs.items() if slots or name == "codes")
         size_bytes = self.schema.num_rows * row_bytes
-        if size_bytes > UNASKED_BYTES:
+        if size_bytes > UNCONFIRMED_BYTES:
             check_stored(self._plan(0, None), size_bytes, consent)
 
     def read(
@@ -537,7 +537,7 @@ class TableView:
             )
         specs = self._specs if columns is None else array_specs(self.schema, columns)
         row_bytes = sum(specs[name].row_bytes for name, out in given.items() if out is None)
-        if (stop - start) * row_bytes > UNASKED_BYTES:
+        if (stop - start) * row_bytes > UNCONFIRMED_BYTES:
             check_stored(self._plan(start, stop, columns), (stop - start) * row_bytes, "give the memory (out=)")
         return {name: self._output(specs[name], stop - start, out) for name, out in given.items()}
 

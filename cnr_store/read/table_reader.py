@@ -14,9 +14,9 @@ import numpy.typing as npt
 from cnr_store.encodings.digest import add_digests
 from cnr_store.encodings.widths import from_float32, to_float32
 from cnr_store.format.records import TableSchema
-from cnr_store.read.direct_load import is_settled, load_settled
+from cnr_store.read.direct_load import is_direct, load_directly
 from cnr_store.read.plan import Columns, TablePlan, by_columns, check_digest, check_row_slots, clip, expected_digest
-from cnr_store.read.prefetch import reading_ahead
+from cnr_store.read.prefetch import prefetching
 from cnr_store.read.replay import ChunkReader, finish, replay
 from cnr_store.runtime.threads import Workers, blocks
 from cnr_store.segment.codes import CODED, Allocate, Array, ArraySpec, TableCodes, array_specs
@@ -51,17 +51,17 @@ def read_range(
     if len(by_columns(plan)) > 1:
         _read_intervals(readers, plan, wanted, workers)
         return list(wanted)
-    if is_settled(plan):
-        check_digest(plan, [(plan.columns, load_settled(readers, plan, wanted, workers))], set(wanted))
+    if is_direct(plan):
+        check_digest(plan, [(plan.columns, load_directly(readers, plan, wanted, workers))], set(wanted))
         return list(wanted)
     specs = array_specs(plan.schema, plan.columns)
-    apart = [specs[name] for name, out in wanted.items() if not _holds_its_codes(specs[name], out)]
+    apart = [specs[name] for name, out in wanted.items() if not _codes_fit(specs[name], out)]
 
     def hold(_: TablePlan, start: int, stop: int) -> dict[str, Array]:
         return {
             name: _codes_in(out[start - plan.start : stop - plan.start], specs[name])
-            if _holds_its_codes(specs[name], out)
-            else np.empty((stop - start, out.shape[1]), specs[name].held_dtype)
+            if _codes_fit(specs[name], out)
+            else np.empty((stop - start, out.shape[1]), specs[name].memory_dtype)
             for name, out in wanted.items()
         }
 
@@ -108,7 +108,7 @@ def read_mirror(
     codes = TableCodes.allocate(
         plan.schema, plan.start, plan.stop, names=names, mirror=True, allocate=allocate, columns=plan.columns
     )
-    with reading_ahead(readers, plan, list(codes.arrays), workers) as sources:
+    with prefetching(readers, plan, list(codes.arrays), workers) as sources:
         replay(sources, plan, codes, workers)
     mirrored = {name: out for name, out in outputs.items() if name in codes.arrays}
     total = finish(codes, mirrored, workers, with_digest=True)
@@ -178,7 +178,7 @@ def read_codes(
         if memory is not None:
             return {"codes": memory(piece.columns)}
         spec = specs[piece.columns]
-        held = scratch.take((stop - start, spec.width), spec.held_dtype)
+        held = scratch.take((stop - start, spec.width), spec.memory_dtype)
         held[...] = 0
         return {"codes": held}
 
@@ -206,7 +206,7 @@ def _replayed(
             codes = TableCodes(plan.schema, start, stop, hold(piece, start, stop), columns=piece.columns)
             is_whole = rows is not None or (start, stop) == (plan.start, plan.stop)
             chosen = piece if is_whole else clip(piece, start, stop)
-            with reading_ahead(readers, chosen, list(codes.arrays), workers) as sources:
+            with prefetching(readers, chosen, list(codes.arrays), workers) as sources:
                 replay(sources, chosen, codes, workers, rows)
             yield piece, codes
 
@@ -230,7 +230,7 @@ def _read_intervals(
 
     def hold(piece: TablePlan, start: int, stop: int) -> dict[str, Array]:
         kinds = {name: specs[piece.columns][name] for name in names}
-        return {name: np.zeros((stop - start, spec.width), spec.held_dtype) for name, spec in kinds.items()}
+        return {name: np.zeros((stop - start, spec.width), spec.memory_dtype) for name, spec in kinds.items()}
 
     windows = _windows(plan, [specs[widest.columns][name] for name in names])
     for piece, codes in _replayed(readers, plan, windows, hold, workers, rows):
@@ -376,16 +376,16 @@ def _is_life(reader: SegmentReader, table: str, schema: TableSchema) -> bool:
 
 def _windows(plan: TablePlan, apart: Iterable[ArraySpec]) -> list[tuple[int, int]]:
     """Row ranges whose codes fit the window: a chunk that crosses windows is decoded in each, so they are large."""
-    row_bytes = sum(spec.held_dtype.itemsize * spec.width for spec in apart)
+    row_bytes = sum(spec.memory_dtype.itemsize * spec.width for spec in apart)
     span = max(1, WINDOW_BYTES // row_bytes) if row_bytes else max(1, plan.stop - plan.start)
     ranges = blocks(plan.stop - plan.start, span) or [(0, 0)]
     return [(plan.start + low, plan.start + high) for low, high in ranges]
 
 
-def _holds_its_codes(spec: ArraySpec, out: Array) -> bool:
+def _codes_fit(spec: ArraySpec, out: Array) -> bool:
     """Whether the codes fit the output's own memory; the others are held apart, a window at a time."""
-    return bool(out.itemsize == spec.held_dtype.itemsize and out.flags.c_contiguous)
+    return bool(out.itemsize == spec.memory_dtype.itemsize and out.flags.c_contiguous)
 
 
 def _codes_in(out: Array, spec: ArraySpec) -> Array:
-    return out.view(spec.held_dtype)
+    return out.view(spec.memory_dtype)

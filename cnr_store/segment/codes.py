@@ -82,7 +82,7 @@ class ArraySpec:
         return float_bits.bit_shift(self.encoding.mantissa_bits, self.dtype)
 
     @property
-    def held_dtype(self) -> np.dtype[Any]:
+    def memory_dtype(self) -> np.dtype[Any]:
         """The dtype that holds every value: int32 or int16 codes, else floats, or the bytes of packed codes."""
         if isinstance(self.encoding, Lattice) or self.is_difference:
             return np.dtype(np.int32)
@@ -95,7 +95,7 @@ class ArraySpec:
     @property
     def mirror_dtype(self) -> np.dtype[Any]:
         """The dtype a mirror starts with: lattice codes fit int16 unless a table has extreme outliers."""
-        return np.dtype(np.int16) if isinstance(self.encoding, Lattice) else self.held_dtype
+        return np.dtype(np.int16) if isinstance(self.encoding, Lattice) else self.memory_dtype
 
     @property
     def multipliers(self) -> npt.NDArray[np.uint64]:
@@ -229,7 +229,7 @@ class TableCodes:
         specs = array_specs(schema, columns)
         arrays = {
             name: allocate(
-                (stop - start, specs[name].width), specs[name].mirror_dtype if mirror else specs[name].held_dtype
+                (stop - start, specs[name].width), specs[name].mirror_dtype if mirror else specs[name].memory_dtype
             )
             for name in names
         }
@@ -272,7 +272,7 @@ class TableCodes:
 
     def can_widen(self, name: str) -> bool:
         """Whether the array is narrower than int32 only because that was not needed so far."""
-        held = self.specs[name].held_dtype
+        held = self.specs[name].memory_dtype
         return held == np.int32 and self.arrays[name].itemsize < held.itemsize
 
     def widen(self, name: str) -> None:

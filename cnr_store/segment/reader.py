@@ -23,9 +23,9 @@ from cnr_store.errors import CorruptObject, CorruptRecord, CorruptStore, Missing
 from cnr_store.format import arrays, layout
 from cnr_store.format.chain_checks import chain_problems, record_problems
 from cnr_store.format.documents import JSON, decode_document, loads, sha256
-from cnr_store.format.fold import fold
 from cnr_store.format.limits import MAX_MANIFEST_BYTES, MAX_TREE_NESTING
 from cnr_store.format.manifest import decode_segment
+from cnr_store.format.manifest_state import with_state
 from cnr_store.format.packed import unpack
 from cnr_store.format.records import (
     ArrayEntry,
@@ -105,7 +105,7 @@ class SegmentReader:
     ``own`` is what the segment states, ``manifest`` the same with the state that the chain has behind it, where the
     segment was opened with its chain (`in_chain`).
     ``if_missing`` is called with the error before a missing object is raised, and may raise what is behind it.
-    ``sound_behind`` names the segments before it in a chain that was found free of contradictions up to it.
+    ``checked_after`` names the segments before it in a chain that was found free of contradictions up to it.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class SegmentReader:
         if_missing: IfMissing | None = None,
         shared: ChunkCache | None = None,
     ) -> None:
-        self.sound_behind: tuple[str, ...] | None = None
+        self.checked_after: tuple[str, ...] | None = None
         self.name = name
         self.own = manifest
         self.manifest = manifest
@@ -152,19 +152,19 @@ class SegmentReader:
         """Whether every read waits for a network: not where a keeper may have the chunk."""
         return self._storage.is_remote and self._keeper is None
 
-    def told_by(self, if_missing: IfMissing | None) -> SegmentReader:
+    def with_if_missing(self, if_missing: IfMissing | None) -> SegmentReader:
         """Return the same segment, whose missing objects ``if_missing`` is told of."""
         other = copy.copy(self)
         other._if_missing = if_missing
         return other
 
-    def fetched_by(self, take: TakeChunk) -> SegmentReader:
+    def with_chunk_source(self, take: TakeChunk) -> SegmentReader:
         """Return the same segment, of which ``take`` is asked for the verified bytes of a chunk first."""
         other = copy.copy(self)
         other._take = take
         return other
 
-    def kept_by(self, keeper: ChunkKeeper) -> SegmentReader:
+    def with_cache(self, keeper: ChunkKeeper) -> SegmentReader:
         """Return the same segment, whose decoded chunks ``keeper`` keeps: what is read must not be written to."""
         other = copy.copy(self)
         other._keeper = keeper
@@ -236,7 +236,7 @@ class SegmentReader:
         low, high = entry.span(index)
         return self.place_of(entry, index).size * (high - low) // arrays.real_rows(entry, index)
 
-    def is_kept(self, entry: ArrayEntry, index: int) -> bool:
+    def is_cached(self, entry: ArrayEntry, index: int) -> bool:
         """Return whether a read of chunk ``index`` will most likely find it decoded; no I/O."""
         return self.shared.holds(self.name, entry, entry.stored_chunk(index))
 
@@ -368,13 +368,13 @@ def open_chain(
     )
     by_name = {**known, **{reader.name: reader for reader in fresh}}
     names = tuple(entry.seg for entry in chain)
-    sound = next((k for k, name in enumerate(names) if by_name[name].sound_behind != names[:k]), len(names))
+    sound = next((k for k, name in enumerate(names) if by_name[name].checked_after != names[:k]), len(names))
     readers = in_chain([by_name[name] for name in names], sound)
     for found in chain_problems([reader.manifest for reader in readers], sound):
         key = layout.segment_key(names[found.index], layout.MANIFEST)
         raise CorruptStore(f"{key}: {found.message}; run `cnr verify`", path=key, table=found.table)
     for k, reader in enumerate(readers):
-        reader.sound_behind = names[:k]
+        reader.checked_after = names[:k]
     return readers
 
 
@@ -386,7 +386,7 @@ def in_chain(readers: Sequence[SegmentReader], known: int = 0) -> tuple[SegmentR
     found = list(readers[:known])
     for reader in readers[known:]:
         placed = copy.copy(reader)
-        placed.manifest = fold(found[-1].manifest if found else None, reader.own)
+        placed.manifest = with_state(found[-1].manifest if found else None, reader.own)
         found.append(placed)
     return tuple(found)
 

@@ -21,9 +21,9 @@ from cnr_store.errors import BadDtype, BadInput, CorruptStore, StorageFailure
 from cnr_store.format import arrays, layout
 from cnr_store.format.documents import sha256
 from cnr_store.format.fields import ArrayDtype, TensorDtype
-from cnr_store.format.fold import stated
 from cnr_store.format.limits import MAX_MANIFEST_BYTES
 from cnr_store.format.manifest import array_path, decode_manifest
+from cnr_store.format.manifest_state import changes_of
 from cnr_store.format.packed import pack
 from cnr_store.format.records import (
     ArrayEntry,
@@ -343,7 +343,7 @@ def write_manifest(storage: Storage, name: str, document: SegmentDocument) -> tu
 def merge_receipts(
     receipts: Sequence[Receipt], base: Manifest | None, tables: Mapping[str, TableSchema], tensors: Iterable[str]
 ) -> dict[str, Any]:
-    """Return the fields of the manifest over what writers put: those of `Written`, and `fold.stated`. Pure.
+    """Return the fields of the manifest over what writers put: `Written` and `ManifestChanges`. Pure.
 
     The receipts themselves stay out of the inventory: the manifest supersedes them.
 
@@ -371,7 +371,7 @@ def merge_receipts(
                         found=name,
                     )
     return {
-        **stated(base, tables, [part for receipt in ordered for part in receipt.parts], tensors)._asdict(),
+        **changes_of(base, tables, [part for receipt in ordered for part in receipt.parts], tensors)._asdict(),
         "groups": tuple(group for receipt in ordered for group in receipt.groups),
         "dense": {name: entry for receipt in ordered for name, entry in receipt.dense.items()},
         "dense_arrays": tuple(entry for receipt in ordered for entry in receipt.dense_arrays),

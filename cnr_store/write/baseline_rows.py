@@ -215,7 +215,7 @@ def _scan(
 
     largest = max(workers.run_blocks(scan, len(flags), ENCODE_ROWS), default=0)
     if not isinstance(spec.encoding, Lattice):
-        return spec.held_dtype
+        return spec.memory_dtype
     if held is not None and held.dtype == np.int16 and largest > _INT16_MAX and mirror is not None:
         mirror.widen(spec.name)
         workers.run_blocks(scan, len(flags), ENCODE_ROWS)

@@ -71,7 +71,7 @@ def encode_rows(specs: Mapping[str, ArraySpec], given: Given, workers: Workers) 
 
 def encode_absolute(spec: ArraySpec, values: Array, workers: Workers) -> dict[str, Array]:
     """Encode (n, width) floats, or codes, into their stored arrays, on threads."""
-    dtype = values.dtype if holds_codes(spec, values) else spec.held_dtype
+    dtype = values.dtype if holds_codes(spec, values) else spec.memory_dtype
     pieces = workers.run_blocks(lambda a, b: encode_block(spec, values[a:b], dtype), len(values), ENCODE_ROWS)
     joined = {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
     if isinstance(spec.encoding, Lattice):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from cnr_store.format.fold import is_same_tensor
+from cnr_store.format.manifest_state import is_same_tensor
 from cnr_store.format.records import DenseEntry, Manifest, PartPlace, TableSchema
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.segment.codes import Array

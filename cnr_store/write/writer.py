@@ -14,7 +14,7 @@ import numpy as np
 
 from cnr_store.errors import BadInput, CommitStateUnknown, DoesNotApply, SaveInProgress, Unsupported, VersionExpired
 from cnr_store.format.commit_record import LogEntry
-from cnr_store.format.manifest import stated_digest
+from cnr_store.format.manifest import recorded_digest
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.runtime.ranks import Ranks, together
 from cnr_store.segment.codes import Array, array_specs
@@ -220,7 +220,7 @@ class Writer:
             codes = view.load(arrays, rectangle, slots_rule, allocate=self.mirrors.allocator())
         if codes is None:
             return
-        digest = stated_digest(snapshot.manifests[-1].parts_of.get(shard.table, ()), rectangle)
+        digest = recorded_digest(snapshot.manifests[-1].parts_of.get(shard.table, ()), rectangle)
         # Parts that a writer without a mirror wrote name none, and parts may be cut in another way.
         self.mirrors.put(shard, codes, codes.digest(self._state.setup.workers) if digest is None else digest)
 

@@ -17,10 +17,10 @@ import xxhash
 from cnr_store.errors import CorruptObject, CorruptStore, NewerFormat
 from cnr_store.format.chain_checks import chain_problems, record_problems
 from cnr_store.format.documents import sha256
-from cnr_store.format.fold import fold
 from cnr_store.format.layout import segment_name
 from cnr_store.format.manifest import decode_manifest, decode_segment, resolved
 from cnr_store.format.manifest_checks import manifest_problems
+from cnr_store.format.manifest_state import with_state
 from cnr_store.format.packed import pack
 from cnr_store.format.records import ChainEntry, Manifest, SegmentDocument, WriterInfo
 from cnr_store.log.rebase import draft_after, draft_init
@@ -229,11 +229,11 @@ def chain_of(*changes: Callable[[Document], Any]) -> list[Manifest]:
     documents = [before, after]
     for document, change in zip(documents, changes, strict=True):
         change(document)
-    return folded([decode_manifest(pack(document), "here") for document in documents])
+    return states_of([decode_manifest(pack(document), "here") for document in documents])
 
 
-def folded(manifests: list[Manifest]) -> list[Manifest]:
-    return list(accumulate(manifests, fold))
+def states_of(manifests: list[Manifest]) -> list[Manifest]:
+    return list(accumulate(manifests, with_state))
 
 
 def as_it_is(document: Document) -> None:
@@ -267,7 +267,7 @@ def test_a_table_that_comes_back_has_another_generation() -> None:
     without.update(txn="e" * 32, parts=[], groups=[], tables={}, dropped=["t"])
     between = decode_manifest(pack(without), "here")
 
-    problems = [found.message for found in chain_problems(folded([before, between, after]))]
+    problems = [found.message for found in chain_problems(states_of([before, between, after]))]
 
     assert "table 't' begins again in generation 1, after 1" in problems
 

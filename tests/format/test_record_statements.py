@@ -60,7 +60,7 @@ def test_the_record_that_the_others_are_made_of_is_sound() -> None:
         (delta(kind="tag", name="t"), "has kind tag, name 't' and target None"),
         (delta(kind="rollback"), "has kind rollback"),
         (delta(kind="rollback", target=9), "has target 9, which is not before it"),
-        (delta(floor=10), "has floor 10, which is behind it"),
+        (delta(floor=10), "has floor 10, which is after it"),
         (delta(floor=5, kept=(5,)), "keeps version 5"),
         (delta(tags={"t": 10}), "names version 10"),
         (delta(channels={"c": 10}), "names version 10"),
@@ -83,7 +83,7 @@ def test_a_record_says_which_position_it_is_at_and_what_its_digest_is() -> None:
     assert decode_record(data, 9).record == delta()
     with pytest.raises(CorruptRecord, match="copied to the wrong log position"):
         decode_record(data, 8)
-    with pytest.raises(CorruptRecord, match="another digest than it says of itself"):
+    with pytest.raises(CorruptRecord, match="another digest than its field check"):
         decode_record(data.replace(b'"step":300', b'"step":301'), 9)
 
 

@@ -53,7 +53,7 @@ def part_of(table: str, tile: Tile, digest: int | None = None, *, chunks: int = 
 def manifest_of(index: int, tables: dict[str, TableSchema], parts: Sequence[PartEntry]) -> Manifest:
     return Manifest(
         format=1, txn="0" * 32, base=0, kind="delta" if index else "baseline", l0=index,
-        l1=index + 1, step=index, tables=tables, stated=tuple(tables), parts=tuple(parts), objects=(),
+        l1=index + 1, step=index, tables=tables, recorded=tuple(tables), parts=tuple(parts), objects=(),
     )  # fmt: skip
 
 

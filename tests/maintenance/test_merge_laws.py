@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cnr_store import Store
 from cnr_store.format.layout import segment_prefix
-from cnr_store.format.manifest import stated_digest
+from cnr_store.format.manifest import recorded_digest
 from cnr_store.read.plan import TablePlan
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.codes import array_specs
@@ -102,8 +102,8 @@ def check_digests(merged: SegmentReader, original: Sequence[SegmentReader], work
     for table, schema in merged.manifest.tables.items():
         parts = [part for part in merged.manifest.parts if part.table == table]
         whole = Rectangle((0, schema.num_rows), (0, schema.dim))
-        stated = stated_digest(parts, whole)
-        before = stated_digest((part for part in last.parts if part.table == table), whole)
+        stated = recorded_digest(parts, whole)
+        before = recorded_digest((part for part in last.parts if part.table == table), whole)
         if merged.manifest.kind == "delta":
             assert stated == before, table
         elif schema.keys == "dense" and schema.num_rows:

@@ -563,7 +563,7 @@ def test_a_record_that_supersedes_more_than_its_digests_say_is_refused(
     for torn in ((), ("0" * 64,), (head.parent_digest,) * 7):
         forged = msgspec.structs.replace(head, supersedes=msgspec.structs.replace(head.supersedes, torn=torn))
         files.pipe_file(path(commit_key(7)), encode_record(forged))
-        with pytest.raises(CorruptRecord, match=r"supersedes what is not directly before it|supersedes\.torn"):
+        with pytest.raises(CorruptRecord, match=r"supersedes positions that are not directly|supersedes\.torn"):
             store.head()
 
 

@@ -14,7 +14,7 @@ import pytest
 from cnr_store import CorruptStore, Store, TableOptions, TableView
 from cnr_store.encodings import digest, kernels, reference
 from cnr_store.errors import CorruptObject
-from cnr_store.read.direct_load import is_settled
+from cnr_store.read.direct_load import is_direct
 from cnr_store.read.plan import TablePlan
 from cnr_store.segment.reader import SegmentReader
 from cnr_store.types import Rectangle
@@ -47,12 +47,12 @@ def plan_of(view: TableView, *rows: int) -> TablePlan:
 
 @pytest.mark.parametrize("rows", [(0, ROWS), (0, 1), (16, 32), (17, 90), (40, 40), (99, 100)])
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_a_baseline_is_settled_and_reads_as_by_way_of_codes(
+def test_a_baseline_is_direct_and_reads_as_by_way_of_codes(
     tmp_path: Path, kind: str, rows: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with baseline(tmp_path / "s", kind) as store:
         view = store.snapshot().table("t")
-        assert is_settled(plan_of(view, *rows))
+        assert is_direct(plan_of(view, *rows))
 
         def read(columns: tuple[int, int]) -> dict[str, Any]:
             names: dict[str, None] = dict.fromkeys(view.schema.slots)
@@ -62,7 +62,7 @@ def test_a_baseline_is_settled_and_reads_as_by_way_of_codes(
             return found | view.read_rectangle(Rectangle(rows, columns))
 
         straight = [read(columns) for columns in ((0, DIM), (2, 5))]
-        monkeypatch.setattr("cnr_store.read.table_reader.is_settled", lambda plan: False)
+        monkeypatch.setattr("cnr_store.read.table_reader.is_direct", lambda plan: False)
         by_codes = [read(columns) for columns in ((0, DIM), (2, 5))]
 
     for one, other in zip(straight, by_codes, strict=True):
@@ -83,7 +83,7 @@ def test_rows_that_a_refined_scale_moves_are_read_straight_too(tmp_path: Path) -
                 txn.write_rows("t", np.asarray([50]), values[:1])
         view = store.snapshot().table("t")
 
-        assert is_settled(plan_of(view, 0, 40))
+        assert is_direct(plan_of(view, 0, 40))
         assert same_bits(view.read(0, 40), before[:40])
 
 
@@ -96,16 +96,16 @@ def test_what_is_not_settled() -> None:
     def with_steps(*steps: Any) -> TablePlan:
         return replace(plan, batches=(replace(batch, steps=steps),))
 
-    assert is_settled(plan)
-    assert is_settled(with_steps(third, first, second)), "in any order"
-    assert not is_settled(replace(plan, tracks_status=True))
-    assert not is_settled(with_steps(first, third)), "a gap"
-    assert not is_settled(with_steps(first, second)), "the end is missing"
-    assert not is_settled(with_steps(second, third)), "the start is missing"
-    assert not is_settled(with_steps(first, second, second, third)), "rows twice"
-    assert not is_settled(with_steps(replace(first, operation="add"), second, third))
+    assert is_direct(plan)
+    assert is_direct(with_steps(third, first, second)), "in any order"
+    assert not is_direct(replace(plan, tracks_status=True))
+    assert not is_direct(with_steps(first, third)), "a gap"
+    assert not is_direct(with_steps(first, second)), "the end is missing"
+    assert not is_direct(with_steps(second, third)), "the start is missing"
+    assert not is_direct(with_steps(first, second, second, third)), "rows twice"
+    assert not is_direct(with_steps(replace(first, operation="add"), second, third))
     sparse = msgspec.structs.replace(first.row_list, last=(first.last + 1, *first.row_list.last[1:]))
-    assert not is_settled(with_steps(replace(first, row_list=sparse), second, third)), "fewer rows than their range"
+    assert not is_direct(with_steps(replace(first, row_list=sparse), second, third)), "fewer rows than their range"
 
 
 def chunked_plan() -> TablePlan:
@@ -124,8 +124,8 @@ def test_a_later_delta_of_the_rows_goes_by_way_of_codes(tmp_path: Path) -> None:
                 txn.write_rows("t", np.asarray([20]), np.ones((1, DIM), np.float32), slots=slots)
         view = store.snapshot().table("t")
 
-        assert not is_settled(plan_of(view))
-        assert is_settled(plan_of(view, 32, 64))
+        assert not is_direct(plan_of(view))
+        assert is_direct(plan_of(view, 32, 64))
 
 
 def test_a_wrong_code_is_found_by_the_state_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,13 +14,13 @@ from cnr_store import Store, TableOptions
 from cnr_store.errors import CorruptObject, MissingObject
 from cnr_store.format.records import ChunkPlace
 from cnr_store.read.prefetch import (
-    AHEAD_BYTES,
     FETCH_THREADS,
-    LAST_FETCHES,
-    ReadAhead,
-    Wanted,
-    reading_ahead,
-    wanted_objects,
+    MIN_FETCHES,
+    PREFETCH_BYTES,
+    FetchRequest,
+    Prefetcher,
+    fetch_requests,
+    prefetching,
 )
 from cnr_store.segment.reader import SegmentReader
 from cnr_store.storage.local import LocalStorage
@@ -87,12 +87,12 @@ def versions(store: Store) -> list[int]:
     return sorted(record.v for record in store.log() if record.chain and record.kind in ("baseline", "delta"))
 
 
-@pytest.mark.parametrize("limit_bytes", [1, 500, AHEAD_BYTES])
+@pytest.mark.parametrize("limit_bytes", [1, 500, PREFETCH_BYTES])
 def test_every_way_to_read_gives_the_same_and_reads_each_object_once(
     store: tuple[Store, list[Float32s]], storage: FarStorage, limit_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened, states = store
-    monkeypatch.setattr("cnr_store.read.prefetch.AHEAD_BYTES", limit_bytes)
+    monkeypatch.setattr("cnr_store.read.prefetch.PREFETCH_BYTES", limit_bytes)
 
     for version, expected in zip(versions(opened), states, strict=True):
         view = opened.snapshot(version=version).table("t")
@@ -115,7 +115,7 @@ def test_no_more_is_fetched_than_the_bound_before_it_is_taken(
     readers, wanted = begun(store[0])
     limit = sum(one.size_bytes for one in wanted[:3])
 
-    ahead = ReadAhead(readers, wanted, limit_bytes=limit)
+    ahead = Prefetcher(readers, wanted, limit_bytes=limit)
     wait_until_idle(ahead)
     assert {key.rpartition("/set-")[2] for key in storage.chunks} == {
         one.places[0].path.rpartition("/set-")[2] for one in wanted[:3]
@@ -132,7 +132,7 @@ def test_an_object_that_was_not_begun_is_left_to_whoever_asks_and_not_fetched_an
     store: tuple[Store, list[Float32s]], storage: FarStorage
 ) -> None:
     readers, wanted = begun(store[0])
-    ahead = ReadAhead(readers, wanted, limit_bytes=1)
+    ahead = Prefetcher(readers, wanted, limit_bytes=1)
 
     assert ahead.take(0, wanted[-1].places[0]) is None
     for one in wanted[:-1]:
@@ -156,7 +156,7 @@ def test_few_are_fetched_at_once_when_few_are_left(store: tuple[Store, list[Floa
             assert may_arrive[places[0].path].wait(60)
             return [place.path.encode() for place in places]
 
-    ahead = ReadAhead([Held()], wanted)  # type: ignore[list-item]
+    ahead = Prefetcher([Held()], wanted)  # type: ignore[list-item]
     for one in wanted:
         in_flight.append(ahead._in_flight)
         (place,) = one.places
@@ -166,7 +166,7 @@ def test_few_are_fetched_at_once_when_few_are_left(store: tuple[Store, list[Floa
 
     assert in_flight[:3] == [FETCH_THREADS] * 3
     assert sorted(in_flight, reverse=True) == in_flight
-    assert in_flight[-4:] == [LAST_FETCHES] * 3 + [1]
+    assert in_flight[-4:] == [MIN_FETCHES] * 3 + [1]
 
 
 @pytest.mark.parametrize("damage", ["flip", "remove"])
@@ -189,17 +189,17 @@ def test_a_local_store_is_read_without_it(store: tuple[Store, list[Float32s]], m
     snapshot = store[0].snapshot()
     plan = snapshot.plan("t")
 
-    with reading_ahead(snapshot.readers, plan, ["codes"], snapshot.workers) as sources:
+    with prefetching(snapshot.readers, plan, ["codes"], snapshot.workers) as sources:
         assert sources is snapshot.readers
 
 
-def begun(store: Store) -> tuple[list[SegmentReader], list[Wanted]]:
+def begun(store: Store) -> tuple[list[SegmentReader], list[FetchRequest]]:
     snapshot = store.snapshot(version=versions(store)[0])
     readers = list(snapshot.readers)
-    return readers, wanted_objects(readers, snapshot.plan("t"), ["codes"])
+    return readers, fetch_requests(readers, snapshot.plan("t"), ["codes"])
 
 
-def wait_until_idle(ahead: ReadAhead) -> None:
+def wait_until_idle(ahead: Prefetcher) -> None:
     """Wait for everything that was begun; what a done one begins is begun by then."""
     while pending := [future for _, future in list(ahead._begun.values()) if not future.done()]:
         for future in pending:

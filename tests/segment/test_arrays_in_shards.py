@@ -166,7 +166,7 @@ def test_what_is_not_fetched_ahead_is_read_when_it_is_asked_for(
     store: Store, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
     states = save(store, 173, changes=2)
-    monkeypatch.setattr("cnr_store.read.prefetch.AHEAD_BYTES", limit)
+    monkeypatch.setattr("cnr_store.read.prefetch.PREFETCH_BYTES", limit)
     monkeypatch.setattr("cnr_store.read.prefetch.FETCH_BYTES", 150)
 
     assert same_bits(store.snapshot().table("t").read(), states[-1])

@@ -63,7 +63,7 @@ def test_a_record_of_another_step_than_its_segment_is_refused(store: Store) -> N
     snapshot = store.snapshot()
     check_record(snapshot.record, snapshot.readers[-1])
 
-    with pytest.raises(CorruptRecord, match="says step 3, its segment says 2"):
+    with pytest.raises(CorruptRecord, match="has step 3, its segment has step 2"):
         check_record(msgspec.structs.replace(snapshot.record, step=3), snapshot.readers[-1])
 
 
@@ -75,7 +75,7 @@ def test_a_check_finds_a_record_of_another_step_than_its_segment(store: Store) -
 
     messages = [problem.message for problem in verify_store(store).problems]
 
-    assert any("says step 3, its segment says 2" in message for message in messages)
+    assert any("has step 3, its segment has step 2" in message for message in messages)
 
 
 def test_an_object_of_a_segment_is_written_once(store: Store) -> None:

@@ -63,7 +63,7 @@ def spec_of(name: str) -> Any:
 @given(seed=st.integers(0, 2**32 - 1), rows=st.integers(0, 5), large=st.booleans())
 def test_adding_to_values_is_decoding_the_sum_of_the_codes(name: str, seed: int, rows: int, large: bool) -> None:
     spec, rng = spec_of(name), np.random.default_rng(seed)
-    limit = 2**21 if name == "lattice" else int(np.iinfo(spec.held_dtype).max)
+    limit = 2**21 if name == "lattice" else int(np.iinfo(spec.memory_dtype).max)
     # Of a 16-bit float, or one of few bits, every code within the exponents is a number.
     limit = min(limit, {"coarse": 0x7F7F, "float16": 0x7BFF, "middling": 0x7F7FFFFF >> 11}.get(name, limit))
     before = rng.integers(-limit, limit + 1, (rows, DIM))
@@ -71,8 +71,8 @@ def test_adding_to_values_is_decoding_the_sum_of_the_codes(name: str, seed: int,
         rng.integers(-limit, limit + 1, (rows, DIM)) if large else np.clip(before + rng.integers(-9, 9), -limit, limit)
     )
     values, expected = (np.zeros((rows, DIM), decoded_dtype(spec)) for _ in range(2))
-    decode_block(spec, before.astype(spec.held_dtype), values)
-    decode_block(spec, after.astype(spec.held_dtype), expected)
+    decode_block(spec, before.astype(spec.memory_dtype), values)
+    decode_block(spec, after.astype(spec.memory_dtype), expected)
     differences = (after - before).astype(np.int64).astype(np.int32)
 
     positions = rng.permutation(rows).astype(np.int64)

@@ -39,7 +39,7 @@ def document_of(manifest: Manifest) -> SegmentDocument:
     whole = {array.path: array for array in manifest.arrays}
     groups: dict[str, dict[str, ArrayEntry]] = {}
     lines = []
-    for part in (part for part in manifest.parts if part.table in manifest.stated):
+    for part in (part for part in manifest.parts if part.table in manifest.recorded):
         lists = {}
         for operation in OPERATIONS:
             row_list: RowListEntry | None = getattr(part, operation)
@@ -54,7 +54,7 @@ def document_of(manifest: Manifest) -> SegmentDocument:
     fields = {name: getattr(manifest, name) for name in SegmentDocument.__struct_fields__ if hasattr(manifest, name)}
     own = segment_name(manifest.base, manifest.txn)
     return SegmentDocument(**fields | {
-        "tables": {name: manifest.tables[name] for name in manifest.stated},
+        "tables": {name: manifest.tables[name] for name in manifest.recorded},
         "dense": {
             name: msgspec.convert(msgspec.structs.asdict(entry), TensorLine)
             for name, entry in manifest.dense.items() if entry.segment == own

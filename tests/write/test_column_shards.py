@@ -17,7 +17,7 @@ from cnr_store import BadInput, CorruptStore, Store, Unsupported, verify_store
 from cnr_store.encodings.digest import add_digests
 from cnr_store.errors import BadShape
 from cnr_store.format.chain_checks import chain_problems
-from cnr_store.format.manifest import decode_manifest, stated_digest
+from cnr_store.format.manifest import decode_manifest, recorded_digest
 from cnr_store.format.packed import pack
 from cnr_store.format.records import Manifest, PartEntry
 from cnr_store.read import plan as read_plan
@@ -258,9 +258,9 @@ def test_each_part_is_looked_at_once_for_the_digests_of_many_columns(monkeypatch
 
     def counted(parts: Sequence[PartEntry], rectangle: Rectangle) -> int | None:
         looked_at.append(len(parts))
-        return stated_digest(parts, rectangle)
+        return recorded_digest(parts, rectangle)
 
-    monkeypatch.setattr(read_plan, "stated_digest", counted)
+    monkeypatch.setattr(read_plan, "recorded_digest", counted)
     columns = list(pairwise(range(301)))
     parts = tuple(PartEntry(table=TABLE, rows=(0, 4), columns=one) for one in reversed(columns))
     plan = TablePlan(TABLE, schema_of(4, 300, row_slot=False), 0, 4, (0, 300), (), False, parts, tuple(columns))

@@ -118,7 +118,7 @@ def test_compacting_costs_what_is_stored(store: Store, run: tuple[int, int]) -> 
 
 def test_who_names_the_table_or_gives_the_memory_gets_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("read.plan", "read.snapshot"):
-        monkeypatch.setattr(f"cnr_store.{module}.UNASKED_BYTES", 1000)
+        monkeypatch.setattr(f"cnr_store.{module}.UNCONFIRMED_BYTES", 1000)
     rows = 100_000
     with Store.create(str(tmp_path / "store"), fsync=False, threads=2) as store:
         with store.writer() as writer, writer.begin(step=1) as txn:

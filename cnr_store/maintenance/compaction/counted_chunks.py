@@ -35,7 +35,7 @@ class CountedChunks:
     """
 
     def __init__(self, readers: Sequence[SegmentReader], uses: Iterable[tuple[Step, int]], limit_bytes: int) -> None:
-        self.readers = [reader.kept_by(self) for reader in readers]
+        self.readers = [reader.with_cache(self) for reader in readers]
         self._limit_bytes = limit_bytes
         self._kept_bytes = 0
         self._lock = threading.Lock()

@@ -14,7 +14,7 @@ from dataclasses import replace
 import msgspec
 
 from cnr_store.encodings.digest import add_digests
-from cnr_store.format.manifest import stated_digest
+from cnr_store.format.manifest import recorded_digest
 from cnr_store.format.records import OPERATIONS, Manifest, Operation, PartPlace
 from cnr_store.maintenance.compaction.merged_rows import MergedRows, write_merged
 from cnr_store.maintenance.compaction.statuses import replay_statuses
@@ -141,12 +141,12 @@ def _base_digest(manifests: Sequence[Manifest], start: int, piece: MergePiece) -
         return None
     parts = (part for part in manifests[start].parts if part.table == piece.table)
     starts = (msgspec.structs.replace(part, state_digest=part.base_digest) for part in parts)
-    found = stated_digest(starts, piece.rectangle)
+    found = recorded_digest(starts, piece.rectangle)
     return None if found is None else _hex(found)
 
 
 def _stated(last: Manifest, piece: MergePiece) -> str | None:
-    found = stated_digest(last.parts_of.get(piece.table, ()), piece.rectangle)
+    found = recorded_digest(last.parts_of.get(piece.table, ()), piece.rectangle)
     return None if found is None else _hex(found)
 
 

@@ -14,7 +14,7 @@ from cnr_store.encodings.packing import packed_width
 from cnr_store.errors import CorruptStore
 from cnr_store.format.arrays import chunk_rows_for
 from cnr_store.format.documents import canonical_json, sha256
-from cnr_store.format.manifest import stated_digest
+from cnr_store.format.manifest import recorded_digest
 from cnr_store.format.records import OPERATIONS, ChainEntry, Manifest, PartEntry, PartPlace, TableSchema
 from cnr_store.maintenance.compaction.plan import Run
 from cnr_store.read.plan import is_sparse, plan_table, stored_rows
@@ -87,7 +87,7 @@ def plan_tasks(manifests: Sequence[Manifest], run: Run) -> tuple[CompactionTask,
     """
     upto = manifests[: run.stop]
     weighed: list[tuple[MergePiece, int]] = []
-    touched = {table for manifest in upto[run.start :] for table in manifest.stated}
+    touched = {table for manifest in upto[run.start :] for table in manifest.recorded}
     for table in sorted(touched & upto[-1].tables.keys()):
         weighed += _baseline_pieces(upto, table) if run.kind == "baseline" else _delta_pieces(upto[run.start :], table)
     dealt: list[list[MergePiece]] = []
@@ -138,7 +138,7 @@ def check_states(parts: Sequence[PartPlace], last: Manifest) -> None:
     for end in last.parts:
         if end.state_digest is None or end.rows[0] == end.rows[1]:
             continue
-        found = stated_digest(made.get(end.table, []), Rectangle(end.rows, end.columns))
+        found = recorded_digest(made.get(end.table, []), Rectangle(end.rows, end.columns))
         if found is None or found != int(end.state_digest, 16):
             shown = "no state digest" if found is None else f"state digest {found:016x}"
             raise CorruptStore(
@@ -241,4 +241,4 @@ def _code_row_bytes(schema: TableSchema, columns: tuple[int, int]) -> int:
     spec = array_specs(schema, columns)["codes"]
     if isinstance(spec.encoding, Affine):
         return packed_width(spec.width, spec.encoding.bits)
-    return spec.mirror_dtype.itemsize * spec.width if spec.is_integer else spec.held_dtype.itemsize * spec.width
+    return spec.mirror_dtype.itemsize * spec.width if spec.is_integer else spec.memory_dtype.itemsize * spec.width

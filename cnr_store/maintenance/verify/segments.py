@@ -175,7 +175,7 @@ def _shard_read(reader: SegmentReader, array: ArrayEntry, shards: Shards, chunks
         check_digest(chunk, place.xxh3_128, f"{key}, bytes {place.start} to {place.start + place.size},", key)
         return chunk
 
-    return reader.fetched_by(take)
+    return reader.with_chunk_source(take)
 
 
 def _check_rows(key: str, rows: RowIds, row_list: RowListEntry, chunk: int) -> None:
@@ -275,7 +275,7 @@ def _check_receipt(storage: Storage, key: str, manifest: Manifest) -> None:
         raise CorruptObject(f"{key} is inconsistent: {error}; no reader needs it") from error
     same = receipt.txn == manifest.txn and set(objects) <= set(manifest.objects)
     # Receipts record unchanged tables, too; the manifest does not.
-    recorded = (part for part in parts if part.table in manifest.stated or _lists(part))
+    recorded = (part for part in parts if part.table in manifest.recorded or _lists(part))
     if not same or any(part not in manifest.parts for part in recorded):
         raise CorruptObject(f"{key} differs from the segment's manifest; no reader needs it")
 

@@ -15,7 +15,7 @@ import numpy as np
 from cnr_store.encodings import kernels
 from cnr_store.encodings.digest import add_digests
 from cnr_store.errors import CorruptStore
-from cnr_store.format.manifest import stated_digest
+from cnr_store.format.manifest import recorded_digest
 from cnr_store.format.records import Manifest
 from cnr_store.read.plan import TablePlan, by_columns, clip, is_sparse, plan_table
 from cnr_store.read.replay import Replay, finish, named_rows
@@ -104,7 +104,7 @@ def _check_run(
         return
     found = dict.fromkeys(run, 0)
     engine = Replay(readers, workers)
-    widest = max(sum(spec.width * spec.held_dtype.itemsize for spec in _additive(piece)) for piece in pieces)
+    widest = max(sum(spec.width * spec.memory_dtype.itemsize for spec in _additive(piece)) for piece in pieces)
     for start, stop in blocks(num_rows if listed is None else len(listed), max(1, WINDOW_BYTES // widest)):
         rows = None if listed is None else listed[start:stop]
         for piece in pieces:
@@ -166,4 +166,4 @@ def _drop_replaced_escapes(codes: TableCodes) -> None:
 def _stated(manifest: Manifest, table: str) -> int | None:
     """Return the state digest of a table from a segment's parts; None if one of them has none."""
     schema = manifest.tables[table]
-    return stated_digest(manifest.parts_of.get(table, ()), Rectangle((0, schema.num_rows), (0, schema.dim)))
+    return recorded_digest(manifest.parts_of.get(table, ()), Rectangle((0, schema.num_rows), (0, schema.dim)))

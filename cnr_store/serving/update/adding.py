@@ -115,7 +115,7 @@ def add_to_values(spec: ArraySpec, held: Array, positions: Positions, difference
     """
     if isinstance(spec.encoding, Lattice):
         return int(lattice_add(held, positions, differences, spec.scale, out))
-    wraps = bool(spec.held_dtype == np.int32)
+    wraps = bool(spec.memory_dtype == np.int32)
     bits, into = float_bits.as_bits(held, spec.dtype), float_bits.as_bits(out, spec.dtype)
     return int(float_bits_add(bits, positions, differences, spec.bit_shift, wraps, into))
 
@@ -141,7 +141,7 @@ def add_reference(spec: ArraySpec, values: Array, differences: Array) -> Array |
     bits = float_bits.as_bits(np.ascontiguousarray(values), spec.dtype)
     known, _ = float_codes(bits, spec.bit_shift)
     codes = known.astype(np.int64) + moved
-    if spec.held_dtype == np.int32:
+    if spec.memory_dtype == np.int32:
         codes = codes.astype(np.int32)
     elif codes.size and not -32768 <= codes.min() <= codes.max() <= 32767:
         return None

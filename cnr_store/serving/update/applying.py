@@ -287,7 +287,7 @@ class _Application:
     def _checked(self, bad: int, rows: Array, step: Step) -> None:
         if bad < 0:
             return
-        if self._kind.holds == "codes" and rows.dtype == np.int16 and self._spec.held_dtype == np.int32:
+        if self._kind.holds == "codes" and rows.dtype == np.int16 and self._spec.memory_dtype == np.int32:
             raise CodesTooWide
         raise CorruptStore(
             f"codes of table {self._plan.table!r} leave their range in chunk {step.chunk} of segment "
@@ -357,7 +357,7 @@ def _moved(
     low, high = piece.columns
     spec = array_specs(piece.schema, piece.columns)["codes"]
     codes = TableCodes(
-        piece.schema, 0, len(rows), {"codes": known[:, low:high].astype(spec.held_dtype)}, columns=piece.columns
+        piece.schema, 0, len(rows), {"codes": known[:, low:high].astype(spec.memory_dtype)}, columns=piece.columns
     )
     codes.status = np.where(before == CODED, CODED, UNTOUCHED).astype(np.uint8)
     Replay([reader], workers).run(piece, codes, rows)
@@ -397,7 +397,7 @@ def _put_interval(overlay: Overlay, kind: RowKind, plan: TablePlan, one: _Column
 
 def _codes_of(spec: ArraySpec, kind: RowKind, rows: Array, status: Array) -> Array:
     """The codes of held rows, (n, dim); zeros for rows that are not coded, and where no code is ever added to."""
-    codes = np.zeros((len(rows), kind.dim), spec.held_dtype)
+    codes = np.zeros((len(rows), kind.dim), spec.memory_dtype)
     coded = np.ascontiguousarray(rows[status == CODED])
     if not spec.is_additive:
         return codes
@@ -406,7 +406,7 @@ def _codes_of(spec: ArraySpec, kind: RowKind, rows: Array, status: Array) -> Arr
     elif isinstance(spec.encoding, Lattice):
         codes[status == CODED] = np.rint(coded / spec.scale)
     else:
-        known = np.empty(coded.shape, spec.held_dtype)
+        known = np.empty(coded.shape, spec.memory_dtype)
         kernels.float_bits_encode(
             float_bits.as_bits(coded, spec.dtype), spec.bit_shift, known, np.zeros(len(coded), np.uint8)
         )

@@ -194,7 +194,7 @@ def holds_codes_in_place(plan: TablePlan, kind: RowKind) -> bool:
     if kind.holds == "codes":
         return True
     spec = array_specs(plan.schema)["codes"]
-    return kind.served == kind.table_dtype and spec.held_dtype.itemsize == kind.dtype.itemsize
+    return kind.served == kind.table_dtype and spec.memory_dtype.itemsize == kind.dtype.itemsize
 
 
 def read_content(

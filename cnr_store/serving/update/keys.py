@@ -74,7 +74,7 @@ def newest_rows(
     CodesTooWide
         Codes do not fit the dtype.
     """
-    held_dtype = np.dtype(kind.dtype if dtype is None else dtype)
+    memory_dtype = np.dtype(kind.dtype if dtype is None else dtype)
     engine = Replay(readers, workers)
     seen = KeyIndex.allocate(LEAST_KEYS)
 
@@ -88,8 +88,8 @@ def newest_rows(
             raise _in_two_lists(plan, readers[step.segment], int(chosen[np.argmax(known == step.segment)]))
         fresh = chosen[known < 0].copy()
         if only_ids or step.operation == "delete" or len(fresh) == 0:
-            return fresh, Content(np.empty((0, kind.width), held_dtype), None, EscapeRows())
-        return fresh, _content(engine, plan, step, kind, held_dtype, matching(fresh, rows)[1])
+            return fresh, Content(np.empty((0, kind.width), memory_dtype), None, EscapeRows())
+        return fresh, _content(engine, plan, step, kind, memory_dtype, matching(fresh, rows)[1])
 
     for batch in reversed(plan.batches):
         # Threads look at `seen`; it grows only while none of them is at work.

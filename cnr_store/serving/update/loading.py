@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cnr_store.read.direct_load import is_settled, load_settled
+from cnr_store.read.direct_load import is_direct, load_directly
 from cnr_store.read.plan import Columns, TablePlan, check_digest, plan_table
 from cnr_store.read.replay import ChunkReader, matching
 from cnr_store.read.table_reader import read_codes
@@ -101,7 +101,7 @@ def _load_range(
     held = HeldTable.allocate(plan.table, plan.schema, kind, shard=shard, dtype=dtype, memory=memory)
     states = _States(held, memory, EscapeRows())
     if _is_decoded_once(plan, kind):
-        total = load_settled(readers, plan, {"codes": held.rows}, workers)
+        total = load_directly(readers, plan, {"codes": held.rows}, workers)
         check_digest(plan, [(plan.columns, total)], {"codes"})
         return ServedTable(held)
 
@@ -110,7 +110,7 @@ def _load_range(
 
     def in_place(_columns: Columns) -> Array:
         # Values become their codes' memory: integers of the same width, or floats that are stored as such.
-        return held.rows if kind.spec is not None else held.rows.view(array_specs(plan.schema)["codes"].held_dtype)
+        return held.rows if kind.spec is not None else held.rows.view(array_specs(plan.schema)["codes"].memory_dtype)
 
     builder = ContentBuilder(plan, kind, workers, place, states.put)
     is_in_place = holds_codes_in_place(plan, kind) and len(held.rows) > 0
@@ -119,7 +119,7 @@ def _load_range(
 
 
 def _is_decoded_once(plan: TablePlan, kind: RowKind) -> bool:
-    return kind.holds == "values" and kind.served == kind.table_dtype and len(plan.stored) == 1 and is_settled(plan)
+    return kind.holds == "values" and kind.served == kind.table_dtype and len(plan.stored) == 1 and is_direct(plan)
 
 
 def _load_hash_shard(

@@ -14,7 +14,7 @@ import numpy as np
 
 from cnr_store.errors import CorruptStore, VersionExpired
 from cnr_store.format.chain_checks import is_one_life
-from cnr_store.format.manifest import stated_digest
+from cnr_store.format.manifest import recorded_digest
 from cnr_store.format.records import Manifest, TableSchema
 from cnr_store.read.plan import plan_table
 from cnr_store.read.snapshot import Snapshot
@@ -167,7 +167,7 @@ def stated_whole(manifest: Manifest, table: str) -> int | None:
     schema = manifest.tables.get(table)
     if schema is None or schema.keys == "hashed":
         return None
-    return stated_digest(manifest.parts_of.get(table, ()), whole_of(schema))
+    return recorded_digest(manifest.parts_of.get(table, ()), whole_of(schema))
 
 
 class _GoneSegment(Exception):

@@ -1,8 +1,7 @@
-"""The state that a chain leads to, from what its manifests state; and the way back: what a manifest leaves out.
+"""The state of a chain from its manifests, and the changes that a delta's manifest must record.
 
-A baseline states everything. A delta states what it changes: tables with their schema and all their parts, tables that
-are dropped, dense tensors that are written, dense tensors that end. Everything else is as the segment before left it
-(spec, CNR-DOC-24). Pure, no I/O.
+A baseline records everything. A delta records its changes: changed tables with their schema and all their parts,
+dropped tables, written dense tensors, ended dense tensors. The rest is unchanged (spec, CNR-DOC-24). Pure, no I/O.
 """
 
 from __future__ import annotations
@@ -16,30 +15,30 @@ import msgspec
 from cnr_store.format.records import Manifest, PartEntry, PartLine, TableSchema, TensorLine
 
 
-def fold(before: Manifest | None, own: Manifest) -> Manifest:
-    """Return a manifest with the state that it leads to.
+def with_state(before: Manifest | None, own: Manifest) -> Manifest:
+    """Return a segment's manifest with the whole state at its ``l1``. Pure.
 
     Parameters
     ----------
     before
-        That of the segment before it in the chain, with its state; None of a baseline.
+        The manifest of the segment before it in the chain, with its state; None for a baseline.
     own
-        As `manifest.decode_manifest` gives it: with what the document states.
+        The manifest as `manifest.decode_manifest` returns it, with the tables and tensors of the document alone.
     """
     if before is None:
         return own
-    gone = {*own.dropped, *own.stated}
+    gone = {*own.dropped, *own.recorded}
     tables = {name: schema for name, schema in before.tables.items() if name not in gone} | own.tables
     parts = {name: _untouched(ends) for name, ends in before.parts_of.items() if name not in gone} | own.parts_of
     dense = {name: entry for name, entry in before.dense.items() if name not in own.ended} | own.dense
     whole = tuple(chain.from_iterable(parts.values()))
-    folded = msgspec.structs.replace(own, tables=tables, parts=whole, dense=dense)
-    folded.__dict__["parts_of"] = parts  # what the property would work out again
-    return folded
+    found = msgspec.structs.replace(own, tables=tables, parts=whole, dense=dense)
+    found.__dict__["parts_of"] = parts  # the cached property would compute the same
+    return found
 
 
 def _untouched(parts: tuple[PartEntry, ...]) -> tuple[PartEntry, ...]:
-    """Parts as a segment leaves them that does not state them: without rows, at the digest that they had."""
+    """Return the parts of a table that a segment does not change: without rows, with the same state digests."""
     if all(_is_untouched(part) for part in parts):
         return parts
     return tuple(
@@ -54,12 +53,12 @@ def _is_untouched(part: PartEntry | PartLine) -> bool:
 
 
 def is_same_tensor(a: TensorLine, b: TensorLine) -> bool:
-    """Return whether two entries are of equal tensors, wherever their bytes are. Pure."""
+    """Return whether two tensors have equal digest, dtype and shape. Their bytes may be in different segments. Pure."""
     return (a.digest, a.dtype, a.shape) == (b.digest, b.dtype, b.shape)
 
 
-class Stated(NamedTuple):
-    """What a manifest states of tables and of dense tensors that end: as the fields of `SegmentDocument`."""
+class ManifestChanges(NamedTuple):
+    """The changes of tables and the ended dense tensors: fields of `SegmentDocument`."""
 
     tables: dict[str, TableSchema]
     dropped: tuple[str, ...]
@@ -67,22 +66,22 @@ class Stated(NamedTuple):
     ended: tuple[str, ...]
 
 
-def stated(
+def changes_of(
     base: Manifest | None, tables: Mapping[str, TableSchema], parts: Sequence[PartLine], dense: Iterable[str]
-) -> Stated:
-    """Return what a segment has to state for its state to be the one given.
+) -> ManifestChanges:
+    """Return what a segment's manifest must record so that its state is the given one. Pure.
 
     Parameters
     ----------
     base
-        The manifest of the segment before it, with its state; None of a baseline.
+        The manifest of the segment before it, with its state; None for a baseline.
     tables, dense
         Every table, and the names of all dense tensors, of the segment's state.
     parts
-        In the order in which their rows stand in the arrays. Of a table without one nothing has changed.
+        In the order of their rows in the arrays. A table without parts has not changed.
     """
     if base is None:
-        return Stated(dict(tables), (), tuple(parts), ())
+        return ManifestChanges(dict(tables), (), tuple(parts), ())
     by_table: dict[str, list[PartLine]] = {}
     for part in parts:
         by_table.setdefault(part.table, []).append(part)
@@ -91,7 +90,7 @@ def stated(
         for name, schema in tables.items()
         if schema != base.tables.get(name) or not _is_as_before(by_table.get(name), base.parts_of.get(name, ()))
     }
-    return Stated(
+    return ManifestChanges(
         changed,
         tuple(sorted(base.tables.keys() - tables.keys())),
         tuple(part for part in parts if part.table in changed),
@@ -100,7 +99,7 @@ def stated(
 
 
 def _is_as_before(parts: Sequence[PartLine] | None, before: Iterable[PartEntry]) -> bool:
-    """Whether parts without rows are cut as those before, and end with the same digests."""
+    """Whether the parts have no rows, and the same rectangles and state digests as those before."""
     if parts is None:
         return True
     ends = {(part.rows, part.columns): part.state_digest for part in before}

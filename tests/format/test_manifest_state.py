@@ -15,7 +15,7 @@ import pytest
 
 from cnr_store import CorruptStore, Store, TableOptions
 from cnr_store.format.chain_checks import chain_problems
-from cnr_store.format.fold import fold, stated
+from cnr_store.format.manifest_state import changes_of, with_state
 from cnr_store.format.records import PartLine
 from cnr_store.maintenance.compaction import compact_run
 from cnr_store.maintenance.verify import verify_store
@@ -122,13 +122,13 @@ def test_what_does_not_change_is_not_stated(tmp_path: Path) -> None:
     assert [part.base_digest == part.state_digest for part in last.parts] == [True, True, False]  # "b" is last
 
     parts = [PartLine(**{name: getattr(part, name) for name in PLACE}) for part in last.parts]
-    assert stated(last, last.tables, parts, last.dense) == ({}, (), (), ())
+    assert changes_of(last, last.tables, parts, last.dense) == ({}, (), (), ())
     other = msgspec.structs.replace(last.tables["a"], fill=1.0)
-    assert stated(last, last.tables | {"a": other}, parts, last.dense).tables == {"a": other}
+    assert changes_of(last, last.tables | {"a": other}, parts, last.dense).tables == {"a": other}
     moved = [msgspec.structs.replace(part, state_digest="0" * 16) for part in parts]
-    assert set(stated(last, last.tables, moved, last.dense).tables) == {"a", "b", "c"}
-    assert stated(last, {"a": last.tables["a"]}, parts, ["v"]) == ({}, ("b", "c"), (), ("w",))
-    assert stated(None, last.tables, parts, last.dense) == (last.tables, (), tuple(parts), ())
+    assert set(changes_of(last, last.tables, moved, last.dense).tables) == {"a", "b", "c"}
+    assert changes_of(last, {"a": last.tables["a"]}, parts, ["v"]) == ({}, ("b", "c"), (), ("w",))
+    assert changes_of(None, last.tables, parts, last.dense) == (last.tables, (), tuple(parts), ())
 
 
 PLACE = ("table", "rows", "columns", "base_digest", "state_digest")
@@ -139,7 +139,9 @@ def test_drops_of_what_is_not_there_are_refused(tmp_path: Path) -> None:
     first, own = snapshot.readers[0].manifest, snapshot.readers[1].own
 
     def problems(**changes: Any) -> list[str]:
-        return [one.message for one in chain_problems([first, fold(first, msgspec.structs.replace(own, **changes))])]
+        return [
+            one.message for one in chain_problems([first, with_state(first, msgspec.structs.replace(own, **changes))])
+        ]
 
     assert problems() == problems(dropped=("a",)) == problems(ended=("v",)) == []
     assert len(problems(dropped=("v",))) == len(problems(ended=("a",))) == 1
@@ -194,6 +196,6 @@ def test_a_delta_that_is_missing_between_two_is_found_by_their_digests(tmp_path:
     first, own = snapshot.readers[0].manifest, snapshot.readers[1].own
     moved = tuple(msgspec.structs.replace(part, base_digest=part.state_digest) for part in own.parts)
 
-    found = list(chain_problems([first, fold(first, msgspec.structs.replace(own, parts=moved))]))
+    found = list(chain_problems([first, with_state(first, msgspec.structs.replace(own, parts=moved))]))
 
     assert [one.table for one in found] == ["b"]
