@@ -58,6 +58,7 @@ from cnr_store.transfer.importing import ImportReport, import_tensors
 from cnr_store.transfer.safetensors_file import TensorFile, TensorSpec
 from cnr_store.types import Rectangle
 from cnr_store.write.rate import expected_restores
+from cnr_store.write.row_update import RowUpdate
 from cnr_store.write.schema_changes import Declaration
 from cnr_store.write.table_options import TableOptions
 from cnr_store.write.transaction import Transaction
@@ -113,6 +114,7 @@ __all__ = [
     "Shard",
     "Rectangle",
     "Declaration",
+    "RowUpdate",
     # What they return: documents of the format (spec, section 3), and lines of reports.
     "LogEntry",
     "CommitRecord",

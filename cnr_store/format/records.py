@@ -1,7 +1,8 @@
 """The documents of the format as types: identity, commit record, receipt, manifest, leases, relay documents.
 
 What they mean is in sections 3, 4 and 7 of the specification. `documents` turns them into bytes and back;
-`commit_record`, `identity` and `manifest` check what no type can say.
+`commit_record`, `identity` and `manifest` check what no type can say. ``gc=False``: of these a save makes many for each
+table, and none of them can be part of a cycle, so the garbage collector need not visit them.
 """
 
 from __future__ import annotations
@@ -183,7 +184,7 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     check: Hex32 = ""
 
 
-class SlotSchema(msgspec.Struct, frozen=True, kw_only=True):
+class SlotSchema(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Optimizer state of a table: ``row`` is (num_rows,), ``element`` is (num_rows, dim).
 
     With ``mirror`` an ``add`` row holds the difference to the previous code, without it the code itself.
@@ -196,7 +197,7 @@ class SlotSchema(msgspec.Struct, frozen=True, kw_only=True):
     fill: Float32 = 0.0
 
 
-class TableSchema(msgspec.Struct, frozen=True, kw_only=True):
+class TableSchema(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Shape and encoding of a table as of a segment's ``l1``. ``num_rows`` is 0 for hashed tables."""
 
     num_rows: NumRows
@@ -231,7 +232,7 @@ class ChunkPlace(NamedTuple):
     xxh3_128: str
 
 
-class ArrayEntry(msgspec.Struct, frozen=True, kw_only=True):
+class ArrayEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Rows [start, start + count) of a stored Zarr array: the whole array, or the rows of one row list; never stored.
 
     ``path`` is relative to the segment. ``shape`` is that of the whole array; each chunk has all its columns. ``dtype``
@@ -261,7 +262,7 @@ class ArrayEntry(msgspec.Struct, frozen=True, kw_only=True):
         return max(begin, 0), min(begin + self.chunk_rows, self.count)
 
 
-class RowListEntry(msgspec.Struct, frozen=True, kw_only=True):
+class RowListEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One row list of a part: its rows of each array of its group, which all have the same chunk size; never stored.
 
     ``first[k]``, ``last[k]`` are the first and last row id in chunk k (inclusive).
@@ -278,14 +279,14 @@ class RowListEntry(msgspec.Struct, frozen=True, kw_only=True):
         return high - low
 
 
-class ObjectDigest(msgspec.Struct, frozen=True, kw_only=True):
+class ObjectDigest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Size and xxh3-128 of an object's stored bytes."""
 
     size: ObjectSize
     xxh3_128: Hex32
 
 
-class ObjectEntry(ObjectDigest, frozen=True, kw_only=True):
+class ObjectEntry(ObjectDigest, frozen=True, kw_only=True, gc=False):
     """One line of the inventory: path relative to the segment, size and xxh3-128 of the stored bytes."""
 
     path: KeyPath
@@ -316,7 +317,7 @@ class ArrayGroup(msgspec.Struct, frozen=True, kw_only=True):
     arrays: dict[ArrayName, StoredArray]
 
 
-class ListLine(msgspec.Struct, frozen=True, kw_only=True):
+class ListLine(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One row list of a part: ``count`` rows of the group at path ``group``, after the rows of earlier parts.
 
     ``first[k]``, ``last[k]``: first and last row id (inclusive) in the k-th chunk that has rows of the list.
@@ -328,7 +329,7 @@ class ListLine(msgspec.Struct, frozen=True, kw_only=True):
     last: tuple[RowNumber, ...]
 
 
-class PartPlace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class PartPlace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One writer's rectangle of a table: half-open row and column ranges, and its digests.
 
     ``base_digest`` is the state digest the part starts from.
@@ -344,7 +345,7 @@ class PartPlace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return f"{self.table!r} (rows {self.rows}, columns {self.columns})"
 
 
-class PartLine(PartPlace, frozen=True, kw_only=True, omit_defaults=True):
+class PartLine(PartPlace, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """A part as a document has it. Absent fields are left out. A part without row lists has no objects."""
 
     add: ListLine | None = None
@@ -353,7 +354,7 @@ class PartLine(PartPlace, frozen=True, kw_only=True, omit_defaults=True):
     escape: ListLine | None = None
 
 
-class PartEntry(PartPlace, frozen=True, kw_only=True):
+class PartEntry(PartPlace, frozen=True, kw_only=True, gc=False):
     """A part as a reader uses it: its row lists have their arrays; never stored."""
 
     add: RowListEntry | None = None

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -87,8 +89,12 @@ class WrittenPart:
 
     def line(self) -> PartLine:
         """Return the manifest's line, once all rows are in chunks."""
+        place = self.place
         lists: dict[str, Any] = {operation: one.line() for operation, one in self.lists.items()}
-        return PartLine(**msgspec.structs.asdict(self.place), **lists)
+        return PartLine(
+            table=place.table, rows=place.rows, columns=place.columns,
+            base_digest=place.base_digest, state_digest=place.state_digest, **lists,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +108,7 @@ class GroupShape:
     @classmethod
     def of(cls, operation: str, row_list: RowList) -> GroupShape:
         """Return the shape of a list."""
-        widths = tuple((name, dtype, width) for name, (dtype, width) in sorted(row_list.widths.items()))
-        return cls(operation, widths, row_list.order)
+        return _shape_of(operation, tuple(row_list.widths.items()), row_list.order)
 
     def arrays_at(self, path: str, rows: int, chunk_rows: int) -> dict[str, ArrayEntry]:
         """Return the arrays of a group at ``path`` by name. ``rows``: how many they have, or have at least."""
@@ -122,6 +127,15 @@ class GroupShape:
         if self.order is None or entries["codes"].order is msgspec.UNSET:
             return produced
         return {**produced, "codes": into_order(produced["codes"], produced[self.order])}
+
+
+@lru_cache(maxsize=1 << 10)
+def _shape_of(
+    operation: str, given: tuple[tuple[str, tuple[np.dtype[Any], int | None]], ...], order: str | None
+) -> GroupShape:
+    """The same object for lists that are alike, in whatever order their arrays are given."""
+    widths = tuple((name, dtype, width) for name, (dtype, width) in sorted(given, key=itemgetter(0)))
+    return GroupShape(operation, widths, order)
 
 
 class SharedGroup:

@@ -21,6 +21,7 @@ from cnr_store.segment.shards import Shard
 from cnr_store.training.precision.rate_status import ScaleChange
 from cnr_store.training.tensors import TensorRows, as_array, flat_rows
 from cnr_store.types import RowIds
+from cnr_store.write.row_update import RowUpdate
 from cnr_store.write.schema_changes import Declaration
 from cnr_store.write.table_options import TableOptions
 from cnr_store.write.transaction import Transaction
@@ -193,13 +194,16 @@ def run_save(job: SaveJob) -> None:
                 one.key.table, TensorRows(one.weight), slots=_slot_rows(one), rectangle=one.key.rectangle
             )
         tensors, codes = job.staged.tensors, job.staged.codes
+        updates = []
         for name, rows in job.rows.items():
-            if len(rows.row_ids) == 0:
-                continue
-            copies = dict(tensors[name])
-            values = as_array(codes[name] if name in codes else copies.pop(WEIGHT))
-            slots = {slot: as_array(flat_rows(tensor)) for slot, tensor in copies.items()}
-            transaction.write_rows(rows.key.table, rows.row_ids, values, slots=slots, rectangle=rows.key.rectangle)
+            if len(rows.row_ids):
+                copies = dict(tensors[name])
+                values = as_array(codes[name] if name in codes else copies.pop(WEIGHT))
+                slots = {slot: as_array(flat_rows(tensor)) for slot, tensor in copies.items()}
+                updates.append(
+                    RowUpdate(rows.key.table, rows.row_ids, values, slots, rectangle=rows.key.rectangle)
+                )  # fmt: skip
+        transaction.write_many(updates)
         job.encode_s = time.perf_counter() - started + (job.read.read_s if job.read else 0.0)
         started = time.perf_counter()
         transaction.commit()

@@ -6,7 +6,7 @@ Pure computation on threads, no I/O. Nothing here moves a mirror: `StagedRows.ap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -271,13 +271,13 @@ def _leaving(mirror: TableCodes, rows: RowIds) -> int:
 def _move(mirror: TableCodes, name: str, staged: StagedList, workers: Workers, *, adds: bool) -> None:
     codes = np.ascontiguousarray(columns_of(staged.arrays[name]))
     held = mirror.arrays[name]
-    wraps = adds and held.dtype == np.int32 and not isinstance(mirror.specs[name].encoding, Lattice)
     kernel: Callable[..., int] = row_kernels.add_codes if adds else row_kernels.put_codes
+    is_wrapping = adds and wraps(mirror, name)
 
     def move(start: int, stop: int) -> int:
         """Return the position that an int16 mirror cannot hold, or ``stop``."""
         rows, block = staged.rows[start:stop], codes[start:stop]
-        if wraps:
+        if is_wrapping:
             row_kernels.add_codes_wrapping(held, rows, mirror.start, block)
             return stop
         done = int(kernel(held, rows, mirror.start, block, 0))
@@ -287,12 +287,27 @@ def _move(mirror: TableCodes, name: str, staged: StagedList, workers: Workers, *
     reached = workers.run_blocks(move, len(codes), ENCODE_ROWS)
     rest = [(done, stop) for done, (_, stop) in zip(reached, ranges, strict=True) if done < stop]
     if rest:
-        for done, _ in rest if adds else []:
-            # The kernel stopped after it wrapped this row in int16; wrapping back restores it.
-            held[staged.rows[done] - mirror.start] -= codes[done].astype(np.int16)
-        mirror.widen(name)
-        for start, stop in rest:
-            kernel(mirror.arrays[name], staged.rows[start:stop], mirror.start, codes[start:stop], 0)
+        finish_move(mirror, name, staged, rest, adds=adds)
+
+
+def wraps(mirror: TableCodes, name: str) -> bool:
+    """Return whether differences of an array are modulo 2^32, so that a sum never leaves its mirror's range."""
+    return mirror.arrays[name].dtype == np.int32 and not isinstance(mirror.specs[name].encoding, Lattice)
+
+
+def finish_move(
+    mirror: TableCodes, name: str, staged: StagedList, rest: Sequence[tuple[int, int]], *, adds: bool
+) -> None:
+    """Widen a mirror's array and move positions ``(start, stop)`` of a list, at whose first the kernel stopped."""
+    codes = np.ascontiguousarray(columns_of(staged.arrays[name]))
+    held = mirror.arrays[name]
+    for done, _ in rest if adds else []:
+        # The kernel stopped after it wrapped this row in int16; wrapping back restores it.
+        held[staged.rows[done] - mirror.start] -= codes[done].astype(np.int16)
+    mirror.widen(name)
+    kernel: Callable[..., int] = row_kernels.add_codes if adds else row_kernels.put_codes
+    for start, stop in rest:
+        kernel(mirror.arrays[name], staged.rows[start:stop], mirror.start, codes[start:stop], 0)
 
 
 def options_on_bad_rows(options: TableOptions | None) -> OnBadRows:

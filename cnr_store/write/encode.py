@@ -49,8 +49,8 @@ class StagedList:
     rows: RowIds
     arrays: dict[str, Array]
 
-    def row_list(self) -> RowList:
-        """Return the list as chunks to write: slices, nothing copied."""
+    def row_list(self, order: str | None = None) -> RowList:
+        """Return the list as chunks to write, for `RowList.order`: slices, nothing copied."""
         widths_of = {"rows": (np.dtype(np.int64), None)} | {
             name: (array.dtype, None if array.ndim == 1 else array.shape[1]) for name, array in self.arrays.items()
         }
@@ -58,7 +58,7 @@ class StagedList:
         def produce(start: int, stop: int) -> Blocks:
             return {"rows": self.rows[start:stop]} | {n: a[start:stop] for n, a in self.arrays.items()}
 
-        return RowList(len(self.rows), widths_of, produce)
+        return RowList(len(self.rows), widths_of, produce, order)
 
 
 def encode_rows(specs: Mapping[str, ArraySpec], given: Given, workers: Workers) -> StagedList:

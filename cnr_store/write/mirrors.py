@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import tempfile
 from collections.abc import Iterable
@@ -23,8 +22,6 @@ from cnr_store.write.table_options import TableOptions
 
 MirrorMode = Literal["memory", "mmap", "none"]
 """``memory``: 2 bytes per element (4 in exact mode). ``mmap``: the same in files. ``none``: deltas are ``set`` rows."""
-
-logger = logging.getLogger(__name__)
 
 
 def check_mirror_folder(mode: MirrorMode, folder: str | None) -> None:
@@ -81,7 +78,6 @@ class Mirrors:
         """Set a shard's mirror and digest."""
         self._codes[shard] = codes
         self._digests[shard] = digest
-        logger.debug("mirror of %s: %d bytes", shard, codes.nbytes)
 
     def allocator(self) -> Allocate:
         """Return how memory for a mirror is made; zeroed. Where it is files, there is room for them, or it says so.

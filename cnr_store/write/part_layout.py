@@ -5,7 +5,7 @@ The transaction decides what is saved; this puts it where the format says (spec,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -66,8 +66,8 @@ class PartWriter:
         entries = self.entries.setdefault(shard, {})
         for operation, item in staged.lists.items():
             dtypes = {name: array.dtype for name, array in item.arrays.items()}
-            row_list = replace(item.row_list(), order=order_of(operation, staged.specs, dtypes))
-            entries[operation] = self.out.write_row_list(operation, row_list)
+            order = order_of(operation, staged.specs, dtypes)
+            entries[operation] = self.out.write_row_list(operation, item.row_list(order))
 
     def write_dense(self, tensors: DenseTensors, before: Snapshot | None, base: Manifest | None) -> set[str]:
         """Write dense tensors that are not those of the manifest before; return the names of all in the new state.

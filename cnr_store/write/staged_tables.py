@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from cnr_store.read.table_reader import rows_since
 from cnr_store.segment.codes import Array, TableCodes, array_specs
 from cnr_store.segment.groups import WrittenPart
 from cnr_store.segment.reader import SegmentReader
-from cnr_store.segment.rows import check_row_ids
+from cnr_store.segment.rows import own_row_ids
 from cnr_store.segment.shards import Shard
 from cnr_store.types import Rectangle, RowIds
 from cnr_store.write.argument_checks import check_arrays, checked_size
@@ -25,13 +25,15 @@ from cnr_store.write.baseline_rows import (
     stage_mirror,
     stage_table,
 )
-from cnr_store.write.delta_rows import StagedRows, options_on_bad_rows, stage_delete, stage_rows
+from cnr_store.write.delta_rows import StagedRows, options_on_bad_rows, stage_delete
 from cnr_store.write.draft import SegmentDraft
 from cnr_store.write.encode import Given, columns_of, refused_rows
 from cnr_store.write.mirrors import Mirrors
 from cnr_store.write.part_layout import PartWriter
+from cnr_store.write.row_update import RowUpdate
 from cnr_store.write.schema_changes import SchemaChanges
 from cnr_store.write.schema_choice import table_dtype
+from cnr_store.write.table_batch import TouchedTable, apply_tables, stage_tables
 from cnr_store.write.table_options import TableOptions
 from cnr_store.write.writer_state import WriterState
 
@@ -133,78 +135,75 @@ class StagedTables:
         self._whole[shard] = staged
         self._parts.write_table(shard, staged)
 
-    def stage_rows(
-        self,
-        table: str,
-        row_ids: RowIds,
-        values: Array,
-        slots: Mapping[str, Array],
-        *,
-        nonfinite: Literal["refuse", "escape"] | None,
-        rectangle: Rectangle | None,
-    ) -> int:
-        """Encode touched rows against the mirror; returns how many the segment will hold."""
-        schema = self._schemas.schema(table)
-        hashed = schema.keys == "hashed"
-        shard, given = self._given(table, row_ids, values, slots, rectangle)
-        row_ids = given.rows
-        self._check_first(shard, "add", "set", "escape")
-        self._check_disjoint(shard, row_ids)
-        mirror, _ = self._mirror(shard)
-        if self._draft.kind == "baseline" and not hashed and (mirror is None or not is_fully_mirrored(schema)):
-            raise BadInput(
-                f"table {table!r} has no full mirror, so a baseline needs all its rows: use write_table()", table=table
-            )
-        if len(row_ids) == 0:
+    def stage_rows(self, updates: Sequence[RowUpdate]) -> list[int]:
+        """Encode touched rows of tables against their mirrors; returns how many rows of each the segment will hold."""
+        given = self._given(updates)
+        shards = [shard for shard, _ in given]
+        if len(set(shards)) < len(shards):
+            twice = next(shard for shard in shards if shards.count(shard) > 1)
+            raise BadInput(f"table {twice} is given twice in one call; give its rows at once", table=twice.table)
+        for shard, touched in given:
+            self._check_touched(shard, touched)
+        filled = [number for number, (_, touched) in enumerate(given) if len(touched.given.rows)]
+        staged = stage_tables(
+            [given[number][1] for number in filled],
+            absolute=self._draft.is_one_shot, workers=self._state.setup.workers,
+        )  # fmt: skip
+        for shard in shards:
             self._rows.setdefault(shard, [])
-            return 0
-        staged = self._encoded(shard, given, nonfinite, absolute=self._draft.is_one_shot)
-        self._keep_rows(shard, staged)
-        return sum(len(item.rows) for item in staged.lists.values())
+        counts = [0] * len(updates)
+        for number, rows in zip(filled, staged, strict=True):
+            self._keep_rows(shards[number], rows)
+            counts[number] = sum(len(item.rows) for item in rows.lists.values())
+        return counts
 
     def changed_rows(
         self, table: str, first_row: int, values: Array, slots: Mapping[str, Array], rectangle: Rectangle | None
     ) -> RowIds:
         """Return which of the rows from ``first_row`` on are not in the mirror as they are given; all without one."""
         row_ids = np.arange(first_row, first_row + len(values), dtype=np.int64)
-        shard, given = self._given(table, row_ids, values, slots, rectangle)
-        if self._mirror(shard)[0] is None or len(row_ids) == 0:
+        [(_, touched)] = self._given([RowUpdate(table, row_ids, values, slots, rectangle=rectangle)])
+        if touched.mirror is None or len(row_ids) == 0:
             return row_ids
-        lists = self._encoded(shard, given, None, absolute=False).lists.values()
-        return np.sort(np.concatenate([np.empty(0, np.int64), *(item.rows for item in lists)]))
+        [staged] = stage_tables([touched], absolute=False, workers=self._state.setup.workers)
+        return np.sort(np.concatenate([np.empty(0, np.int64), *(item.rows for item in staged.lists.values())]))
 
-    def _given(
-        self, table: str, row_ids: RowIds, values: Array, slots: Mapping[str, Array], rectangle: Rectangle | None
-    ) -> tuple[Shard, Given]:
-        """Check rows of a shard; their arrays are by name, (n, width) each."""
-        schema = self._schemas.schema(table)
-        shard = self._state.setup.held.one_of(table, rectangle)
-        place = shard.rectangle_in(schema)
-        row_ids = _own_row_ids(table, row_ids, None if schema.keys == "hashed" else place)
-        arrays = check_arrays(table, array_specs(schema, place.columns), len(row_ids), values, slots)
-        floats = {name: np.asarray(array) for name, array in arrays.items()}
-        return shard, Given(row_ids, {name: columns_of(array) for name, array in floats.items()})
+    def _given(self, updates: Sequence[RowUpdate]) -> list[tuple[Shard, TouchedTable]]:
+        """Check rows of shards, and find what they are encoded against; their arrays are by name, (n, width) each."""
+        schemas = [self._schemas.schema(one.table) for one in updates]
+        shards = [self._state.setup.held.one_of(one.table, one.rectangle) for one in updates]
+        places = [shard.rectangle_in(schema) for shard, schema in zip(shards, schemas, strict=True)]
+        held = [None if schema.keys == "hashed" else place.rows for schema, place in zip(schemas, places, strict=True)]
+        row_ids = own_row_ids([one.row_ids for one in updates], held, [one.table for one in updates])
+        given = []
+        for update, schema, shard, place, rows in zip(updates, schemas, shards, places, row_ids, strict=True):
+            specs = array_specs(schema, place.columns)
+            arrays = check_arrays(update.table, specs, len(rows), update.values, update.slots)
+            floats = {name: columns_of(np.asarray(array)) for name, array in arrays.items()}
+            mirror, base = self._mirror(shard)
+            on_bad_rows = update.nonfinite or options_on_bad_rows(self._schemas.options_of(update.table))
+            touched = TouchedTable(update.table, specs, mirror, Given(rows, floats), base, on_bad_rows)
+            given.append((shard, touched))
+        return given
 
-    def _encoded(
-        self, shard: Shard, given: Given, nonfinite: Literal["refuse", "escape"] | None, *, absolute: bool
-    ) -> StagedRows:
-        """Encode rows of a shard against its mirror."""
-        schema = self._schemas.schema(shard.table)
-        mirror, base = self._mirror(shard)
-        return stage_rows(
-            shard.table, array_specs(schema, shard.rectangle_in(schema).columns), mirror, given,
-            base_digest=base,
-            absolute=absolute,
-            on_bad_rows=nonfinite or options_on_bad_rows(self._schemas.options_of(shard.table)),
-            workers=self._state.setup.workers,
-        )  # fmt: skip
+    def _check_touched(self, shard: Shard, touched: TouchedTable) -> None:
+        """Refuse rows that this transaction has already, or a baseline of touched rows alone."""
+        self._check_first(shard, "add", "set", "escape")
+        self._check_disjoint(shard, touched.given.rows)
+        schema = self._schemas.tables[shard.table]
+        is_baseline = self._draft.kind == "baseline" and schema.keys == "dense"
+        if is_baseline and (touched.mirror is None or not is_fully_mirrored(schema)):
+            raise BadInput(
+                f"table {shard.table!r} has no full mirror, so a baseline needs all its rows: use write_table()",
+                table=shard.table,
+            )
 
     def stage_delete(self, table: str, row_ids: RowIds, rectangle: Rectangle | None) -> None:
         """Take note of rows that are deleted."""
         schema = self._schemas.schema(table)
         hashed = schema.keys == "hashed"
         shard = self._state.setup.held.one_of(table, rectangle)
-        row_ids = _own_row_ids(table, row_ids, None if hashed else shard.rectangle_in(schema))
+        [row_ids] = own_row_ids([row_ids], [None if hashed else shard.rectangle_in(schema).rows], [table])
         self._check_first(shard, "delete")
         self._check_disjoint(shard, row_ids)
         mirror, base = self._mirror(shard)
@@ -382,17 +381,11 @@ class StagedTables:
                 mirrors.put(shard, whole.mirror, whole.digest)
             else:
                 mirrors.forget(shard)
-        for shard, changes in self._rows.items():
-            mirror = mirrors.get(shard)
-            if mirror is not None:
-                for staged in changes:
-                    staged.apply(mirror, self._state.setup.workers)
-                mirrors.put(shard, mirror, self._digests.get(shard, mirrors.digest(shard)))
+        moved = [(shard, mirrors.get(shard)) for shard in self._rows]
+        mirrored = [(shard, mirror) for shard, mirror in moved if mirror is not None]
+        changes = ((staged, mirror) for shard, mirror in mirrored for staged in self._rows[shard])
+        apply_tables(changes, self._state.setup.workers)
+        for shard, mirror in mirrored:
+            mirrors.put(shard, mirror, self._digests.get(shard, mirrors.digest(shard)))
         mirrors.options.update(self._schemas.options)
         mirrors.keep_only(self._schemas.tables)
-
-
-def _own_row_ids(table: str, row_ids: RowIds, place: Rectangle | None) -> RowIds:
-    """Check row ids of a rectangle (None: hashed keys), and copy them: the caller may reuse the array."""
-    first_row, stop = (0, None) if place is None else place.rows
-    return check_row_ids(row_ids, stop, first_row=first_row, table=table).copy()

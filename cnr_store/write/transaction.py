@@ -15,6 +15,7 @@ from cnr_store.segment.codes import Array
 from cnr_store.types import JsonValue, Rectangle, RowIds
 from cnr_store.write.commit import Commit
 from cnr_store.write.draft import CommitKind, SegmentDraft
+from cnr_store.write.row_update import RowUpdate
 from cnr_store.write.schema_changes import Declaration
 from cnr_store.write.staged_segment import StagedSegment
 from cnr_store.write.table_options import TableOptions
@@ -250,10 +251,12 @@ class Transaction:
         BadInput, BadRowIds, BadShape, BadDtype, NonFiniteValues, TableNotFound
             Nothing of the table was written.
         """
+        return self.write_many([RowUpdate(table, row_ids, values, slots or {}, nonfinite, rectangle)])[0]
+
+    def write_many(self, updates: Sequence[RowUpdate]) -> list[int]:
+        """Write touched rows of many tables, all or none, as `write_rows`; small ones are encoded together. Blocks."""
         self._check_open()
-        return self._staged.tables.stage_rows(
-            table, row_ids, values, slots or {}, nonfinite=nonfinite, rectangle=rectangle
-        )
+        return self._staged.tables.stage_rows(updates)
 
     def changed_rows(
         self, table: str, first_row: int, values: Array, *, slots: Mapping[str, Array] | None = None,

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import carray, types  # type: ignore[attr-defined]
-from numba.extending import intrinsic
+from numba import carray  # type: ignore[attr-defined]
 
+from cnr_store.runtime.addresses import int32s_at, int64s_at
 from cnr_store.runtime.jit import njit
 from cnr_store.types import RowIds
-from cnr_store_gpu.words import Words, _list_rows, _mark, _pointer, _popcount
+from cnr_store_gpu.words import Words, _list_rows, _mark, _popcount
 
 PART_FIELDS = 6
 """Numbers of a part of `gather_parts`."""
@@ -46,7 +46,7 @@ def _list_spans(words: Any, spans: Any, counts: Any, rows: Any) -> None:
 @njit(nogil=True)
 def _part_outside(parts: Any) -> int:
     for k in range(parts.shape[0]):
-        ids = carray(_pointer(parts[k, 0]), (parts[k, 1],))  # type: ignore[call-arg]
+        ids = carray(int64s_at(parts[k, 0]), (parts[k, 1],))
         end = np.uint64(parts[k, 2])
         for i in range(ids.size):
             if np.uint64(ids[i]) >= end:  # a negative id is a huge one
@@ -54,21 +54,13 @@ def _part_outside(parts: Any) -> int:
     return -1
 
 
-@intrinsic
-def _quads(_context: Any, address: Any) -> Any:  # as `_pointer`, to 4 bytes each
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(types.int32)(address), generate  # type: ignore[no-untyped-call]
-
-
 @njit(nogil=True)
 def _gather_parts(parts: Any) -> None:
     for k in range(parts.shape[0]):
         count, size = parts[k, 1], parts[k, 5]
-        ids = carray(_pointer(parts[k, 0]), (count,))  # type: ignore[call-arg]
-        rows = carray(_quads(parts[k, 3]), (parts[k, 2], size))
-        out = carray(_quads(parts[k, 4]), (count, size))
+        ids = carray(int64s_at(parts[k, 0]), (count,))
+        rows = carray(int32s_at(parts[k, 3]), (parts[k, 2], size))
+        out = carray(int32s_at(parts[k, 4]), (count, size))
         for i in range(count):
             row = ids[i]
             for j in range(size):
@@ -78,13 +70,13 @@ def _gather_parts(parts: Any) -> None:
 @njit(nogil=True)
 def mark_at(words: Any, ids: int, count: int, first_word: int, num_rows: int, skip_row: int) -> None:
     """Set the bits of ``count`` int64 ids at an address: `words.mark_words` of an array that need not be made first."""
-    _mark(words, carray(_pointer(ids), (count,)), first_word, num_rows, skip_row)  # type: ignore[call-arg]
+    _mark(words, carray(int64s_at(ids), (count,)), first_word, num_rows, skip_row)
 
 
 @njit(nogil=True)
 def _mark_gradients(words: Any, parts: Any) -> None:
     for k in range(parts.shape[0]):
-        rows = carray(_quads(parts[k, 0]), (parts[k, 1], parts[k, 2]))  # type: ignore[call-arg]
+        rows = carray(int32s_at(parts[k, 0]), (parts[k, 1], parts[k, 2]))
         for i in range(rows.shape[0]):
             bits = np.int32(0)
             for j in range(rows.shape[1]):  # without a way out of the loop, which several elements at a time go through

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import carray, types  # type: ignore[attr-defined]
-from numba.extending import intrinsic
+from numba import carray  # type: ignore[attr-defined]
 
+from cnr_store.runtime.addresses import int64s_at
 from cnr_store.runtime.jit import njit
 from cnr_store.types import RowIds
 
@@ -67,18 +67,10 @@ def _mark_slices(words: Any, ids: Any, ends: Any, first_words: Any, num_rows: An
             _mark(words, ids[start:stop], first_words[k], num_rows[k], -1)
 
 
-@intrinsic
-def _pointer(_context: Any, address: Any) -> Any:  # numba's arrays over foreign memory start from a pointer
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(types.int64)(address), generate  # type: ignore[no-untyped-call]
-
-
 @njit(nogil=True)
 def _mark_parts(words: Any, parts: Any) -> None:
     for k in range(parts.shape[0]):
-        ids = carray(_pointer(parts[k, 0]), (parts[k, 1],))  # type: ignore[call-arg]
+        ids = carray(int64s_at(parts[k, 0]), (parts[k, 1],))
         _mark(words, ids, parts[k, 2], parts[k, 3], -1)
 
 

@@ -17,6 +17,7 @@ from counting import CountingStorage
 from cnr_store import Store, TableOptions
 from cnr_store.format.layout import segment_prefix
 from cnr_store.types import Float32s, Rectangle, RowIds
+from cnr_store.write.row_update import RowUpdate
 from cnr_store.write.schema_changes import Declaration
 from tests.support.ranks import ThreadRank, thread_ranks
 
@@ -90,8 +91,9 @@ class Growing:
         self.storage.take()
         started = time.process_time()
         with self.writer.begin(self.version) as txn:
-            for name, rows, values, slot in staged:
-                txn.write_rows(name, rows, values, slots={"momentum1": slot})
+            txn.write_many(
+                [RowUpdate(name, rows, values, {"momentum1": slot}) for name, rows, values, slot in staged]
+            )  # fmt: skip
         self.cpu_s.append(time.process_time() - started)
         self.counts = self.storage.take()
 

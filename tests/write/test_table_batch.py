@@ -1,0 +1,177 @@
+"""Rows of many tables that are encoded, and moved into mirrors, by one call each: as one call per table does it."""
+
+from __future__ import annotations
+
+import copy
+import uuid
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cnr_store import RowUpdate, Store, TableOptions
+from cnr_store.errors import BadInput, BadRowIds, NonFiniteValues
+from cnr_store.runtime.threads import Workers
+from cnr_store.segment.codes import ABSENT, TableCodes, array_specs
+from cnr_store.segment.rows import check_row_ids, own_row_ids
+from cnr_store.write.baseline_rows import stage_table
+from cnr_store.write.delta_rows import StagedRows, stage_rows
+from cnr_store.write.encode import Given
+from cnr_store.write.schema_choice import table_schema
+from cnr_store.write.table_batch import TouchedTable, apply_tables, stage_tables
+
+ROWS = 12
+
+
+def touched_table(data: st.DataObject, number: int, workers: Workers) -> TouchedTable:
+    """Rows of a table as a drawn kind has them: most can go with others, each kind has its reason not to."""
+    random = np.random.default_rng(data.draw(st.integers(0, 999)))
+    kind = data.draw(st.sampled_from(["plain"] * 4 + ["exact", "wide", "far", "bad", "absent", "same", "strided"]))
+    dim = data.draw(st.sampled_from([1, 5]))
+    values = random.standard_normal((ROWS, dim)).astype(np.float32)
+    slots = {"row": np.abs(random.standard_normal(ROWS)).astype(np.float32), "element": np.abs(values)}
+    encoding = "float_bits" if kind == "exact" else None
+    options = TableOptions(
+        encoding=encoding, scale=None if encoding else float(data.draw(st.sampled_from([0.25, 0.5])))
+    )
+    schema = table_schema(f"t{number}", options, num_rows=ROWS, dim=dim, dtype="float32", sample=values, slots=slots)
+    arrays = {"codes": values, **{f"slots/{name}": slot for name, slot in slots.items()}}
+    mirror = stage_table(
+        f"t{number}", schema, arrays, allocate=np.zeros, on_bad_rows="refuse", workers=workers
+    ).mirror  # fmt: skip
+    assert mirror is not None
+    if kind == "wide":
+        mirror.widen("codes")
+    if kind == "absent":
+        mirror.mark(np.array([3]), ABSENT)
+    rows = np.flatnonzero(random.random(ROWS) < 0.6).astype(np.int64)
+    new = {
+        name: np.ascontiguousarray(array.reshape(ROWS, -1)[rows] * np.float32(1 if kind == "same" else 1.7))
+        for name, array in arrays.items()
+    }
+    if kind == "far" and len(rows):
+        new["codes"][0] = 1e5  # a difference beyond int16
+    if kind == "bad" and len(rows):
+        new[data.draw(st.sampled_from(sorted(new)))][-1] = data.draw(st.sampled_from([np.nan, np.inf, -np.inf]))
+    if kind == "strided":
+        new["codes"] = np.asfortranarray(new["codes"])
+    return TouchedTable(f"t{number}", array_specs(schema), mirror, Given(rows, new), mirror.digest(), "escape")
+
+
+def alone(one: TouchedTable, workers: Workers, *, absolute: bool) -> StagedRows:
+    return stage_rows(
+        one.table, one.specs, one.mirror, one.given,
+        base_digest=one.base_digest, absolute=absolute, on_bad_rows=one.on_bad_rows, workers=workers,
+    )  # fmt: skip
+
+
+def lists_of(staged: StagedRows) -> dict[str, object]:
+    return {
+        operation: (item.rows.tolist(), {n: (a.dtype, a.shape, a.tobytes()) for n, a in item.arrays.items()})
+        for operation, item in staged.lists.items()
+    }
+
+
+def state_of(mirror: TableCodes) -> tuple[object, ...]:
+    status = None if mirror.status is None else mirror.status.tolist()
+    return {n: (a.dtype, a.tobytes()) for n, a in mirror.arrays.items()}, status, mirror.escapes.rows.tolist()
+
+
+@settings(max_examples=120, deadline=None)
+@given(data=st.data())
+def test_tables_together_have_the_row_lists_of_each_alone(data: st.DataObject) -> None:
+    with Workers(2) as workers:
+        touched = [touched_table(data, number, workers) for number in range(data.draw(st.integers(0, 7)))]
+        touched = [one for one in touched if len(one.given.rows)]
+        absolute = data.draw(st.sampled_from([False, False, True]))
+
+        together = stage_tables(touched, absolute=absolute, workers=workers)
+
+        expected = [alone(one, workers, absolute=absolute) for one in touched]
+        assert [lists_of(staged) for staged in together] == [lists_of(staged) for staged in expected]
+        assert [staged.digest for staged in together] == [staged.digest for staged in expected]
+        moved = [copy.deepcopy(one.mirror) for one in touched if one.mirror is not None]
+        mirrors = [one.mirror for one in touched if one.mirror is not None]
+        apply_tables(zip(together, mirrors, strict=True), workers)
+        for staged, mirror in zip(expected, moved, strict=True):
+            staged.apply(mirror, workers)
+        assert [state_of(mirror) for mirror in mirrors] == [state_of(mirror) for mirror in moved]
+        if not absolute:
+            assert [mirror.digest() for mirror in mirrors] == [staged.digest for staged in together]
+
+
+def test_tables_of_many_rows_are_encoded_in_several_runs() -> None:
+    random = np.random.default_rng(0)
+    with Workers(2) as workers:
+        touched = []
+        for number in range(5):
+            values = random.standard_normal((9_000, 2)).astype(np.float32)
+            options = TableOptions(scale=0.1)
+            schema = table_schema("t", options, num_rows=9_000, dim=2, dtype="float32", sample=values, slots={})
+            mirror = stage_table(
+                f"t{number}", schema, {"codes": values}, allocate=np.zeros, on_bad_rows="refuse", workers=workers
+            ).mirror  # fmt: skip
+            assert mirror is not None
+            rows = np.arange(len(values), dtype=np.int64)
+            given_rows = Given(rows, {"codes": values + np.float32(1)})
+            touched.append(
+                TouchedTable(f"t{number}", array_specs(schema), mirror, given_rows, mirror.digest(), "refuse")
+            )  # fmt: skip
+        found = stage_tables(touched, absolute=False, workers=workers)
+        assert [lists_of(one) for one in found] == [lists_of(alone(one, workers, absolute=False)) for one in touched]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    ids=st.lists(st.lists(st.integers(-2, 9), max_size=4), max_size=5),
+    ranges=st.lists(st.sampled_from([(0, 8), (2, 6), None]), min_size=5, max_size=5),
+)
+def test_row_ids_of_many_tables_are_checked_as_those_of_each(
+    ids: list[list[int]], ranges: list[tuple[int, int] | None]
+) -> None:
+    arrays, names = [np.array(one, np.int64) for one in ids], [f"t{k}" for k in range(len(ids))]
+
+    def message_of(work: Callable[[], object]) -> str:
+        try:
+            work()
+        except BadRowIds as error:
+            return str(error)
+        return ""
+
+    def check_each() -> None:
+        for rows, held, name in zip(arrays, ranges, names, strict=False):
+            first_row, stop = held or (0, None)
+            check_row_ids(rows, stop, first_row=first_row, table=name)
+
+    expected = message_of(check_each)
+    assert message_of(lambda: own_row_ids(arrays, ranges[: len(arrays)], names)) == expected
+    if expected:
+        return
+    owned = own_row_ids(arrays, ranges[: len(arrays)], names)
+    assert [one.tolist() for one in owned] == ids
+    assert not any(np.shares_memory(one, given_ids) for one, given_ids in zip(owned, arrays, strict=True) if len(one))
+
+
+def store_with(tables: Sequence[str]) -> Store:
+    store = Store.create(f"memory://many-tables-{uuid.uuid4().hex}")
+    with store.writer() as writer, writer.begin(0, "baseline") as txn:
+        for table in tables:
+            txn.write_table(table, np.zeros((4, 2), np.float32), options=TableOptions(scale=0.5))
+    return store
+
+
+def test_of_a_call_that_is_refused_no_table_is_written() -> None:
+    rows, good = np.array([1], np.int64), np.ones((1, 2), np.float32)
+    bad = np.full((1, 2), np.nan, np.float32)
+    with store_with(["a", "b"]) as store, store.writer() as writer:
+        writer.restore()
+        with writer.begin(1) as txn:
+            with pytest.raises(NonFiniteValues):
+                txn.write_many([RowUpdate("a", rows, good), RowUpdate("b", rows, bad)])
+            with pytest.raises(BadInput, match="twice"):
+                txn.write_many([RowUpdate("a", rows, good), RowUpdate("a", rows + 1, good)])
+            assert txn.write_many([RowUpdate("a", rows, good), RowUpdate("b", rows[:0], good[:0])]) == [1, 0]
+        assert store.snapshot().table("a").read().tolist() == [[0, 0], [1, 1], [0, 0], [0, 0]]
+        assert not store.snapshot().table("b").read().any()
