@@ -1,7 +1,7 @@
-"""Rows that the sets of one segment settle: decoded chunk by chunk straight into floats, without codes in between.
+"""Decodes rows that were set only once directly to floats, chunk by chunk, without an array of codes.
 
-That is what a compacted snapshot is, and most of what a load of it costs is passes over memory. Here a chunk is
-decoded once, and while it is in the cache its codes are counted into the state digest and become the output's floats.
+This is the case for a compacted chain, whose load is bound by memory bandwidth. While a decoded chunk is in the CPU
+cache, its codes are added to the state digest and converted to floats.
 """
 
 from __future__ import annotations

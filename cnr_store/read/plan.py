@@ -25,10 +25,10 @@ from cnr_store.types import Rectangle, RowIds, SlotsRule
 Columns = tuple[int, int]
 
 UNCONFIRMED_BYTES = 256 * 1024 * 1024
-"""So much is taken for rows that are not stored without being asked for."""
+"""Most bytes that are allocated for a sparse table without the caller's consent."""
 
 MIN_SPARSE_ROWS, SPARSE_RATIO = 1 << 16, 8
-"""A table is sparse if it declares more rows than both, and than so many times those that are stored."""
+"""A table is sparse if it declares more than MIN_SPARSE_ROWS rows, and more than SPARSE_RATIO times the stored rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ def is_sparse(plan: TablePlan) -> bool:
 
 
 def check_stored(plan: TablePlan, size_bytes: int, consent: str) -> None:
-    """Refuse what takes memory or time for rows that a table declares and does not store, unless the caller said so.
+    """Refuse to allocate much memory for a sparse table unless the caller consented.
 
     Any store can declare any number of rows, in a few bytes. Pure.
 
@@ -178,7 +178,7 @@ def check_stored(plan: TablePlan, size_bytes: int, consent: str) -> None:
     size_bytes
         What would be taken for the plan's rows; up to `UNCONFIRMED_BYTES` nothing is asked.
     consent
-        How the caller can say so, for the message.
+        How the caller can consent, for the message.
 
     Raises
     ------

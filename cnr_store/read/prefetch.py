@@ -1,4 +1,4 @@
-"""Chunks of a remote store on their way before a replay asks for them: the network and the decoders work at once.
+"""Fetches chunks of a remote store before a replay reads them, so that network and decoders work in parallel.
 
 A thread that fetches a chunk, decodes it and then fetches the next leaves the network idle while it decodes, and the
 decoder while it waits. Here threads of their own fetch, in the order in which the plan will ask, a bounded number of
@@ -32,7 +32,7 @@ FETCH_BYTES = 8 * 1024 * 1024
 
 @dataclass(slots=True)
 class FetchRequest:
-    """Chunks that a plan needs, one behind the other in an object: of which segment, where, how often each."""
+    """Adjacent chunks of one object that a plan reads: their segment, places, and number of reads each."""
 
     segment: int
     places: list[ChunkPlace]
@@ -40,7 +40,7 @@ class FetchRequest:
     size_bytes: int
 
     def join(self, place: ChunkPlace, times: int) -> bool:
-        """Take one chunk more; not where that is no neighbour, or these are enough for a request."""
+        """Add a chunk if it is adjacent and the request stays within `FETCH_BYTES`; returns whether it was added."""
         last = self.places[-1]
         is_next = (last.path, last.start + last.size) == (place.path, place.start)
         if is_next and self.size_bytes + place.size <= FETCH_BYTES:
@@ -160,7 +160,7 @@ class Prefetcher:
         return begun[1].result()
 
     def close(self) -> None:
-        """Begin nothing more, wait for what is being fetched, and give up what nobody took.
+        """Start no more requests, wait for the running ones, and release chunks that were not taken.
 
         An error that is still being looked at keeps this object, and need not keep the bytes.
         """

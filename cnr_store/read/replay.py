@@ -73,8 +73,8 @@ class Replay:
         """Replay ``plan`` into ``codes``; blocks. With ``rows`` (sorted), position i of the arrays is row ``rows[i]``.
 
         The plan's columns are those of ``codes``, and lie in one elementary interval. Where ``codes`` holds no arrays
-        only row ids are read, and what becomes of each row. A status that ``codes`` keeps already is gone on from:
-        `UNTOUCHED` rows are those of a state that the plan's segments build on and that is not here.
+        only row ids are read and the status of each row is set. If ``codes`` already has a status, the replay
+        continues from it: the content of `UNTOUCHED` rows is that of an earlier state, which is not in ``codes``.
 
         Raises
         ------
@@ -224,7 +224,7 @@ def replay(
 
 
 class _RowTarget:
-    """Where row ids land in the arrays: a contiguous range, or a sorted list of wanted rows."""
+    """Maps row ids to positions in the arrays: of a contiguous range, or of a sorted list of rows."""
 
     def __init__(self, codes: TableCodes, rows: RowIds | None) -> None:
         self.codes = codes
@@ -259,7 +259,7 @@ class _RowTarget:
         return matching(self._rows, rows)
 
     def truncate(self, num_rows: int) -> None:
-        """Rows at and beyond ``num_rows`` stop to exist."""
+        """Mark rows from ``num_rows`` on as absent."""
         status = self.codes.status
         if status is None or self.codes.schema.keys == "hashed":
             return
@@ -274,7 +274,7 @@ class _RowTarget:
     def add(self, index: RowIds, positions: Any, plan: TablePlan, step: Step) -> tuple[RowIds, Any]:
         """Refuse differences to rows without codes; return the rows whose codes are here, as `select` does.
 
-        A row of which nothing was said so far is `ADDED` from here on: what it is added to is not known.
+        An `UNTOUCHED` row becomes `ADDED`: the codes that the difference applies to are not known.
         """
         status = self.codes.status
         if status is None:

@@ -55,7 +55,7 @@ class Snapshot:
         if_missing: IfMissing | None = None,
         cache: ChunkCache | None = None,
     ) -> None:
-        """Open the state, or with ``opens=False`` leave that to `open` or the first use; ``known`` are open already.
+        """Open the state; with ``opens=False`` `open` or the first use does. ``known``: segments that are open.
 
         ``if_missing``: see `SegmentReader`. ``cache`` keeps what `TableView.read_rows` decodes, and nothing else: a
         read of ranges would push out what is looked up again.
@@ -423,7 +423,7 @@ class TableView:
             key = int(unique[np.argmax(absent)])
             raise BadRowIds(
                 f"table {self.name!r} has no key {key} at version {self._snapshot.version}, nor {absent.sum() - 1} "
-                "more of those asked for; pass missing= to be told which",
+                "more of the given keys; pass missing= to get a mask of them",
                 table=self.name, version=self._snapshot.version, found=key,
             )  # fmt: skip
         return self._shaped(name, values[inverse])

@@ -1,4 +1,4 @@
-"""Decoded chunks that point lookups have read, the least recently used one given up first.
+"""A cache of decoded chunks for point lookups. It evicts the least recently used chunk first.
 
 Unlike a compaction's `CountedChunks`, which knows how often each chunk is still needed and drops it after its last use,
 nothing is known of what is looked up next. Segments never change, so nothing that is kept ever becomes wrong, and the
@@ -21,7 +21,7 @@ _Key = tuple[str, str, int]
 
 @dataclass(frozen=True, slots=True)
 class CacheCounts:
-    """How often a `ChunkCache` was asked: answered from memory, decoded and kept, and decoded without being kept."""
+    """Reads of a `ChunkCache`: from memory (hits), decoded and cached (misses), decoded and not cached (passed)."""
 
     hits: int
     misses: int
@@ -31,13 +31,13 @@ class CacheCounts:
 class ChunkCache:
     """Decoded chunks of the segments of one store, bounded by bytes. Thread-safe; no I/O of its own.
 
-    A chunk that is not there is decoded by one thread, while others that want it wait. An error goes to the one that
-    decoded; the others try for themselves. Give one to `Store.snapshot`, to several snapshots of a store if you like.
+    One thread decodes a missing chunk, while other readers of it block. An error is raised in the decoding thread; the
+    others then decode it themselves. Pass a cache to `Store.snapshot`; snapshots of one store may share it.
 
     Parameters
     ----------
     limit_bytes
-        Bound on what is kept and being decoded to be kept; a chunk has about 8 MiB of codes, so allow several.
+        Most bytes that are cached or being decoded. A chunk has about 8 MiB of codes, so allow several chunks.
 
     Examples
     --------
@@ -77,7 +77,7 @@ class ChunkCache:
         return (segment, entry.path, chunk) in self._kept
 
     def drop(self, segment: str, entry: ArrayEntry, chunk: int) -> None:
-        """Give a chunk up, if it is kept: nobody will ask for it."""
+        """Evict a chunk that will not be read again."""
         key = (segment, entry.path, chunk)
         with self._lock:
             if self._kept.pop(key, None) is not None:
@@ -108,7 +108,7 @@ class ChunkCache:
             self._settle(key, fresh)
 
     def _reserve(self, key: _Key, size_bytes: int) -> bool:
-        """Make room by giving up what was used longest ago; False where what others are decoding leaves too little."""
+        """Evict least recently used chunks to make room; False if chunks being decoded leave too little room."""
         pending_bytes = sum(self._sizes[one] for one in self._pending)
         if pending_bytes + size_bytes > self.limit_bytes:
             self._passed += 1

@@ -1,4 +1,4 @@
-"""Decoded chunks: the memory that one is decoded into, and who keeps it beyond a read."""
+"""Decoded chunks: the memory that chunks are decoded into, and the interface of their caches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Scratch:
 
     @property
     def spare(self) -> Scratch:
-        """More such memory, for what must not be where the array that is returned will be."""
+        """A second memory, for intermediate arrays that must not overlap the result."""
         if self._spare is None:
             self._spare = Scratch()
         return self._spare
@@ -40,7 +40,7 @@ Decode = Callable[[Scratch], Array]
 
 
 class ChunkKeeper(Protocol):
-    """Keeps decoded chunks of segments. What it gives out must not be written to."""
+    """A cache of decoded chunks. Callers must not write to its arrays."""
 
     def read(self, segment: str, entry: ArrayEntry, chunk: int, scratch: Scratch, decode: Decode) -> Array:
         """Return chunk ``chunk`` of the stored array, whole: one that is kept, or ``decode(memory)``.

@@ -1,4 +1,4 @@
-"""Row lists on their way into arrays: small ones of one shape share a group of arrays, large ones have their own.
+"""Which arrays a row list is stored in: small lists of one shape share a group of arrays, large lists have their own.
 
 Cost belongs to the bytes that changed: a delta of a few rows in each of a thousand tables puts as many objects as one
 of a table (`format_spec/decisions/0022`). Nothing is put here.
@@ -28,7 +28,7 @@ Blocks = dict[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class RowList:
-    """What a row list will hold, produced chunk by chunk on a worker thread.
+    """The content of a row list, produced chunk by chunk on worker threads.
 
     Attributes
     ----------
@@ -76,7 +76,7 @@ class WrittenList:
     last: list[int] = field(default_factory=list)
 
     def line(self) -> ListLine:
-        """Return the manifest's words for it, once all its rows are in chunks."""
+        """Return the list's entry of the manifest. All its rows must be in chunks."""
         return ListLine(group=self.group, count=self.count, first=tuple(self.first), last=tuple(self.last))
 
 
@@ -99,7 +99,7 @@ class WrittenPart:
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """What row lists have in common that may share arrays."""
+    """Operation, array dtypes and widths, and order: row lists with equal shapes may share arrays."""
 
     operation: str
     widths: tuple[tuple[str, np.dtype[Any], int | None], ...]
@@ -139,7 +139,7 @@ def _shape_of(
 
 
 class SharedGroup:
-    """Lists that share arrays: they wait here until their rows fill a chunk. Memory: one chunk, and one list.
+    """Buffers small row lists until their rows fill a chunk of the shared arrays. Memory: one chunk and one list.
 
     ``entries`` are the arrays, from the first chunk on; they have more rows in the end.
     """
@@ -165,7 +165,7 @@ class SharedGroup:
         return min(self._full, self.rows)
 
     def append(self, row_list: RowList) -> WrittenList:
-        """Take a small list, whole; its blocks are copied."""
+        """Copy a whole small list into the buffer."""
         produced = {name: block.copy() for name, block in row_list.produce(0, row_list.count).items()}
         written = WrittenList(self.path, row_list.count)
         self._waiting.append((written, produced))
@@ -174,7 +174,7 @@ class SharedGroup:
         return written
 
     def take(self) -> tuple[int, Blocks]:
-        """Return the next chunk of the rows that wait, and its number; their lists learn what it has of them."""
+        """Remove the next chunk from the buffer; returns its number and blocks. Sets the id ranges of its lists."""
         left = min(self._full, self.waiting_rows)
         self.waiting_rows -= left
         self._taken += 1

@@ -1,4 +1,4 @@
-"""Encoded chunks of one array on their way into shards: each waits for the others of its shard. No I/O.
+"""Collects the encoded chunks of one array until a shard is complete. No I/O.
 
 Chunks are encoded on several threads and come in any order; a shard is put once, whole (spec, CNR-SEG-20).
 """
@@ -14,7 +14,7 @@ from cnr_store.storage import object_digest
 
 
 class OpenShards:
-    """The shards of one array. Thread-safe. Memory: the chunks of those that are not whole yet."""
+    """The incomplete shards of one array. Thread-safe. Memory: the chunks of incomplete shards."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -23,9 +23,9 @@ class OpenShards:
         self._inside: dict[int, tuple[int, str]] = {}
 
     def add(self, entry: ArrayEntry, index: int, data: bytes, *, grows: bool) -> tuple[str, bytes] | None:
-        """Take a chunk; returns path and bytes of its shard if it was the last one of it.
+        """Add a chunk. Returns path and bytes of its shard if this chunk completes it, else None.
 
-        ``grows``: the array gets more rows than ``entry`` says, so only a full shard is whole.
+        ``grows``: the array will have more rows than ``entry``, so a shard is complete only when it is full.
         """
         room = arrays.shard_chunks(entry)
         number = index // room
@@ -48,7 +48,7 @@ class OpenShards:
         return found
 
     def inside(self, entry: ArrayEntry) -> Shards:
-        """Return what the manifest says of the chunks, once all are there."""
+        """Return the manifest's entry of the shards. All chunks must have been added."""
         lines = [self._inside[k] for k in range(arrays.chunk_count(entry))]
         sizes, digests = tuple(size for size, _ in lines), "".join(digest for _, digest in lines)
         return Shards(chunks=arrays.shard_chunks(entry), sizes=sizes, digests=digests)

@@ -51,7 +51,7 @@ def read_receipt(storage: Storage, name: str, folder: str, digest: str) -> Recei
     Raises
     ------
     MissingObject, CorruptObject
-        It is not there, or is not what that writer says it put.
+        It is absent, or its sha256 differs from the one that the writer reported.
     CorruptStore
         It cannot be parsed.
     """
@@ -100,8 +100,8 @@ SHARED_BYTES = 256 * 1024 * 1024
 class SegmentReader:
     """One segment, read through its manifest. Thread-safe.
 
-    Keeps the manifest, and of chunks in which several row lists have rows those that were read, until all their rows
-    were: so tables that are read one after the other decode what they share once. `SHARED_BYTES` bounds them.
+    Keeps the manifest. Also keeps decoded chunks that several row lists share until all their rows were read, at most
+    `SHARED_BYTES`: so tables that are read one after the other decode a shared chunk once.
     ``own`` is what the segment states, ``manifest`` the same with the state that the chain has behind it, where the
     segment was opened with its chain (`in_chain`).
     ``if_missing`` is called with the error before a missing object is raised, and may raise what is behind it.
@@ -153,19 +153,19 @@ class SegmentReader:
         return self._storage.is_remote and self._keeper is None
 
     def with_if_missing(self, if_missing: IfMissing | None) -> SegmentReader:
-        """Return the same segment, whose missing objects ``if_missing`` is told of."""
+        """Return the same segment with another ``if_missing``."""
         other = copy.copy(self)
         other._if_missing = if_missing
         return other
 
     def with_chunk_source(self, take: TakeChunk) -> SegmentReader:
-        """Return the same segment, of which ``take`` is asked for the verified bytes of a chunk first."""
+        """Return the same segment, which calls ``take`` for the verified bytes of a chunk before it reads them."""
         other = copy.copy(self)
         other._take = take
         return other
 
     def with_cache(self, keeper: ChunkKeeper) -> SegmentReader:
-        """Return the same segment, whose decoded chunks ``keeper`` keeps: what is read must not be written to."""
+        """Return the same segment, whose decoded chunks ``keeper`` caches: callers must not write to them."""
         other = copy.copy(self)
         other._keeper = keeper
         return other
@@ -205,7 +205,7 @@ class SegmentReader:
         return ChunkPlace(path, 0, self._entry_of(path).size, self._entry_of(path).xxh3_128)
 
     def read_places(self, places: Sequence[ChunkPlace]) -> list[bytes]:
-        """Return stored chunks that stand one behind the other in one object, each checked: one request.
+        """Return adjacent stored chunks of one object, each verified, with one request.
 
         Raises
         ------
@@ -355,7 +355,7 @@ def open_chain(
 ) -> tuple[SegmentReader, ...]:
     """Open the segments of a chain, and refuse manifests that contradict each other: a GET for each that is not known.
 
-    ``known`` may be of other chains: what a segment states is the same in each.
+    ``known`` may be segments of other chains: their own manifests are the same.
 
     Raises
     ------
@@ -392,7 +392,7 @@ def in_chain(readers: Sequence[SegmentReader], known: int = 0) -> tuple[SegmentR
 
 
 def check_record(record: CommitRecord, last: SegmentReader) -> None:
-    """Refuse a record that says another thing of its last segment than that says of itself. No I/O.
+    """Refuse a record that contradicts the manifest of its last segment. No I/O.
 
     Raises
     ------

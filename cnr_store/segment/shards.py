@@ -1,7 +1,7 @@
-"""Who holds which rectangle of which table: the shards of a writer, and of all writers of one training. Pure.
+"""Which writer has which rectangle of which table. Pure.
 
-Several ranks write one segment together, so their rectangles must tile every table: a gap would be rows that nobody
-saves, an overlap rows that two writers disagree about.
+Several ranks write one segment, so their rectangles must tile every table. Rows in a gap would not be saved; rows in
+an overlap could be saved with two different values.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _check_tiling(table: str, held: list[tuple[Rectangle, int]]) -> tuple[int, i
 
 
 def assign_owners(sizes: Mapping[str, int], world: int, held: Mapping[str, int] | None = None) -> dict[str, int]:
-    """Return which rank writes each replicated table: what is held stays, the rest goes largest first. Pure.
+    """Return the rank that writes each replicated table: owned tables stay, the others go largest first. Pure.
 
     Parameters
     ----------

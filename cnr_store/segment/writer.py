@@ -60,7 +60,7 @@ _CARRIERS = {"bfloat16": "uint16", "bool": "uint8"}
 class SegmentWriter:
     """One writer's side of a segment. Blocking; puts run on ``workers``.
 
-    Lists that fill a chunk are put when they are given; what is small waits for `finish`, which puts it all at once.
+    Row lists that fill a chunk are put at once. Smaller ones are buffered until `finish`, which puts them together.
     """
 
     def __init__(self, storage: Storage, name: str, *, folder: str, workers: Workers, throttle: Throttle) -> None:
@@ -205,7 +205,7 @@ class SegmentWriter:
     def finish(
         self, *, txn: str, rank: int, world: int, attempt: str, base: int, l0: int, parts: Sequence[WrittenPart]
     ) -> Receipt:
-        """Put what waits, make everything durable, and return what was written.
+        """Put everything that is buffered, make all objects durable, and return the receipt. Blocks.
 
         ``parts`` in the order in which their lists were written; rank 0 puts the segment's group document, too.
         """
@@ -257,7 +257,7 @@ class SegmentWriter:
         return ArrayGroup(path=path, rows=first.shape[0], chunk_rows=first.chunk_rows, arrays=found)
 
     def put_receipt(self, receipt: Receipt) -> str:
-        """Put the receipt, the last object of this writer, for whoever puts the manifest; returns its sha256."""
+        """Put the receipt, this writer's last object; returns its sha256. The committer reads it."""
         data = pack(receipt)
         key = layout.segment_key(self.name, f"{self.folder}/{layout.RECEIPT}")
         self._storage.put_document(key, data, MAX_MANIFEST_BYTES)
@@ -300,7 +300,7 @@ class SegmentWriter:
 
 
 def check_dense_dtype(name: str, dtype: np.dtype[Any], logical: str | None) -> None:
-    """Refuse a dense tensor that a store cannot hold, or whose logical dtype is stored as another one.
+    """Refuse a dense tensor of an unsupported dtype, or of another dtype than its logical dtype is stored as.
 
     Raises
     ------
