@@ -135,7 +135,7 @@ def digest(codes: Integers, rows: npt.NDArray[np.int64], multipliers: npt.NDArra
 
 
 def digit_planes(values: Integers, bases: tuple[int, ...]) -> npt.NDArray[np.uint8]:
-    """Return the planes of the digits of ``values`` (n,), one behind the other, the top one first."""
+    """Return the planes of the digits of ``values`` (n,), joined, the highest digit first."""
     rest = [int(value) for value in values]
     planes = []
     for base in reversed(bases):

@@ -1,4 +1,4 @@
-"""One save behind the training: encode, write, commit, on one thread that never has two saves.
+"""One save in the background: one thread encodes, writes and commits it. It never has two saves.
 
 The thread touches copies and the store, nothing of the model: what becomes of the dirty rows is decided by the
 training thread when it takes the outcome.
@@ -236,7 +236,7 @@ def _fulfil(future: Future[None], run: Callable[[SaveJob], None], job: SaveJob) 
         return
     try:
         run(job)
-    except BaseException as error:  # noqa: BLE001 (whoever collects the save is told)
+    except BaseException as error:  # noqa: BLE001 (raised where the save is collected)
         future.set_exception(error)
     else:
         future.set_result(None)
@@ -310,7 +310,7 @@ class BackgroundSave:
         error = self._future.exception()
         job, self._job, self._future = self._job, None, None
         if job.transaction.version is not None:
-            # Also when something failed behind the commit: what has won is not saved again.
+            # Also if something failed after the commit: committed rows are not saved again.
             return Finished(job, SaveOutcome.WON, error)
         unknown = isinstance(error, CommitStateUnknown)
         return Finished(job, SaveOutcome.UNKNOWN if unknown else SaveOutcome.LOST, error)

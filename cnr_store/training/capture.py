@@ -59,7 +59,7 @@ def trainer_document(
 
 
 def rank_document(*, with_rng: bool) -> dict[str, Any]:
-    """Return what a rank other than 0 says: its generators."""
+    """Return the document of a rank other than 0: its random generators."""
     rng = capture_rng() if with_rng else {}
     return {"format": FORMAT, "optimizers": [], "slots": {}, "fused": {}, "rng": rng, "extras": {}}
 

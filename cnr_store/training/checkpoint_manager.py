@@ -1,4 +1,4 @@
-"""`CheckpointManager`: saves a training behind its back and puts it back in place after a crash.
+"""`CheckpointManager`: saves a training in the background and restores it after a crash.
 
 It decides when: `saver` saves, `restorer` restores, `live_training` holds what is trained.
 """

@@ -93,7 +93,7 @@ def _find_whole(store: Store, damaged: Collection[str], kind: str) -> dict[str, 
 
 
 def _checkpoint(store: Store, head: LogEntry) -> int:
-    """The version that brought the head's state: fences and tags behind it only repeat its chain."""
+    """Return the version that saved the head's state: later fences and tags only repeat its chain."""
     version = head.record.v
     try:
         for entry in store.internals.log.walk(head):
@@ -101,5 +101,5 @@ def _checkpoint(store: Store, head: LogEntry) -> int:
                 break
             version = entry.record.v
     except CorruptStore:
-        pass  # Only for the message: what is behind the damage does not matter.
+        pass  # Only for the message: damage of older records does not matter here.
     return version

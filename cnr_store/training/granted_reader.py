@@ -111,7 +111,7 @@ class GrantedReader(Generic[T]):
             return self._is_drained()
 
     def trained(self, batches: int = 1) -> None:
-        """Say that ``batches`` more were trained; `CheckpointManager.step` says one. Call it from the training thread.
+        """Count ``batches`` more as trained; `CheckpointManager.step` counts one. Call it from the training thread.
 
         Raises
         ------
@@ -157,7 +157,7 @@ class GrantedReader(Generic[T]):
             return self._loader.state_dict()
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Continue behind the batches of ``state_dict``; intervals handed out before yield nothing more.
+        """Continue after the batches of ``state_dict``; intervals handed out before yield nothing more.
 
         Batches in flight are forgotten: end the pipeline that holds them before.
         """

@@ -219,7 +219,7 @@ def load(
 ) -> LoadedState:
     """Read a checkpoint into a model, in place: to evaluate it, also beside the training that writes the store. Blocks.
 
-    Writes nothing to the store and fences nobody: credentials that may only read are enough. Not for a model that a
+    Writes nothing to the store and does not fence writers: read-only credentials are enough. Not for a model that a
     `CheckpointManager` saves: its `CheckpointManager.restore` does that. Where several ranks hold the model all of them
     call this, and each reads what it holds.
 

@@ -50,6 +50,6 @@ class TrainingPosition:
         self.given_state, self.restored_state = None, reader_state
 
     def document(self) -> dict[str, Any] | None:
-        """Return what a save says of the reader; None if there is nothing to say."""
+        """Return the reader's document for a save, or None."""
         given = self.restored_state if self.given_state is None else self.given_state
         return reader_document(self.reader, given)

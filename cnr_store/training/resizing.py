@@ -1,4 +1,4 @@
-"""Tables that have more rows than the checkpoint that they were restored from: the next save says so."""
+"""Tables with more rows than the checkpoint that they were restored from: the next save records the new size."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_resizable(plan: RestorePlan, holdings: Holdings) -> None:
 
 @torch.no_grad()
 def fill_new_rows(plan: RestorePlan, resize: Resize | None) -> None:
-    """Give rows that the stored tables have not the fill of those, where that is asked for; no I/O."""
+    """Set rows beyond the stored tables to the tables' fill, if the caller wants it; no I/O."""
     if resize == "fill":
         for one in plan.shards:
             one.shard.weight.detach()[one.num_stored :].fill_(one.schema.fill)

@@ -1,4 +1,4 @@
-"""Put a committed state into a live model and its optimizers, in place, as a plan says (`matching`).
+"""Put a committed state into a live model and its optimizers, in place, by a plan of `matching`.
 
 Everything but the tables is read into host memory before the first tensor is written.
 """

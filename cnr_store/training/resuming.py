@@ -1,4 +1,4 @@
-"""Read on behind a checkpoint, without a draw that the uninterrupted run did not make.
+"""Continue reading after a checkpoint, with the same random draws as in an uninterrupted run.
 
 A loader draws from torch's generators when it makes an iterator: a seed for its workers, and some samplers theirs. The
 uninterrupted run made its iterator before the checkpoint; the saved generators are those of after these draws. So what

@@ -30,7 +30,7 @@ class SaveEvent(Enum):
     RESTORED = "restored"
     """A checkpoint, or the empty store, is in place."""
     STEPPED = "stepped"
-    """A step was trained behind a restore."""
+    """A step was trained after a restore."""
     READ = "read"
     """Tables began to be read while the training goes on."""
     STARTED = "started"

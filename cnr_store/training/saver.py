@@ -135,7 +135,7 @@ class Saver:
         try:
             plan = plan_save(self.training, self.chain, self.policy.policy, writer)
             is_outdated = any(together(control, share))
-        except Exception as error:  # noqa: BLE001 (whoever waits for the save is told)
+        except Exception as error:  # noqa: BLE001 (raised where the save is collected)
             self._give_up(read)
             return error
         if is_outdated:  # an optimizer made its state meanwhile, which belongs to the save

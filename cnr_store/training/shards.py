@@ -1,4 +1,4 @@
-"""The pieces of tables that this rank holds, whoever placed them there, and how their lookups are followed.
+"""The rectangles of tables on this rank, from any sharding library, and how their lookups are tracked.
 
 Why this module exists: a plain model has whole tables, a sharding library gives each rank rectangles of them, with
 optimizers that have no ``step``. Saving and restoring know one record for both. Libraries that shard tables stand

@@ -13,11 +13,11 @@ from cnr_store.runtime.ranks import Ranks, together
 
 EXIT_CODE = 128 + signal.SIGTERM
 _STEPS_BETWEEN_SIGNALS = 16
-"""How often several ranks ask each other whether one was told to stop; asking costs a message to all of them."""
+"""How often the ranks exchange whether one has to stop; each exchange is a message of every rank to all others."""
 
 
 class StopSignal:
-    """Whether the training was told to stop. Used by the training thread; the handler only sets the flag.
+    """Whether SIGTERM was received. Used by the training thread; the handler only sets the flag.
 
     Attributes
     ----------

@@ -96,7 +96,7 @@ class Commit:
     # ---- the commit
 
     def run(self, user: Mapping[str, JsonValue] | None) -> int:
-        """Commit with all ranks; returns the version, or raises as `Transaction.commit` says. Blocks."""
+        """Commit with all ranks; returns the version, or raises as `Transaction.commit`. Blocks."""
         ranks = self._state.setup.ranks
         self._has_answered = True
         handed_over = False

@@ -1,4 +1,4 @@
-"""What a commit says, decided purely: its chain, and whether receipts apply to the state they name."""
+"""The chain of a commit, and checks that its receipts apply to the state that they name. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cnr_store.types import MAX_CHAIN, Rectangle
 
 
 def next_chain(head: CommitRecord, entry: ChainEntry, *, keep: int) -> tuple[ChainEntry, ...]:
-    """Return the chain of a commit: ``entry`` alone if it is a baseline, else behind the first ``keep`` segments.
+    """Return the chain of a commit: ``entry`` alone if it is a baseline, else after the first ``keep`` segments.
 
     Raises
     ------

@@ -13,7 +13,7 @@ CommitKind = Literal["baseline", "delta"]
 
 @dataclass(slots=True)
 class SegmentDraft:
-    """What a segment will be: its kind and step, its name, and the ``keep`` segments of the chain it goes behind.
+    """The kind, step and name of a new segment, and the number ``keep`` of chain segments that it follows.
 
     ``is_one_shot``: whether it takes the place of deltas. ``step`` alone may change.
     """

@@ -24,7 +24,7 @@ from cnr_store.write.delta_rows import StagedRows
 
 @dataclass(slots=True)
 class DenseTensors:
-    """What a transaction says of dense tensors: new values, logical dtypes where numpy has none, names that end."""
+    """The dense tensors of a transaction: new values, logical dtypes that numpy lacks, names that end."""
 
     given: dict[str, Array] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)

@@ -85,7 +85,7 @@ class SchemaChanges:
         return self.tables[table]
 
     def options_of(self, table: str) -> TableOptions | None:
-        """Return how the table was asked to be stored, in this transaction or before; None if nobody said."""
+        """Return the options given for the table, in this transaction or before; None if none were given."""
         return self.options.get(table) or self._state.mirrors.options.get(table)
 
     def agree(self, tables: Mapping[str, Sequence[Declaration]], written: Set[str]) -> None:

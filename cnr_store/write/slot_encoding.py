@@ -59,7 +59,7 @@ _SECOND_MOMENTS = frozenset({"exp_avg_sq", "momentum2"})
 
 
 def slot_bits_of(options: TableOptions, name: str, bits: AffineBits) -> SlotBits | None:
-    """Return the bits that a slot is stored for, beside a table of ``bits``; None for one that nobody named."""
+    """Return the bits of a slot in a table of ``bits``; None if no precision was given."""
     asked = options.slot_bits
     if asked is not None and not isinstance(asked, str | int):
         asked = asked.get(name)

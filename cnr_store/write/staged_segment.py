@@ -64,5 +64,5 @@ class StagedSegment:
             txn=self.draft.txn, rank=ranks.rank, world=ranks.world, attempt=self._attempt,
             base=self._state.head.record.v, l0=self.draft.l0, parts=parts,
         )  # fmt: skip
-        # Rank 0 commits and would be the only reader of its own: the manifest says all of it.
+        # Rank 0 commits, and only it would read its own receipt: the manifest has everything.
         return receipt, out.put_receipt(receipt) if ranks.rank > 0 else None

@@ -68,7 +68,7 @@ class Transaction:
 
     @property
     def undecided(self) -> LogEntry | None:
-        """The record that rank 0 sent, if `commit` could not learn whether that stands in the log."""
+        """The record that rank 0 sent, if `commit` could not find out whether the log has it."""
         return self._commit.undecided
 
     @property
@@ -123,7 +123,7 @@ class Transaction:
         try:
             self._staged.schemas.agree(tables, self._staged.tables.written)
         except BaseException:
-            # Every rank is here, or has told the others that it gave up: nobody waits for an answer any more.
+            # Every rank is here, or has sent that it gave up: no rank waits for an answer any more.
             self._commit.leave()
             self.abort()
             raise

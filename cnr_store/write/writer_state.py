@@ -314,7 +314,7 @@ class WriterState:
         self.head = entry
         self.open = None
         self.is_restored = False
-        # Until the new state is open the mirrors are nobody's: opening it may read, and so may fail.
+        # The mirrors belong to no state until the new one is open: opening it may read, and may fail.
         self.snapshot = None
         snapshot = self.snapshot_of(entry, known=known, opens=False)
         try:
@@ -358,7 +358,7 @@ class WriterState:
             self.forget()
 
     def forget(self) -> None:
-        """Give up what the mirrors hold: they are nobody's state."""
+        """Drop the content of the mirrors: it belongs to no committed state."""
         self.mirrors.clear()
         self.snapshot = None
 

@@ -1,4 +1,4 @@
-"""What becomes of staged rows behind the training: coded on their device, brought to the host, checked there.
+"""Staged rows in the background: encoded on their device, copied to the host, checked there.
 
 Runs on a transfer's thread, beside the training; it touches copies only. Rows whose codes are worth nothing go as
 floats, which are still in the staging.

@@ -1,4 +1,4 @@
-"""The bitmaps of all devices behind one set of table names.
+"""The bitmaps of all devices, by table name.
 
 Why this module exists: tables may lie on several devices, and rows are marked where their ids are. One bitmap per
 device keeps marking local to it; the tracker and its callers go on thinking of tables.

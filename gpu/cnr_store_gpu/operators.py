@@ -1,4 +1,4 @@
-"""The torch operators behind the lookup hooks: ``cnr_store::mark``, ``mark_slices`` and ``note_lookup``.
+"""The torch operators of the lookup hooks: ``cnr_store::mark``, ``mark_slices`` and ``note_lookup``.
 
 Why this module exists: a hook that runs Python of its own breaks the graph of ``torch.compile``, and what dynamo
 traces runs once, not once per call. An operator with a fake implementation is one node of the graph: it runs on every
@@ -34,7 +34,7 @@ class Keeper(Protocol):
     def keep(
         self, ids: torch.Tensor, ends: torch.Tensor | None, places: list[int], skip_row: int, is_copy: bool
     ) -> None:
-        """Keep the ids of one lookup; ``is_copy`` says that nobody else can write them."""
+        """Keep the ids of one lookup; ``is_copy``: no other code can write to them."""
 
 
 _keepers: weakref.WeakValueDictionary[int, Keeper] = weakref.WeakValueDictionary()

@@ -144,7 +144,7 @@ class RowTracker:
             self.detach()
             raise
 
-    # ---- what the caller says
+    # ---- calls of the user
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
@@ -249,9 +249,9 @@ class RowTracker:
         self._following.updated(self._tables.find(name))
 
     def add_source(self, name: str, source: ChangeSource) -> None:
-        """Take rows of a table from something that knows itself what changed, too: at each ``take`` it is asked.
+        """Add a source of changed rows of a table: each ``take`` calls it.
 
-        Writes to the table are then the source's to tell: they are not looked for.
+        The tracker then does not detect writes to the table: the source must report them.
         """
         watched = self._tables.find(name)
         watched.has_source = True

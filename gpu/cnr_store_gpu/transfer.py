@@ -1,4 +1,4 @@
-"""What a device can do behind the training: run work in its own order, and copy to the host without it waiting.
+"""Work of a device beside the training: run functions in order, and copy to the host without blocking the training.
 
 Why this module exists: staging, its ring and its waits are the same for every device, and are tested without one.
 `CudaTransfer` is a side stream with events; `HostTransfer` is threads, for tensors in host memory and on devices
@@ -32,7 +32,7 @@ class Transfer(Protocol):
         """Return the point that the calling thread's own work on the device has reached; does not block."""
 
     def run(self, after: Any, work: Callable[[], T]) -> Future[T]:
-        """Start ``work`` on the transfer's thread; what it queues on the device comes behind the point ``after``.
+        """Start ``work`` on the transfer's thread; what it queues on the device runs after ``after``.
 
         When the future is done, nothing that the work queued is under way, also after an error.
         """
@@ -58,9 +58,9 @@ class HostTransfer:
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="cnr-copy")
 
     def record(self) -> None:
-        """Host tensors are as the caller left them: there is no queue to be behind of."""
+        """Do nothing: host tensors have no queue of operations."""
 
-    def run(self, after: None, work: Callable[[], T]) -> Future[T]:  # noqa: ARG002 (nothing to be behind of)
+    def run(self, after: None, work: Callable[[], T]) -> Future[T]:  # noqa: ARG002 (the host has no queue)
         """Start ``work`` on the driving thread."""
         return self._driver.submit(work)
 
@@ -133,7 +133,7 @@ class CudaTransfer:
         return self._driver.submit(on_the_side)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> Mark:
-        """Queue a copy to pinned memory and an event behind it."""
+        """Queue a copy to pinned memory and an event after it."""
         target.copy_(source, non_blocking=True)
         # Blocking: a thread that spins for the event would take a core from the data loader.
         event = torch.cuda.Event(blocking=True)
@@ -175,5 +175,5 @@ class _Reached:
 
 
 def transfer_for(device: torch.device) -> Transfer:
-    """Return the way in which a device copies behind the training."""
+    """Return the `Transfer` for a device."""
     return CudaTransfer(device) if device.type == "cuda" else HostTransfer()

@@ -236,7 +236,7 @@ def _check_positive(name: str, number: float) -> None:
 
 
 def _is_open(shard: LocalShard, options: TableOptions) -> bool:
-    """Whether a table is a lattice of a precision that nobody has named."""
+    """Whether a table is a lattice and no precision was given for it."""
     dtype = table_dtype(TensorRows(shard.weight), shard.table)
     is_named = options.bits is not None or options.max_error is not None or options.scale is not None
     return dtype == "float32" and encoding_name(options, dtype) == "lattice" and not is_named

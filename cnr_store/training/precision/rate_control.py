@@ -1,4 +1,4 @@
-"""How exact each table is stored while a run goes on: counts restores, refines scales behind them, says what it did.
+"""The precision of each table during a run: counts restores, refines scales after them, reports its decisions.
 
 What is decided comes from `cnr_store.write.rate`; here stands what a manager remembers, and when it asks. Everything is
 the same on every rank: it follows from the checkpoint, the options, and what the ranks tell each other.
@@ -124,7 +124,7 @@ class RateControl:
             return options
         return replace(options, expected_restores=max(options.expected_restores, float(self._restores)))
 
-    # ---- behind a restore
+    # ---- after a restore
 
     def restored(self, ranks: Ranks, writer: Writer, document: RateDocument, kept: Collection[str]) -> None:
         """Take notice of a restore, and decide what the next save does about it. Blocks; all ranks call it.
@@ -302,7 +302,7 @@ class RateControl:
                 self._staged[table] = planned.bits
 
     def document(self) -> RateDocument:
-        """Return what the checkpoint in the making says, once `stage` was called."""
+        """Return what the next checkpoint records, after `stage`."""
         return RateDocument(
             restores=self._restores, bits={**self._bits, **self._staged}, first_loss=self._staged_first,
             loss=self._loss, losses=self._losses, halved=self._halved_after(), calibrated=self._calibrated,
