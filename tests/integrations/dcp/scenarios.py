@@ -220,6 +220,49 @@ def sharded_tensors_are_saved_and_cut_anew(place: Place) -> None:
         assert_whole(plain, whole)
 
 
+def cut_by(place: Place, whole: torch.Tensor, plan: list[tuple[int, int, int]]) -> Any:
+    """A ShardedTensor of rows [start, stop), each of them on a rank."""
+    shards = []
+    for start, stop, owner in plan:
+        if owner % place.world == place.rank:
+            where = ShardMetadata([start, 0], [stop - start, whole.shape[1]], placement=f"rank:{place.rank}/cpu")
+            shards.append(sharded_tensor.Shard(whole[start:stop].clone(), where))
+    return sharded_tensor.init_from_local_shards(shards, *whole.shape)
+
+
+PLANS = [
+    [(0, 550, 0), (550, ROWS, 1)],
+    [(0, 300, 0), (300, 600, 1), (600, 900, 1), (900, ROWS, 0)],
+    [(0, 200, 0), (200, 201, 1), (201, 700, 0), (700, 1100, 1), (1100, ROWS, 0)],
+    [(0, 1000, 1), (1000, ROWS, 0)],
+]
+
+
+@scenario
+def every_plan_of_shards_loads_what_every_other_one_saved(place: Place) -> None:
+    path = place.store("plans")
+    with CnrStorageWriter(path) as writer:
+        for seed, saved in enumerate(PLANS):
+            whole = whole_state(seed)["rows"]
+            dcp.save({"rows": cut_by(place, whole, saved)}, storage_writer=writer)
+            for loaded in PLANS:
+                state = {"rows": cut_by(place, torch.zeros_like(whole), loaded)}
+                dcp.load(state, storage_reader=CnrStorageReader(path))
+                for mine, other in zip(
+                    state["rows"].local_shards(), cut_by(place, whole, loaded).local_shards(), strict=True
+                ):
+                    assert torch.equal(mine.tensor, other.tensor), (saved, loaded)
+            plain = {"rows": torch.zeros_like(whole)}
+            dcp.load(plain, storage_reader=CnrStorageReader(path))
+            assert_whole(plain, {"rows": whole})
+        dcp.save({"rows": whole}, storage_writer=writer)
+        state = {"rows": cut_by(place, torch.zeros_like(whole), PLANS[2])}
+        dcp.load(state, storage_reader=CnrStorageReader(path))
+        for mine in state["rows"].local_shards():
+            start = mine.metadata.shard_offsets[0]
+            assert torch.equal(mine.tensor, whole[start : start + len(mine.tensor)])
+
+
 # ---- trainings
 
 

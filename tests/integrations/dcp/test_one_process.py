@@ -205,6 +205,28 @@ def test_values_come_back_without_pickle(store: Path) -> None:
     assert not any(data.startswith(opcodes[0]) or b"archive/data.pkl" in data for data in objects)
 
 
+class Counter:
+    """An object with a state dict, which DCP asks for it."""
+
+    def __init__(self, value: bytes) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"blob": self.value, "at": {"step": len(self.value)}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["blob"]
+
+
+def test_stateful_objects_are_saved_and_loaded(store: Path) -> None:
+    found = Counter(b"")
+    with CnrStorageWriter(store) as writer:
+        dcp.save({"counter": Counter(b"some"), "x": torch.ones(2)}, storage_writer=writer)
+    dcp.load({"counter": found}, storage_reader=CnrStorageReader(store))
+
+    assert found.value == b"some"
+
+
 class Unknown:
     """What no document can hold."""
 
