@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
+import importlib
 import json
 import os
 import re
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -35,7 +35,6 @@ from torch import nn
 
 from cnr_store import TableOptions
 from cnr_store.errors import CnrStoreError, RankLost
-from cnr_store.runtime.ranks import OneRank
 from cnr_store.segment.codes import TableCodes
 from cnr_store.storage.local import LocalStorage
 from cnr_store.training import CheckpointManager, SavePolicy, StoreOptions, TrackingOptions
@@ -386,32 +385,9 @@ def run_job(job: dict[str, Any]) -> list[int | None]:
     return [codes[child] for child in children]
 
 
-def load_kernels() -> None:
-    """Save and restore once, so that compiled code is loaded before ranks are forked; no thread may be left."""
-    torch.set_num_threads(1)
-    training = RankTraining(0, 1)
-    with tempfile.TemporaryDirectory() as folder:
-        for _ in range(2):
-            manager = CheckpointManager(
-                f"{folder}/store",
-                model=training.model,
-                optimizer=training.optimizers,
-                options=TableOptions.exact(),
-                store_options=StoreOptions(threads=1, ranks=OneRank()),
-                tracking=TrackingOptions(assume={"RowWiseAdagrad": "touched"}),
-            )
-            manager.restore()
-            for table in ("user.weight", "item.weight"):
-                manager.tracker.mark(table, torch.tensor([1, 2]))
-                with torch.no_grad():
-                    training.model.get_parameter(table)[1] += 1
-                manager.save()
-            manager.close()
-    assert threading.active_count() == 1, threading.enumerate()
-
-
 def main(commands: TextIO, answers: TextIO) -> None:
-    load_kernels()
+    importlib.import_module("tests.support.warm_training")  # compiled code is loaded before ranks are forked
+    assert threading.active_count() == 1, threading.enumerate()
     for line in commands:
         answers.write(json.dumps({"codes": run_job(json.loads(line))}) + "\n")
         answers.flush()
