@@ -41,7 +41,7 @@ from cnr_store.format.records import (
 )
 from cnr_store.format.sizes import SegmentSizes, fp32_bytes, segment_sizes, total_sizes
 from cnr_store.log.leases import Lease
-from cnr_store.log.retention import RetentionPolicy
+from cnr_store.log.retention import KeepBest, RetentionPolicy
 from cnr_store.maintenance.compaction import CompactionPolicy, CompactionReport
 from cnr_store.maintenance.gc import GcReport, SegmentReport, VersionReport, collect_garbage
 from cnr_store.maintenance.maintain import MaintenanceReport, Stage, StageReport, compact, maintain
@@ -74,6 +74,7 @@ __all__ = [
     "CompactionPolicy",
     "CompactionReport",
     "collect_garbage",
+    "KeepBest",
     "RetentionPolicy",
     "GcReport",
     "Lease",

@@ -6,11 +6,48 @@ frees a segment only if no kept version has it in its chain. Nothing here reads 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from cnr_store.format.records import CommitRecord
-from cnr_store.runtime.arguments import checked_count, checked_number
+from cnr_store.runtime.arguments import checked_choice, checked_count, checked_number
+
+Best = Literal["largest", "smallest"]
+"""Which values of a metric are the best."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeepBest:
+    """The saves with the best values of a metric that they recorded.
+
+    Attributes
+    ----------
+    metric
+        Its name in ``metrics=`` of the saves.
+    count
+        How many saves; of equal values the newer ones.
+    best
+        Whether the ``largest`` or the ``smallest`` values are the best.
+
+    Raises
+    ------
+    BadInput
+    """
+
+    metric: str
+    count: int = 1
+    best: Best = "largest"
+
+    def __post_init__(self) -> None:
+        checked_count("count", self.count, least=1)
+        checked_choice("best", self.best, get_args(Best))
+
+    def chosen(self, versions: Iterable[tuple[int, Mapping[str, float]]]) -> list[int]:
+        """Return the best of the versions with their metrics, best first; those without the metric are none. Pure."""
+        sign = 1 if self.best == "largest" else -1
+        found = [(sign * metrics[self.metric], version) for version, metrics in versions if self.metric in metrics]
+        return [version for _, version in sorted(found, reverse=True)[: self.count]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +62,8 @@ class RetentionPolicy:
         Also keep every version committed in the last so many seconds; no version counts as younger than a later one.
     keep_every
         Also keep every checkpoint whose number is a multiple of this.
+    keep_best
+        Also keep the versions of the saves with the best values of a metric.
 
     Raises
     ------
@@ -35,6 +74,7 @@ class RetentionPolicy:
     keep_last: int = 10
     keep_within_s: float | None = None
     keep_every: int | None = None
+    keep_best: KeepBest | None = None
 
     def __post_init__(self) -> None:
         checked_count("keep_last", self.keep_last, least=1)
@@ -46,12 +86,13 @@ class RetentionPolicy:
 
 @dataclass(frozen=True, slots=True)
 class LiveVersion:
-    """The fields of a record for retention: version, checkpoint, time in ms, segments of the chain."""
+    """The fields of a record for retention: version, checkpoint, time in ms, segments of the chain, metrics."""
 
     version: int
     checkpoint: int
     ts_ms: int
     chain: tuple[str, ...]
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +240,11 @@ def _policy_reasons(
         for checkpoint, index in newest.items():
             if checkpoint % policy.keep_every == 0:
                 reasons.setdefault(index, f"every {policy.keep_every}. checkpoint")
+    if policy.keep_best is not None:
+        best = set(policy.keep_best.chosen((one.version, one.metrics) for one in versions))
+        for index, run in enumerate(runs):
+            if best.intersection(one.version for one in versions[run.start : run.stop]):
+                reasons.setdefault(index, f"one of the best {policy.keep_best.count} by {policy.keep_best.metric!r}")
     if policy.keep_within_s is not None:
         since_ms = now_ms - policy.keep_within_s * 1000
         least_ms = versions[-1].ts_ms

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from cnr_store.format.commit_record import LogEntry, is_live
+from cnr_store.format.notes import metrics_of
 from cnr_store.format.records import ChainEntry, CommitRecord
 from cnr_store.log.retention import LiveVersion
 
@@ -15,6 +16,7 @@ class _CopiedVersion:
     checkpoint: int
     ts_ms: int
     chain: tuple[ChainEntry, ...] = field(repr=False)
+    metrics: Mapping[str, float]
 
 
 class CopiedVersions:
@@ -38,7 +40,7 @@ class CopiedVersions:
         """Add a version."""
         record = entry.record
         chain = tuple(self._entries.setdefault(item.seg, item) for item in record.chain)
-        self._versions[record.v] = _CopiedVersion(record.checkpoint, record.ts_ms, chain)
+        self._versions[record.v] = _CopiedVersion(record.checkpoint, record.ts_ms, chain, metrics_of(record))
 
     def chain_of(self, version: int) -> tuple[ChainEntry, ...]:
         """Return the chain of a version that the relay has."""
@@ -48,7 +50,7 @@ class CopiedVersions:
         """Remove the versions that the newest record lists as expired; return the others, ascending."""
         self._versions = {version: one for version, one in sorted(self._versions.items()) if is_live(head, version)}
         return [
-            LiveVersion(version, one.checkpoint, one.ts_ms, tuple(item.seg for item in one.chain))
+            LiveVersion(version, one.checkpoint, one.ts_ms, tuple(item.seg for item in one.chain), one.metrics)
             for version, one in self._versions.items()
         ]
 

@@ -13,6 +13,7 @@ from cnr_store.log import leases
 from cnr_store.log.branches import Branch
 from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.log.leases import Lease
+from cnr_store.log.retention import Best, KeepBest
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.runtime.notebook import html_table
 from cnr_store.runtime.ranks import OneRank, Ranks
@@ -70,8 +71,8 @@ class Store:
         fsync
             Make local files durable before a commit.
         unsafe_single_writer
-            Accept a backend that cannot create objects exclusively; then only one process may ever write. The store
-            records it: every process that opens it for writing must pass it, too.
+            Accept a backend that cannot create objects exclusively; then only one process may ever write, and each
+            must pass this.
 
         Raises
         ------
@@ -131,9 +132,8 @@ class Store:
         return f"<Store {self.url}{'' if self.branch is None else f', branch {self.branch}'}>"
 
     def _repr_html_(self) -> str:
-        columns = ("version", "kind", "step", "checkpoint", "segments")
-        rows = [(one.v, one.kind, one.step, one.checkpoint, len(one.chain)) for one in self.log(limit=10)]
-        return html_table(f"{self.url}, newest records", columns, rows)
+        rows = [(one.v, one.kind, one.step, len(one.chain)) for one in self.log(limit=10)]
+        return html_table(f"{self.url}, newest records", ("version", "kind", "step", "segments"), rows)
 
     def __enter__(self) -> Store:
         return self
@@ -235,6 +235,13 @@ class Store:
         entry = self._versions.find(head, version=version, step=step, tag=tag, channel=channel, time=time)
         return self._versions.open(head.record, entry, cache)
 
+    def best(self, metric: str, *, best: Best = "largest") -> Snapshot:
+        """Open the live version whose save recorded the best value of a metric, of equal ones the newest.
+
+        Blocks: reads each record of the log. Raises `VersionNotFound` if no live version has the metric.
+        """
+        return self.snapshot(self._versions.best(self.head().record, KeepBest(metric, best=best)))
+
     def writer(
         self, *, mirror: MirrorMode = "memory", mirror_folder: str | None = None, bytes_per_s: float | None = None,
         run_id: str | None = None, ranks: Ranks | None = None, shards: Placement | None = None,
@@ -303,8 +310,7 @@ class Store:
     def set_channel(self, name: str, version: int | None = None) -> int:
         """Create or move a channel to a version (the head if None); return the new record's version. Blocks.
 
-        If two processes move a channel at once, the later record wins. A polling reader sees the move in the next
-        record. The version is kept as long as the channel points to it.
+        Of two moves at once the later record wins. The version is kept as long as the channel points to it.
 
         Raises
         ------
@@ -343,8 +349,7 @@ class Store:
         Raises
         ------
         BranchExists
-            Also if an earlier call was interrupted, or its outcome was unknown, but it created the branch: open it with
-            `on_branch`.
+            Also if an earlier call that failed created the branch: open it with `on_branch`.
         BadInput
             This is a branch: only versions of the store's own log can be forked.
         VersionNotFound, VersionExpired, BadName, CommitStateUnknown

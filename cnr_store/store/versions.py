@@ -7,11 +7,13 @@ from functools import partial
 
 from cnr_store.errors import BadInput, ChannelNotFound, TagNotFound, VersionNotFound
 from cnr_store.format.commit_record import DATA_KINDS, LogEntry, is_live
+from cnr_store.format.notes import metrics_of
 from cnr_store.format.records import CommitRecord, Cursor
 from cnr_store.log.at_time import newest_at
 from cnr_store.log.author import writer_info
 from cnr_store.log.clock import ms_of
 from cnr_store.log.leases import Lease, put_cursor, take_lease
+from cnr_store.log.retention import KeepBest
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.runtime.arguments import checked_count, checked_text
 from cnr_store.segment.chunk_cache import ChunkCache
@@ -59,6 +61,16 @@ class Versions:
         if 0 <= version < head.record.v:
             self._internals.check_live(head.record, version)  # before the GET: its record may be damaged
         return head if version == head.record.v else self._internals.entry(version)
+
+    def best(self, head: CommitRecord, rule: KeepBest) -> int:
+        """Return the live version with the best value of a metric."""
+        records = (entry.record for entry in self._internals.log.walk(self._internals.entry(head.v)))
+        found = rule.chosen((record.v, metrics_of(record)) for record in records if is_live(head, record.v))
+        if not found:
+            raise VersionNotFound(
+                f"no version of {self._internals.place} has the metric {rule.metric!r}", found=rule.metric
+            )
+        return found[0]
 
     def by_step(self, head: LogEntry, step: int) -> LogEntry:
         """Return the newest live version of the newest checkpoint with this step, else its newest version."""

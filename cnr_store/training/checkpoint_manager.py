@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from cnr_store.errors import BadInput, CnrStoreError, SaveInProgress
+from cnr_store.format.notes import checked_notes
 from cnr_store.runtime.arguments import checked_count
 from cnr_store.runtime.ranks import together
 from cnr_store.store import Store
@@ -37,7 +38,7 @@ from cnr_store.training.saver import Saver
 from cnr_store.training.schedule import SaveBoundary, SaveSchedule
 from cnr_store.training.stop_signal import EXIT_CODE, StopSignal
 from cnr_store.training.training_writer import TrainingWriter
-from cnr_store.types import SlotsRule
+from cnr_store.types import JsonValue, SlotsRule
 from cnr_store.write.table_options import TableOptions
 from cnr_store_gpu import RowTracker, warmup
 
@@ -155,16 +156,16 @@ class CheckpointManager:
     def step(self, step: int | None = None, *, reader_state: Any = None) -> bool:
         """Count a trained step and save if one is due; call it after ``optimizer.step()``.
 
-        Blocks for the copy of touched rows when a save is due; else for microseconds. The first one behind a `restore`
-        takes over the store as well: a training that is still at work on it can save no more (a few requests).
+        Blocks for the copy of touched rows when a save is due, else for microseconds. The first one after a `restore`
+        also takes over the store, so that an earlier training can save no more (a few requests).
 
         Parameters
         ----------
         step
             The number of the step; by default one more than the last.
         reader_state
-            State of the reader after the batch that was trained, when batches are fetched ahead of training. It is
-            that of this step alone: without one the ``reader`` is asked, and without a reader it must be given again.
+            State of the reader after the trained batch, when batches are fetched ahead. It is that of this step alone:
+            without one the ``reader`` is asked, and without a reader it must be given again.
 
         Returns
         -------
@@ -174,13 +175,11 @@ class CheckpointManager:
         Raises
         ------
         BackgroundSaveFailed
-            An earlier save failed, once; its rows are saved with the next one. Several ranks raise at the same step:
-            that of the next save.
+            An earlier save failed; its rows are saved with the next one. Several ranks raise at the next save.
         BadInput
             Without a reader, no ``reader_state`` although an earlier step had one; the step is not counted.
         Conflict
-            In the first step behind a restore: another training has gone on from the same store since. It says which
-            host and process, and when. Nothing was written.
+            In the first step after a restore: another training (it is named) has saved since. Nothing was written.
         SaveInProgress
             With ``when_busy="refuse"``.
         SystemExit
@@ -204,25 +203,31 @@ class CheckpointManager:
             self._save_due()
         return False
 
-    def save(self, *, wait: bool = True) -> SaveReport | None:
+    def save(
+        self, *, wait: bool = True, message: str | None = None, metrics: Mapping[str, float] | None = None,
+        metadata: Mapping[str, JsonValue] | None = None,
+    ) -> SaveReport | None:  # fmt: skip
         """Save now, whether one is due or not; waits for a save that is under way.
 
         Parameters
         ----------
         wait
             Until the save is committed; its report is returned. Else it goes on in the background.
+        message, metrics, metadata
+            Recorded with the save: a text (1 KiB), finite numbers by name (64; see `Store.best`), JSON (8 KiB).
 
         Raises
         ------
         BackgroundSaveFailed
             With its cause; whatever ``on_error`` says. The rows stay dirty.
         BadInput
-            Between forward and optimizer step.
+            Between forward and optimizer step; a note is too long, or no number or JSON.
         """
         self._check_open()
+        notes = checked_notes(message, metrics, metadata)
         self._reports.raise_together(self._saver.collect(wait=True))
         together(self._training.control, self._training.tracker.check_boundary)
-        self._saver.begin(wait_s=0.0)
+        self._saver.begin(wait_s=0.0, notes=notes)
         if not wait:
             return None
         raise_failure(self._saver.collect(wait=True))
@@ -241,10 +246,10 @@ class CheckpointManager:
         return self.last_save
 
     def report_loss(self, loss: float | torch.Tensor) -> None:
-        """Tell the loss of a step, for ``schedule="loss"``; of several ranks, that of rank 0 counts.
+        """Report the loss of a step, for ``schedule="loss"``; of several ranks, that of rank 0 counts.
 
-        The mean of about the last hundred is kept, also over restarts. Losses that are 0 or not finite do not count;
-        without a schedule, nor those below 0. Of a tensor its one number is read, which waits for its device.
+        The mean of about the last hundred is kept, also over restarts; losses that are 0 or not finite do not count,
+        nor, without a schedule, negative ones. Reading a tensor waits for its device.
 
         Raises
         ------
@@ -399,8 +404,7 @@ class CheckpointManager:
 
     def _save_last(self) -> None:
         """Save because the process is about to be ended; a failure before this one must not prevent it."""
-        error = self._saver.collect(wait=True)
-        if error is not None:
+        if (error := self._saver.collect(wait=True)) is not None:
             logger.error("the save before the last one failed, its rows are in the last one: %s", error)
         self.save()
 

@@ -53,6 +53,8 @@ class SavePolicy:
     save_on_sigterm
         On SIGTERM the next `step` saves and raises SystemExit(143); with ``"flag"`` it saves and returns True. Several
         ranks do so together, at the next step that is a multiple of 16 after one of them got it.
+    git
+        Whether the commit that is checked out around the working directory is recorded with each save, if there is one.
     rng
         Whether the random generators of Python, numpy and torch are saved and restored.
     on_save
@@ -71,6 +73,7 @@ class SavePolicy:
     when_busy: WhenBusy = "wait"
     on_error: OnError = "raise"
     save_on_sigterm: bool | Literal["flag"] = False
+    git: bool = True
     rng: bool = True
     on_save: Callable[[SaveReport], object] | None = None
 

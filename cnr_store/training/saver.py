@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from cnr_store.errors import (
     BackgroundSaveFailed,
@@ -18,6 +18,7 @@ from cnr_store.errors import (
     Fenced,
     TransactionAborted,
 )
+from cnr_store.runtime.git_commit import git_commit
 from cnr_store.runtime.ranks import together
 from cnr_store.training.background import BackgroundSave, Finished, LiveRead, SaveJob, SaveOutcome, SaveReport
 from cnr_store.training.chain_state import ChainState
@@ -31,6 +32,7 @@ from cnr_store.training.save_staging import SaveStager
 from cnr_store.training.save_state import SaveEvent, SaveState, next_state
 from cnr_store.training.schedule import SaveSchedule
 from cnr_store.training.training_writer import TrainingWriter
+from cnr_store.types import JsonValue
 from cnr_store.write.transaction import Transaction
 from cnr_store.write.writer import Writer
 
@@ -62,6 +64,9 @@ class Saver:
         self.training, self.chain, self.position, self.schedule = training, chain, position, schedule
         self.stager, self.writer, self.policy, self.reports = stager, writer, policy, reports
         self.background = BackgroundSave()
+        commit = git_commit() if policy.git else None
+        self._about: dict[str, JsonValue] = {} if commit is None else {"git": commit}
+        self._notes: Mapping[str, JsonValue] | None = None  # of the newest save
         self.history: list[SaveReport] = []
         self.state = SaveState.IDLE
         self._unknown: Finished | None = None  # in the state UNKNOWN
@@ -71,8 +76,10 @@ class Saver:
 
     # ---- beginning a save
 
-    def begin(self, *, wait_s: float) -> bool:
+    def begin(self, *, wait_s: float, notes: Mapping[str, JsonValue] | None = None) -> bool:
         """Copy the state to save and hand it to the background. Only this part of a save blocks the training.
+
+        ``notes`` are recorded with it.
 
         Returns True if the save is already over, because the training waited until tables were written.
         """
@@ -86,6 +93,8 @@ class Saver:
             self.chain.quality = None
         plan = plan_save(self.training, self.chain, self.policy.policy, writer)
         transaction = writer.begin(self.position.step, plan.decision.kind, base=plan.decision.base)
+        transaction.note({**self._about, **(notes or {})})
+        self._notes = notes
         if self.policy.first_baseline == "live":
             try:
                 read = self.stager.begin_reading(transaction, writer, plan)
@@ -140,7 +149,7 @@ class Saver:
             return error
         if is_outdated:  # an optimizer made its state meanwhile, which belongs to the save
             self._give_up(read)
-            self.begin(wait_s=0.0)
+            self.begin(wait_s=0.0, notes=self._notes)
             return None
         self._reading = None
         read.transaction.move_to(self.position.step)

@@ -48,6 +48,7 @@ class Transaction:
         self._staged = StagedSegment(state, draft)
         self._commit = Commit(state, self._staged)
         self._ended = False
+        self._notes: dict[str, JsonValue] = {}
 
     def __enter__(self) -> Transaction:
         return self
@@ -345,12 +346,7 @@ class Transaction:
         self._staged.documents.put_dense(tensors, dtypes or {})
 
     def drop_dense(self, name: str) -> None:
-        """Drop a dense tensor: it is absent from this version on.
-
-        Raises
-        ------
-        TableNotFound
-        """
+        """Drop a dense tensor: it is absent from this version on. Raises `TableNotFound` if there is none."""
         self._check_open()
         self._staged.documents.drop_dense(name)
 
@@ -381,6 +377,11 @@ class Transaction:
         self._check_open()
         self._staged.documents.put_document(name, value, default)
 
+    def note(self, notes: Mapping[str, JsonValue]) -> None:
+        """Record notes with the commit, as `cnr_store.format.notes.checked_notes` returns them; later ones win."""
+        self._check_open()
+        self._notes.update(notes)
+
     def abort(self) -> None:
         """Abort the transaction; garbage collection deletes its objects. A second call does nothing.
 
@@ -398,21 +399,19 @@ class Transaction:
         Raises
         ------
         BadInput
-            A baseline lacks tables, a declared table was not written, a one-shot delta lacks rows, ``user`` is no JSON,
-            or nests deeper than 32 levels; the transaction can go on.
-        Fenced, Conflict, DoesNotApply, TransactionAborted
+            Tables or rows that the commit needs were not written, or ``user`` is no JSON of at most 32 levels; the
+            transaction can go on.
+        Fenced, Conflict, DoesNotApply, TransactionAborted, StorageFailure
             Nothing became visible; the rows are still to be saved.
         CommitStateUnknown
             Neither won nor lost: `Writer.settle` finds out. Or the store's log still has an unknown record of something
             else (a tag, say): then nothing of this was sent, `undecided` is None, and the rows are still to be saved.
-        StorageFailure
-            Nothing became visible.
         RankFailed, RankLost
-            With several ranks: another one failed, and nothing became visible (errors of this library keep their
-            kind on every rank); or one does not answer, and nothing became visible unless this is rank 0 and
-            `version` is set. The transaction is over on every rank.
+            Another rank failed, or does not answer: nothing became visible, unless it was lost and this is rank 0 with
+            a `version`. Errors of this library keep their kind on every rank.
         """
         self._check_open()
+        user = {**self._notes, **(user or {})}
         if self._state.setup.ranks.world == 1:
             self._staged.check_complete(user)  # it can go on after that
         self._ended = True

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypedDict
 
 import typer
 
-from cnr_store import BadInput, Snapshot, Store
+from cnr_store import BadInput, KeepBest, Snapshot, Store
 
 Url = Annotated[str, typer.Argument(metavar="URL", help="The store: a local path, s3://..., gs://..., abfs://...")]
 StorageOptions = Annotated[
@@ -102,6 +102,24 @@ def parse_duration(text: str, option: str) -> float:
     BadInput
     """
     return _amount(text, option, _SECONDS, "a time like 90s, 30m, 12h, 7d or 2w")
+
+
+def parse_best(text: str) -> KeepBest:
+    """Return which saves `--keep-best` keeps; a metric's name may have colons.
+
+    >>> parse_best("auc:3"), parse_best("val:loss:2:smallest")
+    (KeepBest(metric='auc', count=3, best='largest'), KeepBest(metric='val:loss', count=2, best='smallest'))
+
+    Raises
+    ------
+    BadInput
+    """
+    name, _, last = text.rpartition(":")
+    best: Literal["largest", "smallest"] = "smallest" if last == "smallest" else "largest"
+    metric, _, count = (name if last in ("largest", "smallest") else text).rpartition(":")
+    if not metric or not count.isascii() or not count.isdigit():
+        raise BadInput(f"--keep-best takes METRIC:N or METRIC:N:smallest, found {text!r}", found=text)
+    return KeepBest(metric, int(count), best)
 
 
 def parse_size(text: str, option: str) -> int:

@@ -11,6 +11,7 @@ import msgspec
 from cnr_store.errors import CorruptRecord, CorruptStore
 from cnr_store.format.commit_record import LogEntry, decode_record, is_live, parent_of
 from cnr_store.format.layout import commit_key
+from cnr_store.format.notes import metrics_of
 from cnr_store.format.records import ChainEntry, CommitRecord
 from cnr_store.log.commit_log import CommitLog
 from cnr_store.log.log_reader import position_bytes
@@ -257,7 +258,8 @@ class LogScan:
 
     def _remember(self, entry: LogEntry) -> _KnownRecord:
         record = entry.record
-        state = LiveVersion(record.v, record.checkpoint, record.ts_ms, self._names.chain_of(record.chain))
+        chain = self._names.chain_of(record.chain)
+        state = LiveVersion(record.v, record.checkpoint, record.ts_ms, chain, metrics_of(record))
         return _KnownRecord(state, entry.digest, parent_of(record), entry.side_objects)
 
     def _key(self, version: int) -> str:

@@ -32,6 +32,7 @@ from cnr_store_tools.options import (
     optional_duration,
     optional_size,
     parse_address,
+    parse_best,
     parse_duration,
 )
 from cnr_store_tools.output import Document, emit, to_document
@@ -67,6 +68,14 @@ KeepWithin = Annotated[
     str | None, typer.Option("--keep-within", metavar="TIME", help="Keep versions younger than this: 7d.")
 ]
 KeepEvery = Annotated[int | None, typer.Option("--keep-every", help="Keep every N-th checkpoint.")]
+BestBy = Annotated[
+    str | None,
+    typer.Option(
+        "--keep-best",
+        metavar="METRIC:N",
+        help="Keep the N saves with the largest metric; METRIC:N:smallest the smallest.",
+    ),
+]
 Grace = Annotated[
     str, typer.Option("--grace", metavar="TIME", help="Time for readers between listing and deleting data.")
 ]
@@ -123,6 +132,7 @@ def gc(
     keep_last: KeepLast = KEEP.keep_last,
     keep_within: KeepWithin = None,
     keep_every: KeepEvery = None,
+    keep_best: BestBy = None,
     grace: Grace = "24h",
     orphan_age: OrphanAge = "7d",
     force: Annotated[bool, typer.Option("--force", help="Allow a grace below 1h and an orphan age below 1d.")] = False,
@@ -135,7 +145,7 @@ def gc(
     json: Json = False,
 ) -> None:
     """Expire versions and delete unneeded data of the store and its branches. A dry run explains each decision."""
-    policy = _retention(keep_last, keep_within, keep_every)
+    policy = _retention(keep_last, keep_within, keep_every, keep_best)
     with open_store(url, storage_option) as store, progress_bars(in_bytes=False) as progress:
         report = collect_garbage(
             store, policy=policy, grace_s=parse_duration(grace, "--grace"),
@@ -161,6 +171,7 @@ def maintain_(
     keep_last: KeepLast = KEEP.keep_last,
     keep_within: KeepWithin = None,
     keep_every: KeepEvery = None,
+    keep_best: BestBy = None,
     grace: Grace = "24h",
     orphan_age: OrphanAge = "7d",
     force: Annotated[bool, typer.Option("--force", help="Allow a grace below 1h and an orphan age below 1d.")] = False,
@@ -171,7 +182,7 @@ def maintain_(
 ) -> None:
     """Compact, expire and delete in the store and its branches; run it from cron. Exit code 9: more to do."""
     policy = CompactionPolicy(max_chain=max_chain, max_restore_ratio=max_restore_ratio, fanout=fanout)
-    retention = _retention(keep_last, keep_within, keep_every)
+    retention = _retention(keep_last, keep_within, keep_every, keep_best)
     with open_store(url, storage_option) as store, progress_bars(in_bytes=False) as progress:
         collector = None if metrics_file is None else _collector(store, 0.0)
         try:
@@ -276,9 +287,12 @@ def _announce(host: str, port: int) -> None:
     sys.stderr.flush()
 
 
-def _retention(keep_last: int, keep_within: str | None, keep_every: int | None) -> RetentionPolicy:
+def _retention(
+    keep_last: int, keep_within: str | None, keep_every: int | None, keep_best: str | None
+) -> RetentionPolicy:
     return RetentionPolicy(
-        keep_last=keep_last, keep_within_s=optional_duration(keep_within, "--keep-within"), keep_every=keep_every
+        keep_last=keep_last, keep_within_s=optional_duration(keep_within, "--keep-within"), keep_every=keep_every,
+        keep_best=None if keep_best is None else parse_best(keep_best),
     )  # fmt: skip
 
 

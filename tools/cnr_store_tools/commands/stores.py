@@ -56,9 +56,19 @@ def log(
 
 
 def _note(item: Document) -> str:
-    """Return the names of a record: those that it gives, and those that its version has now."""
+    """Return the names that a record gives and that its version has now, and what the save said of itself."""
     about = " -> ".join(str(item[key]) for key in ("name", "target") if item[key] is not None)
-    return ", ".join([about] * bool(about) + item["tags"] + item["channels"])
+    names = [about] * bool(about) + item["tags"] + item["channels"]
+    return ", ".join([*names, *_said(item["user"])])
+
+
+def _said(user: Mapping[str, Any]) -> list[str]:
+    """Return the message and the metrics of a save."""
+    message, metrics = user.get("message"), user.get("metrics")
+    found = [message] if isinstance(message, str) else []
+    if isinstance(metrics, dict):
+        found += [f"{name} {value:.5g}" for name, value in sorted(metrics.items()) if isinstance(value, int | float)]
+    return found
 
 
 def _records(store: Store, limit: int | None) -> list[Document]:
@@ -123,7 +133,7 @@ def _version(store: Store, snapshot: Snapshot) -> Document:
     return {
         "url": store.url, "branch": store.branch, "store_uuid": store.uuid,
         "format": f"{store.identity.major}.{store.identity.minor}", "version": record.v, "kind": record.kind,
-        "step": snapshot.step, "checkpoint": record.checkpoint, "time_ms": record.ts_ms,
+        "step": snapshot.step, "checkpoint": record.checkpoint, "time_ms": record.ts_ms, "user": record.user,
         **_names(head.tags, head.channels, record.v),
         "tables": {name: _table(snapshot, name) for name in sorted(snapshot.tables)}, "rate": _rate(snapshot),
         "dense": {name: {"dtype": entry.dtype, "shape": entry.shape} for name, entry in sorted(snapshot.dense.items())},
@@ -166,6 +176,10 @@ def _version_parts(document: Document) -> Iterator[Part]:
         f"{place_text(document)}  version {document['version']} ({document['kind']}), step {document['step']}, "
         f"{time_text(document['time_ms'])}, format {document['format']}"
     )
+    if said := _said(document["user"]):
+        yield f"saved with: {', '.join(said)}"
+    if isinstance(document["user"].get("git"), str):
+        yield f"git commit: {document['user']['git']}"
     for kind in ("tags", "channels"):
         if document[kind]:
             yield f"{kind}: {', '.join(document[kind])}"
